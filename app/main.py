@@ -1,0 +1,78 @@
+"""`dflash-chat`: a streaming prompt loop, or one answer with `--prompt`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dflash_mlx import DecodeConfig, DFlashError, PairConfig, SamplingConfig, Session, cli
+from dflash_mlx.chat import Message, Prompt, prompt_tokens
+from dflash_mlx.generate import print_stream, read_stdin
+from dflash_mlx.load import load_pair
+
+PROGRAM = "dflash-chat"
+
+
+def main() -> None:
+    """The console script."""
+    cli.run(run, PROGRAM)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Answer `--prompt`, or piped standard input, or talk until the user leaves."""
+    arguments = _parser().parse_args(argv)
+    config = cli.read_decode_config(arguments)
+    prompt = _one_prompt(arguments)
+    pair = load_pair(cli.read_pair_config(arguments))
+    session = Session(pair, config)
+    if prompt is not None:
+        _answer(session, prompt, arguments.system)
+    else:
+        _talk(session, arguments.system)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.Parser(prog=PROGRAM, description="Chat with a language model, fast, on this Mac.")
+    parser.add_argument("--prompt", help="answer this and leave, - reads standard input")
+    parser.add_argument("--system", help="system prompt")
+    cli.add_options(parser, PairConfig, DecodeConfig, SamplingConfig)
+    return parser
+
+
+def _one_prompt(arguments: argparse.Namespace) -> str | None:
+    """The prompt when there is just one: given, or piped in."""
+    if arguments.prompt == "-" or (arguments.prompt is None and not sys.stdin.isatty()):
+        return read_stdin()
+    return arguments.prompt
+
+
+def _answer(session: Session, prompt: Prompt, system: str | None) -> str:
+    tokens = prompt_tokens(session.pair.tokenizer, prompt, system, raw=False)
+    return print_stream(session.stream(tokens))
+
+
+def _talk(session: Session, system: str | None) -> None:
+    """Ask, answer, remember; Ctrl+C stops an answer, Ctrl+D or /quit leaves."""
+    print(f"{session.pair.target.name}. Ctrl+C stops an answer, Ctrl+D or /quit leaves.")
+    messages: list[Message] = []
+    while (question := _ask()) not in (None, "/quit"):
+        if not question:
+            continue
+        messages.append({"role": "user", "content": question})
+        try:
+            answer = _answer(session, messages, system)
+        except DFlashError as error:
+            print(error, file=sys.stderr)
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _ask() -> str | None:
+    """A line from the user, None at the end of input."""
+    try:
+        return input("\nyou> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None

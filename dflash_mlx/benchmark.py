@@ -1,0 +1,158 @@
+"""`python -m dflash_mlx.benchmark`: methods against plain decoding, interleaved by prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from dflash_mlx import cli
+from dflash_mlx.chat import check_messages, prompt_tokens
+from dflash_mlx.config import METHODS, DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.load import Pair, load_pair
+from dflash_mlx.machine import describe_machine, describe_versions
+from dflash_mlx.observer import RoundTimer
+from dflash_mlx.report import Run, first_difference, format_table, plot, summarise
+from dflash_mlx.stream import Answer, Session, collect
+
+PROGRAM = "dflash_mlx.benchmark"
+
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the benchmark. Raises DFlashError for bad input."""
+    arguments = parser().parse_args(argv)
+    rows = read_prompts(arguments.prompts, arguments.limit)
+    config = cli.read_decode_config(arguments)
+    methods = read_methods(arguments.methods, config)
+    for file in (arguments.json, arguments.plot):
+        check_writable(file)
+    pair = load_pair(cli.read_pair_config(arguments))
+    runs = run_all(pair, rows, methods)
+    report = {
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "pair": {"target": pair.target.name, "drafter": pair.drafter_name},
+        "settings": {"prompts": len(rows), **asdict(config)},
+        **summarise(runs),
+    }
+    print(format_table(report))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot is not None:
+        plot(report, arguments.plot)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = cli.Parser(prog=PROGRAM, description="Compare decoding methods on a set of prompts.")
+    result.add_argument(
+        "--prompts", type=Path, required=True, help="JSON lines with id, category and messages"
+    )
+    result.add_argument(
+        "--methods",
+        default=",".join(METHODS),
+        help="comma-separated; a block size may follow, as in none,dflash:4,dflash:8 "
+        "(default: %(default)s); none is always run",
+    )
+    result.add_argument("--limit", type=int, help="use the first N prompts of each category")
+    result.add_argument("--json", type=Path, help="write the report here")
+    result.add_argument("--plot", type=Path, help="draw the report here (PNG)")
+    cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig)
+    return result
+
+
+def read_prompts(file: Path, limit: int | None) -> list[Row]:
+    """Rows of `file`, at most `limit` of each category; DFlashError for damaged ones."""
+    if limit is not None and limit < 1:
+        raise DFlashError(f"limit is {limit}", "choose 1 or more")
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise DFlashError(
+            f"{file} cannot be read ({error})", "give JSON lines with id, category and messages"
+        ) from None
+    taken: dict[str, list[Row]] = {}
+    for i, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or not isinstance(row.get("category"), str):
+            raise DFlashError(f"line {i} of {file} has no category", "give each row one")
+        check_messages(row.get("messages"), f"line {i} of {file}")
+        taken.setdefault(row["category"], []).append(row)
+    if not taken:
+        raise DFlashError(f"{file} holds no prompts", "give JSON lines with messages")
+    return [row for category in taken.values() for row in category[:limit]]
+
+
+def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
+    """Settings by method name; `none` first, since the others are compared with it."""
+    methods = {"none": replace(config, method="none", block_size=None)}
+    for name in names.split(","):
+        method, _, size = name.strip().partition(":")
+        if size and not size.isdigit():
+            raise DFlashError(f"the block size in {name!r} is {size!r}", "give a whole number")
+        block_size = int(size) if size else config.block_size
+        if method != "none":
+            methods[name.strip()] = replace(config, method=method, block_size=block_size)
+    return methods
+
+
+def check_writable(file: Path | None) -> None:
+    """Refuse a folder that is not there before the work starts."""
+    if file is not None and not file.parent.is_dir():
+        raise DFlashError(f"there is no folder {file.parent}", "make it, or name another file")
+
+
+def run_all(pair: Pair, rows: list[Row], methods: dict[str, DecodeConfig]) -> list[Run]:
+    """Every prompt with every method in turn, after one unmeasured answer with each.
+
+    The order of the methods turns from prompt to prompt, so that none is always the first.
+    """
+    prompts = [prompt_tokens(pair.tokenizer, row["messages"], None, raw=False) for row in rows]
+    for config in methods.values():
+        answer(pair, prompts[0], replace(config, max_tokens=8))
+    runs = []
+    names = list(methods)
+    for i, (row, prompt) in enumerate(zip(tqdm(rows, unit="prompt"), prompts, strict=True)):
+        turned = names[i % len(names) :] + names[: i % len(names)]
+        answers = {name: answer(pair, prompt, methods[name]) for name in turned}
+        runs += [compare(pair, row, prompt, name, answers) for name in names]
+    return runs
+
+
+def answer(pair: Pair, prompt: list[int], config: DecodeConfig) -> tuple[Answer, RoundTimer]:
+    """One answer and the time its rounds took."""
+    timer = RoundTimer()
+    return collect(Session(pair, config).stream(prompt, timer)), timer
+
+
+def compare(
+    pair: Pair,
+    row: Row,
+    prompt: list[int],
+    method: str,
+    answers: dict[str, tuple[Answer, RoundTimer]],
+) -> Run:
+    """An answer beside the plain one."""
+    plain, _ = answers["none"]
+    other, timer = answers[method]
+    return Run(
+        prompt=str(row.get("id", "")),
+        category=row["category"],
+        method=method,
+        statistics=other.statistics,
+        seconds=timer.seconds,
+        plain=plain.statistics,
+        difference=first_difference(pair.target, prompt, plain.tokens, other.tokens),
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main, PROGRAM)

@@ -1,0 +1,198 @@
+"""Keys and values of committed tokens, and of the block under verification behind them.
+
+One cache serves full attention and sliding windows. Slots are contiguous and in order of
+position; the block's rows are written in place after the committed ones and either committed
+(a path of them) or discarded. `LayerCache` answers the calls that mlx-lm's attention layers and
+mask helpers make of a cache: `offset`, `make_mask` and `update_and_fetch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+
+from dflash_mlx.tree import Tree
+
+STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rows of one pass: a run of consecutive tokens, or the nodes of a tree."""
+
+    rows: int
+    tree: Tree | None = None
+
+    @classmethod
+    def of(cls, tree: Tree) -> Block:
+        """A chain needs no explicit positions or mask; any other tree does."""
+        return cls(len(tree), None if tree.is_chain else tree)
+
+    @cached_property
+    def depths(self) -> mx.array:
+        """[rows] distance of each row from the first."""
+        return mx.arange(self.rows) if self.tree is None else mx.array(self.tree.depths)
+
+    @cached_property
+    def visible(self) -> mx.array:
+        """[rows, rows] which rows of the block each row may attend to."""
+        if self.tree is not None:
+            return mx.array(self.tree.ancestors)
+        rows = mx.arange(self.rows)
+        return rows[:, None] >= rows[None]
+
+
+class LayerCache:
+    """Keys and values of one attention layer, [1, heads, slots, dim] each.
+
+    window: how many positions a query sees, itself included; None for all of them.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+        self.length = 0
+        self.block = Block(0)
+        self._start = 0
+        self._keys: mx.array | None = None
+        self._values: mx.array | None = None
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of the block's first row, or of every row when the block is a tree."""
+        if self.block.tree is None:
+            return self.length
+        return self.length + self.block.depths
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What has to be evaluated for this cache to be up to date."""
+        return [a for a in (self._keys, self._values) if a is not None]
+
+    @property
+    def _first(self) -> int:
+        """Oldest committed position that the block's first row sees."""
+        return 0 if self.window is None else max(0, self.length - self.window + 1)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the block's rows after the committed ones; return all that its rows may see."""
+        rows = keys.shape[2]
+        self._reserve(rows, keys, values)
+        assert self._keys is not None and self._values is not None
+        at = self.length - self._start
+        self._keys[..., at : at + rows, :] = keys
+        self._values[..., at : at + rows, :] = values
+        first = self._first - self._start
+        return self._keys[..., first : at + rows, :], self._values[..., first : at + rows, :]
+
+    def make_mask(
+        self, rows: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        """The mask mlx-lm asks for: None, "causal", or bool [rows, visible + rows]."""
+        window = window_size or self.window
+        if window is None or self.length - self._first + rows <= window:
+            if rows == 1:
+                return None
+            if self.block.tree is None and not return_array:
+                return "causal"
+        return self.attention_mask(self.block.visible, window)
+
+    def attention_mask(self, visible: mx.array, window: int | None) -> mx.array:
+        """Bool [rows, visible + rows]: the committed positions, then the block's own rows.
+
+        visible: [rows, rows] which rows of the block each row sees. The window counts from each
+        row's own position.
+        """
+        positions = self.length + self.block.depths
+        keys = mx.concatenate([mx.arange(self._first, self.length), positions])
+        before = mx.full((self.block.rows, self.length - self._first), True)
+        mask = mx.concatenate([before, visible], axis=1)
+        return mask if window is None else mask & (keys[None] > positions[:, None] - window)
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the rows in `path` (increasing), moved to consecutive slots, and drop the others."""
+        kept = next((i for i, row in enumerate(path) if i != row), len(path))
+        if kept < len(path) and self._keys is not None and self._values is not None:
+            at = self.length - self._start
+            rows = mx.array([at + row for row in path[kept:]])
+            to = slice(at + kept, at + len(path))
+            self._keys[..., to, :] = self._keys[..., rows, :]
+            self._values[..., to, :] = self._values[..., rows, :]
+        self.length += len(path)
+        self.block = Block(0)
+
+    def discard(self) -> None:
+        """Drop the block's rows."""
+        self.block = Block(0)
+
+    def can_trim(self, length: int) -> bool:
+        """Whether the positions that a query at `length` sees are still stored."""
+        first = 0 if self.window is None else max(0, length - self.window + 1)
+        return length == 0 or first >= self._start
+
+    def trim(self, length: int) -> None:
+        """Forget the committed positions from `length` on; only where `can_trim`."""
+        self.length = min(self.length, length)
+        self._start = min(self._start, self.length)
+        self.discard()
+
+    def _reserve(self, rows: int, keys: mx.array, values: mx.array) -> None:
+        """Make room for `rows` more; slots that no window reaches any more are given up."""
+        if self._keys is None or self._values is None:
+            self._keys, self._values = _empty(rows, keys), _empty(rows, values)
+            return
+        if self.length - self._start + rows <= self._keys.shape[2]:
+            return
+        stored = slice(self._first - self._start, self.length - self._start)
+        self._start = self._first
+        self._keys = mx.concatenate([self._keys[..., stored, :], _empty(rows, keys)], axis=2)
+        self._values = mx.concatenate([self._values[..., stored, :], _empty(rows, values)], axis=2)
+
+
+def _empty(rows: int, like: mx.array) -> mx.array:
+    """Zeroed slots for at least `rows` more rows of the shape and type of `like`."""
+    slots = -(-rows // STEP) * STEP
+    return mx.zeros((*like.shape[:2], slots, like.shape[3]), like.dtype)
+
+
+class SequenceCache:
+    """The caches of all layers of one model for one sequence; they move together."""
+
+    def __init__(self, layers: Sequence[LayerCache]) -> None:
+        self.layers = list(layers)
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return self.layers[0].length
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What has to be evaluated for the caches to be up to date."""
+        return [array for layer in self.layers for array in layer.arrays]
+
+    def extend(self, block: Block) -> None:
+        """Announce the rows of the next pass."""
+        for layer in self.layers:
+            layer.block = block
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the block's rows in `path`."""
+        for layer in self.layers:
+            layer.commit(path)
+
+    def discard(self) -> None:
+        """Drop the block's rows."""
+        for layer in self.layers:
+            layer.discard()
+
+    def can_trim(self, length: int) -> bool:
+        """Whether every layer can go back to `length` tokens."""
+        return all(layer.can_trim(length) for layer in self.layers)
+
+    def trim(self, length: int) -> None:
+        """Forget the committed tokens from `length` on."""
+        for layer in self.layers:
+            layer.trim(length)

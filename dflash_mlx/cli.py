@@ -1,0 +1,82 @@
+"""What the command lines share: options made from settings, and errors as sentences."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, NoReturn, TypeVar
+
+from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.errors import DFlashError
+
+_Settings = TypeVar("_Settings")
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one sentence on stderr, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the sentence and leave."""
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; see --help\n")
+
+
+def add_options(parser: argparse.ArgumentParser, *settings: type) -> None:
+    """Add an option for every field of the settings classes that has a help text."""
+    for settings_class in settings:
+        for field in fields(settings_class):
+            if "help" in field.metadata:
+                parser.add_argument(
+                    "--" + field.name.replace("_", "-"),
+                    default=argparse.SUPPRESS,
+                    help=_help(field.metadata["help"], field.default),
+                    **field.metadata["argparse"],
+                )
+
+
+def _help(text: str, default: Any) -> str:
+    return text if default is None or default == () else f"{text} (default: {default})"
+
+
+def read_options(arguments: argparse.Namespace, settings_class: type[_Settings]) -> _Settings:
+    """The settings that the command line gave, defaults elsewhere."""
+    given = vars(arguments)
+    names = {f.name for f in fields(settings_class)} & given.keys()  # type: ignore[arg-type]
+    values = {name: given[name] for name in names}
+    return settings_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
+    """Decoding and sampling settings together."""
+    from dataclasses import replace
+
+    sampling = read_options(arguments, SamplingConfig)
+    return replace(read_options(arguments, DecodeConfig), sampling=sampling)
+
+
+def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
+    """Which pair to load."""
+    return read_options(arguments, PairConfig)
+
+
+def run(main: Callable[[Sequence[str]], None], program: str) -> NoReturn:
+    """Run a command line: a sentence and exit code 2 for bad input, 130 for Ctrl+C."""
+    try:
+        main(sys.argv[1:])
+        sys.stdout.flush()
+    except DFlashError as error:
+        sys.exit(_say(f"{program}: {error}", BAD_INPUT))
+    except KeyboardInterrupt:
+        sys.exit(_say("", INTERRUPTED))
+    except BrokenPipeError:  # the reader has left, as `head` does
+        sys.stderr.close()
+    sys.exit(0)
+
+
+def _say(text: str, code: int) -> int:
+    print(text, file=sys.stderr)
+    return code

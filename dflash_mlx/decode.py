@@ -1,0 +1,74 @@
+"""The decode loop: draft, verify, accept, commit, yield."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from dflash_mlx.accept import Accepted, accept
+from dflash_mlx.cache import Block
+from dflash_mlx.config import DecodeConfig
+from dflash_mlx.drafters.base import Drafter
+from dflash_mlx.observer import Observer
+from dflash_mlx.sampling import Sampler
+from dflash_mlx.state import State
+from dflash_mlx.target import Target
+from dflash_mlx.verify import verify
+
+
+def prefill(
+    target: Target,
+    drafter: Drafter,
+    state: State,
+    prompt: list[int],
+    config: DecodeConfig,
+    observer: Observer,
+) -> int:
+    """Bring the caches up to the last token of `prompt`, which becomes the anchor.
+
+    A prefix of `prompt` that the state holds already is kept; returns its length.
+    """
+    reused = state.reuse(prompt)
+    observer.prefilled(reused, len(prompt) - 1)
+    while state.position < len(prompt) - 1:
+        end = min(state.position + config.prefill_step, len(prompt) - 1)
+        chunk = prompt[state.position : end]
+        block = Block(len(chunk))
+        _, features = target.forward(mx.array(chunk), state.cache, block, drafter.taps)
+        state.commit_prompt(chunk, features)
+        observer.prefilled(end, len(prompt) - 1)
+    state.set_anchor(prompt[-1])
+    return reused
+
+
+def decode(
+    target: Target, drafter: Drafter, state: State, config: DecodeConfig, observer: Observer
+) -> Iterator[Accepted]:
+    """Yield rounds until `max_tokens` tokens are out or the context is full.
+
+    Every token is the target's own choice (see `accept`). A round is committed before it is
+    yielded, so the state stays usable wherever the caller stops.
+    """
+    sampler = Sampler(config.sampling)
+    ahead = 0 if sampler.needs_history else drafter.rounds_ahead
+    running: deque[Accepted] = deque()
+    end = min(state.position + config.max_tokens, target.context_length - 1)
+    observer.start()
+    while state.position < end:
+        tree = drafter.propose(state, room=end - state.position)
+        verdict = verify(target, state, tree, drafter.taps)
+        tree.wait()  # for the draft; the target's pass is queued behind it
+        observer.mark("draft")
+        choose = verdict.choices(sampler, state)
+        observer.mark("verify")
+        running.append(accept(tree, choose))
+        state.commit(running[-1], verdict.features)
+        observer.mark("commit")
+        if len(running) > ahead:
+            accepted = running.popleft().wait()  # for a pass that nothing had to wait for before
+            observer.mark("verify")
+            yield accepted
+            observer.mark("yield")
+    yield from running

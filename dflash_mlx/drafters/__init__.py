@@ -1,0 +1,1 @@
+"""Drafters: objects that propose prefix trees. One file each."""

@@ -1,0 +1,33 @@
+"""What every drafter offers to the decode loop."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dflash_mlx.state import Context, State
+from dflash_mlx.tree import Tree
+
+
+class Drafter(Protocol):
+    """Proposes trees; holds no state of a sequence."""
+
+    @property
+    def name(self) -> str:
+        """As in `--method`."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose output it reads, () for none."""
+
+    @property
+    def rounds_ahead(self) -> int:
+        """Rounds that may start before the first of them is read.
+
+        More than 0 only where the next tree does not depend on the tokens of this one.
+        """
+
+    def new_context(self) -> Context:
+        """An empty context for one sequence."""
+
+    def propose(self, state: State, room: int) -> Tree:
+        """A tree of 1 to `room` nodes whose root is the anchor."""

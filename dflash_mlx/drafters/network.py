@@ -1,0 +1,161 @@
+"""The DFlash drafter network (arXiv 2602.06036, section 3; format: z-lab's DFlash v1 folders).
+
+A few decoder layers whose queries come from the block only. The target's features enter every
+layer as extra keys and values and never pass through the residual stream. Embedding and output
+head are the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.cache import Block, LayerCache, SequenceCache
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Shapes of a DFlash drafter; names as in its config.json.
+
+    layer_windows: sliding window per layer, None for full attention; a window of w reaches w - 1
+    positions back, and as many ahead inside the block. layer_causal: whether the layer's block
+    rows see only rows before them. target_layer_ids: target layers (0-based) whose outputs are the
+    features. The last three are 1, 1 and None in most drafters.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    max_position_embeddings: int
+    layer_windows: tuple[int | None, ...]
+    layer_causal: tuple[bool, ...]
+    attention_bias: bool
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    vocab_size: int
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+
+
+class Attention(nn.Module):
+    """Attention of block rows to the committed context and to the block."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        from mlx_lm.models.rope_utils import initialize_rope
+
+        super().__init__()
+        d, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = dim
+        self.q_proj = nn.Linear(d, config.num_attention_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(d, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(d, config.num_key_value_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, d, bias=bias)
+        self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
+        self.rope = initialize_rope(
+            dim,
+            config.rope["rope_theta"],
+            False,
+            config.rope,
+            config.max_position_embeddings,
+        )
+
+    def _heads(self, x: mx.array) -> mx.array:
+        return mx.unflatten(x, -1, (-1, self.head_dim)).swapaxes(1, 2)
+
+    def remember(self, rows: mx.array, cache: LayerCache) -> tuple[mx.array, mx.array]:
+        """Write keys and values of `rows` [1, n, d] into `cache`; return all that are visible."""
+        keys = self.rope(self.k_norm(self._heads(self.k_proj(rows))), offset=cache.offset)
+        return cache.update_and_fetch(keys, self._heads(self.v_proj(rows)))
+
+    def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
+        """Attend from block rows x [1, n, d]."""
+        queries = self.rope(self.q_norm(self._heads(self.q_proj(x))), offset=cache.offset)
+        keys, values = self.remember(x, cache)
+        out = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self.head_dim**-0.5, mask=mask
+        )
+        return self.o_proj(out.swapaxes(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        d, hidden = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(d, hidden, bias=False)
+        self.up_proj = nn.Linear(d, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, d, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., d] -> [..., d]."""
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """Pre-norm decoder layer."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        d, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(d, eps)
+        self.post_attention_layernorm = nn.RMSNorm(d, eps)
+
+    def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
+        """[1, n, d] -> [1, n, d]."""
+        x = x + self.self_attn(self.input_layernorm(x), mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Network(nn.Module):
+    """c = RMSNorm(W_fc [h_1; ...; h_m]) feeds keys and values of every layer."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
+        self.hidden_norm = nn.RMSNorm(d, config.rms_norm_eps)
+        self.layers = [Layer(config) for _ in config.layer_windows]
+        self.norm = nn.RMSNorm(d, config.rms_norm_eps)
+        self._causal = config.layer_causal
+
+    def append(self, features: mx.array, cache: SequenceCache) -> None:
+        """Commit the context rows of `features` [n, m*d] to `cache`."""
+        rows = self.hidden_norm(self.fc(features[None]))
+        cache.extend(Block(features.shape[0]))
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            layer.self_attn.remember(rows, layer_cache)
+        cache.commit(range(features.shape[0]))
+
+    def __call__(self, x: mx.array, cache: SequenceCache) -> mx.array:
+        """Final hidden states [1, n, d] of one block, from its embeddings x [1, n, d].
+
+        The block's keys and values are used and discarded.
+        """
+        cache.extend(Block(x.shape[1]))
+        for layer, causal, layer_cache in zip(self.layers, self._causal, cache.layers, strict=True):
+            x = layer(x, _block_mask(x.shape[1], causal, layer_cache), layer_cache)
+        cache.discard()
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def _block_mask(rows: int, causal: bool, cache: LayerCache) -> mx.array | None:
+    """What each of a block's rows sees of the context and of the block; None for everything."""
+    if cache.window is None and not causal:
+        return None
+    apart = mx.arange(rows)[:, None] - mx.arange(rows)[None]
+    inside = apart >= 0 if causal else mx.abs(apart) < (cache.window or rows)
+    return cache.attention_mask(inside, cache.window)

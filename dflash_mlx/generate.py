@@ -1,0 +1,111 @@
+"""`python -m dflash_mlx.generate`: one answer on stdout, statistics on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx import cli
+from dflash_mlx.chat import Prompt, prompt_tokens, read_messages
+from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.load import load_pair
+from dflash_mlx.statistics import Statistics
+from dflash_mlx.stream import Session, TextDelta, collect
+
+PROGRAM = "dflash_mlx.generate"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Answer one prompt. Raises DFlashError for bad input."""
+    arguments = parser().parse_args(argv)
+    config = cli.read_decode_config(arguments)
+    prompt = read_prompt(arguments)
+    pair = load_pair(cli.read_pair_config(arguments))
+    tokens = prompt_tokens(pair.tokenizer, prompt, arguments.system, arguments.raw)
+    deltas = Session(pair, config).stream(tokens)
+    if arguments.json:
+        print(json.dumps(as_json(deltas), ensure_ascii=False))
+    else:
+        print_stream(deltas)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = cli.Parser(prog=PROGRAM, description="Answer one prompt with speculative decoding.")
+    source = result.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the text to answer, - reads standard input")
+    source.add_argument("--messages", type=Path, help="a JSON file with the conversation so far")
+    result.add_argument("--system", help="system prompt")
+    result.add_argument("--raw", action="store_true", help="use no chat template")
+    result.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig)
+    return result
+
+
+def read_prompt(arguments: argparse.Namespace) -> Prompt:
+    """The prompt that the options name; DFlashError when it cannot be read."""
+    if arguments.messages is not None:
+        if arguments.raw:
+            raise DFlashError("--raw works on plain text", "use --prompt, or leave --raw out")
+        return read_messages(arguments.messages)
+    return read_stdin() if arguments.prompt == "-" else str(arguments.prompt)
+
+
+def read_stdin() -> str:
+    """All of standard input as UTF-8; DFlashError when it is something else."""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DFlashError(
+            f"standard input is not UTF-8: byte {data[error.start]:#04x} at position {error.start}",
+            "convert it first, with iconv for example",
+        ) from None
+
+
+def as_json(deltas: Iterator[TextDelta]) -> dict[str, Any]:
+    """The finished answer as one object."""
+    answer = collect(deltas)
+    return {
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "finish_reason": answer.finish_reason,
+        **answer.statistics.as_dict(),
+    }
+
+
+def print_stream(deltas: Iterator[TextDelta]) -> str:
+    """Text on stdout as it comes, then a line of statistics on stderr; Ctrl+C ends it early."""
+    text = ""
+    delta = None
+    try:
+        for delta in deltas:
+            text += delta.text
+            print(delta.text, end="", flush=True)
+    finally:
+        print(flush=True)
+    if delta is not None:
+        print(summary(delta.statistics), file=sys.stderr)
+    return text
+
+
+def summary(statistics: Statistics) -> str:
+    """One line for people."""
+    parts = [
+        f"{statistics.tokens_per_second:.1f} tok/s",
+        f"{statistics.generated_tokens} tokens in {statistics.decode_seconds:.2f} s",
+        f"first after {statistics.time_to_first_token:.2f} s",
+    ]
+    if statistics.drafted:
+        parts.append(f"{statistics.mean_accepted:.2f} tokens/round")
+        parts.append(f"accepted {statistics.acceptance_rate:.0%}")
+    return " | ".join(parts)
+
+
+if __name__ == "__main__":
+    cli.run(main, PROGRAM)

@@ -1,0 +1,250 @@
+"""Load a llama-architecture GGUF file: weights by MLX, model by mlx-lm, tokenizer from metadata."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import mlx.nn as nn
+from gguf import Keys, TokenType
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dflash_mlx.errors import DFlashError
+
+ARCHITECTURE = "llama"
+GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
+# Values of tokenizer.ggml.pre. llama.cpp splits with GPT-2's pattern, the second group after
+# cutting every digit off. Its "default" is neither: a stand-in for files that do not say.
+GPT2_SPLIT = ("gpt-2", "mpt", "olmo")
+GPT2_SPLIT_AND_DIGITS = ("smollm", "starcoder", "refact", "codeshell")
+WHOLE = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)  # never split or merged
+ROLES = {
+    "bos_token": Keys.Tokenizer.BOS_ID,
+    "eos_token": Keys.Tokenizer.EOS_ID,
+    "unk_token": Keys.Tokenizer.UNK_ID,
+    "pad_token": Keys.Tokenizer.PAD_ID,
+}
+ELSEWHERE = "choose another GGUF file, or the same model as a Hugging Face folder"
+
+Arrays = dict[str, mx.array]
+Metadata = dict[str, Any]
+Packing = dict[str, dict[str, Any]]  # nn.quantize's keywords of each packed layer
+
+
+def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """Return the model, the tokenizer and the Hugging Face style config of a GGUF file.
+
+    `dequantize` makes every weight float32, the fast path on a CPU; otherwise quantised matrices
+    stay packed and all other weights take their dtype. Raises `DFlashError` for a file that is
+    missing, damaged, of another architecture, or made with a feature that is not supported.
+    """
+    tensors, metadata = _read(path)
+    try:
+        config = _config(metadata, tied="output.weight" not in tensors)
+        model = llama.Model(llama.ModelArgs.from_dict(config))
+        weights = _named_for(model, tensors, config)
+        _fill(model, weights, dequantize)
+        tokenizer = _tokenizer(metadata)
+    except ValueError as error:
+        raise DFlashError(f"{path.name} cannot be used: {error}", ELSEWHERE) from error
+    return model, tokenizer, config
+
+
+def _read(path: Path) -> tuple[Arrays, Metadata]:
+    """Tensors as MLX names them, and metadata as plain Python values."""
+    if not path.is_file():
+        raise DFlashError(f"there is no file {path}", "check the path")
+    try:
+        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
+        tensors, metadata = loaded
+        with open(path, "rb") as file:
+            (stored,) = struct.unpack("<8xQ", file.read(16))
+    except (RuntimeError, ValueError, OSError, struct.error) as error:
+        raise DFlashError(
+            f"{path.name} cannot be read as a GGUF file ({error})", "download or copy it again"
+        ) from error
+    # MLX stops without a word at the first tensor whose type it does not know.
+    readable = sum(not name.endswith((".scales", ".biases")) for name in tensors)
+    if readable != stored:
+        raise DFlashError(
+            f"MLX reads {readable} of the {stored} tensors of {path.name}",
+            "choose a GGUF file of type F32, F16, Q4_0, Q4_1 or Q8_0",
+        )
+    plain = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in metadata.items()}
+    return tensors, plain
+
+
+def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
+    architecture = metadata.get(Keys.General.ARCHITECTURE)
+    if architecture != ARCHITECTURE:
+        raise ValueError(f"its architecture is {architecture!r}, supported is {ARCHITECTURE!r}")
+    if _number(metadata, Keys.LLM.EXPERT_COUNT, 0):
+        raise ValueError("it is a mixture of experts, which is not supported")
+    hidden = _number(metadata, Keys.LLM.EMBEDDING_LENGTH)
+    heads = _number(metadata, Keys.Attention.HEAD_COUNT)
+    head_dim = _number(metadata, Keys.Attention.KEY_LENGTH, hidden // max(heads, 1))
+    _check_rope(metadata, head_dim)
+    return {
+        "model_type": ARCHITECTURE,
+        "hidden_size": hidden,
+        "num_hidden_layers": _number(metadata, Keys.LLM.BLOCK_COUNT),
+        "intermediate_size": _number(metadata, Keys.LLM.FEED_FORWARD_LENGTH),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(metadata, Keys.Attention.HEAD_COUNT_KV, heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": _number(metadata, Keys.Attention.LAYERNORM_RMS_EPS),
+        "rope_theta": _number(metadata, Keys.Rope.FREQ_BASE, 10000.0),
+        "max_position_embeddings": _number(metadata, Keys.LLM.CONTEXT_LENGTH),
+        "vocab_size": len(_required(metadata, Keys.Tokenizer.LIST)),
+        "tie_word_embeddings": tied,
+        "bos_token_id": metadata.get(Keys.Tokenizer.BOS_ID),
+        "eos_token_id": _end_tokens(metadata),
+    }
+
+
+def _check_rope(metadata: Metadata, head_dim: int) -> None:
+    scaling = metadata.get(Keys.Rope.SCALING_TYPE.format(arch=ARCHITECTURE), "none")
+    factor = metadata.get(f"{ARCHITECTURE}.rope.scale_linear", 1.0)  # older files
+    if scaling != "none" or factor != 1.0:
+        raise ValueError(f"its rope scaling {scaling!r} is not supported")
+    rotated = _number(metadata, Keys.Rope.DIMENSION_COUNT, head_dim)
+    if rotated != head_dim or head_dim % 2:
+        raise ValueError(f"rotating {rotated} of {head_dim} dimensions is not supported")
+
+
+def _named_for(model: Any, tensors: Arrays, config: dict[str, Any]) -> Arrays:
+    """The file's tensors under the names, and in the row order, of mlx-lm's llama model."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    left, weights = dict(tensors), {}
+    for parameter in dict(tree_flatten(model.parameters())):
+        module = parameter.rpartition(".")[0]
+        stored = names.get_name(module)
+        if f"{stored}.weight" not in left:
+            raise ValueError(f"the tensor {stored}.weight is missing")
+        for part in ("weight", "scales", "biases"):
+            if (value := left.pop(f"{stored}.{part}", None)) is not None:
+                split_by = heads.get(module.rpartition(".")[2])
+                weights[f"{module}.{part}"] = _halves(value, split_by) if split_by else value
+    if left:
+        raise ValueError(f"the tensor {min(left)} is not supported")
+    return weights
+
+
+def _halves(rows: mx.array, heads: int) -> mx.array:
+    """Undo llama.cpp's row order: each head's [D/2, 2] rows, rotated as pairs, become [2, D/2]."""
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _fill(model: Any, weights: Arrays, dequantize: bool) -> None:
+    """Give `model` its weights, all in one floating dtype, and the packed layers they need."""
+    packing = _packing(weights)
+    if dequantize:
+        weights = _dequantized(weights, packing)
+        dtype = mx.float32
+    else:
+        nn.quantize(model, class_predicate=lambda name, _: packing.get(name, False))
+        dtype = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"]).dtype
+    typed = {k: v if v.dtype == mx.uint32 else v.astype(dtype) for k, v in weights.items()}
+    model.load_weights(list(typed.items()), strict=True)
+    model.eval()
+    mx.eval(model.parameters())
+
+
+def _packing(weights: Arrays) -> Packing:
+    """Bits and group size of each packed matrix, the bits read from shapes."""
+    packing: Packing = {}
+    for name in (key.removesuffix(".scales") for key in weights if key.endswith(".scales")):
+        words, groups = (weights[f"{name}.{part}"].shape[-1] for part in ("weight", "scales"))
+        packing[name] = {"group_size": GROUP, "bits": 32 * words // (GROUP * groups)}
+    return packing
+
+
+def _dequantized(weights: Arrays, packing: Packing) -> Arrays:
+    plain = {k: v for k, v in weights.items() if k.rpartition(".")[0] not in packing}
+    for name, keywords in packing.items():
+        # Scales first become float32, so that no product is rounded to float16.
+        scales, biases = (weights[f"{name}.{p}"].astype(mx.float32) for p in ("scales", "biases"))
+        packed = weights[f"{name}.weight"]
+        plain[f"{name}.weight"] = mx.dequantize(packed, scales, biases, **keywords)
+    return plain
+
+
+def _tokenizer(metadata: Metadata) -> TokenizerWrapper:
+    tokens: list[str] = _required(metadata, Keys.Tokenizer.LIST)
+    backend = _byte_level_bpe(metadata, tokens)
+    ids = {role: metadata[key] for role, key in ROLES.items() if key in metadata}
+    if wrong := [i for i in (*ids.values(), *_end_tokens(metadata)) if i >= len(tokens)]:
+        raise ValueError(f"its special token {wrong[0]} is outside its {len(tokens)} tokens")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        add_bos_token=metadata.get(Keys.Tokenizer.ADD_BOS, False),
+        add_eos_token=metadata.get(Keys.Tokenizer.ADD_EOS, False),
+        chat_template=metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
+        **{role: tokens[i] for role, i in ids.items()},
+    )
+    # mlx-lm's BPE detokenizer drops a leading space and garbles the byte 0; this one does not.
+    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, _end_tokens(metadata))
+
+
+def _byte_level_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
+    if (model := metadata.get(Keys.Tokenizer.MODEL)) != "gpt2":
+        raise ValueError(f"its tokenizer is {model!r}, supported is 'gpt2' (byte-level BPE)")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocabulary, _merges(metadata, vocabulary)))
+    backend.pre_tokenizer = _pre_tokenizer(metadata.get(Keys.Tokenizer.PRE))
+    backend.decoder = decoders.ByteLevel()
+    kinds = metadata.get(Keys.Tokenizer.TOKEN_TYPE, [])
+    for token, kind in zip(tokens, kinds, strict=False):
+        if kind in WHOLE:
+            special = kind != TokenType.USER_DEFINED
+            backend.add_tokens([AddedToken(token, special=special, normalized=False)])
+    return backend
+
+
+def _merges(metadata: Metadata, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for merge in _required(metadata, Keys.Tokenizer.MERGES):
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= vocabulary.keys():
+            raise ValueError(f"the merge {merge!r} uses tokens that its vocabulary lacks")
+        merges.append((left, right))
+    return merges
+
+
+def _pre_tokenizer(kind: str | None) -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if kind in GPT2_SPLIT:
+        return byte_level
+    if kind in GPT2_SPLIT_AND_DIGITS:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    known = ", ".join(GPT2_SPLIT + GPT2_SPLIT_AND_DIGITS)
+    raise ValueError(f"{Keys.Tokenizer.PRE} is {kind!r}, supported are {known}")
+
+
+def _end_tokens(metadata: Metadata) -> list[int]:
+    keys = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
+    return sorted({metadata[key] for key in keys if key in metadata})
+
+
+def _required(metadata: Metadata, key: str) -> Any:
+    if key not in metadata:
+        raise ValueError(f"the metadata {key} is missing")
+    return metadata[key]
+
+
+def _number(metadata: Metadata, key: str, default: Any = None) -> Any:
+    """A number of the model's metadata; without a default it must be there."""
+    key = key.format(arch=ARCHITECTURE)
+    value = _required(metadata, key) if default is None else metadata.get(key, default)
+    if not isinstance(value, (int, float)) or (value <= 0 and default != 0):
+        raise ValueError(f"{key} is {value!r} instead of one positive number")
+    return value

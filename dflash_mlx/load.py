@@ -1,0 +1,153 @@
+"""From names to a pair: a target with its tokenizer, and a drafter that fits it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError
+
+from dflash_mlx.config import PairConfig
+from dflash_mlx.drafters.checkpoint import check_fit, load_network, read_config
+from dflash_mlx.drafters.network import Network, NetworkConfig
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.target import Target
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+DEFAULT_DRAFTER = "smollm2-135m-dflash"
+
+CheckConfig = Callable[[dict[str, Any]], None]
+Loaded = tuple[Any, Any, int]  # model, tokenizer, context length
+
+_DATA = Path(__file__).parent / "data"
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target with its tokenizer, and the drafter network that fits it, if any.
+
+    tokenizer: mlx-lm's TokenizerWrapper.
+    """
+
+    target: Target
+    tokenizer: Any
+    network: Network | None = None
+    network_config: NetworkConfig | None = None
+    drafter_name: str | None = None
+
+
+def load(model: str | None = None, drafter: str | None = None) -> Pair:
+    """Load a target and its drafter.
+
+    model, drafter: a Hugging Face id or a local folder. Without `model`, the embedded default
+    target, with its own drafter unless another is named. Without `drafter`, any other model is
+    loaded alone and can decode plainly. Raises DFlashError for what cannot be found or read, and
+    for a drafter that does not fit.
+    """
+    return load_pair(PairConfig(model, drafter))
+
+
+def load_pair(config: PairConfig) -> Pair:
+    """`load` from settings; whether the pair fits is checked before weights are read."""
+    name = config.model or DEFAULT_MODEL
+    folder = _drafter_folder(config)
+    network_config = None if folder is None else read_config(folder)
+
+    def check(target_config: dict[str, Any]) -> None:
+        if network_config is not None:
+            check_fit(network_config, target_config, name)
+
+    loader = _load_default if config.model is None else partial(_load_model, config.model)
+    model, tokenizer, context_length = loader(check)
+    target = Target(model, context_length, name)
+    if folder is None or network_config is None:
+        return Pair(target, tokenizer)
+    network = load_network(folder, network_config, target.dtype)
+    return Pair(target, tokenizer, network, network_config, config.drafter or DEFAULT_DRAFTER)
+
+
+def resolve_folder(name: str, option: str) -> Path:
+    """The local folder `name`, or a Hugging Face repository's snapshot, downloaded if need be.
+
+    option: the command-line option that `name` came from, for the error message.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    next_step = f"give a local folder or a Hugging Face id like owner/name with --{option}"
+    if folder.exists():
+        raise DFlashError(f"{name} is a file, not a model folder", next_step)
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except HFValidationError:
+        raise DFlashError(f"there is no folder {name!r}", next_step) from None
+    except RepositoryNotFoundError:
+        raise DFlashError(f"{name!r} is neither a folder nor a public model", next_step) from None
+    except (OSError, HTTPError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DFlashError(
+            f"{name!r} is no local folder and could not be downloaded ({reason})",
+            "check the name and the network connection, or " + next_step,
+        ) from None
+
+
+def _drafter_folder(config: PairConfig) -> Path | None:
+    if config.drafter is not None:
+        return resolve_folder(config.drafter, "drafter")
+    return _DATA / DEFAULT_DRAFTER if config.model is None else None
+
+
+def _load_default(check: CheckConfig) -> Loaded:
+    from dflash_mlx.default_model import fetch
+    from dflash_mlx.gguf_target import load_gguf
+
+    model, tokenizer, config = load_gguf(fetch(), dequantize=_on_cpu())
+    check(config)
+    return model, tokenizer, int(config["max_position_embeddings"])
+
+
+def _load_model(name: str, check: CheckConfig) -> Loaded:
+    """Any model that mlx-lm knows; on a CPU its weights become float32, the fast path there."""
+    from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+
+    folder = resolve_folder(name, "model")
+    config = _read_target_config(folder)
+    check(config)
+    try:
+        model, loaded = load_model(folder)
+        tokenizer = load_tokenizer(folder, eos_token_ids=loaded.get("eos_token_id"))
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+        raise DFlashError(
+            f"{name} cannot be loaded ({error})",
+            "choose a complete model folder of a family that mlx-lm supports",
+        ) from None
+    if _on_cpu():
+        model = dequantize_model(model)
+        model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+    return model, tokenizer, int(config["max_position_embeddings"])
+
+
+def _read_target_config(folder: Path) -> dict[str, Any]:
+    """config.json with the language model's part on top; the keys that are used are present."""
+    next_step = "choose a complete model folder in Hugging Face format"
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = {**raw, **raw.get("text_config", {})}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DFlashError(f"{folder} has no readable config.json ({error})", next_step) from None
+    for key in ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings"):
+        if not isinstance(config.get(key), int):
+            raise DFlashError(f"{key} in {folder}/config.json is {config.get(key)!r}", next_step)
+    return config
+
+
+def _on_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))

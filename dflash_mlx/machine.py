@@ -1,0 +1,49 @@
+"""What a measurement was made on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dflash_mlx import blas
+
+_PACKAGES = ("dflash-chat", "mlx", "mlx-lm", "numpy", "transformers", "cmeel-openblas")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory, system, MLX's device, and the BLAS in use on Linux."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "device": str(mx.default_device()),
+        "blas": blas.preload().library or "as built into mlx",
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Python and the packages that matter."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,207 @@
+"""Rounds of tokens to text: streaming, stop tokens and stop texts, conversations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_mlx.accept import Accepted
+from dflash_mlx.chat import Prompt, prompt_tokens
+from dflash_mlx.config import DecodeConfig
+from dflash_mlx.decode import decode, prefill
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.load import Pair
+from dflash_mlx.observer import Observer
+from dflash_mlx.state import State
+from dflash_mlx.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """What one round added to the answer.
+
+    text: may be empty while a character or a stop text is incomplete. tokens: a stop token
+    included. accepted: the round's tree and path. finish_reason: None until the last delta, then
+    "stop" (stop token or text), "length" (max_tokens) or "context" (the model's context is full).
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    accepted: Accepted
+    finish_reason: str | None
+    statistics: Statistics
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    statistics: Statistics
+
+
+class Session:
+    """One conversation with one pair: turns reuse the caches of the turns before.
+
+    config: settings of every turn. Raises DFlashError where the method does not fit the pair.
+    """
+
+    def __init__(self, pair: Pair, config: DecodeConfig | None = None) -> None:
+        self.pair = pair
+        self.config = config or DecodeConfig()
+        self.drafter = make_drafter(pair, self.config)
+        self.state = State(pair.target.new_cache(), self.drafter.new_context())
+
+    def stream(
+        self, tokens: Sequence[int], observer: Observer | None = None
+    ) -> Iterator[TextDelta]:
+        """Answer the prompt `tokens`: the whole conversation so far, one delta per round.
+
+        What the caches hold of it is not computed again. The caller may stop at any time and call
+        again. Raises DFlashError when the prompt is empty or does not fit the context.
+        """
+        prompt = self._check(list(tokens))
+        observer = observer or Observer()
+        statistics = Statistics(self.drafter.name, prompt_tokens=len(prompt))
+        text = StopText(self.pair.tokenizer, self.config.stop)
+        begin = time.perf_counter()
+        target, state = self.pair.target, self.state
+        statistics.reused_tokens = prefill(
+            target, self.drafter, state, prompt, self.config, observer
+        )
+        statistics.prefill_seconds = time.perf_counter() - begin
+        for accepted in decode(target, self.drafter, state, self.config, observer):
+            kept = text.take(accepted.tokens)
+            statistics.add_round(accepted)
+            statistics.generated_tokens += len(kept)
+            elapsed = time.perf_counter() - begin
+            statistics.time_to_first_token = statistics.time_to_first_token or elapsed
+            statistics.decode_seconds = elapsed - statistics.prefill_seconds
+            reason = self._finish_reason(
+                text, len(prompt) + statistics.generated_tokens, statistics
+            )
+            yield TextDelta(text.read(reason is not None), kept, accepted, reason, statistics)
+            if reason is not None:
+                state.trim(len(prompt) + statistics.generated_tokens - 1)
+                return
+
+    def _finish_reason(self, text: StopText, length: int, statistics: Statistics) -> str | None:
+        if text.stopped:
+            return "stop"
+        if statistics.generated_tokens >= self.config.max_tokens:
+            return "length"
+        return "context" if length >= self.pair.target.context_length else None
+
+    def _check(self, prompt: list[int]) -> list[int]:
+        limit = self.pair.target.context_length
+        if not prompt:
+            raise DFlashError("the prompt is empty", "give at least one token")
+        if len(prompt) >= limit:
+            raise DFlashError(
+                f"the prompt has {len(prompt)} tokens, {self.pair.target.name} can hold {limit}",
+                "shorten the prompt or begin a new conversation",
+            )
+        return prompt
+
+
+class StopText:
+    """Turns tokens into text and cuts it where plain decoding would stop.
+
+    Stop tokens end the answer and are not part of its text. A stop text is cut off together with
+    all that follows; text that may be the beginning of one is held back.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self.stopped = False
+        self._stop_ids = tokenizer.eos_token_ids
+        self._stops = tuple(stops)
+        self._detokenizer = tokenizer.detokenizer
+        self._sent = 0
+        self._cut: int | None = None
+
+    def take(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Read the tokens of a round; return those up to the one that ends the answer."""
+        for i, token in enumerate(tokens):
+            if token in self._stop_ids:
+                self.stopped = True
+            else:
+                self._detokenizer.add_token(token)
+                self._find_stop_text()
+            if self.stopped:
+                return tuple(tokens[: i + 1])
+        return tuple(tokens)
+
+    def read(self, finished: bool) -> str:
+        """The text that became certain since the last call; all of it when `finished`."""
+        if finished:
+            self._detokenizer.finalize()
+            self._find_stop_text()
+        text = self._detokenizer.text
+        end = len(text) if finished else len(text) - self._held_back(text)
+        end = min(end, self._cut) if self._cut is not None else end
+        begin, self._sent = self._sent, max(self._sent, end)
+        return str(text[begin:end])
+
+    def _find_stop_text(self) -> None:
+        if not self._stops or self._cut is not None:
+            return
+        text = self._detokenizer.text
+        found = [
+            at for stop in self._stops if (at := text.find(stop, self._search_from(stop))) >= 0
+        ]
+        if found:
+            self._cut, self.stopped = min(found), True
+
+    def _search_from(self, stop: str) -> int:
+        """Earlier text was searched before; a stop text may still begin inside what was held."""
+        return max(0, self._sent - len(stop))
+
+    def _held_back(self, text: str) -> int:
+        """How many of the last characters may be the beginning of a stop text."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for n in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self._stops):
+                return n
+        return 0
+
+
+def stream(
+    pair: Pair,
+    prompt: Prompt,
+    config: DecodeConfig | None = None,
+    system: str | None = None,
+    observer: Observer | None = None,
+) -> Iterator[TextDelta]:
+    """Answer one prompt, a delta per round.
+
+    prompt: a user's text, or a conversation as messages with "role" and "content".
+    Raises DFlashError for an empty or too long prompt and for settings that do not fit the pair.
+    For conversations with reused caches see `Session`.
+    """
+    tokens = prompt_tokens(pair.tokenizer, prompt, system, raw=False)
+    return Session(pair, config).stream(tokens, observer)
+
+
+def generate(
+    pair: Pair,
+    prompt: Prompt,
+    config: DecodeConfig | None = None,
+    system: str | None = None,
+) -> Answer:
+    """The whole answer to one prompt; arguments and errors as for `stream`."""
+    return collect(stream(pair, prompt, config, system))
+
+
+def collect(deltas: Iterator[TextDelta]) -> Answer:
+    """Run a stream to its end."""
+    texts: list[str] = []
+    tokens: list[int] = []
+    for delta in deltas:
+        texts.append(delta.text)
+        tokens.extend(delta.tokens)
+    return Answer("".join(texts), tuple(tokens), delta.finish_reason or "", delta.statistics)

@@ -1,0 +1,143 @@
+"""Any mlx-lm attention model as a target: tree positions, tree masks and tapped features.
+
+Three hooks make a model verify a tree, none of them specific to a family. Its caches are ours, so
+positions, masks and storage are (see `cache.py`); its rope modules accept one position per row;
+and the decoder layers that a drafter reads keep their outputs. Hooks swap the class of single
+module instances, so parameters, attributes and other instances stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.cache import Block, LayerCache, SequenceCache
+from dflash_mlx.errors import DFlashError
+
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings")
+_HEADS = ("lm_head", "embed_out")
+
+
+class Target:
+    """A language model that can verify prefix trees.
+
+    model: an mlx-lm model. context_length: the most tokens a sequence may have.
+    name: what to call it on screen. Raises DFlashError for layers that keep recurrent state.
+    """
+
+    def __init__(self, model: Any, context_length: int, name: str) -> None:
+        self.model = model
+        self.context_length = context_length
+        self.name = name
+        self._windows = _attention_windows(model, name)
+        self._taps: dict[int, mx.array] = {}
+        for module in model.modules():
+            if isinstance(rope := module.get("rope"), nn.Module):
+                _override(rope, _rope_at_positions)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.model.layers)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of hidden states."""
+        return self.embedding()(mx.array([0])).dtype  # type: ignore[no-any-return]
+
+    def new_cache(self) -> SequenceCache:
+        """An empty cache for one sequence."""
+        return SequenceCache([LayerCache(window) for window in self._windows])
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Keep the outputs of these decoder layers (0-based) in every pass from now on."""
+        for i in layers:
+            _override(self.model.layers[i], self._keep_output(i))
+
+    def forward(
+        self, tokens: mx.array, cache: SequenceCache, block: Block, taps: tuple[int, ...] = ()
+    ) -> tuple[mx.array, mx.array | None]:
+        """One pass over the rows of `block`, whose keys and values go behind the committed ones.
+
+        tokens: [N]. Returns logits [N, V] and features [N, len(taps) * d] (None without taps):
+        the states after the tapped layers, side by side. Nothing is evaluated here.
+        """
+        cache.extend(block)
+        self._taps.clear()
+        logits = self.model(tokens[None], cache=cache.layers)[0]
+        if not taps:
+            return logits, None
+        return logits, mx.concatenate([self._taps[i][0] for i in taps], axis=-1)
+
+    def embedding(self) -> Any:
+        """The token embedding module, which the drafter shares."""
+        return _find_module(self.model, _EMBEDDINGS, self.name)
+
+    def head(self) -> Callable[[mx.array], mx.array]:
+        """The map from final hidden states [..., d] to logits [..., V], shared by the drafter."""
+        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
+        if names.isdisjoint(_HEADS):
+            return self.embedding().as_linear  # type: ignore[no-any-return]
+        return _find_module(self.model, _HEADS, self.name)  # type: ignore[no-any-return]
+
+    def _keep_output(self, i: int) -> Callable[..., Any]:
+        def call(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = forward(layer, *args, **kwargs)
+            self._taps[i] = output[0] if isinstance(output, tuple) else output
+            return output
+
+        return call
+
+
+def _attention_windows(model: Any, name: str) -> list[int | None]:
+    """The window of each layer's cache, None for full attention; other layers are refused."""
+    from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+    windows: list[int | None] = []
+    for i, cache in enumerate(make_prompt_cache(model)):
+        if type(cache) is KVCache:
+            windows.append(None)
+        elif type(cache) is RotatingKVCache and cache.keep == 0:
+            windows.append(cache.max_size)
+        else:
+            raise DFlashError(
+                f"layer {i} of {name} keeps its state in a {type(cache).__name__}, "
+                "which cannot take a draft back",
+                "choose a model whose layers are all attention layers",
+            )
+    return windows
+
+
+def _override(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Route calls of this one module through `call(module, original, *args, **kwargs)`."""
+    original = type(module)
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(self, original.__call__, *args, **kwargs)
+
+    module.__class__ = type(original.__name__, (original,), {"__call__": __call__})
+
+
+def _rope_at_positions(
+    rope: Any, forward: Callable[..., mx.array], x: mx.array, offset: Any = 0, **kwargs: Any
+) -> mx.array:
+    """Rotate x [1, H, N, D] at one offset, or row by row when `offset` holds N positions.
+
+    `mx.fast.rope` takes one offset per batch row, so the rows become the batch.
+    """
+    if not isinstance(offset, mx.array) or offset.size == 1:
+        return forward(rope, x, offset=offset, **kwargs)
+    return forward(rope, x.swapaxes(0, 2), offset=offset, **kwargs).swapaxes(0, 2)
+
+
+def _find_module(model: Any, names: tuple[str, ...], model_name: str) -> Any:
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in names:
+            return module
+    raise DFlashError(
+        f"{model_name} has no module called {' or '.join(names)}",
+        "use --method none, or a model of another family",
+    )

@@ -1,0 +1,76 @@
+# shellcheck shell=sh
+# Sourced by scripts/chat and scripts/test: makes $root/.venv once and brings it up to date.
+#
+#   root=...                 the repository, set by the caller
+#   venv_ready "dev,plot"    the extras that must be installed; "" for none
+#
+# .venv/stamp is written last and lists what is installed: a checksum of everything that decides
+# the contents, then the extras. Without a matching checksum .venv is made anew.
+
+venv=${root:?}/.venv
+say() { printf '%s\n' "dflash-chat: $*" >&2; }
+fail() { say "$*"; exit 2; }
+
+venv_ready() {
+    checksum=$(venv_checksum)
+    installed=$(sed -n 2p "$venv/stamp" 2>/dev/null) || installed=
+    if [ -z "$checksum" ] || [ "$checksum" != "$(sed -n 1p "$venv/stamp" 2>/dev/null)" ]; then
+        venv_create
+        installed=
+    elif venv_has_extras "$1"; then
+        return
+    fi
+    venv_install "$1"
+}
+
+# Nothing when .venv has no Python that runs. The folder counts because a .venv cannot be moved.
+venv_checksum() {
+    python_version=$("$venv/bin/python" -c 'import sys; print(sys.version)' 2>/dev/null) || return 0
+    { printf '%s\n' "$root" "$python_version"; cat "$root/pyproject.toml" "$root/constraints.txt"; } |
+        cksum
+}
+
+venv_has_extras() {
+    for extra in $(printf %s "$1" | tr , ' '); do
+        case ",$installed," in *",$extra,"*) ;; *) return 1 ;; esac
+    done
+}
+
+venv_create() {
+    rm -rf "$venv" # before the search, because its own Python may be the first on PATH
+    python=$(venv_find_python) || exit 2
+    say "making .venv with $("$python" -V); this is done once and takes a minute or two"
+    "$python" -m venv "$venv" >&2 || fail "$python could not make $venv; see its message above."
+    # mypy cannot follow an editable install to a folder of another name, so it gets a link.
+    mkdir "$venv/src"
+    ln -s ../../app "$venv/src/dflash_chat"
+}
+
+venv_find_python() {
+    lacking=
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
+        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue
+        "$candidate" -c 'import venv, ensurepip' 2>/dev/null && printf %s "$candidate" && return
+        lacking=${lacking:-$candidate}
+    done
+    [ -z "$lacking" ] ||
+        fail "$lacking lacks the venv or ensurepip module; install it (Debian and Ubuntu: the package python3-venv) and try again."
+    fail "Python 3.10 or newer was not found on PATH; install it and try again."
+}
+
+venv_install() {
+    extras=${1:-$installed}
+    say "installing dflash-chat${extras:+ with its extras $extras}"
+    rm -f "$venv/stamp"
+    # Older pips cannot install a pyproject.toml project as editable.
+    if ! venv_pip 'pip>=23' || ! (cd "$root" && venv_pip -c constraints.txt -e ".${extras:+[$extras]}"); then
+        fail "the installation failed; see pip's message above, and try again when its cause is gone."
+    fi
+    { venv_checksum; printf '%s\n' "$extras"; } > "$venv/stamp.new"
+    mv "$venv/stamp.new" "$venv/stamp"
+    say "installed"
+}
+
+venv_pip() {
+    "$venv/bin/python" -m pip install --no-input --disable-pip-version-check "$@" >&2
+}

@@ -1,0 +1,216 @@
+"""A DFlash v1 drafter in straight NumPy float64, to test the real one against.
+
+Written from the equations of arXiv 2602.06036 and the published checkpoint layout; it recomputes
+the whole context on every call, loops where that is clearer, and imports no mlx.
+
+Letters: d hidden size, D head dim, H and G query and key-value heads, T context positions (all
+positions before the anchor), B block positions (the anchor and masks), m taps, V vocabulary.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+Array = NDArray[Any]
+Config = Mapping[str, Any]
+Tensors = Mapping[str, Array]
+
+
+def draft_logits(
+    tensors: Tensors,
+    config: Config,
+    embedding: Array,
+    lm_head: Array,
+    features: Array,
+    anchor: int,
+    block_size: int | None = None,
+) -> Array:
+    """Draft one block and return the logits of its positions after the anchor.
+
+    embedding and lm_head are the target's, [V, d]; features [T, m*d] are its tapped hidden states
+    at positions 0..T-1, taps side by side; the anchor token sits at position T. block_size counts
+    the anchor and defaults to the checkpoint's. Returns [block_size - 1, V], float64; row k - 1
+    predicts the token at position T + k.
+    """
+    weights = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+    dflash = config["dflash_config"]
+    size = block_size or dflash.get("block_size") or config["block_size"]
+    eps = config["rms_norm_eps"]
+    tokens = [anchor] + [dflash["mask_token_id"]] * (size - 1)
+    x = np.asarray(embedding, np.float64)[tokens] * dflash.get("input_embedding_scale", 1.0)
+    projected = np.asarray(features, np.float64) @ weights["fc.weight"].T
+    context = rms_norm(projected, weights["hidden_norm.weight"], eps)
+    for index in range(config["num_hidden_layers"]):
+        x = _decoder_layer(weights, config, index, x, context)
+    x = rms_norm(x, weights["norm.weight"], eps)
+    logits = x[1:] @ np.asarray(lm_head, np.float64).T * dflash.get("output_multiplier", 1.0)
+    cap = dflash.get("final_logit_softcapping", config.get("final_logit_softcapping"))
+    return np.tanh(logits / cap) * cap if cap else logits
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Scale the last axis to unit root mean square, then by weight."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def rotate(x: Array, positions: Array, theta: float) -> Array:
+    """Apply rotary embedding to x [T, heads, D]: dimension i turns with i + D/2 (half-split)."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-np.arange(half) / half)
+    angles = (positions[:, None] * frequencies)[:, None, :]
+    cos, sin = np.cos(angles), np.sin(angles)
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def rope_theta(config: Config) -> float:
+    """Read the rope base from either published layout; raises ValueError for scaled rope."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"the reference knows default rope only, the config asks for {kind!r}")
+    return float(config.get("rope_theta", rope.get("rope_theta", 10000.0)))
+
+
+def visible_keys(config: Config, layer: int, context_length: int, block_length: int) -> Array:
+    """Tell which keys [context, block] each block position of a layer may attend to.
+
+    Returns booleans [B, T + B]. A layer with a sliding window is causal unless the config says
+    otherwise, a full layer is not. A window of w reaches w - 1 positions back and, where the layer
+    is not causal, w - 1 positions ahead. (The published PyTorch and MLX modules differ when the
+    window is shorter than the block: MLX does not apply it inside the block. This is PyTorch's.)
+    """
+    layer_types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    sliding = layer_types[layer] == "sliding_attention"
+    is_causal = config.get("is_causal")
+    causal = sliding if is_causal is None else is_causal
+    query = context_length + np.arange(block_length)[:, None]
+    key = np.arange(context_length + block_length)[None, :]
+    visible = np.ones((block_length, context_length + block_length), dtype=bool)
+    if causal:
+        visible &= key <= query
+    if sliding:
+        visible &= np.abs(query - key) < config["sliding_window"]
+    return visible
+
+
+def _decoder_layer(weights: Tensors, config: Config, index: int, x: Array, context: Array) -> Array:
+    layer = {
+        name.removeprefix(f"layers.{index}."): weight
+        for name, weight in weights.items()
+        if name.startswith(f"layers.{index}.")
+    }
+    eps = config["rms_norm_eps"]
+    visible = visible_keys(config, index, len(context), len(x))
+    normed = rms_norm(x, layer["input_layernorm.weight"], eps)
+    x = x + _attention(layer, config, normed, context, visible)
+    normed = rms_norm(x, layer["post_attention_layernorm.weight"], eps)
+    gate = normed @ layer["mlp.gate_proj.weight"].T
+    up = normed @ layer["mlp.up_proj.weight"].T
+    return x + (gate / (1.0 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
+
+
+def _attention(layer: Tensors, config: Config, x: Array, context: Array, visible: Array) -> Array:
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim, eps, theta = config["head_dim"], config["rms_norm_eps"], rope_theta(config)
+    positions = np.arange(len(context) + len(x))
+    # The context has keys and values in every layer, but no queries and no residual stream.
+    sources = np.concatenate([context, x])
+    queries = (x @ layer["self_attn.q_proj.weight"].T).reshape(-1, heads, head_dim)
+    keys = (sources @ layer["self_attn.k_proj.weight"].T).reshape(-1, kv_heads, head_dim)
+    values = (sources @ layer["self_attn.v_proj.weight"].T).reshape(-1, kv_heads, head_dim)
+    queries = rms_norm(queries, layer["self_attn.q_norm.weight"], eps)
+    keys = rms_norm(keys, layer["self_attn.k_norm.weight"], eps)
+    queries = rotate(queries, positions[len(context) :], theta)
+    keys = rotate(keys, positions, theta)
+    outputs = []
+    for head in range(heads):
+        shared = head // (heads // kv_heads)
+        scores = queries[:, head] @ keys[:, shared].T / np.sqrt(head_dim)
+        outputs.append(_softmax(np.where(visible, scores, -np.inf)) @ values[:, shared])
+    return np.concatenate(outputs, axis=-1) @ layer["self_attn.o_proj.weight"].T
+
+
+def _softmax(scores: Array) -> Array:
+    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+
+def tiny_drafter_config(**changes: Any) -> dict[str, Any]:
+    """Return a small v1 config in the published layout, with top-level fields replaced."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2, 3]},
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "max_position_embeddings": 512,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_target_layers": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 97,
+        **changes,
+    }
+
+
+def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """List the name and shape of every tensor of a v1 checkpoint."""
+    d, ff, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q_rows = config["num_attention_heads"] * head_dim
+    kv_rows = config["num_key_value_heads"] * head_dim
+    taps = len(config["dflash_config"]["target_layer_ids"])
+    layer = {
+        "input_layernorm": (d,),
+        "post_attention_layernorm": (d,),
+        "self_attn.q_proj": (q_rows, d),
+        "self_attn.k_proj": (kv_rows, d),
+        "self_attn.v_proj": (kv_rows, d),
+        "self_attn.o_proj": (d, q_rows),
+        "self_attn.q_norm": (head_dim,),
+        "self_attn.k_norm": (head_dim,),
+        "mlp.gate_proj": (ff, d),
+        "mlp.up_proj": (ff, d),
+        "mlp.down_proj": (d, ff),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (d, taps * d),
+        "hidden_norm.weight": (d,),
+        "norm.weight": (d,),
+    }
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def random_drafter(config: Config, seed: int = 0) -> dict[str, NDArray[np.float32]]:
+    """Draw float32 weights for every tensor: norms near one, matrices that keep variance."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        noise = rng.standard_normal(shape)
+        value = 1.0 + 0.1 * noise if len(shape) == 1 else noise * 1.5 / np.sqrt(shape[-1])
+        tensors[name] = value.astype(np.float32)
+    return tensors
+
+
+def write_drafter_folder(folder: Path, config: Config, tensors: Tensors) -> Path:
+    """Write config.json and model.safetensors into folder (made if missing); return folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2))
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
