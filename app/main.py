@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from threading import Event
 
-from dflash_mlx import DecodeConfig, DFlashError, PairConfig, SamplingConfig, Session, cli
+from dflash_mlx import (
+    DecodeConfig,
+    DFlashError,
+    PairConfig,
+    SamplingConfig,
+    Session,
+    TextDelta,
+    cli,
+)
 from dflash_mlx.chat import Message, Prompt, prompt_tokens
 from dflash_mlx.generate import print_stream, read_stdin
 from dflash_mlx.load import load_pair
@@ -27,7 +37,7 @@ def run(argv: Sequence[str]) -> None:
     pair = load_pair(cli.read_pair_config(arguments))
     session = Session(pair, config)
     if prompt is not None:
-        _answer(session, prompt, arguments.system)
+        print_stream(_deltas(session, prompt, arguments.system))
     else:
         _talk(session, arguments.system)
 
@@ -44,12 +54,8 @@ def _one_prompt(arguments: argparse.Namespace) -> str | None:
     """The prompt when there is just one: given, or piped in."""
     if arguments.prompt == "-" or (arguments.prompt is None and not sys.stdin.isatty()):
         return read_stdin()
-    return arguments.prompt
-
-
-def _answer(session: Session, prompt: Prompt, system: str | None) -> str:
-    tokens = prompt_tokens(session.pair.tokenizer, prompt, system, raw=False)
-    return print_stream(session.stream(tokens))
+    prompt: str | None = arguments.prompt
+    return prompt
 
 
 def _talk(session: Session, system: str | None) -> None:
@@ -61,12 +67,29 @@ def _talk(session: Session, system: str | None) -> None:
             continue
         messages.append({"role": "user", "content": question})
         try:
-            answer = _answer(session, messages, system)
+            answer = print_stream(_until_interrupted(_deltas(session, messages, system)))
         except DFlashError as error:
             print(error, file=sys.stderr)
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": answer})
+
+
+def _deltas(session: Session, prompt: Prompt, system: str | None) -> Iterator[TextDelta]:
+    return session.stream(prompt_tokens(session.pair.tokenizer, prompt, system, raw=False))
+
+
+def _until_interrupted(deltas: Iterator[TextDelta]) -> Iterator[TextDelta]:
+    """Let Ctrl+C end the answer after the round that is running, so that caches stay whole."""
+    interrupted = Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        for delta in deltas:
+            yield delta
+            if interrupted.is_set():
+                return
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _ask() -> str | None:

@@ -148,13 +148,13 @@ class StopText:
         return str(text[begin:end])
 
     def _find_stop_text(self) -> None:
-        if not self._stops or self._cut is not None:
-            return
+        # Read after every token: mlx-lm's detokenizer loses an incomplete character behind a
+        # newline when both arrive between two reads.
         text = self._detokenizer.text
         found = [
             at for stop in self._stops if (at := text.find(stop, self._search_from(stop))) >= 0
         ]
-        if found:
+        if found and self._cut is None:
             self._cut, self.stopped = min(found), True
 
     def _search_from(self, stop: str) -> int:

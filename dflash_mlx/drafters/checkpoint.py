@@ -8,9 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from safetensors import SafetensorError, safe_open
 
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.errors import DFlashError
+
+Shapes = dict[str, tuple[int, ...]]
 
 _DOWNLOAD_AGAIN = "download the drafter again, or choose another one with --drafter"
 
@@ -132,27 +135,36 @@ def check_fit(config: NetworkConfig, target: dict[str, Any], name: str) -> None:
 def load_network(folder: Path, config: NetworkConfig, dtype: mx.Dtype) -> Network:
     """The drafter's weights from the safetensors files of `folder`, cast to `dtype`.
 
-    Raises DFlashError for damaged files and for missing, unexpected or misshapen tensors.
+    Raises DFlashError, before any weight is read, for damaged files and for missing, unexpected or
+    misshapen tensors.
     """
-    weights: dict[str, mx.array] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            weights |= mx.load(str(file))  # type: ignore[arg-type]
-        except RuntimeError as error:
-            raise DFlashError(f"{file} is damaged ({error})", _DOWNLOAD_AGAIN) from None
     network = Network(config)
-    _check_tensors(folder, weights, dict(tree_flatten(network.parameters())))
+    files = sorted(folder.glob("*.safetensors"))
+    wanted = {name: tuple(array.shape) for name, array in tree_flatten(network.parameters())}
+    _check_tensors(folder, _shapes(files), wanted)
+    weights = {name: array for file in files for name, array in mx.load(str(file)).items()}
     network.load_weights(list(weights.items()))
     network.set_dtype(dtype)
     mx.eval(network.parameters())
-    return network.eval()  # type: ignore[no-any-return]
+    return network
 
 
-def _check_tensors(folder: Path, found: dict[str, mx.array], wanted: dict[str, mx.array]) -> None:
-    """Names and shapes, from the file headers alone."""
+def _shapes(files: list[Path]) -> Shapes:
+    """Names and shapes of all tensors, from the file headers."""
+    shapes: Shapes = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                names = tensors.keys()
+                shapes |= {k: tuple(tensors.get_slice(k).get_shape()) for k in names}
+        except (SafetensorError, OSError) as error:
+            raise DFlashError(f"{file} is damaged ({error})", _DOWNLOAD_AGAIN) from None
+    return shapes
+
+
+def _check_tensors(folder: Path, found: Shapes, wanted: Shapes) -> None:
     for name in sorted(wanted.keys() | found.keys()):
-        has = found[name].shape if name in found else "missing"
-        needs = wanted[name].shape if name in wanted else "no such tensor"
+        has, needs = found.get(name, "missing"), wanted.get(name, "no such tensor")
         if has != needs:
             raise DFlashError(
                 f"tensor {name} in {folder} is {has}, but its config.json asks for {needs}",
