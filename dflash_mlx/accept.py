@@ -15,7 +15,10 @@ Choose = Callable[[tuple[int, ...]], "int | mx.array"]
 
 @dataclass(frozen=True)
 class Accepted:
-    """The nodes of `tree` on the accepted path, root first, and the target's token after them."""
+    """The nodes of `tree` on the accepted path, root first, and the target's token after them.
+
+    token: an integer, or [1] that may be unevaluated.
+    """
 
     tree: Tree
     path: tuple[int, ...]
@@ -25,7 +28,7 @@ class Accepted:
     def tokens(self) -> tuple[int, ...]:
         """The new tokens of the round: accepted drafts, then the target's; waits for the device."""
         drafts = (self.tree.drafted[node - 1] for node in self.path[1:])
-        return (*drafts, int(self.token))
+        return (*drafts, _value(self.token))
 
     def wait(self) -> Accepted:
         """Return when the tokens are known."""
@@ -35,23 +38,27 @@ class Accepted:
     @property
     def next_anchor(self) -> mx.array:
         """[1] the target's token, as the root of the next tree."""
-        return mx.array([self.token]) if isinstance(self.token, int) else self.token.reshape(1)
+        return mx.array([self.token]) if isinstance(self.token, int) else self.token
 
 
 def accept(tree: Tree, choose: Choose) -> Accepted:
     """Take the target's token at a node, follow the child that carries it, else stop.
 
-    choose(path) is the target's token after the nodes in `path`, drawn from its own law given
-    that prefix. Every emitted token is such a draw, so the output follows the target's law
+    choose(path) is the target's token after the nodes in `path` (an integer or [1]), drawn from
+    its own law given that prefix. Every emitted token is such a draw, so the output follows the target's law
     whatever was drafted and however the tree was built (greedy: argmax; sampled: any sampler).
     A node without children is not compared, so its token may stay unevaluated.
     """
     path: tuple[int, ...] = (0,)
     token = choose(path)
     while tree.has_children(path[-1]):
-        child = tree.child(path[-1], int(token))
+        child = tree.child(path[-1], _value(token))
         if child is None:
             break
         path = (*path, child)
         token = choose(path)
     return Accepted(tree, path, token)
+
+
+def _value(token: int | mx.array) -> int:
+    return token if isinstance(token, int) else int(token.item())

@@ -59,7 +59,7 @@ def decode(
     while state.position < end:
         tree = drafter.propose(state, room=end - state.position)
         verdict = verify(target, state, tree, drafter.taps)
-        tree.wait()  # for the draft; the target's pass is queued behind it
+        tree.wait()
         observer.mark("draft")
         choose = verdict.choices(sampler, state)
         observer.mark("verify")
@@ -67,7 +67,7 @@ def decode(
         state.commit(running[-1], verdict.features)
         observer.mark("commit")
         if len(running) > ahead:
-            accepted = running.popleft().wait()  # for a pass that nothing had to wait for before
+            accepted = running.popleft().wait()
             observer.mark("verify")
             yield accepted
             observer.mark("yield")

@@ -30,14 +30,14 @@ class Sampler:
         return self.config.temperature == 0 and not self.needs_history
 
     def sample(self, logits: mx.array, position: int, history: Sequence[int]) -> mx.array:
-        """Draw the token at `position` from logits [V]; `history` holds the tokens before it."""
+        """Draw the token [1] at `position` from logits [V]; `history`: the tokens before it."""
         logits = penalise(logits, history, self.config)
         if self.config.temperature == 0:
-            return mx.argmax(logits)
+            return mx.argmax(logits[None], axis=-1)
         logprobs = filter_logprobs(logits, self.config)
         assert self.config.seed is not None
         key = mx.random.key((self.config.seed << 32) | position)
-        return mx.random.categorical(logprobs / self.config.temperature, key=key)
+        return mx.random.categorical(logprobs[None] / self.config.temperature, key=key)
 
 
 def penalise(logits: mx.array, history: Sequence[int], config: SamplingConfig) -> mx.array:

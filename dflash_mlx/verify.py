@@ -39,7 +39,7 @@ class Verdict:
         if not sampler.is_argmax:
             return self._sampled(sampler, state)
         if len(self.tree) == 1:
-            return lambda path: self.argmax[0]
+            return lambda path: self.argmax
         greedy: list[int] = self.argmax.tolist()  # type: ignore[assignment]
         return lambda path: greedy[path[-1]]
 
@@ -58,11 +58,9 @@ class Verdict:
 
 
 def verify(target: Target, state: State, tree: Tree, taps: tuple[int, ...]) -> Verdict:
-    """Run the target over all nodes of `tree` at once, behind the committed tokens.
+    """Prepare the target's pass over all nodes of `tree` at once, behind the committed tokens.
 
-    Starts the pass and returns without waiting for it.
+    Nothing is evaluated yet, so that this can be done while the draft is still running.
     """
     logits, features = target.forward(tree.tokens, state.cache, Block.of(tree), taps)
-    verdict = Verdict(tree, logits, features)
-    mx.async_eval(verdict.argmax, logits, *([] if features is None else [features]))
-    return verdict
+    return Verdict(tree, logits, features)

@@ -43,7 +43,7 @@ def test_a_choice_may_depend_on_the_whole_path():
 
 def test_the_token_after_a_leaf_is_not_read():
     class Unread:
-        def __int__(self) -> int:
+        def item(self) -> int:
             raise AssertionError("the token was read")
 
     token = Unread()
@@ -53,7 +53,7 @@ def test_the_token_after_a_leaf_is_not_read():
 
 
 def test_an_unevaluated_token_becomes_the_next_anchor():
-    accepted = accept(Tree.of([1], [-1]), lambda path: mx.argmax(mx.array([0.0, 2.0, 1.0])))
+    accepted = accept(Tree.of([1], [-1]), lambda path: mx.argmax(mx.array([[0.0, 2.0, 1.0]]), -1))
     assert accepted.next_anchor.tolist() == [1]
     assert accepted.tokens == (1,)
 

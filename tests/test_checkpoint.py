@@ -1,0 +1,419 @@
+"""Drafter folders: what is read, and what is refused before a weight is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from safetensors.numpy import save_file
+
+import dflash_mlx
+from dflash_mlx.drafters.checkpoint import check_fit, load_network, read_config
+from dflash_mlx.drafters.network import NetworkConfig
+from dflash_mlx.errors import DFlashError
+from reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+
+PUBLISHED = Path(__file__).parent / "data"
+SHIPPED = Path(dflash_mlx.__file__).parent / "data" / "smollm2-135m-dflash"
+MEGABYTES_ALLOWED = 30
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def write(folder: Path, config: dict[str, Any] | None = None) -> Path:
+    config = config or tiny_drafter_config()
+    return write_drafter_folder(folder, config, random_drafter(config))
+
+
+def write_config(folder: Path, config: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def without(*names: str) -> dict[str, Any]:
+    """The tiny config without these fields; a dot leads into dflash_config."""
+    config = tiny_drafter_config()
+    for name in names:
+        part = config["dflash_config"] if "." in name else config
+        del part[name.rpartition(".")[2]]
+    return config
+
+
+def dflash(**changes: Any) -> dict[str, Any]:
+    """The tiny config with these fields of dflash_config."""
+    config = tiny_drafter_config()
+    return {**config, "dflash_config": {**config["dflash_config"], **changes}}
+
+
+def parameters(folder: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
+    return dict(tree_flatten(load_network(folder, read_config(folder), dtype).parameters()))
+
+
+# What is read
+
+
+def test_weights_come_back_as_they_were_written(tmp_path):
+    config = tiny_drafter_config()
+    read = parameters(write(tmp_path, config))
+    written = random_drafter(config)
+    assert read.keys() == written.keys()
+    for name, tensor in written.items():
+        assert np.array_equal(np.array(read[name]), tensor), name
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_weights_are_cast_to_the_type_of_the_target(tmp_path, dtype):
+    read = parameters(write(tmp_path), dtype)
+    assert {array.dtype for array in read.values()} == {dtype}
+
+
+def test_weights_may_be_spread_over_several_files(tmp_path):
+    whole, sharded = write(tmp_path / "whole"), write(tmp_path / "sharded")
+    tensors = random_drafter(tiny_drafter_config())
+    (sharded / "model.safetensors").unlink()
+    names = sorted(tensors)
+    for i, part in enumerate([names[:5], names[5:6], names[6:]], start=1):
+        shard = {name: tensors[name] for name in part}
+        save_file(shard, sharded / f"model-0000{i}-of-00003.safetensors")
+    expected, read = parameters(whole), parameters(sharded)
+    assert read.keys() == expected.keys()
+    assert all(np.array_equal(np.array(read[k]), np.array(expected[k])) for k in expected)
+
+
+def test_biases_are_read_where_the_config_asks_for_them(tmp_path):
+    config = tiny_drafter_config(attention_bias=True)
+    tensors = random_drafter(config)
+    for layer in range(config["num_hidden_layers"]):
+        for name, rows in {"q": 64, "k": 32, "v": 32, "o": 64}.items():
+            tensors[f"layers.{layer}.self_attn.{name}_proj.bias"] = np.ones(rows, np.float32)
+    read = parameters(write_drafter_folder(tmp_path, config, tensors))
+    assert read.keys() == tensors.keys()
+
+
+def test_rope_is_read_in_both_layouts(tmp_path):
+    older = write_config(tmp_path, tiny_drafter_config(rope_theta=5e5, rope_scaling=None))
+    expected = read_config(older)
+    assert (expected.rope["rope_theta"], expected.rope["rope_type"]) == (5e5, "default")
+    newer = without("rope_theta", "rope_scaling")
+    newer["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
+    assert read_config(write_config(tmp_path, newer)) == expected
+
+
+def test_scaled_rope_is_read_in_both_layouts(tmp_path):
+    older = write_config(tmp_path, tiny_drafter_config(rope_theta=5e5, rope_scaling=YARN))
+    expected = read_config(older)
+    assert expected.rope == {**YARN, "rope_theta": 5e5}
+    newer = without("rope_theta", "rope_scaling")
+    newer["rope_parameters"] = {**YARN, "rope_theta": 5e5}
+    assert read_config(write_config(tmp_path, newer)) == expected
+
+
+def test_the_oldest_name_of_a_rope_type_is_understood(tmp_path):
+    scaling = {"type": "linear", "factor": 2.0}
+    config = read_config(write_config(tmp_path, tiny_drafter_config(rope_scaling=scaling)))
+    assert config.rope["rope_type"] == "linear"
+
+
+def test_the_block_size_is_read_in_both_places(tmp_path):
+    inside = {**dflash(block_size=6)}
+    del inside["block_size"]
+    assert read_config(write_config(tmp_path, tiny_drafter_config())).block_size == 8
+    assert read_config(write_config(tmp_path, inside)).block_size == 6
+
+
+def test_absent_optional_fields_follow_from_the_others(tmp_path):
+    config = without("head_dim", "num_key_value_heads", "attention_bias")
+    read = read_config(write_config(tmp_path, config))
+    assert (read.head_dim, read.num_key_value_heads, read.attention_bias) == (16, 4, False)
+    assert (read.input_embedding_scale, read.output_multiplier) == (1.0, 1.0)
+    assert read.final_logit_softcapping is None
+
+
+def test_scales_and_soft_caps_are_read(tmp_path):
+    scales = {
+        "input_embedding_scale": 3.0,
+        "output_multiplier": 0.5,
+        "final_logit_softcapping": 20.0,
+    }
+    read = read_config(write_config(tmp_path, dflash(**scales)))
+    assert {name: getattr(read, name) for name in scales} == scales
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows", "causal"),
+    [
+        ({}, (None, None), (False, False)),
+        ({"is_causal": True}, (None, None), (True, True)),
+        ({"is_causal": False}, (None, None), (False, False)),
+        (SLIDING, (6, None), (True, False)),
+        ({**SLIDING, "is_causal": True}, (6, None), (True, True)),
+        ({**SLIDING, "is_causal": False}, (6, None), (False, False)),
+        ({"layer_types": None, "sliding_window": 6}, (None, None), (False, False)),
+    ],
+)
+def test_windows_and_causality_follow_from_layer_types_and_is_causal(
+    tmp_path, fields, windows, causal
+):
+    read = read_config(write_config(tmp_path, tiny_drafter_config(**fields)))
+    assert (read.layer_windows, read.layer_causal) == (windows, causal)
+
+
+def published(tmp_path: Path, name: str) -> Path:
+    (tmp_path / "config.json").write_text((PUBLISHED / name).read_text())
+    return tmp_path
+
+
+def test_a_published_config_is_read(tmp_path):
+    assert read_config(published(tmp_path, "dflash-qwen3-4b-config.json")) == NetworkConfig(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope={"rope_theta": 1000000, "rope_type": "default"},
+        max_position_embeddings=40960,
+        layer_windows=(None,) * 5,
+        layer_causal=(False,) * 5,
+        attention_bias=False,
+        block_size=16,
+        mask_token_id=151669,
+        target_layer_ids=(1, 9, 17, 25, 33),
+        num_target_layers=36,
+        vocab_size=151936,
+    )
+
+
+def test_a_published_config_of_the_second_version_is_refused_by_name(tmp_path):
+    with pytest.raises(DFlashError) as failure:
+        read_config(published(tmp_path, "dflash2-config.json"))
+    assert str(failure.value) == (
+        f"{tmp_path} holds a DFlash2DraftModel, not a DFlashDraftModel; "
+        "give a DFlash v1 drafter folder with --drafter"
+    )
+
+
+def test_the_shipped_drafter_is_complete_and_small():
+    config = read_config(SHIPPED)
+    check_fit(config, {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}, "default")
+    read = parameters(SHIPPED)
+    assert all(bool(mx.all(mx.isfinite(array)).item()) for array in read.values())
+    size = sum(file.stat().st_size for file in SHIPPED.iterdir())
+    assert 1e6 < size < MEGABYTES_ALLOWED * 1e6
+
+
+# What is refused
+
+REQUIRED = [
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_target_layers",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "vocab_size",
+    "block_size",
+    "dflash_config",
+    "dflash_config.mask_token_id",
+    "dflash_config.target_layer_ids",
+]
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    return tiny_drafter_config(**changes)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    **{f"no {name}": (without(name), name.rpartition(".")[2]) for name in REQUIRED},
+    "a list": ([], "holds a unknown"),
+    "no architecture": (without("architectures"), "holds a unknown"),
+    "an empty architecture": (tiny(architectures=[]), "holds a unknown"),
+    "another architecture": (tiny(architectures=["Qwen3ForCausalLM"]), "holds a Qwen3ForCausalLM"),
+    "the second version": (tiny(architectures=["DFlash2DraftModel"]), "holds a DFlash2DraftModel"),
+    "an architecture that is a number": (tiny(architectures=7), "not a DFlashDraftModel"),
+    "heads that do not divide": (
+        tiny(num_key_value_heads=3),
+        "4 attention heads do not divide by 3 key/value heads",
+    ),
+    "no heads": (tiny(num_attention_heads=0, num_key_value_heads=0), "heads"),
+    "no heads and no head size": (
+        {**without("head_dim", "num_key_value_heads"), "num_attention_heads": 0},
+        "heads",
+    ),
+    "no layers": (tiny(num_hidden_layers=0), "layers"),
+    "a width in words": (tiny(hidden_size="wide"), "hidden_size"),
+    "a width that is a list": (tiny(hidden_size=[64]), "hidden_size"),
+    "a block of one": (tiny(block_size=1), "block_size is 1"),
+    "a block of one inside": (dflash(block_size=1), "block_size is 1"),
+    "a negative block": (tiny(block_size=-8), "block_size is -8"),
+    "a mask outside": (dflash(mask_token_id=97), "mask_token_id is 97, .* vocabulary of 97"),
+    "a negative mask": (dflash(mask_token_id=-1), "mask_token_id is -1, .* vocabulary of 97"),
+    "no taps": (dflash(target_layer_ids=[]), r"target_layer_ids are \[\]"),
+    "a tap outside": (dflash(target_layer_ids=[0, 4]), r"\[0, 4\], outside the 4 layers"),
+    "a negative tap": (dflash(target_layer_ids=[-1, 2]), r"\[-1, 2\], outside the 4 layers"),
+    "taps that are a number": (dflash(target_layer_ids=3), "target_layer_ids"),
+    "an empty dflash_config": (tiny(dflash_config=None), "dflash_config"),
+    "an unknown kind of layer": (
+        tiny(layer_types=["full_attention", "linear_attention"]),
+        "linear_attention",
+    ),
+    "too few kinds of layers": (tiny(layer_types=["full_attention"]), "layer_types: 1 .* 2 layers"),
+    "sliding layers without a window": (
+        tiny(layer_types=["sliding_attention"] * 2),
+        "sliding_window",
+    ),
+    "an unknown rope": (tiny(rope_scaling={"rope_type": "magic"}), "magic"),
+    "a rope without its factor": (tiny(rope_scaling={"rope_type": "linear"}), "factor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_config_that_does_not_describe_a_drafter_is_refused(tmp_path, case):
+    config, message = REFUSED[case]
+    folder = write_config(tmp_path, config)
+    with pytest.raises(DFlashError, match=message) as failure:
+        load_network(folder, read_config(folder), mx.float32)
+    assert str(folder) in failure.value.what
+    assert "--drafter" in failure.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (None, "has no config.json"),
+        (b"", "cannot be read"),
+        (b'{"architectures": ["DFlashDraftModel"]', "cannot be read"),
+        (b"\xff\xfe{}", "cannot be read"),
+    ],
+    ids=["missing", "empty", "cut off", "not text"],
+)
+def test_a_config_that_cannot_be_read_is_reported(tmp_path, contents, message):
+    if contents is not None:
+        (tmp_path / "config.json").write_bytes(contents)
+    with pytest.raises(DFlashError, match=message) as failure:
+        read_config(tmp_path)
+    assert str(tmp_path) in failure.value.what
+    assert "drafter" in failure.value.next_step
+
+
+Change = Callable[[dict[str, np.ndarray]], Any]
+TENSORS: dict[str, tuple[Change, str]] = {
+    "missing": (
+        lambda tensors: tensors.pop("layers.1.self_attn.k_norm.weight"),
+        r"layers.1.self_attn.k_norm.weight in .* is missing, .* asks for \(16,\)",
+    ),
+    "unexpected": (
+        lambda tensors: tensors.update({"lm_head.weight": np.zeros((97, 64), np.float32)}),
+        r"lm_head.weight in .* is \(97, 64\), .* asks for no such tensor",
+    ),
+    "of a layer too many": (
+        lambda tensors: tensors.update({"layers.2.mlp.up_proj.weight": tensors["norm.weight"]}),
+        "layers.2.mlp.up_proj.weight .* no such tensor",
+    ),
+    "misshapen": (
+        lambda tensors: tensors.update({"fc.weight": np.zeros((64, 128), np.float32)}),
+        r"fc.weight in .* is \(64, 128\), .* asks for \(64, 192\)",
+    ),
+    "transposed": (
+        lambda tensors: tensors.update(
+            {"layers.0.mlp.up_proj.weight": np.zeros((64, 96), np.float32)}
+        ),
+        r"is \(64, 96\), .* asks for \(96, 64\)",
+    ),
+    "of whole numbers": (
+        lambda tensors: tensors.update({"fc.weight": np.zeros((64, 192), np.int32)}),
+        "fc.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors_other_than_the_config_asks_for_are_refused_unread(tmp_path, case, monkeypatch):
+    change, message = TENSORS[case]
+    tensors = random_drafter(tiny_drafter_config())
+    change(tensors)
+    write_drafter_folder(tmp_path, tiny_drafter_config(), tensors)
+    monkeypatch.setattr(mx, "eval", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(DFlashError, match=message) as failure:
+        load_network(tmp_path, read_config(tmp_path), mx.float32)
+    assert "--drafter" in failure.value.next_step
+
+
+@pytest.mark.parametrize("with_pickles", [False, True], ids=["no file", "pickles only"])
+def test_a_folder_without_safetensors_is_refused(tmp_path, with_pickles):
+    write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    if with_pickles:
+        (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(DFlashError, match="missing|safetensors"):
+        load_network(tmp_path, read_config(tmp_path), mx.float32)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, 0.999])
+def test_a_truncated_file_is_reported(tmp_path, keep):
+    file = write(tmp_path) / "model.safetensors"
+    contents = file.read_bytes()
+    file.write_bytes(contents[: int(keep * len(contents)) if isinstance(keep, float) else keep])
+    with pytest.raises(DFlashError, match=f"{file.name} is damaged .*--drafter"):
+        load_network(tmp_path, read_config(tmp_path), mx.float32)
+
+
+def header(**changes: Any) -> bytes:
+    entry = {"dtype": "F32", "shape": [64], "data_offsets": [0, 256], **changes}
+    text = json.dumps({"norm.weight": entry}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(256)
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        (1 << 40).to_bytes(8, "little") + b"{}",
+        header(data_offsets=[0, 1 << 30]),
+        header(shape=[65]),
+        header(dtype="F16"),
+        header(data_offsets=[256, 0]),
+        b"no safetensors at all, only a line of text",
+    ],
+    ids=["oversized header", "points outside", "shape", "dtype", "backwards", "text"],
+)
+def test_a_header_that_contradicts_its_file_is_reported(tmp_path, contents):
+    (write(tmp_path) / "model.safetensors").write_bytes(contents)
+    with pytest.raises(DFlashError, match=r"model\.safetensors is damaged"):
+        load_network(tmp_path, read_config(tmp_path), mx.float32)
+
+
+# Whether a drafter fits a target
+
+TARGET = {"hidden_size": 64, "vocab_size": 97, "num_hidden_layers": 4}
+
+
+def test_a_drafter_fits_the_target_it_was_made_for(tmp_path):
+    config = read_config(write(tmp_path))
+    check_fit(config, TARGET, "tiny")
+    with pytest.raises(DFlashError):
+        check_fit(replace(config, vocab_size=98), TARGET, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_size", 128, "with hidden_size 64, but tiny has 128"),
+        ("vocab_size", 98, "with vocab_size 97, but tiny has 98"),
+        ("num_hidden_layers", 5, "with number of target layers 4, but tiny has 5"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused_with_both_values(tmp_path, field, value, message):
+    config = read_config(write(tmp_path))
+    with pytest.raises(DFlashError, match=message) as failure:
+        check_fit(config, {**TARGET, field: value}, "tiny")
+    assert "--drafter" in failure.value.next_step and "--method none" in failure.value.next_step

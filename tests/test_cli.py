@@ -1,0 +1,599 @@
+"""The command lines: what they print, and how they refuse."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dflash_mlx
+from app import main as chat
+from dflash_mlx import DecodeConfig, Session, benchmark, cli, load
+from test_load import TEMPLATE, edit_config, write_drafter, write_model
+
+generate = import_module("dflash_mlx.generate")  # the package's `generate` is the function
+load_module = import_module("dflash_mlx.load")
+
+ROOT = Path(__file__).parent.parent
+CONTEXT = 160
+KEYS = {
+    "text",
+    "tokens",
+    "prompt_tokens",
+    "generated_tokens",
+    "finish_reason",
+    "method",
+    "prefill_seconds",
+    "time_to_first_token",
+    "decode_seconds",
+    "tokens_per_second",
+    "rounds",
+    "mean_accepted",
+    "acceptance_rate",
+    "accepted_by_position",
+    "peak_memory_bytes",
+}
+# As many published templates do, this one has no place for a system prompt.
+STRICT_TEMPLATE = (
+    "{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+
+Command = Callable[..., Result]
+
+
+class Stdin(io.TextIOWrapper):
+    """Standard input: a pipe with these bytes, or a terminal."""
+
+    def __init__(self, contents: bytes = b"", terminal: bool = False) -> None:
+        super().__init__(io.BytesIO(contents), "utf-8")
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("cli")
+    small = {"max_position_embeddings": CONTEXT}
+    return {
+        "model": str(write_model(root / "model", **small)),
+        "drafter": str(write_drafter(root / "drafter")),
+        "strict": str(write_model(root / "strict", template=STRICT_TEMPLATE, **small)),
+        "bare": str(write_model(root / "bare", template=None, **small)),
+        "wide": str(write_drafter(root / "wide", hidden_size=128)),
+    }
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command line in this process."""
+
+    def refuse(name: str, **_: Any) -> str:
+        raise FileNotFoundError(f"no network, asked for {name}")
+
+    monkeypatch.setattr(load_module, "snapshot_download", refuse)
+
+    def run(main: Callable[[Sequence[str]], None], *argv: str, stdin: bytes = b"") -> Result:
+        monkeypatch.setattr(sys, "argv", ["program", *argv])
+        monkeypatch.setattr(sys, "stdin", Stdin(stdin))
+        with pytest.raises(SystemExit) as left:
+            cli.run(main, "program")
+        return Result(int(left.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def ask(command: Command, folders: dict[str, str]) -> Command:
+    """Run dflash_mlx.generate on the tiny pair; later options win over these."""
+
+    def run(*argv: str, stdin: bytes = b"") -> Result:
+        pair = ["--model", folders["model"], "--drafter", folders["drafter"]]
+        return command(generate.main, *pair, "--max-tokens", "24", *argv, stdin=stdin)
+
+    return run
+
+
+def test_the_package_keeps_its_function_when_the_command_line_of_that_name_is_imported():
+    assert sys.modules["dflash_mlx.generate"] is generate
+    assert callable(dflash_mlx.generate)
+
+
+# What is printed
+
+
+@pytest.mark.parametrize("method", ["none", "dflash"])
+def test_the_text_that_streams_is_the_text_in_the_json_object(ask, method):
+    plain = ask("--prompt", "hello", "--method", method)
+    answer = ask("--prompt", "hello", "--method", method, "--json").answer
+    assert plain.code == 0
+    assert plain.out == answer["text"] + "\n"
+    assert len(answer["text"]) > 10
+    assert plain.err.count("\n") == 1 and "tok/s" in plain.err
+
+
+def test_both_methods_print_the_same_answer(ask):
+    plain = ask("--prompt", "hello", "--method", "none", "--json").answer
+    drafted = ask("--prompt", "hello", "--method", "dflash", "--json").answer
+    assert (plain["text"], plain["tokens"]) == (drafted["text"], drafted["tokens"])
+    assert (plain["method"], drafted["method"]) == ("none", "dflash")
+
+
+@pytest.mark.parametrize("method", ["none", "dflash"])
+def test_the_json_object_has_the_promised_keys_and_is_alone_on_stdout(ask, method):
+    result = ask("--prompt", "hello", "--method", method, "--json")
+    assert result.out.count("\n") == 1 and result.err == ""
+    answer = result.answer
+    assert answer.keys() >= KEYS
+    assert answer["finish_reason"] == "length"
+    assert answer["generated_tokens"] == len(answer["tokens"]) == 24
+    assert answer["prompt_tokens"] == len("<user\nhello><assistant\n")
+    assert answer["mean_accepted"] == 24 / answer["rounds"]
+    assert answer["tokens_per_second"] == pytest.approx(24 / answer["decode_seconds"])
+    assert 0 < answer["prefill_seconds"] < answer["time_to_first_token"]
+    assert len(answer["accepted_by_position"]) == (7 if method == "dflash" else 0)
+    assert answer["peak_memory_bytes"] > 1e5
+
+
+def test_a_prompt_may_come_from_standard_input(ask):
+    expected = ask("--prompt", "hello", "--json").answer
+    assert ask("--prompt", "-", "--json", stdin=b"hello").answer["text"] == expected["text"]
+
+
+def test_a_conversation_may_come_from_a_file(ask, tmp_path):
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps([{"role": "user", "content": "hello"}]))
+    expected = ask("--prompt", "hello", "--json").answer
+    assert ask("--messages", str(file), "--json").answer["tokens"] == expected["tokens"]
+    file.write_text(
+        json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}])
+    )
+    answer = ask("--messages", str(file), "--json").answer
+    assert answer["prompt_tokens"] == len("<user\na><assistant\nbcd><assistant\n")
+
+
+def test_a_system_prompt_is_put_first(ask, tmp_path):
+    file = tmp_path / "messages.json"
+    conversation = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
+    file.write_text(json.dumps(conversation))
+    expected = ask("--messages", str(file), "--json").answer
+    answer = ask("--prompt", "hello", "--system", "be", "--json").answer
+    assert answer["tokens"] == expected["tokens"]
+    assert answer["prompt_tokens"] == expected["prompt_tokens"]
+    assert answer["tokens"] != ask("--prompt", "hello", "--json").answer["tokens"]
+
+
+def test_raw_leaves_the_template_out(ask, folders):
+    answer = ask("--prompt", "hello", "--raw", "--json").answer
+    assert answer["prompt_tokens"] == len("hello")
+    other = ask("--prompt", "hello", "--raw", "--json", "--model", folders["bare"]).answer
+    assert other["tokens"] == answer["tokens"]
+
+
+def test_the_answer_ends_before_the_first_of_several_stop_texts(ask):
+    text = ask("--prompt", "hello", "--json").answer["text"]
+    late, early = text[14:16], text[7:9]
+    end = min(text.index(late), text.index(early))
+    options = ["--prompt", "hello", "--stop", late, "--stop", early]
+    answer = ask(*options, "--json").answer
+    assert answer["text"] == text[:end]
+    assert answer["finish_reason"] == "stop"
+    assert ask(*options).out == text[:end] + "\n"
+
+
+def test_a_seed_makes_a_random_answer_come_again_whatever_drafts(ask):
+    def tokens(*argv: str) -> list[int]:
+        options = ["--prompt", "hello", "--temperature", "1", "--json"]
+        return ask(*options, *argv).answer["tokens"]
+
+    first = tokens("--seed", "3")
+    assert tokens("--seed", "3") == first
+    assert tokens("--seed", "3", "--method", "none") == first
+    assert tokens("--seed", "4") != first
+    assert tokens() != tokens()
+
+
+def test_an_answer_stops_where_the_context_is_full(ask):
+    prompt = "x" * (CONTEXT - 10)
+    answer = ask("--prompt", prompt, "--raw", "--max-tokens", "1000", "--json").answer
+    assert (answer["finish_reason"], answer["generated_tokens"]) == ("context", 10)
+
+
+def test_a_smaller_block_is_used(ask):
+    answer = ask("--prompt", "hello", "--block-size", "3", "--json").answer
+    assert len(answer["accepted_by_position"]) == 2
+
+
+# Help
+
+PARSERS = {
+    "generate": generate.parser,
+    "benchmark": benchmark.parser,
+    "chat": chat._parser,
+}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_option_has_a_help_text_and_every_setting_an_option(name):
+    actions = {action.dest: action for action in PARSERS[name]()._actions}
+    assert [dest for dest, action in actions.items() if not action.help] == []
+    assert actions.keys() >= {
+        "model",
+        "drafter",
+        "method",
+        "block_size",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("main", "name"),
+    [(generate.main, "generate"), (benchmark.main, "benchmark"), (chat.run, "chat")],
+    ids=["generate", "benchmark", "chat"],
+)
+def test_help_goes_to_stdout_with_every_option(command, main, name):
+    result = command(main, "--help")
+    assert (result.code, result.err) == (0, "")
+    options = [option for a in PARSERS[name]()._actions for option in a.option_strings]
+    assert len(options) > 15 and [o for o in options if o not in result.out] == []
+
+
+# What is refused
+
+
+def messages(contents: str) -> Callable[[Path], list[str]]:
+    def write(folder: Path) -> list[str]:
+        (folder / "messages.json").write_text(contents)
+        return ["--messages", str(folder / "messages.json")]
+
+    return write
+
+
+PROMPT = ["--prompt", "hello"]
+REFUSED: dict[str, tuple[Any, str]] = {
+    "an unknown option": ([*PROMPT, "--sped", "1"], "--sped"),
+    "no prompt": ([], "--prompt"),
+    "two prompts": ([*PROMPT, "--messages", "x.json"], "--messages"),
+    "an empty prompt": (["--prompt", ""], "the prompt is empty"),
+    "a blank prompt": (["--prompt", " \n"], "the prompt is empty"),
+    "an empty raw prompt": (["--prompt", "", "--raw"], "the prompt is empty"),
+    "an empty standard input": (["--prompt", "-"], "the prompt is empty"),
+    "a prompt that is no text": (["--prompt", "hel\udcfflo"], "UTF-8"),
+    "a raw conversation": (["--messages", "x.json", "--raw"], "--raw"),
+    "a block of one": ([*PROMPT, "--block-size", "1"], "block_size is 1"),
+    "a block too large": ([*PROMPT, "--block-size", "9"], "block_size is 9"),
+    "a block in words": ([*PROMPT, "--block-size", "two"], "--block-size"),
+    "a negative temperature": ([*PROMPT, "--temperature", "-1"], "temperature is -1.0"),
+    "a temperature that is no number": ([*PROMPT, "--temperature", "nan"], "temperature is nan"),
+    "an infinite temperature": ([*PROMPT, "--temperature", "inf"], "temperature is inf"),
+    "a top_p of nothing": ([*PROMPT, "--top-p", "0"], "top_p is 0.0"),
+    "a top_p that is no number": ([*PROMPT, "--top-p", "nan"], "top_p is nan"),
+    "a negative top_k": ([*PROMPT, "--top-k", "-1"], "top_k is -1"),
+    "a min_p above one": ([*PROMPT, "--min-p", "2"], "min_p is 2.0"),
+    "a repetition penalty of nothing": (
+        [*PROMPT, "--repetition-penalty", "0"],
+        "repetition_penalty is 0.0",
+    ),
+    "an empty repetition context": (
+        [*PROMPT, "--repetition-context", "0"],
+        "repetition_context is 0",
+    ),
+    "no tokens": ([*PROMPT, "--max-tokens", "0"], "max_tokens is 0"),
+    "an empty prefill step": ([*PROMPT, "--prefill-step", "0"], "prefill_step is 0"),
+    "an empty stop text": ([*PROMPT, "--stop", ""], "stop is ''"),
+    "a negative seed": ([*PROMPT, "--seed", "-1"], "seed is -1"),
+    "a seed too large": ([*PROMPT, "--seed", "4294967296"], "seed is 4294967296"),
+    "an unknown method": ([*PROMPT, "--method", "magic"], "magic"),
+    "messages that are missing": (["--messages", "nowhere.json"], "nowhere.json cannot be read"),
+    "messages in a folder": (["--messages", "."], "cannot be read"),
+    "messages that are no JSON": (messages("hello"), "is no JSON text"),
+    "messages that are no list": (messages('{"role": "user"}'), "holds no messages"),
+    "no messages": (messages("[]"), "holds no messages"),
+    "messages that are texts": (messages('["hello"]'), "message 0"),
+    "messages without content": (messages('[{"role": "user"}]'), "message 0"),
+    "messages with a number": (messages('[{"role": "user", "content": 3}]'), "message 0"),
+    "a prompt too long": (["--prompt", "x" * 300], "the prompt has 318 tokens"),
+    "a raw prompt too long": (["--prompt", "x" * CONTEXT, "--raw"], f"has {CONTEXT} tokens"),
+    "a prompt too long, as JSON": (["--prompt", "x" * 300, "--json"], "the prompt has 318 tokens"),
+    "an unknown model": ([*PROMPT, "--model", "./nowhere/at/all"], "no folder './nowhere/at/all'"),
+    "a model that cannot be had": ([*PROMPT, "--model", "owner/name"], "could not be downloaded"),
+    "an unknown drafter": ([*PROMPT, "--drafter", "/nowhere/x"], "no folder '/nowhere/x'"),
+    "a drafter that cannot be had": (
+        [*PROMPT, "--drafter", "owner/name"],
+        "could not be downloaded",
+    ),
+}
+
+
+def assert_refused(result: Result, message: str) -> None:
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.count("\n") == 1 and result.err.endswith("\n")
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_one_sentence_and_nothing_on_stdout(
+    ask, case, tmp_path, monkeypatch, use_real_names
+):
+    monkeypatch.chdir(tmp_path)
+    argv, message = REFUSED[case]
+    assert_refused(ask(*(argv(tmp_path) if callable(argv) else argv)), message)
+
+
+@pytest.fixture
+def use_real_names(command, monkeypatch):
+    """Names that cannot be hub ids are refused by the hub's own check, which needs no network."""
+    from huggingface_hub.utils import validate_repo_id
+
+    def snapshot_download(name: str, **_: Any) -> str:
+        validate_repo_id(name)
+        raise FileNotFoundError("no network")
+
+    monkeypatch.setattr(load_module, "snapshot_download", snapshot_download)
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter", "options", "message"),
+    [
+        ("model", "wide", [], "hidden_size 128, but"),
+        ("model", "model", [], "not a DFlashDraftModel"),
+        ("bare", "drafter", [], "this model has no chat template; add --raw"),
+        ("strict", "drafter", ["--system", "be brief"], "System role not supported"),
+    ],
+    ids=["another drafter", "no drafter", "no template", "a template that refuses"],
+)
+def test_a_pair_that_does_not_serve_is_one_sentence(ask, folders, model, drafter, options, message):
+    pair = ["--model", folders[model], "--drafter", folders[drafter]]
+    assert_refused(ask(*PROMPT, *pair, *options), message)
+
+
+def test_a_model_without_a_known_drafter_is_one_sentence(command, folders):
+    result = command(generate.main, *PROMPT, "--model", folders["model"])
+    assert_refused(result, "no drafter is known for")
+
+
+def test_standard_input_that_is_not_utf8_is_one_sentence_with_the_byte(ask):
+    result = ask("--prompt", "-", stdin=b"hello \xff")
+    assert_refused(result, "standard input is not UTF-8: byte 0xff at position 6")
+
+
+def test_a_folder_without_weights_is_one_sentence(ask, tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    assert_refused(ask(*PROMPT, "--model", str(folder)), "No safetensors found")
+    edit_config(folder, hidden_size=None)
+    assert_refused(ask(*PROMPT, "--model", str(folder)), "hidden_size")
+
+
+# Real processes
+
+
+def process(*argv: str, stdin: bytes = b"", **options: Any) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *argv],
+        input=stdin,
+        capture_output=True,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+        timeout=120,
+        **options,
+    )
+
+
+def test_a_process_leaves_with_2_for_bad_input():
+    result = process("-m", "dflash_mlx.generate", "--prompt", "hello", "--temperature", "-1")
+    assert result.returncode == 2
+    assert result.stdout == b""
+    assert result.stderr.startswith(b"dflash_mlx.generate: temperature is -1.0; ")
+    assert result.stderr.count(b"\n") == 1
+
+
+def test_a_process_leaves_with_2_for_a_prompt_that_is_no_text(folders):
+    model = ["--model", folders["model"], "--method", "none"]
+    result = process("-m", "dflash_mlx.generate", *model, "--prompt", b"hel\xfflo")
+    assert result.returncode == 2
+    assert result.stdout == b""
+    assert b"Traceback" not in result.stderr
+
+
+def test_a_process_answers_utf8_from_a_pipe(folders):
+    pair = ["--model", folders["model"], "--drafter", folders["drafter"], "--max-tokens", "8"]
+    arguments = ["-m", "dflash_mlx.generate", *pair, "--prompt", "-", "--json"]
+    result = process(*arguments, stdin="héllo".encode())
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert json.loads(result.stdout)["generated_tokens"] == 8
+
+
+def test_a_reader_that_leaves_early_is_no_error(folders):
+    model = ["--model", folders["model"], "--method", "none"]
+    arguments = ["-m", "dflash_mlx.generate", *model, "--prompt", "hello", "--max-tokens", "100"]
+    script = '"$@" | head -c 1; exit ${PIPESTATUS[0]}'
+    result = subprocess.run(
+        ["bash", "-c", script, "bash", sys.executable, *arguments],
+        capture_output=True,
+        check=False,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert len(result.stdout) == 1
+    assert b"Error" not in result.stderr
+    assert result.returncode == 0
+
+
+# The prompt loop
+
+
+class Talk:
+    """What happened in a prompt loop: its session, statistics per turn, and what was printed."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.statistics: list[Any] = []
+        self.prompts: list[list[int]] = []
+        self.positions: list[int] = []
+        self.answers: list[list[int]] = []
+        self.result = Result(-1, "", "")
+
+
+@pytest.fixture
+def talk(command, folders, monkeypatch) -> Callable[..., Talk]:
+    """Type lines into the chat; KeyboardInterrupt as a line is Ctrl+C at the prompt."""
+
+    def run(*lines: Any, options: Sequence[str] = (), interrupt_turn: int | None = None) -> Talk:
+        happened, typed = Talk(), iter(lines)
+
+        class RecordedSession(Session):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                happened.session = self
+
+            def stream(self, tokens: Any, observer: Any = None) -> Any:
+                turn = len(happened.prompts)
+                happened.prompts.append(list(tokens))
+                answer: list[int] = []
+                for rounds, delta in enumerate(super().stream(tokens, observer), start=1):
+                    if turn == interrupt_turn and rounds == 3:
+                        signal.raise_signal(signal.SIGINT)
+                    answer.extend(delta.tokens)
+                    yield delta
+                    happened.statistics[turn:] = [delta.statistics]
+                happened.positions.append(self.state.position)
+                happened.answers.append(answer)
+
+        def read_line(prompt: str = "") -> str:
+            line = next(typed, EOFError)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr(chat, "Session", RecordedSession)
+        monkeypatch.setattr(builtins, "input", read_line)
+        monkeypatch.setattr(Stdin, "isatty", lambda self: True)
+        pair = ["--model", folders["model"], "--drafter", folders["drafter"]]
+        happened.result = command(chat.run, *pair, "--max-tokens", "12", *options)
+        assert next(typed, None) is None, "the chat left before the last line"
+        return happened
+
+    return run
+
+
+def test_a_second_turn_reuses_the_caches_of_the_first(talk):
+    happened = talk("hello", "and you?")
+    assert happened.result.code == 0
+    first, second = happened.statistics
+    assert first.reused_tokens == 0
+    assert second.reused_tokens == happened.positions[0]
+    assert happened.positions[0] == first.prompt_tokens + first.generated_tokens - 1
+    assert second.prompt_tokens > first.prompt_tokens + first.generated_tokens
+
+
+def test_a_second_turn_is_answered_as_without_reuse(talk, folders):
+    happened = talk("hello", "and you?")
+    pair = load(folders["model"], folders["drafter"])
+    fresh = Session(pair, DecodeConfig(max_tokens=12, method="none"))
+    tokens = [token for delta in fresh.stream(happened.prompts[1]) for token in delta.tokens]
+    assert happened.answers[1] == tokens
+    text = pair.tokenizer.decode(happened.prompts[1])
+    first = pair.tokenizer.decode(happened.answers[0])
+    assert text == (
+        "<|im_start|>user\nhello<|im_end|>"
+        f"<|im_start|>assistant\n{first}<|im_end|>"
+        "<|im_start|>user\nand you?<|im_end|><|im_start|>assistant\n"
+    )
+
+
+def test_answers_are_printed_in_order(talk, folders):
+    happened = talk("hello", "and you?")
+    tokenizer = load(folders["model"]).tokenizer
+    texts = [tokenizer.decode(tokens) for tokens in happened.answers]
+    assert happened.result.out.index(texts[0]) < happened.result.out.rindex(texts[1])
+    assert happened.result.err.count("tok/s") == 2
+
+
+@pytest.mark.parametrize("last", ["/quit", EOFError, KeyboardInterrupt])
+def test_the_loop_is_left_without_an_error(talk, last):
+    happened = talk("hello", "", "  ", last)
+    assert happened.result.code == 0
+    assert len(happened.prompts) == 1
+    assert "Traceback" not in happened.result.err
+
+
+def test_a_question_too_long_is_reported_and_forgotten(talk):
+    happened = talk("hello", "x" * 200, "and you?")
+    assert happened.result.code == 0
+    assert "can hold 160; shorten the prompt" in happened.result.err
+    assert len(happened.positions) == 2
+    assert "Traceback" not in happened.result.err
+    again = talk("hello", "and you?")
+    assert happened.answers == again.answers
+    assert happened.prompts[2] == again.prompts[1]
+
+
+def test_an_interrupted_answer_ends_and_the_next_question_is_answered(talk):
+    before = signal.getsignal(signal.SIGINT)
+    happened = talk("hello", "and you?", interrupt_turn=0)
+    assert happened.result.code == 0
+    assert len(happened.prompts) == 2
+    assert happened.statistics[-1].reused_tokens >= len(happened.prompts[0])
+    assert len(happened.answers[-1]) == 12
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_one_prompt_on_the_command_line_is_answered_and_nothing_asked(command, ask, folders):
+    pair = ["--model", folders["model"], "--drafter", folders["drafter"], "--max-tokens", "24"]
+    expected = ask("--prompt", "hello").out
+    assert command(chat.run, *pair, "--prompt", "hello").out == expected
+    assert command(chat.run, *pair, "--prompt", "-", stdin=b"hello").out == expected
+    assert command(chat.run, *pair, stdin=b"hello").out == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sped", "1"], "--sped"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x" * 300], "the prompt has 318 tokens"),
+        (["--prompt", "hello", "--top-p", "0"], "top_p is 0.0"),
+        (["--prompt", "hello", "--block-size", "9"], "block_size is 9"),
+        (["--prompt", "hello", "--model", "owner/name"], "could not be downloaded"),
+        ([], "the prompt is empty"),
+    ],
+)
+def test_the_chat_refuses_bad_input_with_one_sentence(command, folders, options, message):
+    pair = ["--model", folders["model"], "--drafter", folders["drafter"]]
+    assert_refused(command(chat.run, *pair, *options), message)

@@ -1,0 +1,390 @@
+"""Local model folders written here load, decode losslessly, and are refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from mlx.utils import tree_flatten
+from mlx_lm.utils import quantize_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from dflash_mlx import DecodeConfig, DFlashError, load
+from dflash_mlx.load import resolve_folder
+from dflash_mlx.stream import generate
+from dflash_mlx.target import Target
+from families import FAMILIES, RECURRENT, make_model
+from reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+
+load_module = import_module("dflash_mlx.load")  # the package's `load` is the function
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
+# One token per character; with the special tokens as many as the tiny models have, 97.
+CHARACTERS = ["Ċ", "Ġ", *(chr(code) for code in range(0x21, 0x7F) if chr(code) not in "`~")]
+EOS = 1
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    """A byte-level tokenizer without merges: every printable ASCII character is a token."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL[EOS],
+        "pad_token": SPECIAL[2],
+        "clean_up_tokenization_spaces": False,
+    }
+    if template is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_model(
+    folder: Path,
+    model: nn.Module | None = None,
+    template: str | None = TEMPLATE,
+    **changes: Any,
+) -> Path:
+    """A tiny llama as a Hugging Face folder; `changes` replaces fields of its config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**FAMILIES["llama"], "eos_token_id": EOS, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten((model or make_model("llama")).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_tokenizer(folder, template)
+    return folder
+
+
+def drafter_config(**changes: Any) -> dict[str, Any]:
+    """Of a drafter that fits the tiny llama."""
+    dflash = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
+    return tiny_drafter_config(num_target_layers=3, dflash_config=dflash, **changes)
+
+
+def write_drafter(folder: Path, **changes: Any) -> Path:
+    """A random drafter that fits the tiny llama unless `changes` says otherwise."""
+    config = drafter_config(**changes)
+    return write_drafter_folder(folder, config, random_drafter(config))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("pair")
+    return str(write_model(root / "model")), str(write_drafter(root / "drafter"))
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **_: Any) -> str:
+        raise AssertionError(f"asked the hub for {name}")
+
+    monkeypatch.setattr(load_module, "snapshot_download", refuse)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def greedy_by_model_alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1]).item()))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+# What loads
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_local_pair_decodes_what_the_model_alone_decodes(folders):
+    model, drafter = folders
+    pair = load(model=model, drafter=drafter)
+    prompt = pair.tokenizer.encode("<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n")
+    expected = greedy_by_model_alone(make_model("llama"), prompt, 30)
+    for method in ("none", "dflash"):
+        answer = generate(pair, "hello", DecodeConfig(method=method, max_tokens=30))
+        assert list(answer.tokens) == expected
+        assert answer.text == pair.tokenizer.decode(expected)
+        assert answer.statistics.method == method
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_pair_says_what_it_was_loaded_from(folders):
+    model, drafter = folders
+    pair = load(model=model, drafter=drafter)
+    assert (pair.target.name, pair.drafter_name) == (model, drafter)
+    assert pair.target.context_length == 512
+    assert pair.target.dtype == mx.float32
+    assert pair.tokenizer.eos_token_ids == {EOS}
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_model_without_a_drafter_decodes_plainly_and_nothing_else(folders):
+    pair = load(model=folders[0])
+    assert generate(pair, "hello", DecodeConfig(method="none", max_tokens=5)).tokens
+    with pytest.raises(DFlashError, match=r"no drafter is known for .*--drafter.*--method none"):
+        generate(pair, "hello", DecodeConfig(method="dflash"))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.usefixtures("no_hub")
+def test_a_quantised_folder_gives_the_logits_of_the_quantised_model(tmp_path, bits):
+    quantised, config = quantize_model(make_model("llama"), FAMILIES["llama"], 32, bits)
+    folder = write_model(tmp_path / "model", quantised, quantization=config["quantization"])
+    pair = load(model=str(folder), drafter=str(write_drafter(tmp_path / "drafter")))
+    tokens = mx.array([[5, 7, 11, 13]])
+    assert np.allclose(np.array(pair.target.model(tokens)), np.array(quantised(tokens)), atol=1e-3)
+    assert not np.allclose(
+        np.array(quantised(tokens)), np.array(make_model("llama")(tokens)), atol=1e-3
+    )
+    plain = generate(pair, "hello", DecodeConfig(method="none", max_tokens=20))
+    assert generate(pair, "hello", DecodeConfig(max_tokens=20)).tokens == plain.tokens
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_half_precision_weights_are_read(tmp_path):
+    model = make_model("llama")
+    model.set_dtype(mx.bfloat16)
+    pair = load(model=str(write_model(tmp_path / "model", model)))
+    tokens = mx.array([[5, 7, 11]])
+    difference = mx.abs(pair.target.model(tokens) - make_model("llama")(tokens)).max()
+    assert 0 < float(difference.item()) < 0.2
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_the_shape_of_a_multimodal_target_is_that_of_its_language_model(tmp_path):
+    folder = write_model(tmp_path / "model")
+    edit_config(folder, hidden_size=32, text_config={"hidden_size": 64, "vocab_size": 90})
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DFlashError, match="vocab_size 97, but .* has 90"):
+        load(model=str(folder), drafter=str(write_drafter(tmp_path / "drafter")))
+
+
+def test_hub_ids_go_to_the_hub_and_what_it_returns_is_loaded(folders, monkeypatch):
+    asked = {}
+
+    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+        asked[name] = allow_patterns
+        return folders[1] if name == "owner/drafter" else folders[0]
+
+    monkeypatch.setattr(load_module, "snapshot_download", snapshot_download)
+    pair = load(model="owner/model", drafter="owner/drafter")
+    assert set(asked) == {"owner/model", "owner/drafter"}
+    assert (pair.target.name, pair.drafter_name) == ("owner/model", "owner/drafter")
+    assert generate(pair, "hello", DecodeConfig(max_tokens=5)).statistics.method == "dflash"
+
+
+def test_only_files_that_cannot_run_are_asked_of_the_hub(folders, monkeypatch):
+    patterns = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+        patterns.extend(allow_patterns)
+        return folders[0]
+
+    monkeypatch.setattr(load_module, "snapshot_download", snapshot_download)
+    resolve_folder("owner/model", "model")
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
+    unwanted = ["modeling.py", "pytorch_model.bin", "model.pt", "model.pkl"]
+    matches = [name for name in wanted + unwanted if any(Path(name).match(p) for p in patterns)]
+    assert matches == wanted
+
+
+# What cannot be found
+
+
+class Response:
+    """As much of an HTTP response as the hub's errors read."""
+
+    headers: dict[str, str] = {}
+    request = None
+
+
+HUB_ERRORS = {
+    "no such repository": (
+        RepositoryNotFoundError("404 Client Error.\nsecond line", response=Response()),
+        "'owner/name' is neither a folder nor a public model",
+    ),
+    "no network": (
+        LocalEntryNotFoundError("Cannot find the snapshot online.\nsecond line"),
+        "could not be downloaded (Cannot find the snapshot online.)",
+    ),
+    "a connection that breaks": (
+        ConnectionError("Connection refused"),
+        "could not be downloaded (Connection refused)",
+    ),
+    "no such form of a name": (HFValidationError("Repo id must be"), "there is no folder"),
+}
+
+
+@pytest.mark.parametrize("option", ["model", "drafter"])
+@pytest.mark.parametrize("case", HUB_ERRORS)
+def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(case, option, monkeypatch):
+    error, message = HUB_ERRORS[case]
+
+    def refuse(name: str, **_: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(load_module, "snapshot_download", refuse)
+    with pytest.raises(DFlashError) as failure:
+        load(**{"model": "somewhere/else", option: "owner/name"})
+    assert message in str(failure.value)
+    assert f"--{option}" in failure.value.next_step
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["./nowhere/at/all", "/nowhere/at/all", "~nobody-of-this-name/model", "x" * 300 + "/name"],
+    ids=["relative", "absolute", "unknown home", "too long for a file"],
+)
+def test_a_path_that_is_not_there_is_reported_without_the_network(name):
+    with pytest.raises(DFlashError, match="there is no folder .*--model"):
+        load(model=name)
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("option", ["model", "drafter"])
+def test_a_file_in_place_of_a_folder_is_reported(tmp_path, option):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(DFlashError, match=f"is a file, not a model folder.*--{option}"):
+        load(**{"model": str(tmp_path), option: str(file)})
+
+
+# What is in the folder but cannot be used
+
+
+def remove(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def overwrite(name: str, contents: str):
+    return lambda folder: (folder / name).write_text(contents)
+
+
+def change(**changes: Any):
+    return lambda folder: edit_config(folder, **changes)
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def drop_a_tensor(folder: Path) -> None:
+    weights = dict(tree_flatten(make_model("llama").parameters()))
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+def ask_for_code(folder: Path) -> None:
+    (folder / "model.py").write_text("open('ran', 'w').close()")
+    edit_config(folder, model_file="model.py")
+
+
+def ask_for_code_in_the_tokenizer(folder: Path) -> None:
+    (folder / "tokenization.py").write_text("open('ran', 'w').close()")
+    (folder / "tokenizer.json").unlink()
+    asked = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(asked))
+
+
+DAMAGES = {
+    "an unknown family": (change(model_type="nonesuch"), "nonesuch"),
+    "no family": (change(model_type=None), "model_type"),
+    "no config": (remove("config.json"), "config.json"),
+    "a config that is no JSON": (overwrite("config.json", "{"), "config.json"),
+    "a config that is a list": (overwrite("config.json", "[]"), "config.json"),
+    "no hidden size": (change(hidden_size=None), "hidden_size .* is None"),
+    "a hidden size in words": (change(hidden_size="wide"), "hidden_size .* is 'wide'"),
+    "no context length": (change(max_position_embeddings=None), "max_position_embeddings"),
+    "no weights": (remove("model.safetensors"), "No safetensors found"),
+    "damaged weights": (overwrite("model.safetensors", "no weights"), "cannot be loaded"),
+    "truncated weights": (truncate, "cannot be loaded"),
+    "a missing tensor": (drop_a_tensor, "layers.1.mlp.up_proj.weight"),
+    "another shape than configured": (change(intermediate_size=128), "shape"),
+    "no tokenizer": (remove("tokenizer.json"), "cannot be loaded"),
+    "a damaged tokenizer": (overwrite("tokenizer.json", "{"), "cannot be loaded"),
+    "code of its own": (ask_for_code, "model.py"),
+    "a tokenizer with code of its own": (ask_for_code_in_the_tokenizer, "cannot be loaded"),
+}
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(case, tmp_path, monkeypatch):
+    damage, message = DAMAGES[case]
+    folder = write_model(tmp_path / "model")
+    damage(folder)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DFlashError, match=message) as failure:
+        load(model=str(folder))
+    assert str(folder) in str(failure.value)
+    assert "choose" in failure.value.next_step
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "hidden_size 64, but .* has 32"),
+        ({"vocab_size": 98}, "vocab_size 97, but .* has 98"),
+        ({"num_hidden_layers": 4}, "layers 3, but .* has 4"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused_before_weights_are_read(tmp_path, changes, message):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**FAMILIES["llama"], **changes}))
+    drafter = write_drafter(tmp_path / "drafter")
+    (drafter / "model.safetensors").unlink()
+    with pytest.raises(DFlashError, match=message):
+        load(model=str(folder), drafter=str(drafter))
+
+
+def test_a_drafter_of_another_target_is_refused_before_the_default_model_is_fetched(
+    tmp_path, monkeypatch
+):
+    def fetch() -> Path:
+        raise AssertionError("fetched")
+
+    monkeypatch.setattr("dflash_mlx.default_model.fetch", fetch)
+    with pytest.raises(DFlashError, match="hidden_size 64, but .* has 576"):
+        load(drafter=str(write_drafter(tmp_path / "drafter")))
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_drafter_that_is_no_drafter_is_refused(folders):
+    with pytest.raises(DFlashError, match="unknown, not a DFlashDraftModel.*--drafter"):
+        load(model=folders[0], drafter=folders[0])
+
+
+@pytest.mark.parametrize("name", sorted(RECURRENT))
+def test_recurrent_models_are_refused_with_the_layer_and_its_cache_class(name):
+    message = f"layer 0 of {name} keeps its state in a ArraysCache, .*; choose a model"
+    with pytest.raises(DFlashError, match=message):
+        Target(make_model(name), 512, name)
