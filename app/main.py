@@ -18,7 +18,6 @@ from dflash_mlx import (
     cli,
 )
 from dflash_mlx.chat import Message, Prompt, prompt_tokens
-from dflash_mlx.generate import print_stream, read_stdin
 from dflash_mlx.load import load_pair
 
 PROGRAM = "dflash-chat"
@@ -37,7 +36,7 @@ def run(argv: Sequence[str]) -> None:
     pair = load_pair(cli.read_pair_config(arguments))
     session = Session(pair, config)
     if prompt is not None:
-        print_stream(_deltas(session, prompt, arguments.system))
+        cli.print_stream(_deltas(session, prompt, arguments.system))
     else:
         _talk(session, arguments.system)
 
@@ -53,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 def _one_prompt(arguments: argparse.Namespace) -> str | None:
     """The prompt when there is just one: given, or piped in."""
     if arguments.prompt == "-" or (arguments.prompt is None and not sys.stdin.isatty()):
-        return read_stdin()
+        return cli.read_stdin()
     prompt: str | None = arguments.prompt
     return prompt
 
@@ -67,7 +66,7 @@ def _talk(session: Session, system: str | None) -> None:
             continue
         messages.append({"role": "user", "content": question})
         try:
-            answer = print_stream(_until_interrupted(_deltas(session, messages, system)))
+            answer = cli.print_stream(_until_interrupted(_deltas(session, messages, system)))
         except DFlashError as error:
             print(error, file=sys.stderr)
             messages.pop()

@@ -11,10 +11,11 @@ blas.preload()  # must come before anything imports mlx
 
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
 from dflash_mlx.errors import DFlashError  # noqa: E402
+from dflash_mlx.generate import generate  # noqa: E402
 from dflash_mlx.load import Pair, load  # noqa: E402
 from dflash_mlx.observer import Observer, RoundTimer  # noqa: E402
 from dflash_mlx.statistics import Statistics  # noqa: E402
-from dflash_mlx.stream import Answer, Session, TextDelta, generate, stream  # noqa: E402
+from dflash_mlx.stream import Answer, Session, TextDelta, stream  # noqa: E402
 
 __all__ = [
     "Answer",

@@ -45,9 +45,9 @@ def accept(tree: Tree, choose: Choose) -> Accepted:
     """Take the target's token at a node, follow the child that carries it, else stop.
 
     choose(path) is the target's token after the nodes in `path` (an integer or [1]), drawn from
-    its own law given that prefix. Every emitted token is such a draw, so the output follows the target's law
-    whatever was drafted and however the tree was built (greedy: argmax; sampled: any sampler).
-    A node without children is not compared, so its token may stay unevaluated.
+    its own law given that prefix. Every emitted token is such a draw, so the output follows the
+    target's law whatever was drafted and however the tree was built (greedy: argmax; sampled: any
+    sampler). A node without children is not compared, so its token may stay unevaluated.
     """
     path: tuple[int, ...] = (0,)
     token = choose(path)
@@ -61,4 +61,4 @@ def accept(tree: Tree, choose: Choose) -> Accepted:
 
 
 def _value(token: int | mx.array) -> int:
-    return token if isinstance(token, int) else int(token.item())
+    return token if isinstance(token, int) else int(token.item())  # type: ignore[arg-type]

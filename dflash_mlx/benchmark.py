@@ -18,7 +18,14 @@ from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import Pair, load_pair
 from dflash_mlx.machine import describe_machine, describe_versions
 from dflash_mlx.observer import RoundTimer
-from dflash_mlx.report import Run, first_difference, format_table, plot, summarise
+from dflash_mlx.report import (
+    Run,
+    first_difference,
+    format_table,
+    import_pyplot,
+    plot,
+    summarise,
+)
 from dflash_mlx.stream import Answer, Session, collect
 
 PROGRAM = "dflash_mlx.benchmark"
@@ -31,9 +38,9 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser().parse_args(argv)
     rows = read_prompts(arguments.prompts, arguments.limit)
     config = cli.read_decode_config(arguments)
+    config = replace(config, sampling=config.sampling.with_seed())
     methods = read_methods(arguments.methods, config)
-    for file in (arguments.json, arguments.plot):
-        check_writable(file)
+    check_outputs(arguments.json, arguments.plot)
     pair = load_pair(cli.read_pair_config(arguments))
     runs = run_all(pair, rows, methods)
     report = {
@@ -74,14 +81,14 @@ def read_prompts(file: Path, limit: int | None) -> list[Row]:
     if limit is not None and limit < 1:
         raise DFlashError(f"limit is {limit}", "choose 1 or more")
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines if line.strip()]
+        lines = enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        rows = {i: json.loads(line) for i, line in lines if line.strip()}
     except (OSError, ValueError) as error:
         raise DFlashError(
             f"{file} cannot be read ({error})", "give JSON lines with id, category and messages"
         ) from None
     taken: dict[str, list[Row]] = {}
-    for i, row in enumerate(rows, start=1):
+    for i, row in rows.items():
         if not isinstance(row, dict) or not isinstance(row.get("category"), str):
             raise DFlashError(f"line {i} of {file} has no category", "give each row one")
         check_messages(row.get("messages"), f"line {i} of {file}")
@@ -96,7 +103,7 @@ def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
     methods = {"none": replace(config, method="none", block_size=None)}
     for name in names.split(","):
         method, _, size = name.strip().partition(":")
-        if size and not size.isdigit():
+        if size and not size.isdecimal():
             raise DFlashError(f"the block size in {name!r} is {size!r}", "give a whole number")
         block_size = int(size) if size else config.block_size
         if method != "none":
@@ -104,10 +111,15 @@ def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
     return methods
 
 
-def check_writable(file: Path | None) -> None:
-    """Refuse a folder that is not there before the work starts."""
-    if file is not None and not file.parent.is_dir():
-        raise DFlashError(f"there is no folder {file.parent}", "make it, or name another file")
+def check_outputs(report: Path | None, picture: Path | None) -> None:
+    """Refuse what could not be written before the work starts."""
+    for file in (report, picture):
+        if file is not None and file.is_dir():
+            raise DFlashError(f"{file} is a folder", "name a file")
+        if file is not None and not file.parent.is_dir():
+            raise DFlashError(f"there is no folder {file.parent}", "make it, or name another file")
+    if picture is not None:
+        import_pyplot()
 
 
 def run_all(pair: Pair, rows: list[Row], methods: dict[str, DecodeConfig]) -> list[Run]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from dflash_mlx.errors import DFlashError
 
 Message = dict[str, str]
@@ -25,6 +27,7 @@ def prompt_tokens(tokenizer: Any, prompt: Prompt, system: str | None, raw: bool)
         raise DFlashError(
             "the prompt is empty", "give some text with --prompt or on standard input"
         )
+    _check_unicode(prompt, system)
     if raw and isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
     if not tokenizer.has_chat_template:
@@ -32,7 +35,24 @@ def prompt_tokens(tokenizer: Any, prompt: Prompt, system: str | None, raw: bool)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    except TemplateError as error:
+        raise DFlashError(
+            f"the model's chat template refuses the conversation ({error})",
+            "leave --system out, or let user and assistant take turns",
+        ) from None
+
+
+def _check_unicode(prompt: Prompt, system: str | None) -> None:
+    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+    for text in [*texts, system or ""]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise DFlashError(
+                f"the prompt is not UTF-8: {text[:40]!r}", "convert it, with iconv for example"
+            ) from None
 
 
 def read_messages(file: Path) -> list[Message]:

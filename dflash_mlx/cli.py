@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any, NoReturn, TypeVar
 
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.statistics import Statistics
+from dflash_mlx.stream import TextDelta
 
 _Settings = TypeVar("_Settings")
 
@@ -52,8 +54,6 @@ def read_options(arguments: argparse.Namespace, settings_class: type[_Settings])
 
 def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
     """Decoding and sampling settings together."""
-    from dataclasses import replace
-
     sampling = read_options(arguments, SamplingConfig)
     return replace(read_options(arguments, DecodeConfig), sampling=sampling)
 
@@ -80,3 +80,44 @@ def run(main: Callable[[Sequence[str]], None], program: str) -> NoReturn:
 def _say(text: str, code: int) -> int:
     print(text, file=sys.stderr)
     return code
+
+
+def read_stdin() -> str:
+    """All of standard input as UTF-8; DFlashError when it is something else."""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DFlashError(
+            f"standard input is not UTF-8: byte {data[error.start]:#04x} at position {error.start}",
+            "convert it first, with iconv for example",
+        ) from None
+
+
+def print_stream(deltas: Iterator[TextDelta]) -> str:
+    """Text on stdout as it comes, then a line of statistics on stderr; returns the text."""
+    text = ""
+    delta = None
+    try:
+        for delta in deltas:
+            text += delta.text
+            print(delta.text, end="", flush=True)
+    finally:
+        if delta is not None:
+            print(flush=True)
+    if delta is not None:
+        print(summary(delta.statistics), file=sys.stderr)
+    return text
+
+
+def summary(statistics: Statistics) -> str:
+    """One line for people."""
+    parts = [
+        f"{statistics.tokens_per_second:.1f} tok/s",
+        f"{statistics.generated_tokens} tokens in {statistics.decode_seconds:.2f} s",
+        f"first after {statistics.time_to_first_token:.2f} s",
+    ]
+    if statistics.drafted:
+        parts.append(f"{statistics.mean_accepted:.2f} tokens/round")
+        parts.append(f"accepted {statistics.acceptance_rate:.0%}")
+    return " | ".join(parts)

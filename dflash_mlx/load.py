@@ -11,7 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, of its HTTP client
+    HFValidationError,
+    HTTPError,
+    RepositoryNotFoundError,
+)
 
 from dflash_mlx.config import PairConfig
 from dflash_mlx.drafters.checkpoint import check_fit, load_network, read_config
@@ -78,11 +82,15 @@ def resolve_folder(name: str, option: str) -> Path:
 
     option: the command-line option that `name` came from, for the error message.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
     next_step = f"give a local folder or a Hugging Face id like owner/name with --{option}"
-    if folder.exists():
+    try:
+        folder = Path(name).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError, ValueError):  # no such user's home, too long, a zero byte
+        raise DFlashError(f"there is no folder {name[:80]!r}", next_step) from None
+    if is_folder:
+        return folder
+    if exists:
         raise DFlashError(f"{name} is a file, not a model folder", next_step)
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
@@ -108,8 +116,15 @@ def _load_default(check: CheckConfig) -> Loaded:
     from dflash_mlx.default_model import fetch
     from dflash_mlx.gguf_target import load_gguf
 
+    shipped = read_config(_DATA / DEFAULT_DRAFTER)
+    check(
+        {
+            "hidden_size": shipped.hidden_size,
+            "vocab_size": shipped.vocab_size,
+            "num_hidden_layers": shipped.num_target_layers,
+        }
+    )
     model, tokenizer, config = load_gguf(fetch(), dequantize=_on_cpu())
-    check(config)
     return model, tokenizer, int(config["max_position_embeddings"])
 
 

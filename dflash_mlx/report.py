@@ -152,7 +152,7 @@ def _table_row(category: str, method: str, figures: dict[str, Any]) -> str:
 
 def plot(report: dict[str, Any], file: Path) -> None:
     """Speed-up and tokens per round by category and method, as a PNG."""
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
     _bars(left, report, "speedup", "speed-up over plain decoding (median of paired ratios)")
     _bars(right, report, "mean_accepted", "tokens per round")
@@ -173,7 +173,8 @@ def _bars(axis: Any, report: dict[str, Any], key: str, title: str) -> None:
     axis.set_title(title)
 
 
-def _pyplot() -> Any:
+def import_pyplot() -> Any:
+    """Matplotlib's pyplot, drawing to files; DFlashError where it is not installed."""
     try:
         import matplotlib
     except ImportError:

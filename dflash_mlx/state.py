@@ -67,7 +67,6 @@ class State:
         if features is not None:
             self.context.append(_rows(features, accepted.path))
         self.anchor = accepted.next_anchor
-        mx.async_eval(self.anchor)  # where nothing had to wait for it
         self._unread.append(accepted)
 
     def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:

@@ -65,8 +65,11 @@ class Session:
         What the caches hold of it is not computed again. The caller may stop at any time and call
         again. Raises DFlashError when the prompt is empty or does not fit the context.
         """
-        prompt = self._check(list(tokens))
-        observer = observer or Observer()
+        prompt = list(tokens)
+        self._check(prompt)
+        return self._answer(prompt, observer or Observer())
+
+    def _answer(self, prompt: list[int], observer: Observer) -> Iterator[TextDelta]:
         statistics = Statistics(self.drafter.name, prompt_tokens=len(prompt))
         text = StopText(self.pair.tokenizer, self.config.stop)
         begin = time.perf_counter()
@@ -97,7 +100,7 @@ class Session:
             return "length"
         return "context" if length >= self.pair.target.context_length else None
 
-    def _check(self, prompt: list[int]) -> list[int]:
+    def _check(self, prompt: list[int]) -> None:
         limit = self.pair.target.context_length
         if not prompt:
             raise DFlashError("the prompt is empty", "give at least one token")
@@ -106,7 +109,6 @@ class Session:
                 f"the prompt has {len(prompt)} tokens, {self.pair.target.name} can hold {limit}",
                 "shorten the prompt or begin a new conversation",
             )
-        return prompt
 
 
 class StopText:
@@ -185,16 +187,6 @@ def stream(
     """
     tokens = prompt_tokens(pair.tokenizer, prompt, system, raw=False)
     return Session(pair, config).stream(tokens, observer)
-
-
-def generate(
-    pair: Pair,
-    prompt: Prompt,
-    config: DecodeConfig | None = None,
-    system: str | None = None,
-) -> Answer:
-    """The whole answer to one prompt; arguments and errors as for `stream`."""
-    return collect(stream(pair, prompt, config, system))
 
 
 def collect(deltas: Iterator[TextDelta]) -> Answer:

@@ -34,8 +34,9 @@ class Verdict:
     def choices(self, sampler: Sampler, state: State) -> Choose:
         """The target's token after a path, as `accept` asks for it.
 
-        With drafts to compare this waits for the pass; a lone root stays unevaluated.
+        Starts the pass. With drafts to compare this waits for it; after a lone root it does not.
         """
+        mx.async_eval(self.argmax if sampler.is_argmax else self.logits)
         if not sampler.is_argmax:
             return self._sampled(sampler, state)
         if len(self.tree) == 1:

@@ -22,7 +22,7 @@ from app import main as chat
 from dflash_mlx import DecodeConfig, Session, benchmark, cli, load
 from test_load import TEMPLATE, edit_config, write_drafter, write_model
 
-generate = import_module("dflash_mlx.generate")  # the package's `generate` is the function
+generate = import_module("dflash_mlx.generate.__main__")
 load_module = import_module("dflash_mlx.load")
 
 ROOT = Path(__file__).parent.parent
@@ -121,7 +121,7 @@ def ask(command: Command, folders: dict[str, str]) -> Command:
 
 
 def test_the_package_keeps_its_function_when_the_command_line_of_that_name_is_imported():
-    assert sys.modules["dflash_mlx.generate"] is generate
+    assert sys.modules["dflash_mlx.generate.__main__"] is generate
     assert callable(dflash_mlx.generate)
 
 

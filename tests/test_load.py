@@ -21,8 +21,8 @@ from mlx_lm.utils import quantize_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dflash_mlx import DecodeConfig, DFlashError, load
+from dflash_mlx.generate import generate
 from dflash_mlx.load import resolve_folder
-from dflash_mlx.stream import generate
 from dflash_mlx.target import Target
 from families import FAMILIES, RECURRENT, make_model
 from reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -13,9 +13,17 @@ from safetensors import SafetensorError, safe_open
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.errors import DFlashError
 
-Shapes = dict[str, tuple[int, ...]]
-
 _DOWNLOAD_AGAIN = "download the drafter again, or choose another one with --drafter"
+
+
+class Header(NamedTuple):
+    """What a safetensors file says of a tensor before its numbers are read."""
+
+    floating: bool
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.shape}" if self.floating else f"{self.shape} of whole numbers"
 
 
 def read_config(folder: Path) -> NetworkConfig:
@@ -31,44 +39,77 @@ def read_config(folder: Path) -> NetworkConfig:
         raise DFlashError(f"{folder} has no config.json", "give a drafter folder") from None
     except (ValueError, OSError) as error:
         raise DFlashError(f"{file} cannot be read ({error})", _DOWNLOAD_AGAIN) from None
-    kind = (raw.get("architectures") or ["unknown"])[0] if isinstance(raw, dict) else "unknown"
-    if kind != "DFlashDraftModel":
+    if (kind := _architecture(raw)) != "DFlashDraftModel":
         raise DFlashError(
             f"{folder} holds a {kind}, not a DFlashDraftModel",
             "give a DFlash v1 drafter folder with --drafter",
         )
     try:
         config = _parse(raw)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DFlashError(f"{file} lacks or garbles {error}", _DOWNLOAD_AGAIN) from None
+    except KeyError as error:
+        raise DFlashError(f"{file} lacks {error}", _DOWNLOAD_AGAIN) from None
+    except ValueError as error:
+        raise DFlashError(f"in {file}, {error}", _DOWNLOAD_AGAIN) from None
     _check_consistent(config, folder)
     return config
 
 
+def _architecture(raw: Any) -> str:
+    names = raw.get("architectures") if isinstance(raw, dict) else None
+    return str(names[0]) if isinstance(names, list) and names else "unknown"
+
+
 def _parse(raw: dict[str, Any]) -> NetworkConfig:
+    """Raises KeyError for a missing field, ValueError for one of the wrong kind or size."""
     dflash = raw["dflash_config"]
-    heads = int(raw["num_attention_heads"])
+    if not isinstance(dflash, dict):
+        raise ValueError(f"dflash_config is {dflash!r}")
+    windows = _layer_windows(raw)
+    width, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
     return NetworkConfig(
-        hidden_size=int(raw["hidden_size"]),
-        intermediate_size=int(raw["intermediate_size"]),
+        hidden_size=width,
+        intermediate_size=_size(raw, "intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
-        rms_norm_eps=float(raw["rms_norm_eps"]),
+        num_key_value_heads=_size(raw, "num_key_value_heads", heads),
+        head_dim=_size(raw, "head_dim", width // heads),
+        rms_norm_eps=_number(raw, "rms_norm_eps"),
         rope=_rope(raw),
-        max_position_embeddings=int(raw["max_position_embeddings"]),
-        layer_windows=(windows := _layer_windows(raw)),
+        max_position_embeddings=_size(raw, "max_position_embeddings"),
+        layer_windows=windows,
         layer_causal=_layer_causal(raw, windows),
         attention_bias=bool(raw.get("attention_bias", False)),
-        block_size=int(dflash.get("block_size") or raw["block_size"]),
-        mask_token_id=int(dflash["mask_token_id"]),
-        target_layer_ids=tuple(int(i) for i in dflash["target_layer_ids"]),
-        num_target_layers=int(raw["num_target_layers"]),
-        vocab_size=int(raw["vocab_size"]),
-        input_embedding_scale=float(dflash.get("input_embedding_scale", 1.0)),
-        output_multiplier=float(dflash.get("output_multiplier", 1.0)),
-        final_logit_softcapping=dflash.get("final_logit_softcapping"),
+        block_size=int(_number(dflash if "block_size" in dflash else raw, "block_size")),
+        mask_token_id=int(_number(dflash, "mask_token_id")),
+        target_layer_ids=_taps(dflash),
+        num_target_layers=_size(raw, "num_target_layers"),
+        vocab_size=_size(raw, "vocab_size"),
+        input_embedding_scale=_number(dflash, "input_embedding_scale", 1.0),
+        output_multiplier=_number(dflash, "output_multiplier", 1.0),
+        final_logit_softcapping=_number(dflash, "final_logit_softcapping", 0.0) or None,
     )
+
+
+def _number(raw: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = raw[name] if default is None else raw.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = _number(raw, name, default)
+    if value != int(value) or value < 1:
+        raise ValueError(f"{name} is {value!r}")
+    return int(value)
+
+
+def _taps(dflash: dict[str, Any]) -> tuple[int, ...]:
+    taps = dflash["target_layer_ids"]
+    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
+        raise ValueError(f"target_layer_ids are {taps!r}")
+    return tuple(taps)
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
@@ -80,15 +121,13 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
-    layers = int(raw["num_hidden_layers"])
+    layers = _size(raw, "num_hidden_layers")
     types = raw.get("layer_types") or ["full_attention"] * layers
-    known = {"full_attention": None, "sliding_attention": raw.get("sliding_window")}
-    windows = tuple(known[t] for t in types)
-    if len(windows) != layers:
-        raise ValueError(f"layer_types: {len(windows)} entries for {layers} layers")
-    if "sliding_attention" in types and not raw.get("sliding_window"):
-        raise KeyError("sliding_window")
-    return windows
+    if len(types) != layers:
+        raise ValueError(f"layer_types: {len(types)} entries for {layers} layers")
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types holds {unknown.pop()!r}")
+    return tuple(_size(raw, "sliding_window") if t == "sliding_attention" else None for t in types)
 
 
 def _layer_causal(raw: dict[str, Any], windows: tuple[int | None, ...]) -> tuple[bool, ...]:
@@ -138,31 +177,40 @@ def load_network(folder: Path, config: NetworkConfig, dtype: mx.Dtype) -> Networ
     Raises DFlashError, before any weight is read, for damaged files and for missing, unexpected or
     misshapen tensors.
     """
-    network = Network(config)
+    try:
+        network = Network(config)
+    except (ValueError, KeyError) as error:
+        raise DFlashError(
+            f"the rope in {folder} is {config.rope}, which mlx-lm refuses ({error})",
+            _DOWNLOAD_AGAIN,
+        ) from None
     files = sorted(folder.glob("*.safetensors"))
-    wanted = {name: tuple(array.shape) for name, array in tree_flatten(network.parameters())}
-    _check_tensors(folder, _shapes(files), wanted)
-    weights = {name: array for file in files for name, array in mx.load(str(file)).items()}
-    network.load_weights(list(weights.items()))
+    parameters: list[tuple[str, mx.array]] = tree_flatten(network.parameters())  # type: ignore[assignment]
+    wanted = {name: Header(True, tuple(array.shape)) for name, array in parameters}
+    _check_tensors(folder, _headers(files), wanted)
+    for file in files:
+        network.load_weights(str(file), strict=False)
     network.set_dtype(dtype)
     mx.eval(network.parameters())
     return network
 
 
-def _shapes(files: list[Path]) -> Shapes:
-    """Names and shapes of all tensors, from the file headers."""
-    shapes: Shapes = {}
+def _headers(files: list[Path]) -> dict[str, Header]:
+    """All tensors, from the heads of the files alone."""
+    headers: dict[str, Header] = {}
     for file in files:
         try:
             with safe_open(file, framework="numpy") as tensors:
-                names = tensors.keys()
-                shapes |= {k: tuple(tensors.get_slice(k).get_shape()) for k in names}
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    part = tensors.get_slice(name)
+                    floating = part.get_dtype() in ("F32", "F16", "BF16")
+                    headers[name] = Header(floating, tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
             raise DFlashError(f"{file} is damaged ({error})", _DOWNLOAD_AGAIN) from None
-    return shapes
+    return headers
 
 
-def _check_tensors(folder: Path, found: Shapes, wanted: Shapes) -> None:
+def _check_tensors(folder: Path, found: dict[str, Header], wanted: dict[str, Header]) -> None:
     for name in sorted(wanted.keys() | found.keys()):
         has, needs = found.get(name, "missing"), wanted.get(name, "no such tensor")
         if has != needs:

@@ -85,7 +85,7 @@ class Attention(nn.Module):
         out = mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=self.head_dim**-0.5, mask=mask
         )
-        return self.o_proj(out.swapaxes(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o_proj(out.swapaxes(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -100,7 +100,7 @@ class MLP(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., d] -> [..., d]."""
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):

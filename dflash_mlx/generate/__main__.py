@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from dflash_mlx.chat import Prompt, prompt_tokens, read_messages
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import load_pair
-from dflash_mlx.statistics import Statistics
 from dflash_mlx.stream import Session, TextDelta, collect
 
 PROGRAM = "dflash_mlx.generate"
@@ -31,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
     if arguments.json:
         print(json.dumps(as_json(deltas), ensure_ascii=False))
     else:
-        print_stream(deltas)
+        cli.print_stream(deltas)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,19 +51,7 @@ def read_prompt(arguments: argparse.Namespace) -> Prompt:
         if arguments.raw:
             raise DFlashError("--raw works on plain text", "use --prompt, or leave --raw out")
         return read_messages(arguments.messages)
-    return read_stdin() if arguments.prompt == "-" else str(arguments.prompt)
-
-
-def read_stdin() -> str:
-    """All of standard input as UTF-8; DFlashError when it is something else."""
-    data = sys.stdin.buffer.read()
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DFlashError(
-            f"standard input is not UTF-8: byte {data[error.start]:#04x} at position {error.start}",
-            "convert it first, with iconv for example",
-        ) from None
+    return cli.read_stdin() if arguments.prompt == "-" else str(arguments.prompt)
 
 
 def as_json(deltas: Iterator[TextDelta]) -> dict[str, Any]:
@@ -77,34 +63,6 @@ def as_json(deltas: Iterator[TextDelta]) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         **answer.statistics.as_dict(),
     }
-
-
-def print_stream(deltas: Iterator[TextDelta]) -> str:
-    """Text on stdout as it comes, then a line of statistics on stderr; Ctrl+C ends it early."""
-    text = ""
-    delta = None
-    try:
-        for delta in deltas:
-            text += delta.text
-            print(delta.text, end="", flush=True)
-    finally:
-        print(flush=True)
-    if delta is not None:
-        print(summary(delta.statistics), file=sys.stderr)
-    return text
-
-
-def summary(statistics: Statistics) -> str:
-    """One line for people."""
-    parts = [
-        f"{statistics.tokens_per_second:.1f} tok/s",
-        f"{statistics.generated_tokens} tokens in {statistics.decode_seconds:.2f} s",
-        f"first after {statistics.time_to_first_token:.2f} s",
-    ]
-    if statistics.drafted:
-        parts.append(f"{statistics.mean_accepted:.2f} tokens/round")
-        parts.append(f"accepted {statistics.acceptance_rate:.0%}")
-    return " | ".join(parts)
 
 
 if __name__ == "__main__":
