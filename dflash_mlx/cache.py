@@ -17,6 +17,7 @@ import mlx.core as mx
 from dflash_mlx.tree import Tree
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
+SLACK = 64  # positions kept behind a window, so that the last rounds can be taken back
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,9 @@ class LayerCache:
             return
         if self.length - self._start + rows <= self._keys.shape[2]:
             return
-        stored = slice(self._first - self._start, self.length - self._start)
-        self._start = self._first
+        start = max(self._start, self._first - SLACK) if self.window is not None else 0
+        stored = slice(start - self._start, self.length - self._start)
+        self._start = start
         self._keys = mx.concatenate([self._keys[..., stored, :], _empty(rows, keys)], axis=2)
         self._values = mx.concatenate([self._values[..., stored, :], _empty(rows, values)], axis=2)
 

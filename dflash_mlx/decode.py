@@ -71,4 +71,7 @@ def decode(
             observer.mark("verify")
             yield accepted
             observer.mark("yield")
-    yield from running
+    for accepted in running:
+        accepted.wait()
+        observer.mark("verify")
+        yield accepted

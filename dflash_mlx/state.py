@@ -94,7 +94,10 @@ class State:
         return self.position
 
     def trim(self, length: int) -> None:
-        """Forget the tokens from `length` on, or all of them where that cannot be done."""
+        """Forget the tokens from `length` on, or all of them where that cannot be done.
+
+        The next prompt gives a new anchor.
+        """
         if not (self.cache.can_trim(length) and self.context.can_trim(length)):
             length = 0
         self.cache.trim(length)

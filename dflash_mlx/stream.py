@@ -67,7 +67,17 @@ class Session:
         """
         prompt = list(tokens)
         self._check(prompt)
-        return self._answer(prompt, observer or Observer())
+        return self._whole_or_nothing(self._answer(prompt, observer or Observer()))
+
+    def _whole_or_nothing(self, deltas: Iterator[TextDelta]) -> Iterator[TextDelta]:
+        """Start over with empty caches where a round broke off, as with an interrupt inside it."""
+        try:
+            yield from deltas
+        except GeneratorExit:  # the caller has stopped between two rounds
+            raise
+        except BaseException:
+            self.state = State(self.pair.target.new_cache(), self.drafter.new_context())
+            raise
 
     def _answer(self, prompt: list[int], observer: Observer) -> Iterator[TextDelta]:
         statistics = Statistics(self.drafter.name, prompt_tokens=len(prompt))
@@ -88,9 +98,10 @@ class Session:
             reason = self._finish_reason(
                 text, len(prompt) + statistics.generated_tokens, statistics
             )
-            yield TextDelta(text.read(reason is not None), kept, accepted, reason, statistics)
             if reason is not None:
                 state.trim(len(prompt) + statistics.generated_tokens - 1)
+            yield TextDelta(text.read(reason is not None), kept, accepted, reason, statistics)
+            if reason is not None:
                 return
 
     def _finish_reason(self, text: StopText, length: int, statistics: Statistics) -> str | None:

@@ -33,7 +33,8 @@ class Target:
         self.context_length = context_length
         self.name = name
         self._windows = _attention_windows(model, name)
-        self._taps: dict[int, mx.array] = {}
+        self._tapped: set[int] = set()
+        self._outputs: dict[int, mx.array] = {}
         for module in model.modules():
             if isinstance(rope := module.get("rope"), nn.Module):
                 _override(rope, _rope_at_positions)
@@ -54,8 +55,9 @@ class Target:
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers (0-based) in every pass from now on."""
-        for i in layers:
+        for i in set(layers) - self._tapped:
             _override(self.model.layers[i], self._keep_output(i))
+        self._tapped.update(layers)
 
     def forward(
         self, tokens: mx.array, cache: SequenceCache, block: Block, taps: tuple[int, ...] = ()
@@ -66,11 +68,11 @@ class Target:
         the states after the tapped layers, side by side. Nothing is evaluated here.
         """
         cache.extend(block)
-        self._taps.clear()
+        self._outputs.clear()
         logits = self.model(tokens[None], cache=cache.layers)[0]
         if not taps:
             return logits, None
-        return logits, mx.concatenate([self._taps[i][0] for i in taps], axis=-1)
+        return logits, mx.concatenate([self._outputs[i][0] for i in taps], axis=-1)
 
     def embedding(self) -> Any:
         """The token embedding module, which the drafter shares."""
@@ -86,7 +88,7 @@ class Target:
     def _keep_output(self, i: int) -> Callable[..., Any]:
         def call(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             output = forward(layer, *args, **kwargs)
-            self._taps[i] = output[0] if isinstance(output, tuple) else output
+            self._outputs[i] = output[0] if isinstance(output, tuple) else output
             return output
 
         return call

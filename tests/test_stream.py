@@ -133,6 +133,23 @@ def test_after_a_stop_the_caches_hold_just_the_tokens_of_the_answer():
     )
 
 
+def test_an_answer_that_breaks_off_inside_a_round_leaves_empty_caches_and_no_wrong_answer():
+    session = toy_session({"max_tokens": 9})
+    expected = collect(toy_session({"max_tokens": 9}).stream([1, 2]))
+    deltas = session.stream([1, 2])
+    next(deltas)
+    session.pair.target.forward, forward = fail, session.pair.target.forward
+    with pytest.raises(KeyboardInterrupt):
+        list(deltas)
+    session.pair.target.forward = forward
+    assert session.state.position == 0
+    assert collect(session.stream([1, 2])).tokens == expected.tokens
+
+
+def fail(*_):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(("tokens", "what"), [([], "empty"), ([1] * 64, "64 tokens")])
 def test_a_prompt_that_cannot_be_answered_is_refused_before_any_work(tokens, what):
     session = toy_session({})
