@@ -17,7 +17,7 @@ from dflash_mlx import (
     TextDelta,
     cli,
 )
-from dflash_mlx.chat import Message, Prompt, prompt_tokens
+from dflash_mlx.chat import Message, Prompt, check_prompt, prompt_tokens
 from dflash_mlx.load import load_pair
 
 PROGRAM = "dflash-chat"
@@ -33,7 +33,9 @@ def run(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
     config = cli.read_decode_config(arguments)
     prompt = _one_prompt(arguments)
-    pair = load_pair(cli.read_pair_config(arguments))
+    if prompt is not None:
+        check_prompt(prompt, arguments.system, raw=False)
+    pair = load_pair(cli.read_pair_config(arguments), config)
     session = Session(pair, config)
     if prompt is not None:
         cli.print_stream(_deltas(session, prompt, arguments.system))
@@ -42,7 +44,9 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.Parser(prog=PROGRAM, description="Chat with a language model, fast, on this Mac.")
+    parser = cli.Parser(
+        prog=PROGRAM, description="Chat with a language model, fast, on your own machine."
+    )
     parser.add_argument("--prompt", help="answer this and leave, - reads standard input")
     parser.add_argument("--system", help="system prompt")
     cli.add_options(parser, PairConfig, DecodeConfig, SamplingConfig)
@@ -58,11 +62,13 @@ def _one_prompt(arguments: argparse.Namespace) -> str | None:
 
 
 def _talk(session: Session, system: str | None) -> None:
-    """Ask, answer, remember; Ctrl+C stops an answer, Ctrl+D or /quit leaves."""
-    print(f"{session.pair.target.name}. Ctrl+C stops an answer, Ctrl+D or /quit leaves.")
+    """Ask, answer, remember."""
+    print(f"{session.pair.target.name}. Ctrl+C stops an answer, /new begins anew, /quit leaves.")
     messages: list[Message] = []
     while (question := _ask()) not in (None, "/quit"):
-        if not question:
+        if question == "/new":
+            messages.clear()
+        if question in ("", "/new"):
             continue
         messages.append({"role": "user", "content": question})
         try:
@@ -98,3 +104,6 @@ def _ask() -> str | None:
     except (EOFError, KeyboardInterrupt):
         print()
         return None
+    except UnicodeDecodeError as error:
+        print(f"that was not UTF-8 ({error}); type it again", file=sys.stderr)
+        return ""

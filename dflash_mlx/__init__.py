@@ -9,6 +9,7 @@ from dflash_mlx import blas
 
 blas.preload()  # must come before anything imports mlx
 
+from dflash_mlx.chat import prompt_tokens  # noqa: E402
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
 from dflash_mlx.errors import DFlashError  # noqa: E402
 from dflash_mlx.generate import generate  # noqa: E402
@@ -31,5 +32,6 @@ __all__ = [
     "TextDelta",
     "generate",
     "load",
+    "prompt_tokens",
     "stream",
 ]

@@ -34,27 +34,49 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the benchmark. Raises DFlashError for bad input."""
+    """Run the benchmark. Raises DFlashError for bad input, before any work."""
     arguments = parser().parse_args(argv)
     rows = read_prompts(arguments.prompts, arguments.limit)
     config = cli.read_decode_config(arguments)
     config = replace(config, sampling=config.sampling.with_seed())
     methods = read_methods(arguments.methods, config)
-    check_outputs(arguments.json, arguments.plot)
-    pair = load_pair(cli.read_pair_config(arguments))
-    runs = run_all(pair, rows, methods)
+    check_outputs(arguments.prompts, arguments.json, arguments.plot)
+    pair = load_pair(cli.read_pair_config(arguments), *methods.values())
     report = {
         "machine": describe_machine(),
         "versions": describe_versions(),
         "pair": {"target": pair.target.name, "drafter": pair.drafter_name},
-        "settings": {"prompts": len(rows), **asdict(config)},
-        **summarise(runs),
+        "settings": settings(arguments, len(rows), methods),
     }
-    print(format_table(report))
+    report |= summarise(run_all(pair, rows, methods))
+    print(format_table(report), flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_whole(arguments.json, json.dumps(report, indent=1) + "\n")
     if arguments.plot is not None:
         plot(report, arguments.plot)
+
+
+def settings(
+    arguments: argparse.Namespace, prompts: int, methods: dict[str, DecodeConfig]
+) -> dict[str, Any]:
+    """All that decides the figures, for the report."""
+    return {
+        "prompts_file": arguments.prompts.name,
+        "prompts": prompts,
+        "limit": arguments.limit,
+        "methods": {name: asdict(config) for name, config in methods.items()},
+    }
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write `text` to `file`, all of it or nothing."""
+    part = file.with_name(file.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise DFlashError(f"{file} cannot be written ({error})", "name another file") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--limit", type=int, help="use the first N prompts of each category")
     result.add_argument("--json", type=Path, help="write the report here")
     result.add_argument("--plot", type=Path, help="draw the report here (PNG)")
-    cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig)
+    cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, without=["method"])
     return result
 
 
@@ -80,13 +102,17 @@ def read_prompts(file: Path, limit: int | None) -> list[Row]:
     """Rows of `file`, at most `limit` of each category; DFlashError for damaged ones."""
     if limit is not None and limit < 1:
         raise DFlashError(f"limit is {limit}", "choose 1 or more")
+    shape = "give JSON lines with id, category and messages"
     try:
-        lines = enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
-        rows = {i: json.loads(line) for i, line in lines if line.strip()}
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise DFlashError(
-            f"{file} cannot be read ({error})", "give JSON lines with id, category and messages"
-        ) from None
+        raise DFlashError(f"{file} cannot be read ({error})", shape) from None
+    rows: dict[int, Any] = {}
+    for i, line in enumerate(lines, start=1):
+        try:
+            rows |= {i: json.loads(line)} if line.strip() else {}
+        except ValueError as error:
+            raise DFlashError(f"line {i} of {file} is no JSON ({error})", shape) from None
     taken: dict[str, list[Row]] = {}
     for i, row in rows.items():
         if not isinstance(row, dict) or not isinstance(row.get("category"), str):
@@ -111,12 +137,14 @@ def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
     return methods
 
 
-def check_outputs(report: Path | None, picture: Path | None) -> None:
+def check_outputs(prompts: Path, report: Path | None, picture: Path | None) -> None:
     """Refuse what could not be written before the work starts."""
     for file in (report, picture):
-        if file is not None and file.is_dir():
-            raise DFlashError(f"{file} is a folder", "name a file")
-        if file is not None and not file.parent.is_dir():
+        if file is None:
+            continue
+        if file.is_dir() or file.absolute() == prompts.absolute():
+            raise DFlashError(f"{file} is a folder or the prompts themselves", "name another file")
+        if not file.parent.is_dir():
             raise DFlashError(f"there is no folder {file.parent}", "make it, or name another file")
     if picture is not None:
         import_pyplot()
@@ -129,6 +157,9 @@ def run_all(pair: Pair, rows: list[Row], methods: dict[str, DecodeConfig]) -> li
     """
     prompts = [prompt_tokens(pair.tokenizer, row["messages"], None, raw=False) for row in rows]
     for config in methods.values():
+        session = Session(pair, config)
+        for prompt in prompts:
+            session.check(prompt)
         answer(pair, prompts[0], replace(config, max_tokens=8))
     runs = []
     names = list(methods)

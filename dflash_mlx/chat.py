@@ -17,18 +17,35 @@ Prompt = str | Sequence[Message]
 _SHAPE = 'a JSON list of objects like {"role": "user", "content": "..."}'
 
 
-def prompt_tokens(tokenizer: Any, prompt: Prompt, system: str | None, raw: bool) -> list[int]:
-    """Token ids of `prompt`: a user's text or a conversation, through the model's chat template.
-
-    system: put before the conversation. raw: encode the text as it is, without a template.
-    Raises DFlashError for an empty prompt, and where a template is needed but the model has none.
-    """
+def check_prompt(prompt: Prompt, system: str | None, raw: bool) -> None:
+    """Raise DFlashError for a prompt that no model could answer; needs no model."""
     if not prompt or (isinstance(prompt, str) and not prompt.strip() and not raw):
         raise DFlashError(
             "the prompt is empty", "give some text with --prompt or on standard input"
         )
-    _check_unicode(prompt, system)
-    if raw and isinstance(prompt, str):
+    if raw and (system is not None or not isinstance(prompt, str)):
+        raise DFlashError("--raw works on plain text alone", "leave --raw out")
+    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+    for text in [*texts, system or ""]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise DFlashError(
+                f"the prompt is not UTF-8: {text[:40]!r}", "convert it, with iconv for example"
+            ) from None
+
+
+def prompt_tokens(
+    tokenizer: Any, prompt: Prompt, system: str | None = None, raw: bool = False
+) -> list[int]:
+    """Token ids of `prompt`: a user's text or a conversation, through the model's chat template.
+
+    system: put before the conversation. raw: encode the text as it is, without a template.
+    Raises DFlashError for a prompt that `check_prompt` refuses, and where the model's template is
+    missing or refuses the conversation.
+    """
+    check_prompt(prompt, system, raw)
+    if raw:
         return list(tokenizer.encode(prompt))
     if not tokenizer.has_chat_template:
         raise DFlashError("this model has no chat template", "add --raw to send plain text")
@@ -42,17 +59,6 @@ def prompt_tokens(tokenizer: Any, prompt: Prompt, system: str | None, raw: bool)
             f"the model's chat template refuses the conversation ({error})",
             "leave --system out, or let user and assistant take turns",
         ) from None
-
-
-def _check_unicode(prompt: Prompt, system: str | None) -> None:
-    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
-    for text in [*texts, system or ""]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise DFlashError(
-                f"the prompt is not UTF-8: {text[:40]!r}", "convert it, with iconv for example"
-            ) from None
 
 
 def read_messages(file: Path) -> list[Message]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn, TypeVar
 
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.statistics import Statistics
 from dflash_mlx.stream import TextDelta
 
 _Settings = TypeVar("_Settings")
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+
+_ENDINGS = {"length": "cut at --max-tokens", "context": "cut: the context is full"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,11 +32,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see --help\n")
 
 
-def add_options(parser: argparse.ArgumentParser, *settings: type) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, *settings: type, without: Sequence[str] = ()
+) -> None:
     """Add an option for every field of the settings classes that has a help text."""
     for settings_class in settings:
         for field in fields(settings_class):
-            if "help" in field.metadata:
+            if "help" in field.metadata and field.name not in without:
                 parser.add_argument(
                     "--" + field.name.replace("_", "-"),
                     default=argparse.SUPPRESS,
@@ -64,17 +71,34 @@ def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
 
 
 def run(main: Callable[[Sequence[str]], None], program: str) -> NoReturn:
-    """Run a command line: a sentence and exit code 2 for bad input, 130 for Ctrl+C."""
+    """Run a command line and leave: 0, 2 for bad input, 130 for Ctrl+C, 1 for a fault of ours.
+
+    Every failure is one sentence on stderr; a fault's traceback goes to a file that it names.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    code = 0
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
     except DFlashError as error:
-        sys.exit(_say(f"{program}: {error}", BAD_INPUT))
+        code = _say(f"{program}: {error}", BAD_INPUT)
     except KeyboardInterrupt:
-        sys.exit(_say("", INTERRUPTED))
-    except BrokenPipeError:  # the reader has left, as `head` does
-        sys.stderr.close()
-    sys.exit(0)
+        code = _say("", INTERRUPTED)
+    except BrokenPipeError:  # the reader has left, as `head` does; nobody is to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        code = _say(f"{program}: {_fault(error)}", 1)
+    sys.exit(code)
+
+
+def _fault(error: Exception) -> str:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="dflash-chat-", suffix=".log", delete=False, encoding="utf-8"
+    ) as log:
+        log.write("".join(traceback.format_exception(error)))
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"something went wrong ({reason}); if it does so again, report it with {log.name}"
 
 
 def _say(text: str, code: int) -> int:
@@ -106,12 +130,13 @@ def print_stream(deltas: Iterator[TextDelta]) -> str:
         if delta is not None:
             print(flush=True)
     if delta is not None:
-        print(summary(delta.statistics), file=sys.stderr)
+        print(summary(delta), file=sys.stderr)
     return text
 
 
-def summary(statistics: Statistics) -> str:
-    """One line for people."""
+def summary(delta: TextDelta) -> str:
+    """One line for people, after the last delta."""
+    statistics = delta.statistics
     parts = [
         f"{statistics.tokens_per_second:.1f} tok/s",
         f"{statistics.generated_tokens} tokens in {statistics.decode_seconds:.2f} s",
@@ -120,4 +145,6 @@ def summary(statistics: Statistics) -> str:
     if statistics.drafted:
         parts.append(f"{statistics.mean_accepted:.2f} tokens/round")
         parts.append(f"accepted {statistics.acceptance_rate:.0%}")
+    if delta.finish_reason in _ENDINGS:
+        parts.append(_ENDINGS[delta.finish_reason])
     return " | ".join(parts)

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dflash_mlx.errors import DFlashError
 
 METHODS = ("none", "dflash")
 
-_Settings = TypeVar("_Settings")
-
 
 def option(default: Any, help: str, **argparse_keywords: Any) -> Any:
     """A dataclass field that carries its own help text and argparse keywords."""
     return field(default=default, metadata={"help": help, "argparse": argparse_keywords})
-
-
-def from_dict(settings_class: type[_Settings], values: dict[str, Any]) -> _Settings:
-    """Make `settings_class` from `values`; an unknown key raises and lists the known ones."""
-    known = {f.name for f in fields(settings_class)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise DFlashError(
-            f"unknown setting {unknown[0]!r}", f"known settings are {', '.join(sorted(known))}"
-        )
-    return settings_class(**values)
 
 
 def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
@@ -103,4 +90,5 @@ class DecodeConfig:
         _require(block_ok, "block_size", self.block_size, "2 or more")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _require(self.prefill_step >= 1, "prefill_step", self.prefill_step, "1 or more")
+        _require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
         _require("" not in self.stop, "stop", "", "a text of at least one character")

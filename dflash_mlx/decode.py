@@ -53,8 +53,14 @@ def decode(
     """
     sampler = Sampler(config.sampling)
     ahead = 0 if sampler.needs_history else drafter.rounds_ahead
-    running: deque[Accepted] = deque()
     end = min(state.position + config.max_tokens, target.context_length - 1)
+    return _read_behind(_rounds(target, drafter, state, sampler, end, observer), ahead, observer)
+
+
+def _rounds(
+    target: Target, drafter: Drafter, state: State, sampler: Sampler, end: int, observer: Observer
+) -> Iterator[Accepted]:
+    """The loop itself; the token of a round without drafts may still be running when yielded."""
     observer.start()
     while state.position < end:
         tree = drafter.propose(state, room=end - state.position)
@@ -63,15 +69,26 @@ def decode(
         observer.mark("draft")
         choose = verdict.choices(sampler, state)
         observer.mark("verify")
-        running.append(accept(tree, choose))
-        state.commit(running[-1], verdict.features)
+        accepted = accept(tree, choose)
+        state.commit(accepted, verdict.features)
         observer.mark("commit")
+        yield accepted
+
+
+def _read_behind(rounds: Iterator[Accepted], ahead: int, observer: Observer) -> Iterator[Accepted]:
+    """Yield finished rounds, while the next `ahead` of them are already running."""
+    running: deque[Accepted] = deque()
+    for accepted in rounds:
+        running.append(accepted)
         if len(running) > ahead:
-            accepted = running.popleft().wait()
-            observer.mark("verify")
-            yield accepted
+            yield _finished(running.popleft(), observer)
             observer.mark("yield")
     for accepted in running:
-        accepted.wait()
-        observer.mark("verify")
-        yield accepted
+        yield _finished(accepted, observer)
+
+
+def _finished(accepted: Accepted, observer: Observer) -> Accepted:
+    """Wait for a target pass that nothing had to wait for before."""
+    accepted.wait()
+    observer.mark("verify")
+    return accepted

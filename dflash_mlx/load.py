@@ -17,8 +17,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError,
     RepositoryNotFoundError,
 )
 
-from dflash_mlx.config import PairConfig
-from dflash_mlx.drafters.checkpoint import check_fit, load_network, read_config
+from dflash_mlx.config import DecodeConfig, PairConfig
+from dflash_mlx.drafters.checkpoint import check_block_size, check_fit, load_network, read_config
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.target import Target
@@ -30,6 +30,10 @@ CheckConfig = Callable[[dict[str, Any]], None]
 Loaded = tuple[Any, Any, int]  # model, tokenizer, context length
 
 _DATA = Path(__file__).parent / "data"
+_LOAD_ERRORS = (
+    ValueError, KeyError, TypeError, OSError, RuntimeError, AttributeError, ImportError
+)  # fmt: skip
+_CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 
 
@@ -58,11 +62,17 @@ def load(model: str | None = None, drafter: str | None = None) -> Pair:
     return load_pair(PairConfig(model, drafter))
 
 
-def load_pair(config: PairConfig) -> Pair:
-    """`load` from settings; whether the pair fits is checked before weights are read."""
-    name = config.model or DEFAULT_MODEL
+def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
+    """`load` from settings; whether all fits is checked before weights are fetched or read.
+
+    uses: settings that the pair will be used with; DFlashError where it cannot serve them.
+    """
+    name = DEFAULT_MODEL if config.model is None else config.model
     folder = _drafter_folder(config)
     network_config = None if folder is None else read_config(folder)
+    for use in uses:
+        if use.method == "dflash":
+            check_block_size(use.block_size, require_drafter(network_config, name))
 
     def check(target_config: dict[str, Any]) -> None:
         if network_config is not None:
@@ -77,6 +87,16 @@ def load_pair(config: PairConfig) -> Pair:
     return Pair(target, tokenizer, network, network_config, config.drafter or DEFAULT_DRAFTER)
 
 
+def require_drafter(config: NetworkConfig | None, target_name: str) -> NetworkConfig:
+    """The drafter's configuration, or DFlashError where there is no drafter."""
+    if config is None:
+        raise DFlashError(
+            f"no drafter is known for {target_name}",
+            "name one with --drafter, or use --method none",
+        )
+    return config
+
+
 def resolve_folder(name: str, option: str) -> Path:
     """The local folder `name`, or a Hugging Face repository's snapshot, downloaded if need be.
 
@@ -84,7 +104,7 @@ def resolve_folder(name: str, option: str) -> Path:
     """
     next_step = f"give a local folder or a Hugging Face id like owner/name with --{option}"
     try:
-        folder = Path(name).expanduser()
+        folder = Path(name or "no name").expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
     except (OSError, RuntimeError, ValueError):  # no such user's home, too long, a zero byte
         raise DFlashError(f"there is no folder {name[:80]!r}", next_step) from None
@@ -93,7 +113,7 @@ def resolve_folder(name: str, option: str) -> Path:
     if exists:
         raise DFlashError(f"{name} is a file, not a model folder", next_step)
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
+        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"]))
     except HFValidationError:
         raise DFlashError(f"there is no folder {name!r}", next_step) from None
     except RepositoryNotFoundError:
@@ -134,11 +154,14 @@ def _load_model(name: str, check: CheckConfig) -> Loaded:
 
     folder = resolve_folder(name, "model")
     config = _read_target_config(folder)
+    context_length = _context_length(config, folder)
     check(config)
     try:
         model, loaded = load_model(folder)
-        tokenizer = load_tokenizer(folder, eos_token_ids=loaded.get("eos_token_id"))
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+        tokenizer = load_tokenizer(
+            folder, {"trust_remote_code": False}, eos_token_ids=loaded.get("eos_token_id")
+        )
+    except _LOAD_ERRORS as error:
         raise DFlashError(
             f"{name} cannot be loaded ({error})",
             "choose a complete model folder of a family that mlx-lm supports",
@@ -147,21 +170,33 @@ def _load_model(name: str, check: CheckConfig) -> Loaded:
         model = dequantize_model(model)
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())
-    return model, tokenizer, int(config["max_position_embeddings"])
+    return model, tokenizer, context_length
 
 
 def _read_target_config(folder: Path) -> dict[str, Any]:
-    """config.json with the language model's part on top; the keys that are used are present."""
+    """config.json with the language model's part on top."""
     next_step = "choose a complete model folder in Hugging Face format"
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config: dict[str, Any] = {**raw, **raw.get("text_config", {})}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DFlashError(f"{folder} has no readable config.json ({error})", next_step) from None
-    for key in ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings"):
-        if not isinstance(config.get(key), int):
-            raise DFlashError(f"{key} in {folder}/config.json is {config.get(key)!r}", next_step)
+    if "model_file" in config:
+        raise DFlashError(
+            f"{folder} asks to run its own Python file {config['model_file']!r}",
+            "choose a model of a family that mlx-lm supports itself",
+        )
     return config
+
+
+def _context_length(config: dict[str, Any], folder: Path) -> int:
+    for key in _CONTEXT_LENGTHS:
+        if isinstance(config.get(key), int) and config[key] > 0:
+            return int(config[key])
+    raise DFlashError(
+        f"{folder}/config.json names no context length",
+        f"add one of {', '.join(_CONTEXT_LENGTHS)} to it",
+    )
 
 
 def _on_cpu() -> bool:

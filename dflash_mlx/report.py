@@ -23,12 +23,17 @@ TERMS = ("draft", "verify", "commit", "overhead")
 class Difference:
     """Where an answer first leaves the plain one.
 
-    margin: how far apart the target's logits of the two tokens are there, 0 where one answer
-    merely goes on after the other has ended.
+    margin: how far apart the target's logits of the two tokens are there; None where one answer
+    goes on after the other has ended, which no near-tie explains.
     """
 
     position: int
-    margin: float
+    margin: float | None
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether the order of floating-point sums can explain it."""
+        return self.margin is not None and self.margin < 1e-3
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ def first_difference(
     if at == len(plain) == len(other):
         return None
     if at in (len(plain), len(other)):
-        return Difference(at, 0.0)
+        return Difference(at, None)
     tokens = mx.array([*prompt, *plain[:at]])
     logits, _ = target.forward(tokens, target.new_cache(), Block(tokens.shape[0]))
     margin = mx.abs(logits[-1, plain[at]] - logits[-1, other[at]])

@@ -35,6 +35,7 @@ class Sampler:
         if self.config.temperature == 0:
             return mx.argmax(logits[None], axis=-1)
         logprobs = filter_logprobs(logits, self.config)
+        logprobs = logprobs - logprobs.max()  # so that the best one survives any temperature
         assert self.config.seed is not None
         key = mx.random.key((self.config.seed << 32) | position)
         return mx.random.categorical(logprobs[None] / self.config.temperature, key=key)
@@ -47,7 +48,8 @@ def penalise(logits: mx.array, history: Sequence[int], config: SamplingConfig) -
     if config.repetition_penalty == 1.0 or not history:
         return logits
     process = make_repetition_penalty(config.repetition_penalty, config.repetition_context)
-    return process(list(history), logits[None])[0]  # type: ignore[no-any-return]
+    recent = list(history[-config.repetition_context :])
+    return process(recent, logits[None])[0]  # type: ignore[no-any-return]
 
 
 def filter_logprobs(logits: mx.array, config: SamplingConfig) -> mx.array:

@@ -26,6 +26,7 @@ class TextDelta:
     text: may be empty while a character or a stop text is incomplete. tokens: a stop token
     included. accepted: the round's tree and path. finish_reason: None until the last delta, then
     "stop" (stop token or text), "length" (max_tokens) or "context" (the model's context is full).
+    statistics: of the answer so far; one object that goes on counting.
     """
 
     text: str
@@ -66,7 +67,7 @@ class Session:
         again. Raises DFlashError when the prompt is empty or does not fit the context.
         """
         prompt = list(tokens)
-        self._check(prompt)
+        self.check(prompt)
         return self._whole_or_nothing(self._answer(prompt, observer or Observer()))
 
     def _whole_or_nothing(self, deltas: Iterator[TextDelta]) -> Iterator[TextDelta]:
@@ -88,21 +89,24 @@ class Session:
             target, self.drafter, state, prompt, self.config, observer
         )
         statistics.prefill_seconds = time.perf_counter() - begin
+        resumed = time.perf_counter()
         for accepted in decode(target, self.drafter, state, self.config, observer):
             kept = text.take(accepted.tokens)
             statistics.add_round(accepted)
             statistics.generated_tokens += len(kept)
-            elapsed = time.perf_counter() - begin
-            statistics.time_to_first_token = statistics.time_to_first_token or elapsed
-            statistics.decode_seconds = elapsed - statistics.prefill_seconds
+            if statistics.rounds == 1:
+                statistics.time_to_first_token = time.perf_counter() - begin
             reason = self._finish_reason(
                 text, len(prompt) + statistics.generated_tokens, statistics
             )
             if reason is not None:
                 state.trim(len(prompt) + statistics.generated_tokens - 1)
-            yield TextDelta(text.read(reason is not None), kept, accepted, reason, statistics)
+            piece = text.read(reason is not None)
+            statistics.decode_seconds += time.perf_counter() - resumed
+            yield TextDelta(piece, kept, accepted, reason, statistics)
             if reason is not None:
                 return
+            resumed = time.perf_counter()
 
     def _finish_reason(self, text: StopText, length: int, statistics: Statistics) -> str | None:
         if text.stopped:
@@ -111,13 +115,15 @@ class Session:
             return "length"
         return "context" if length >= self.pair.target.context_length else None
 
-    def _check(self, prompt: list[int]) -> None:
+    def check(self, prompt: Sequence[int]) -> None:
+        """Raise DFlashError for a prompt that is empty or leaves no room for an answer."""
         limit = self.pair.target.context_length
         if not prompt:
             raise DFlashError("the prompt is empty", "give at least one token")
         if len(prompt) >= limit:
             raise DFlashError(
-                f"the prompt has {len(prompt)} tokens, {self.pair.target.name} can hold {limit}",
+                f"the prompt has {len(prompt)} tokens, but {self.pair.target.name} can hold "
+                f"{limit} with the answer",
                 "shorten the prompt or begin a new conversation",
             )
 

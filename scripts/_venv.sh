@@ -37,9 +37,13 @@ venv_has_extras() {
 }
 
 venv_create() {
+    if [ -e "$venv" ] && [ ! -e "$venv/.dflash-chat" ]; then
+        fail "$venv was not made by this script; move it away and try again."
+    fi
     rm -rf "$venv" # before the search, because its own Python may be the first on PATH
     python=$(venv_find_python) || exit 2
     say "making .venv with $("$python" -V); this is done once and takes a minute or two"
+    mkdir "$venv" && : > "$venv/.dflash-chat" # whose it is, before there is anything to lose
     "$python" -m venv "$venv" >&2 || fail "$python could not make $venv; see its message above."
     # mypy cannot follow an editable install to a folder of another name, so it gets a link.
     mkdir "$venv/src"

@@ -89,8 +89,12 @@ def test_the_report_says_what_was_measured_on_what(measured, folders):
         "drafter": str(folders / "drafter"),
     }
     assert measured["settings"]["prompts"] == len(ROWS)
-    assert measured["settings"]["max_tokens"] == 12
-    assert measured["settings"]["sampling"]["temperature"] == 0
+    assert measured["settings"]["prompts_file"].endswith(".jsonl")
+    assert list(measured["settings"]["methods"]) == METHODS
+    for name, config in measured["settings"]["methods"].items():
+        assert name.startswith(config["method"])
+        assert config["max_tokens"] == 12
+        assert config["sampling"]["temperature"] == 0
 
 
 def test_every_method_has_every_figure_overall_and_per_category(measured):
@@ -142,7 +146,7 @@ def test_random_answers_are_the_plain_ones_too(folders):
 
 def test_the_settings_of_random_answers_can_be_given_again(folders):
     settings = run(folders, "--methods", "none", "--limit", "1", "--temperature", "1")["settings"]
-    assert isinstance(settings["sampling"]["seed"], int)
+    assert isinstance(settings["methods"]["none"]["sampling"]["seed"], int)
 
 
 def test_a_limit_counts_per_category_and_none_is_always_run(folders, capsys):
@@ -202,8 +206,8 @@ ROW = ROWS[0]
 BAD_PROMPTS: dict[str, tuple[str, str]] = {
     "empty": ("", "holds no prompts"),
     "blank lines": ("\n \n", "holds no prompts"),
-    "no JSON": ("hello\n", "cannot be read"),
-    "one damaged line": (json.dumps(ROW) + "\n{\n", "cannot be read"),
+    "no JSON": ("hello\n", "line 1 of .* is no JSON"),
+    "one damaged line": (json.dumps(ROW) + "\n{\n", "line 2 of .* is no JSON"),
     "a list": ("[]\n", "line 1 of .* has no category"),
     "no category": (json.dumps({**ROW, "category": None}) + "\n", "line 1 of .* has no category"),
     "no messages": (json.dumps({"category": "chat"}) + "\n", "line 1 of .* holds no messages"),
@@ -216,9 +220,28 @@ BAD_PROMPTS: dict[str, tuple[str, str]] = {
 }
 
 
+def test_a_row_may_hold_any_character_that_json_allows(tmp_path):
+    text = "one\u2028two\x85three"
+    row = {**ROW, "messages": [{"role": "user", "content": text}]}
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert benchmark.read_prompts(file, None) == [row]
+
+
+def test_a_report_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "report.json"
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(DFlashError, match="report.json cannot be written .*No space"):
+        benchmark.write_whole(file, "{}")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_pair(config: Any) -> Any:
+    def load_pair(*_: Any) -> Any:
         raise AssertionError("the pair was loaded")
 
     monkeypatch.setattr(benchmark, "load_pair", load_pair)
@@ -243,6 +266,7 @@ def test_a_damaged_prompts_file_is_refused(folders, tmp_path, case):
         (["--plot", "nowhere/report.png"], "there is no folder nowhere"),
         (["--json", "."], "folder"),
         (["--plot", "."], "folder"),
+        (["--json", "prompts.jsonl", "--prompts", "prompts.jsonl"], "the prompts themselves"),
         (["--limit", "0"], "limit is 0"),
         (["--limit", "-1"], "limit is -1"),
         (["--methods", "magic"], "method is 'magic'"),
@@ -257,9 +281,11 @@ def test_bad_options_are_refused_before_the_pair_is_loaded(
     folders, more, message, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(ROW))
     with pytest.raises(DFlashError, match=message) as failure:
         benchmark.main(options(folders, *more))
     assert failure.value.next_step
+    assert (tmp_path / "prompts.jsonl").read_text() == json.dumps(ROW)
 
 
 @pytest.mark.usefixtures("no_work")
@@ -399,8 +425,10 @@ def test_a_difference_has_its_position_and_the_margin_of_the_logits_there(target
 
 @pytest.mark.parametrize("other", [PLAIN[:2], [], [*PLAIN, 14]], ids=["shorter", "none", "longer"])
 def test_an_answer_of_another_length_differs_where_the_shorter_one_ends(target, other):
-    assert first_difference(target, PROMPT, PLAIN, other) == Difference(min(4, len(other)), 0.0)
-    assert first_difference(target, PROMPT, other, PLAIN) == Difference(min(4, len(other)), 0.0)
+    expected = Difference(min(4, len(other)), None)
+    assert first_difference(target, PROMPT, PLAIN, other) == expected
+    assert first_difference(target, PROMPT, other, PLAIN) == expected
+    assert not expected.is_near_tie
 
 
 def test_looking_for_a_difference_leaves_the_answers_to_come_alone(target):

@@ -273,6 +273,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "sliding_window",
     ),
     "an unknown rope": (tiny(rope_scaling={"rope_type": "magic"}), "magic"),
+    "a rope per kind of layer": (
+        tiny(rope_parameters={"full_attention": {"rope_theta": 5e5}}),
+        "rope_parameters are",
+    ),
+    "a rope that is a list": (tiny(rope_parameters=[1]), "rope_parameters are"),
+    "kinds of layers that are a number": (tiny(layer_types=5), "config.json"),
+    "a block of a fraction": (tiny(block_size=7.9), "block_size is 7.9"),
+    "an endless block": (tiny(block_size=float("inf")), "config.json"),
     "a rope without its factor": (tiny(rope_scaling={"rope_type": "linear"}), "factor"),
 }
 

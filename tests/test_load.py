@@ -318,8 +318,8 @@ DAMAGES = {
     "no config": (remove("config.json"), "config.json"),
     "a config that is no JSON": (overwrite("config.json", "{"), "config.json"),
     "a config that is a list": (overwrite("config.json", "[]"), "config.json"),
-    "no hidden size": (change(hidden_size=None), "hidden_size .* is None"),
-    "a hidden size in words": (change(hidden_size="wide"), "hidden_size .* is 'wide'"),
+    "no hidden size": (change(hidden_size=None), "cannot be loaded"),
+    "a hidden size in words": (change(hidden_size="wide"), "cannot be loaded"),
     "no context length": (change(max_position_embeddings=None), "max_position_embeddings"),
     "no weights": (remove("model.safetensors"), "No safetensors found"),
     "damaged weights": (overwrite("model.safetensors", "no weights"), "cannot be loaded"),
@@ -328,7 +328,7 @@ DAMAGES = {
     "another shape than configured": (change(intermediate_size=128), "shape"),
     "no tokenizer": (remove("tokenizer.json"), "cannot be loaded"),
     "a damaged tokenizer": (overwrite("tokenizer.json", "{"), "cannot be loaded"),
-    "code of its own": (ask_for_code, "model.py"),
+    "code of its own": (ask_for_code, "its own Python file 'model.py'"),
     "a tokenizer with code of its own": (ask_for_code_in_the_tokenizer, "cannot be loaded"),
 }
 

@@ -133,6 +133,18 @@ def test_after_a_stop_the_caches_hold_just_the_tokens_of_the_answer():
     )
 
 
+def test_time_that_the_caller_takes_is_not_decoding_time(monkeypatch):
+    clock = iter(range(10**6))
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0] + 1e-9 * next(clock))
+    statistics = None
+    for delta in toy_session({"max_tokens": 9}).stream([1, 2]):
+        statistics = delta.statistics
+        now[0] += 5.0
+    assert statistics.decode_seconds < 1
+    assert statistics.time_to_first_token < 1
+
+
 def test_an_answer_that_breaks_off_inside_a_round_leaves_empty_caches_and_no_wrong_answer():
     session = toy_session({"max_tokens": 9})
     expected = collect(toy_session({"max_tokens": 9}).stream([1, 2]))

@@ -3,6 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflash_mlx.cache import SLACK, Block
 from dflash_mlx.errors import DFlashError
@@ -72,6 +74,15 @@ def test_every_node_of_a_random_tree_equals_a_forward_over_its_own_path(targets,
     for _ in range(2):
         assert worst_node(target, cache, prompt, some_tree(rng)) < TOLERANCE
         cache.discard()
+
+
+@given(seed=st.integers(0, 10**6), nodes=st.integers(0, 12), length=st.integers(0, 30))
+@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("name", ["llama", "llama_sliding"])
+def test_trees_of_any_shape_behind_prompts_of_any_length(targets, name, seed, nodes, length):
+    rng = np.random.default_rng(seed)
+    target, prompt = targets(name), tokens_of(rng, length)
+    assert worst_node(target, prefilled(target, prompt), prompt, some_tree(rng, nodes)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])

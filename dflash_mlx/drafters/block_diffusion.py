@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.cache import LayerCache, SequenceCache
+from dflash_mlx.drafters.checkpoint import check_block_size
 from dflash_mlx.drafters.network import Network, NetworkConfig
-from dflash_mlx.errors import DFlashError
 from dflash_mlx.state import State
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
@@ -58,12 +58,7 @@ class BlockDiffusion:
     def __init__(
         self, network: Network, config: NetworkConfig, target: Target, block_size: int | None = None
     ) -> None:
-        if block_size is not None and not 2 <= block_size <= config.block_size:
-            raise DFlashError(
-                f"block_size is {block_size}, but this drafter was trained for blocks of "
-                f"{config.block_size}",
-                f"choose 2 to {config.block_size}",
-            )
+        check_block_size(block_size, config)
         self.block_size = block_size or config.block_size
         self.taps = config.target_layer_ids
         self._network = network

@@ -48,7 +48,7 @@ def read_config(folder: Path) -> NetworkConfig:
         config = _parse(raw)
     except KeyError as error:
         raise DFlashError(f"{file} lacks {error}", _DOWNLOAD_AGAIN) from None
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise DFlashError(f"in {file}, {error}", _DOWNLOAD_AGAIN) from None
     _check_consistent(config, folder)
     return config
@@ -78,8 +78,8 @@ def _parse(raw: dict[str, Any]) -> NetworkConfig:
         layer_windows=windows,
         layer_causal=_layer_causal(raw, windows),
         attention_bias=bool(raw.get("attention_bias", False)),
-        block_size=int(_number(dflash if "block_size" in dflash else raw, "block_size")),
-        mask_token_id=int(_number(dflash, "mask_token_id")),
+        block_size=_whole(dflash if "block_size" in dflash else raw, "block_size"),
+        mask_token_id=_whole(dflash, "mask_token_id"),
         target_layer_ids=_taps(dflash),
         num_target_layers=_size(raw, "num_target_layers"),
         vocab_size=_size(raw, "vocab_size"),
@@ -98,11 +98,18 @@ def _number(raw: dict[str, Any], name: str, default: float | None = None) -> flo
     return value
 
 
-def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
+def _whole(raw: dict[str, Any], name: str, default: int | None = None) -> int:
     value = _number(raw, name, default)
-    if value != int(value) or value < 1:
+    if value != int(value):
         raise ValueError(f"{name} is {value!r}")
     return int(value)
+
+
+def _size(raw: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = _whole(raw, name, default)
+    if value < 1:
+        raise ValueError(f"{name} is {value!r}")
+    return value
 
 
 def _taps(dflash: dict[str, Any]) -> tuple[int, ...]:
@@ -114,7 +121,10 @@ def _taps(dflash: dict[str, Any]) -> tuple[int, ...]:
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     """`rope_parameters` (newer files), or rope_theta beside an optional `rope_scaling`."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"rope_parameters are {given!r}")
+    rope = dict(given)
     rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.get("type", "default"))
     return rope
@@ -158,9 +168,9 @@ def check_fit(config: NetworkConfig, target: dict[str, Any], name: str) -> None:
     target: `hidden_size`, `vocab_size` and `num_hidden_layers` as in the target's config.json.
     """
     pairs = {
-        "hidden_size": (config.hidden_size, target["hidden_size"]),
-        "vocab_size": (config.vocab_size, target["vocab_size"]),
-        "number of target layers": (config.num_target_layers, target["num_hidden_layers"]),
+        "hidden_size": (config.hidden_size, target.get("hidden_size")),
+        "vocab_size": (config.vocab_size, target.get("vocab_size")),
+        "number of target layers": (config.num_target_layers, target.get("num_hidden_layers")),
     }
     for field, (drafter_value, target_value) in pairs.items():
         if drafter_value != target_value:
@@ -169,6 +179,16 @@ def check_fit(config: NetworkConfig, target: dict[str, Any], name: str) -> None:
                 f"but {name} has {target_value}",
                 "choose the drafter of this model with --drafter, or --method none",
             )
+
+
+def check_block_size(block_size: int | None, config: NetworkConfig) -> None:
+    """Raise DFlashError unless the drafter can draft blocks of `block_size` (None: its own)."""
+    if block_size is not None and not 2 <= block_size <= config.block_size:
+        raise DFlashError(
+            f"block_size is {block_size}, but this drafter was trained for blocks of "
+            f"{config.block_size}",
+            f"choose 2 to {config.block_size}",
+        )
 
 
 def load_network(folder: Path, config: NetworkConfig, dtype: mx.Dtype) -> Network:

@@ -6,8 +6,7 @@ from dflash_mlx.config import DecodeConfig
 from dflash_mlx.drafters.base import Drafter
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.load import Pair
+from dflash_mlx.load import Pair, require_drafter
 
 
 def _none(pair: Pair, config: DecodeConfig) -> Drafter:
@@ -15,12 +14,9 @@ def _none(pair: Pair, config: DecodeConfig) -> Drafter:
 
 
 def _dflash(pair: Pair, config: DecodeConfig) -> Drafter:
-    if pair.network is None or pair.network_config is None:
-        raise DFlashError(
-            f"no drafter is known for {pair.target.name}",
-            "name one with --drafter, or use --method none",
-        )
-    return BlockDiffusion(pair.network, pair.network_config, pair.target, config.block_size)
+    network_config = require_drafter(pair.network_config, pair.target.name)
+    assert pair.network is not None
+    return BlockDiffusion(pair.network, network_config, pair.target, config.block_size)
 
 
 METHODS = {"none": _none, "dflash": _dflash}

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx import cli
-from dflash_mlx.chat import Prompt, prompt_tokens, read_messages
+from dflash_mlx.chat import check_prompt, prompt_tokens, read_messages
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
-from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import load_pair
 from dflash_mlx.stream import Session, TextDelta, collect
 
@@ -22,8 +21,11 @@ def main(argv: Sequence[str]) -> None:
     """Answer one prompt. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
     config = cli.read_decode_config(arguments)
-    prompt = read_prompt(arguments)
-    pair = load_pair(cli.read_pair_config(arguments))
+    prompt = cli.read_stdin() if arguments.prompt == "-" else arguments.prompt
+    if arguments.messages is not None:
+        prompt = read_messages(arguments.messages)
+    check_prompt(prompt, arguments.system, arguments.raw)
+    pair = load_pair(cli.read_pair_config(arguments), config)
     tokens = prompt_tokens(pair.tokenizer, prompt, arguments.system, arguments.raw)
     deltas = Session(pair, config).stream(tokens)
     if arguments.json:
@@ -43,15 +45,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--json", action="store_true", help="print one JSON object at the end")
     cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig)
     return result
-
-
-def read_prompt(arguments: argparse.Namespace) -> Prompt:
-    """The prompt that the options name; DFlashError when it cannot be read."""
-    if arguments.messages is not None:
-        if arguments.raw:
-            raise DFlashError("--raw works on plain text", "use --prompt, or leave --raw out")
-        return read_messages(arguments.messages)
-    return cli.read_stdin() if arguments.prompt == "-" else str(arguments.prompt)
 
 
 def as_json(deltas: Iterator[TextDelta]) -> dict[str, Any]:
