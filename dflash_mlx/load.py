@@ -194,8 +194,8 @@ def _context_length(config: dict[str, Any], folder: Path) -> int:
         if isinstance(config.get(key), int) and config[key] > 0:
             return int(config[key])
     raise DFlashError(
-        f"{folder}/config.json names no context length",
-        f"add one of {', '.join(_CONTEXT_LENGTHS)} to it",
+        f"{folder}/config.json has no max_position_embeddings",
+        f"add {_CONTEXT_LENGTHS[0]} to it, or choose another model",
     )
 
 

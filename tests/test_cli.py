@@ -243,10 +243,10 @@ PARSERS = {
 def test_every_option_has_a_help_text_and_every_setting_an_option(name):
     actions = {action.dest: action for action in PARSERS[name]()._actions}
     assert [dest for dest, action in actions.items() if not action.help] == []
+    assert ("method" in actions) != ("methods" in actions)
     assert actions.keys() >= {
         "model",
         "drafter",
-        "method",
         "block_size",
         "max_tokens",
         "temperature",
@@ -558,7 +558,7 @@ def test_the_loop_is_left_without_an_error(talk, last):
 def test_a_question_too_long_is_reported_and_forgotten(talk):
     happened = talk("hello", "x" * 200, "and you?")
     assert happened.result.code == 0
-    assert "can hold 160; shorten the prompt" in happened.result.err
+    assert "can hold 160 with the answer; shorten the prompt" in happened.result.err
     assert len(happened.positions) == 2
     assert "Traceback" not in happened.result.err
     again = talk("hello", "and you?")

@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import filter_repo_objects
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -186,8 +187,8 @@ def test_the_shape_of_a_multimodal_target_is_that_of_its_language_model(tmp_path
 def test_hub_ids_go_to_the_hub_and_what_it_returns_is_loaded(folders, monkeypatch):
     asked = {}
 
-    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
-        asked[name] = allow_patterns
+    def snapshot_download(name: str, **patterns: list[str]) -> str:
+        asked[name] = patterns
         return folders[1] if name == "owner/drafter" else folders[0]
 
     monkeypatch.setattr(load_module, "snapshot_download", snapshot_download)
@@ -198,18 +199,17 @@ def test_hub_ids_go_to_the_hub_and_what_it_returns_is_loaded(folders, monkeypatc
 
 
 def test_only_files_that_cannot_run_are_asked_of_the_hub(folders, monkeypatch):
-    patterns = []
+    asked = {}
 
-    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
-        patterns.extend(allow_patterns)
+    def snapshot_download(name: str, **patterns: list[str]) -> str:
+        asked.update(patterns)
         return folders[0]
 
     monkeypatch.setattr(load_module, "snapshot_download", snapshot_download)
     resolve_folder("owner/model", "model")
     wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
-    unwanted = ["modeling.py", "pytorch_model.bin", "model.pt", "model.pkl"]
-    matches = [name for name in wanted + unwanted if any(Path(name).match(p) for p in patterns)]
-    assert matches == wanted
+    unwanted = ["modeling.py", "pytorch_model.bin", "model.pt", "original/model.safetensors"]
+    assert list(filter_repo_objects(wanted + unwanted, **asked)) == wanted
 
 
 # What cannot be found
