@@ -1,9 +1,4 @@
-"""Lossless speculative decoding with block-diffusion drafters on MLX.
-
-from dflash_mlx import DecodeConfig, generate, load
-pair = load()
-print(generate(pair, "Why is the sky blue?", DecodeConfig(max_tokens=64)).text)
-"""
+"""Lossless speculative decoding with block-diffusion drafters on MLX; README.md has examples."""
 
 from dflash_mlx import blas
 

@@ -86,10 +86,18 @@ def run(main: Callable[[Sequence[str]], None], program: str) -> NoReturn:
     except KeyboardInterrupt:
         code = _say("", INTERRUPTED)
     except BrokenPipeError:  # the reader has left, as `head` does; nobody is to be told
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+    except OSError as error:  # a full disk behind stdout, say; a log would not fit there either
+        _drop_output()
+        code = _say(f"{program}: {error}; free some space or write elsewhere", BAD_INPUT)
     except Exception as error:
         code = _say(f"{program}: {_fault(error)}", 1)
     sys.exit(code)
+
+
+def _drop_output() -> None:
+    """Keep Python from failing once more when it flushes what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fault(error: Exception) -> str:

@@ -599,3 +599,26 @@ def test_one_prompt_on_the_command_line_is_answered_and_nothing_asked(command, a
 def test_the_chat_refuses_bad_input_with_one_sentence(command, folders, options, message):
     pair = ["--model", folders["model"], "--drafter", folders["drafter"]]
     assert_refused(command(chat.run, *pair, *options), message)
+
+
+FULL = "from dflash_mlx import cli; cli.run(lambda argv: print('x' * 100_000), 'program')"
+FAULT = "from dflash_mlx import cli; cli.run(lambda argv: 1 / 0, 'program')"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_behind_stdout_is_one_sentence():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", FULL], stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    last = done.stderr.decode().splitlines()[-1]
+    assert last.startswith("program: ") and "No space left" in last
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_fault_of_ours_is_one_sentence_that_names_its_log(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", FAULT], capture_output=True, env=environment)
+    assert done.returncode == 1
+    (log,) = tmp_path.glob("dflash-chat-*.log")
+    assert str(log) in done.stderr.decode() and b"Traceback" not in done.stderr
+    assert "ZeroDivisionError" in log.read_text()
