@@ -12,12 +12,13 @@ from typing import Any
 from tqdm import tqdm
 
 from dflash_mlx import cli
-from dflash_mlx.chat import check_messages, prompt_tokens
+from dflash_mlx.chat import prompt_tokens
 from dflash_mlx.config import METHODS, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import Pair, load_pair
 from dflash_mlx.machine import describe_machine, describe_versions
 from dflash_mlx.observer import RoundTimer
+from dflash_mlx.prompts import Row, read_prompts
 from dflash_mlx.report import (
     Run,
     first_difference,
@@ -29,8 +30,6 @@ from dflash_mlx.report import (
 from dflash_mlx.stream import Answer, Session, collect
 
 PROGRAM = "dflash_mlx.benchmark"
-
-Row = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -96,32 +95,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--plot", type=Path, help="draw the report here (PNG)")
     cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, without=["method"])
     return result
-
-
-def read_prompts(file: Path, limit: int | None) -> list[Row]:
-    """Rows of `file`, at most `limit` of each category; DFlashError for damaged ones."""
-    if limit is not None and limit < 1:
-        raise DFlashError(f"limit is {limit}", "choose 1 or more")
-    shape = "give JSON lines with id, category and messages"
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise DFlashError(f"{file} cannot be read ({error})", shape) from None
-    rows: dict[int, Any] = {}
-    for i, line in enumerate(lines, start=1):
-        try:
-            rows |= {i: json.loads(line)} if line.strip() else {}
-        except ValueError as error:
-            raise DFlashError(f"line {i} of {file} is no JSON ({error})", shape) from None
-    taken: dict[str, list[Row]] = {}
-    for i, row in rows.items():
-        if not isinstance(row, dict) or not isinstance(row.get("category"), str):
-            raise DFlashError(f"line {i} of {file} has no category", "give each row one")
-        check_messages(row.get("messages"), f"line {i} of {file}")
-        taken.setdefault(row["category"], []).append(row)
-    if not taken:
-        raise DFlashError(f"{file} holds no prompts", "give JSON lines with messages")
-    return [row for category in taken.values() for row in category[:limit]]
 
 
 def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:

@@ -9,6 +9,9 @@ from typing import Any
 from dflash_mlx.errors import DFlashError
 
 METHODS = ("none", "dflash")
+TRAIN_MODES = ("dflash", "variable-prefix")
+STARTS = ("target", "random")
+LOSSES = ("dpace", "decay")
 
 
 def option(default: Any, help: str, **argparse_keywords: Any) -> Any:
@@ -92,3 +95,99 @@ class DecodeConfig:
         _require(self.prefill_step >= 1, "prefill_step", self.prefill_step, "1 or more")
         _require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
         _require("" not in self.stop, "stop", "", "a text of at least one character")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a drafter is trained."""
+
+    mode: str = option("dflash", "which drafter to train", choices=TRAIN_MODES)
+    init: str | None = option(
+        None, "drafter to start from: a Hugging Face id or a local folder (default: a new one)"
+    )
+    start: str = option(
+        "target", "a new drafter starts as the target's last layers, or random", choices=STARTS
+    )
+    layers: int = option(3, "layers of a new drafter", type=int)
+    taps: int = option(5, "target layers that a new drafter reads", type=int)
+    block_size: int = option(8, "tokens per block of a new drafter, the anchor included", type=int)
+    minutes: float | None = option(None, "train for so long, over all runs together", type=float)
+    steps: int | None = option(None, "train for so many steps, over all runs together", type=int)
+    sequences: int = option(8, "sequences per step", type=int)
+    anchors: int = option(32, "blocks per sequence and step", type=int)
+    draft_vocabulary: int | None = option(
+        None, "train on the logits of so many frequent tokens (default: a quarter)", type=int
+    )
+    loss: str = option("dpace", "how positions in a block are weighted", choices=LOSSES)
+    tau: float = option(4.0, "decay loss: positions until the weight is 1/e", type=float)
+    alpha: float = option(0.5, "dpace loss: smoothing of the confidences", type=float)
+    prefix_base: float = option(
+        0.8, "variable-prefix: each visible token more is so many times as likely", type=float
+    )
+    learning_rate: float = option(8e-4, "AdamW's peak", type=float)
+    warmup: int = option(100, "steps until the peak", type=int)
+    weight_decay: float = option(0.01, "AdamW's decay of the weights", type=float)
+    clip: float = option(1.0, "largest norm of a gradient", type=float)
+    held_out: int = option(50, "keep every so many-th row of a corpus for measuring", type=int)
+    evaluate_minutes: float = option(5.0, "minutes between measurements and saves", type=float)
+    seed: int = option(0, "decides anchors, prefixes and order", type=int)
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("mode", TRAIN_MODES), ("start", STARTS), ("loss", LOSSES)):
+            value = getattr(self, name)
+            _require(value in allowed, name, value, f"one of {', '.join(allowed)}")
+        for name in ("layers", "taps", "sequences", "anchors"):
+            value = getattr(self, name)
+            _require(value >= 1, name, value, "1 or more")
+        for name in ("block_size", "held_out"):
+            value = getattr(self, name)
+            _require(value >= 2, name, value, "2 or more")
+        for name in ("tau", "learning_rate", "clip", "evaluate_minutes", "prefix_base"):
+            value = getattr(self, name)
+            _require(0 < value < float("inf"), name, value, "a number above 0")
+        for name in ("minutes", "steps", "draft_vocabulary"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, value, "a number above 0")
+        _require(0 < self.alpha <= 1, "alpha", self.alpha, "a number above 0 and up to 1")
+        for name in ("warmup", "weight_decay", "seed"):
+            value = getattr(self, name)
+            _require(value >= 0, name, value, "0 or more")
+        ends = (self.minutes is None) != (self.steps is None)
+        _require(ends, "minutes, steps", (self.minutes, self.steps), "one of --minutes and --steps")
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """How the target's own answers are collected, as training data for drafters."""
+
+    greedy_share: float = option(0.5, "share of prompts answered greedily, 0 to 1", type=float)
+    temperature: float = option(0.6, "of the other answers", type=float)
+    top_p: float = option(0.95, "of the other answers", type=float)
+    max_tokens: int = option(220, "cut answers after this many tokens", type=int)
+    batch_size: int = option(128, "answers decoded at once", type=int)
+    seed: int = option(0, "decides the order, which answers are greedy, and every draw", type=int)
+    limit: int | None = option(None, "answer only the first N prompts of that order", type=int)
+    system: str | None = option(None, "system prompt")
+    self_prompt: int | None = option(
+        None, "let the model write N user turns itself and answer those", type=int
+    )
+    opening: tuple[str, ...] = option(
+        (), "how a user turn begins; may be given several times, taken in turn", action="append"
+    )
+    self_temperature: float = option(0.9, "of the user turns that the model writes", type=float)
+    self_top_p: float = option(0.95, "of the user turns that the model writes", type=float)
+    self_max_tokens: int = option(200, "drop user turns that are longer", type=int)
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.greedy_share <= 1, "greedy_share", self.greedy_share, "0 to 1")
+        for name in ("temperature", "self_temperature"):
+            value = getattr(self, name)
+            _require(0 < value < float("inf"), name, value, "a finite number above 0")
+        for name in ("top_p", "self_top_p"):
+            value = getattr(self, name)
+            _require(0 < value <= 1, name, value, "a number above 0 and up to 1")
+        for name in ("max_tokens", "batch_size", "limit", "self_prompt", "self_max_tokens"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "1 or more")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
+        _require(not isinstance(self.opening, str), "opening", self.opening, "a tuple of texts")

@@ -78,13 +78,22 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
         if network_config is not None:
             check_fit(network_config, target_config, name)
 
-    loader = _load_default if config.model is None else partial(_load_model, config.model)
-    model, tokenizer, context_length = loader(check)
-    target = Target(model, context_length, name)
+    target, tokenizer = _load_target(config.model, check)
     if folder is None or network_config is None:
         return Pair(target, tokenizer)
     network = load_network(folder, network_config, target.dtype)
     return Pair(target, tokenizer, network, network_config, config.drafter or DEFAULT_DRAFTER)
+
+
+def load_target(name: str | None = None) -> Pair:
+    """A target alone, the default one without a name; raises as `load` does."""
+    return Pair(*_load_target(name, lambda target_config: None))
+
+
+def _load_target(name: str | None, check: CheckConfig) -> tuple[Target, Any]:
+    loader = _load_default if name is None else partial(_load_model, name)
+    model, tokenizer, context_length = loader(check)
+    return Target(model, context_length, name or DEFAULT_MODEL), tokenizer
 
 
 def require_drafter(config: NetworkConfig | None, target_name: str) -> NetworkConfig:

@@ -128,9 +128,10 @@ def _rope_at_positions(
 ) -> mx.array:
     """Rotate x [1, H, N, D] at one offset, or row by row when `offset` holds N positions.
 
-    `mx.fast.rope` takes one offset per batch row, so the rows become the batch.
+    `mx.fast.rope` takes one offset per batch row, so the rows become the batch. A batch of
+    sequences, as mlx-lm's own generators run, has such offsets already.
     """
-    if not isinstance(offset, mx.array) or offset.size == 1:
+    if not isinstance(offset, mx.array) or offset.size == 1 or x.shape[0] > 1:
         return forward(rope, x, offset=offset, **kwargs)
     return forward(rope, x.swapaxes(0, 2), offset=offset, **kwargs).swapaxes(0, 2)
 

@@ -39,18 +39,26 @@ def read_config(folder: Path) -> NetworkConfig:
         raise DFlashError(f"{folder} has no config.json", "give a drafter folder") from None
     except (ValueError, OSError) as error:
         raise DFlashError(f"{file} cannot be read ({error})", _DOWNLOAD_AGAIN) from None
+    return parse_config(raw, str(folder))
+
+
+def parse_config(raw: Any, source: str) -> NetworkConfig:
+    """The configuration in a config.json's contents. source: where they are from, for messages.
+
+    Raises DFlashError as `read_config` does.
+    """
     if (kind := _architecture(raw)) != "DFlashDraftModel":
         raise DFlashError(
-            f"{folder} holds a {kind}, not a DFlashDraftModel",
+            f"{source} holds a {kind}, not a DFlashDraftModel",
             "give a DFlash v1 drafter folder with --drafter",
         )
     try:
         config = _parse(raw)
     except KeyError as error:
-        raise DFlashError(f"{file} lacks {error}", _DOWNLOAD_AGAIN) from None
+        raise DFlashError(f"config.json of {source} lacks {error}", _DOWNLOAD_AGAIN) from None
     except (ValueError, TypeError, OverflowError) as error:
-        raise DFlashError(f"in {file}, {error}", _DOWNLOAD_AGAIN) from None
-    _check_consistent(config, folder)
+        raise DFlashError(f"in {source}/config.json, {error}", _DOWNLOAD_AGAIN) from None
+    _check_consistent(config, source)
     return config
 
 
@@ -146,7 +154,7 @@ def _layer_causal(raw: dict[str, Any], windows: tuple[int | None, ...]) -> tuple
     return tuple(w is not None if is_causal is None else bool(is_causal) for w in windows)
 
 
-def _check_consistent(config: NetworkConfig, folder: Path) -> None:
+def _check_consistent(config: NetworkConfig, source: str) -> None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     layers, taps = config.num_target_layers, config.target_layer_ids
     problems = {
@@ -159,7 +167,7 @@ def _check_consistent(config: NetworkConfig, folder: Path) -> None:
     }  # fmt: skip
     for problem, found in problems.items():
         if found:
-            raise DFlashError(f"in {folder}, {problem}", _DOWNLOAD_AGAIN)
+            raise DFlashError(f"in {source}, {problem}", _DOWNLOAD_AGAIN)
 
 
 def check_fit(config: NetworkConfig, target: dict[str, Any], name: str) -> None:

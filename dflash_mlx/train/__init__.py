@@ -1,0 +1,1 @@
+"""Training drafters on the user's own machine: DFlash and D2SD's variable-prefix drafter."""

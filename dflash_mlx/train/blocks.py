@@ -1,0 +1,126 @@
+"""Which blocks a step trains on: random anchors in the answers, every anchor once an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """A training sequence: its tokens [L], where the answer begins, and what the target prefers.
+
+    choices: [L], the target's most likely next token after every token.
+    """
+
+    tokens: Array
+    prompt_length: int
+    choices: Array
+
+    @property
+    def anchors(self) -> Array:
+        """Positions that can open a block: the prompt's last token, as in decoding, and later."""
+        return np.arange(self.prompt_length - 1, len(self.tokens) - 1)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A blocks of each of S sequences.
+
+    rows: [S], which sequences. anchors: [S, A]. tokens: [S, A, B], the true ones, 0 where the
+    text has ended. prefixes: [S, A], how many drafts after the anchor are visible. labels:
+    [S, A, B], what a drafter should draft at each position: the target's greedy choice, which is
+    the true token until the text was sampled otherwise. supervised: [S, A, B], where that is
+    known: behind the prefix, up to and with the first choice that the text does not follow.
+    """
+
+    rows: Array
+    anchors: Array
+    tokens: Array
+    prefixes: Array
+    labels: Array
+    supervised: Array
+
+    def inputs(self, mask_token: int) -> Array:
+        """[S, A, B]: anchor and visible prefix, then mask tokens."""
+        visible = np.arange(self.tokens.shape[-1]) <= self.prefixes[..., None]
+        return np.where(visible, self.tokens, mask_token)
+
+
+class BlockSampler:
+    """Blocks of a step, a function of (seed, step) alone, so that a resumed run sees the same.
+
+    An epoch splits each sequence's anchors, shuffled, into groups of `anchors` (the last one
+    filled up with repeats), shuffles the groups and takes `sequences` of them a step.
+    prefix_base: beta of the law Pr(l = j) ~ beta^j of visible prefixes, j = 0 .. B - 2
+    (D2SD, arXiv 2606.04446); None for DFlash, whose prefixes are 0.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[TextTokens],
+        block_size: int,
+        shape: tuple[int, int],
+        seed: int,
+        prefix_base: float | None = None,
+    ) -> None:
+        self._texts, self._block_size, self._seed = texts, block_size, seed
+        self._sequences, self._anchors = shape
+        self._groups = np.concatenate(
+            [np.full(-(-len(t.anchors) // self._anchors), i) for i, t in enumerate(texts)]
+        )
+        self.steps_per_epoch = max(1, len(self._groups) // self._sequences)
+        self._law = None if prefix_base is None else prefix_base ** np.arange(block_size - 1)
+        self._epoch = -1
+
+    def blocks(self, step: int) -> Blocks:
+        """The blocks of step 0, 1, ..."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._shuffle(epoch)
+        chosen = np.arange(within * self._sequences, (within + 1) * self._sequences)
+        chosen = self._order[chosen % len(self._order)]
+        anchors = self._anchor_groups[chosen]
+        rng = np.random.default_rng([self._seed, step, 1])
+        prefixes = np.zeros(anchors.shape, np.int64)
+        if self._law is not None:
+            law = self._law / self._law.sum()
+            prefixes = rng.choice(len(law), size=anchors.shape, p=law)
+        return cut_blocks(self._texts, self._groups[chosen], anchors, self._block_size, prefixes)
+
+    def _shuffle(self, epoch: int) -> None:
+        rng = np.random.default_rng([self._seed, epoch, 0])
+        parts = []
+        for text in self._texts:
+            anchors = rng.permutation(text.anchors)
+            missing = -len(anchors) % self._anchors
+            parts.append(np.concatenate([anchors, rng.choice(anchors, missing)]))
+        self._anchor_groups = np.concatenate(parts).reshape(-1, self._anchors)
+        self._order = rng.permutation(len(self._groups))
+        self._epoch = epoch
+
+
+def cut_blocks(
+    texts: Sequence[TextTokens], rows: Array, anchors: Array, block_size: int, prefixes: Array
+) -> Blocks:
+    """The blocks that begin at `anchors` [S, A] of the texts `rows` [S]."""
+    positions = anchors[..., None] + np.arange(block_size)
+    tokens, labels = np.zeros(positions.shape, np.int64), np.zeros(positions.shape, np.int64)
+    inside = np.zeros(positions.shape, bool)
+    for i, row in enumerate(rows):
+        text, at = texts[row], positions[i]
+        last = len(text.tokens) - 1
+        inside[i] = at <= last
+        tokens[i] = np.where(inside[i], text.tokens[np.minimum(at, last)], 0)
+        labels[i] = text.choices[np.clip(at - 1, 0, last)]
+    behind = np.arange(block_size) > prefixes[..., None]
+    followed = inside & (~behind | (tokens == labels))  # the text goes on as a greedy one would
+    reached = np.cumprod(followed, axis=-1).astype(bool)
+    reached = np.concatenate([inside[..., :1], reached[..., :-1]], axis=-1)
+    return Blocks(rows, anchors, tokens, prefixes, labels, behind & inside & reached)

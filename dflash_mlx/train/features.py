@@ -1,0 +1,205 @@
+"""What the target thinks of every training sequence, computed once and kept on disk.
+
+A folder holds `index.json` (what was computed), `features.bin` (bfloat16, one row of m*d numbers
+per token, sequence after sequence, memory-mapped when read), `choices.bin` (uint32, the target's
+most likely next token after every token) and `checksums.bin` (one CRC-32 per finished sequence).
+Sequences are appended, so an interrupted build goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten
+
+from dflash_mlx import cpu_math
+from dflash_mlx.cache import Block
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.target import Target
+
+_VERSION = 1
+_BYTES = 2  # of a bfloat16
+_CHOICE = 4  # bytes of a uint32
+_CHECKSUMS = 8  # of a sequence's features and of its choices
+_CHUNK = 512  # tokens per target pass
+_BUILD_AGAIN = "delete that folder and start again; the features will be computed anew"
+
+
+class FeatureCache:
+    """Features and greedy choices of sequences on disk.
+
+    folder: made when it is not there. sequences: token ids. taps: target layers (0-based), m of
+    them. limit: most bytes of `features.bin`; sequences from the first that does not fit on are
+    left out. Raises DFlashError for a folder that holds the features of something else.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sequences: Sequence[Sequence[int]],
+        target: Target,
+        taps: tuple[int, ...],
+        limit: int,
+    ) -> None:
+        self._folder, self._target, self._taps = folder, target, taps
+        self.width = len(taps) * _hidden_size(target)
+        room = limit // (self.width * _BYTES)
+        ends = np.cumsum([len(tokens) for tokens in sequences], dtype=np.int64)
+        self._starts = [0, *ends[ends <= room].tolist()]
+        self._sequences = sequences[: len(self)]
+        self._open_folder()
+
+    def __len__(self) -> int:
+        """Sequences that fit."""
+        return len(self._starts) - 1
+
+    @property
+    def finished(self) -> int:
+        """Sequences whose features are on disk."""
+        return min(_size(self._file("checksums")) // _CHECKSUMS, len(self))
+
+    def fill(self) -> Iterable[int]:
+        """Compute what is missing; yields the tokens of every sequence that is done.
+
+        Raises OSError when the disk is full; what is finished stays usable.
+        """
+        self._target.tap(self._taps)
+        done = self.finished
+        start = self._starts[done]
+        _truncate(self._file("features"), start * self.width * _BYTES)
+        _truncate(self._file("choices"), start * _CHOICE)
+        _truncate(self._file("checksums"), done * _CHECKSUMS)
+        with (
+            self._file("features").open("ab") as features,
+            self._file("choices").open("ab") as choices,
+            self._file("checksums").open("ab") as checksums,
+        ):
+            for tokens in self._sequences[done:]:
+                parts = self._compute(tokens)
+                for file, data in zip((features, choices), parts, strict=True):
+                    file.write(data)
+                    file.flush()
+                checksums.write(np.array([zlib.crc32(data) for data in parts], "<u4").tobytes())
+                checksums.flush()
+                yield len(tokens)
+
+    def features(self, i: int) -> mx.array:
+        """Features [T, m*d] (bfloat16) of sequence i; DFlashError when they are damaged."""
+        start, end = self._starts[i], self._starts[i + 1]
+        offset, shape = start * self.width * _BYTES, (end - start, self.width)
+        try:
+            data = np.memmap(self._file("features"), np.uint16, "r", offset=offset, shape=shape)
+        except (OSError, ValueError):
+            raise self._damaged(i) from None
+        self._check(i, 0, data.data)
+        return mx.array(data).view(mx.bfloat16)
+
+    def choices(self, i: int) -> npt.NDArray[np.uint32]:
+        """The target's most likely next token after every token of sequence i, [T]."""
+        start, end = self._starts[i], self._starts[i + 1]
+        data = np.fromfile(self._file("choices"), np.uint32, end - start, offset=start * _CHOICE)
+        self._check(i, 1, data.data)
+        return data
+
+    def _check(self, i: int, which: int, data: Any) -> None:
+        expected = np.fromfile(self._file("checksums"), "<u4", 2, offset=i * _CHECKSUMS)
+        if expected.size < 2 or zlib.crc32(data) != expected[which]:
+            raise self._damaged(i)
+
+    def _damaged(self, i: int) -> DFlashError:
+        return DFlashError(f"{self._folder} is damaged at sequence {i}", _BUILD_AGAIN)
+
+    def _compute(self, tokens: Sequence[int]) -> tuple[bytes, bytes]:
+        """Features and choices of one sequence as they are kept."""
+        cache = self._target.new_cache()
+        features, choices = [], []
+        with cpu_math.vectorised():
+            for start in range(0, len(tokens), _CHUNK):
+                piece = mx.array(list(tokens[start : start + _CHUNK]))
+                logits, taps = self._target.forward(piece, cache, Block(piece.size), self._taps)
+                assert taps is not None
+                features.append(taps.astype(mx.bfloat16).view(mx.uint16))
+                choices.append(mx.argmax(logits, axis=-1).astype(mx.uint32))
+                mx.eval(features[-1], choices[-1], cache.arrays)
+                cache.commit(range(piece.size))
+        parts = (mx.concatenate(features), mx.concatenate(choices))
+        return np.array(parts[0]).tobytes(), np.array(parts[1]).tobytes()
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.bin"
+
+    def _open_folder(self) -> None:
+        index_file, index = self._folder / "index.json", self._index()
+        try:
+            found = json.loads(index_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            found = self._new_folder(index_file, index)
+        except (ValueError, OSError) as error:
+            raise DFlashError(f"{index_file} cannot be read ({error})", _BUILD_AGAIN) from None
+        if found != index:
+            raise DFlashError(
+                f"{self._folder} holds features of another corpus, target or set of layers",
+                "delete that folder, or choose another one with --cache",
+            )
+
+    def _new_folder(self, index_file: Path, index: dict[str, Any]) -> dict[str, Any]:
+        if self._folder.exists() and any(self._folder.iterdir()):
+            raise DFlashError(
+                f"{self._folder} is not empty and holds no features",
+                "choose another folder with --cache",
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        partial = index_file.with_suffix(".new")
+        partial.write_text(json.dumps(index, indent=1), encoding="utf-8")
+        os.replace(partial, index_file)
+        return index
+
+    def _index(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for tokens in self._sequences:
+            digest.update(np.array(tokens, dtype=np.int64).tobytes())
+        return {
+            "format": "dflash-features",
+            "version": _VERSION,
+            "target": fingerprint(self._target),
+            "target_layer_ids": list(self._taps),
+            "width": self.width,
+            "sequences": len(self),
+            "tokens": self._starts[-1],
+            "corpus": digest.hexdigest(),
+        }
+
+
+def fingerprint(target: Target) -> str:
+    """Tells targets apart by their vectors (norms, biases), which fine-tuning changes too."""
+    digest = hashlib.sha256()
+    parameters: list[tuple[str, mx.array]] = tree_flatten(target.model.parameters())  # type: ignore[assignment]
+    for name, array in parameters:
+        digest.update(f"{name} {array.shape}".encode())
+        if array.ndim == 1:
+            digest.update(np.array(array.astype(mx.float32)).tobytes())
+    return digest.hexdigest()
+
+
+def _hidden_size(target: Target) -> int:
+    return int(target.embedding()(mx.array([0])).shape[-1])
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _truncate(file: Path, size: int) -> None:
+    with file.open("ab") as opened:
+        if _size(file) < size:
+            raise DFlashError(f"{file} is shorter than its index says", _BUILD_AGAIN)
+        opened.truncate(size)

@@ -1,0 +1,118 @@
+"""A whole training run: steps, measurements, saves, until the time or the steps are used up."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_mlx.drafters.save import save_drafter
+from dflash_mlx.target import Target
+from dflash_mlx.train.data import Texts
+from dflash_mlx.train.evaluate import measure
+from dflash_mlx.train.state import save_state
+from dflash_mlx.train.trainer import Trainer
+
+HISTORY = "history.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A measurement. loss: mean since the one before, None before the first step.
+
+    by_prefix: mean correct continuation after a kept prefix of 0, 1, ... tokens (DFlash: 0 only).
+    by_position: share of blocks whose first k drafts are all right, without a prefix.
+    """
+
+    step: int
+    minutes: float
+    loss: float | None
+    tokens_per_second: float
+    by_position: list[float]
+    by_prefix: list[float]
+
+    @property
+    def tokens_per_round(self) -> float:
+        """1 + mean accepted drafts of a whole block."""
+        return 1 + self.by_prefix[0]
+
+    @property
+    def score(self) -> float:
+        """What the best drafter has most of: the mean continuation over all prefixes."""
+        return float(np.mean(self.by_prefix))
+
+
+class Run:
+    """Trains into `folder`: the best drafter so far, `state/`, and `history.jsonl`.
+
+    data: identifies the corpora. raw_config: the drafter's config.json.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        target: Target,
+        held_out: Texts,
+        folder: Path,
+        raw_config: dict[str, Any],
+        data: str,
+    ) -> None:
+        self.trainer, self.folder = trainer, folder
+        self._target, self._held_out = target, held_out
+        self._raw_config, self._data = raw_config, data
+        self.history = read_history(folder / HISTORY, trainer.step)
+
+    def __iter__(self) -> Iterator[float | Record]:
+        """The loss of every step, and a record of every measurement, the last one at the end."""
+        if not self.history:
+            yield self.record([], 0.0)
+        since, losses = time.perf_counter(), []
+        trainer = self.trainer
+        while trainer.progress < 1:
+            losses.append(trainer.train_step())
+            yield losses[-1]
+            spent = time.perf_counter() - since
+            if spent > 60 * trainer.config.evaluate_minutes or trainer.progress >= 1:
+                yield self.record(losses, spent)
+                since, losses = time.perf_counter(), []
+
+    def record(self, losses: list[float], spent: float) -> Record:
+        """Measure, keep the drafter if it is the best so far, and save the state."""
+        trainer = self.trainer
+        variable = trainer.config.mode == "variable-prefix"
+        config = trainer.network_config
+        results = [
+            measure(trainer.network, config, self._target, self._held_out, prefix)
+            for prefix in range(config.block_size - 1 if variable else 1)
+        ]
+        record = Record(
+            step=trainer.step,
+            minutes=round(trainer.seconds / 60, 2),
+            loss=float(np.mean(losses)) if losses else None,
+            tokens_per_second=round(len(losses) * trainer.tokens_per_step / spent, 1)
+            if spent
+            else 0.0,
+            by_position=results[0].by_position,
+            by_prefix=[result.tokens_per_round - 1 for result in results],
+        )
+        if record.score > max((r.score for r in self.history), default=-1.0):
+            save_drafter(self.folder, trainer.network, self._raw_config)
+        self.history.append(record)
+        with (self.folder / HISTORY).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(vars(record)) + "\n")
+        save_state(self.folder, trainer, self._data)
+        return record
+
+
+def read_history(file: Path, step: int) -> list[Record]:
+    """Measurements up to `step`; a run that was killed may have gone further than its state."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines()
+    records = [Record(**json.loads(line)) for line in lines if line.endswith("}")]
+    return [record for record in records if record.step <= step]

@@ -1,0 +1,166 @@
+"""What training starts from: an existing drafter, the target's last layers, or noise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from dflash_mlx.config import TrainConfig
+from dflash_mlx.drafters.checkpoint import check_fit, load_network, read_config
+from dflash_mlx.drafters.network import Network, NetworkConfig
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.target import Target
+
+_NOISE = 0.02  # standard deviation of fresh weights
+
+
+def open_drafter(folder: Path, target: Target) -> tuple[Network, NetworkConfig, dict[str, Any]]:
+    """An existing drafter, in float32, its configuration, and its config.json as written.
+
+    Raises DFlashError for one that does not fit the target.
+    """
+    config = read_config(folder)
+    check_fit(config, describe_target(target), target.name)
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return load_network(folder, config, mx.float32), config, raw
+
+
+def describe_target(target: Target) -> dict[str, Any]:
+    """What `check_fit` compares."""
+    width = hidden_width(target)
+    return {
+        "hidden_size": width,
+        "vocab_size": vocabulary_size(target),
+        "num_hidden_layers": target.num_layers,
+    }
+
+
+def vocabulary_size(target: Target) -> int:
+    """Logits that the target gives, V."""
+    return int(target.head()(mx.zeros((1, hidden_width(target)))).shape[-1])
+
+
+def hidden_width(target: Target) -> int:
+    """Width d of the target's hidden states."""
+    return int(target.embedding()(mx.array([0])).shape[-1])
+
+
+def mask_token(tokenizer: Any) -> int:
+    """The tokenizer's mask token, or a special token that no conversation contains.
+
+    Raises DFlashError for a tokenizer that has neither.
+    """
+    if (mask := getattr(tokenizer, "mask_token_id", None)) is not None:
+        return int(mask)
+    in_use = {*tokenizer.eos_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    in_use |= set(tokenizer.apply_chat_template([{"role": "user", "content": "."}]))
+    unused = sorted(set(tokenizer.all_special_ids) - in_use)
+    if not unused:
+        raise DFlashError(
+            "the tokenizer has no special token to spare for the mask",
+            "start from a drafter that names one, with --init",
+        )
+    return int(unused[-1])
+
+
+def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
+    """`count` layers from the second to the third last, evenly, as published drafters have them."""
+    first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
+    if count == 1 or last <= first:
+        return (max(first, last),)
+    step = (last - first) / (count - 1)
+    return tuple(sorted({round(first + i * step) for i in range(count)}))
+
+
+def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[str, Any]:
+    """A config.json in z-lab's format, with the widths of the target's own layers.
+
+    Raises DFlashError for a target that does not say what they are.
+    """
+    args = getattr(target.model, "args", None)
+    names = ("num_attention_heads", "intermediate_size", "rms_norm_eps")
+    if args is None or any(getattr(args, name, None) is None for name in names):
+        raise DFlashError(
+            f"{target.name} does not say how wide its layers are",
+            "start from a drafter that fits it, with --init",
+        )
+    width, heads = hidden_width(target), args.num_attention_heads
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": mask_token_id,
+            "target_layer_ids": list(spread_taps(target.num_layers, config.taps)),
+        },
+        "dtype": "bfloat16",
+        "head_dim": getattr(args, "head_dim", None) or width // heads,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": args.intermediate_size,
+        "layer_types": ["full_attention"] * config.layers,
+        "max_position_embeddings": target.context_length,
+        "num_attention_heads": heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": getattr(args, "num_key_value_heads", None) or heads,
+        "num_target_layers": target.num_layers,
+        "rms_norm_eps": args.rms_norm_eps,
+        "rope_scaling": getattr(args, "rope_scaling", None),
+        "rope_theta": float(getattr(args, "rope_theta", 10000.0)),
+        "tie_word_embeddings": False,
+        "vocab_size": describe_target(target)["vocab_size"],
+    }
+
+
+def fresh_network(config: NetworkConfig, seed: int) -> Network:
+    """Norms at one, everything else small noise."""
+    network = Network(config)
+    noise = mx.random.key(seed)
+    weights = []
+    for name, array in _flat(network):
+        noise, key = mx.random.split(noise)
+        weight = mx.random.normal(array.shape, key=key) * _NOISE
+        weights.append((name, mx.ones(array.shape) if array.ndim == 1 else weight))
+    network.load_weights(weights)
+    mx.eval(network.parameters())
+    return network
+
+
+def warm_start(network: Network, target: Target) -> None:
+    """Take over the target's last layers and final norm, and pass its last tap through `fc`.
+
+    Norms of queries and keys, which most targets lack, stay at one. Raises DFlashError for a
+    target whose layers are built otherwise.
+    """
+    taken = []
+    layers = target.model.layers[-len(network.layers) :]
+    for i, (layer, source) in enumerate(zip(network.layers, layers, strict=True)):
+        own, given = dict(_flat(layer)), dict(_flat(source))
+        taken += [
+            (f"layers.{i}.{name}", given[name].astype(mx.float32)) for name in _same(own, given)
+        ]
+    if not any(name.endswith("down_proj.weight") for name, _ in taken):
+        raise DFlashError(
+            f"the layers of {target.name} are not built like a drafter's",
+            "use --start random",
+        )
+    d = network.fc.weight.shape[0]
+    last_tap = mx.concatenate([network.fc.weight[:, :-d], mx.eye(d)], axis=1)
+    network.load_weights([*taken, ("fc.weight", last_tap)], strict=False)
+    norm = getattr(getattr(target.model, "model", None), "norm", None)
+    if norm is not None and norm.weight.shape == network.norm.weight.shape:
+        network.norm.weight = norm.weight.astype(mx.float32)
+    mx.eval(network.parameters())
+
+
+def _same(own: dict[str, mx.array], given: dict[str, mx.array]) -> list[str]:
+    return [name for name in own if name in given and given[name].shape == own[name].shape]
+
+
+def _flat(module: Any) -> list[tuple[str, mx.array]]:
+    return tree_flatten(module.parameters())  # type: ignore[return-value]

@@ -1,0 +1,100 @@
+"""Stopping and going on: weights, optimiser and place in the data, exactly as they were."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from dflash_mlx.drafters.save import replace_safetensors, replace_text
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.train.trainer import Trainer
+
+_FREE_TO_CHANGE = ("minutes", "steps", "evaluate_minutes", "init")
+_NEXT_STEP = "repeat the settings it was started with, or choose another folder with --out"
+
+
+def identity(trainer: Trainer, data: str) -> dict[str, Any]:
+    """What two runs must share for one to continue the other. data: which corpora."""
+    settings = asdict(trainer.config)
+    for name in _FREE_TO_CHANGE:
+        del settings[name]
+    return {**settings, "data": data}
+
+
+def save_state(folder: Path, trainer: Trainer, data: str) -> None:
+    """Write the state to `folder`/state; the one before stays until the new one is complete."""
+    place, fresh, old = (folder / name for name in ("state", "state-new", "state-old"))
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    arrays = {f"network.{k}": v for k, v in _flat(trainer.network.parameters())}
+    arrays |= {f"optimizer.{k}": v for k, v in _flat(trainer.optimizer.state)}
+    replace_safetensors(fresh / "arrays.safetensors", arrays, {})
+    about = {"step": trainer.step, "seconds": trainer.seconds, "run": identity(trainer, data)}
+    replace_text(fresh / "state.json", json.dumps(about, indent=1))
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        place.rename(old)
+    fresh.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def has_state(folder: Path) -> bool:
+    """Whether a run can be continued from `folder`."""
+    return _latest(folder) is not None
+
+
+def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
+    """Put `trainer` where the run in `folder` stopped.
+
+    Raises DFlashError for a damaged state, and for a run with other settings, data or shapes.
+    """
+    place = _latest(folder)
+    assert place is not None
+    try:
+        about = json.loads((place / "state.json").read_text(encoding="utf-8"))
+        arrays = dict(mx.load(str(place / "arrays.safetensors")))  # type: ignore[arg-type]
+        step, seconds, run = int(about["step"]), float(about["seconds"]), about["run"]
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DFlashError(
+            f"the state in {place} cannot be read ({error})",
+            f"delete it and start from the drafter beside it with --init {folder}",
+        ) from None
+    _check_same(place, run, identity(trainer, data))
+    own = {f"network.{k}": v.shape for k, v in _flat(trainer.network.parameters())}
+    if own != {k: v.shape for k, v in arrays.items() if k.startswith("network.")}:
+        raise DFlashError(f"the drafter in {place} has other shapes than this one", _NEXT_STEP)
+    trainer.network.update(_tree(arrays, "network."))
+    trainer.optimizer.state = _tree(arrays, "optimizer.")
+    trainer.step, trainer.seconds = step, seconds
+    mx.eval(trainer.network.parameters(), trainer.optimizer.state)
+
+
+def _latest(folder: Path) -> Path | None:
+    """The newest complete state: a kill between two renames leaves only the old one in place."""
+    names = ("state", "state-old")
+    return next((folder / n for n in names if (folder / n / "state.json").exists()), None)
+
+
+def _check_same(place: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in now:
+        if before.get(name) != now[name]:
+            raise DFlashError(
+                f"the run in {place} has {name} {before.get(name)!r}, not {now[name]!r}",
+                _NEXT_STEP,
+            )
+
+
+def _flat(tree: Any) -> list[tuple[str, mx.array]]:
+    return tree_flatten(tree)  # type: ignore[return-value]
+
+
+def _tree(arrays: dict[str, mx.array], prefix: str) -> Any:
+    return tree_unflatten(
+        [(name[len(prefix) :], array) for name, array in arrays.items() if name.startswith(prefix)]
+    )
