@@ -115,6 +115,9 @@ class TrainConfig:
     steps: int | None = option(None, "train for so many steps, over all runs together", type=int)
     sequences: int = option(8, "sequences per step", type=int)
     anchors: int = option(32, "blocks per sequence and step", type=int)
+    short_share: float = option(
+        0.5, "share of the steps that train on blocks of half the size, 0 to 1", type=float
+    )
     draft_vocabulary: int | None = option(
         None, "train on the logits of so many frequent tokens (default: a quarter)", type=int
     )
@@ -149,6 +152,7 @@ class TrainConfig:
             value = getattr(self, name)
             _require(value is None or value > 0, name, value, "a number above 0")
         _require(0 < self.alpha <= 1, "alpha", self.alpha, "a number above 0 and up to 1")
+        _require(0 <= self.short_share <= 1, "short_share", self.short_share, "0 to 1")
         for name in ("warmup", "weight_decay", "seed"):
             value = getattr(self, name)
             _require(value >= 0, name, value, "0 or more")

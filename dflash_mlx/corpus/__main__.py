@@ -71,12 +71,12 @@ def collect(collection: Collection, config: CorpusConfig, prompts: list[Row]) ->
     else:
         missing = collection.ask(prompts)
     begin = time.perf_counter()
-    with tqdm(total=missing, unit="row") as bar:
-        for _ in collection.run():
+    with tqdm(total=missing, unit="row", miniters=0) as bar:
+        for rows in collection.run():
             rate = collection.decoder.generated / (time.perf_counter() - begin)
-            looped = collection.finishes["loop"] / collection.finishes.total()
+            looped = collection.finishes["loop"] / max(collection.finishes.total(), 1)
             bar.set_postfix_str(f"{rate:.0f} tok/s, {looped:.0%} looped", refresh=False)
-            bar.update()
+            bar.update(len(rows))
     print(report(collection))
 
 

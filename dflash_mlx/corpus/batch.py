@@ -15,8 +15,9 @@ from dflash_mlx import cpu_math
 from dflash_mlx.corpus.loops import loop_end
 from dflash_mlx.target import Target
 
-# mlx-lm copies every cache of the batch when a sequence joins, so they join many at a time.
-_REFILL_BELOW = 0.75
+# mlx-lm copies every cache of the batch when a sequence joins or leaves, which costs as much as
+# several steps. So they come and go together, when this share of the batch has finished.
+_FINISHED_SHARE = 0.25
 _NO_LIMIT = 1 << 30  # answers end here, not in mlx-lm: loops and stop tokens vary by job
 _TAIL = 12.0  # nats below the likeliest token; nearly always more than top-p keeps
 
@@ -51,6 +52,7 @@ class _Running:
     job: Job
     random: np.random.Generator
     tokens: list[int] = field(default_factory=list)
+    over: bool = False
 
     def finish(self) -> str | None:
         if self.tokens[-1] in self.job.stops:
@@ -86,25 +88,29 @@ class BatchDecoder:
         self._rows: dict[int, _Running] = {}  # by mlx-lm's number, in the order of its batch
         self._to_sample: deque[list[_Running]] = deque()
 
-    def run(self) -> Iterator[Done]:
-        """Finished jobs, as they finish, until none is left."""
+    def run(self) -> Iterator[list[Done]]:
+        """The jobs that each step finished, often none, until no job is left."""
         while self.waiting or self._rows:
             with cpu_math.vectorised():
                 self._admit()
                 done = list(self._step())
-            yield from done
-
-    def close(self) -> None:
-        """Give back what mlx-lm holds."""
-        self._generator.close()
+            yield done
 
     def _admit(self) -> None:
-        """Start waiting jobs where there is room for many."""
+        """Let finished jobs go and waiting ones in, where that is worth its price."""
+        over = [number for number, row in self._rows.items() if row.over]
+        if over and len(over) >= _FINISHED_SHARE * len(self._rows):
+            self._generator.remove(over)
+            for number in over:
+                del self._rows[number]
         self._to_sample.clear()
         if self._rows:
             self._to_sample.append(list(self._rows.values()))
-        if not self.waiting or len(self._rows) > _REFILL_BELOW * self._size:
-            return
+        if self.waiting and len(self._rows) <= (1 - _FINISHED_SHARE) * self._size:
+            self._start()
+
+    def _start(self) -> None:
+        """Fill the batch up with waiting jobs."""
         count = min(self._size - len(self._rows), len(self.waiting))
         jobs = [self.waiting.popleft() for _ in range(count)]
         numbers = self._generator.insert(
@@ -128,25 +134,22 @@ class BatchDecoder:
 
     def _step(self) -> Iterator[Done]:
         """One token for every row; yields those that it finished."""
-        finished = []
         for response in self._generator.next_generated():
             row = self._rows[response.uid]
+            if row.over:
+                continue
             row.tokens.append(int(response.token))
             self.generated += 1
             if (finish := row.finish()) is not None:
-                finished.append(response.uid)
+                row.over = True
                 yield Done(row.job, tuple(row.tokens), finish)
-        if finished:
-            self._generator.remove(finished)
-        for number in finished:
-            del self._rows[number]
 
     def _sample(self, logprobs: mx.array) -> mx.array:
         """Next tokens [B] from log-probabilities [B, V]; mlx-lm asks for old rows before new."""
         rows = self._to_sample.popleft() if self._to_sample else list(self._rows.values())
         assert len(rows) == len(logprobs), "mlx-lm runs other rows than expected"
         tokens = mx.argmax(logprobs, axis=-1)
-        drawn = [i for i, row in enumerate(rows) if row.job.temperature > 0]
+        drawn = [i for i, row in enumerate(rows) if row.job.temperature > 0 and not row.over]
         if not drawn:
             return tokens
         values, chosen = np.array(logprobs.astype(mx.float32)), np.array(tokens)

@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_mlx.chat import prompt_tokens
 from dflash_mlx.config import CorpusConfig
-from dflash_mlx.corpus.batch import BatchDecoder
+from dflash_mlx.corpus.batch import BatchDecoder, Done
 from dflash_mlx.corpus.jobs import Question, answer_job, answer_row
 from dflash_mlx.corpus.rows import Row
 from dflash_mlx.corpus.self_prompt import TurnWriter
@@ -74,23 +74,31 @@ class Collection:
         self.decoder.waiting.extend(self._turns.start(missing))
         return missing
 
-    def run(self) -> Iterator[Row]:
-        """Decode all that is queued; every row is in the file when it is yielded."""
-        for done in self.decoder.run():
-            question = done.job.key
-            if not isinstance(question, Question):
-                assert self._turns is not None
-                question = self._turns.question(done)
-                if question is None:
-                    self.decoder.waiting.extend(self._turns.start(1))
-                else:
-                    job = answer_job(question, self._pair, self._config)
-                    self.decoder.waiting.appendleft(job)
-                continue
-            row = answer_row(question, done)
-            self._file.append(row)
-            self.finishes[row.finish] += 1
-            yield row
+    def run(self) -> Iterator[list[Row]]:
+        """Decode all that is queued, step by step; rows are in the file when they are yielded."""
+        for finished in self.decoder.run():
+            rows = [self._finish(done) for done in finished]
+            yield [row for row in rows if row is not None]
+
+    def _finish(self, done: Done) -> Row | None:
+        """Append an answer, or queue what a written user turn asks for."""
+        question = done.job.key
+        if not isinstance(question, Question):
+            self._ask_turn(done)
+            return None
+        row = answer_row(question, done)
+        self._file.append(row)
+        self.finishes[row.finish] += 1
+        return row
+
+    def _ask_turn(self, done: Done) -> None:
+        """Queue the answer to a user turn, or another turn where this one is no good."""
+        assert self._turns is not None
+        question = self._turns.question(done)
+        if question is None:
+            self.decoder.waiting.extend(self._turns.start(1))
+        else:
+            self.decoder.waiting.appendleft(answer_job(question, self._pair, self._config))
 
     def _question(self, prompt: dict[str, Any]) -> Question:
         messages = prompt["messages"]

@@ -32,16 +32,14 @@ def main(argv: Sequence[str]) -> None:
     check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     network, network_config, raw = drafter(config, pair)
-    paths = [Path(name) for name in arguments.corpus]
-    limit = int(arguments.cache_gb * 1e9)
-    texts = read_texts(
-        paths, pair, network_config.target_layer_ids, (arguments.cache, limit), config.held_out
-    )
-    trainer = Trainer(network, network_config, pair.target, texts.train, config)
+    place = (arguments.cache, int(arguments.cache_gb * 1e9))
+    texts = read_texts(arguments.corpus, pair, network_config.target_layer_ids, place)
+    train, held_out = texts.split(config.held_out)
+    trainer = Trainer(network, network_config, pair.target, train, config)
     arguments.out.mkdir(parents=True, exist_ok=True)
     if has_state(arguments.out):
         restore_state(arguments.out, trainer, texts.name)
-    run = Run(trainer, pair.target, texts.held_out, arguments.out, raw, texts.name)
+    run = Run(trainer, pair.target, held_out, arguments.out, raw, texts.name)
     show(run, arguments.plot)
 
 

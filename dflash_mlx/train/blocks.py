@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
+_WINDOW = 16  # steps whose sequences are sorted by length among themselves
+
 
 @dataclass(frozen=True)
 class TextTokens:
@@ -57,9 +59,10 @@ class BlockSampler:
     """Blocks of a step, a function of (seed, step) alone, so that a resumed run sees the same.
 
     An epoch splits each sequence's anchors, shuffled, into groups of `anchors` (the last one
-    filled up with repeats), shuffles the groups and takes `sequences` of them a step.
-    prefix_base: beta of the law Pr(l = j) ~ beta^j of visible prefixes, j = 0 .. B - 2
-    (D2SD, arXiv 2606.04446); None for DFlash, whose prefixes are 0.
+    filled up with repeats), shuffles the groups and takes `sequences` of them a step, of texts of
+    like length. prefix_base: beta of the law Pr(l = j) ~ beta^j of visible prefixes,
+    j = 0 .. B - 2 (D2SD, arXiv 2606.04446); None for DFlash, whose prefixes are 0. short_share:
+    of the steps, whose blocks are half as long: the first drafts decide most, and cost less so.
     """
 
     def __init__(
@@ -69,14 +72,15 @@ class BlockSampler:
         shape: tuple[int, int],
         seed: int,
         prefix_base: float | None = None,
+        short_share: float = 0.0,
     ) -> None:
         self._texts, self._block_size, self._seed = texts, block_size, seed
+        self._prefix_base, self._short_share = prefix_base, short_share
         self._sequences, self._anchors = shape
         self._groups = np.concatenate(
             [np.full(-(-len(t.anchors) // self._anchors), i) for i, t in enumerate(texts)]
         )
         self.steps_per_epoch = max(1, len(self._groups) // self._sequences)
-        self._law = None if prefix_base is None else prefix_base ** np.arange(block_size - 1)
         self._epoch = -1
 
     def blocks(self, step: int) -> Blocks:
@@ -88,11 +92,13 @@ class BlockSampler:
         chosen = self._order[chosen % len(self._order)]
         anchors = self._anchor_groups[chosen]
         rng = np.random.default_rng([self._seed, step, 1])
+        short = rng.random() < self._short_share
+        size = max(2, self._block_size // 2) if short else self._block_size
         prefixes = np.zeros(anchors.shape, np.int64)
-        if self._law is not None:
-            law = self._law / self._law.sum()
-            prefixes = rng.choice(len(law), size=anchors.shape, p=law)
-        return cut_blocks(self._texts, self._groups[chosen], anchors, self._block_size, prefixes)
+        if self._prefix_base is not None:
+            law = self._prefix_base ** np.arange(size - 1)
+            prefixes = rng.choice(len(law), size=anchors.shape, p=law / law.sum())
+        return cut_blocks(self._texts, self._groups[chosen], anchors, size, prefixes)
 
     def _shuffle(self, epoch: int) -> None:
         rng = np.random.default_rng([self._seed, epoch, 0])
@@ -102,8 +108,19 @@ class BlockSampler:
             missing = -len(anchors) % self._anchors
             parts.append(np.concatenate([anchors, rng.choice(anchors, missing)]))
         self._anchor_groups = np.concatenate(parts).reshape(-1, self._anchors)
-        self._order = rng.permutation(len(self._groups))
+        self._order = self._by_length(rng.permutation(len(self._groups)), rng)
         self._epoch = epoch
+
+    def _by_length(self, order: Array, rng: np.random.Generator) -> Array:
+        """`order` with steps of like length: less of a step is padding."""
+        lengths = np.array([len(text.tokens) for text in self._texts])[self._groups]
+        whole = len(order) // self._sequences * self._sequences
+        parts = np.split(
+            order[:whole], range(_WINDOW * self._sequences, whole, _WINDOW * self._sequences)
+        )
+        parts = [part[np.argsort(lengths[part], kind="stable")] for part in parts]
+        steps = np.concatenate(parts).reshape(-1, self._sequences)
+        return np.concatenate([rng.permutation(steps).reshape(-1), order[whole:]])
 
 
 def cut_blocks(

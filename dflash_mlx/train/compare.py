@@ -1,4 +1,4 @@
-"""`python -m dflash_mlx.train.compare`: drafters side by side on the held-out rows of corpora."""
+"""`python -m dflash_mlx.train.compare`: drafters side by side, without decoding anything."""
 
 from __future__ import annotations
 
@@ -10,76 +10,71 @@ from typing import Any
 
 from dflash_mlx import cli
 from dflash_mlx.config import PairConfig
+from dflash_mlx.drafters.save import replace_text
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import load_target, resolve_folder
 from dflash_mlx.train.data import Texts, add_data_options, read_texts
-from dflash_mlx.train.evaluate import measure
+from dflash_mlx.train.evaluate import Drafter, measure, walk
 from dflash_mlx.train.start import open_drafter
 
 PROGRAM = "dflash_mlx.train.compare"
+
+Figures = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> None:
     """Print a table. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
-    target = load_target(cli.read_pair_config(arguments).model)
+    pair = load_target(cli.read_pair_config(arguments).model)
     drafters = {
-        name: open_drafter(resolve_folder(name, "drafter"), target.target)[:2]
+        name: Drafter(*open_drafter(resolve_folder(name, "drafter"), pair.target)[:2], pair.target)
         for name in arguments.drafter
     }
-    configs = [config for _, config in drafters.values()]
-    if len({(config.target_layer_ids, config.block_size) for config in configs}) > 1:
-        raise DFlashError(
-            "the drafters have different block sizes or read different layers",
-            "compare them one by one",
-        )
-    paths = [Path(name) for name in arguments.corpus]
+    taps = {drafter.config.target_layer_ids for drafter in drafters.values()}
+    if len(taps) > 1:
+        raise DFlashError("the drafters read different layers", "compare them one by one")
     place = (arguments.cache, int(arguments.cache_gb * 1e9))
-    taps = configs[0].target_layer_ids
-    held_out = read_texts(paths, target, taps, place, arguments.held_out).held_out
-    result = {}
-    for name, (network, config) in drafters.items():
-        lengths = range(config.block_size - 1)
-        result[name] = {
-            group: [measure(network, config, target.target, texts, n) for n in lengths]
-            for group, texts in groups(held_out).items()
-        }
-    print(table({name: result[name]["all"] for name in result}))
+    texts = read_texts(arguments.corpus, pair, taps.pop(), place)
+    if not arguments.all_rows:
+        _, texts = texts.split(arguments.held_out)
+    figures = {name: by_category(drafter, texts) for name, drafter in drafters.items()}
+    print(table(figures))
     if arguments.json is not None:
-        figures = {
-            name: {
-                group: {
-                    "tokens_per_round": measured[0].tokens_per_round,
-                    "by_position": measured[0].by_position,
-                    "continuation_by_prefix": [m.tokens_per_round - 1 for m in measured],
-                }
-                for group, measured in by_group.items()
-            }
-            for name, by_group in result.items()
-        }
-        arguments.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        replace_text(arguments.json, json.dumps(figures, indent=1))
 
 
-def groups(texts: Texts) -> dict[str, Texts]:
-    """All texts, and those of each category that the corpora name."""
-    categories = sorted({row.category for row in texts.rows} - {""})
-    places = range(len(texts.rows))
-    found = {"all": texts}
-    for category in categories:
-        found[category] = texts.only(i for i in places if texts.rows[i].category == category)
-    return found
+def by_category(drafter: Drafter, texts: Texts) -> dict[str, Figures]:
+    """The figures of all texts, and of each category that the corpora name."""
+    result = {"all": figures_of(drafter, texts)}
+    for category in sorted({row.category for row in texts.rows} - {""}):
+        part = texts.only(lambda i, category=category: texts.rows[i].category == category)  # type: ignore[misc]
+        result[category] = figures_of(drafter, part)
+    return result
 
 
-def table(measured: dict[str, list[Any]]) -> str:
-    """Markdown: mean correct continuation after a kept prefix of 0, 1, ... tokens."""
-    lengths = range(len(next(iter(measured.values()))))
-    lines = [
-        "| drafter | tokens/round | " + " | ".join(f"prefix {n}" for n in lengths) + " |",
-        "| --- | --- |" + " --- |" * len(lengths),
-    ]
-    for name, results in measured.items():
-        cells = " | ".join(f"{result.tokens_per_round - 1:.3f}" for result in results)
-        lines.append(f"| {name} | {results[0].tokens_per_round:.3f} | {cells} |")
+def figures_of(drafter: Drafter, texts: Texts) -> Figures:
+    """Tokens per round as in greedy decoding, and right drafts after a kept prefix."""
+    rounds = walk(drafter, texts)
+    prefixes = range(drafter.config.block_size - 1)
+    return {
+        "texts": len(texts),
+        "rounds": len(rounds.hits),
+        "tokens_per_round": rounds.tokens_per_round,
+        "by_position": rounds.by_position,
+        "by_prefix": [measure(drafter, texts, n).tokens_per_round - 1 for n in prefixes],
+    }
+
+
+def table(figures: dict[str, dict[str, Figures]]) -> str:
+    """Markdown: a row per drafter and category."""
+    width = max(len(part["all"]["by_prefix"]) for part in figures.values())
+    head = ["drafter", "texts", "tokens/round", *(f"prefix {n}" for n in range(width))]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for name, parts in figures.items():
+        for category, part in parts.items():
+            cells = [f"{name} ({category})", str(part["texts"]), f"{part['tokens_per_round']:.3f}"]
+            cells += [f"{length:.2f}" for length in part["by_prefix"]]
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -87,14 +82,16 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = cli.Parser(
         prog=PROGRAM,
-        description="Compare drafters on the rows of corpora that training keeps out: mean number "
-        "of right drafts after a kept prefix of 0, 1, ... tokens.",
+        description="Compare drafters on texts of the target: tokens per round as greedy decoding "
+        "has them, and the mean number of right drafts after a kept prefix of 0, 1, ... tokens.",
     )
     result.add_argument(
         "--drafter", required=True, action="append", help="may be given several times"
     )
-    result.add_argument("--held-out", type=int, default=50, help="as in training (default: 50)")
-    result.add_argument("--json", type=Path, help="write all figures, by category, to this file")
+    rows = result.add_mutually_exclusive_group()
+    rows.add_argument("--held-out", type=int, default=50, help="as in training (default: 50)")
+    rows.add_argument("--all-rows", action="store_true", help="use every row of the corpora")
+    result.add_argument("--json", type=Path, help="write all figures to this file")
     add_data_options(result)
     cli.add_options(result, PairConfig, without=["drafter"])
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +24,20 @@ from dflash_mlx.train.start import vocabulary_size
 
 @dataclass(frozen=True)
 class Texts:
-    """Sequences with their features and rows; indices of all three agree."""
+    """Sequences of corpora, one entry of each list per sequence.
 
+    numbers: the row's number in its file. places: its features, as a cache and a number in it.
+    name: tells corpora, targets and taps apart.
+    """
+
+    name: str
     sequences: list[TextTokens]
     rows: list[Row]
+    numbers: list[int]
     places: list[tuple[FeatureCache, int]]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
 
     def features(self, chosen: Array, length: int) -> mx.array:
         """[S, length, m*d] float32 of the sequences `chosen` [S], zeros after their ends."""
@@ -39,60 +48,46 @@ class Texts:
             parts.append(mx.pad(part, [(0, length - part.shape[0]), (0, 0)]))
         return mx.stack(parts)
 
-    def only(self, indices: Iterable[int]) -> Texts:
-        """These sequences alone."""
-        chosen = list(indices)
-        return Texts(
-            [self.sequences[i] for i in chosen],
-            [self.rows[i] for i in chosen],
-            [self.places[i] for i in chosen],
-        )
+    def only(self, wanted: Callable[[int], bool]) -> Texts:
+        """Those of the sequences 0, 1, ... that are wanted."""
+        chosen = [i for i in range(len(self)) if wanted(i)]
+        lists = (self.sequences, self.rows, self.numbers, self.places)
+        return Texts(self.name, *([values[i] for i in chosen] for values in lists))  # type: ignore[arg-type]
 
+    def split(self, held_out: int) -> tuple[Texts, Texts]:
+        """What to train on, and what to measure with.
 
-@dataclass(frozen=True)
-class Split:
-    """Texts to learn from, and texts to measure with. name: tells data apart."""
-
-    train: Texts
-    held_out: Texts
-    name: str
+        Rows 0, held_out, 2 held_out, ... of every file are kept out of training. Only the greedy
+        ones among them, if there are any, measure: of the others only the first draft could be
+        judged. Raises DFlashError when nothing is left to train on.
+        """
+        train = self.only(lambda i: self.numbers[i] % held_out != 0)
+        kept = self.only(lambda i: self.numbers[i] % held_out == 0)
+        if not train.sequences:
+            raise DFlashError("the corpora have one row in all", "make a larger corpus")
+        greedy = kept.only(lambda i: kept.rows[i].temperature == 0)
+        return train, greedy if greedy.sequences else kept
 
 
 def read_texts(
-    paths: Sequence[Path],
-    pair: Pair,
-    taps: tuple[int, ...],
-    cache: tuple[Path, int],
-    held_out: int,
-) -> Split:
-    """Read corpora, compute the features that are missing, and split.
+    paths: Sequence[Path], pair: Pair, taps: tuple[int, ...], cache: tuple[Path, int]
+) -> Texts:
+    """Read corpora, and compute the features that are missing.
 
-    cache: the folder of all features, and the most bytes per corpus. held_out: every how many
-    rows one is kept out of training (rows 0, held_out, 2 held_out, ... of each file); the greedy
-    ones among them are measured with. Raises DFlashError for a corpus of another tokenizer, or
-    one that has no usable row.
+    cache: the folder of all features, and the most bytes per corpus. Raises DFlashError for a
+    corpus of another tokenizer, or one that has no usable row.
     """
-    train, kept = Texts([], [], []), Texts([], [], [])
-    names = []
-    for path in paths:
-        texts, name = _read_file(path, pair, taps, cache)
-        names.append(name)
-        for i, triple in enumerate(zip(texts.sequences, texts.rows, texts.places, strict=True)):
-            part = kept if i % held_out == 0 else train
-            part.sequences.append(triple[0])
-            part.rows.append(triple[1])
-            part.places.append(triple[2])
-    if greedy := [i for i, row in enumerate(kept.rows) if row.temperature == 0]:
-        kept = kept.only(greedy)  # of the others only the first draft could be judged
-    if not train.sequences:
-        raise DFlashError("the corpora hold too few rows to keep any out", "make a larger corpus")
-    return Split(train, kept, " ".join(names))
+    parts = [_read_file(path, pair, taps, cache) for path in paths]
+    return Texts(
+        " ".join(part.name for part in parts),
+        [sequence for part in parts for sequence in part.sequences],
+        [row for part in parts for row in part.rows],
+        [number for part in parts for number in part.numbers],
+        [place for part in parts for place in part.places],
+    )
 
 
-def _read_file(
-    path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path, int]
-) -> tuple[Texts, str]:
-    """The texts of a corpus, and a name that no other corpus, target or set of taps has."""
+def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path, int]) -> Texts:
     vocab_size, context = vocabulary_size(pair.target), pair.target.context_length
     header, rows = read_rows(path, vocab_size)
     check_header(header, pair.tokenizer, vocab_size, str(path))
@@ -114,7 +109,8 @@ def _read_file(
         TextTokens(np.array(row.prompt + row.answer), len(row.prompt), features.choices(i))
         for i, row in enumerate(usable)
     ]
-    return Texts(sequences, usable, [(features, i) for i in range(len(features))]), name
+    places = [(features, i) for i in range(len(features))]
+    return Texts(name, sequences, usable, list(range(len(features))), places)
 
 
 def _fill(features: FeatureCache, path: Path) -> None:
@@ -129,7 +125,11 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     """Add --corpus, --cache and --cache-gb."""
     cache = platformdirs.user_cache_path("dflash-chat") / "features"
     parser.add_argument(
-        "--corpus", required=True, action="append", help="corpus file; may be given several times"
+        "--corpus",
+        required=True,
+        action="append",
+        type=Path,
+        help="corpus file; may be given several times",
     )
     parser.add_argument(
         "--cache",

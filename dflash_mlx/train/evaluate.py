@@ -14,18 +14,19 @@ from dflash_mlx.train.data import Texts
 from dflash_mlx.train.packed import hidden_states
 
 ANCHORS = 16  # per text
+_CHUNK = 2048  # block tokens drafted at once
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """hits: [texts, ANCHORS, B - 1 - prefix], 1 where this and all earlier drafts are right."""
+    """hits: [blocks, B - 1 - prefix], 1 where this and all earlier drafts are right."""
 
     hits: Array
 
     @property
     def by_position(self) -> list[float]:
         """Share of blocks whose first k drafts are all right, k = 1, 2, ..."""
-        return [float(share) for share in self.hits.mean(axis=(0, 1))]
+        return [float(share) for share in self.hits.mean(axis=0)]
 
     @property
     def tokens_per_round(self) -> float:
@@ -33,28 +34,66 @@ class Acceptance:
         return 1 + float(self.hits.sum(axis=-1).mean())
 
 
-def measure(
-    network: Network, config: NetworkConfig, target: Target, texts: Texts, prefix: int = 0
-) -> Acceptance:
-    """Draft at 16 anchors of every text, with `prefix` true tokens visible after the anchor.
+@dataclass(frozen=True)
+class Drafter:
+    """A network as training sees it: what it is, and whose embedding and head it borrows."""
 
-    Teacher-forced and greedy: a draft is right when it is the target's choice. In sampled texts it
-    counts as wrong behind the first token that is not, so measure with greedy texts.
-    """
-    hits = []
-    for start in range(0, len(texts.sequences), 8):
-        chosen = np.arange(start, min(start + 8, len(texts.sequences)))
-        anchors = np.stack([_spread(texts.sequences[i].anchors) for i in chosen])
+    network: Network
+    config: NetworkConfig
+    target: Target
+
+    def hits(self, texts: Texts, chosen: Array, anchors: Array, prefix: int = 0) -> Array:
+        """[S, A, B - 1 - prefix] for blocks at `anchors` [S, A] of the texts `chosen` [S].
+
+        Teacher-forced and greedy: a draft is right when it is the target's choice and all before
+        it are. `prefix` true tokens are visible after the anchor. In sampled texts a draft counts
+        as wrong behind the first token that is not the target's choice.
+        """
+        config = self.config
         prefixes = np.full(anchors.shape, prefix)
         blocks = cut_blocks(texts.sequences, chosen, anchors, config.block_size, prefixes)
-        x = embed(target, config, blocks.inputs(config.mask_token_id))
+        x = embed(self.target, config, blocks.inputs(config.mask_token_id))
         features = texts.features(chosen, int(anchors.max()))
-        hidden = hidden_states(network, config, features, mx.array(anchors), x)
-        logits = target.head()(hidden[:, :, prefix + 1 :] * config.output_multiplier)
+        hidden = hidden_states(self.network, config, features, mx.array(anchors), x)
+        logits = self.target.head()(hidden[:, :, prefix + 1 :] * config.output_multiplier)
         drafts = np.array(mx.argmax(logits, axis=-1))
         right = (drafts == blocks.labels[..., prefix + 1 :]) & blocks.supervised[..., prefix + 1 :]
-        hits.append(np.cumprod(right, axis=-1))
+        return np.cumprod(right, axis=-1)
+
+
+def measure(drafter: Drafter, texts: Texts, prefix: int = 0) -> Acceptance:
+    """Drafts at 16 anchors of every text, evenly spread."""
+    hits = []
+    for start in range(0, len(texts), 8):
+        chosen = np.arange(start, min(start + 8, len(texts)))
+        anchors = np.stack([_spread(texts.sequences[i].anchors) for i in chosen])
+        hits.append(
+            drafter.hits(texts, chosen, anchors, prefix).reshape(-1, _drafts(drafter, prefix))
+        )
     return Acceptance(np.concatenate(hits))
+
+
+def walk(drafter: Drafter, texts: Texts) -> Acceptance:
+    """The rounds that greedy decoding would have: each begins where the one before ended."""
+    step = max(1, _CHUNK // drafter.config.block_size)
+    rounds = []
+    for i, text in enumerate(texts.sequences):
+        anchors = text.anchors
+        hits = np.concatenate(
+            [
+                drafter.hits(texts, np.array([i]), anchors[None, start : start + step])[0]
+                for start in range(0, len(anchors), step)
+            ]
+        )
+        place = 0
+        while place < len(anchors):
+            rounds.append(hits[place])
+            place += 1 + int(hits[place].sum())
+    return Acceptance(np.stack(rounds))
+
+
+def _drafts(drafter: Drafter, prefix: int) -> int:
+    return drafter.config.block_size - 1 - prefix
 
 
 def embed(target: Target, config: NetworkConfig, inputs: Array) -> mx.array:

@@ -106,14 +106,21 @@ class FeatureCache:
     def choices(self, i: int) -> npt.NDArray[np.uint32]:
         """The target's most likely next token after every token of sequence i, [T]."""
         start, end = self._starts[i], self._starts[i + 1]
-        data = np.fromfile(self._file("choices"), np.uint32, end - start, offset=start * _CHOICE)
+        data = self._read("choices", end - start, start * _CHOICE)
         self._check(i, 1, data.data)
         return data
 
     def _check(self, i: int, which: int, data: Any) -> None:
-        expected = np.fromfile(self._file("checksums"), "<u4", 2, offset=i * _CHECKSUMS)
+        expected = self._read("checksums", 2, i * _CHECKSUMS)
         if expected.size < 2 or zlib.crc32(data) != expected[which]:
             raise self._damaged(i)
+
+    def _read(self, name: str, count: int, offset: int) -> npt.NDArray[np.uint32]:
+        """Numbers from a file; fewer where it is shorter, none where it is missing."""
+        try:
+            return np.fromfile(self._file(name), np.uint32, count, offset=offset)
+        except OSError:
+            return np.empty(0, np.uint32)
 
     def _damaged(self, i: int) -> DFlashError:
         return DFlashError(f"{self._folder} is damaged at sequence {i}", _BUILD_AGAIN)
@@ -152,13 +159,13 @@ class FeatureCache:
             )
 
     def _new_folder(self, index_file: Path, index: dict[str, Any]) -> dict[str, Any]:
-        if self._folder.exists() and any(self._folder.iterdir()):
+        partial = index_file.with_suffix(".new")  # which a kill may have left
+        if self._folder.exists() and any(file != partial for file in self._folder.iterdir()):
             raise DFlashError(
                 f"{self._folder} is not empty and holds no features",
                 "choose another folder with --cache",
             )
         self._folder.mkdir(parents=True, exist_ok=True)
-        partial = index_file.with_suffix(".new")
         partial.write_text(json.dumps(index, indent=1), encoding="utf-8")
         os.replace(partial, index_file)
         return index

@@ -40,7 +40,9 @@ def _mask(anchors: mx.array, B: int, T: int, window: int | None, causal: bool) -
     """[S, 1, A, 1, B, T + B]: which context tokens and which of its block's rows a row sees."""
     rows, tokens = mx.arange(B), mx.arange(T)
     apart = rows[:, None] - rows[None]
-    inside = apart >= 0 if causal else mx.abs(apart) < (window or B)
+    inside = mx.abs(apart) < (window or B)
+    if causal:
+        inside = inside & (apart >= 0)
     starts = anchors[:, :, None, None]
     before = mx.broadcast_to(tokens < starts, (*anchors.shape, B, T))
     if window is not None:

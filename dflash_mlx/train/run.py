@@ -14,7 +14,7 @@ import numpy as np
 from dflash_mlx.drafters.save import save_drafter
 from dflash_mlx.target import Target
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.evaluate import measure
+from dflash_mlx.train.evaluate import Drafter, measure
 from dflash_mlx.train.state import save_state
 from dflash_mlx.train.trainer import Trainer
 
@@ -71,32 +71,31 @@ class Run:
         """The loss of every step, and a record of every measurement, the last one at the end."""
         if not self.history:
             yield self.record([], 0.0)
-        since, losses = time.perf_counter(), []
         trainer = self.trainer
+        since, before, losses = time.perf_counter(), trainer.tokens, []
         while trainer.progress < 1:
             losses.append(trainer.train_step())
             yield losses[-1]
             spent = time.perf_counter() - since
             if spent > 60 * trainer.config.evaluate_minutes or trainer.progress >= 1:
-                yield self.record(losses, spent)
-                since, losses = time.perf_counter(), []
+                yield self.record(losses, (trainer.tokens - before) / spent)
+                since, before, losses = time.perf_counter(), trainer.tokens, []
 
-    def record(self, losses: list[float], spent: float) -> Record:
+    def record(self, losses: list[float], speed: float) -> Record:
         """Measure, keep the drafter if it is the best so far, and save the state."""
         trainer = self.trainer
         variable = trainer.config.mode == "variable-prefix"
         config = trainer.network_config
+        drafter = Drafter(trainer.network, config, self._target)
         results = [
-            measure(trainer.network, config, self._target, self._held_out, prefix)
+            measure(drafter, self._held_out, prefix)
             for prefix in range(config.block_size - 1 if variable else 1)
         ]
         record = Record(
             step=trainer.step,
             minutes=round(trainer.seconds / 60, 2),
             loss=float(np.mean(losses)) if losses else None,
-            tokens_per_second=round(len(losses) * trainer.tokens_per_step / spent, 1)
-            if spent
-            else 0.0,
+            tokens_per_second=round(speed, 1),
             by_position=results[0].by_position,
             by_prefix=[result.tokens_per_round - 1 for result in results],
         )

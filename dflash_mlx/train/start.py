@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from dflash_mlx.config import TrainConfig
@@ -138,9 +139,14 @@ def warm_start(network: Network, target: Target) -> None:
     target whose layers are built otherwise.
     """
     taken = []
+    if len(network.layers) > target.num_layers:
+        raise DFlashError(
+            f"layers is {len(network.layers)}, but {target.name} has only {target.num_layers}",
+            "choose fewer with --layers, or --start random",
+        )
     layers = target.model.layers[-len(network.layers) :]
     for i, (layer, source) in enumerate(zip(network.layers, layers, strict=True)):
-        own, given = dict(_flat(layer)), dict(_flat(source))
+        own, given = dict(_flat(layer)), _dense(source)
         taken += [
             (f"layers.{i}.{name}", given[name].astype(mx.float32)) for name in _same(own, given)
         ]
@@ -160,6 +166,17 @@ def warm_start(network: Network, target: Target) -> None:
 
 def _same(own: dict[str, mx.array], given: dict[str, mx.array]) -> list[str]:
     return [name for name in own if name in given and given[name].shape == own[name].shape]
+
+
+def _dense(layer: nn.Module) -> dict[str, mx.array]:
+    """Arrays by name; a quantised matrix is given by the numbers it stands for."""
+    arrays = dict(_flat(layer))
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.QuantizedLinear):
+            packed = (module.weight, module.scales, module.get("biases"))
+            kind = (module.group_size, module.bits, module.mode)
+            arrays[f"{name}.weight"] = mx.dequantize(*packed, *kind)
+    return arrays
 
 
 def _flat(module: Any) -> list[tuple[str, mx.array]]:

@@ -32,13 +32,16 @@ def save_state(folder: Path, trainer: Trainer, data: str) -> None:
     place, fresh, old = (folder / name for name in ("state", "state-new", "state-old"))
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    arrays = {f"network.{k}": v for k, v in _flat(trainer.network.parameters())}
-    arrays |= {f"optimizer.{k}": v for k, v in _flat(trainer.optimizer.state)}
-    replace_safetensors(fresh / "arrays.safetensors", arrays, {})
-    about = {"step": trainer.step, "seconds": trainer.seconds, "run": identity(trainer, data)}
+    replace_safetensors(fresh / "arrays.safetensors", _arrays(trainer), {})
+    about = {
+        "step": trainer.step,
+        "seconds": trainer.seconds,
+        "tokens": trainer.tokens,
+        "run": identity(trainer, data),
+    }
     replace_text(fresh / "state.json", json.dumps(about, indent=1))
-    shutil.rmtree(old, ignore_errors=True)
-    if place.exists():
+    if place.exists():  # otherwise the old one is all there is
+        shutil.rmtree(old, ignore_errors=True)
         place.rename(old)
     fresh.rename(place)
     shutil.rmtree(old, ignore_errors=True)
@@ -59,19 +62,20 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
     try:
         about = json.loads((place / "state.json").read_text(encoding="utf-8"))
         arrays = dict(mx.load(str(place / "arrays.safetensors")))  # type: ignore[arg-type]
-        step, seconds, run = int(about["step"]), float(about["seconds"]), about["run"]
+        step, tokens = int(about["step"]), int(about["tokens"])
+        seconds, run = float(about["seconds"]), dict(about["run"])
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DFlashError(
             f"the state in {place} cannot be read ({error})",
             f"delete it and start from the drafter beside it with --init {folder}",
         ) from None
     _check_same(place, run, identity(trainer, data))
-    own = {f"network.{k}": v.shape for k, v in _flat(trainer.network.parameters())}
-    if own != {k: v.shape for k, v in arrays.items() if k.startswith("network.")}:
+    own = {name: array.shape for name, array in _arrays(trainer).items()}
+    if own != {name: array.shape for name, array in arrays.items()}:
         raise DFlashError(f"the drafter in {place} has other shapes than this one", _NEXT_STEP)
     trainer.network.update(_tree(arrays, "network."))
     trainer.optimizer.state = _tree(arrays, "optimizer.")
-    trainer.step, trainer.seconds = step, seconds
+    trainer.step, trainer.seconds, trainer.tokens = step, seconds, tokens
     mx.eval(trainer.network.parameters(), trainer.optimizer.state)
 
 
@@ -88,6 +92,12 @@ def _check_same(place: Path, before: dict[str, Any], now: dict[str, Any]) -> Non
                 f"the run in {place} has {name} {before.get(name)!r}, not {now[name]!r}",
                 _NEXT_STEP,
             )
+
+
+def _arrays(trainer: Trainer) -> dict[str, mx.array]:
+    """Weights, and all that the optimiser remembers."""
+    trees = {"network": trainer.network.parameters(), "optimizer": trainer.optimizer.state}
+    return {f"{part}.{k}": v for part, tree in trees.items() for k, v in _flat(tree)}
 
 
 def _flat(tree: Any) -> list[tuple[str, mx.array]]:

@@ -44,7 +44,8 @@ class Batch:
 class Trainer:
     """A drafter network, its optimiser, and where they are in the data.
 
-    step: steps done. seconds: spent in steps, over all runs.
+    step: steps done. seconds: spent in steps. tokens: in their blocks, anchors included. All over
+    all runs.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Trainer:
         config: TrainConfig,
     ) -> None:
         self.network, self.network_config, self.config = network, network_config, config
-        self.step, self.seconds = 0, 0.0
+        self.step, self.seconds, self.tokens = 0, 0.0, 0
         self._target, self._texts = target, texts
         self._sampler = BlockSampler(
             texts.sequences,
@@ -64,6 +65,7 @@ class Trainer:
             (config.sequences, config.anchors),
             config.seed,
             config.prefix_base if config.mode == "variable-prefix" else None,
+            config.short_share,
         )
         self.optimizer = optim.AdamW(
             learning_rate=0.0,
@@ -87,11 +89,6 @@ class Trainer:
         return min(1.0, self.seconds / (60 * self.config.minutes))
 
     @property
-    def tokens_per_step(self) -> int:
-        """Block tokens, anchors included."""
-        return self.config.sequences * self.config.anchors * self.network_config.block_size
-
-    @property
     def covered(self) -> float:
         """Share of the answers' tokens that are in the draft vocabulary."""
         answers = np.concatenate([s.tokens[s.prompt_length :] for s in self._texts.sequences])
@@ -100,12 +97,14 @@ class Trainer:
     def train_step(self) -> float:
         """One step; returns its loss."""
         started = time.perf_counter()
-        loss, gradients = self._gradients(self.batch(self._sampler.blocks(self.step)))
+        blocks = self._sampler.blocks(self.step)
+        loss, gradients = self._gradients(self.batch(blocks))
         gradients, _ = optim.clip_grad_norm(gradients, self.config.clip)
         self.optimizer.learning_rate = self.learning_rate()
         self.optimizer.update(self.network, gradients)
         mx.eval(self.network.parameters(), self.optimizer.state, loss)
         self.step += 1
+        self.tokens += blocks.tokens.size
         self.seconds += time.perf_counter() - started
         return float(loss)
 
@@ -119,7 +118,7 @@ class Trainer:
         """The arrays of `blocks`."""
         config = self.network_config
         labels = self._index[blocks.labels]
-        weights = decay_weights(blocks.prefixes, config.block_size, self.config.tau)
+        weights = decay_weights(blocks.prefixes, blocks.tokens.shape[-1], self.config.tau)
         places = np.flatnonzero(blocks.supervised & (labels >= 0))
         return Batch(
             features=self._texts.features(blocks.rows, int(blocks.anchors.max())),
@@ -137,7 +136,7 @@ class Trainer:
         rows = hidden.flatten(0, 2)[batch.places] * config.output_multiplier
         losses = cross_entropy(rows, self._head, batch.labels, config.final_logit_softcapping)
         weights = batch.decay if self.config.loss == "decay" else self._dpace(batch, losses)
-        return (weights * losses).sum() / weights.sum()
+        return (weights * losses).sum() / mx.maximum(weights.sum(), 1e-9)  # 0 / 0 without places
 
     def _dpace(self, batch: Batch, losses: mx.array) -> mx.array:
         shape = batch.x.shape[:-1]
