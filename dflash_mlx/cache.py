@@ -22,28 +22,45 @@ SLACK = 64  # positions kept behind a window, so that the last rounds can be tak
 
 @dataclass(frozen=True)
 class Block:
-    """The rows of one pass: a run of consecutive tokens, or the nodes of a tree."""
+    """The rows of one pass: consecutive tokens, the nodes of a tree, or branches side by side.
+
+    branches: how many runs of rows / branches tokens begin at the same position and do not see
+    each other (a forest).
+    """
 
     rows: int
     tree: Tree | None = None
+    branches: int = 1
 
     @classmethod
     def of(cls, tree: Tree) -> Block:
         """A chain needs no explicit positions or mask; any other tree does."""
         return cls(len(tree), None if tree.is_chain else tree)
 
+    @property
+    def is_run(self) -> bool:
+        """Whether the rows are consecutive tokens."""
+        return self.tree is None and self.branches == 1
+
     @cached_property
     def depths(self) -> mx.array:
-        """[rows] distance of each row from the first."""
-        return mx.arange(self.rows) if self.tree is None else mx.array(self.tree.depths)
+        """[rows] distance of each row from the first position."""
+        if self.tree is not None:
+            return mx.array(self.tree.depths)
+        return mx.arange(self.rows) % (self.rows // self.branches)
+
+    @cached_property
+    def same_branch(self) -> mx.array:
+        """[rows, rows] which rows are in the same branch of a forest."""
+        branch = mx.arange(self.rows) // (self.rows // self.branches)
+        return branch[:, None] == branch[None]
 
     @cached_property
     def visible(self) -> mx.array:
-        """[rows, rows] which rows of the block each row may attend to."""
+        """[rows, rows] which rows of the block a causal row may attend to."""
         if self.tree is not None:
             return mx.array(self.tree.ancestors)
-        rows = mx.arange(self.rows)
-        return rows[:, None] >= rows[None]
+        return (self.depths[:, None] >= self.depths[None]) & self.same_branch
 
 
 class LayerCache:
@@ -62,8 +79,8 @@ class LayerCache:
 
     @property
     def offset(self) -> int | mx.array:
-        """Position of the block's first row, or of every row when the block is a tree."""
-        if self.block.tree is None:
+        """Position of the block's first row, or of every row where they are not consecutive."""
+        if self.block.is_run:
             return self.length
         return self.length + self.block.depths
 
@@ -96,7 +113,7 @@ class LayerCache:
         if window is None or self.length - self._first + rows <= window:
             if rows == 1:
                 return None
-            if self.block.tree is None and not return_array:
+            if self.block.is_run and not return_array:
                 return "causal"
         return self.attention_mask(self.block.visible, window)
 

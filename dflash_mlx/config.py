@@ -8,7 +8,8 @@ from typing import Any
 
 from dflash_mlx.errors import DFlashError
 
-METHODS = ("none", "dflash")
+METHODS = ("none", "dflash", "ddtree", "d2sd", "ngram")
+GROWTHS = ("joint", "paper")
 TRAIN_MODES = ("dflash", "variable-prefix")
 STARTS = ("target", "random")
 LOSSES = ("dpace", "decay")
@@ -33,6 +34,11 @@ class PairConfig:
     )
     drafter: str | None = option(
         None, "drafter: a Hugging Face id or a local folder (default: the one that fits the model)"
+    )
+    second_drafter: str | None = option(
+        None,
+        "d2sd's variable-prefix drafter, likewise; none lets the first one continue its own drafts "
+        "(default: the one that fits the model)",
     )
 
 
@@ -80,6 +86,13 @@ class DecodeConfig:
     block_size: int | None = option(
         None, "tokens per draft block, the anchor included (default: the drafter's)", type=int
     )
+    branches: int = option(4, "d2sd: prefixes that the second drafter continues", type=int)
+    nodes: int = option(
+        16, "ddtree, d2sd: most tokens that a pass verifies, the anchor included", type=int
+    )
+    growth: str = option(
+        "joint", "d2sd: best-first over both drafts, or as published", choices=GROWTHS
+    )
     max_tokens: int = option(512, "stop after this many tokens", type=int)
     stop: tuple[str, ...] = option(
         (), "stop before this text appears; may be given several times", action="append"
@@ -91,6 +104,9 @@ class DecodeConfig:
         _require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
         block_ok = self.block_size is None or self.block_size >= 2
         _require(block_ok, "block_size", self.block_size, "2 or more")
+        _require(self.growth in GROWTHS, "growth", self.growth, f"one of {', '.join(GROWTHS)}")
+        _require(self.branches >= 1, "branches", self.branches, "1 or more")
+        _require(self.nodes >= 2, "nodes", self.nodes, "2 or more")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _require(self.prefill_step >= 1, "prefill_step", self.prefill_step, "1 or more")
         _require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")

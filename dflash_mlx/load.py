@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from dflash_mlx.target import Target
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_DRAFTER = "smollm2-135m-dflash"
+DEFAULT_SECOND_DRAFTER = "smollm2-135m-variable-prefix"
+DRAFTED = ("dflash", "ddtree", "d2sd")  # methods that need a drafter network
 
 CheckConfig = Callable[[dict[str, Any]], None]
 Loaded = tuple[Any, Any, int]  # model, tokenizer, context length
@@ -39,9 +41,9 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.t
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with its tokenizer, and the drafter network that fits it, if any.
+    """A target with its tokenizer, and the drafter networks that fit it, if any.
 
-    tokenizer: mlx-lm's TokenizerWrapper.
+    tokenizer: mlx-lm's TokenizerWrapper. second_network: D2SD's variable-prefix drafter.
     """
 
     target: Target
@@ -49,6 +51,8 @@ class Pair:
     network: Network | None = None
     network_config: NetworkConfig | None = None
     drafter_name: str | None = None
+    second_network: Network | None = None
+    second_config: NetworkConfig | None = None
 
 
 def load(model: str | None = None, drafter: str | None = None) -> Pair:
@@ -68,21 +72,31 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     name = DEFAULT_MODEL if config.model is None else config.model
-    folder = _drafter_folder(config)
-    network_config = None if folder is None else read_config(folder)
+    folders = [f for f in (_drafter_folder(config), _second_folder(config, uses)) if f is not None]
+    network_configs = [read_config(folder) for folder in folders]
     for use in uses:
-        if use.method == "dflash":
-            check_block_size(use.block_size, require_drafter(network_config, name))
+        if use.method in DRAFTED:
+            first = require_drafter(next(iter(network_configs), None), name)
+            check_block_size(use.block_size, first)
+        if use.method == "d2sd":
+            check_block_size(use.block_size, network_configs[-1])
 
     def check(target_config: dict[str, Any]) -> None:
-        if network_config is not None:
+        for network_config in network_configs:
             check_fit(network_config, target_config, name)
 
     target, tokenizer = _load_target(config.model, check)
-    if folder is None or network_config is None:
-        return Pair(target, tokenizer)
-    network = load_network(folder, network_config, target.dtype)
-    return Pair(target, tokenizer, network, network_config, config.drafter or DEFAULT_DRAFTER)
+    pair = Pair(target, tokenizer)
+    loaded = [
+        (load_network(folder, network_config, target.dtype), network_config)
+        for folder, network_config in zip(folders, network_configs, strict=True)
+    ]
+    if loaded:
+        pair = replace(pair, network=loaded[0][0], network_config=loaded[0][1])
+        pair = replace(pair, drafter_name=config.drafter or DEFAULT_DRAFTER)
+    if len(loaded) > 1:
+        pair = replace(pair, second_network=loaded[1][0], second_config=loaded[1][1])
+    return pair
 
 
 def load_target(name: str | None = None) -> Pair:
@@ -139,6 +153,19 @@ def _drafter_folder(config: PairConfig) -> Path | None:
     if config.drafter is not None:
         return resolve_folder(config.drafter, "drafter")
     return _DATA / DEFAULT_DRAFTER if config.model is None else None
+
+
+def _second_folder(config: PairConfig, uses: Sequence[DecodeConfig]) -> Path | None:
+    """The variable-prefix drafter's, where there is one and a method uses it."""
+    unused = bool(uses) and all(use.method != "d2sd" for use in uses)
+    if config.second_drafter == "none" or unused:
+        return None
+    if config.second_drafter is not None:
+        if _drafter_folder(config) is None:
+            raise DFlashError("a second drafter needs a first one", "name one with --drafter")
+        return resolve_folder(config.second_drafter, "second-drafter")
+    shipped = config.model is None and config.drafter is None
+    return _DATA / DEFAULT_SECOND_DRAFTER if shipped else None
 
 
 def _load_default(check: CheckConfig) -> Loaded:

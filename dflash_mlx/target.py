@@ -9,6 +9,7 @@ module instances, so parameters, attributes and other instances stay as they wer
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,9 +17,13 @@ import mlx.nn as nn
 
 from dflash_mlx.cache import Block, LayerCache, SequenceCache
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.rope import rotate
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings")
 _HEADS = ("lm_head", "embed_out")
+# They use the cache's offset for more than rope, as one number for the whole pass.
+_ONE_OFFSET = ("gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
+_ONE_OFFSET_ROPES = ("DynamicNTKScalingRoPE",)
 
 
 class Target:
@@ -74,6 +79,17 @@ class Target:
             return logits, None
         return logits, mx.concatenate([self._outputs[i][0] for i in taps], axis=-1)
 
+    def check_trees(self) -> None:
+        """Raise DFlashError for a model that cannot have its rows at positions of their own."""
+        kind = type(self.model).__module__.rpartition(".")[2]
+        ropes = {base.__name__ for m in self.model.modules() for base in type(m).__mro__}
+        if kind in _ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
+            raise DFlashError(
+                f"{self.name} ({kind}) computes with one position for all rows of a pass, "
+                "so it cannot verify trees",
+                "use --method dflash or --method ngram, which draft chains",
+            )
+
     def embedding(self) -> Any:
         """The token embedding module, which the drafter shares."""
         return _find_module(self.model, _EMBEDDINGS, self.name)
@@ -126,14 +142,7 @@ def _override(module: nn.Module, call: Callable[..., Any]) -> None:
 def _rope_at_positions(
     rope: Any, forward: Callable[..., mx.array], x: mx.array, offset: Any = 0, **kwargs: Any
 ) -> mx.array:
-    """Rotate x [1, H, N, D] at one offset, or row by row when `offset` holds N positions.
-
-    `mx.fast.rope` takes one offset per batch row, so the rows become the batch. A batch of
-    sequences, as mlx-lm's own generators run, has such offsets already.
-    """
-    if not isinstance(offset, mx.array) or offset.size == 1 or x.shape[0] > 1:
-        return forward(rope, x, offset=offset, **kwargs)
-    return forward(rope, x.swapaxes(0, 2), offset=offset, **kwargs).swapaxes(0, 2)
+    return rotate(partial(forward, rope), x, offset, **kwargs)
 
 
 def _find_module(model: Any, names: tuple[str, ...], model_name: str) -> Any:

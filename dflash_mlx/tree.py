@@ -20,10 +20,12 @@ class Tree:
 
     tokens: [N] int, may be unevaluated; nothing here reads the root's value.
     parents: N node ids; `parents[0]` is -1 and `parents[i] < i`.
+    logprobs: N, of each token given those before it, as its drafter sees it; () if not known.
     """
 
     tokens: mx.array
     parents: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         in_order = all(-1 < p < i for i, p in enumerate(self.parents[1:], start=1))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dflash_mlx.config import DecodeConfig
 from dflash_mlx.drafters.base import Drafter
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.best_first import BestFirst
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, BlockModel
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion, Growth, JointGrowth, PaperGrowth
+from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.load import Pair, require_drafter
 
@@ -13,13 +16,37 @@ def _none(pair: Pair, config: DecodeConfig) -> Drafter:
     return NoDraft()
 
 
+def _ngram(pair: Pair, config: DecodeConfig) -> Drafter:
+    return NGram(config.block_size)
+
+
 def _dflash(pair: Pair, config: DecodeConfig) -> Drafter:
+    return BlockDiffusion(_first(pair), config.block_size)
+
+
+def _ddtree(pair: Pair, config: DecodeConfig) -> Drafter:
+    pair.target.check_trees()
+    return BestFirst(_first(pair), config.block_size, config.nodes)
+
+
+def _d2sd(pair: Pair, config: DecodeConfig) -> Drafter:
+    pair.target.check_trees()
+    first, second = _first(pair), None
+    if pair.second_network is not None and pair.second_config is not None:
+        second = BlockModel(pair.second_network, pair.second_config, pair.target)
+    growth: Growth = JointGrowth(config.branches, config.nodes)
+    if config.growth == "paper":
+        growth = PaperGrowth(config.branches)
+    return DualDiffusion(first, second, config.block_size, growth)
+
+
+def _first(pair: Pair) -> BlockModel:
     network_config = require_drafter(pair.network_config, pair.target.name)
     assert pair.network is not None
-    return BlockDiffusion(pair.network, network_config, pair.target, config.block_size)
+    return BlockModel(pair.network, network_config, pair.target)
 
 
-METHODS = {"none": _none, "dflash": _dflash}
+METHODS = {"none": _none, "ngram": _ngram, "dflash": _dflash, "ddtree": _ddtree, "d2sd": _d2sd}
 
 
 def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:

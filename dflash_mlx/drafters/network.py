@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.cache import Block, LayerCache, SequenceCache
+from dflash_mlx.rope import rotate
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,12 @@ class Attention(nn.Module):
 
     def remember(self, rows: mx.array, cache: LayerCache) -> tuple[mx.array, mx.array]:
         """Write keys and values of `rows` [1, n, d] into `cache`; return all that are visible."""
-        keys = self.rope(self.k_norm(self._heads(self.k_proj(rows))), offset=cache.offset)
+        keys = rotate(self.rope, self.k_norm(self._heads(self.k_proj(rows))), cache.offset)
         return cache.update_and_fetch(keys, self._heads(self.v_proj(rows)))
 
     def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
         """Attend from block rows x [1, n, d]."""
-        queries = self.rope(self.q_norm(self._heads(self.q_proj(x))), offset=cache.offset)
+        queries = rotate(self.rope, self.q_norm(self._heads(self.q_proj(x))), cache.offset)
         keys, values = self.remember(x, cache)
         out = mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=self.head_dim**-0.5, mask=mask
@@ -140,22 +141,25 @@ class Network(nn.Module):
             layer.self_attn.remember(rows, layer_cache)
         cache.commit(range(features.shape[0]))
 
-    def __call__(self, x: mx.array, cache: SequenceCache) -> mx.array:
-        """Final hidden states [1, n, d] of one block, from its embeddings x [1, n, d].
+    def __call__(self, x: mx.array, cache: SequenceCache, branches: int = 1) -> mx.array:
+        """Final hidden states [1, n, d] of one block, or of several side by side.
 
-        The block's keys and values are used and discarded.
+        x: [1, n, d], the embeddings of `branches` blocks of n / branches rows, all of which begin
+        behind the committed context, share it, and do not see each other. The blocks' keys and
+        values are used and discarded.
         """
-        cache.extend(Block(x.shape[1]))
+        cache.extend(Block(x.shape[1], branches=branches))
         for layer, causal, layer_cache in zip(self.layers, self._causal, cache.layers, strict=True):
-            x = layer(x, _block_mask(x.shape[1], causal, layer_cache), layer_cache)
+            x = layer(x, _block_mask(causal, layer_cache), layer_cache)
         cache.discard()
         return self.norm(x)  # type: ignore[no-any-return]
 
 
-def _block_mask(rows: int, causal: bool, cache: LayerCache) -> mx.array | None:
-    """What each of a block's rows sees of the context and of the block; None for everything."""
-    if cache.window is None and not causal:
+def _block_mask(causal: bool, cache: LayerCache) -> mx.array | None:
+    """What each row of a block sees of the context and of the block; None for everything."""
+    block = cache.block
+    if cache.window is None and not causal and block.is_run:
         return None
-    apart = mx.arange(rows)[:, None] - mx.arange(rows)[None]
-    inside = apart >= 0 if causal else mx.abs(apart) < (cache.window or rows)
-    return cache.attention_mask(inside, cache.window)
+    apart = block.depths[:, None] - block.depths[None]
+    inside = apart >= 0 if causal else mx.abs(apart) < (cache.window or block.rows)
+    return cache.attention_mask(inside & block.same_branch, cache.window)

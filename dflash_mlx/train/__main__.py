@@ -16,7 +16,7 @@ from dflash_mlx.drafters.checkpoint import parse_config
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import Pair, load_target, resolve_folder
-from dflash_mlx.train.data import add_data_options, read_texts
+from dflash_mlx.train.data import add_data_options, feature_place, read_texts
 from dflash_mlx.train.run import Record, Run
 from dflash_mlx.train.start import fresh_network, mask_token, new_config, open_drafter, warm_start
 from dflash_mlx.train.state import has_state, restore_state
@@ -28,11 +28,11 @@ PROGRAM = "dflash_mlx.train"
 def main(argv: Sequence[str]) -> None:
     """Train until the time or the steps are used up. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
+    place = feature_place(arguments)
     config = cli.read_options(arguments, TrainConfig)
     check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     network, network_config, raw = drafter(config, pair)
-    place = (arguments.cache, int(arguments.cache_gb * 1e9))
     texts = read_texts(arguments.corpus, pair, network_config.target_layer_ids, place)
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(network, network_config, pair.target, train, config)

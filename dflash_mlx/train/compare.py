@@ -13,7 +13,7 @@ from dflash_mlx.config import PairConfig
 from dflash_mlx.drafters.save import replace_text
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import load_target, resolve_folder
-from dflash_mlx.train.data import Texts, add_data_options, read_texts
+from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
 from dflash_mlx.train.evaluate import Drafter, measure, walk
 from dflash_mlx.train.start import open_drafter
 
@@ -25,6 +25,7 @@ Figures = dict[str, Any]
 def main(argv: Sequence[str]) -> None:
     """Print a table. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
+    place = feature_place(arguments)
     pair = load_target(cli.read_pair_config(arguments).model)
     drafters = {
         name: Drafter(*open_drafter(resolve_folder(name, "drafter"), pair.target)[:2], pair.target)
@@ -33,7 +34,6 @@ def main(argv: Sequence[str]) -> None:
     taps = {drafter.config.target_layer_ids for drafter in drafters.values()}
     if len(taps) > 1:
         raise DFlashError("the drafters read different layers", "compare them one by one")
-    place = (arguments.cache, int(arguments.cache_gb * 1e9))
     texts = read_texts(arguments.corpus, pair, taps.pop(), place)
     if not arguments.all_rows:
         _, texts = texts.split(arguments.held_out)

@@ -121,6 +121,13 @@ def _fill(features: FeatureCache, path: Path) -> None:
                 bar.update()
 
 
+def feature_place(arguments: argparse.Namespace) -> tuple[Path, int]:
+    """`cache` of `read_texts` from those options; DFlashError for a size that is none."""
+    if not 0 < arguments.cache_gb < float("inf"):
+        raise DFlashError(f"cache_gb is {arguments.cache_gb}", "choose a number above 0")
+    return arguments.cache, int(arguments.cache_gb * 1e9)
+
+
 def add_data_options(parser: argparse.ArgumentParser) -> None:
     """Add --corpus, --cache and --cache-gb."""
     cache = platformdirs.user_cache_path("dflash-chat") / "features"

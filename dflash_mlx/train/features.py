@@ -39,7 +39,8 @@ class FeatureCache:
 
     folder: made when it is not there. sequences: token ids. taps: target layers (0-based), m of
     them. limit: most bytes of `features.bin`; sequences from the first that does not fit on are
-    left out. Raises DFlashError for a folder that holds the features of something else.
+    left out. Raises DFlashError when that are all, and for a folder that holds the features of
+    something else.
     """
 
     def __init__(
@@ -56,6 +57,11 @@ class FeatureCache:
         ends = np.cumsum([len(tokens) for tokens in sequences], dtype=np.int64)
         self._starts = [0, *ends[ends <= room].tolist()]
         self._sequences = sequences[: len(self)]
+        if not self._sequences:
+            raise DFlashError(
+                f"{limit} bytes have no room for the features of the first sequence",
+                "give more with --cache-gb",
+            )
         self._open_folder()
 
     def __len__(self) -> int:

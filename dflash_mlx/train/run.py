@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_mlx.drafters.save import save_drafter
+from dflash_mlx.drafters.save import replace_text, save_drafter
+from dflash_mlx.errors import DFlashError
 from dflash_mlx.target import Target
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.evaluate import Drafter, measure
@@ -102,16 +103,22 @@ class Run:
         if record.score > max((r.score for r in self.history), default=-1.0):
             save_drafter(self.folder, trainer.network, self._raw_config)
         self.history.append(record)
-        with (self.folder / HISTORY).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(vars(record)) + "\n")
+        lines = [json.dumps(vars(record)) + "\n" for record in self.history]
+        replace_text(self.folder / HISTORY, "".join(lines))
         save_state(self.folder, trainer, self._data)
         return record
 
 
 def read_history(file: Path, step: int) -> list[Record]:
-    """Measurements up to `step`; a run that was killed may have gone further than its state."""
+    """Measurements up to `step`; a run that was killed may have gone further than its state.
+
+    Raises DFlashError for a damaged file.
+    """
     if not file.exists():
         return []
-    lines = file.read_text(encoding="utf-8").splitlines()
-    records = [Record(**json.loads(line)) for line in lines if line.endswith("}")]
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        records = [Record(**json.loads(line)) for line in lines if line.endswith("}")]
+    except (ValueError, TypeError) as error:
+        raise DFlashError(f"{file} cannot be read ({error})", "delete it, and go on") from None
     return [record for record in records if record.step <= step]

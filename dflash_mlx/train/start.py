@@ -58,7 +58,9 @@ def mask_token(tokenizer: Any) -> int:
     if (mask := getattr(tokenizer, "mask_token_id", None)) is not None:
         return int(mask)
     in_use = {*tokenizer.eos_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
-    in_use |= set(tokenizer.apply_chat_template([{"role": "user", "content": "."}]))
+    if tokenizer.has_chat_template:
+        turns = [{"role": role, "content": "."} for role in ("user", "assistant", "user")]
+        in_use |= set(tokenizer.apply_chat_template(turns, add_generation_prompt=True))
     unused = sorted(set(tokenizer.all_special_ids) - in_use)
     if not unused:
         raise DFlashError(

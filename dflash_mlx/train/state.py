@@ -24,7 +24,8 @@ def identity(trainer: Trainer, data: str) -> dict[str, Any]:
     settings = asdict(trainer.config)
     for name in _FREE_TO_CHANGE:
         del settings[name]
-    return {**settings, "data": data}
+    drafter = json.loads(json.dumps(asdict(trainer.network_config)))
+    return {**settings, "data": data, **{f"drafter's {k}": v for k, v in drafter.items()}}
 
 
 def save_state(folder: Path, trainer: Trainer, data: str) -> None:

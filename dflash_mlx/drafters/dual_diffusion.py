@@ -1,0 +1,171 @@
+"""D2SD: two block-diffusion drafters, one prefix tree (arXiv 2606.04446)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import mlx.core as mx
+
+from dflash_mlx.drafters.best_first import TOP_K
+from dflash_mlx.drafters.block_diffusion import BlockModel, FeatureContext
+from dflash_mlx.drafters.checkpoint import check_block_size
+from dflash_mlx.drafters.grow import (
+    Path,
+    Prefixes,
+    Ranked,
+    best_first,
+    follow_nearest,
+    likely_boundaries,
+    likely_prefixes,
+    merge_branches,
+    mix,
+)
+from dflash_mlx.drafters.rank import rank
+from dflash_mlx.state import State
+from dflash_mlx.tree import Tree
+
+
+class Growth(Protocol):
+    """How two drafts become one tree."""
+
+    def prefixes(self, first: Ranked) -> list[Path]:
+        """Where the second drafter starts again, given the first draft."""
+
+    def tree(self, first: Ranked, second: Mapping[Path, Ranked]) -> Prefixes:
+        """The tree of the first draft and of the second after each prefix."""
+
+
+class PaperGrowth:
+    """As published: K continuations of the first draft where it is likely to be rejected.
+
+    branches: K. Nothing is pruned; equal prefixes share their nodes.
+    """
+
+    def __init__(self, branches: int) -> None:
+        self._branches = branches
+
+    def prefixes(self, first: Ranked) -> list[Path]:
+        """The lengths i with the largest rejection-boundary posterior r(i)."""
+        return [first.best[:i] for i in likely_prefixes(first.confidences, self._branches)]
+
+    def tree(self, first: Ranked, second: Mapping[Path, Ranked]) -> Prefixes:
+        """All chains, merged."""
+        return merge_branches(first, second)
+
+
+class JointGrowth:
+    """Best-first over the distributions of both drafters.
+
+    branches: K prefixes, of any likely path through the first draft's choices. nodes: of the tree,
+    the root included. share: weight of the second drafter where both know a position from the
+    same prefix.
+    """
+
+    def __init__(self, branches: int, nodes: int, share: float = 0.5) -> None:
+        self._branches, self._nodes, self._share = branches, nodes, share
+
+    def prefixes(self, first: Ranked) -> list[Path]:
+        """The paths after which a rejection is likeliest."""
+        return likely_boundaries(first, self._branches)
+
+    def tree(self, first: Ranked, second: Mapping[Path, Ranked]) -> Prefixes:
+        """The likeliest prefixes, each token as the best informed draft sees it."""
+        drafts = {(): first, **second}
+        if () in second:
+            drafts[()] = mix(first, second[()], self._share)
+        return best_first(follow_nearest(drafts), self._nodes)
+
+
+class DualContext:
+    """The contexts of both drafters, fed from one set of features.
+
+    columns: which of the m tapped layers, of width d each, either drafter reads.
+    """
+
+    def __init__(
+        self, contexts: tuple[FeatureContext, ...], columns: tuple[tuple[int, ...], ...], taps: int
+    ) -> None:
+        self.contexts = contexts
+        self._columns, self._taps = columns, taps
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return self.contexts[0].length
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Keys and values of all layers of both."""
+        return [array for context in self.contexts for array in context.arrays]
+
+    def append(self, features: mx.array) -> None:
+        """Take in the features [n, m*d] of the next n committed tokens."""
+        for context, columns in zip(self.contexts, self._columns, strict=True):
+            if columns == tuple(range(self._taps)):
+                context.append(features)
+            else:
+                parts = mx.split(features, self._taps, axis=-1)
+                context.append(mx.concatenate([parts[i] for i in columns], axis=-1))
+
+    def can_trim(self, length: int) -> bool:
+        """Whether both can go back to `length`."""
+        return all(context.can_trim(length) for context in self.contexts)
+
+    def trim(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        for context in self.contexts:
+            context.trim(length)
+
+
+class DualDiffusion:
+    """First draft, K second drafts in one pass over one shared context, one tree.
+
+    second: the variable-prefix drafter; None lets the first drafter continue its own prefixes (the
+    paper's ablation). Raises DFlashError for a block size that either was not trained for.
+    """
+
+    name = "d2sd"
+    rounds_ahead = 0
+
+    def __init__(
+        self, first: BlockModel, second: BlockModel | None, block_size: int | None, growth: Growth
+    ) -> None:
+        self._models = (first,) if second is None else (first, second)
+        for model in self._models:
+            check_block_size(block_size, model.config)
+        self.block_size = block_size or min(model.config.block_size for model in self._models)
+        self.taps = tuple(sorted({t for m in self._models for t in m.config.target_layer_ids}))
+        self._growth = growth
+
+    def new_context(self) -> DualContext:
+        """Empty contexts for one sequence; a lone drafter needs only one."""
+        columns = tuple(
+            tuple(self.taps.index(tap) for tap in model.config.target_layer_ids)
+            for model in self._models
+        )
+        contexts = tuple(model.new_context() for model in self._models)
+        return DualContext(contexts, columns, len(self.taps))
+
+    def propose(self, state: State, room: int) -> Tree:
+        """The tree of both drafts, no deeper than `room` allows."""
+        rows = min(self.block_size, room)
+        if rows == 1:
+            return Tree.chain(state.anchor)
+        first, second = self.drafts(state, rows)
+        return self._growth.tree(first, second).as_tree(state.anchor)
+
+    def drafts(self, state: State, rows: int) -> tuple[Ranked, dict[Path, Ranked]]:
+        """The first draft of a block of `rows`, and the second after each prefix."""
+        assert isinstance(state.context, DualContext)
+        contexts = state.context.contexts
+        first = rank(self._models[0].logits(contexts[0], state.anchor, rows), TOP_K)
+        prefixes = self._growth.prefixes(first)
+        logits = self._models[-1].logits(contexts[-1], state.anchor, rows, prefixes)
+        ranked = rank(logits, TOP_K)
+        second, start = {}, 0
+        for prefix in prefixes:
+            end = start + rows - 1 - len(prefix)
+            second[prefix] = Ranked(ranked.tokens[start:end], ranked.logprobs[start:end])
+            start = end
+        return first, second

@@ -1,0 +1,64 @@
+"""Lookup: what followed the last words when they were written before (arXiv 2404.08698)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash_mlx.drafters.none import NoContext
+from dflash_mlx.state import State
+from dflash_mlx.tree import Tree
+
+LONGEST = 8  # tokens of a suffix that is looked up
+SHORTEST = 2
+PER_TOKEN = 2  # tokens drafted for every token that matched
+DEFAULT_SIZE = 16
+
+
+class NGram:
+    """Drafts the continuation of the longest suffix that occurred before; needs no model.
+
+    block_size: longest draft, the anchor included.
+    """
+
+    name = "ngram"
+    taps: tuple[int, ...] = ()
+    rounds_ahead = 0
+
+    def __init__(self, block_size: int | None = None) -> None:
+        self.block_size = block_size or DEFAULT_SIZE
+
+    def new_context(self) -> NoContext:
+        """Prompt and answer are in the state already."""
+        return NoContext()
+
+    def propose(self, state: State, room: int) -> Tree:
+        """A chain of up to min(block_size, room) nodes, the anchor alone where nothing matches."""
+        continuation = lookup(state.tokens, min(self.block_size, room) - 1)
+        return Tree.of([state.tokens[-1], *continuation], range(-1, len(continuation)))
+
+
+def lookup(tokens: Sequence[int], most: int) -> list[int]:
+    """At most `most` tokens that followed the latest earlier occurrence of the longest suffix.
+
+    The draft is as long as the match lets hope: PER_TOKEN tokens for each that matched.
+    """
+    if most < 1:
+        return []
+    end, best = 0, SHORTEST - 1
+    for stop in range(len(tokens) - 1, 0, -1):
+        if tokens[stop - 1] != tokens[-1]:
+            continue
+        length = _match(tokens, stop)
+        if length > best:
+            end, best = stop, length
+        if best >= LONGEST:
+            break
+    return list(tokens[end : end + min(most, PER_TOKEN * best)]) if end else []
+
+
+def _match(tokens: Sequence[int], stop: int) -> int:
+    """How many tokens before `stop` equal those at the end, up to LONGEST."""
+    length = 0
+    while length < min(stop, LONGEST) and tokens[stop - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length

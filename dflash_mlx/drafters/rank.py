@@ -1,0 +1,35 @@
+"""From a draft's logits to its likeliest tokens with their log-probabilities, on the host."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx import cpu_math
+from dflash_mlx.drafters.grow import Array, Ranked
+
+
+def rank(logits: mx.array, k: int) -> Ranked:
+    """The k likeliest tokens of each row of logits [n, V]; waits for the pass."""
+    logits = logits.astype(mx.float32)
+    if cpu_math.applies():
+        return _rank_on_host(np.asarray(logits), k)
+    top = mx.argpartition(-logits, k - 1, axis=-1)[:, :k]
+    values = mx.take_along_axis(logits, top, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    normal = mx.logsumexp(logits, axis=-1, keepdims=True)
+    tokens = mx.take_along_axis(top, order, axis=-1)
+    logprobs = mx.take_along_axis(values, order, axis=-1) - normal
+    mx.eval(tokens, logprobs)
+    return Ranked(np.array(tokens).astype(np.int64), np.array(logprobs))
+
+
+def _rank_on_host(logits: Array, k: int) -> Ranked:
+    """As above; NumPy selects and exponentiates much faster than MLX's CPU backend."""
+    top = np.argpartition(-logits, k - 1, axis=-1)[:, :k]
+    values = np.take_along_axis(logits, top, axis=-1)
+    order = np.argsort(-values, axis=-1, kind="stable")
+    peak = values.max(axis=-1, keepdims=True)
+    normal = np.log(np.exp(logits - peak).sum(axis=-1, keepdims=True)) + peak
+    tokens = np.take_along_axis(top, order, axis=-1)
+    return Ranked(tokens, np.take_along_axis(values, order, axis=-1) - normal)
