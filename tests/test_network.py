@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.config import DecodeConfig
 from dflash_mlx.decode import prefill
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, BlockModel
 from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.observer import Observer
@@ -85,7 +85,8 @@ class Drafting:
         write_drafter_folder(folder, config, self.tensors)
         self.network_config = read_config(folder)
         self.network = load_network(folder, self.network_config, mx.float32)
-        self.drafter = BlockDiffusion(self.network, self.network_config, target)
+        self.model = BlockModel(self.network, self.network_config, target)
+        self.drafter = BlockDiffusion(self.model)
         self.embedding = np.array(target.embedding().weight)
         head = target.model if hasattr(target.model, "lm_head") else None
         self.head = self.embedding if head is None else np.array(head.lm_head.weight)
@@ -101,7 +102,7 @@ class Drafting:
         return state
 
     def logits(self, state: State, rows: int) -> np.ndarray:
-        return np.array(self.drafter.logits(state, rows))
+        return np.array(self.model.logits(state.context, state.anchor, rows))
 
     def reference(self, features: np.ndarray, anchor: int, rows: int) -> np.ndarray:
         return draft_logits(
@@ -211,7 +212,7 @@ def test_a_block_is_proposed_as_a_chain_that_fits_the_room(drafting, room):
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_smaller_block_may_be_asked_for(drafting, size):
     subject, features = drafting("full"), random_features(11)
-    drafter = BlockDiffusion(subject.network, subject.network_config, subject.target, size)
+    drafter = BlockDiffusion(subject.model, size)
     tree = drafter.propose(subject.state(features, [11], 7), 100)
     assert tree.drafted == tuple(subject.reference(features, 7, size).argmax(-1).tolist())
 
@@ -220,7 +221,7 @@ def test_a_smaller_block_may_be_asked_for(drafting, size):
 def test_a_block_that_the_drafter_was_not_trained_for_is_refused(drafting, size):
     subject = drafting("full")
     with pytest.raises(DFlashError, match=f"block_size is {size}, .* blocks of 8; choose 2 to 8"):
-        BlockDiffusion(subject.network, subject.network_config, subject.target, size)
+        BlockDiffusion(subject.model, size)
 
 
 # The context
@@ -313,3 +314,23 @@ def test_a_prefilled_block_has_the_logits_of_the_reference(drafting, name):
     features = np.concatenate([outputs[tap] for tap in TAPS], axis=-1)
     expected = subject.reference(features, prompt[-1], 8)
     assert difference(subject.logits(state, 8), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_drafted_side_by_side_equal_blocks_drafted_alone(drafting, name):
+    subject = drafting(name)
+    rng = np.random.default_rng(7)
+    features = rng.normal(size=(30, WIDTH)).astype(np.float32)
+    state = subject.state(features, [30], anchor=9)
+    rows = subject.network_config.block_size
+    prefixes = [(), (3,), tuple(rng.integers(VOCAB_SIZE, size=rows - 2).tolist()), (3, 4)]
+    together = np.array(subject.model.logits(state.context, state.anchor, rows, prefixes))
+    alone = [
+        np.array(subject.model.logits(state.context, state.anchor, rows, [prefix]))
+        for prefix in prefixes
+    ]
+    assert [len(part) for part in alone] == [rows - 1 - len(prefix) for prefix in prefixes]
+    assert np.abs(together - np.concatenate(alone)).max() < TOLERANCE
+    other = np.array(subject.model.logits(state.context, state.anchor, rows, [(4,)]))
+    seen = np.abs(other - alone[1]).max() > TOLERANCE
+    assert seen == (name != "sliding over one position"), "a mask sees the prefix before it"
