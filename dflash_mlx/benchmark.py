@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from dflash_mlx import cli
 from dflash_mlx.chat import prompt_tokens
-from dflash_mlx.config import METHODS, DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import Pair, load_pair
 from dflash_mlx.machine import describe_machine, describe_versions
@@ -30,6 +30,8 @@ from dflash_mlx.report import (
 from dflash_mlx.stream import Answer, Session, collect
 
 PROGRAM = "dflash_mlx.benchmark"
+
+_DETAILS = ("block_size", "nodes", "branches", "growth")  # that a method's name may set
 
 
 def main(argv: Sequence[str]) -> None:
@@ -86,9 +88,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--methods",
-        default=",".join(METHODS),
-        help="comma-separated; a block size may follow, as in none,dflash:4,dflash:8 "
-        "(default: %(default)s); none is always run",
+        default="none,dflash,d2sd",
+        help="comma-separated; a block size or settings may follow, as in "
+        "dflash:4,ddtree:nodes=16,d2sd:8:growth=paper (default: %(default)s); none is always run",
     )
     result.add_argument("--limit", type=int, help="use the first N prompts of each category")
     result.add_argument("--json", type=Path, help="write the report here")
@@ -100,14 +102,27 @@ def parser() -> argparse.ArgumentParser:
 def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
     """Settings by method name; `none` first, since the others are compared with it."""
     methods = {"none": replace(config, method="none", block_size=None)}
-    for name in names.split(","):
-        method, _, size = name.strip().partition(":")
-        if size and not size.isdecimal():
-            raise DFlashError(f"the block size in {name!r} is {size!r}", "give a whole number")
-        block_size = int(size) if size else config.block_size
+    for name in (part.strip() for part in names.split(",")):
+        method, *details = name.split(":")
         if method != "none":
-            methods[name.strip()] = replace(config, method=method, block_size=block_size)
+            given = dict(_detail(name, detail) for detail in details)
+            methods[name] = replace(config, method=method, **given)
     return methods
+
+
+def _detail(name: str, detail: str) -> tuple[str, Any]:
+    """A block size, or one of the settings in _DETAILS as key=value."""
+    key, equals, value = detail.partition("=")
+    if not equals:
+        key, value = "block_size", detail
+    if key not in _DETAILS:
+        raise DFlashError(f"{name!r} sets {key!r}", f"choose from {', '.join(_DETAILS)}")
+    if key == "growth":
+        return key, value
+    if not value.isdecimal():
+        what = "the block size" if key == "block_size" else key
+        raise DFlashError(f"{what} in {name!r} is {value!r}", "give a whole number")
+    return key, int(value)
 
 
 def check_outputs(prompts: Path, report: Path | None, picture: Path | None) -> None:

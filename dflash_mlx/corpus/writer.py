@@ -98,14 +98,10 @@ class CorpusFile:
             contents = self.path.read_bytes()
         except OSError as error:
             raise DFlashError(f"{self.path} cannot be read ({error.strerror})", _ANOTHER) from None
+        if not Header.begins_with(contents):
+            raise DFlashError(f"{self.path} exists and does not begin as a corpus does", _ANOTHER)
         size = contents.rfind(b"\n") + 1
-        if size == 0 and not Header.begins_with(contents):
-            raise DFlashError(f"{self.path} exists and is no corpus", _ANOTHER)
         self.header, self.rows = parse(self.path, contents[:size])
-        if size > 0 and self.header is None:
-            raise DFlashError(
-                f"{self.path} does not say which model and settings made it", _ANOTHER
-            )
         return size
 
 

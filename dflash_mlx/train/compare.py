@@ -45,24 +45,24 @@ def main(argv: Sequence[str]) -> None:
 
 def by_category(drafter: Drafter, texts: Texts) -> dict[str, Figures]:
     """The figures of all texts, and of each category that the corpora name."""
-    result = {"all": figures_of(drafter, texts)}
-    for category in sorted({row.category for row in texts.rows} - {""}):
-        part = texts.only(lambda i, category=category: texts.rows[i].category == category)  # type: ignore[misc]
-        result[category] = figures_of(drafter, part)
-    return result
-
-
-def figures_of(drafter: Drafter, texts: Texts) -> Figures:
-    """Tokens per round as in greedy decoding, and right drafts after a kept prefix."""
     rounds = walk(drafter, texts)
     prefixes = range(drafter.config.block_size - 1)
-    return {
-        "texts": len(texts),
-        "rounds": len(rounds.hits),
-        "tokens_per_round": rounds.tokens_per_round,
-        "by_position": rounds.by_position,
-        "by_prefix": [measure(drafter, texts, n).tokens_per_round - 1 for n in prefixes],
-    }
+    continuations = [measure(drafter, texts, n) for n in prefixes]
+    groups = {"all": list(range(len(texts)))}
+    for i, row in enumerate(texts.rows):
+        if row.category:
+            groups.setdefault(row.category, []).append(i)
+    result = {}
+    for category, chosen in groups.items():
+        walked = rounds.of(chosen)
+        result[category] = {
+            "texts": len(chosen),
+            "rounds": len(walked.hits),
+            "tokens_per_round": walked.tokens_per_round,
+            "by_position": walked.by_position,
+            "by_prefix": [measured.of(chosen).tokens_per_round - 1 for measured in continuations],
+        }
+    return result
 
 
 def table(figures: dict[str, dict[str, Figures]]) -> str:

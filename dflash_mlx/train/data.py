@@ -61,6 +61,8 @@ class Texts:
         ones among them, if there are any, measure: of the others only the first draft could be
         judged. Raises DFlashError when nothing is left to train on.
         """
+        if held_out < 2:
+            raise DFlashError(f"held_out is {held_out}", "choose 2 or more")
         train = self.only(lambda i: self.numbers[i] % held_out != 0)
         kept = self.only(lambda i: self.numbers[i] % held_out == 0)
         if not train.sequences:

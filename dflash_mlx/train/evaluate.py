@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -14,14 +15,24 @@ from dflash_mlx.train.data import Texts
 from dflash_mlx.train.packed import hidden_states
 
 ANCHORS = 16  # per text
+_TEXTS = 8  # drafted for at once
 _CHUNK = 2048  # block tokens drafted at once
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """hits: [blocks, B - 1 - prefix], 1 where this and all earlier drafts are right."""
+    """by_text: [blocks, B - 1 - prefix] each, 1 where this and all earlier drafts are right."""
 
-    hits: Array
+    by_text: list[Array]
+
+    @property
+    def hits(self) -> Array:
+        """[blocks, B - 1 - prefix] of all texts."""
+        return np.concatenate(self.by_text)
+
+    def of(self, chosen: Iterable[int]) -> Acceptance:
+        """Of these texts alone."""
+        return Acceptance([self.by_text[i] for i in chosen])
 
     @property
     def by_position(self) -> list[float]:
@@ -63,37 +74,32 @@ class Drafter:
 
 def measure(drafter: Drafter, texts: Texts, prefix: int = 0) -> Acceptance:
     """Drafts at 16 anchors of every text, evenly spread."""
-    hits = []
-    for start in range(0, len(texts), 8):
-        chosen = np.arange(start, min(start + 8, len(texts)))
+    hits: list[Array] = []
+    for start in range(0, len(texts), _TEXTS):
+        chosen = np.arange(start, min(start + _TEXTS, len(texts)))
         anchors = np.stack([_spread(texts.sequences[i].anchors) for i in chosen])
-        hits.append(
-            drafter.hits(texts, chosen, anchors, prefix).reshape(-1, _drafts(drafter, prefix))
-        )
-    return Acceptance(np.concatenate(hits))
+        hits += list(drafter.hits(texts, chosen, anchors, prefix))
+    return Acceptance(hits)
 
 
 def walk(drafter: Drafter, texts: Texts) -> Acceptance:
-    """The rounds that greedy decoding would have: each begins where the one before ended."""
+    """The rounds of greedy decoding, each beginning where the one before ended.
+
+    The texts must be greedy ones.
+    """
+    return Acceptance([_walk_one(drafter, texts, i) for i in range(len(texts))])
+
+
+def _walk_one(drafter: Drafter, texts: Texts, i: int) -> Array:
+    anchors, chosen = texts.sequences[i].anchors, np.array([i])
     step = max(1, _CHUNK // drafter.config.block_size)
-    rounds = []
-    for i, text in enumerate(texts.sequences):
-        anchors = text.anchors
-        hits = np.concatenate(
-            [
-                drafter.hits(texts, np.array([i]), anchors[None, start : start + step])[0]
-                for start in range(0, len(anchors), step)
-            ]
-        )
-        place = 0
-        while place < len(anchors):
-            rounds.append(hits[place])
-            place += 1 + int(hits[place].sum())
-    return Acceptance(np.stack(rounds))
-
-
-def _drafts(drafter: Drafter, prefix: int) -> int:
-    return drafter.config.block_size - 1 - prefix
+    parts = [anchors[None, start : start + step] for start in range(0, len(anchors), step)]
+    hits = np.concatenate([drafter.hits(texts, chosen, part)[0] for part in parts])
+    rounds, place = [], 0
+    while place < len(anchors):
+        rounds.append(hits[place])
+        place += 1 + int(hits[place].sum())
+    return np.stack(rounds)
 
 
 def embed(target: Target, config: NetworkConfig, inputs: Array) -> mx.array:
