@@ -31,6 +31,10 @@ class Ranked:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def after(self, positions: int) -> Ranked:
+        """Without the first `positions`."""
+        return Ranked(self.tokens[positions:], self.logprobs[positions:])
+
     @property
     def best(self) -> Path:
         """The likeliest token of each position."""
