@@ -31,7 +31,7 @@ from dflash_mlx.stream import Answer, Session, collect
 
 PROGRAM = "dflash_mlx.benchmark"
 
-_DETAILS = ("block_size", "nodes", "branches", "growth")  # that a method's name may set
+_DETAILS = ("block_size", "budget", "branches", "growth")  # that a method's name may set
 
 
 def main(argv: Sequence[str]) -> None:
@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
         "--methods",
         default="none,dflash,d2sd",
         help="comma-separated; a block size or settings may follow, as in "
-        "dflash:4,ddtree:nodes=16,d2sd:8:growth=paper (default: %(default)s); none is always run",
+        "dflash:4,ddtree:budget=16,d2sd:8:growth=paper (default: %(default)s); none is always run",
     )
     result.add_argument("--limit", type=int, help="use the first N prompts of each category")
     result.add_argument("--json", type=Path, help="write the report here")

@@ -87,9 +87,13 @@ class DecodeConfig:
         None, "tokens per draft block, the anchor included (default: the drafter's)", type=int
     )
     branches: int = option(4, "d2sd: prefixes that the second drafter continues", type=int)
-    nodes: int = option(
-        16, "ddtree, d2sd: most tokens that a pass verifies, the anchor included", type=int
+    budget: int | None = option(
+        None,
+        "ddtree, d2sd: tokens that a pass verifies, the anchor included (default: as many as pay "
+        "on this machine)",
+        type=int,
     )
+    recalibrate: bool = option(False, "time this machine again, for --budget", action="store_true")
     growth: str = option(
         "joint", "d2sd: best-first over both drafts, or as published", choices=GROWTHS
     )
@@ -106,7 +110,8 @@ class DecodeConfig:
         _require(block_ok, "block_size", self.block_size, "2 or more")
         _require(self.growth in GROWTHS, "growth", self.growth, f"one of {', '.join(GROWTHS)}")
         _require(self.branches >= 1, "branches", self.branches, "1 or more")
-        _require(self.nodes >= 2, "nodes", self.nodes, "2 or more")
+        budget_ok = self.budget is None or self.budget >= 2
+        _require(budget_ok, "budget", self.budget, "2 or more")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _require(self.prefill_step >= 1, "prefill_step", self.prefill_step, "1 or more")
         _require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")

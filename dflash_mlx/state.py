@@ -35,13 +35,15 @@ class Context(Protocol):
 class State:
     """The committed tokens' caches, and the anchor: the newest token, not in any cache yet.
 
-    cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated.
+    cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated. last: the
+    round that was committed last.
     """
 
     def __init__(self, cache: SequenceCache, context: Context) -> None:
         self.cache = cache
         self.context = context
         self.anchor = mx.array([], dtype=mx.int32)
+        self.last: Accepted | None = None
         self._tokens: list[int] = []
         self._unread: list[Accepted] = []
 
@@ -67,6 +69,7 @@ class State:
         if features is not None:
             self.context.append(_rows(features, accepted.path))
         self.anchor = accepted.next_anchor
+        self.last = accepted
         self._unread.append(accepted)
 
     def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from dflash_mlx.cache import Block, LayerCache, SequenceCache
 from dflash_mlx.errors import DFlashError
@@ -53,6 +54,10 @@ class Target:
     def dtype(self) -> mx.Dtype:
         """Of hidden states."""
         return self.embedding()(mx.array([0])).dtype  # type: ignore[no-any-return]
+
+    def parameters(self) -> list[tuple[str, mx.array]]:
+        """The model's weights with their names."""
+        return tree_flatten(self.model.parameters())  # type: ignore[return-value]
 
     def new_cache(self) -> SequenceCache:
         """An empty cache for one sequence."""

@@ -75,6 +75,13 @@ class Tree:
         """Return when the drafted tokens are known."""
         _ = self.drafted
 
+    def only(self, nodes: Sequence[int]) -> Tree:
+        """The tree of these nodes, increasing, the root and every node's parent among them."""
+        place = {node: i for i, node in enumerate(nodes)}
+        parents = (-1, *(place[self.parents[node]] for node in nodes[1:]))
+        logprobs = tuple(self.logprobs[node] for node in nodes) if self.logprobs else ()
+        return Tree(self.tokens[mx.array(list(nodes))], parents, logprobs)
+
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if there is one."""
         for i, parent in enumerate(self.parents[1:], start=1):

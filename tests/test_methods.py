@@ -8,8 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from dflash_mlx.budget import PassTimes
 from dflash_mlx.config import DecodeConfig, SamplingConfig
 from dflash_mlx.decode import decode, prefill
+from dflash_mlx.drafters import methods
 from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.errors import DFlashError
@@ -25,10 +27,12 @@ CASES = {
     "ngram": {},
     "dflash": {},
     "dflash, block of 3": {"block_size": 3},
-    "ddtree": {"nodes": 12},
-    "ddtree, one draft": {"nodes": 2},
-    "d2sd": {"nodes": 12, "branches": 3},
-    "d2sd, many branches": {"nodes": 40, "branches": 20},
+    "ddtree": {"budget": 12},
+    "ddtree, as many as pay": {},
+    "ddtree, one draft": {"budget": 2},
+    "d2sd": {"budget": 12, "branches": 3},
+    "d2sd, many branches": {"budget": 40, "branches": 20},
+    "d2sd, as many as pay": {},
     "d2sd, published": {"growth": "paper"},
     "d2sd, published, alone": {"growth": "paper", "second": False},
     "d2sd, alone": {"second": False},
@@ -44,6 +48,13 @@ def drafter_folder(folder, taps, seed):
     write_drafter_folder(folder, config, random_drafter(config, seed))
     network_config = read_config(folder)
     return load_network(folder, network_config, mx.float32), network_config
+
+
+@pytest.fixture(autouse=True)
+def known_times(monkeypatch):
+    """No machine is timed, and nothing is written to the user's cache."""
+    times = PassTimes((1, 96), (1.0, 3.0))
+    monkeypatch.setattr(methods, "stored_times", lambda target, again: times)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +115,7 @@ def test_no_tree_is_larger_or_deeper_than_allowed(pair, name):
     for accepted in rounds(pair, drafter, config, prompt_of()):
         assert max(accepted.tree.depths) < min(left, config.block_size or 16)
         if name in TREES and config.growth == "joint":
-            assert len(accepted.tree) <= config.nodes
+            assert len(accepted.tree) <= (config.budget or methods.MOST_NODES)
         left -= len(accepted.tokens)
     assert left == 0
 

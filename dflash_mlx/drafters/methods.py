@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dflash_mlx.budget import Budgeted, stored_times
 from dflash_mlx.config import DecodeConfig
 from dflash_mlx.drafters.base import Drafter
 from dflash_mlx.drafters.best_first import BestFirst
@@ -10,6 +11,8 @@ from dflash_mlx.drafters.dual_diffusion import DualDiffusion, Growth, JointGrowt
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.load import Pair, require_drafter
+
+MOST_NODES = 48  # of a tree that the budget then cuts
 
 
 def _none(pair: Pair, config: DecodeConfig) -> Drafter:
@@ -26,7 +29,8 @@ def _dflash(pair: Pair, config: DecodeConfig) -> Drafter:
 
 def _ddtree(pair: Pair, config: DecodeConfig) -> Drafter:
     pair.target.check_trees()
-    return BestFirst(_first(pair), config.block_size, config.nodes)
+    drafter = BestFirst(_first(pair), config.block_size, config.budget or MOST_NODES)
+    return _within_budget(drafter, pair, config)
 
 
 def _d2sd(pair: Pair, config: DecodeConfig) -> Drafter:
@@ -34,10 +38,18 @@ def _d2sd(pair: Pair, config: DecodeConfig) -> Drafter:
     first, second = _first(pair), None
     if pair.second_network is not None and pair.second_config is not None:
         second = BlockModel(pair.second_network, pair.second_config, pair.target)
-    growth: Growth = JointGrowth(config.branches, config.nodes)
+    growth: Growth = JointGrowth(config.branches, config.budget or MOST_NODES)
     if config.growth == "paper":
         growth = PaperGrowth(config.branches)
-    return DualDiffusion(first, second, config.block_size, growth)
+    drafter = DualDiffusion(first, second, config.block_size, growth)
+    return drafter if config.growth == "paper" else _within_budget(drafter, pair, config)
+
+
+def _within_budget(drafter: Drafter, pair: Pair, config: DecodeConfig) -> Drafter:
+    """The drafter itself where the number of nodes is given, else cut to what pays here."""
+    if config.budget is not None:
+        return drafter
+    return Budgeted(drafter, stored_times(pair.target, config.recalibrate))
 
 
 def _first(pair: Pair) -> BlockModel:

@@ -19,7 +19,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten
 
 from dflash_mlx import cpu_math
 from dflash_mlx.cache import Block
@@ -195,8 +194,7 @@ class FeatureCache:
 def fingerprint(target: Target) -> str:
     """Tells targets apart by their vectors (norms, biases), which fine-tuning changes too."""
     digest = hashlib.sha256()
-    parameters: list[tuple[str, mx.array]] = tree_flatten(target.model.parameters())  # type: ignore[assignment]
-    for name, array in parameters:
+    for name, array in target.parameters():
         digest.update(f"{name} {array.shape}".encode())
         if array.ndim == 1:
             digest.update(np.array(array.astype(mx.float32)).tobytes())

@@ -24,8 +24,7 @@ def identity(trainer: Trainer, data: str) -> dict[str, Any]:
     settings = asdict(trainer.config)
     for name in _FREE_TO_CHANGE:
         del settings[name]
-    drafter = json.loads(json.dumps(asdict(trainer.network_config)))
-    return {**settings, "data": data, **{f"drafter's {k}": v for k, v in drafter.items()}}
+    return {**settings, "data": data}
 
 
 def save_state(folder: Path, trainer: Trainer, data: str) -> None:
@@ -39,6 +38,7 @@ def save_state(folder: Path, trainer: Trainer, data: str) -> None:
         "seconds": trainer.seconds,
         "tokens": trainer.tokens,
         "run": identity(trainer, data),
+        "drafter": _drafter(trainer),
     }
     replace_text(fresh / "state.json", json.dumps(about, indent=1))
     if place.exists():  # otherwise the old one is all there is
@@ -65,12 +65,13 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
         arrays = dict(mx.load(str(place / "arrays.safetensors")))  # type: ignore[arg-type]
         step, tokens = int(about["step"]), int(about["tokens"])
         seconds, run = float(about["seconds"]), dict(about["run"])
+        drafter = dict(about.get("drafter", _drafter(trainer)))  # older states do not say
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DFlashError(
             f"the state in {place} cannot be read ({error})",
             f"delete it and start from the drafter beside it with --init {folder}",
         ) from None
-    _check_same(place, run, identity(trainer, data))
+    _check_same(place, run | drafter, identity(trainer, data) | _drafter(trainer))
     own = {name: array.shape for name, array in _arrays(trainer).items()}
     if own != {name: array.shape for name, array in arrays.items()}:
         raise DFlashError(f"the drafter in {place} has other shapes than this one", _NEXT_STEP)
@@ -93,6 +94,12 @@ def _check_same(place: Path, before: dict[str, Any], now: dict[str, Any]) -> Non
                 f"the run in {place} has {name} {before.get(name)!r}, not {now[name]!r}",
                 _NEXT_STEP,
             )
+
+
+def _drafter(trainer: Trainer) -> dict[str, Any]:
+    """The drafter's configuration, as JSON has it."""
+    config: dict[str, Any] = json.loads(json.dumps(asdict(trainer.network_config)))
+    return {f"drafter's {name}": value for name, value in config.items()}
 
 
 def _arrays(trainer: Trainer) -> dict[str, mx.array]:
