@@ -40,17 +40,24 @@ def draft_logits(
     weights = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     dflash = config["dflash_config"]
     size = block_size or dflash.get("block_size") or config["block_size"]
-    eps = config["rms_norm_eps"]
     tokens = [anchor] + [dflash["mask_token_id"]] * (size - 1)
     x = np.asarray(embedding, np.float64)[tokens] * dflash.get("input_embedding_scale", 1.0)
-    projected = np.asarray(features, np.float64) @ weights["fc.weight"].T
-    context = rms_norm(projected, weights["hidden_norm.weight"], eps)
-    for index in range(config["num_hidden_layers"]):
-        x = _decoder_layer(weights, config, index, x, context)
-    x = rms_norm(x, weights["norm.weight"], eps)
+    x = hidden_states(weights, config, x, features)
     logits = x[1:] @ np.asarray(lm_head, np.float64).T * dflash.get("output_multiplier", 1.0)
     cap = dflash.get("final_logit_softcapping", config.get("final_logit_softcapping"))
     return np.tanh(logits / cap) * cap if cap else logits
+
+
+def hidden_states(tensors: Tensors, config: Config, x: Array, features: Array) -> Array:
+    """Return the final states [B, d] of a block with embeddings x [B, d] after features [T, m*d].
+
+    Computes in the type of what it is given.
+    """
+    eps = config["rms_norm_eps"]
+    context = rms_norm(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
+    for index in range(config["num_hidden_layers"]):
+        x = _decoder_layer(tensors, config, index, x, context)
+    return rms_norm(x, tensors["norm.weight"], eps)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

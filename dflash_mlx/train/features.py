@@ -8,6 +8,7 @@ Sequences are appended, so an interrupted build goes on where it stopped.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -75,8 +76,19 @@ class FeatureCache:
     def fill(self) -> Iterable[int]:
         """Compute what is missing; yields the tokens of every sequence that is done.
 
-        Raises OSError when the disk is full; what is finished stays usable.
+        Raises OSError when the disk is full; what is finished stays usable. Raises DFlashError
+        while another process is at it.
         """
+        with (self._folder / "index.json").open("rb") as locked:
+            try:
+                fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise DFlashError(
+                    f"another process is computing the features in {self._folder}", "wait for it"
+                ) from None
+            yield from self._fill()
+
+    def _fill(self) -> Iterable[int]:
         self._target.tap(self._taps)
         done = self.finished
         start = self._starts[done]

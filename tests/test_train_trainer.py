@@ -1,0 +1,186 @@
+"""A training step: its batch, its draft vocabulary, its learning rate, and what it limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.target import Target
+from dflash_mlx.train.blocks import BlockSampler
+from dflash_mlx.train.data import Texts
+from dflash_mlx.train.trainer import Trainer
+from families import VOCAB_SIZE, make_model
+from tiny_training import CONTEXT, drafter_config, greedy_rows, make_trainer, texts_of, tiny_target
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    rows = (*greedy_rows(3, 20), *greedy_rows(2, 9))
+    return texts_of(tmp_path_factory.mktemp("features"), rows)
+
+
+def weights(trainer: Trainer) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in tree_flatten(trainer.network.parameters())}
+
+
+def logits(trainer: Trainer, hidden: mx.array) -> np.ndarray:
+    """What the head of the draft vocabulary makes of final hidden states."""
+    return np.array(hidden @ trainer._head.T)
+
+
+# The batch
+
+
+def test_features_are_padded_with_zeros_behind_the_ends_of_texts(texts):
+    found = np.array(texts.features(np.array([0, 3]), 20))
+    assert found.shape == (2, 20, 128) and found.dtype == np.float32
+    for row, i in enumerate((0, 3)):
+        cache, place = texts.places[i]
+        kept = np.array(cache.features(place).astype(mx.float32))[:20]
+        assert np.array_equal(found[row, : len(kept)], kept)
+        assert not found[row, len(kept) :].any()
+    assert len(texts.sequences[3].tokens) < 20 < len(texts.sequences[0].tokens)
+
+
+@pytest.mark.parametrize("mode", ["dflash", "variable-prefix"])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_a_batch_holds_the_target_s_embeddings_of_what_a_block_shows(texts, mode, scale):
+    raw = drafter_config(dflash={"input_embedding_scale": scale})
+    trainer = make_trainer(texts, raw, mode=mode, short_share=0.0)
+    blocks = trainer._sampler.blocks(0)
+    batch = trainer.batch(blocks)
+    assert blocks.prefixes.any() == (mode == "variable-prefix")
+    shown = np.where(np.arange(8) <= blocks.prefixes[..., None], blocks.tokens, 5)
+    table = np.array(tiny_target().embedding().weight)
+    assert np.allclose(np.array(batch.x), table[shown] * scale)
+    assert np.array_equal(np.array(batch.anchors), blocks.anchors)
+    assert batch.features.shape == (2, blocks.anchors.max(), 128)
+
+
+def test_positions_whose_label_is_no_draft_word_are_left_out(texts):
+    trainer = make_trainer(texts, draft_vocabulary=15)
+    blocks = trainer._sampler.blocks(0)
+    batch = trainer.batch(blocks)
+    words = trainer._vocabulary
+    expected = np.flatnonzero(blocks.supervised & np.isin(blocks.labels, words))
+    assert 0 < expected.size < blocks.supervised.sum()
+    assert np.array(batch.places).tolist() == expected.tolist()
+    assert words[np.array(batch.labels)].tolist() == blocks.labels.ravel()[expected].tolist()
+
+
+# The draft vocabulary
+
+
+@pytest.mark.parametrize("size", [1, 15, VOCAB_SIZE, VOCAB_SIZE + 9])
+def test_the_draft_vocabulary_is_the_most_frequent_tokens_of_answers(texts, size):
+    trainer = make_trainer(texts, draft_vocabulary=size)
+    answers = np.concatenate([text.tokens[text.prompt_length :] for text in texts.sequences])
+    counts = np.bincount(answers, minlength=VOCAB_SIZE)
+    words = trainer._vocabulary
+    assert len(set(words.tolist())) == len(words) == min(size, VOCAB_SIZE)
+    assert sorted(counts[words]) == sorted(counts)[-len(words) :]
+    assert trainer.covered == pytest.approx(np.isin(answers, words).mean())
+
+
+def test_by_default_it_is_a_quarter_of_the_table(texts):
+    assert len(make_trainer(texts, draft_vocabulary=None)._vocabulary) == VOCAB_SIZE // 4
+
+
+@pytest.mark.parametrize("name", ["llama", "mimo"], ids=["tied", "a head of its own"])
+def test_its_logits_are_the_target_s(texts, name):
+    trainer = make_trainer(texts, draft_vocabulary=15)
+    target = Target(make_model(name), CONTEXT, name)
+    trainer = Trainer(trainer.network, trainer.network_config, target, texts, trainer.config)
+    hidden = mx.random.normal((4, 64), key=mx.random.key(0))
+    expected = np.array(target.head()(hidden))[:, trainer._vocabulary]
+    assert np.allclose(logits(trainer, hidden), expected, atol=1e-5)
+
+
+# Steps
+
+
+def test_the_learning_rate_rises_and_falls_as_documented(texts):
+    trainer = make_trainer(texts, steps=100, warmup=9, learning_rate=2.0)
+    found, peak = [], 2.0
+    for step in range(101):
+        trainer.step = step
+        found.append(trainer.learning_rate())
+    assert found[0] == pytest.approx(peak / 10, rel=1e-2)
+    assert found[:10] == sorted(found[:10]) and found[9:] == sorted(found[9:], reverse=True)
+    assert found[9] == pytest.approx(peak, rel=0.03)
+    assert found[50] == pytest.approx(peak * (0.02 + 0.98 / 2))
+    assert found[100] == pytest.approx(peak * 0.02)
+
+
+def test_minutes_measure_progress_where_no_steps_are_given(texts):
+    trainer = make_trainer(texts, steps=None, minutes=2.0)
+    trainer.step, trainer.seconds = 1000, 30.0
+    assert trainer.progress == 0.25
+    trainer.seconds = 1e6
+    assert trainer.progress == 1.0
+
+
+def test_a_step_counts_its_tokens_and_its_time(texts):
+    trainer = make_trainer(texts, short_share=0.5)
+    sizes = [
+        BlockSampler(texts.sequences, 8, (2, 4), 0, None, 0.5).blocks(i).tokens.size
+        for i in range(6)
+    ]
+    assert len(set(sizes)) == 2
+    for _ in sizes:
+        trainer.train_step()
+    assert (trainer.step, trainer.tokens) == (6, sum(sizes))
+    assert trainer.seconds > 0
+
+
+def change(texts: Texts, **settings: Any) -> dict[str, np.ndarray]:
+    """What one step changes."""
+    trainer = make_trainer(texts, warmup=0, steps=1000, **settings)
+    before = weights(trainer)
+    trainer.train_step()
+    return {name: array - before[name] for name, array in weights(trainer).items()}
+
+
+def test_a_step_moves_every_weight_by_no_more_than_the_learning_rate(texts):
+    moved = change(texts, learning_rate=1e-3, weight_decay=0.0)
+    for array in moved.values():
+        assert 0 < np.abs(array).max() <= 1.001e-3
+        assert np.median(np.abs(array)) > 0.9e-3  # AdamW's first step has one length everywhere
+
+
+def test_weights_decay(texts):
+    moved, plain = (change(texts, learning_rate=1e-3, weight_decay=w) for w in (0.5, 0.0))
+    before = weights(make_trainer(texts))
+    for name, array in moved.items():
+        assert np.allclose(array - plain[name], -0.5e-3 * before[name], atol=1e-6)
+
+
+def test_gradients_are_clipped_to_their_norm(texts, monkeypatch):
+    seen = []
+    trainer = make_trainer(texts, clip=0.05)
+    update = trainer.optimizer.update
+
+    def watch(network: Any, gradients: Any) -> None:
+        flat = [np.array(array).ravel() for _, array in tree_flatten(gradients)]
+        seen.append(float(np.linalg.norm(np.concatenate(flat))))
+        update(network, gradients)
+
+    monkeypatch.setattr(trainer.optimizer, "update", watch)
+    trainer.train_step()
+    assert seen == [pytest.approx(0.05, rel=1e-3)]
+
+
+def test_features_that_were_damaged_stop_the_training(texts: Texts, tmp_path: Path):
+    damaged = texts_of(tmp_path / "cache", texts.rows)
+    trainer = make_trainer(damaged)
+    file = tmp_path / "cache" / "features.bin"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(DFlashError, match="is damaged at sequence"):
+        trainer.train_step()
+    assert trainer.step == 0
