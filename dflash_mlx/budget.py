@@ -27,6 +27,7 @@ from tqdm import tqdm
 from dflash_mlx.accept import Accepted
 from dflash_mlx.cache import Block
 from dflash_mlx.drafters.base import Drafter
+from dflash_mlx.drafters.save import replace_text
 from dflash_mlx.machine import describe_machine, describe_versions
 from dflash_mlx.state import Context, State
 from dflash_mlx.target import Target
@@ -55,18 +56,19 @@ class PassTimes:
 
 
 def measure(target: Target) -> PassTimes:
-    """Time passes of 1 to 96 rows behind 128 tokens; the median of three each, a few seconds."""
+    """Time trees of 1 to 96 rows behind 128 tokens; the median of three each, a few seconds."""
     cache = target.new_cache()
+    target.check_trees()
     prompt = mx.zeros(_CONTEXT, mx.int32)
     mx.eval(target.forward(prompt, cache, Block(_CONTEXT))[0], cache.arrays)
     cache.commit(range(_CONTEXT))
     seconds = []
     for rows in tqdm(ROWS, desc="timing this machine, once", leave=False):
-        tokens = mx.zeros(rows, mx.int32)
+        tree = Tree(mx.zeros(rows, mx.int32), (-1, *((i - 1) // 2 for i in range(1, rows))))
         times = []
         for _ in range(_REPEATS + 1):
             start = time.perf_counter()
-            mx.eval(mx.argmax(target.forward(tokens, cache, Block(rows))[0], axis=-1))
+            mx.eval(mx.argmax(target.forward(tree.tokens, cache, Block.of(tree))[0], axis=-1))
             times.append(time.perf_counter() - start)
             cache.discard()
         seconds.append(median(times[1:]))
@@ -82,16 +84,22 @@ def stored_times(target: Target, again: bool = False, folder: Path | None = None
     file = folder / f"{_key(target)}.json"
     try:
         if not again:
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            return PassTimes(tuple(stored["rows"]), tuple(stored["seconds"]))
+            return _parse(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         pass
     times = measure(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(vars(times)), encoding="utf-8")
+        replace_text(file, json.dumps(vars(times)))
     except OSError:
         pass
+    return times
+
+
+def _parse(stored: dict[str, Any]) -> PassTimes:
+    times = PassTimes(tuple(stored["rows"]), tuple(float(s) for s in stored["seconds"]))
+    if times.rows != ROWS or len(times.seconds) != len(ROWS) or min(times.seconds) <= 0:
+        raise ValueError("times of other rows")
     return times
 
 

@@ -164,8 +164,7 @@ def _second_folder(config: PairConfig, uses: Sequence[DecodeConfig]) -> Path | N
         if _drafter_folder(config) is None:
             raise DFlashError("a second drafter needs a first one", "name one with --drafter")
         return resolve_folder(config.second_drafter, "second-drafter")
-    shipped = config.model is None and config.drafter is None
-    return _DATA / DEFAULT_SECOND_DRAFTER if shipped else None
+    return _DATA / DEFAULT_SECOND_DRAFTER if config.model is None else None
 
 
 def _load_default(check: CheckConfig) -> Loaded:

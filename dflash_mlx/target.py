@@ -41,9 +41,12 @@ class Target:
         self._windows = _attention_windows(model, name)
         self._tapped: set[int] = set()
         self._outputs: dict[int, mx.array] = {}
+        self._ropes = 0
+        self.pass_times: Any = None  # measured when a budget needs them, see `budget.py`
         for module in model.modules():
             if isinstance(rope := module.get("rope"), nn.Module):
                 _override(rope, _rope_at_positions)
+                self._ropes += 1
 
     @property
     def num_layers(self) -> int:
@@ -88,7 +91,7 @@ class Target:
         """Raise DFlashError for a model that cannot have its rows at positions of their own."""
         kind = type(self.model).__module__.rpartition(".")[2]
         ropes = {base.__name__ for m in self.model.modules() for base in type(m).__mro__}
-        if kind in _ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
+        if not self._ropes or kind in _ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
             raise DFlashError(
                 f"{self.name} ({kind}) computes with one position for all rows of a pass, "
                 "so it cannot verify trees",

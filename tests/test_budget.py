@@ -190,6 +190,7 @@ def test_times_are_kept_and_measured_again_only_when_asked(target, monkeypatch, 
         calls.append(measured)
         return PassTimes((1, 2), (1.0, float(len(calls))))
 
+    monkeypatch.setattr(budget, "ROWS", (1, 2))
     monkeypatch.setattr(budget, "measure", fake)
     first = stored_times(target, folder=tmp_path)
     assert stored_times(target, folder=tmp_path) == first and len(calls) == 1
@@ -199,8 +200,20 @@ def test_times_are_kept_and_measured_again_only_when_asked(target, monkeypatch, 
     assert len(calls) == 3, "another model has times of its own"
 
 
-@pytest.mark.parametrize("damage", ["", "{", json.dumps({"rows": [1]}), "[]"])
+DAMAGES = [
+    "",
+    "{",
+    "[]",
+    json.dumps({"rows": [1]}),
+    json.dumps({"rows": [1, 96], "seconds": [1.0]}),
+    json.dumps({"rows": [1, 96], "seconds": [0.0, 1.0]}),
+    json.dumps({"rows": [1, 2], "seconds": [1.0, 1.0]}),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_times_are_measured_anew(target, monkeypatch, tmp_path, damage):
+    monkeypatch.setattr(budget, "ROWS", FLAT.rows)
     monkeypatch.setattr(budget, "measure", lambda measured: FLAT)
     stored_times(target, folder=tmp_path)
     (file,) = tmp_path.iterdir()

@@ -182,7 +182,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_pair(*_: Any) -> Any:
         raise AssertionError("the pair was loaded")
 
-    monkeypatch.setattr(corpus, "load_pair", load_pair)
+    monkeypatch.setattr(corpus, "load_target", load_pair)
 
 
 @pytest.mark.usefixtures("no_work")

@@ -161,3 +161,15 @@ def test_a_finished_tree_carries_the_anchor_and_what_the_drafters_thought():
     assert finished.tokens.tolist() == [17, *tree.tokens[1:]]
     assert finished.parents == tuple(tree.parents)
     assert finished.logprobs == tuple(tree.logprobs)
+
+
+def test_probabilities_that_vanish_do_not_confuse_the_order():
+    first = Ranked(np.array([[1, 2]]), np.array([[0.0, -150.0]], np.float32))
+    both = mix(first, Ranked(np.array([[1, 3]]), np.array([[0.0, -900.0]])), 0.5)
+    assert np.isfinite(both.logprobs).all()
+    tree = best_first(follow(Ranked(first.tokens, np.array([[0.0, -np.inf]]))), 5)
+    assert tree.tokens[1:] == [1]
+
+
+def test_a_vocabulary_smaller_than_the_ranking_is_ranked_whole():
+    assert rank(mx.array([[1.0, 3.0, 2.0]]), 8).tokens.tolist() == [[1, 2, 0]]

@@ -160,3 +160,18 @@ def test_trees_are_refused_where_rows_cannot_have_positions_of_their_own(family)
 
 def test_trees_are_not_refused_elsewhere():
     Target(make_model("llama"), 100, "llama").check_trees()
+
+
+def test_a_model_without_the_usual_ropes_is_refused():
+    class Other:
+        def __init__(self) -> None:
+            self.layers: list[object] = []
+
+        def modules(self):
+            return []
+
+        def make_cache(self):
+            return []
+
+    with pytest.raises(DFlashError, match="cannot verify trees"):
+        Target(Other(), 100, "other").check_trees()

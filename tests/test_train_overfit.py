@@ -101,8 +101,9 @@ def hits_by_loops(trainer: Trainer, texts: Texts, prefix: int) -> np.ndarray:
     table = np.array(tiny_target().embedding().weight)
     result = []
     for i, text in enumerate(texts.sequences):
-        spread = np.linspace(0, len(text.anchors) - 1, ANCHORS).round().astype(int)
-        for anchor in text.anchors[spread]:
+        anchors = text.anchors[: max(1, len(text.anchors) - prefix)]
+        spread = np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)
+        for anchor in anchors[spread]:
             features = np.array(texts.features([i], int(anchor))[0])
             tokens = [int(t) for t in text.tokens[anchor : anchor + 1 + prefix]]
             tokens += [0] * (prefix + 1 - len(tokens)) + [5] * (BLOCK - 1 - prefix)

@@ -17,7 +17,7 @@ from dflash_mlx.corpus.jobs import make_header
 from dflash_mlx.corpus.self_prompt import read_openings
 from dflash_mlx.corpus.writer import CorpusFile
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.load import load_pair
+from dflash_mlx.load import load_target
 from dflash_mlx.prompts import Row, read_prompts
 
 PROGRAM = "dflash_mlx.corpus"
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
     config = read_config(arguments)
     prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts, None)
     with CorpusFile(arguments.out) as file:
-        pair = load_pair(cli.read_pair_config(arguments))
+        pair = load_target(cli.read_pair_config(arguments).model)
         file.begin(make_header(pair, config))
         collect(Collection(pair, config, file), config, prompts)
 
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, required=True, help="the corpus; rows are appended")
     result.add_argument("--openings", type=Path, help="a JSON list of openings, see --opening")
-    cli.add_options(result, PairConfig, CorpusConfig, without=["drafter"])
+    cli.add_options(result, PairConfig, CorpusConfig, without=["drafter", "second_drafter"])
     return result
 
 

@@ -18,6 +18,7 @@ from dflash_mlx.target import Target
 # mlx-lm copies every cache of the batch when a sequence joins or leaves, which costs as much as
 # several steps. So they come and go together, when this share of the batch has finished.
 _FINISHED_SHARE = 0.25
+_PREFILL = 512  # prompt tokens per pass
 _NO_LIMIT = 1 << 30  # answers end here, not in mlx-lm: loops and stop tokens vary by job
 _TAIL = 12.0  # nats below the likeliest token; nearly always more than top-p keeps
 
@@ -127,8 +128,8 @@ class BatchDecoder:
         from mlx_lm.models.cache import make_prompt_cache
 
         caches: list[Any] = make_prompt_cache(self._model)
-        if prompt:
-            self._model(mx.array([list(prompt)]), cache=caches)
+        for start in range(0, len(prompt), _PREFILL):
+            self._model(mx.array([list(prompt[start : start + _PREFILL])]), cache=caches)
             mx.eval([cache.state for cache in caches])
         return caches
 

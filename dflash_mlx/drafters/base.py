@@ -9,7 +9,7 @@ from dflash_mlx.tree import Tree
 
 
 class Drafter(Protocol):
-    """Proposes trees; holds no state of a sequence."""
+    """Proposes trees; what it remembers of a sequence's tokens is in the context."""
 
     @property
     def name(self) -> str:
@@ -30,4 +30,4 @@ class Drafter(Protocol):
         """An empty context for one sequence."""
 
     def propose(self, state: State, room: int) -> Tree:
-        """A tree of 1 to `room` nodes whose root is the anchor."""
+        """A tree whose root is the anchor and whose paths have 1 to `room` nodes."""

@@ -35,7 +35,7 @@ class BestFirst:
     def propose(self, state: State, room: int) -> Tree:
         """A tree of up to `nodes` nodes, no deeper than `room` allows."""
         rows = min(self.block_size, room)
-        if rows == 1 or self._nodes == 1:
+        if rows == 1:
             return Tree.chain(state.anchor)
         assert isinstance(state.context, FeatureContext)
         ranked = rank(self._model.logits(state.context, state.anchor, rows), TOP_K)

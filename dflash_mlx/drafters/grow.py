@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -16,6 +17,8 @@ from dflash_mlx.tree import Tree
 
 Path = tuple[int, ...]  # drafted tokens from the root on
 Array = npt.NDArray[Any]
+
+_LEAST = 1e-300  # a probability whose logarithm is finite
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def best_first(choices: Callable[[Path], tuple[Array, Array] | None], nodes: int
     heap: list[tuple[float, int, int, Path, int, tuple[Array, Array]]] = []
 
     def offer(score: float, parent: int, path: Path, rank: int, found: Any) -> None:
-        if found is not None and rank < len(found[0]):
+        if found is not None and rank < len(found[0]) and np.isfinite(found[1][rank]):
             total = score + float(found[1][rank])
             heapq.heappush(heap, (-total, next(order), parent, path, rank, found))
 
@@ -180,10 +183,10 @@ def mix(first: Ranked, second: Ranked, share: float) -> Ranked:
         mass: dict[int, float] = {}
         for ranked, weight in ((first, 1 - share), (second, share)):
             for token, logprob in zip(ranked.tokens[i], ranked.logprobs[i], strict=True):
-                mass[int(token)] = mass.get(int(token), 0.0) + weight * float(np.exp(logprob))
+                mass[int(token)] = mass.get(int(token), 0.0) + weight * math.exp(logprob)
         best = sorted(mass, key=lambda token: (-mass[token], token))[:k]
         tokens.append(best)
-        logprobs.append(np.log([mass[token] for token in best]))
+        logprobs.append([math.log(max(mass[token], _LEAST)) for token in best])
     return Ranked(np.array(tokens), np.array(logprobs))
 
 

@@ -49,7 +49,9 @@ def _within_budget(drafter: Drafter, pair: Pair, config: DecodeConfig) -> Drafte
     """The drafter itself where the number of nodes is given, else cut to what pays here."""
     if config.budget is not None:
         return drafter
-    return Budgeted(drafter, stored_times(pair.target, config.recalibrate))
+    if pair.target.pass_times is None:  # once per model that is loaded
+        pair.target.pass_times = stored_times(pair.target, config.recalibrate)
+    return Budgeted(drafter, pair.target.pass_times)
 
 
 def _first(pair: Pair) -> BlockModel:

@@ -11,7 +11,7 @@ from dflash_mlx.drafters.grow import Array, Ranked
 
 def rank(logits: mx.array, k: int) -> Ranked:
     """The k likeliest tokens of each row of logits [n, V]; waits for the pass."""
-    logits = logits.astype(mx.float32)
+    logits, k = logits.astype(mx.float32), min(k, logits.shape[-1])
     if cpu_math.applies():
         return _rank_on_host(np.asarray(logits), k)
     top = mx.argpartition(-logits, k - 1, axis=-1)[:, :k]

@@ -16,8 +16,9 @@ from dflash_mlx.drafters.checkpoint import parse_config
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import Pair, load_target, resolve_folder
+from dflash_mlx.report import import_pyplot
 from dflash_mlx.train.data import add_data_options, feature_place, read_texts
-from dflash_mlx.train.run import Record, Run
+from dflash_mlx.train.run import HISTORY, Record, Run
 from dflash_mlx.train.start import fresh_network, mask_token, new_config, open_drafter, warm_start
 from dflash_mlx.train.state import has_state, restore_state
 from dflash_mlx.train.trainer import Trainer
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> None:
     """Train until the time or the steps are used up. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
     place = feature_place(arguments)
+    if arguments.plot is not None:
+        import_pyplot()
     config = cli.read_options(arguments, TrainConfig)
     check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
@@ -37,8 +40,10 @@ def main(argv: Sequence[str]) -> None:
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(network, network_config, pair.target, train, config)
     arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / HISTORY).touch()
     if has_state(arguments.out):
         restore_state(arguments.out, trainer, texts.name)
+    print(f"the draft vocabulary covers {trainer.covered:.1%} of the answers", file=sys.stderr)
     run = Run(trainer, pair.target, held_out, arguments.out, raw, texts.name)
     show(run, arguments.plot)
 
@@ -63,7 +68,11 @@ def drafter(config: TrainConfig, pair: Pair) -> tuple[Network, NetworkConfig, di
 
 def check_out(folder: Path) -> None:
     """Raise DFlashError unless `folder` is new, empty, or holds a run to continue."""
-    if folder.exists() and not has_state(folder) and (not folder.is_dir() or any(folder.iterdir())):
+    if not folder.exists() or has_state(folder):
+        return
+    history = folder / HISTORY  # made first; empty until the first state is complete
+    stopped_early = history.exists() and not history.read_text(encoding="utf-8")
+    if not folder.is_dir() or (any(folder.iterdir()) and not stopped_early):
         raise DFlashError(
             f"{folder} exists and holds no run to continue", "choose another folder with --out"
         )
@@ -115,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--plot", type=Path, help="a PNG of loss and acceptance, redrawn at every measurement"
     )
-    cli.add_options(result, PairConfig, TrainConfig, without=["drafter"])
+    cli.add_options(result, PairConfig, TrainConfig, without=["drafter", "second_drafter"])
     return result
 
 

@@ -80,7 +80,7 @@ class BlockSampler:
         self._groups = np.concatenate(
             [np.full(-(-len(t.anchors) // self._anchors), i) for i, t in enumerate(texts)]
         )
-        self.steps_per_epoch = max(1, len(self._groups) // self._sequences)
+        self.steps_per_epoch = -(-len(self._groups) // self._sequences)
         self._epoch = -1
 
     def blocks(self, step: int) -> Blocks:

@@ -37,6 +37,10 @@ def main(argv: Sequence[str]) -> None:
     texts = read_texts(arguments.corpus, pair, taps.pop(), place)
     if not arguments.all_rows:
         _, texts = texts.split(arguments.held_out)
+    greedy = texts.only(lambda i: texts.rows[i].temperature == 0)
+    if not len(greedy):
+        raise DFlashError("the rows are all sampled", "compare with greedy answers")
+    texts = greedy
     figures = {name: by_category(drafter, texts) for name, drafter in drafters.items()}
     print(table(figures))
     if arguments.json is not None:
@@ -74,6 +78,7 @@ def table(figures: dict[str, dict[str, Figures]]) -> str:
         for category, part in parts.items():
             cells = [f"{name} ({category})", str(part["texts"]), f"{part['tokens_per_round']:.3f}"]
             cells += [f"{length:.2f}" for length in part["by_prefix"]]
+            cells += [""] * (len(head) - len(cells))
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -82,8 +87,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = cli.Parser(
         prog=PROGRAM,
-        description="Compare drafters on texts of the target: tokens per round as greedy decoding "
-        "has them, and the mean number of right drafts after a kept prefix of 0, 1, ... tokens.",
+        description="Compare drafters on greedy texts of the target: tokens per round of "
+        "decoding, and the mean number of right drafts after a kept prefix of 0, 1, ... tokens.",
     )
     result.add_argument(
         "--drafter", required=True, action="append", help="may be given several times"
@@ -93,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     rows.add_argument("--all-rows", action="store_true", help="use every row of the corpora")
     result.add_argument("--json", type=Path, help="write all figures to this file")
     add_data_options(result)
-    cli.add_options(result, PairConfig, without=["drafter"])
+    cli.add_options(result, PairConfig, without=["drafter", "second_drafter"])
     return result
 
 

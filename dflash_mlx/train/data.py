@@ -93,10 +93,12 @@ def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path,
     vocab_size, context = vocabulary_size(pair.target), pair.target.context_length
     header, rows = read_rows(path, vocab_size)
     check_header(header, pair.tokenizer, vocab_size, str(path))
-    usable = [r for r in rows if r.answer and len(r.prompt) + len(r.answer) <= context]
+    fits = [len(row.prompt) + len(row.answer) <= context for row in rows]
+    usable = [row for row, fit in zip(rows, fits, strict=True) if fit]
+    numbers = [i for i, fit in enumerate(fits) if fit]
     if not usable:
         raise DFlashError(
-            f"no row of {path} has an answer and fits the context of {context} tokens",
+            f"no row of {path} fits the context of {context} tokens",
             "make the corpus again with shorter prompts",
         )
     if len(usable) < len(rows):
@@ -112,7 +114,8 @@ def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path,
         for i, row in enumerate(usable)
     ]
     places = [(features, i) for i in range(len(features))]
-    return Texts(name, sequences, usable, list(range(len(features))), places)
+    name = f"{name}:{len(features)}"  # a smaller cache means other texts
+    return Texts(name, sequences, usable, numbers[: len(features)], places)
 
 
 def _fill(features: FeatureCache, path: Path) -> None:

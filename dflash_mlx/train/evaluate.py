@@ -73,11 +73,11 @@ class Drafter:
 
 
 def measure(drafter: Drafter, texts: Texts, prefix: int = 0) -> Acceptance:
-    """Drafts at 16 anchors of every text, evenly spread."""
+    """Drafts at 16 anchors of every text, evenly spread where the prefix leaves one to draft."""
     hits: list[Array] = []
     for start in range(0, len(texts), _TEXTS):
         chosen = np.arange(start, min(start + _TEXTS, len(texts)))
-        anchors = np.stack([_spread(texts.sequences[i].anchors) for i in chosen])
+        anchors = np.stack([_spread(texts.sequences[i].anchors, prefix) for i in chosen])
         hits += list(drafter.hits(texts, chosen, anchors, prefix))
     return Acceptance(hits)
 
@@ -108,7 +108,8 @@ def embed(target: Target, config: NetworkConfig, inputs: Array) -> mx.array:
     return rows * config.input_embedding_scale  # type: ignore[no-any-return]
 
 
-def _spread(anchors: Array) -> Array:
-    """ANCHORS of them, evenly."""
+def _spread(anchors: Array, prefix: int) -> Array:
+    """ANCHORS of those with more than `prefix` tokens behind them; of short texts the first."""
+    anchors = anchors[: max(1, len(anchors) - prefix)]
     chosen: Array = anchors[np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)]
     return chosen

@@ -56,8 +56,8 @@ class FeatureCache:
         room = limit // (self.width * _BYTES)
         ends = np.cumsum([len(tokens) for tokens in sequences], dtype=np.int64)
         self._starts = [0, *ends[ends <= room].tolist()]
-        self._sequences = sequences[: len(self)]
-        if not self._sequences:
+        self._sequences = sequences
+        if not len(self):
             raise DFlashError(
                 f"{limit} bytes have no room for the features of the first sequence",
                 "give more with --cache-gb",
@@ -100,7 +100,7 @@ class FeatureCache:
             self._file("choices").open("ab") as choices,
             self._file("checksums").open("ab") as checksums,
         ):
-            for tokens in self._sequences[done:]:
+            for tokens in self._sequences[done : len(self)]:
                 parts = self._compute(tokens)
                 for file, data in zip((features, choices), parts, strict=True):
                     file.write(data)
@@ -197,19 +197,19 @@ class FeatureCache:
             "target": fingerprint(self._target),
             "target_layer_ids": list(self._taps),
             "width": self.width,
-            "sequences": len(self),
-            "tokens": self._starts[-1],
+            "sequences": len(self._sequences),
+            "tokens": sum(len(tokens) for tokens in self._sequences),
             "corpus": digest.hexdigest(),
         }
 
 
 def fingerprint(target: Target) -> str:
-    """Tells targets apart by their vectors (norms, biases), which fine-tuning changes too."""
+    """Tells targets apart by the first and last row of every weight, which all training changes."""
     digest = hashlib.sha256()
     for name, array in target.parameters():
-        digest.update(f"{name} {array.shape}".encode())
-        if array.ndim == 1:
-            digest.update(np.array(array.astype(mx.float32)).tobytes())
+        digest.update(f"{name} {array.shape} {array.dtype}".encode())
+        ends = mx.stack([array[0], array[-1]]) if array.ndim > 1 else array
+        digest.update(np.array(ends.astype(mx.float32)).tobytes())
     return digest.hexdigest()
 
 

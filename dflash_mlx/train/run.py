@@ -102,10 +102,10 @@ class Run:
         )
         if record.score > max((r.score for r in self.history), default=-1.0):
             save_drafter(self.folder, trainer.network, self._raw_config)
+        save_state(self.folder, trainer, self._data)
         self.history.append(record)
         lines = [json.dumps(vars(record)) + "\n" for record in self.history]
         replace_text(self.folder / HISTORY, "".join(lines))
-        save_state(self.folder, trainer, self._data)
         return record
 
 
@@ -120,5 +120,8 @@ def read_history(file: Path, step: int) -> list[Record]:
         lines = file.read_text(encoding="utf-8").splitlines()
         records = [Record(**json.loads(line)) for line in lines if line.endswith("}")]
     except (ValueError, TypeError) as error:
-        raise DFlashError(f"{file} cannot be read ({error})", "delete it, and go on") from None
+        raise DFlashError(
+            f"{file} cannot be read ({error})",
+            "put it right, or go on in another folder with --init",
+        ) from None
     return [record for record in records if record.step <= step]

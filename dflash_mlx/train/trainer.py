@@ -16,7 +16,7 @@ import numpy as np
 from dflash_mlx.config import TrainConfig
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.target import Target
-from dflash_mlx.train.blocks import Blocks, BlockSampler
+from dflash_mlx.train.blocks import Array, Blocks, BlockSampler
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.evaluate import embed
 from dflash_mlx.train.loss import cross_entropy, decay_weights, dpace_weights
@@ -75,8 +75,7 @@ class Trainer:
         )
         self.optimizer.init(network.trainable_parameters())
         self._vocabulary, self._index = self._draft_vocabulary()
-        head = target.head()(mx.eye(network_config.hidden_size))
-        self._head = mx.contiguous(head.T[mx.array(self._vocabulary)].astype(mx.float32))
+        self._head = _head_rows(target, network_config.hidden_size, self._vocabulary)
         mx.eval(self._head, self.optimizer.state)
         self._gradients = nn.value_and_grad(network, self._loss)
 
@@ -134,6 +133,8 @@ class Trainer:
         config = self.network_config
         hidden = hidden_states(self.network, config, batch.features, batch.anchors, batch.x)
         rows = hidden.flatten(0, 2)[batch.places] * config.output_multiplier
+        if self._head.shape[1] > rows.shape[1]:  # the head has a bias
+            rows = mx.concatenate([rows, mx.ones((rows.shape[0], 1))], axis=-1)
         losses = cross_entropy(rows, self._head, batch.labels, config.final_logit_softcapping)
         weights = batch.decay if self.config.loss == "decay" else self._dpace(batch, losses)
         return (weights * losses).sum() / mx.maximum(weights.sum(), 1e-9)  # 0 / 0 without places
@@ -159,3 +160,13 @@ class Trainer:
         index = np.full(self.network_config.vocab_size, -1)
         index[chosen] = np.arange(len(chosen))
         return np.array(chosen), index
+
+
+def _head_rows(target: Target, width: int, vocabulary: Array) -> mx.array:
+    """[V', d] weights of the target's head for these tokens; [V', d + 1] where it has a bias."""
+    head = target.head()
+    bias = head(mx.zeros((1, width)))
+    weights = head(mx.eye(width)) - bias
+    parts = [weights, bias] if mx.any(bias != 0).item() else [weights]
+    rows = mx.concatenate(parts).T[mx.array(vocabulary)]
+    return mx.contiguous(rows.astype(mx.float32))
