@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 
 from dflash_mlx.config import DecodeConfig
+from dflash_mlx.drafters.block_diffusion import BlockModel
 from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.load import Pair
 from dflash_mlx.observer import Observer
@@ -79,8 +80,9 @@ def assert_in_step(session):
     fresh.state.trim(len(committed))
     for either in (state, fresh.state):
         either.anchor = mx.array([anchor])
-    ours = np.array(session.drafter.logits(state, 8))
-    expected = np.array(fresh.drafter.logits(fresh.state, 8))
+    model = BlockModel(session.pair.network, session.pair.network_config, session.pair.target)
+    ours = np.array(model.logits(state.context, state.anchor, 8))
+    expected = np.array(model.logits(fresh.state.context, fresh.state.anchor, 8))
     assert np.abs(ours - expected).max() < 1e-4
 
 
