@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
@@ -112,6 +113,12 @@ def _fault(error: Exception) -> str:
 def _say(text: str, code: int) -> int:
     print(text, file=sys.stderr)
     return code
+
+
+def check_output(file: Path | None) -> None:
+    """Raise DFlashError for a file that could not be written, before the work it would hold."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        raise DFlashError(f"{file} is a folder or in none", "name a file in a folder that exists")
 
 
 def read_stdin() -> str:

@@ -104,3 +104,14 @@ def test_drafters_that_read_different_layers_are_refused(place):
 def test_a_share_that_keeps_nothing_out_is_refused(place, held_out):
     with pytest.raises(DFlashError, match=f"held_out is {held_out}; choose 2 or more"):
         run(place, drafter(place, "a"), held_out=held_out)
+
+
+def test_a_report_without_a_folder_is_refused_before_anything_is_measured(place):
+    with pytest.raises(DFlashError, match="nowhere/j.json is a folder or in none; name a file"):
+        run(place, place.root / "no drafter", json=place.root / "nowhere" / "j.json")
+
+
+def test_a_picture_without_a_folder_is_refused_before_training(place):
+    with pytest.raises(DFlashError, match="is a folder or in none"):
+        place.train(plot=place.root, steps=1)
+    assert not place.out.exists()

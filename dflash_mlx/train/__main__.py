@@ -29,6 +29,7 @@ PROGRAM = "dflash_mlx.train"
 def main(argv: Sequence[str]) -> None:
     """Train until the time or the steps are used up. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
+    cli.check_output(arguments.plot)
     place = feature_place(arguments)
     if arguments.plot is not None:
         import_pyplot()

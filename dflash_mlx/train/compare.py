@@ -25,6 +25,7 @@ Figures = dict[str, Any]
 def main(argv: Sequence[str]) -> None:
     """Print a table. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
+    cli.check_output(arguments.json)
     place = feature_place(arguments)
     pair = load_target(cli.read_pair_config(arguments).model)
     drafters = {

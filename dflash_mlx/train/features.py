@@ -25,6 +25,7 @@ from dflash_mlx import cpu_math
 from dflash_mlx.cache import Block
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.target import Target
+from dflash_mlx.train.start import hidden_width
 
 _VERSION = 1
 _BYTES = 2  # of a bfloat16
@@ -52,7 +53,7 @@ class FeatureCache:
         limit: int,
     ) -> None:
         self._folder, self._target, self._taps = folder, target, taps
-        self.width = len(taps) * _hidden_size(target)
+        self.width = len(taps) * hidden_width(target)
         room = limit // (self.width * _BYTES)
         ends = np.cumsum([len(tokens) for tokens in sequences], dtype=np.int64)
         self._starts = [0, *ends[ends <= room].tolist()]
@@ -211,10 +212,6 @@ def fingerprint(target: Target) -> str:
         ends = mx.stack([array[0], array[-1]]) if array.ndim > 1 else array
         digest.update(np.array(ends.astype(mx.float32)).tobytes())
     return digest.hexdigest()
-
-
-def _hidden_size(target: Target) -> int:
-    return int(target.embedding()(mx.array([0])).shape[-1])
 
 
 def _size(file: Path) -> int:
