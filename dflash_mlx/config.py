@@ -9,6 +9,7 @@ from typing import Any
 from dflash_mlx.errors import DFlashError
 
 METHODS = ("none", "dflash", "ddtree", "d2sd", "ngram")
+CONTROLS = ("resample",)  # methods for comparison in the benchmark only
 GROWTHS = ("joint", "paper")
 TRAIN_MODES = ("dflash", "variable-prefix")
 STARTS = ("target", "random")
@@ -105,7 +106,8 @@ class DecodeConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
-        _require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
+        known = self.method in METHODS + CONTROLS
+        _require(known, "method", self.method, f"one of {', '.join(METHODS)}")
         block_ok = self.block_size is None or self.block_size >= 2
         _require(block_ok, "block_size", self.block_size, "2 or more")
         _require(self.growth in GROWTHS, "growth", self.growth, f"one of {', '.join(GROWTHS)}")

@@ -37,8 +37,9 @@ CASES = {
     "d2sd, published, alone": {"growth": "paper", "second": False},
     "d2sd, alone": {"second": False},
     "d2sd, block of 2": {"block_size": 2},
+    "resample": {"branches": 3},
 }
-TREES = [name for name in CASES if name.startswith(("ddtree", "d2sd"))]
+TREES = [name for name in CASES if name.startswith(("ddtree", "d2sd", "resample"))]
 
 
 def drafter_folder(folder, taps, seed):

@@ -10,6 +10,7 @@ from dflash_mlx.drafters.block_diffusion import BlockDiffusion, BlockModel
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, Growth, JointGrowth, PaperGrowth
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.drafters.resample import Resample
 from dflash_mlx.load import Pair, require_drafter
 
 MOST_NODES = 48  # of a tree that the budget then cuts
@@ -31,6 +32,12 @@ def _ddtree(pair: Pair, config: DecodeConfig) -> Drafter:
     pair.target.check_trees()
     drafter = BestFirst(_first(pair), config.block_size, config.budget or MOST_NODES)
     return _within_budget(drafter, pair, config)
+
+
+def _resample(pair: Pair, config: DecodeConfig) -> Drafter:
+    pair.target.check_trees()
+    seed = config.sampling.with_seed().seed or 0
+    return Resample(_first(pair), config.block_size, config.branches, seed)
 
 
 def _d2sd(pair: Pair, config: DecodeConfig) -> Drafter:
@@ -60,7 +67,14 @@ def _first(pair: Pair) -> BlockModel:
     return BlockModel(pair.network, network_config, pair.target)
 
 
-METHODS = {"none": _none, "ngram": _ngram, "dflash": _dflash, "ddtree": _ddtree, "d2sd": _d2sd}
+METHODS = {
+    "none": _none,
+    "ngram": _ngram,
+    "dflash": _dflash,
+    "ddtree": _ddtree,
+    "d2sd": _d2sd,
+    "resample": _resample,
+}
 
 
 def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:
