@@ -26,7 +26,7 @@ from dflash_mlx.target import Target
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_DRAFTER = "smollm2-135m-dflash"
 DEFAULT_SECOND_DRAFTER = "smollm2-135m-variable-prefix"
-DRAFTED = ("dflash", "ddtree", "d2sd")  # methods that need a drafter network
+DRAFTED = ("dflash", "ddtree", "d2sd", "resample")  # methods that need a drafter network
 
 CheckConfig = Callable[[dict[str, Any]], None]
 Loaded = tuple[Any, Any, int]  # model, tokenizer, context length
