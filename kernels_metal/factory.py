@@ -1,0 +1,164 @@
+"""The one place where a kernel is launched, on Metal or by another executor.
+
+    SCALE = Kernel("scale", inputs=("x",), outputs=("y",))  # body: source/scale.metal
+
+    def scale(x: mx.array) -> mx.array:
+        plan = Launch(
+            grid=(x.size, 1, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=(x.shape,),
+            output_dtypes=(x.dtype,),
+            template=(("T", x.dtype), ("N", 4)),
+        )
+        return launch(SCALE, [x], plan)[0]
+
+A wrapper asks `executor()` first and takes its reference when that is None: nothing here falls
+back by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import mlx.core as mx
+
+SOURCE = Path(__file__).parent / "source"
+
+TemplateValue = mx.Dtype | int | bool
+Dimensions = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: its body is the file `{name}.metal` of `folder`.
+
+    `inputs` and `outputs` are the parameter names in the body. `header` names another file of the
+    folder, without `.metal`, for functions and structs outside the body. With
+    `ensure_row_contiguous` MLX copies strided inputs first; without, the body must use
+    `{input}_strides`. With `atomic_outputs` every output is `device atomic<T>*`.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    header: str | None = None
+    ensure_row_contiguous: bool = True
+    atomic_outputs: bool = False
+    folder: Path = SOURCE
+
+    @property
+    def body(self) -> str:
+        """The text of the body."""
+        return self.path.read_text(encoding="utf-8")
+
+    @property
+    def header_text(self) -> str:
+        """The text of the header, "" without one."""
+        return self.header_path.read_text(encoding="utf-8") if self.header_path else ""
+
+    @property
+    def path(self) -> Path:
+        """The file of the body."""
+        return self.folder / f"{self.name}.metal"
+
+    @property
+    def header_path(self) -> Path | None:
+        """The file of the header."""
+        return self.folder / f"{self.header}.metal" if self.header else None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is launched: the arguments of MLX's custom kernels, less the inputs.
+
+    `grid` counts threads, not threadgroups. `template` gives the body's types and constants.
+    Every output is filled with `init_value` first, where one is given, else uninitialised.
+    """
+
+    grid: Dimensions
+    threadgroup: Dimensions
+    output_shapes: tuple[tuple[int, ...], ...]
+    output_dtypes: tuple[mx.Dtype, ...]
+    template: tuple[tuple[str, TemplateValue], ...] = ()
+    init_value: float | None = None
+
+
+class Executor(Protocol):
+    """Runs a kernel; the outputs have the shapes and dtypes of the plan."""
+
+    def __call__(self, kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.array]:
+        """As `launch`."""
+        ...
+
+
+_chosen: ContextVar[Executor | None] = ContextVar("executor", default=None)
+
+
+@contextmanager
+def executing(chosen: Executor) -> Iterator[None]:
+    """Inside the block, and in no other thread or task, kernels run on `chosen`."""
+    token = _chosen.set(chosen)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def executor() -> Executor | None:
+    """What would run a kernel here: the block's executor, else Metal, else None."""
+    return _chosen.get() or (metal if mx.metal.is_available() else None)
+
+
+def launch(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.array]:
+    """Run a kernel; one array for each of its outputs.
+
+    Raises RuntimeError where nothing can run kernels: the wrapper should have taken its reference.
+    """
+    chosen = executor()
+    if chosen is None:
+        raise RuntimeError(
+            f"kernel {kernel.name}: no Metal here and no executor chosen; "
+            "the wrapper should have taken the reference"
+        )
+    return chosen(kernel, inputs, plan)
+
+
+def metal(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.array]:
+    """The executor that is MLX's own."""
+    return call(kernel, inputs, plan)
+
+
+def call(
+    kernel: Kernel, inputs: Sequence[mx.array], plan: Launch, verbose: bool = False
+) -> list[mx.array]:
+    """MLX's custom kernel; `verbose` prints the text it generates, even without Metal if traced."""
+    outputs: list[mx.array] = _compiled(kernel)(
+        inputs=list(inputs),
+        template=list(plan.template),
+        grid=plan.grid,
+        threadgroup=plan.threadgroup,
+        output_shapes=list(plan.output_shapes),
+        output_dtypes=list(plan.output_dtypes),
+        init_value=plan.init_value,
+        verbose=verbose,
+    )
+    return outputs
+
+
+@functools.cache
+def _compiled(kernel: Kernel):  # type: ignore[no-untyped-def]  # MLX gives it the type object
+    return mx.fast.metal_kernel(
+        name=kernel.name,
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        source=kernel.body,
+        header=kernel.header_text,
+        ensure_row_contiguous=kernel.ensure_row_contiguous,
+        atomic_outputs=kernel.atomic_outputs,
+    )
