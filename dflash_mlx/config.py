@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import secrets
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,15 @@ LOSSES = ("dpace", "decay")
 def option(default: Any, help: str, **argparse_keywords: Any) -> Any:
     """A dataclass field that carries its own help text and argparse keywords."""
     return field(default=default, metadata={"help": help, "argparse": argparse_keywords})
+
+
+def _number_or_auto(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number") from None
 
 
 def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
@@ -90,9 +100,14 @@ class DecodeConfig:
     branches: int = option(4, "d2sd: prefixes that the second drafter continues", type=int)
     budget: int | None = option(
         None,
-        "ddtree, d2sd: tokens that a pass verifies, the anchor included (default: as many as pay "
-        "on this machine)",
-        type=int,
+        "ddtree, d2sd: tokens that a pass verifies, the anchor included, or auto: as many as pay "
+        "on this machine, and no draft where none pays (default: auto)",
+        type=_number_or_auto,
+    )
+    lookup: bool = option(
+        True,
+        "ddtree, d2sd without --budget: let what followed the last words before join the drafts",
+        action=argparse.BooleanOptionalAction,
     )
     recalibrate: bool = option(False, "time this machine again, for --budget", action="store_true")
     growth: str = option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
@@ -52,7 +52,7 @@ def decode(
     yielded, so the state stays usable wherever the caller stops.
     """
     sampler = Sampler(config.sampling)
-    ahead = 0 if sampler.needs_history else drafter.rounds_ahead
+    ahead = (lambda: 0) if sampler.needs_history else (lambda: drafter.rounds_ahead)
     end = min(state.position + config.max_tokens, target.context_length - 1)
     return _read_behind(_rounds(target, drafter, state, sampler, end, observer), ahead, observer)
 
@@ -75,12 +75,14 @@ def _rounds(
         yield accepted
 
 
-def _read_behind(rounds: Iterator[Accepted], ahead: int, observer: Observer) -> Iterator[Accepted]:
-    """Yield finished rounds, while the next `ahead` of them are already running."""
+def _read_behind(
+    rounds: Iterator[Accepted], ahead: Callable[[], int], observer: Observer
+) -> Iterator[Accepted]:
+    """Yield finished rounds, while the next `ahead()` of them are already running."""
     running: deque[Accepted] = deque()
     for accepted in rounds:
         running.append(accepted)
-        if len(running) > ahead:
+        while len(running) > ahead():
             yield _finished(running.popleft(), observer)
             observer.mark("yield")
     for accepted in running:

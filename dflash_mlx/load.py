@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Pair:
     """A target with its tokenizer, and the drafter networks that fit it, if any.
 
     tokenizer: mlx-lm's TokenizerWrapper. second_network: D2SD's variable-prefix drafter.
+    experience: what sessions have learned about drafting, by method and settings.
     """
 
     target: Target
@@ -53,6 +54,7 @@ class Pair:
     drafter_name: str | None = None
     second_network: Network | None = None
     second_config: NetworkConfig | None = None
+    experience: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def load(model: str | None = None, drafter: str | None = None) -> Pair:

@@ -36,7 +36,7 @@ class State:
     """The committed tokens' caches, and the anchor: the newest token, not in any cache yet.
 
     cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated. last: the
-    round that was committed last.
+    round of this answer that was committed last.
     """
 
     def __init__(self, cache: SequenceCache, context: Context) -> None:
@@ -82,6 +82,7 @@ class State:
 
     def set_anchor(self, token: int) -> None:
         """Make the last token of a prompt the anchor."""
+        self.last = None
         self.anchor = mx.array([token])
         self._tokens.append(token)
 

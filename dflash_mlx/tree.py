@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import mlx.core as mx
@@ -21,11 +21,17 @@ class Tree:
     tokens: [N] int, may be unevaluated; nothing here reads the root's value.
     parents: N node ids; `parents[0]` is -1 and `parents[i] < i`.
     logprobs: N, of each token given those before it, as its drafter sees it; () if not known.
+    sources: N, which drafter each token came from ("first", "second", "lookup"; "" for the root);
+    () where there is only one. mode, reason: how and why this tree was chosen among others; ""
+    where nothing chooses.
     """
 
     tokens: mx.array
     parents: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
+    sources: tuple[str, ...] = ()
+    mode: str = ""
+    reason: str = ""
 
     def __post_init__(self) -> None:
         in_order = all(-1 < p < i for i, p in enumerate(self.parents[1:], start=1))
@@ -80,7 +86,29 @@ class Tree:
         place = {node: i for i, node in enumerate(nodes)}
         parents = (-1, *(place[self.parents[node]] for node in nodes[1:]))
         logprobs = tuple(self.logprobs[node] for node in nodes) if self.logprobs else ()
-        return Tree(self.tokens[mx.array(list(nodes))], parents, logprobs)
+        sources = tuple(self.sources[node] for node in nodes) if self.sources else ()
+        tokens = self.tokens[mx.array(list(nodes))]
+        return replace(self, tokens=tokens, parents=parents, logprobs=logprobs, sources=sources)
+
+    def graft(self, tokens: Sequence[int], logprobs: Sequence[float], source: str) -> Tree:
+        """This tree and the chain `tokens` from its root on; shared prefixes stay shared.
+
+        Every node must have its log-probability; a node that both have keeps the larger one.
+        """
+        known, sources = list(self.logprobs or (0.0,)), list(self.sources or [""] * len(self))
+        parents, node, shared = list(self.parents), 0, 0
+        while shared < len(tokens) and (child := self.child(node, tokens[shared])) is not None:
+            known[child] = max(known[child], logprobs[shared])
+            node, shared = child, shared + 1
+        for logprob in logprobs[shared:]:
+            parents.append(node)
+            known.append(logprob)
+            sources.append(source)
+            node = len(parents) - 1
+        new = mx.array(list(tokens[shared:]), dtype=self.tokens.dtype)
+        return Tree(
+            mx.concatenate([self.tokens, new]), tuple(parents), tuple(known), tuple(sources)
+        )
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if there is one."""

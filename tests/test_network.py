@@ -236,7 +236,8 @@ def test_the_rows_of_a_block_never_reach_the_context(drafting, name):
     assert np.array_equal(subject.logits(state, 8), first)
     state.context.append(mx.array(features[20:]))
     fresh = subject.state(features, [20, 10], 7)
-    assert np.array_equal(subject.logits(state, 5), subject.logits(fresh, 5))
+    found, expected = subject.logits(state, 5), subject.logits(fresh, 5)
+    assert np.allclose(found, expected, rtol=1e-4, atol=1e-4), "sums in another order at most"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -60,3 +60,18 @@ def test_ancestors_are_exactly_the_nodes_on_the_path(parents):
 def test_parents_that_make_no_tree_are_refused(tokens, parents):
     with pytest.raises(ValueError, match="not a tree"):
         Tree.of(tokens, parents)
+
+
+def test_a_grafted_chain_shares_what_the_tree_has_already():
+    tree = Tree(mx.array([9, 1, 2]), (-1, 0, 0), (0.0, -1.0, -2.0), ("", "first", "first"))
+    grown = tree.graft([2, 5, 6], [-1.5, -3.0, -3.0], "lookup")
+    assert grown.tokens.tolist() == [9, 1, 2, 5, 6]
+    assert grown.parents == (-1, 0, 0, 2, 3)
+    assert grown.logprobs == (0.0, -1.0, -1.5, -3.0, -3.0)
+    assert grown.sources == ("", "first", "first", "lookup", "lookup")
+
+
+def test_a_lone_root_can_be_grafted_on_and_nothing_changes_nothing():
+    root = Tree.chain(mx.array([9]))
+    assert root.graft([4, 5], [-1.0, -1.0], "lookup").parents == (-1, 0, 1)
+    assert root.graft([], [], "lookup").tokens.tolist() == [9]

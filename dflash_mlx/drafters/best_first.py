@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dflash_mlx.drafters.block_diffusion import BlockModel, FeatureContext
+from dflash_mlx.drafters.block_diffusion import BlockModel
 from dflash_mlx.drafters.checkpoint import check_block_size
+from dflash_mlx.drafters.context import DualContext, FeatureContext
 from dflash_mlx.drafters.grow import best_first, follow
 from dflash_mlx.drafters.rank import rank
 from dflash_mlx.state import State
@@ -37,6 +38,6 @@ class BestFirst:
         rows = min(self.block_size, room)
         if rows == 1:
             return Tree.chain(state.anchor)
-        assert isinstance(state.context, FeatureContext)
-        ranked = rank(self._model.logits(state.context, state.anchor, rows), TOP_K)
+        assert isinstance(state.context, FeatureContext | DualContext)
+        ranked = rank(self._model.logits(state.context.contexts[0], state.anchor, rows), TOP_K)
         return best_first(follow(ranked), self._nodes).as_tree(state.anchor)

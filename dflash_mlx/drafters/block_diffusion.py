@@ -7,42 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.cache import LayerCache, SequenceCache
 from dflash_mlx.drafters.checkpoint import check_block_size
+from dflash_mlx.drafters.context import FeatureContext
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.state import State
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
-
-
-class FeatureContext:
-    """The drafter's keys and values of the committed tokens' features, per layer."""
-
-    def __init__(self, network: Network, windows: tuple[int | None, ...]) -> None:
-        self._network = network
-        self.cache = SequenceCache([LayerCache(window) for window in windows])
-
-    @property
-    def length(self) -> int:
-        """Committed tokens."""
-        return self.cache.length
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """Keys and values of all layers."""
-        return self.cache.arrays
-
-    def append(self, features: mx.array) -> None:
-        """Take in the features [n, m*d] of the next n committed tokens."""
-        self._network.append(features, self.cache)
-
-    def can_trim(self, length: int) -> bool:
-        """Whether every layer can go back to `length`."""
-        return self.cache.can_trim(length)
-
-    def trim(self, length: int) -> None:
-        """Forget the tokens from `length` on."""
-        self.cache.trim(length)
 
 
 class BlockModel:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-import mlx.core as mx
-
 from dflash_mlx.drafters.best_first import TOP_K
-from dflash_mlx.drafters.block_diffusion import BlockModel, FeatureContext
+from dflash_mlx.drafters.block_diffusion import BlockModel
 from dflash_mlx.drafters.checkpoint import check_block_size
+from dflash_mlx.drafters.context import DualContext
 from dflash_mlx.drafters.grow import (
     Path,
     Prefixes,
@@ -79,48 +78,7 @@ class JointGrowth:
         for prefix, ranked in second.items():
             if prefix:
                 drafts[prefix] = mix(ranked, first.after(len(prefix)), self.FIRST_SHARE)
-        return best_first(follow_nearest(drafts), self._nodes)
-
-
-class DualContext:
-    """The contexts of both drafters, fed from one set of features.
-
-    columns: which of the m tapped layers, of width d each, either drafter reads.
-    """
-
-    def __init__(
-        self, contexts: tuple[FeatureContext, ...], columns: tuple[tuple[int, ...], ...], taps: int
-    ) -> None:
-        self.contexts = contexts
-        self._columns, self._taps = columns, taps
-
-    @property
-    def length(self) -> int:
-        """Committed tokens."""
-        return self.contexts[0].length
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """Keys and values of all layers of both."""
-        return [array for context in self.contexts for array in context.arrays]
-
-    def append(self, features: mx.array) -> None:
-        """Take in the features [n, m*d] of the next n committed tokens."""
-        for context, columns in zip(self.contexts, self._columns, strict=True):
-            if columns == tuple(range(self._taps)):
-                context.append(features)
-            else:
-                parts = mx.split(features, self._taps, axis=-1)
-                context.append(mx.concatenate([parts[i] for i in columns], axis=-1))
-
-    def can_trim(self, length: int) -> bool:
-        """Whether both can go back to `length`."""
-        return all(context.can_trim(length) for context in self.contexts)
-
-    def trim(self, length: int) -> None:
-        """Forget the tokens from `length` on."""
-        for context in self.contexts:
-            context.trim(length)
+        return best_first(follow_nearest(drafts), self._nodes).continued(second)
 
 
 class DualDiffusion:

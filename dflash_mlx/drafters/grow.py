@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -53,18 +53,20 @@ class Ranked:
 class Prefixes:
     """A prefix tree under construction: node 0 is the root, equal prefixes are one node.
 
-    logprobs: per node, of its token given the tokens before it, as its drafter sees it.
+    logprobs: per node, of its token given the tokens before it, as its drafter sees it. sources:
+    per node, which drafter, see `Tree`.
     """
 
     tokens: list[int] = field(default_factory=lambda: [0])
     parents: list[int] = field(default_factory=lambda: [-1])
     logprobs: list[float] = field(default_factory=lambda: [0.0])
+    sources: list[str] = field(default_factory=lambda: [""])
     _children: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int, logprob: float) -> int:
+    def add(self, parent: int, token: int, logprob: float, source: str = "first") -> int:
         """The child of `parent` that carries `token`, new or old; its node id."""
         if (node := self._children.get((parent, token))) is not None:
             return node
@@ -72,19 +74,35 @@ class Prefixes:
         self.tokens.append(token)
         self.parents.append(parent)
         self.logprobs.append(logprob)
+        self.sources.append(source)
         return node
 
     def as_tree(self, anchor: mx.array) -> Tree:
         """The finished tree; its root carries `anchor` [1]."""
         drafted = mx.array(self.tokens[1:], dtype=anchor.dtype)
-        return Tree(mx.concatenate([anchor, drafted]), tuple(self.parents), tuple(self.logprobs))
+        tokens = mx.concatenate([anchor, drafted])
+        return Tree(tokens, tuple(self.parents), tuple(self.logprobs), tuple(self.sources))
 
-    def add_path(self, path: Sequence[int], logprobs: Sequence[float]) -> int:
+    def add_path(
+        self, path: Sequence[int], logprobs: Sequence[float], source: str = "first"
+    ) -> int:
         """Add a chain from the root on; its last node's id."""
         node = 0
         for token, logprob in zip(path, logprobs, strict=True):
-            node = self.add(node, token, logprob)
+            node = self.add(node, token, logprob, source)
         return node
+
+    def continued(self, prefixes: Iterable[Path]) -> Prefixes:
+        """The same tree, its nodes behind one of `prefixes` marked as the second drafter's."""
+        starts = set(prefixes) - {()}
+        paths: list[Path] = [()]
+        behind = [False]
+        for node in range(1, len(self)):
+            parent = self.parents[node]
+            paths.append((*paths[parent], self.tokens[node]))
+            behind.append(behind[parent] or paths[parent] in starts)
+            self.sources[node] = "second" if behind[node] else "first"
+        return self
 
 
 def rejection_boundaries(confidences: Array) -> Array:
@@ -196,5 +214,6 @@ def merge_branches(first: Ranked, branches: Mapping[Path, Ranked]) -> Prefixes:
     tree.add_path(first.best, first.logprobs[:, 0].tolist())
     for prefix, ranked in branches.items():
         kept = first.logprobs[: len(prefix), 0].tolist()
-        tree.add_path((*prefix, *ranked.best), [*kept, *ranked.logprobs[:, 0].tolist()])
+        known = [*kept, *ranked.logprobs[:, 0].tolist()]
+        tree.add_path((*prefix, *ranked.best), known, "second")
     return tree

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dflash_mlx.budget import Budgeted, stored_times
+from dflash_mlx.budget import stored_times
 from dflash_mlx.config import DecodeConfig
+from dflash_mlx.drafters.adaptive import Adaptive
 from dflash_mlx.drafters.base import Drafter
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, BlockModel
@@ -31,7 +32,7 @@ def _dflash(pair: Pair, config: DecodeConfig) -> Drafter:
 def _ddtree(pair: Pair, config: DecodeConfig) -> Drafter:
     pair.target.check_trees()
     drafter = BestFirst(_first(pair), config.block_size, config.budget or MOST_NODES)
-    return _within_budget(drafter, pair, config)
+    return _within_budget({"draft": drafter}, pair, config)
 
 
 def _resample(pair: Pair, config: DecodeConfig) -> Drafter:
@@ -48,17 +49,33 @@ def _d2sd(pair: Pair, config: DecodeConfig) -> Drafter:
     growth: Growth = JointGrowth(config.branches, config.budget or MOST_NODES)
     if config.growth == "paper":
         growth = PaperGrowth(config.branches)
-    drafter = DualDiffusion(first, second, config.block_size, growth)
-    return drafter if config.growth == "paper" else _within_budget(drafter, pair, config)
+    both = DualDiffusion(first, second, config.block_size, growth)
+    if config.growth == "paper":
+        return both
+    alone = BestFirst(first, both.block_size, MOST_NODES)
+    return _within_budget({"first draft": alone, "both drafts": both}, pair, config)
 
 
-def _within_budget(drafter: Drafter, pair: Pair, config: DecodeConfig) -> Drafter:
-    """The drafter itself where the number of nodes is given, else cut to what pays here."""
+def _within_budget(drafters: dict[str, Drafter], pair: Pair, config: DecodeConfig) -> Drafter:
+    """The last drafter itself where the number of nodes is given, else whatever pays here.
+
+    Pass times stay with the target, what sessions have learned with the pair.
+    """
+    last = list(drafters.values())[-1]
     if config.budget is not None:
-        return drafter
+        return last
     if pair.target.pass_times is None:  # once per model that is loaded
         pair.target.pass_times = stored_times(pair.target, config.recalibrate)
-    return Budgeted(drafter, pair.target.pass_times)
+    adaptive = Adaptive(last.name, drafters, pair.target.pass_times, config.lookup)
+    used = (pair.drafter_name, pair.second_network is None)
+    key = (*used, config.method, config.block_size, config.branches, config.lookup)
+    known = pair.experience.get(key)
+    if known is None:
+        adaptive.time_drafts(pair.target)
+        pair.experience[key] = adaptive.experience
+    else:
+        adaptive.learn_from(known)
+    return adaptive
 
 
 def _first(pair: Pair) -> BlockModel:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.state import State
@@ -12,6 +14,7 @@ LONGEST = 8  # tokens of a suffix that is looked up
 SHORTEST = 2
 PER_TOKEN = 2  # tokens drafted for every token that matched
 DEFAULT_SIZE = 16
+_DOUBT = 2  # tokens of a match that ends in the wrong place half the time
 
 
 class NGram:
@@ -33,17 +36,32 @@ class NGram:
 
     def propose(self, state: State, room: int) -> Tree:
         """A chain of up to min(block_size, room) nodes, the anchor alone where nothing matches."""
-        continuation = lookup(state.tokens, min(self.block_size, room) - 1)
+        continuation = lookup(state.tokens, min(self.block_size, room) - 1).tokens
         return Tree.of([state.tokens[-1], *continuation], range(-1, len(continuation)))
 
 
-def lookup(tokens: Sequence[int], most: int) -> list[int]:
+@dataclass(frozen=True)
+class Found:
+    """tokens: a continuation, empty where nothing matched. matched: tokens of the suffix."""
+
+    tokens: list[int]
+    matched: int
+
+    @property
+    def logprobs(self) -> list[float]:
+        """A first guess at each token's log-probability: the longer the match, the surer."""
+        if not self.tokens:
+            return []
+        return [math.log(self.matched / (self.matched + _DOUBT))] * len(self.tokens)
+
+
+def lookup(tokens: Sequence[int], most: int) -> Found:
     """At most `most` tokens that followed the latest earlier occurrence of the longest suffix.
 
     The draft is as long as the match lets hope: PER_TOKEN tokens for each that matched.
     """
     if most < 1:
-        return []
+        return Found([], 0)
     end, best = 0, SHORTEST - 1
     for stop in range(len(tokens) - 1, 0, -1):
         if tokens[stop - 1] != tokens[-1]:
@@ -53,7 +71,7 @@ def lookup(tokens: Sequence[int], most: int) -> list[int]:
             end, best = stop, length
         if best >= LONGEST:
             break
-    return list(tokens[end : end + min(most, PER_TOKEN * best)]) if end else []
+    return Found(list(tokens[end : end + min(most, PER_TOKEN * best)]) if end else [], best)
 
 
 def _match(tokens: Sequence[int], stop: int) -> int:

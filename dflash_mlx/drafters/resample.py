@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafters.block_diffusion import BlockModel, FeatureContext
+from dflash_mlx.drafters.block_diffusion import BlockModel
 from dflash_mlx.drafters.checkpoint import check_block_size
+from dflash_mlx.drafters.context import FeatureContext
 from dflash_mlx.drafters.grow import Array, Prefixes
 from dflash_mlx.state import State
 from dflash_mlx.tree import Tree

@@ -1,0 +1,219 @@
+"""Plain decoding, one draft or both, round by round: whatever gives most tokens per second here."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.budget import PassTimes
+from dflash_mlx.drafters.base import Drafter
+from dflash_mlx.drafters.ngram import lookup
+from dflash_mlx.reliability import Reliability, reach, worth_keeping
+from dflash_mlx.state import Context, State
+from dflash_mlx.target import Target
+from dflash_mlx.tree import Tree
+
+_MEMORY = 24  # rounds that an average remembers
+_TRUST = 2.0  # rounds that the first guess weighs as much as
+_PROBES = 0.01  # of the time may go into rounds that try what looks slower
+_BLIND = 8  # rounds of plain decoding that follow each other without a look at their tokens
+_IDLE = 1.02  # tokens per plain round up to which looking is not worth the wait
+_RECENT = 16  # drafts whose time is remembered
+_OUTLIER = 2.0  # a round that took so many times as long waited for something else
+_CONTEXT = 128  # tokens before a timed draft
+
+
+class Average:
+    """A mean that forgets; it starts at a guess."""
+
+    def __init__(self, guess: float) -> None:
+        self._total, self._weight = guess * _TRUST, _TRUST
+
+    @property
+    def mean(self) -> float:
+        """Of the last `_MEMORY` values or so."""
+        return self._total / self._weight
+
+    def add(self, value: float) -> None:
+        """Take in one more."""
+        keep = 1 - 1 / _MEMORY
+        self._total = self._total * keep + value
+        self._weight = self._weight * keep + 1
+
+
+class Arm:
+    """One way to spend a round, and what it has been worth.
+
+    tokens, seconds: expected per round. drafting: seconds of the latest drafts. waited: seconds of
+    other rounds since the last one of this.
+    """
+
+    def __init__(self, name: str, drafter: Drafter | None, tokens: float, times: PassTimes) -> None:
+        self.name, self.drafter = name, drafter
+        self.drafting: deque[float] = deque([0.0] if drafter is None else [], maxlen=_RECENT)
+        self.tokens = Average(tokens)
+        self.seconds = Average(float(times.of(1)))
+        self.waited = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens.mean / self.seconds.mean
+
+    def loss(self, rate: float) -> float:
+        """Seconds that a round of this costs more than the same tokens at `rate`."""
+        return self.seconds.mean - self.tokens.mean / rate
+
+
+@dataclass
+class Experience:
+    """What sessions with one pair and one method have learned, kept from one to the next."""
+
+    arms: list[Arm]
+    reliability: Reliability = field(default_factory=Reliability)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round that was proposed: which arm, when, what, and what it promised."""
+
+    arm: Arm
+    start: float
+    tree: Tree
+    tokens: float
+    seconds: float
+    blind: bool
+
+
+class Adaptive:
+    """Chooses among plain decoding and drafts, and verifies the part of a tree that pays.
+
+    drafters: by name; they share the context of the last, and their trees know log-probabilities.
+    Every round goes to the arm with most expected tokens per second; another is tried again as
+    soon as what that may cost is `_PROBES` of the time since it was last tried. looks_up: n-gram
+    continuations join every tree, and a plain round; they cost no pass. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        drafters: dict[str, Drafter],
+        times: PassTimes,
+        looks_up: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.name, self._looks_up, self._times, self._clock = name, looks_up, times, clock
+        self._model = list(drafters.values())[-1]
+        self.taps = self._model.taps
+        arms = [Arm("plain decoding", None, 1.0, times)]
+        arms += [Arm(label, drafter, 2.0, times) for label, drafter in drafters.items()]
+        self.experience = Experience(arms)
+        self._round: _Round | None = None
+        self._blind = 0
+
+    @property
+    def rounds_ahead(self) -> int:
+        """One while plain rounds follow each other unseen, else none."""
+        return 1 if self._blind else 0
+
+    def new_context(self) -> Context:
+        """The drafters'."""
+        return self._model.new_context()
+
+    def learn_from(self, experience: Experience) -> None:
+        """Go on from what another session with the same drafters has learned."""
+        for old, own in zip(experience.arms, self.experience.arms, strict=True):
+            old.drafter = own.drafter
+        self.experience = experience
+
+    def time_drafts(self, target: Target) -> None:
+        """Time each drafter behind 128 tokens, a fraction of a second, as a first guess."""
+        width = target.embedding()(mx.array([0])).shape[-1] * len(self.taps)
+        state = State(target.new_cache(), self.new_context())
+        state.context.append(mx.zeros((_CONTEXT, width), target.dtype))
+        state.set_anchor(0)
+        for arm in self.experience.arms[1:]:
+            assert arm.drafter is not None
+            arm.drafter.propose(state, _CONTEXT).wait()
+            for _ in range(3):
+                start = self._clock()
+                arm.drafter.propose(state, _CONTEXT).wait()
+                arm.drafting.append(self._clock() - start)
+            arm.seconds = Average(median(arm.drafting) + float(self._times.of(8)))
+
+    def propose(self, state: State, room: int) -> Tree:
+        """The part of the chosen draft with the most expected tokens per second."""
+        now = self._clock()
+        self._learn(state, now)
+        arm, reason = self._choose()
+        blind = self._goes_blind(arm)
+        tree, promised = self._draft(arm, state, room, blind)
+        mode = "plain" if len(tree) == 1 else "chain" if tree.is_chain else "tree"
+        if mode == "plain" and arm.drafter is not None:
+            reason = f"nothing drafted is worth verifying; {reason}"
+        tree = replace(tree, mode=mode, reason=reason)
+        seconds = median(arm.drafting) + float(self._times.of(len(tree)))
+        self._round = _Round(arm, now, tree, promised, seconds, blind)
+        return tree
+
+    def _draft(self, arm: Arm, state: State, room: int, blind: bool) -> tuple[Tree, float]:
+        """The arm's tree with what was looked up, cut to what pays, and its expected tokens."""
+        start = self._clock()
+        tree = Tree.chain(state.anchor)
+        if arm.drafter is not None:
+            tree = arm.drafter.propose(state, room)
+            arm.drafting.append(self._clock() - start)
+        looks = self._looks_up and not blind
+        if looks and (found := lookup(state.tokens, room - 1)).tokens:
+            tree = tree.graft(found.tokens, found.logprobs, "lookup")
+        if len(tree) == 1:
+            return tree, 1.0
+        reached = reach(tree, self.experience.reliability.chances(tree))
+        kept = worth_keeping(reached, self._times.of, median(arm.drafting))
+        return tree.only(kept), float(np.sum(reached[kept]))
+
+    def _learn(self, state: State, now: float) -> None:
+        """Take in how the last round went."""
+        last, self._round = self._round, None
+        if last is None or state.last is None or state.last.tree is not last.tree:
+            return
+        if len(last.tree) > 1:
+            self.experience.reliability.learn(state.last)
+        if not last.blind:
+            last.arm.tokens.add(last.tokens)
+        took = now - last.start
+        last.arm.seconds.add(float(np.clip(took, last.seconds / _OUTLIER, last.seconds * _OUTLIER)))
+        for arm in self.experience.arms:
+            arm.waited = 0.0 if arm is last.arm else arm.waited + took
+
+    def _choose(self) -> tuple[Arm, str]:
+        """The arm of this round and why."""
+        arms = self.experience.arms
+        best = max(arms, key=lambda arm: arm.rate)
+        others = [arm for arm in arms if arm is not best]
+        rates = ", ".join(f"{arm.name} {arm.rate:.1f}" for arm in (best, *others))
+        for arm in others:
+            if arm.waited * _PROBES >= arm.loss(best.rate):
+                return arm, f"trying the {arm.name} again (expected tok/s: {rates})"
+        return best, f"most expected tok/s: {rates}"
+
+    def _goes_blind(self, arm: Arm) -> bool:
+        """Whether this round need not see the tokens before it.
+
+        Then it can start before the last one is read. Looking pays where lookups have hit lately;
+        otherwise one plain round in `_BLIND` looks.
+        """
+        if arm.drafter is not None or (self._looks_up and arm.tokens.mean > _IDLE):
+            self._blind = 0
+            return False
+        if self._blind == 0:
+            self._blind = _BLIND
+            return not self._looks_up
+        self._blind -= 1
+        return True
