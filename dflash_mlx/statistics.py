@@ -17,6 +17,7 @@ class Statistics:
 
     generated_tokens: a stop token included, tokens cut off behind a stop excluded.
     drafted, accepted: how often a token was drafted, and accepted, at each position of the block.
+    modes: rounds by the mode that a budget chose ("plain", "chain", "tree"), see `Tree`.
     """
 
     method: str
@@ -29,12 +30,15 @@ class Statistics:
     decode_seconds: float = 0.0
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
+    modes: Counter[str] = field(default_factory=Counter)
 
     def add_round(self, accepted: Accepted) -> None:
         """Count a round."""
         self.rounds += 1
         self.drafted.update(set(accepted.tree.depths) - {0})
         self.accepted.update(range(1, len(accepted.path)))
+        if accepted.tree.mode:
+            self.modes[accepted.tree.mode] += 1
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,5 +76,6 @@ class Statistics:
             "mean_accepted": self.mean_accepted,
             "acceptance_rate": self.acceptance_rate,
             "accepted_by_position": self.accepted_by_position,
+            "modes": dict(self.modes),
             "peak_memory_bytes": mx.get_peak_memory(),
         }
