@@ -1,0 +1,189 @@
+"""Which operations go through a kernel, and why: one table.
+
+    kernels = Dispatch("auto", table=loaded)  # one for each model instance
+    out = kernels.run(CASCADE, queries, keys, values, seen, scale)
+    saved = kernels.to_json()                 # the caller keeps it, one for each machine
+
+On Metal the first call of each case probes the kernel (does it agree with the reference?) and races
+it against the stock path; the outcome and its reason stay in the table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import mlx.core as mx
+
+from kernels_metal.factory import executor, metal
+
+Mode = Literal["auto", "off", "on"]
+RUNS = 5  # of either side in a race, the fastest counts
+TOLERANCES = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a choice is made for; sizes that vary from call to call are rounded up by `bucket`.
+
+    shape: the other sizes that matter to the operation. bits: of a weight, or of a number of dtype.
+    """
+
+    op: str
+    rows: int
+    shape: tuple[int, ...]
+    bits: int
+    dtype: str
+    family: str
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.shape))
+        return f"{self.op}/{self.rows}/{sizes}/{self.bits}/{self.dtype}/{self.family}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Kernel or reference, and the reason in words."""
+
+    kernel: bool
+    reason: str
+
+
+SWITCHED_OFF = Choice(False, "kernels are switched off")
+NO_METAL = Choice(False, "no Metal on this machine")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation that has a kernel and a reference, called with the same arguments.
+
+    case: rows, shape, bits and dtype of a call, so fine that the kernel takes all calls of a case
+    or none. compared: the arrays of a result in which kernel and reference must agree. check:
+    raises ValueError for arguments the kernel does not take.
+    """
+
+    name: str
+    kernel: Callable[..., Any]
+    reference: Callable[..., Any]
+    check: Callable[..., None]
+    case: Callable[..., tuple[int, tuple[int, ...], int, str]]
+    compared: Callable[[Any], list[mx.array]]
+
+
+class Dispatch:
+    """The choices of one machine, for one model instance; it changes nothing outside itself.
+
+    mode: "off" is the reference always, "on" the kernel wherever one can run, "auto" what probe and
+    race say. table: choices made before, from `table_from_json`. family: the GPU's, asked of MLX by
+    default. Raises ValueError for another mode.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = "auto",
+        table: Mapping[str, Choice] | None = None,
+        family: str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"kernels is {mode!r}, but must be one of {', '.join(get_args(Mode))}")
+        self.mode = mode
+        self.table: dict[str, Choice] = dict(table or {})
+        self._unraced: dict[str, Choice] = {}
+        self._family = gpu_family() if family is None else family
+        self._clock = clock
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """All that was chosen so far: raced now or before, and not raced."""
+        return {**self.table, **self._unraced}
+
+    def run(self, operation: Operation, *args: Any) -> Any:
+        """The operation's result, by the kernel or by the reference as the table says."""
+        chosen = self.choose(operation, *args)
+        return (operation.kernel if chosen.kernel else operation.reference)(*args)
+
+    def choose(self, operation: Operation, *args: Any) -> Choice:
+        """The choice for these arguments, made now where there is none."""
+        if self.mode == "off":
+            return SWITCHED_OFF
+        runs_on = executor()
+        if runs_on is None:
+            return NO_METAL
+        raced = self.mode == "auto" and runs_on is metal
+        choices = self.table if raced else self._unraced
+        key = str(Case(operation.name, *operation.case(*args), self._family))
+        if key not in choices:
+            choices[key] = self._decide(operation, args, raced)
+        return choices[key]
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """The table as plain values, without what was not raced."""
+        return {key: asdict(choice) for key, choice in self.table.items()}
+
+    def _decide(self, operation: Operation, args: tuple[Any, ...], raced: bool) -> Choice:
+        try:
+            operation.check(*args)
+        except ValueError as error:
+            return Choice(False, str(error))
+        if not raced:
+            on = self.mode == "on"
+            return Choice(True, "kernels are switched on" if on else "not on Metal, so not raced")
+        return self._probe(operation, args) or self._race(operation, args)
+
+    def _probe(self, operation: Operation, args: tuple[Any, ...]) -> Choice | None:
+        """The reference, where the kernel does not agree with it."""
+        ours = operation.compared(operation.kernel(*args))
+        stock = operation.compared(operation.reference(*args))
+        for a, b in zip(ours, stock, strict=True):
+            error, limit = difference(a, b), TOLERANCES.get(dtype_name(b.dtype), 0.0)
+            if not error <= limit:  # nor where it is not a number
+                words = f"differs from the reference by {error:.1e}, limit {limit:.0e}"
+                return Choice(False, words)
+        return None
+
+    def _race(self, operation: Operation, args: tuple[Any, ...]) -> Choice:
+        kernel = self._time(operation, operation.kernel, args)
+        stock = self._time(operation, operation.reference, args)
+        words = f"{kernel * 1e6:.0f} us against {stock * 1e6:.0f} us"
+        return Choice(kernel < stock, ("faster: " if kernel < stock else "not faster: ") + words)
+
+    def _time(self, operation: Operation, f: Callable[..., Any], args: tuple[Any, ...]) -> float:
+        times = []
+        for _ in range(RUNS):
+            start = self._clock()
+            mx.eval(operation.compared(f(*args)))
+            times.append(self._clock() - start)
+        return min(times)
+
+
+def table_from_json(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Choice]:
+    """What `to_json` gave; raises TypeError for anything else."""
+    return {key: Choice(**choice) for key, choice in saved.items()}
+
+
+def difference(ours: mx.array, stock: mx.array) -> float:
+    """The largest difference, as a share of the largest number; any difference of integers is 1."""
+    if not mx.issubdtype(stock.dtype, mx.floating):
+        return 0.0 if mx.array_equal(ours, stock).item() else 1.0
+    a, b = ours.astype(mx.float32), stock.astype(mx.float32)
+    return float((mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1e-30)).item())  # type: ignore[arg-type]
+
+
+def bucket(size: int) -> int:
+    """The power of two at or above `size`, so that the table stays short; or 96, a limit."""
+    return 96 if 64 < size <= 96 else 1 << max(size - 1, 0).bit_length()
+
+
+def gpu_family() -> str:
+    """The GPU's architecture as MLX names it, "none" without Metal."""
+    if not mx.metal.is_available():
+        return "none"
+    return str(mx.device_info()["architecture"])
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """As in the names of `mlx.core`."""
+    return str(dtype).removeprefix("mlx.core.")

@@ -1,0 +1,38 @@
+// Joins the splits of each query row; one SIMD-group per row.
+//
+// partial: [splits, rows, D]. sums: [splits, rows, 2]: largest score, sum. sinks: [>= query heads],
+// a score without a value that joins the sum, minus infinity for none. sizes: rows of one head.
+// merged: [1, query heads, R, D].
+
+const int lane = thread_index_in_simdgroup;
+const int64_t row = threadgroup_position_in_grid.y;
+const int splits = partial_shape[0];
+const int rows = partial_shape[1];
+const int width = partial_shape[2];
+const float sink = sinks[row / sizes[0]];
+
+float top = sink;
+for (int split = lane; split < splits; split += 32) {
+  top = max(top, sums[(split * rows + row) * 2]);
+}
+top = simd_max(top);
+
+float total = 0.0f;
+for (int split = lane; split < splits; split += 32) {
+  const float peak = sums[(split * rows + row) * 2];
+  if (peak > -INFINITY) {
+    total += sums[(split * rows + row) * 2 + 1] * exp(peak - top);
+  }
+}
+total = simd_sum(total) + (sink > -INFINITY ? exp(sink - top) : 0.0f);
+
+for (int d = lane; d < width; d += 32) {
+  float sum = 0.0f;
+  for (int split = 0; split < splits; ++split) {
+    const float peak = sums[(split * rows + row) * 2];
+    if (peak > -INFINITY) {
+      sum += partial[(split * rows + row) * width + d] * exp(peak - top);
+    }
+  }
+  merged[row * width + d] = T(total > 0.0f ? sum / total : 0.0f);
+}

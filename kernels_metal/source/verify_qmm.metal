@@ -1,0 +1,85 @@
+// x @ dequantised(weights)^T for a few rows; each weight is read once for all of them.
+//
+// A SIMD-group takes COLS columns of the result and every `parts`-th run of 256 along K, eight
+// consecutive weights per lane. A row's sums do not depend on how many rows there are: each lane adds
+// in order of k, then the lanes, then the parts.
+//
+// x: [M, K], M * COLS <= 32. weights: [N, K * BITS / 32] uint. scales, biases: [N, K / group].
+// sizes: M, K, N, log2(group), parts (1, 2, 4 or 8). y: [M, N].
+
+constexpr int SIMD_GROUPS = 8;
+constexpr int ROWS = 32 / COLS;
+constexpr int PER_WORD = 32 / BITS;
+constexpr int WORDS = 8 / PER_WORD;           // of one lane
+threadgroup float group_sums[SIMD_GROUPS * 32];
+
+const int lane = thread_index_in_simdgroup;
+const int group = simdgroup_index_in_threadgroup;
+const int rows = sizes[0];
+const int depth = sizes[1];
+const int columns = sizes[2];
+const int group_shift = sizes[3];
+const int parts = sizes[4];
+const int part = group % parts;
+const int begin = threadgroup_position_in_grid.x * (SIMD_GROUPS / parts) * COLS;
+const int column = begin + group / parts * COLS;
+
+float sums[ROWS * COLS];
+for (int i = 0; i < ROWS * COLS; ++i) {
+  sums[i] = 0.0f;
+}
+for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
+  float w[COLS * 8];
+  for (int c = 0; c < COLS; ++c) {
+    if (column + c < columns) {
+      const int64_t n = column + c;
+      const int64_t place = n * (depth >> group_shift) + (k >> group_shift);
+      const float scale = float(scales[place]);
+      const float bias = float(biases[place]);
+      for (int word = 0; word < WORDS; ++word) {
+        const uint packed = weights[n * (depth / PER_WORD) + k / PER_WORD + word];
+        for (int j = 0; j < PER_WORD; ++j) {
+          const float q = float((packed >> (j * BITS)) & ((1u << BITS) - 1));
+          w[c * 8 + word * PER_WORD + j] = fma(scale, q, bias);
+        }
+      }
+    }
+  }
+  for (int m = 0; m < ROWS; ++m) {
+    if (m < rows) {
+      for (int j = 0; j < 8; ++j) {
+        const float value = float(x[m * depth + k + j]);
+        for (int c = 0; c < COLS; ++c) {
+          if (column + c < columns) {
+            sums[m * COLS + c] = fma(value, w[c * 8 + j], sums[m * COLS + c]);
+          }
+        }
+      }
+    }
+  }
+}
+
+for (int m = 0; m < ROWS; ++m) {
+  if (m < rows) {
+    for (int c = 0; c < COLS; ++c) {
+      const float sum = simd_sum(sums[m * COLS + c]);
+      if (lane == 0) {
+        group_sums[group * 32 + m * COLS + c] = sum;
+      }
+    }
+  }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+const int width = SIMD_GROUPS / parts * COLS;
+for (int i = thread_index_in_threadgroup; i < width * rows; i += SIMD_GROUPS * 32) {
+  const int m = i / width;
+  const int n = i % width;
+  if (begin + n < columns) {
+    float sum = 0.0f;
+    for (int p = 0; p < parts; ++p) {
+      sum += group_sums[(n / COLS * parts + p) * 32 + m * COLS + n % COLS];
+    }
+    y[m * columns + begin + n] = T(sum);
+  }
+}
