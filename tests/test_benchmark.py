@@ -1,25 +1,24 @@
-"""The benchmark: its report on a tiny pair, and the arithmetic behind the report."""
+"""The benchmark on a tiny pair: its report, its pictures, and what it refuses."""
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import sys
-from collections import Counter
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
 import pytest
 
-from dflash_mlx import benchmark, report
+from dflash_mlx.benchmark import __main__ as benchmark
+from dflash_mlx.benchmark import measure
+from dflash_mlx.benchmark.plots import draw_all
+from dflash_mlx.budget import PassTimes
 from dflash_mlx.config import DecodeConfig
+from dflash_mlx.drafters import methods
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.report import Difference, Run, first_difference, format_table, summarise
-from dflash_mlx.statistics import Statistics
-from dflash_mlx.target import Target
-from families import make_model
 from test_load import write_drafter, write_model
 
 TERMS = {"draft", "verify", "commit", "overhead"}
@@ -155,7 +154,7 @@ def test_a_limit_counts_per_category_and_none_is_always_run(folders, capsys):
     assert list(figures["methods"]) == ["none", "dflash:4"]
     out = capsys.readouterr().out
     assert out.startswith("| category | method |")
-    rows = [line.split("|")[1:3] for line in out.splitlines()[2:]]
+    rows = [line.split("|")[1:3] for line in out.split("\n\n")[0].splitlines()[2:]]
     assert [[cell.strip() for cell in row] for row in rows] == [
         [category, method]
         for category in ("all", "code", "chat")
@@ -170,8 +169,8 @@ def test_the_order_of_the_methods_turns_from_prompt_to_prompt(folders, monkeypat
         order.append((len(prompt), config.method, config.max_tokens))
         return real(pair, prompt, config)
 
-    real = benchmark.answer
-    monkeypatch.setattr(benchmark, "answer", answer)
+    real = measure.answer
+    monkeypatch.setattr(measure, "answer", answer)
     run(folders, "--methods", "none,dflash", "--max-tokens", "3")
     warm, measured = order[:2], order[2:]
     assert [(method, tokens) for _, method, tokens in warm] == [("none", 8), ("dflash", 8)]
@@ -179,25 +178,119 @@ def test_the_order_of_the_methods_turns_from_prompt_to_prompt(folders, monkeypat
     assert all(tokens == 3 for *_, tokens in measured)
 
 
-needs_matplotlib = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
-)
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+needs_matplotlib = pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is not installed")
+
+
+TREES = ["d2sd:growth=paper", "d2sd:branches=2", "ddtree:budget=8", "resample:branches=2"]
+
+
+@pytest.fixture(scope="module")
+def trees(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """A sampled sweep over the budget with pictures; the report and what was printed."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        times = PassTimes((1, 96), (1.0, 3.0))
+        patch.setattr(methods, "stored_times", lambda target, again: times)
+        patch.setattr(benchmark, "stored_times", lambda target, again: times)
+        more = ["--methods", ",".join(["dflash", *TREES]), "--sweep", "budget=auto,6"]
+        more += ["--temperature", "0.7", "--seed", "3"]
+        plots = tmp_path_factory.mktemp("plots") / "new"
+        more += ["--plots", str(plots)] if HAS_MATPLOTLIB else []
+        report = run(folders, *more, "--limit", "1")
+    report["plots"] = plots
+    return report, out.getvalue()
+
+
+def test_random_answers_of_every_method_are_the_plain_ones_with_that_seed(trees):
+    report, out = trees
+    swept = ["d2sd:branches=2:budget=auto", "d2sd:branches=2:budget=6"]
+    fixed = [TREES[0], *swept, *TREES[2:]]
+    assert list(report["methods"]) == ["none", "dflash", *fixed]
+    for figures in report["methods"].values():
+        assert figures["parity"] == 1.0 and figures["mean_accepted"] >= 1
+    assert "temperature 0.7 with seed 3" in out
+    assert report["settings"]["methods"][swept[1]]["budget"] == 6
+
+
+def test_the_histogram_of_a_run_counts_every_token_of_every_answer(trees):
+    report, _ = trees
+    tokens = {
+        name: sum(int(n) * rounds for n, rounds in figures["committed"].items())
+        for name, figures in report["methods"].items()
+    }
+    assert len(set(tokens.values())) == 1
+    assert report["methods"]["none"]["committed"] == {"1": tokens["none"]}
+
+
+def test_reliability_is_there_where_trees_have_confidences(trees):
+    report, out = trees
+    for name in ("ddtree:budget=8", "d2sd:branches=2:budget=6", TREES[0], "resample:branches=2"):
+        diagram = report["methods"][name]["reliability"]
+        rounds = sum(report["methods"][name]["committed"].values())
+        assert sum(found["nodes"] for found in diagram["depth 1"]["bins"]) >= rounds / 2
+        assert diagram["all"]["bins"][-1]["confidence"] <= 1
+    assert report["methods"]["none"]["reliability"] is None
+    assert "no confidences: none" in out
+
+
+def test_trees_that_merge_blocks_are_compared_with_separate_ones(trees):
+    report, out = trees
+    for name in (TREES[0], TREES[3]):
+        merging = report["methods"][name]["merging"]
+        assert merging["merged_rows"] == report["methods"][name]["rows_per_round"]
+        assert merging["merged_rows"] < merging["separate_rows"]
+        assert merging["merged_ms"] < merging["separate_ms"]
+    assert report["methods"]["ddtree:budget=8"]["merging"] is None
+    assert "Rows per round, branches merged" in out
+
+
+def test_rows_per_round_are_those_that_were_verified(trees):
+    report, _ = trees
+    rows = {name: figures["rows_per_round"] for name, figures in report["methods"].items()}
+    assert rows["none"] == 1
+    assert rows["ddtree:budget=8"] <= 8 and rows["d2sd:branches=2:budget=6"] <= 6
+
+
+def test_a_sweep_prints_its_table_and_names_its_runs(trees):
+    report, out = trees
+    runs = {"auto": "d2sd:branches=2:budget=auto", "6": "d2sd:branches=2:budget=6"}
+    assert report["sweep"] == {"setting": "budget", "lines": {"d2sd:branches=2": runs}}
+    assert "Sweep over budget:" in out and "| all | d2sd:branches=2 | 6 |" in out
 
 
 @needs_matplotlib
-def test_the_report_is_drawn(measured, tmp_path):
+def test_every_picture_is_drawn_into_the_folder(trees):
     from matplotlib import image
 
-    report.plot(measured, tmp_path / "report.png")
-    pixels = image.imread(tmp_path / "report.png")
-    assert min(pixels.shape[:2]) > 300 and pixels.std() > 0.05
+    folder = trees[0]["plots"]
+    pictures = {"speed.png", "acceptance.png", "reliability.png", "sweep.png"}
+    assert {file.name for file in folder.iterdir()} == pictures
+    for file in folder.iterdir():
+        pixels = image.imread(file)
+        assert min(pixels.shape[:2]) > 250 and pixels.std() > 0.05
 
 
 @needs_matplotlib
-def test_the_drawing_is_written_where_it_was_asked_for(folders, tmp_path):
-    file = tmp_path / "report.png"
-    benchmark.main(options(folders, "--plot", str(file), "--methods", "none", "--limit", "1"))
-    assert file.read_bytes().startswith(b"\x89PNG")
+def test_without_confidences_and_sweeps_there_are_no_pictures_of_them(measured, tmp_path):
+    files = draw_all(measured, tmp_path)
+    assert [file.name for file in files] == ["speed.png", "acceptance.png"]
+
+
+def test_contexts_are_compared_side_by_side(folders, capsys):
+    more = ["--methods", "none", "--limit", "1", "--max-tokens", "2"]
+    report = run(folders, *more, "--context", "60,200")
+    assert list(report["categories"]) == ["60 tokens", "200 tokens"]
+    lengths = report["settings"]["prompt_tokens"]
+    assert lengths["asked"] == [60, 200] and 190 < lengths["longest"] <= 200
+    assert f"to {lengths['longest']} tokens" in capsys.readouterr().out
+
+
+def test_a_context_that_the_model_cannot_hold_is_refused_before_anything_is_measured(
+    folders, monkeypatch
+):
+    monkeypatch.setattr(measure, "compare", lambda *_: pytest.fail("measured"))
+    with pytest.raises(DFlashError, match="can hold 512 with the answer"):
+        benchmark.main(options(folders, "--methods", "none", "--context", "600"))
 
 
 # What is refused before the work starts
@@ -263,9 +356,9 @@ def test_a_damaged_prompts_file_is_refused(folders, tmp_path, case):
     [
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["--json", "nowhere/report.json"], "there is no folder nowhere"),
-        (["--plot", "nowhere/report.png"], "there is no folder nowhere"),
+        (["--plots", "nowhere/plots"], "there is no folder nowhere"),
         (["--json", "."], "folder"),
-        (["--plot", "."], "folder"),
+        (["--plots", "prompts.jsonl"], "prompts.jsonl is a file"),
         (["--json", "prompts.jsonl", "--prompts", "prompts.jsonl"], "the prompts themselves"),
         (["--limit", "0"], "limit is 0"),
         (["--limit", "-1"], "limit is -1"),
@@ -275,6 +368,10 @@ def test_a_damaged_prompts_file_is_refused(folders, tmp_path, case):
         (["--methods", "dflash:two"], "the block size in 'dflash:two' is 'two'"),
         (["--methods", "dflash:²"], "the block size in 'dflash:²' is '²'"),
         (["--temperature", "-1"], "temperature is -1.0"),
+        (["--context", "long"], "the context is 'long'"),
+        (["--sweep", "speed"], "the sweep is over 'speed'"),
+        (["--sweep", "budget=1", "--methods", "ddtree"], "budget is 1"),
+        (["--sweep", "budget", "--methods", "dflash"], "no method has a budget to sweep"),
     ],
 )
 def test_bad_options_are_refused_before_the_pair_is_loaded(
@@ -293,144 +390,15 @@ def test_a_drawing_without_matplotlib_is_refused_before_the_pair_is_loaded(
     folders, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DFlashError, match="--plot needs matplotlib; install it"):
-        benchmark.main(options(folders, "--plot", str(tmp_path / "report.png")))
+    with pytest.raises(DFlashError, match="drawing needs matplotlib; install it"):
+        benchmark.main(options(folders, "--plots", str(tmp_path / "plots")))
+    assert not (tmp_path / "plots").exists()
 
 
 def test_a_block_larger_than_the_drafters_is_refused_before_anything_is_measured(
     folders, monkeypatch
 ):
-    monkeypatch.setattr(benchmark, "compare", lambda *_: pytest.fail("measured"))
-    with pytest.raises(DFlashError, match="block_size is 9"):
-        benchmark.main(options(folders, "--methods", "dflash:9"))
-
-
-# The arithmetic
-
-
-def statistics(tokens: int, seconds: float, rounds: int = 1, **more: Any) -> Statistics:
-    return Statistics(
-        "made up", generated_tokens=tokens, decode_seconds=seconds, rounds=rounds, **more
-    )
-
-
-def made_up(
-    rate: float,
-    plain_rate: float,
-    category: str = "chat",
-    method: str = "dflash",
-    difference: Difference | None = None,
-    rounds: int = 10,
-    seconds: dict[str, float] | None = None,
-    **more: Any,
-) -> Run:
-    """A run of 100 tokens at `rate` tokens per second, beside the plain one."""
-    return Run(
-        prompt="prompt",
-        category=category,
-        method=method,
-        statistics=statistics(100, 100 / rate, rounds, **more),
-        seconds=seconds or {},
-        plain=statistics(100, 100 / plain_rate),
-        difference=difference,
-    )
-
-
-def test_the_speedup_is_the_median_of_ratios_and_not_the_ratio_of_medians():
-    figures = summarise([made_up(10, 5), made_up(20, 40), made_up(100, 25)])["methods"]["dflash"]
-    assert figures["speedup"] == pytest.approx(2.0)  # of 2, 0.5 and 4; the medians give 20 / 25
-    assert figures["tokens_per_second"] == pytest.approx(20)
-
-
-def test_tokens_per_round_and_acceptance_are_over_all_rounds_together():
-    runs = [
-        made_up(10, 5, rounds=10, drafted=Counter({1: 8, 2: 2}), accepted=Counter({1: 4, 2: 1})),
-        made_up(10, 5, rounds=40, drafted=Counter({1: 30}), accepted=Counter({1: 5})),
-    ]
-    figures = summarise(runs)["methods"]["dflash"]
-    assert figures["mean_accepted"] == 200 / 50
-    assert figures["acceptance_rate"] == 10 / 40
-    assert figures["accepted_by_position"] == [9 / 38, 1 / 2]
-
-
-def test_overhead_is_what_the_other_terms_leave_of_a_round():
-    run = made_up(50, 25, rounds=10, seconds={"draft": 0.5, "verify": 1.0, "commit": 0.1})
-    terms = {term: run.round_ms(term) for term in TERMS}
-    assert terms == pytest.approx({"draft": 50, "verify": 100, "commit": 10, "overhead": 40})
-    figures = summarise([run, run, made_up(50, 25)])["methods"]["dflash"]
-    assert figures["round_ms"]["draft"] == pytest.approx(50)
-
-
-def test_parity_counts_the_answers_without_a_difference():
-    runs = [made_up(1, 1), made_up(1, 1, difference=Difference(3, 0.25)), made_up(1, 1)]
-    figures = summarise([*runs, made_up(1, 1)])["methods"]["dflash"]
-    assert figures["parity"] == 0.75
-    assert figures["first_differences"] == [{"id": "prompt", "position": 3, "margin": 0.25}]
-
-
-def test_categories_and_methods_are_kept_apart_and_in_order():
-    runs = [
-        made_up(10, 10, "code", "none"),
-        made_up(20, 10, "code", "dflash"),
-        made_up(40, 40, "chat", "none"),
-        made_up(160, 40, "chat", "dflash"),
-    ]
-    summary = summarise(runs)
-    assert list(summary["categories"]) == ["code", "chat"]
-    speedups = {
-        category: {name: figures["speedup"] for name, figures in methods.items()}
-        for category, methods in summary["categories"].items()
-    }
-    assert speedups == {
-        "code": pytest.approx({"none": 1.0, "dflash": 2.0}),
-        "chat": pytest.approx({"none": 1.0, "dflash": 4.0}),
-    }
-    assert summary["methods"]["dflash"]["speedup"] == pytest.approx(3.0)
-
-
-def test_the_table_has_a_row_for_every_category_and_method():
-    summary = summarise([made_up(20, 10, "code"), made_up(30, 10, "chat")])
-    header, rule, *rows = format_table(summary).splitlines()
-    assert len(rows) == 3
-    assert {line.count("|") for line in (header, rule, *rows)} == {12}
-    assert rows[1].startswith("| code | dflash | 20.0 | 2.00 | 10.00 | 0% | 100.0% |")
-
-
-# First differences
-
-PROMPT = [5, 9, 30, 41, 7]
-PLAIN = [10, 11, 12, 13]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(make_model("llama"), 512, "llama")
-
-
-def test_equal_answers_have_no_difference(target):
-    assert first_difference(target, PROMPT, PLAIN, list(PLAIN)) is None
-
-
-@pytest.mark.parametrize("at", [0, 2, 3])
-def test_a_difference_has_its_position_and_the_margin_of_the_logits_there(target, at):
-    other = [*PLAIN]
-    other[at:] = [60 + i for i in range(4 - at)]
-    found = first_difference(target, PROMPT, PLAIN, other)
-    logits = np.array(make_model("llama")(mx.array([PROMPT + PLAIN[:at]]))[0, -1])
-    margin = abs(logits[PLAIN[at]] - logits[other[at]])
-    assert margin > 0.05
-    assert found.position == at
-    assert found.margin == pytest.approx(margin, abs=1e-4)
-
-
-@pytest.mark.parametrize("other", [PLAIN[:2], [], [*PLAIN, 14]], ids=["shorter", "none", "longer"])
-def test_an_answer_of_another_length_differs_where_the_shorter_one_ends(target, other):
-    expected = Difference(min(4, len(other)), None)
-    assert first_difference(target, PROMPT, PLAIN, other) == expected
-    assert first_difference(target, PROMPT, other, PLAIN) == expected
-    assert not expected.is_near_tie
-
-
-def test_looking_for_a_difference_leaves_the_answers_to_come_alone(target):
-    first = first_difference(target, PROMPT, PLAIN, [10, 60])
-    assert first_difference(target, PROMPT, PLAIN, [10, 60]) == first
+    monkeypatch.setattr(measure, "compare", lambda *_: pytest.fail("measured"))
+    for more in (["--methods", "dflash:9"], ["--methods", "dflash", "--sweep", "block=4,9"]):
+        with pytest.raises(DFlashError, match="block_size is 9"):
+            benchmark.main(options(folders, *more))

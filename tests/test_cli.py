@@ -19,7 +19,8 @@ import pytest
 
 import dflash_mlx
 from app import main as chat
-from dflash_mlx import DecodeConfig, Session, benchmark, cli, load
+from dflash_mlx import DecodeConfig, Session, cli, load
+from dflash_mlx.benchmark import __main__ as benchmark
 from test_load import TEMPLATE, write_drafter, write_model
 
 generate = import_module("dflash_mlx.generate.__main__")

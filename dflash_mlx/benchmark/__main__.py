@@ -1,0 +1,161 @@
+"""`python -m dflash_mlx.benchmark`: methods against plain decoding, interleaved by prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx import cli
+from dflash_mlx.benchmark.figures import summarise
+from dflash_mlx.benchmark.measure import run_all
+from dflash_mlx.benchmark.plots import draw_all
+from dflash_mlx.benchmark.prompts import Question, describe_lengths, questions, read_contexts
+from dflash_mlx.benchmark.rounds import separate_rows
+from dflash_mlx.benchmark.selection import Sweep, read_methods
+from dflash_mlx.benchmark.tables import format_report
+from dflash_mlx.budget import PassTimes, stored_times
+from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.drafters.ngram import DEFAULT_SIZE
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.load import Pair, load_pair
+from dflash_mlx.machine import describe_machine, describe_versions
+from dflash_mlx.plotting import import_pyplot
+from dflash_mlx.prompts import read_prompts
+
+PROGRAM = "dflash_mlx.benchmark"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the benchmark. Raises DFlashError for bad input, before any work."""
+    arguments = parser().parse_args(argv)
+    rows = read_prompts(arguments.prompts, arguments.limit)
+    contexts = read_contexts(arguments.context)
+    config = cli.read_decode_config(arguments)
+    config = replace(config, sampling=config.sampling.with_seed())
+    methods = read_methods(arguments.methods, config)
+    sweep = None if arguments.sweep is None else Sweep.read(arguments.sweep)
+    checked = methods if sweep is None else sweep.expand(methods, largest_block=2)[0]
+    check_outputs(arguments.prompts, arguments.json, arguments.plots)
+    pair = load_pair(cli.read_pair_config(arguments), *checked.values())
+    report: dict[str, Any] = describe(arguments, pair)
+    if sweep is not None:
+        methods, lines = sweep.expand(methods, largest_block(pair))
+        report["sweep"] = {"setting": sweep.setting, "lines": lines}
+    asked = questions(pair.tokenizer, rows, contexts, read_prompts(arguments.prompts, None))
+    report["settings"] |= settings(asked, config, methods)
+    runs = run_all(pair, asked, methods)
+    write(report | summarise(runs, merge_times(pair, methods)), arguments.json, arguments.plots)
+
+
+def write(report: dict[str, Any], file: Path | None, folder: Path | None) -> None:
+    """Print the report, and save it as JSON and as pictures where that was asked for."""
+    print(format_report(report), flush=True)
+    if file is not None:
+        write_whole(file, json.dumps(report, indent=1) + "\n")
+    if folder is not None:
+        draw_all(report, folder)
+
+
+def describe(arguments: argparse.Namespace, pair: Pair) -> dict[str, Any]:
+    """What is measured on what."""
+    return {
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "pair": {"target": pair.target.name, "drafter": pair.drafter_name},
+        "settings": {"prompts_file": arguments.prompts.name, "limit": arguments.limit},
+    }
+
+
+def settings(
+    asked: Sequence[Question], config: DecodeConfig, methods: Mapping[str, DecodeConfig]
+) -> dict[str, Any]:
+    """All else that decides the figures."""
+    return {
+        "prompts": len(asked),
+        "prompt_tokens": describe_lengths(asked),
+        "sampling": asdict(config.sampling),
+        "methods": {name: asdict(method) for name, method in methods.items()},
+    }
+
+
+def largest_block(pair: Pair) -> int:
+    """The largest block that every drafter of the pair was trained for."""
+    configs = [c for c in (pair.network_config, pair.second_config) if c is not None]
+    return min((config.block_size for config in configs), default=DEFAULT_SIZE)
+
+
+def merge_times(pair: Pair, methods: Mapping[str, DecodeConfig]) -> PassTimes | None:
+    """Times of target passes where a method merges blocks, measured if they are not stored."""
+    merging = [config for config in methods.values() if separate_rows(config, 2) is not None]
+    if not merging:
+        return None
+    return pair.target.pass_times or stored_times(pair.target, merging[0].recalibrate)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write `text` to `file`, all of it or nothing."""
+    part = file.with_name(file.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise DFlashError(f"{file} cannot be written ({error})", "name another file") from None
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = cli.Parser(prog=PROGRAM, description="Compare decoding methods on a set of prompts.")
+    result.add_argument(
+        "--prompts", type=Path, required=True, help="JSON lines with id, category and messages"
+    )
+    result.add_argument(
+        "--methods",
+        default="none,dflash,d2sd",
+        help="comma-separated; a block size or settings may follow, as in "
+        "dflash:4,ddtree:budget=16,d2sd:8:growth=paper (default: %(default)s); none is always run; "
+        "resample is a control: naive draws from the first draft, as many as --branches",
+    )
+    result.add_argument(
+        "--sweep",
+        help="try values of block, branches or budget with the methods that have it, as in "
+        "budget=auto,8,16; without values, the usual ones",
+    )
+    result.add_argument(
+        "--context",
+        help="pad prompts with the text of the other prompts in the file to so many tokens; "
+        "several lengths, as in 128,4096, are compared in one run",
+    )
+    result.add_argument("--limit", type=int, help="use the first N prompts of each category")
+    result.add_argument("--json", type=Path, help="write the report here")
+    result.add_argument("--plots", type=Path, help="draw the report into this folder (PNG)")
+    cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, without=["method"])
+    return result
+
+
+def check_outputs(prompts: Path, report: Path | None, pictures: Path | None) -> None:
+    """Refuse what could not be written before the work starts."""
+    if report is not None:
+        if report.is_dir() or report.absolute() == prompts.absolute():
+            raise DFlashError(
+                f"{report} is a folder or the prompts themselves", "name another file"
+            )
+        _check_parent(report)
+    if pictures is not None:
+        if pictures.exists() and not pictures.is_dir():
+            raise DFlashError(f"{pictures} is a file", "name a folder for the drawings")
+        _check_parent(pictures)
+        import_pyplot()
+
+
+def _check_parent(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise DFlashError(f"there is no folder {path.parent}", "make it, or name another")
+
+
+if __name__ == "__main__":
+    cli.run(main, PROGRAM)

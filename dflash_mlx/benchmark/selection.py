@@ -1,0 +1,134 @@
+"""Which settings are compared: methods by name, and sweeps over one of their settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from dflash_mlx.config import DecodeConfig
+from dflash_mlx.errors import DFlashError
+
+PLAIN = "none"
+AUTO = "auto"  # the budget that pays on this machine
+
+_SWITCHES = tuple(
+    f.name for f in fields(DecodeConfig) if isinstance(f.default, bool) and f.name != "recalibrate"
+)
+_FIELDS = {
+    "block": "block_size",
+    "block_size": "block_size",
+    "budget": "budget",
+    "branches": "branches",
+    "growth": "growth",
+    **{name: name for name in _SWITCHES},
+}
+_DEFAULTS = {
+    "block": ("2", "3", "4", "6", "8", "12", "16"),
+    "branches": ("1", "2", "4", "6", "8"),
+    "budget": (AUTO, "4", "8", "16", "32", "48"),
+}
+_TAKERS = {
+    "block": ("dflash", "ddtree", "d2sd", "ngram", "resample"),
+    "branches": ("d2sd", "resample"),
+    "budget": ("ddtree", "d2sd"),
+}
+
+
+def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
+    """Settings by method name; `none` first, since the others are compared with it."""
+    methods = {PLAIN: replace(config, method=PLAIN, block_size=None)}
+    for name in (part.strip() for part in names.split(",")):
+        if name.split(":")[0] != PLAIN:
+            methods[name] = _read_method(name, config)
+    return methods
+
+
+def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
+    """A method, a block size or key=value behind each colon."""
+    method, *details = name.split(":")
+    given: dict[str, Any] = {}
+    for detail in details:
+        key, equals, value = detail.partition("=")
+        if not equals:
+            key, value = "block", detail
+        if key not in _FIELDS:
+            raise DFlashError(f"{name!r} sets {key!r}", f"choose from {', '.join(_FIELDS)}")
+        given[_FIELDS[key]] = _read_value(name, key, value)
+    return replace(config, method=method, **given)
+
+
+def _read_value(source: str, key: str, value: str) -> Any:
+    if key == "growth":
+        return value
+    if key in _SWITCHES:
+        if value not in ("on", "off"):
+            raise DFlashError(f"{key} in {source!r} is {value!r}", "choose on or off")
+        return value == "on"
+    if key == "budget" and value == AUTO:
+        return None
+    if not value.isdecimal():
+        what = "the block size" if key in ("block", "block_size") else key
+        raise DFlashError(f"{what} in {source!r} is {value!r}", "give a whole number")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One setting of the methods that have it, over several values.
+
+    given: whether the values were asked for; default blocks larger than the drafter's are left out.
+    """
+
+    setting: str
+    values: tuple[str, ...]
+    given: bool
+
+    @classmethod
+    def read(cls, text: str) -> Sweep:
+        """From `setting` or `setting=value,value`; DFlashError for any other text."""
+        setting, equals, values = text.partition("=")
+        if setting not in _DEFAULTS:
+            raise DFlashError(f"the sweep is over {setting!r}", f"choose {', '.join(_DEFAULTS)}")
+        given = tuple(dict.fromkeys(value.strip() for value in values.split(",")))
+        for value in given if equals else ():
+            _read_value(text, setting, value)
+        return cls(setting, given if equals else _DEFAULTS[setting], bool(equals))
+
+    def expand(
+        self, methods: dict[str, DecodeConfig], largest_block: int
+    ) -> tuple[dict[str, DecodeConfig], dict[str, dict[str, str]]]:
+        """The methods to run; and, by method swept, the name of each value's run.
+
+        Methods without the setting, or with a value of their own for it, run once. Raises
+        DFlashError where no method is left to sweep.
+        """
+        expanded: dict[str, DecodeConfig] = {}
+        lines: dict[str, dict[str, str]] = {}
+        for name, config in methods.items():
+            if not self._applies(name, config):
+                expanded[name] = config
+                continue
+            lines[name] = {
+                value: f"{name}:{self.setting}={value}" for value in self._values(largest_block)
+            }
+            for value, run in lines[name].items():
+                setting = {_FIELDS[self.setting]: _read_value(run, self.setting, value)}
+                expanded[run] = replace(config, **setting)
+        if not lines:
+            raise DFlashError(
+                f"no method has a {self.setting} to sweep over",
+                f"add one of {', '.join(_TAKERS[self.setting])} to --methods",
+            )
+        return expanded, lines
+
+    def _applies(self, name: str, config: DecodeConfig) -> bool:
+        fixed = [detail.partition("=")[0] for detail in name.split(":")[1:]]
+        own = {_FIELDS.get(key, "block_size") for key in fixed}
+        published = self.setting == "budget" and config.growth == "paper"
+        takes = config.method in _TAKERS[self.setting] and not published
+        return takes and _FIELDS[self.setting] not in own
+
+    def _values(self, largest_block: int) -> tuple[str, ...]:
+        if self.setting != "block" or self.given:
+            return self.values
+        return tuple(value for value in self.values if int(value) <= largest_block)
