@@ -132,7 +132,7 @@ def _kind(value: TemplateValue) -> str:
 def _function_name(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch, arguments: str) -> str:
     name = f"custom_kernel_{kernel.name}"
     if plan.template:
-        name += "_" + re.sub(r"[<,\- ]+", "_", f"<{arguments}")
+        name += "_" + re.sub(r", |[<-]", "_", f"<{arguments}")
     name += "".join(f"_{TYPES[x.dtype]}{_storage_letter(x)}" for x in inputs)
     return name + "".join(f"_{TYPES[dtype]}" for dtype in plan.output_dtypes)
 
