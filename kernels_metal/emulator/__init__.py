@@ -44,7 +44,7 @@ class Run:
         """Run one launch; the executor of the factory."""
         if self.folder:
             kernel = dataclasses.replace(kernel, folder=self.folder)
-        check(kernel, inputs, plan)
+        check(kernel, plan)
         outputs, counters = run_kernel(kernel, inputs, plan)
         self.counters.append(counters)
         return outputs
