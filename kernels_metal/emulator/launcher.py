@@ -46,6 +46,7 @@ class _Buffer(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
         ("data", ctypes.c_void_p),
+        ("holes", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64),
         ("origin", ctypes.c_uint64),
         ("item", ctypes.c_uint32),
@@ -147,6 +148,7 @@ class _Slot:
     item: int
     kind: int
     floating: bool = False
+    holes: Bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -186,9 +188,8 @@ def run_kernel(
     code = _load(compile_kernel(kernel.name, translate(kernel, inputs, plan)))
     slots = _slots(kernel, inputs, plan)
     buffers = (_Buffer * len(slots))(*(_buffer(s, plan) for s in slots))
-    launch = _Launch(
-        code.entry, code.lines, code.line_count, buffers, len(slots), plan.grid, plan.threadgroup
-    )
+    sizes = tuple(min(n, grid) for n, grid in zip(plan.threadgroup, plan.grid, strict=True))
+    launch = _Launch(code.entry, code.lines, code.line_count, buffers, len(slots), plan.grid, sizes)
     with _running:
         failed = _runtime().emulator_run(ctypes.byref(launch))
     if failed:
@@ -221,7 +222,9 @@ def _slots(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[_Sl
         else:
             memory = memories[parameter.of]
             item = arrays[parameter.of].dtype.size
-            result.append(_Slot(parameter, memory.data, memory.origin, item, _INPUT))
+            result.append(
+                _Slot(parameter, memory.data, memory.origin, item, _INPUT, False, memory.holes)
+            )
     return result
 
 
@@ -237,6 +240,7 @@ def _buffer(slot: _Slot, plan: Launch) -> _Buffer:
     return _Buffer(
         name=slot.parameter.name.encode(),
         data=slot.data.ctypes.data,
+        holes=None if slot.holes is None else slot.holes.ctypes.data,
         bytes=slot.data.nbytes,
         origin=slot.origin,
         item=slot.item,

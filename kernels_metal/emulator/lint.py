@@ -30,6 +30,7 @@ _FORBIDDEN = {
     r"std\s*::": "Metal has no C++ standard library",
     r"throw|try|catch|noexcept": "Metal has no exceptions",
     r"virtual|dynamic_cast|typeid": "Metal has no run-time types",
+    r"u?long[34]": "the emulator does not check accesses of 32 bytes",
     r"goto|register|thread_local|asm": "not part of Metal",
 }
 _SPACES = re.compile(r"\b(?:device|threadgroup|constant|thread)\b")

@@ -16,10 +16,11 @@ class Memory:
     """An array's bytes as a kernel would find them.
 
     `origin` is the byte of the first element. What lies between the elements of a strided array
-    belongs to something else, and is filled with ones: NaN in every float type.
+    belongs to something else; there `holes` has a 1 for each item.
     """
 
     data: Bytes
+    holes: Bytes | None
     origin: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
@@ -43,17 +44,22 @@ def read_array(x: mx.array, row_contiguous: bool) -> Memory:
     last = sum(r for r in reach if r > 0)
     size = origin + last + numbers.itemsize if numbers.size else 0
     data = np.full(size, 0xFF, np.uint8)
+    holes = None
     if numbers.size:
-        placed = np.ndarray(numbers.shape, numbers.dtype, data.data, origin, strides)
-        placed[...] = numbers
+        np.ndarray(numbers.shape, numbers.dtype, data.data, origin, strides)[...] = numbers
+        if size > numbers.nbytes:
+            holes = np.ones(size // numbers.itemsize, np.uint8)
+            steps = tuple(s // numbers.itemsize for s in strides)
+            first = origin // numbers.itemsize
+            np.ndarray(numbers.shape, np.uint8, holes.data, first, steps)[...] = 0
     elements = tuple(s // numbers.itemsize for s in strides)
-    return Memory(data, origin, tuple(x.shape), elements)
+    return Memory(data, holes, origin, tuple(x.shape), elements)
 
 
 def read_integers(values: tuple[int, ...], dtype: type[np.generic]) -> Memory:
     """Of a shape or of strides."""
     data = np.array(values, dtype).view(np.uint8)
-    return Memory(data, 0, (len(values),), (1,))
+    return Memory(data, None, 0, (len(values),), (1,))
 
 
 def new_output(shape: tuple[int, ...], dtype: mx.Dtype, value: float | None) -> Bytes:

@@ -19,6 +19,7 @@ enum Failure : uint32_t {
 struct Buffer {
     const char* name;
     uint8_t* data;         // copied in before the launch, and back for outputs
+    const uint8_t* holes;  // 1 for each item between the elements of a strided input, or null
     uint64_t bytes;        // all that may be touched
     uint64_t origin;       // byte of the first element, not 0 with negative strides
     uint32_t item;         // bytes of an element

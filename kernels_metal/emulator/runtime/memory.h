@@ -37,6 +37,7 @@ struct Region {
 };
 
 constexpr uint32_t ATOMIC = 1u << 31;
+constexpr uint32_t HOLE = ~0u;  // in fetched_by: belongs to no element
 
 inline uint8_t* arena;
 inline Region regions[SLOT_COUNT];
@@ -176,9 +177,12 @@ inline uint64_t check_bounds(const Region& region, uint64_t address, uint32_t si
     return at;
 }
 
-inline void fetch(Region& region, uint64_t first, uint64_t last) {
+inline void fetch(Region& region, uint64_t first, uint64_t last, const void* pc) {
     for (uint64_t i = first; i <= last; ++i) {
         if (region.fetched_by[i] == group.number) continue;
+        if (region.fetched_by[i] == HOLE)
+            fail(BOUNDS, pc, region.name, "reads byte %llu of %s, which lies between its elements",
+                 (unsigned long long)(i << region.shift), region.name);
         region.fetched_by[i] = group.number;
         region.fetched += 1ull << region.shift;
     }
@@ -192,7 +196,7 @@ inline void access(uint64_t address, uint32_t size, bool write, bool atomic, con
     (write ? region.written : region.read) += size;
     if (size == 0) return;
     uint64_t first = at >> region.shift, last = (at + size - 1) >> region.shift;
-    if (region.kind == INPUT && !write) return fetch(region, first, last);
+    if (region.kind == INPUT && !write) return fetch(region, first, last, pc);
     if (region.kind == METADATA && !write) return;
     if (region.kind == INPUT || region.kind == METADATA)
         fail(READ_ONLY, pc, region.name, "writes byte %llu of %s, which is an input",

@@ -29,6 +29,8 @@ static bool place_buffers() {
         }
         region->initialised = buffer.initialised;
         memcpy(region->begin, buffer.data, buffer.bytes);
+        for (uint64_t j = 0; buffer.holes && j < buffer.bytes / buffer.item; ++j)
+            if (buffer.holes[j]) region->fetched_by[j] = HOLE;
         pointers[i] = region->begin + buffer.origin;
     }
     return true;
