@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from kernels_metal.cascade_attention import Visibility
+from kernels_metal.emulator import Run
 from kernels_metal.verify_qmm import Packing
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -36,6 +37,11 @@ def assert_close(actual: mx.array, expected, dtype: mx.Dtype = mx.float32) -> No
     bound = FLOAT32 * np.abs(wanted).max(axis=-1, keepdims=True) + ROUNDOFF[dtype] * np.abs(wanted)
     error = np.abs(exact(actual) - wanted)
     assert np.all(error <= bound + 2.0**-25), f"{error.max()} beyond {bound.min()}"
+
+
+def bytes_read(run: Run, kernel: str, buffer: str) -> int:
+    """From one buffer, by all launches of one kernel."""
+    return sum(launch.buffers[buffer].read for launch in run.of(kernel))
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,20 @@ def test_the_mask_is_the_one_that_the_cache_makes_for_a_tree_in_a_window():
     assert Visibility(prefix, tree.ancestors, first).mask.tolist() == expected.tolist()
 
 
+def test_the_attention_reference_is_one_call_of_mlxs_attention_on_views(monkeypatch):
+    """So it costs what the library's own call costs."""
+    calls = []
+
+    def spy(queries, keys, values, **keywords):
+        calls.append((keys.shape, keywords["mask"]))
+        return queries
+
+    arguments = cases.Attention(64, 4, 2, 5, 33, mask="causal").arguments(mx.float16)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", spy)
+    cascade_attention_reference(*arguments)
+    assert calls == [((1, 2, 38, 64), "causal")]
+
+
 @pytest.mark.parametrize(("rows", "vocabulary", "k"), [(1, 1, 1), (3, 50, 4), (7, 999, 16)])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.name)
 def test_the_draft_head_sorts_and_normalises(rows, vocabulary, k, dtype):
