@@ -1,23 +1,22 @@
-"""`dflash-chat`: a streaming prompt loop, or one answer with `--prompt`."""
+"""`dflash-chat`: the chat in a terminal, or one answer with `--prompt` or from a pipe."""
 
 from __future__ import annotations
 
 import argparse
-import signal
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from threading import Event
+from collections.abc import Sequence
 
+from dflash_chat.options import ChatConfig
 from dflash_mlx import (
     DecodeConfig,
     DFlashError,
     PairConfig,
     SamplingConfig,
     Session,
-    TextDelta,
     cli,
 )
-from dflash_mlx.chat import Message, Prompt, check_prompt, prompt_tokens
+from dflash_mlx.chat import check_prompt, prompt_tokens
 from dflash_mlx.load import load_pair
 
 PROGRAM = "dflash-chat"
@@ -29,18 +28,15 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Answer `--prompt`, or piped standard input, or talk until the user leaves."""
+    """Answer `--prompt`, or piped standard input, or open the chat."""
     arguments = _parser().parse_args(argv)
     config = cli.read_decode_config(arguments)
+    chat = cli.read_options(arguments, ChatConfig)
     prompt = _one_prompt(arguments)
-    if prompt is not None:
-        check_prompt(prompt, arguments.system, raw=False)
-    pair = load_pair(cli.read_pair_config(arguments), config)
-    session = Session(pair, config)
-    if prompt is not None:
-        cli.print_stream(_deltas(session, prompt, arguments.system))
+    if prompt is None:
+        _talk(cli.read_pair_config(arguments), config, chat)
     else:
-        _talk(session, arguments.system)
+        _answer(cli.read_pair_config(arguments), config, chat, prompt)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,8 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROGRAM, description="Chat with a language model, fast, on your own machine."
     )
     parser.add_argument("--prompt", help="answer this and leave, - reads standard input")
-    parser.add_argument("--system", help="system prompt")
-    cli.add_options(parser, PairConfig, DecodeConfig, SamplingConfig)
+    cli.add_options(parser, ChatConfig, PairConfig, DecodeConfig, SamplingConfig)
     return parser
 
 
@@ -61,49 +56,31 @@ def _one_prompt(arguments: argparse.Namespace) -> str | None:
     return prompt
 
 
-def _talk(session: Session, system: str | None) -> None:
-    """Ask, answer, remember."""
-    print(f"{session.pair.target.name}. Ctrl+C stops an answer, /new begins anew, /quit leaves.")
-    messages: list[Message] = []
-    while (question := _ask()) not in (None, "/quit"):
-        if question == "/new":
-            messages.clear()
-        if question in ("", "/new"):
-            continue
-        messages.append({"role": "user", "content": question})
-        try:
-            answer = cli.print_stream(_until_interrupted(_deltas(session, messages, system)))
-        except DFlashError as error:
-            print(error, file=sys.stderr)
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": answer})
+def _answer(pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig, prompt: str) -> None:
+    """One answer on stdout."""
+    check_prompt(prompt, chat.system, raw=False)
+    pair = load_pair(pair_config, config)
+    tokens = prompt_tokens(pair.tokenizer, prompt, chat.system, raw=False)
+    cli.print_stream(Session(pair, config).stream(tokens))
 
 
-def _deltas(session: Session, prompt: Prompt, system: str | None) -> Iterator[TextDelta]:
-    return session.stream(prompt_tokens(session.pair.tokenizer, prompt, system, raw=False))
+def _talk(pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig) -> None:
+    """The app, on a terminal."""
+    for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
+        if not stream.isatty():
+            raise DFlashError(
+                f"standard {name} is no terminal, so the chat has nowhere to be",
+                "give a question with --prompt, or leave the redirection out",
+            )
+    from dflash_chat.backend import Backend
+    from dflash_chat.chat_app import ChatApp, Start
+    from dflash_chat.terminal import caught_stderr
 
-
-def _until_interrupted(deltas: Iterator[TextDelta]) -> Iterator[TextDelta]:
-    """Let Ctrl+C end the answer after the round that is running, so that caches stay whole."""
-    interrupted = Event()
-    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
-    try:
-        for delta in deltas:
-            yield delta
-            if interrupted.is_set():
-                return
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _ask() -> str | None:
-    """A line from the user, None at the end of input."""
-    try:
-        return input("\nyou> ").strip()
-    except (EOFError, KeyboardInterrupt):
-        print()
-        return None
-    except UnicodeDecodeError as error:
-        print(f"that was not UTF-8 ({error}); type it again", file=sys.stderr)
-        return ""
+    app = ChatApp(Start(pair_config, config, chat), Backend())
+    with caught_stderr(app.read_output):
+        app.run()
+    if not app.clean:  # a pass still runs; Python would end under its feet
+        sys.stdout.flush()
+        os._exit(app.return_code or 0)
+    if app.return_code:
+        sys.exit(app.return_code)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +17,7 @@ import pytest
 
 import dflash_mlx
 from app import main as chat
-from dflash_mlx import DecodeConfig, Session, cli, load
+from dflash_mlx import cli
 from dflash_mlx.benchmark import __main__ as benchmark
 from test_load import TEMPLATE, write_drafter, write_model
 
@@ -458,123 +456,7 @@ def test_a_reader_that_leaves_early_is_no_error(folders):
     assert result.returncode == 0
 
 
-# The prompt loop
-
-
-class Talk:
-    """What happened in a prompt loop: its session, statistics per turn, and what was printed."""
-
-    def __init__(self) -> None:
-        self.session: Session | None = None
-        self.statistics: list[Any] = []
-        self.prompts: list[list[int]] = []
-        self.positions: list[int] = []
-        self.answers: list[list[int]] = []
-        self.result = Result(-1, "", "")
-
-
-@pytest.fixture
-def talk(command, folders, monkeypatch) -> Callable[..., Talk]:
-    """Type lines into the chat; KeyboardInterrupt as a line is Ctrl+C at the prompt."""
-
-    def run(*lines: Any, options: Sequence[str] = (), interrupt_turn: int | None = None) -> Talk:
-        happened, typed = Talk(), iter(lines)
-
-        class RecordedSession(Session):
-            def __init__(self, *arguments: Any) -> None:
-                super().__init__(*arguments)
-                happened.session = self
-
-            def stream(self, tokens: Any, observer: Any = None) -> Any:
-                turn = len(happened.prompts)
-                happened.prompts.append(list(tokens))
-                answer: list[int] = []
-                for rounds, delta in enumerate(super().stream(tokens, observer), start=1):
-                    if turn == interrupt_turn and rounds == 3:
-                        signal.raise_signal(signal.SIGINT)
-                    answer.extend(delta.tokens)
-                    yield delta
-                    happened.statistics[turn:] = [delta.statistics]
-                happened.positions.append(self.state.position)
-                happened.answers.append(answer)
-
-        def read_line(prompt: str = "") -> str:
-            line = next(typed, EOFError)
-            if isinstance(line, str):
-                return line
-            raise line
-
-        monkeypatch.setattr(chat, "Session", RecordedSession)
-        monkeypatch.setattr(builtins, "input", read_line)
-        monkeypatch.setattr(Stdin, "isatty", lambda self: True)
-        pair = ["--model", folders["model"], "--drafter", folders["drafter"]]
-        happened.result = command(chat.run, *pair, "--max-tokens", "12", *options)
-        assert next(typed, None) is None, "the chat left before the last line"
-        return happened
-
-    return run
-
-
-def test_a_second_turn_reuses_the_caches_of_the_first(talk):
-    happened = talk("hello", "and you?")
-    assert happened.result.code == 0
-    first, second = happened.statistics
-    assert first.reused_tokens == 0
-    assert second.reused_tokens == happened.positions[0]
-    assert happened.positions[0] == first.prompt_tokens + first.generated_tokens - 1
-    assert second.prompt_tokens > first.prompt_tokens + first.generated_tokens
-
-
-def test_a_second_turn_is_answered_as_without_reuse(talk, folders):
-    happened = talk("hello", "and you?")
-    pair = load(folders["model"], folders["drafter"])
-    fresh = Session(pair, DecodeConfig(max_tokens=12, method="none"))
-    tokens = [token for delta in fresh.stream(happened.prompts[1]) for token in delta.tokens]
-    assert happened.answers[1] == tokens
-    text = pair.tokenizer.decode(happened.prompts[1])
-    first = pair.tokenizer.decode(happened.answers[0])
-    assert text == (
-        "<|im_start|>user\nhello<|im_end|>"
-        f"<|im_start|>assistant\n{first}<|im_end|>"
-        "<|im_start|>user\nand you?<|im_end|><|im_start|>assistant\n"
-    )
-
-
-def test_answers_are_printed_in_order(talk, folders):
-    happened = talk("hello", "and you?")
-    tokenizer = load(folders["model"]).tokenizer
-    texts = [tokenizer.decode(tokens) for tokens in happened.answers]
-    assert happened.result.out.index(texts[0]) < happened.result.out.rindex(texts[1])
-    assert happened.result.err.count("tok/s") == 2
-
-
-@pytest.mark.parametrize("last", ["/quit", EOFError, KeyboardInterrupt])
-def test_the_loop_is_left_without_an_error(talk, last):
-    happened = talk("hello", "", "  ", last)
-    assert happened.result.code == 0
-    assert len(happened.prompts) == 1
-    assert "Traceback" not in happened.result.err
-
-
-def test_a_question_too_long_is_reported_and_forgotten(talk):
-    happened = talk("hello", "x" * 200, "and you?")
-    assert happened.result.code == 0
-    assert "can hold 160 with the answer; shorten the prompt" in happened.result.err
-    assert len(happened.positions) == 2
-    assert "Traceback" not in happened.result.err
-    again = talk("hello", "and you?")
-    assert happened.answers == again.answers
-    assert happened.prompts[2] == again.prompts[1]
-
-
-def test_an_interrupted_answer_ends_and_the_next_question_is_answered(talk):
-    before = signal.getsignal(signal.SIGINT)
-    happened = talk("hello", "and you?", interrupt_turn=0)
-    assert happened.result.code == 0
-    assert len(happened.prompts) == 2
-    assert happened.statistics[-1].reused_tokens >= len(happened.prompts[0])
-    assert len(happened.answers[-1]) == 12
-    assert signal.getsignal(signal.SIGINT) is before
+# The chat without a terminal
 
 
 def test_one_prompt_on_the_command_line_is_answered_and_nothing_asked(command, ask, folders):

@@ -1,0 +1,429 @@
+"""The Textual app: what the user does becomes requests, what the engine says becomes the screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from textual import events
+from textual.app import App, ComposeResult, SystemCommand
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical
+from textual.screen import Screen
+from textual.widgets import Static
+
+from dflash_chat.commands import COMMANDS, Command, parse
+from dflash_chat.conversation import Conversation, Turn
+from dflash_chat.draft_panel import DraftPanel
+from dflash_chat.engine import Backend, Engine, Job, Question
+from dflash_chat.figures import Figures
+from dflash_chat.messages import (
+    Answered,
+    Failed,
+    Loaded,
+    ModelInfo,
+    PlainMeasured,
+    Prefilled,
+    RaceDone,
+    RaceMoved,
+    RoundDone,
+)
+from dflash_chat.naming import pair_line
+from dflash_chat.options import THEMES, ChatConfig
+from dflash_chat.pace import Pace
+from dflash_chat.picker import near_names
+from dflash_chat.prompt import Prompt
+from dflash_chat.race_screen import RaceScreen
+from dflash_chat.runner import CommandRunner
+from dflash_chat.status import Progress, Status, read_progress
+from dflash_chat.store import Store
+from dflash_chat.transcript import Transcript
+from dflash_mlx import DecodeConfig, DFlashError, PairConfig, SamplingConfig
+from dflash_mlx.chat import check_prompt
+from dflash_mlx.load import DEFAULT_MODEL, DRAFTED
+
+REFRESH = 1 / 30  # seconds between looks at whether something is to be drawn
+_LEAVE = 3.0  # seconds that a running pass may take to end when the user leaves
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the command line asked for."""
+
+    pair: PairConfig
+    decode: DecodeConfig
+    chat: ChatConfig
+
+
+class ChatApp(App[None]):
+    """The chat. `run` returns when the user leaves; `clean` says whether the engine ended too."""
+
+    TITLE = "dflash-chat"
+    CSS_PATH = "chat.tcss"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-tall")]
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS = [
+        Binding("escape", "stop", "Stop", show=False),
+        Binding("ctrl+c", "stop_or_copy", "Stop", show=False, priority=True),
+        Binding("f2", "call('draft')", "Draft view", show=False),
+        Binding("f3", "call('stats')", "Figures", show=False),
+        Binding("pageup", "page(-1)", "Scroll up", show=False, priority=True),
+        Binding("pagedown", "page(1)", "Scroll down", show=False, priority=True),
+    ]
+
+    def __init__(self, start: Start, backend: Backend) -> None:
+        super().__init__()
+        self.pair_config, self.config = start.pair, start.decode
+        self.system, self._resume = start.chat.system, start.chat.resume
+        self.store = Store(start.chat.folder)
+        self.conversation = Conversation()
+        self.info: ModelInfo | None = None
+        self.job: Job | None = None
+        self.clean = True
+        self.race: RaceScreen | None = None
+        self._backend, self._theme_name = backend, start.chat.theme
+        self._loads: dict[int, PairConfig] = {}
+        self._waiting: set[int] = set()  # jobs that print their progress
+        self._pace, self._dirty, self._said = Pace(), False, ""
+        self.commands = CommandRunner(self)
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="header", markup=False)
+        with Horizontal(id="middle"):
+            yield Transcript()
+            yield DraftPanel()
+        with Vertical(id="bottom"):
+            yield Status()
+            yield Prompt()
+
+    async def on_mount(self) -> None:
+        self.theme = THEMES[self._theme_name]
+        self.engine = Engine(self._backend, self.post_message)
+        self.begin_capture_print(self)
+        self.set_interval(REFRESH, self._tick)
+        self.prompt.focus()
+        self.show_header()
+        await self.transcript.show(self.conversation.turns)
+        self.load(self.pair_config)
+        if self._resume:
+            await self.resume()
+
+    def on_unmount(self) -> None:
+        self.clean = self.engine.close(_LEAVE)
+
+    @property
+    def prompt(self) -> Prompt:
+        """The input line."""
+        return self.base.query_one(Prompt)
+
+    @property
+    def transcript(self) -> Transcript:
+        """The conversation on screen."""
+        return self.base.query_one(Transcript)
+
+    @property
+    def status(self) -> Status:
+        """The lines of figures."""
+        return self.base.query_one(Status)
+
+    @property
+    def draft(self) -> DraftPanel:
+        """The draft view."""
+        return self.base.query_one(DraftPanel)
+
+    @property
+    def base(self) -> Screen[object]:
+        """The chat itself, whatever lies over it."""
+        return self.screen_stack[0]
+
+    # What the user does
+
+    async def on_prompt_sent(self, message: Prompt.Sent) -> None:
+        text = message.text
+        if not text.strip():
+            return
+        try:
+            call = parse(text)
+            if call is None:
+                await self.ask(text)
+                return
+            self.prompt.put("")
+            await self.commands.run(call)
+        except DFlashError as error:
+            await self.say(str(error), "error")
+
+    async def ask(self, text: str) -> None:
+        """Send a question; DFlashError for one that cannot be sent, which stays in the line."""
+        if self.job is not None:
+            raise DFlashError("an answer is being written", "wait for it, or stop it with Esc")
+        check_prompt(text, self.system, raw=False)
+        self.prompt.questions.add(self.prompt.pastes.shorten(text))
+        self.prompt.put("")
+        self.conversation.turns.append(Turn("user", text))
+        self.status.begin()
+        self.draft.begin()
+        await self.transcript.begin()
+        self.job = self.engine.ask(self.question())
+        await self.save()
+
+    def question(self, extra: str | None = None) -> Question:
+        """The conversation so far as a request. extra: a question behind it."""
+        messages = list(self.conversation.messages)
+        while messages and messages[-1]["role"] != "user":
+            messages.pop()
+        if extra:
+            messages = [*self.conversation.messages, {"role": "user", "content": extra}]
+        if not messages:
+            raise DFlashError("nothing has been asked yet", "ask something, or type /race question")
+        return Question(tuple(messages), self.system, self.config)
+
+    def load(self, config: PairConfig) -> None:
+        """Load another pair, then see how fast it decodes plainly."""
+        if config.model == DEFAULT_MODEL:
+            config = replace(config, model=None)
+        job = self.engine.load(config)
+        self._loads[job.number] = config
+        self._waiting.add(job.number)
+        self.status.progress(Progress(f"loading {config.model or DEFAULT_MODEL}"))
+
+    def action_stop(self) -> None:
+        if self.job is not None:
+            self.job.cancelled.set()
+
+    def action_stop_or_copy(self) -> None:
+        selected = self.screen.get_selected_text() or self.prompt.selected_text
+        if selected:
+            self.copy_to_clipboard(selected)
+        elif self.race is not None:
+            self.race.action_leave()
+        elif self.job is not None:
+            self.job.cancelled.set()
+        else:
+            self.notify("Ctrl+Q or /quit leaves.")
+
+    async def action_call(self, name: str) -> None:
+        await self.call(next(command for command in COMMANDS if command.name == name))
+
+    def action_page(self, direction: int) -> None:
+        view = self.transcript if self.screen is self.base else self.screen
+        if direction < 0:
+            view.scroll_page_up(animate=False)
+        else:
+            view.scroll_page_down(animate=False)
+
+    async def action_quit(self) -> None:
+        if self.job is not None:
+            self.job.cancelled.set()
+            await self._keep_answer("stopped")
+        self.exit()
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        for command in COMMANDS:
+            yield SystemCommand(
+                command.usage, command.help, lambda command=command: self._from_palette(command)
+            )
+
+    async def call(self, command: Command) -> None:
+        """Run a command from a key or the palette; one that needs more goes to the input line."""
+        if command.needs_argument:
+            self.prompt.put(f"/{command.name} ")
+        else:
+            await self.on_prompt_sent(Prompt.Sent(f"/{command.name}"))
+
+    def _from_palette(self, command: Command) -> None:
+        self.call_later(self.call, command)
+
+    # What the engine says
+
+    async def on_loaded(self, message: Loaded) -> None:
+        self.pair_config = self._loads.pop(message.job, self.pair_config)
+        self.info = message.info
+        self.status.plain_seconds = None
+        self._done_waiting(message.job)
+        self._waiting.add(self.engine.measure().number)
+        if self.config.method in DRAFTED and not message.info.drafters:
+            self.config = replace(self.config, method="none")
+            await self.say(
+                f"No drafter is known for {message.info.name}, so it decodes plainly. /drafter "
+                "names one, and /method ngram drafts without."
+            )
+        self.show_header()
+
+    def on_plain_measured(self, message: PlainMeasured) -> None:
+        self.status.plain_seconds = message.seconds
+        self._done_waiting(message.job)
+        self.status.draw()
+
+    def on_prefilled(self, message: Prefilled) -> None:
+        if self._current(message.job) and message.total:
+            what = f"reading the prompt, {message.tokens} of {message.total} tokens"
+            self.status.progress(Progress(what, message.tokens / message.total))
+
+    async def on_round_done(self, message: RoundDone) -> None:
+        if not self._current(message.job):
+            return
+        done = message.round
+        first = done.figures.rounds == 1
+        self.status.take(done.figures)
+        self.draft.take(done.pieces, done.tree)
+        self.transcript.receive(done.text)
+        self._dirty = True
+        if first:
+            self.status.progress(None)
+            await self._draw()
+
+    async def on_answered(self, message: Answered) -> None:
+        if self._current(message.job):
+            await self._keep_answer(message.ending)
+
+    async def on_failed(self, message: Failed) -> None:
+        self._done_waiting(message.job)
+        if message.job in self._loads:
+            await self._loading_failed(self._loads.pop(message.job), message.problem)
+        elif self._current(message.job):
+            await self._answer_failed(message.problem)
+        elif self.race is not None and self.race.job.number == message.job:
+            self.race.fail(message.problem)
+        else:
+            await self.say(message.problem, "error")
+
+    def on_race_moved(self, message: RaceMoved) -> None:
+        if self.race is not None and self.race.job.number == message.job:
+            self.race.take(message.step)
+
+    def on_race_done(self, message: RaceDone) -> None:
+        race = self.race
+        if race is not None and race.job.number == message.job and message.verdict is not None:
+            race.finish(message.verdict)
+
+    def on_print(self, event: events.Print) -> None:
+        """What the library and the programs it runs print: progress of what takes long."""
+        progress = read_progress(event.text)
+        if progress is not None and self._waiting:
+            self.status.progress(progress)
+
+    def read_output(self, text: str) -> None:
+        """Take in what was written to file descriptor 2; may be called from any thread."""
+        self.post_message(events.Print(text, stderr=True))
+
+    # What follows
+
+    async def say(self, text: str, kind: str = "note") -> None:
+        """A sentence in the conversation. kind: "note" or "error"."""
+        await self.transcript.notice(text, kind)
+
+    async def save(self) -> None:
+        """Save the conversation; a problem is said once, not at every turn."""
+        self.conversation.model = self.info.name if self.info else self.conversation.model
+        try:
+            self.store.save(self.conversation)
+            self._said = ""
+        except DFlashError as error:
+            if str(error) != self._said:
+                self._said = str(error)
+                await self.say(f"This conversation is not saved: {error}.", "error")
+
+    async def show_conversation(self, conversation: Conversation, problem: str = "") -> None:
+        """Put another conversation on screen; a question that was never answered is put back."""
+        unanswered = conversation.take_unanswered()
+        self.conversation = conversation
+        self.prompt.questions.replace(conversation.questions)
+        await self.transcript.show(conversation.turns)
+        self.draft.begin()
+        self.status.clear()
+        stored = next((t.figures for t in reversed(conversation.turns) if t.figures), None)
+        if stored is not None:
+            self.status.figures = Figures.read(stored)
+            self.status.draw()
+        if problem:
+            await self.say(problem, "error")
+        if unanswered is not None:
+            self.prompt.put(unanswered)
+            await self.say("The last question had no answer yet; Enter sends it again.")
+        self.show_header()
+
+    async def resume(self) -> None:
+        """Go on with the newest conversation, if there is one."""
+        try:
+            entry = next((e for e in self.store.entries() if not e.damaged), None)
+            if entry is not None:
+                opened = self.store.open(entry.file)
+                await self.show_conversation(opened.conversation, opened.problem)
+        except DFlashError as error:
+            await self.say(str(error), "error")
+
+    def set_sampling(self, sampling: SamplingConfig) -> None:
+        """Sample otherwise from the next answer on."""
+        self.set_config(replace(self.config, sampling=sampling))
+
+    def set_config(self, config: DecodeConfig) -> None:
+        """Decode otherwise from the next answer on."""
+        self.config = config
+        self.show_header()
+
+    def show_header(self) -> None:
+        """The model and how it drafts."""
+        pair = pair_line(self.info, self.config.method)
+        title = self.conversation.shown_title if self.conversation.turns else ""
+        line = "  ".join(part for part in ("dflash-chat", pair, title) if part)
+        self.base.query_one("#header", Static).update(line)
+
+    def _done_waiting(self, job: int) -> None:
+        self._waiting.discard(job)
+        self.status.progress(None)
+
+    def _current(self, job: int) -> bool:
+        return self.job is not None and self.job.number == job
+
+    async def _tick(self) -> None:
+        if self._dirty and self._pace.due(time.perf_counter(), time.thread_time()):
+            await self._draw()
+        if self.race is not None:
+            self.race.draw()
+
+    async def _draw(self) -> None:
+        self._dirty = False
+        self.status.draw()
+        self.draft.draw()
+        await self.transcript.draw()
+
+    async def _keep_answer(self, ending: str) -> None:
+        """The answer is over: show and save it. Nothing said at all is as if never asked."""
+        self.job = None
+        self.status.progress(None)
+        text = await self.transcript.end(ending)
+        await self._draw()
+        if not text and ending == "stopped":
+            await self._take_back()
+            return
+        figures = self.status.figures.as_dict() if self.status.figures else None
+        self.conversation.turns.append(Turn("assistant", text, ending, figures))
+        await self.save()
+        self.show_header()
+
+    async def _take_back(self) -> None:
+        """Undo the last question and put it into the input line, unless something is typed."""
+        question = self.conversation.turns.pop().content
+        await self.transcript.show(self.conversation.turns)
+        if not self.prompt.text:
+            self.prompt.put(question)
+        await self.save()
+
+    async def _answer_failed(self, problem: str) -> None:
+        self.job = None
+        self.status.progress(None)
+        text = await self.transcript.end("failed")
+        if text:
+            self.conversation.turns.append(Turn("assistant", text, "failed"))
+            await self.save()
+        else:
+            await self._take_back()
+        await self.say(problem, "error")
+
+    async def _loading_failed(self, config: PairConfig, problem: str) -> None:
+        near = near_names(config.model) if config.model else []
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        stays = f" {self.info.name} stays loaded." if self.info else ""
+        await self.say(problem + "." + hint + stays, "error")

@@ -1,0 +1,120 @@
+"""What the worker thread tells the screen. Nothing in here holds an array."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.message import Message
+
+from dflash_chat.figures import Figures
+from dflash_chat.tree_view import DrawnTree, Piece
+
+PLAIN, DRAFTED = "plain", "drafted"
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A loaded pair. drafters: how many networks draft for it, 0 to 2."""
+
+    name: str
+    context_length: int
+    drafters: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round added to the answer.
+
+    text: of the answer, may be empty. pieces: its tokens one by one. finish_reason: as in
+    `TextDelta`.
+    """
+
+    text: str
+    pieces: tuple[Piece, ...]
+    tree: DrawnTree
+    figures: Figures
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class RaceStep:
+    """One side of a race moved on. seconds: its own decoding time so far; text: what came new."""
+
+    side: str
+    text: str
+    tokens: int
+    seconds: float
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a race ended. text: a sentence. equal: whether every token is the same."""
+
+    text: str
+    equal: bool
+
+
+@dataclass
+class Loaded(Message):
+    """A pair is ready."""
+
+    job: int
+    info: ModelInfo
+
+
+@dataclass
+class PlainMeasured(Message):
+    """seconds: of a one-row pass, None where this model cannot be measured."""
+
+    job: int
+    seconds: float | None
+
+
+@dataclass
+class Prefilled(Message):
+    """So many of the prompt's tokens are in the caches."""
+
+    job: int
+    tokens: int
+    total: int
+
+
+@dataclass
+class RoundDone(Message):
+    """A round of an answer."""
+
+    job: int
+    round: Round
+
+
+@dataclass
+class Answered(Message):
+    """An answer is over. ending: "stop", "length", "context" or "stopped" (by the user)."""
+
+    job: int
+    ending: str
+
+
+@dataclass
+class RaceMoved(Message):
+    """A step of a race."""
+
+    job: int
+    step: RaceStep
+
+
+@dataclass
+class RaceDone(Message):
+    """The end of a race; verdict is None when the user stopped it."""
+
+    job: int
+    verdict: Verdict | None
+
+
+@dataclass
+class Failed(Message):
+    """A request failed. problem: a sentence with the next step."""
+
+    job: int
+    problem: str

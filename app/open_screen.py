@@ -1,0 +1,118 @@
+"""Earlier conversations: open, rename, delete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from dflash_chat.screens import ConfirmScreen
+from dflash_chat.store import Entry, Store
+from dflash_mlx import DFlashError
+
+
+class OpenScreen(ModalScreen[Path | None]):
+    """Lists a store's conversations; gives the file of the chosen one."""
+
+    BINDINGS = [
+        ("escape", "close", "Close"),
+        ("r", "rename", "Rename"),
+        ("d,delete", "delete", "Delete"),
+    ]
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._entries: list[Entry] = []
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog") as dialog:
+            dialog.border_title = "Conversations"
+            dialog.border_subtitle = "Enter opens, r renames, d deletes, Esc closes"
+            yield Static(id="problem", markup=False)
+            yield OptionList(markup=False)
+            yield Input(placeholder="new title", id="title")
+
+    def on_mount(self) -> None:
+        self.query_one("#title").display = False
+        self._fill()
+        self.query_one(OptionList).focus()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(self._entries[event.option_index].file)
+
+    def action_close(self) -> None:
+        if self.query_one("#title").display:
+            self._end_renaming()
+        else:
+            self.dismiss(None)
+
+    def action_rename(self) -> None:
+        if (entry := self._chosen()) is not None:
+            title = self.query_one("#title", Input)
+            title.value, title.display = entry.title, True
+            title.focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        entry = self._chosen()
+        if entry is not None and event.value.strip():
+            self._try(lambda: self._store.rename(entry.file, event.value.strip()))
+        self._end_renaming()
+
+    def action_delete(self) -> None:
+        entry = self._chosen()
+        if entry is None:
+            return
+
+        def delete(sure: bool | None) -> None:
+            if sure:
+                self._try(lambda: self._store.delete(entry.file))
+                self._fill()
+
+        self.app.push_screen(ConfirmScreen(f"Delete “{entry.title}” for good?"), delete)
+
+    def _end_renaming(self) -> None:
+        self.query_one("#title").display = False
+        self._fill()
+        self.query_one(OptionList).focus()
+
+    def _chosen(self) -> Entry | None:
+        at = self.query_one(OptionList).highlighted
+        return self._entries[at] if at is not None else None
+
+    def _fill(self) -> None:
+        self._try(self._read)
+        options = self.query_one(OptionList)
+        at = options.highlighted or 0
+        options.clear_options()
+        options.add_options([Option(_line(entry)) for entry in self._entries])
+        if self._entries:
+            options.highlighted = min(at, len(self._entries) - 1)
+        else:
+            self._say("No conversation has been saved yet.")
+
+    def _read(self) -> None:
+        self._entries = self._store.entries()
+
+    def _try(self, action: object) -> None:
+        assert callable(action)
+        try:
+            action()
+            self._say("")
+        except DFlashError as error:
+            self._say(str(error))
+
+    def _say(self, text: str) -> None:
+        problem = self.query_one("#problem", Static)
+        problem.update(text)
+        problem.display = bool(text)
+
+
+def _line(entry: Entry) -> str:
+    day, _, clock = entry.created.partition("T")
+    damaged = "  (damaged; opening reads what can be read)" if entry.damaged else ""
+    return f"{day} {clock[:5].replace('-', ':')}  {entry.title}{damaged}"

@@ -1,0 +1,36 @@
+"""Settings of the chat itself; its help texts are those of the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from dflash_mlx import DFlashError
+from dflash_mlx.config import option
+
+THEMES = {"dark": "textual-dark", "light": "textual-light"}
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """How the chat starts; DFlashError for a theme that is not known."""
+
+    system: str | None = option(None, "system prompt")
+    resume: bool = option(False, "go on with the newest conversation", action="store_true")
+    conversations: Path | None = option(
+        None, "folder of the conversations (default: the user's data folder)", type=Path
+    )
+    theme: str = option("dark", "colours", choices=tuple(THEMES))
+
+    def __post_init__(self) -> None:
+        if self.theme not in THEMES:
+            raise DFlashError(f"theme is {self.theme!r}", f"choose {' or '.join(THEMES)}")
+
+    @property
+    def folder(self) -> Path:
+        """Where conversations are kept."""
+        if self.conversations is not None:
+            return self.conversations.expanduser()
+        return platformdirs.user_data_path("dflash-chat") / "conversations"

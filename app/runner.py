@@ -1,0 +1,201 @@
+"""What each slash command does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_chat.commands import Call, help_rows
+from dflash_chat.conversation import Conversation
+from dflash_chat.figures import statistics_rows
+from dflash_chat.open_screen import OpenScreen
+from dflash_chat.picker_screen import PickerScreen
+from dflash_chat.race_screen import RaceScreen
+from dflash_chat.screens import ConfirmScreen, RowsScreen
+from dflash_chat.settings_screen import SettingsScreen
+from dflash_chat.store import export
+from dflash_mlx import DecodeConfig, DFlashError, PairConfig
+
+if TYPE_CHECKING:
+    from dflash_chat.chat_app import ChatApp
+
+Run = Callable[[str], Awaitable[None]]
+
+
+class CommandRunner:
+    """Runs commands on an app; each method takes what was typed behind the command."""
+
+    def __init__(self, app: ChatApp) -> None:
+        self._app = app
+        self._runs: dict[str, Run] = {
+            "model": self._model,
+            "drafter": self._drafter,
+            "method": self._method,
+            "temperature": self._temperature,
+            "system": self._system,
+            "settings": self._settings,
+            "race": self._race,
+            "draft": self._draft,
+            "stats": self._stats,
+            "new": self._new,
+            "open": self._open,
+            "rename": self._rename,
+            "delete": self._delete,
+            "export": self._export,
+            "theme": self._theme,
+            "help": self._help,
+            "quit": self._quit,
+        }
+
+    async def run(self, call: Call) -> None:
+        """Run one command; DFlashError where it cannot be done."""
+        await self._runs[call.command.name](call.argument)
+
+    async def _model(self, name: str) -> None:
+        if name:
+            self._load(PairConfig(model=name))
+        else:
+            self._app.push_screen(PickerScreen(), self._load)
+
+    async def _drafter(self, name: str) -> None:
+        self._load(replace(self._app.pair_config, drafter=name))
+
+    def _load(self, config: PairConfig | None) -> None:
+        if config is not None:
+            self._app.load(config)
+
+    async def _method(self, name: str) -> None:
+        app = self._app
+        if name:
+            app.set_config(replace(app.config, method=name))
+        await app.say(f"The method is {app.config.method}.")
+
+    async def _temperature(self, text: str) -> None:
+        app = self._app
+        if text:
+            try:
+                value = float(text)
+            except ValueError:
+                raise DFlashError(
+                    f"temperature is {text!r}", "type a number, 0 is greedy"
+                ) from None
+            app.set_sampling(replace(app.config.sampling, temperature=value))
+        await app.say(f"The temperature is {app.config.sampling.temperature:g}.")
+
+    async def _system(self, text: str) -> None:
+        app = self._app
+        if text:
+            app.system = None if text == "-" else text
+        await app.say(f"The system prompt is: {app.system}" if app.system else "No system prompt.")
+
+    async def _settings(self, _: str) -> None:
+        self._app.push_screen(SettingsScreen(self._app.config), self._apply)
+
+    def _apply(self, config: DecodeConfig | None) -> None:
+        if config is not None:
+            self._app.set_config(config)
+
+    async def _race(self, text: str) -> None:
+        app = self._app
+        self._need_idle()
+        question = app.question(text or None)
+        app.race = RaceScreen(app.engine.race(question))
+        app.push_screen(app.race, self._race_left)
+
+    def _race_left(self, _: None) -> None:
+        self._app.race = None
+
+    async def _draft(self, _: str) -> None:
+        panel = self._app.draft
+        panel.display = not panel.display
+        self._app.base.set_class(panel.display, "-draft")
+        panel.draw()
+
+    async def _stats(self, _: str) -> None:
+        status = self._app.status
+        if status.figures is None:
+            raise DFlashError("there is no answer yet", "ask something first")
+        rows = statistics_rows(status.figures, status.plain_seconds)
+        self._app.push_screen(RowsScreen("The last answer", rows))
+
+    async def _new(self, _: str) -> None:
+        self._need_idle()
+        await self._app.show_conversation(Conversation())
+
+    async def _open(self, _: str) -> None:
+        self._need_idle()
+        self._app.push_screen(OpenScreen(self._app.store), self._opened)
+
+    async def _opened(self, file: Path | None) -> None:
+        app = self._app
+        try:
+            if file is not None:
+                opened = app.store.open(file)
+                await app.show_conversation(opened.conversation, opened.problem)
+            else:
+                await self._closed_list()
+        except DFlashError as error:
+            await app.say(str(error), "error")
+
+    async def _closed_list(self) -> None:
+        """The conversation on screen may have been renamed or deleted in the list."""
+        app = self._app
+        file = app.store.file_of(app.conversation)
+        if file.exists():
+            app.conversation.title = app.store.open(file).conversation.title
+            app.show_header()
+        elif app.conversation.turns:
+            await app.show_conversation(Conversation())
+
+    async def _rename(self, title: str) -> None:
+        self._app.conversation.title = title
+        await self._app.save()
+        self._app.show_header()
+
+    async def _delete(self, _: str) -> None:
+        self._need_idle()
+        title = self._app.conversation.shown_title
+        self._app.push_screen(ConfirmScreen(f"Delete “{title}” for good?"), self._deleted)
+
+    async def _deleted(self, sure: bool | None) -> None:
+        app = self._app
+        if not sure:
+            return
+        try:
+            app.store.delete(app.store.file_of(app.conversation))
+        except DFlashError as error:
+            await app.say(str(error), "error")
+            return
+        await app.show_conversation(Conversation())
+
+    async def _export(self, name: str) -> None:
+        app = self._app
+        file = Path(name).expanduser() if name else _free_file(app.conversation.shown_title)
+        if name and file.exists():
+            raise DFlashError(f"{file} exists already", "name another file")
+        export(app.conversation, file)
+        await app.say(f"Written to {file.resolve()}.")
+
+    async def _theme(self, _: str) -> None:
+        dark = self._app.current_theme.dark
+        self._app.theme = "textual-light" if dark else "textual-dark"
+
+    async def _help(self, _: str) -> None:
+        self._app.push_screen(RowsScreen("dflash-chat", help_rows()))
+
+    async def _quit(self, _: str) -> None:
+        await self._app.action_quit()
+
+    def _need_idle(self) -> None:
+        if self._app.job is not None:
+            raise DFlashError("an answer is being written", "wait for it, or stop it with Esc")
+
+
+def _free_file(title: str) -> Path:
+    """A Markdown file in the current folder that does not exist yet."""
+    stem = re.sub(r"\W+", "-", title.lower()).strip("-")[:40] or "conversation"
+    names = [stem, *(f"{stem}-{n}" for n in range(2, 1000))]
+    return next(file for name in names if not (file := Path(f"{name}.md")).exists())

@@ -1,0 +1,100 @@
+"""All settings of decoding and sampling, made from the settings classes themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import Field, fields, replace
+from typing import Any
+
+from textual.app import ComposeResult
+from textual.containers import Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Input, Select, Static, Switch
+
+from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig
+
+
+def settings_of(config: Any) -> Iterator[Field[Any]]:
+    """The fields of a settings object that have a help text."""
+    return (f for f in fields(config) if "help" in f.metadata)
+
+
+def shown(value: Any) -> str:
+    """A value as it is typed; several texts are separated by commas."""
+    if value is None:
+        return ""
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def parse(field: Field[Any], typed: str) -> Any:
+    """What was typed for `field`; DFlashError when it is not of the field's type."""
+    keywords = field.metadata["argparse"]
+    if keywords.get("action") == "append":
+        return tuple(part.strip() for part in typed.split(",") if part.strip())
+    if not typed.strip():
+        return field.default
+    try:
+        return keywords.get("type", str)(typed.strip())
+    except ValueError:
+        kind = "a whole number" if keywords.get("type") is int else "a number"
+        raise DFlashError(f"{field.name} is {typed!r}", f"type {kind}") from None
+
+
+class SettingsScreen(ModalScreen[DecodeConfig | None]):
+    """Gives the changed settings, None when nothing is to change."""
+
+    BINDINGS = [("escape", "leave", "Leave"), ("ctrl+s", "save", "Save")]
+
+    def __init__(self, config: DecodeConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog") as dialog:
+            dialog.border_title = "Settings"
+            dialog.border_subtitle = "Tab next, Enter or Ctrl+S applies, Esc leaves"
+            yield Static(id="problem", markup=False)
+            with VerticalScroll(can_focus=False):
+                for config in (self._config, self._config.sampling):
+                    for field in settings_of(config):
+                        yield Static(f"{field.name}: {field.metadata['help']}", markup=False)
+                        yield _control(field, getattr(config, field.name))
+
+    def on_mount(self) -> None:
+        self.query_one("#problem").display = False
+
+    def on_input_submitted(self) -> None:
+        self.action_save()
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+    def action_save(self) -> None:
+        try:
+            sampling = SamplingConfig(**self._values(self._config.sampling))
+            values = self._values(self._config)
+            self.dismiss(replace(self._config, sampling=sampling, **values))
+        except DFlashError as error:
+            problem = self.query_one("#problem", Static)
+            problem.update(str(error))
+            problem.display = True
+
+    def _values(self, config: Any) -> dict[str, Any]:
+        return {f.name: self._value(f) for f in settings_of(config)}
+
+    def _value(self, field: Field[Any]) -> Any:
+        control = self.query_one(f"#set-{field.name}")
+        if isinstance(control, Input):
+            return parse(field, control.value)
+        assert isinstance(control, Select | Switch)
+        return control.value
+
+
+def _control(field: Field[Any], value: Any) -> Input | Select[str] | Switch:
+    keywords, name = field.metadata["argparse"], f"set-{field.name}"
+    if isinstance(field.default, bool):
+        return Switch(value, id=name)
+    if "choices" in keywords:
+        choices = [(choice, choice) for choice in keywords["choices"]]
+        return Select(choices, value=value, allow_blank=False, id=name, compact=True)
+    return Input(shown(value), id=name, compact=True)

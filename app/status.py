@@ -1,0 +1,101 @@
+"""The lines under the conversation: figures of the answer, and progress of what takes long."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.widgets import ProgressBar, Static
+
+from dflash_chat.figures import Figures, fit, round_parts, speed_parts
+
+RECENT = 64  # rounds that a sparkline can show
+_PERCENT = re.compile(r"^(?P<what>[^:%]*?):?\s*(?P<percent>\d{1,3})%\|")
+_AMOUNT = re.compile(r"(?P<done>[\d.]+)\s*/\s*(?P<total>[\d.]+)\s*(?P<unit>[kKMG]?B)")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Something that takes a while. share: from 0 to 1, None where it is not known."""
+
+    what: str
+    share: float | None = None
+
+
+def read_progress(output: str) -> Progress | None:
+    """The newest progress in what tqdm or pip wrote to a terminal; None where there is no text."""
+    lines = [line.strip() for line in re.split(r"[\r\n]", _ESCAPES.sub("", output))]
+    line = next((line for line in reversed(lines) if line), None)
+    if line is None:
+        return None
+    if found := _PERCENT.match(line):
+        return Progress(found["what"] or "loading", min(int(found["percent"]), 100) / 100)
+    if found := _AMOUNT.search(line):
+        done, total = float(found["done"]), float(found["total"])
+        what = f"downloading, {total:g} {found['unit']}"
+        return Progress(what, min(done / total, 1.0) if total else None)
+    return Progress(line)
+
+
+class Status(Vertical):
+    """Two lines of figures, and a third one with a bar while something is under way."""
+
+    def __init__(self) -> None:
+        super().__init__(id="status")
+        self.figures: Figures | None = None
+        self.plain_seconds: float | None = None
+        self._rounds: deque[int] = deque(maxlen=RECENT)
+        self._generated = 0
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="progress"):
+            yield Static(id="what", markup=False)
+            yield ProgressBar(total=1.0, show_eta=False, id="bar")
+        yield Static(id="speed", markup=False)
+        yield Static(id="rounds", markup=False)
+
+    def on_mount(self) -> None:
+        self.progress(None)
+
+    def on_resize(self) -> None:
+        self.draw()
+
+    def begin(self) -> None:
+        """An answer begins: forget the rounds of the one before."""
+        self._rounds.clear()
+        self._generated = 0
+
+    def take(self, figures: Figures) -> None:
+        """Figures after one more round; shown by the next `draw`."""
+        self._rounds.append(figures.generated_tokens - self._generated)
+        self._generated = figures.generated_tokens
+        self.figures = figures
+
+    def draw(self) -> None:
+        """Show the newest figures, as many as fit."""
+        if self.figures is None or not self.is_mounted:
+            return
+        width = max(self.size.width - 2, 10)
+        speed = fit(speed_parts(self.figures, self.plain_seconds), width)
+        rounds = fit(round_parts(self.figures, tuple(self._rounds), width), width)
+        self.query_one("#speed", Static).update(speed)
+        self.query_one("#rounds", Static).update(rounds)
+
+    def clear(self) -> None:
+        """No answer to show figures of."""
+        self.figures = None
+        self.begin()
+        for name in ("#speed", "#rounds"):
+            self.query_one(name, Static).update("")
+
+    def progress(self, progress: Progress | None) -> None:
+        """Show what is under way, None for nothing."""
+        self.query_one("#progress").display = progress is not None
+        if progress is not None:
+            self.query_one("#what", Static).update(progress.what)
+            self.query_one("#bar", ProgressBar).update(total=1.0, progress=progress.share or 0.0)
+            self.query_one("#bar").display = progress.share is not None

@@ -1,0 +1,225 @@
+"""Conversations on disk: one JSON-lines file each, replaced as a whole.
+
+The first line holds the title and the model, every other line one turn. A file is written beside
+the old one, flushed to the disk and renamed over it, so whatever happens a reader meets the old
+file or the new one. A damaged file gives what stands before the damage and is kept as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dflash_chat.conversation import UNTITLED, Conversation, Turn, now
+from dflash_mlx import DFlashError
+
+FORMAT = "dflash-chat conversation"
+VERSION = 1
+SUFFIX = ".jsonl"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored conversation in a list. damaged: its first line cannot be read."""
+
+    file: Path
+    title: str
+    created: str
+    modified: float
+    damaged: bool = False
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A conversation, and a sentence about what of its file could not be read, "" for nothing."""
+
+    conversation: Conversation
+    problem: str = ""
+
+
+class Store:
+    """The conversations in one folder, which is made when the first is saved."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._seen: dict[Path, tuple[int, int]] = {}  # files as we last read or wrote them
+
+    def file_of(self, conversation: Conversation) -> Path:
+        """Where `conversation` is kept."""
+        return self.folder / (conversation.created + SUFFIX)
+
+    def entries(self) -> list[Entry]:
+        """All conversations, the newest change first; unreadable ones are marked."""
+        try:
+            files = [f for f in self.folder.iterdir() if f.suffix == SUFFIX]
+            found = [_entry(file) for file in files]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._problem("read", error) from None
+        return sorted(found, key=lambda entry: entry.modified, reverse=True)
+
+    def save(self, conversation: Conversation) -> None:
+        """Write the whole conversation; DFlashError when the folder or the disk refuses.
+
+        Where another window changed the file since, this one goes on under a name of its own.
+        """
+        file = self.file_of(conversation)
+        if file in self._seen and file.exists() and _stamp(file) != self._seen[file]:
+            conversation.created = now()
+            conversation.title = f"{conversation.shown_title} (copy)"
+            file = self.file_of(conversation)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _replace(file, _as_lines(conversation))
+            self._seen[file] = _stamp(file)
+        except OSError as error:
+            raise self._problem("write to", error) from None
+
+    def open(self, file: Path) -> Opened:
+        """Read a conversation as far as it is whole; what is damaged is set aside unchanged."""
+        try:
+            data = file.read_bytes()
+            self._seen[file] = _stamp(file)
+        except OSError as error:
+            raise DFlashError(
+                f"{file} cannot be read ({error.strerror})", "choose another conversation"
+            ) from None
+        lines = data.decode("utf-8", errors="replace").split("\n")
+        head, bad_head = _head(lines[0])
+        turns, bad_turn = _turns(lines[1:])
+        bad = 1 if bad_head else bad_turn
+        conversation = replace(head, created=file.stem, turns=turns)
+        if bad is None:
+            return Opened(conversation)
+        return Opened(conversation, self._set_aside(file, data, bad, len(turns)))
+
+    def rename(self, file: Path, title: str) -> None:
+        """Give a stored conversation another title."""
+        conversation = self.open(file).conversation
+        conversation.title = title
+        self.save(conversation)
+
+    def delete(self, file: Path) -> None:
+        """Remove a conversation for good."""
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._problem("delete from", error) from None
+
+    def _set_aside(self, file: Path, data: bytes, line: int, turns: int) -> str:
+        """Copy a damaged file, because the next save replaces it; what to tell the user."""
+        copy = file.with_suffix(".damaged")
+        try:
+            if not copy.exists():
+                copy.write_bytes(data)
+            kept = f"the whole file is kept as {copy.name}"
+        except OSError as error:
+            kept = f"it could not be copied ({error.strerror}), so copy {file} before going on"
+        return f"line {line} of {file.name} is damaged; {turns} messages were read, and {kept}"
+
+    def _problem(self, action: str, error: OSError) -> DFlashError:
+        return DFlashError(
+            f"cannot {action} {self.folder} ({error.strerror or error})",
+            "make it writable, or name another folder with --conversations; /export saves a copy",
+        )
+
+
+def export(conversation: Conversation, file: Path) -> None:
+    """Write the conversation as Markdown; DFlashError when that cannot be."""
+    try:
+        _replace(file, conversation.as_markdown())
+    except OSError as error:
+        raise DFlashError(
+            f"{file} cannot be written ({error.strerror or error})", "name a file elsewhere"
+        ) from None
+
+
+def _as_lines(conversation: Conversation) -> str:
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "title": conversation.title,
+        "preview": conversation.shown_title,
+        "model": conversation.model,
+    }
+    turns = [
+        {name: value for name, value in vars(turn).items() if value or name == "content"}
+        for turn in conversation.turns
+    ]
+    return "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in [head, *turns])
+
+
+def _head(line: str) -> tuple[Conversation, bool]:
+    """The conversation without its turns, and whether its line is damaged."""
+    try:
+        head = json.loads(line)
+        if head["format"] != FORMAT or head["version"] != VERSION:
+            raise ValueError("another format")
+        return Conversation("", _text(head, "title"), _text(head, "model")), False
+    except (ValueError, KeyError, TypeError):
+        return Conversation(""), True
+
+
+def _turns(lines: list[str]) -> tuple[list[Turn], int | None]:
+    """The turns up to the first damaged line, and that line's number in the file."""
+    turns: list[Turn] = []
+    for number, line in enumerate(lines, start=2):
+        if not line and number == len(lines) + 1:  # what follows the last line break
+            break
+        try:
+            turns.append(_turn(json.loads(line)))
+        except (ValueError, KeyError, TypeError):
+            return turns, number
+    return turns, None
+
+
+def _turn(raw: dict[str, Any]) -> Turn:
+    if raw["role"] not in ("user", "assistant"):
+        raise ValueError(f"role {raw['role']!r}")
+    figures = raw.get("figures")
+    if figures is not None and not isinstance(figures, dict):
+        raise ValueError("figures")
+    return Turn(raw["role"], _text(raw, "content"), _text(raw, "ending"), figures)
+
+
+def _text(raw: dict[str, Any], name: str) -> str:
+    value = raw[name] if name == "content" else raw.get(name, "")
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+def _entry(file: Path) -> Entry:
+    """One line of the list; only the first line of the file is read."""
+    modified = file.stat().st_mtime
+    try:
+        with file.open(encoding="utf-8") as lines:
+            head = json.loads(lines.readline(1 << 16))
+        title = head["title"] or head["preview"]
+        if head["format"] != FORMAT or not isinstance(title, str):
+            raise ValueError("another format")
+    except (OSError, ValueError, KeyError, TypeError):
+        return Entry(file, UNTITLED, file.stem, modified, damaged=True)
+    return Entry(file, title, file.stem, modified)
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write `text` to `file` at once, down to the disk, or leave what is there."""
+    partial = file.with_name(f".new-{os.getpid()}-{file.name}")
+    try:
+        with open(partial, "w", encoding="utf-8") as output:
+            output.write(text)
+            output.flush()
+            os.fsync(output.fileno())
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,256 @@
+"""The conversation on screen: a window of message widgets, and the answer that is growing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.app import ComposeResult
+from textual.containers import Vertical, VerticalScroll
+from textual.widget import Widget
+from textual.widgets import Collapsible, Markdown, Static
+from textual.widgets.markdown import MarkdownStream
+
+from dflash_chat.conversation import ENDINGS, Turn
+from dflash_chat.thinking import Split, ThinkingReader, split_thinking
+from dflash_chat.window import Window
+
+SHOWN = 4000  # characters of a question that are shown
+MOST_NOTICES = 8
+_EDGE = 1  # rows from an edge at which more messages are mounted
+
+
+class Question(Static):
+    """What the user said, as it was typed; a very long text is cut on screen only."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > SHOWN:
+            text = f"{text[:SHOWN]}…\n[{len(text):,} characters in all]"
+        super().__init__(text, markup=False, classes="question")
+
+
+class Notice(Static):
+    """A sentence of the app itself. kind: "error" or "note"."""
+
+    def __init__(self, text: str, kind: str) -> None:
+        super().__init__(text, markup=False, classes=f"notice {kind}")
+
+
+class Reply(Vertical):
+    """An answer, with its thoughts folded."""
+
+    def __init__(self, start: Split, ending: str = "") -> None:
+        super().__init__(classes="reply")
+        self._start, self._ending = start, ending
+        self._thought = self._start.thought
+        self._stream: MarkdownStream | None = None
+
+    def compose(self) -> ComposeResult:
+        with Collapsible(title=self._thought_title, classes="thought"):
+            yield Static(self._thought, markup=False, classes="thought-text")
+        yield Markdown(self._start.answer, open_links=False)
+        yield Static(ENDINGS.get(self._ending, ""), classes="ending")
+
+    def on_mount(self) -> None:
+        self._show_parts()
+
+    async def on_unmount(self) -> None:
+        await self._end_stream()
+
+    @property
+    def _thought_title(self) -> str:
+        return f"thought, {len(self._thought.split())} words"
+
+    async def grow(self, part: Split) -> None:
+        """Add to the answer; returns at once however long drawing takes."""
+        if part.thought:
+            self._thought += part.thought
+            self.query_one(Collapsible).title = self._thought_title
+            self.query_one(".thought-text", Static).update(self._thought)
+            self._show_parts()
+        if part.answer:
+            if self._stream is None:
+                self._stream = Markdown.get_stream(self.query_one(Markdown))
+            await self._stream.write(part.answer)
+
+    async def finish(self, ending: str) -> None:
+        """No more will come."""
+        self._ending = ending
+        await self._end_stream()
+        self.query_one(".ending", Static).update(ENDINGS.get(ending, ""))
+        self._show_parts()
+
+    async def _end_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.stop()
+
+    def _show_parts(self) -> None:
+        self.query_one(Collapsible).display = bool(self._thought.strip())
+        self.query_one(".ending").display = self._ending in ENDINGS
+
+
+class LiveAnswer:
+    """The text of the answer in the making, whether or not it is on screen."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.certain = Split()
+        self._reader = ThinkingReader()
+        self._pending = Split()
+
+    def add(self, text: str) -> None:
+        """Take in what a round brought."""
+        self.text += text
+        self._keep(self._reader.feed(text))
+
+    def finish(self) -> None:
+        """Release what might have become a tag."""
+        self._keep(self._reader.finish())
+
+    def take(self) -> Split:
+        """What came since the last call."""
+        part, self._pending = self._pending, Split()
+        return part
+
+    def _keep(self, part: Split) -> None:
+        self.certain += part
+        self._pending += part
+
+
+class Transcript(VerticalScroll):
+    """Shows a window of the turns, so that long conversations cost no more than short ones."""
+
+    can_focus = False
+
+    def __init__(self) -> None:
+        super().__init__(id="transcript")
+        self.window = Window()
+        self._turns: Sequence[Turn] = ()
+        self._live: LiveAnswer | None = None
+        self._live_reply: Reply | None = None
+        self._moving = False
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="earlier", classes="marker")
+        yield Static(id="later", classes="marker")
+
+    def on_mount(self) -> None:
+        self._mark()
+        self.anchor()
+
+    async def show(self, turns: Sequence[Turn]) -> None:
+        """Show the end of `turns`, a list that the caller goes on appending to."""
+        self._turns = turns
+        self._live = self._live_reply = None
+        self.window = Window()
+        await self.query("#transcript > .question, #transcript > .reply, .notice").remove()
+        await self.follow()
+
+    async def follow(self) -> None:
+        """Go to the newest message, drawing what was appended."""
+        await self._move(self.window.newest(self._total))
+        self.anchor()
+
+    async def begin(self) -> None:
+        """An answer begins behind the turns."""
+        self._live = LiveAnswer()
+        await self.query(".notice").remove()
+        await self.follow()
+
+    def receive(self, text: str) -> None:
+        """A round's text; drawn by the next `draw`."""
+        if self._live is not None:
+            self._live.add(text)
+
+    async def draw(self) -> None:
+        """Bring the growing answer on screen up to date."""
+        if self._live is not None and self._live_reply is not None:
+            await self._live_reply.grow(self._live.take())
+
+    async def end(self, ending: str) -> str:
+        """The answer is over, and the caller appends it to the turns; returns its text."""
+        if self._live is None:
+            return ""
+        self._live.finish()
+        await self.draw()
+        if self._live_reply is not None:
+            await self._live_reply.finish(ending)
+        text, self._live, self._live_reply = self._live.text, None, None
+        return text
+
+    async def notice(self, text: str, kind: str = "note") -> None:
+        """A sentence at the end; the oldest ones go."""
+        notices = list(self.query(".notice"))
+        for old in notices[: max(0, len(notices) - MOST_NOTICES + 1)]:
+            await old.remove()
+        await self.mount(Notice(text, kind))
+        self.anchor()
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        if self._moving or not self.is_mounted:
+            return
+        if new_value <= _EDGE and new_value < old_value and self.window.start > 0:
+            self._moving = True
+            self.call_later(self._turn_page, self.window.earlier())
+        elif new_value >= self.max_scroll_y - _EDGE and not self.window.at_end:
+            self._moving = True
+            self.call_later(self._turn_page, self.window.later())
+
+    @property
+    def _total(self) -> int:
+        return len(self._turns) + (self._live is not None)
+
+    async def _turn_page(self, window: Window) -> None:
+        """Move the window, keeping on screen what was there."""
+        kept = self._message_widgets()[0 if window.start < self.window.start else -1]
+        try:
+            await self._move(window)
+            if kept.is_attached:
+                top = window.start == self.window.start and kept is not self._last_widget()
+                self.scroll_to_widget(kept, animate=False, top=top, immediate=True)
+        finally:
+            self._moving = False
+
+    async def _move(self, window: Window) -> None:
+        """Mount and remove widgets until the window is on screen."""
+        before, self.window = self.window, window
+        old, new = range(before.start, before.end), range(window.start, window.end)
+        widgets = dict(zip(old, self._message_widgets(), strict=False))
+        gone = [widgets[i] for i in old if i not in new and i in widgets]
+        with self.app.batch_update():
+            await self.remove_children(gone)
+            if self._live_reply in gone:
+                self._live_reply = None
+            first = [self._widget(i) for i in new if i < old.start]
+            last = [self._widget(i) for i in new if i >= max(old.start, len(widgets) + old.start)]
+            if first:
+                await self.mount_all(first, after="#earlier")
+            if last:
+                await self.mount_all(last, before="#later")
+        self._mark()
+
+    def _widget(self, index: int) -> Widget:
+        if index == len(self._turns):
+            assert self._live is not None
+            self._live.take()
+            self._live_reply = Reply(self._live.certain)
+            return self._live_reply
+        turn = self._turns[index]
+        if turn.role == "user":
+            return Question(turn.content)
+        return Reply(split_thinking(turn.content), turn.ending)
+
+    def _message_widgets(self) -> list[Widget]:
+        return [child for child in self.children if isinstance(child, Question | Reply)]
+
+    def _last_widget(self) -> Widget | None:
+        return next(reversed(self._message_widgets()), None)
+
+    def _mark(self) -> None:
+        """Say how many messages are not shown."""
+        hidden = {"earlier": self.window.start, "later": self.window.total - self.window.end}
+        for name, number in hidden.items():
+            marker = self.query_one(f"#{name}", Static)
+            marker.update(f"… {number} {name} messages")
+            marker.display = number > 0
