@@ -313,14 +313,6 @@ BAD_PROMPTS: dict[str, tuple[str, str]] = {
 }
 
 
-def test_a_row_may_hold_any_character_that_json_allows(tmp_path):
-    text = "one\u2028two\x85three"
-    row = {**ROW, "messages": [{"role": "user", "content": text}]}
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert benchmark.read_prompts(file, None) == [row]
-
-
 def test_a_report_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from dflash_mlx.benchmark.prompts import describe_lengths, pad, questions, read_contexts
 from dflash_mlx.chat import prompt_tokens
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.prompts import read_prompts
 from test_load import write_model
 
 TEXTS = ["how are you today?", "write a function", "a much longer question than the others", "2+2?"]
@@ -97,3 +99,11 @@ def test_contexts_are_whole_numbers():
     for text in ("", "0", "-4", "many", "128,", "²"):
         with pytest.raises(DFlashError, match="the context is"):
             read_contexts(text)
+
+
+def test_a_row_may_hold_any_character_that_json_allows(tmp_path):
+    text = "one\u2028two\x85three"
+    row = {**ROWS[0], "messages": [{"role": "user", "content": text}]}
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_prompts(file, None) == [row]

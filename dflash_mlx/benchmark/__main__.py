@@ -47,8 +47,9 @@ def main(argv: Sequence[str]) -> None:
         report["sweep"] = {"setting": sweep.setting, "lines": lines}
     asked = questions(pair.tokenizer, rows, contexts, read_prompts(arguments.prompts, None))
     report["settings"] |= settings(asked, config, methods)
-    runs = run_all(pair, asked, methods)
-    write(report | summarise(runs, merge_times(pair, methods)), arguments.json, arguments.plots)
+    times = merge_times(pair, methods)
+    report |= summarise(run_all(pair, asked, methods), times)
+    write(report, arguments.json, arguments.plots)
 
 
 def write(report: dict[str, Any], file: Path | None, folder: Path | None) -> None:

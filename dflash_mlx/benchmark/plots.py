@@ -112,7 +112,8 @@ def _reliability_line(axis: Any, name: str, diagram: dict[str, Any]) -> None:
     x = [found["confidence"] for found in bins]
     y = [found["accepted"] for found in bins]
     (line,) = axis.plot(x, y, linewidth=1, label=name)
-    axis.scatter(x, y, [200 * found["nodes"] / nodes for found in bins], color=line.get_color())
+    sizes = [200 * found["nodes"] / nodes for found in bins]
+    axis.scatter(x, y, sizes, color=line.get_color(), clip_on=False)
 
 
 def draw_sweep(report: dict[str, Any], file: Path) -> None:
@@ -131,7 +132,8 @@ def draw_sweep(report: dict[str, Any], file: Path) -> None:
             _sweep_lines(axis, {name: f[key] for name, f in methods.items()}, report["sweep"])
             axis.set(title=f"{category}: {title}", xlabel=report["sweep"]["setting"])
             axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=7)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
     _save(figure, file)
 
 
