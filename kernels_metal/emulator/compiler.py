@@ -38,7 +38,7 @@ _KERNEL_FLAGS = f"""{_COMMON}
 -ffp-contract=off -fexcess-precision=16 -Xclang -cl-single-precision-constant
 -ftrivial-auto-var-init=pattern
 -fno-sanitize=undefined -fsanitize=thread -fno-sanitize-recover=all
--fsanitize=array-bounds,integer-divide-by-zero,shift-exponent
+-fsanitize=array-bounds,alignment,integer-divide-by-zero,shift-exponent
 -mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-read-before-write=1
 -Werror=uninitialized -Werror=sometimes-uninitialized -Werror=return-type
 -Werror=infinite-recursion -Werror=frame-larger-than -Wframe-larger-than=131072
@@ -46,6 +46,10 @@ _KERNEL_FLAGS = f"""{_COMMON}
 -Wno-reserved-user-defined-literal -Wno-unused-value -Wno-pass-failed
 """
 
+# The hooks are the runtime's, never the compiler's own.
+_LINK_FLAGS = "-shared -fno-sanitize=undefined" + (
+    " -Wl,-undefined,dynamic_lookup" if sys.platform == "darwin" else ""
+)
 _CALL = re.compile(r"\s(?:callq?|bl)\s+\*?_?(?:__tsan_|emulator_)")
 _PLACE = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)")
 _FILE = re.compile(r'\s*\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]*)"')
@@ -114,14 +118,8 @@ def _own_text() -> str:
 
 
 def _key(compiler: Compiler, *texts: str) -> str:
-    parts = [
-        *texts,
-        _own_text(),
-        compiler.version,
-        platform.machine(),
-        *_RUNTIME_FLAGS,
-        *_KERNEL_FLAGS,
-    ]
+    flags = (_RUNTIME_FLAGS, _KERNEL_FLAGS, _LINK_FLAGS, *compiler.command[1:])
+    parts = [*texts, _own_text(), compiler.version, platform.machine(), *flags]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -165,9 +163,7 @@ def _build(compiler: Compiler, name: str, source: str, folder: Path) -> Path:
         raise _compile_error(name, problem)
     assembly = folder / "kernel.s"
     assembly.write_text(add_lines(assembly.read_text(encoding="utf-8")), encoding="utf-8")
-    undefined = ["-Wl,-undefined,dynamic_lookup"] if sys.platform == "darwin" else []
-    link = ["-shared", "kernel.s", "-o", "kernel.so", "-lm", *undefined]
-    problem = compiler.run(link, folder)
+    problem = compiler.run([*_LINK_FLAGS.split(), "kernel.s", "-o", "kernel.so", "-lm"], folder)
     if problem:
         raise EmulatorError("compile", problem, name)
     return folder / "kernel.so"
@@ -178,7 +174,7 @@ def _compile_error(name: str, problem: str) -> EmulatorError:
     if not found:
         return EmulatorError("compile", problem, name)
     kind = "compile"
-    if re.search(r"address space|__(global|local|constant) ", found[3]):
+    if re.search(r"address space|'[^']*__(global|local|constant) ", problem):
         kind = "address space"
     if "uninitialized" in found[3]:
         kind = "uninitialised"

@@ -7,7 +7,7 @@ class EmulatorError(Exception):
     """A fault of a kernel, found before, while or after it ran.
 
     `kind` is one of compile, lint, address space, bounds, read-only, race, divergence,
-    uninitialised, unwritten, limit, arithmetic. `line` counts in the file `file` (0 if it belongs
+    uninitialised, unwritten, limit, arithmetic, alignment. `line` counts in the file `file` (0 if it belongs
     to no line), `thread` is the position in the grid, `buffer` the input, output or threadgroup
     variable, or "".
     """

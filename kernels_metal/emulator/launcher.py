@@ -37,6 +37,7 @@ _FAILURES = (
     "unwritten",
     "limit",
     "arithmetic",
+    "alignment",
 )
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _Three = ctypes.c_uint32 * 3

@@ -3,7 +3,7 @@
 #pragma once
 #include "math.h"
 
-extern "C" __attribute__((convergent)) void emulator_simd(
+extern "C" __attribute__((convergent, nomerge)) void emulator_simd(
     const char* operation, void* value, uint size, void (*combine)(uchar*, const uint*, uint), uint argument);
 
 namespace emulator {

@@ -3,8 +3,8 @@
 #include "simd.h"
 
 extern "C" {
-__attribute__((convergent)) void emulator_threadgroup_barrier(uint flags);
-__attribute__((convergent)) void emulator_simdgroup_barrier(uint flags);
+__attribute__((convergent, nomerge)) void emulator_threadgroup_barrier(uint flags);
+__attribute__((convergent, nomerge)) void emulator_simdgroup_barrier(uint flags);
 void* emulator_threadgroup(uint variable, const char* name, ulong bytes, uint item);
 void emulator_atomic(const void* address, uint size, uint reads, uint writes);
 void emulator_copy(void* to, const void* from, uint size);

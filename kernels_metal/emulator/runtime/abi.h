@@ -14,6 +14,7 @@ enum Failure : uint32_t {
     UNWRITTEN,
     LIMIT,
     ARITHMETIC,
+    ALIGNMENT,
 };
 
 struct Buffer {

@@ -57,6 +57,12 @@ struct Arithmetic {
     Place place;
 };
 
+struct Misaligned {
+    Place place;
+    const TypeName* type;
+    uint8_t log_alignment, use;
+};
+
 [[noreturn]] inline void fail_at(const Place& place, Failure failure, const char* format, long long value,
                                  const char* text = "") {
     report(failure, nullptr, "", format, value, text);
@@ -67,6 +73,11 @@ struct Arithmetic {
 
 EXPORT void __ubsan_handle_out_of_bounds_abort(OutOfBounds* data, uintptr_t index) {
     fail_at(data->place, BOUNDS, "index %lld of an array of type %s", (long long)index, data->array->name);
+}
+
+EXPORT void __ubsan_handle_type_mismatch_v1_abort(Misaligned* data, uintptr_t) {
+    fail_at(data->place, ALIGNMENT, "an address that is no multiple of %lld, as type %s needs",
+            1ll << data->log_alignment, data->type->name);
 }
 
 EXPORT void __ubsan_handle_divrem_overflow_abort(Arithmetic* data, uintptr_t, uintptr_t) {

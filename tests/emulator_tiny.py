@@ -1,0 +1,68 @@
+"""Kernels of a few lines, for the tests of the emulator."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kernels_metal.emulator import Counters, EmulatorError, emulated
+from kernels_metal.factory import Kernel, Launch, launch
+
+PRELUDE = "uint i = thread_position_in_grid.x; uint lane = thread_index_in_simdgroup;\n"
+
+
+def run(body: str, *inputs: mx.array, **settings) -> tuple[mx.array, Counters]:
+    """The first output and the counters; see `run_all`."""
+    outputs, counters = run_all(body, *inputs, **settings)
+    return outputs[0], counters
+
+
+def run_all(
+    body: str,
+    *inputs: mx.array,
+    outputs=(((32,), mx.float32),),
+    grid=(32, 1, 1),
+    threadgroup=(32, 1, 1),
+    template=(),
+    init_value=None,
+    header: str = "",
+    **kernel_settings,
+) -> tuple[list[mx.array], Counters]:
+    """A kernel `tiny` with inputs a, b, ... and outputs o, p; `body` starts on line 2."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "tiny.metal").write_text(PRELUDE + body)
+        (folder / "head.metal").write_text(header)
+        kernel = Kernel(
+            "tiny",
+            tuple("abcdefgh"[: len(inputs)]),
+            tuple("opq"[: len(outputs)]),
+            "head" if header else None,
+            folder=folder,
+            **kernel_settings,
+        )
+        shapes, dtypes = zip(*outputs, strict=True)
+        plan = Launch(grid, threadgroup, shapes, dtypes, template, init_value)
+        with emulated() as emulator:
+            return launch(kernel, list(inputs), plan), emulator.counters[0]
+
+
+def fault(kind: str, words: str, body: str, *inputs: mx.array, **settings) -> EmulatorError:
+    """Running the kernel finds a fault of this kind; `words` is a pattern of the message."""
+    with pytest.raises(EmulatorError, match=words) as caught:
+        run_all(body, *inputs, **settings)
+    assert caught.value.kind == kind, str(caught.value)
+    assert caught.value.kernel == "tiny"
+    return caught.value
+
+
+def numbers(x: mx.array) -> np.ndarray:
+    """In float64."""
+    return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+RAMP = mx.arange(32).astype(mx.float32)
