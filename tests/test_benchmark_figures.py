@@ -199,19 +199,27 @@ def test_rounds_are_counted_by_mode_where_a_budget_chose():
     assert "Rounds of dflash by mode" not in text
 
 
+def guarded(monkeypatch: pytest.MonkeyPatch, **counts: float) -> None:
+    """Every answer's statistics count this of a near-tie guard, and nothing else of one."""
+    real = Statistics.as_dict
+
+    def as_dict(self: Statistics) -> dict[str, Any]:
+        others = {key: n for key, n in real(self).items() if not key.startswith("guard_")}
+        return {**others, **counts}
+
+    monkeypatch.setattr(Statistics, "as_dict", as_dict)
+
+
 def test_a_guard_that_fired_has_its_counts_added_up(monkeypatch):
-    real = Statistics.as_dict
-    monkeypatch.setattr(
-        Statistics, "as_dict", lambda self: {**real(self), "guard_fired": 2, "guard_seconds": 0.5}
-    )
+    guarded(monkeypatch, guard_checks=2, guard_seconds=0.5)
     runs = [made_up(10, 5), made_up(10, 5)]
-    assert summarise(runs)["methods"]["dflash"]["guard"] == {"guard_fired": 4, "guard_seconds": 1}
+    assert summarise(runs)["methods"]["dflash"]["guard"] == {"guard_checks": 4, "guard_seconds": 1}
     header, _, row = section(report_of(*runs), "Near-tie guard")
-    assert (header, row) == (["method", "fired", "seconds"], ["dflash", "4", "1"])
+    assert header == ["method", "tokens", "checks", "seconds"]
+    assert row == ["dflash", "200", "4", "1"]
 
 
-def test_a_guard_that_never_fired_is_not_shown(monkeypatch):
-    assert "guard" not in report_of(made_up(10, 5))
-    real = Statistics.as_dict
-    monkeypatch.setattr(Statistics, "as_dict", lambda self: {**real(self), "guard_fired": 0})
+@pytest.mark.parametrize("counts", [{}, {"guard_checks": 0}])
+def test_a_guard_that_never_fired_is_not_shown(monkeypatch, counts):
+    guarded(monkeypatch, **counts)
     assert "guard" not in report_of(made_up(10, 5))

@@ -141,9 +141,17 @@ def _guard(methods: dict[str, Figures]) -> str:
     if not any(any(found.values()) for found in counts.values()):
         return ""
     keys = list(dict.fromkeys(key for found in counts.values() for key in found))
-    header = ["method", *(key.removeprefix("guard_").replace("_", " ") for key in keys)]
-    rows = [[name, *(f"{found.get(k, 0):.6g}" for k in keys)] for name, found in counts.items()]
+    header = ["method", "tokens", *(key.removeprefix("guard_").replace("_", " ") for key in keys)]
+    rows = [
+        [name, str(_tokens(methods[name])), *(f"{found.get(key, 0):.6g}" for key in keys)]
+        for name, found in counts.items()
+    ]
     return f"Near-tie guard, over all answers:\n\n{_table(header, rows)}"
+
+
+def _tokens(figures: Figures) -> int:
+    """Tokens of all answers."""
+    return sum(int(tokens) * rounds for tokens, rounds in figures["committed"].items())
 
 
 def _sweep(report: dict[str, Any]) -> str:
