@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 import mlx.core as mx
@@ -14,15 +14,35 @@ Choose = Callable[[tuple[int, ...]], "int | mx.array"]
 
 
 @dataclass(frozen=True)
+class NearTies:
+    """What near-ties of the target's best two tokens took (see `exact.py`).
+
+    checks: nodes that a pass over several rows could not decide. passes: one-row target passes
+    spent on them. replays: how often the tokens since the last replay were computed again one by
+    one, which takes a pass for each. changed: decisions that came out otherwise. seconds: in all.
+    """
+
+    checks: int = 0
+    passes: int = 0
+    replays: int = 0
+    changed: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: NearTies) -> NearTies:
+        return NearTies(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
 class Accepted:
     """The nodes of `tree` on the accepted path, root first, and the target's token after them.
 
-    token: an integer, or [1] that may be unevaluated.
+    token: an integer, or [1] that may be unevaluated. near_ties: where they were looked for.
     """
 
     tree: Tree
     path: tuple[int, ...]
     token: int | mx.array
+    near_ties: NearTies | None = None
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:

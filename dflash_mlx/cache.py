@@ -9,6 +9,7 @@ mask helpers make of a cache: `offset`, `make_mask` and `update_and_fetch`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -156,6 +157,13 @@ class LayerCache:
         self._start = min(self._start, self.length)
         self.discard()
 
+    def fork(self) -> LayerCache:
+        """A copy that goes on by itself; storage is shared until either of them writes."""
+        other = copy(self)
+        if self._keys is not None and self._values is not None:
+            other._keys, other._values = mx.array(self._keys), mx.array(self._values)
+        return other
+
     def _reserve(self, rows: int, keys: mx.array, values: mx.array) -> None:
         """Make room for `rows` more; slots that no window reaches any more are given up."""
         if self._keys is None or self._values is None:
@@ -215,3 +223,7 @@ class SequenceCache:
         """Forget the committed tokens from `length` on."""
         for layer in self.layers:
             layer.trim(length)
+
+    def fork(self) -> SequenceCache:
+        """A copy that goes on by itself; storage is shared until either of them writes."""
+        return SequenceCache([layer.fork() for layer in self.layers])

@@ -160,6 +160,8 @@ def summary(delta: TextDelta) -> str:
     if statistics.drafted:
         parts.append(f"{statistics.mean_accepted:.2f} tokens/round")
         parts.append(f"accepted {statistics.acceptance_rate:.0%}")
+    if (ties := statistics.near_ties) is not None:
+        parts.append(f"{ties.checks} near-ties in {ties.seconds:.2f} s, {ties.changed} changed")
     if delta.finish_reason in _ENDINGS:
         parts.append(_ENDINGS[delta.finish_reason])
     return " | ".join(parts)

@@ -113,6 +113,12 @@ class DecodeConfig:
     growth: str = option(
         "joint", "d2sd: best-first over both drafts, or as published", choices=GROWTHS
     )
+    exact: bool = option(
+        False,
+        "decide near-ties as plain decoding does, so that greedy answers are its answers token by "
+        "token; takes memory for a second cache and time for every near-tie",
+        action="store_true",
+    )
     max_tokens: int = option(512, "stop after this many tokens", type=int)
     stop: tuple[str, ...] = option(
         (), "stop before this text appears; may be given several times", action="append"
@@ -129,6 +135,8 @@ class DecodeConfig:
         _require(self.branches >= 1, "branches", self.branches, "1 or more")
         budget_ok = self.budget is None or self.budget >= 2
         _require(budget_ok, "budget", self.budget, "2 or more")
+        greedy = self.sampling.temperature == 0
+        _require(greedy or not self.exact, "exact", self.exact, "temperature 0 for greedy decoding")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _require(self.prefill_step >= 1, "prefill_step", self.prefill_step, "1 or more")
         _require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")

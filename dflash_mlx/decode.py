@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
-from dflash_mlx.accept import Accepted, accept
+from dflash_mlx.accept import Accepted
 from dflash_mlx.cache import Block
 from dflash_mlx.config import DecodeConfig
 from dflash_mlx.drafters.base import Drafter
+from dflash_mlx.exact import NearTieGuard, noise_of
 from dflash_mlx.observer import Observer
+from dflash_mlx.rules import Match, Rule
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.state import State
 from dflash_mlx.target import Target
@@ -54,11 +56,19 @@ def decode(
     sampler = Sampler(config.sampling)
     ahead = (lambda: 0) if sampler.needs_history else (lambda: drafter.rounds_ahead)
     end = min(state.position + config.max_tokens, target.context_length - 1)
-    return _read_behind(_rounds(target, drafter, state, sampler, end, observer), ahead, observer)
+    rule = make_rule(target, state, sampler, config)
+    return _read_behind(_rounds(target, drafter, state, rule, end, observer), ahead, observer)
+
+
+def make_rule(target: Target, state: State, sampler: Sampler, config: DecodeConfig) -> Rule:
+    """The acceptance rule that the settings ask for, for one answer."""
+    if config.exact and config.method != "none":
+        return NearTieGuard(target, state, sampler, noise_of(target))
+    return Match(sampler)
 
 
 def _rounds(
-    target: Target, drafter: Drafter, state: State, sampler: Sampler, end: int, observer: Observer
+    target: Target, drafter: Drafter, state: State, rule: Rule, end: int, observer: Observer
 ) -> Iterator[Accepted]:
     """The loop itself; the token of a round without drafts may still be running when yielded."""
     observer.start()
@@ -67,9 +77,8 @@ def _rounds(
         verdict = verify(target, state, tree, drafter.taps)
         tree.wait()
         observer.mark("draft")
-        choose = verdict.choices(sampler, state)
+        accepted = rule.accept(verdict, state)
         observer.mark("verify")
-        accepted = accept(tree, choose)
         state.commit(accepted, verdict.features)
         observer.mark("commit")
         yield accepted

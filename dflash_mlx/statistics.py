@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.accept import Accepted
+from dflash_mlx.accept import Accepted, NearTies
 
 
 @dataclass
@@ -18,6 +18,7 @@ class Statistics:
     generated_tokens: a stop token included, tokens cut off behind a stop excluded.
     drafted, accepted: how often a token was drafted, and accepted, at each position of the block.
     modes: rounds by the mode that a budget chose ("plain", "chain", "tree"), see `Tree`.
+    near_ties: what `--exact` took, None without it.
     """
 
     method: str
@@ -31,6 +32,7 @@ class Statistics:
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
+    near_ties: NearTies | None = None
 
     def add_round(self, accepted: Accepted) -> None:
         """Count a round."""
@@ -39,6 +41,8 @@ class Statistics:
         self.accepted.update(range(1, len(accepted.path)))
         if accepted.tree.mode:
             self.modes[accepted.tree.mode] += 1
+        if accepted.near_ties is not None:
+            self.near_ties = (self.near_ties or NearTies()) + accepted.near_ties
 
     @property
     def tokens_per_second(self) -> float:
@@ -77,5 +81,6 @@ class Statistics:
             "acceptance_rate": self.acceptance_rate,
             "accepted_by_position": self.accepted_by_position,
             "modes": dict(self.modes),
+            **{f"guard_{name}": n for name, n in asdict(self.near_ties or NearTies()).items()},
             "peak_memory_bytes": mx.get_peak_memory(),
         }

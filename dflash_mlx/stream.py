@@ -13,6 +13,7 @@ from dflash_mlx.config import DecodeConfig
 from dflash_mlx.decode import decode, prefill
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.exact import noise_of
 from dflash_mlx.load import Pair
 from dflash_mlx.observer import Observer
 from dflash_mlx.state import State
@@ -56,6 +57,8 @@ class Session:
         self.pair = pair
         self.config = config or DecodeConfig()
         self.drafter = make_drafter(pair, self.config)
+        if self.config.exact and self.config.method != "none":
+            noise_of(pair.target)  # now, not in the time of the first answer
         self.state = State(pair.target.new_cache(), self.drafter.new_context())
 
     def stream(

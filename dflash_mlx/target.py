@@ -43,6 +43,7 @@ class Target:
         self._outputs: dict[int, mx.array] = {}
         self._ropes = 0
         self.pass_times: Any = None  # measured when a budget needs them, see `budget.py`
+        self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
         for module in model.modules():
             if isinstance(rope := module.get("rope"), nn.Module):
                 _override(rope, _rope_at_positions)
