@@ -6,10 +6,10 @@ from __future__ import annotations
 class EmulatorError(Exception):
     """A fault of a kernel, found before, while or after it ran.
 
-    `kind` is one of compile, lint, address space, bounds, read-only, race, divergence,
-    uninitialised, unwritten, limit, arithmetic, alignment. `line` counts in the file `file` (0 if it belongs
-    to no line), `thread` is the position in the grid, `buffer` the input, output or threadgroup
-    variable, or "".
+    `kind` is one of compile, lint, address space, bounds, alignment, read-only, race, divergence,
+    uninitialised, unwritten, arithmetic, limit. `line` counts in `file` (0 if it belongs to no
+    line), `thread` is the position in the grid, `buffer` an input, output or threadgroup variable,
+    or "".
     """
 
     def __init__(
