@@ -1,0 +1,248 @@
+"""Tokens per round of any methods on known greedy answers, without decoding them.
+
+    .venv/bin/python scripts/simulate_trees.py --corpus ANSWERS.jsonl \
+        --methods dflash,d2sd:growth=paper,d2sd:budget=16,ddtree:budget=16
+
+ANSWERS.jsonl is made by `dflash_mlx.corpus --greedy-share 1`. A greedy answer decides which drafts
+are right, so the target reads every answer once, all methods walk it together, and a draft that
+several of them ask for is made once. Counts are those of decoding, near-ties of the target apart.
+Methods are written as in `dflash_mlx.benchmark`; times are not simulated, so an automatic budget
+has no place here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from dflash_mlx import cli  # isort: skip  # loads the BLAS before MLX
+
+import mlx.core as mx
+from tqdm import tqdm
+
+from dflash_mlx.accept import Choose, accept
+from dflash_mlx.benchmark.selection import PLAIN, read_methods
+from dflash_mlx.cache import Block
+from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.corpus.rows import Row, read_rows
+from dflash_mlx.drafters import best_first, dual_diffusion
+from dflash_mlx.drafters.base import Drafter
+from dflash_mlx.drafters.block_diffusion import BlockModel
+from dflash_mlx.drafters.context import DualContext, FeatureContext
+from dflash_mlx.drafters.grow import Ranked
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.none import NoContext
+from dflash_mlx.drafters.rank import rank
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.load import Pair, load_pair
+from dflash_mlx.state import Context
+from dflash_mlx.train.start import vocabulary_size
+
+_LOGITS = BlockModel.logits
+NEEDS_TREES = DecodeConfig(method="d2sd", budget=2)
+
+
+class Memory:
+    """Answers the questions of drafters that were asked before at the same place in a text."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def forget(self) -> None:
+        """The text goes on."""
+        self._known.clear()
+
+    def logits(self, model: BlockModel, *question: Any) -> mx.array:
+        """As `BlockModel.logits`; models over one network are one."""
+        context, anchor, rows, *rest = question
+        key = (id(model._network), id(context), rows, repr(rest))
+        if key not in self._known:
+            self._known[key] = _LOGITS(model, context, anchor, rows, *rest)
+        return self._known[key]  # type: ignore[no-any-return]
+
+    def rank(self, logits: mx.array, k: int) -> Ranked:
+        """As `rank`."""
+        key = (id(logits), k)
+        if key not in self._known:
+            self._known[key] = logits, rank(logits, k)
+        return self._known[key][1]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def remembering() -> Iterator[Memory]:
+    """Every draft is computed once."""
+    memory = Memory()
+    with (
+        mock.patch.object(BlockModel, "logits", lambda *arguments: memory.logits(*arguments)),
+        mock.patch.object(best_first, "rank", memory.rank),
+        mock.patch.object(dual_diffusion, "rank", memory.rank),
+    ):
+        yield memory
+
+
+@dataclass
+class Place:
+    """What a drafter reads of a state: the tokens so far, the anchor last, and its context."""
+
+    tokens: list[int]
+    context: Context
+    anchor: mx.array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.anchor = mx.array(self.tokens[-1:])
+
+    @property
+    def position(self) -> int:
+        return len(self.tokens) - 1
+
+
+@dataclass
+class Count:
+    """Rounds of one method, by category; tokens and tree nodes in them."""
+
+    rounds: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    rows: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, category: str, tokens: int, rows: int) -> None:
+        for name in (category, "all"):
+            self.rounds[name] += 1
+            self.tokens[name] += tokens
+            self.rows[name] += rows
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        return {
+            name: {
+                "rounds": self.rounds[name],
+                "tokens_per_round": self.tokens[name] / self.rounds[name],
+                "rows_per_round": self.rows[name] / self.rounds[name],
+            }
+            for name in self.rounds
+        }
+
+
+def simulate(
+    pair: Pair, drafters: dict[str, Drafter], rows: Sequence[Row], memory: Memory
+) -> dict[str, Count]:
+    """Walk every answer with every drafter."""
+    dual = make_drafter(pair, NEEDS_TREES)
+    counts = {name: Count() for name in drafters}
+    for row in tqdm(rows, unit="answer"):
+        features = read(pair, row, dual.taps)
+        context = dual.new_context()
+        assert isinstance(context, DualContext)
+        text = [*row.prompt, *row.answer]
+        following = dict.fromkeys(drafters, len(row.prompt) - 1)  # the next anchor
+        done = 0
+        for anchor in range(len(row.prompt) - 1, len(text) - 1):
+            here = [name for name, position in following.items() if position == anchor]
+            if not here:
+                continue
+            context.append(features[done:anchor])
+            done = anchor
+            memory.forget()
+            for name in here:
+                place = Place(text[: anchor + 1], context_of(drafters[name], context))
+                tree = drafters[name].propose(place, len(text) - 1 - anchor)  # type: ignore[arg-type]
+                tokens = len(accept(tree, continuing(text, anchor)).path)
+                counts[name].add(row.category, tokens, len(tree))
+                following[name] = anchor + tokens
+    return counts
+
+
+def continuing(text: list[int], anchor: int) -> Choose:
+    """The target's choices where it wrote `text`."""
+    return lambda path: text[anchor + len(path)]
+
+
+def context_of(drafter: Drafter, dual: DualContext) -> Context:
+    """The part of the shared context that `drafter` reads."""
+    made = drafter.new_context()
+    if isinstance(made, FeatureContext):
+        return dual.contexts[0]
+    return made if isinstance(made, NoContext) else replace_contexts(made, dual)
+
+
+def replace_contexts(made: Context, dual: DualContext) -> Context:
+    """A lone drafter that continues its own drafts has one context, two drafters have two."""
+    assert isinstance(made, DualContext)
+    made.contexts = dual.contexts[: len(made.contexts)]
+    return made
+
+
+def read(pair: Pair, row: Row, taps: tuple[int, ...]) -> mx.array:
+    """The target's features [T, m*d] of a prompt and its answer."""
+    cache, parts = pair.target.new_cache(), []
+    text = mx.array([*row.prompt, *row.answer])
+    for start in range(0, text.size, 512):
+        piece = text[start : start + 512]
+        _, features = pair.target.forward(piece, cache, Block(piece.size), taps)
+        assert features is not None
+        mx.eval(features, cache.arrays)
+        parts.append(features)
+        cache.commit(range(piece.size))
+    return mx.concatenate(parts)
+
+
+def read_answers(file: Path, vocab_size: int) -> list[Row]:
+    """The rows of a corpus; DFlashError where one was sampled."""
+    rows = read_rows(file, vocab_size)[1]
+    if any(row.temperature for row in rows):
+        raise DFlashError(f"{file} has sampled answers", "make it with --greedy-share 1")
+    return rows
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = parser().parse_args(argv)
+    cli.check_output(arguments.json)
+    methods = read_methods(arguments.methods, cli.read_decode_config(arguments))
+    del methods[PLAIN]
+    pair = load_pair(cli.read_pair_config(arguments), NEEDS_TREES)
+    rows = read_answers(arguments.corpus, vocabulary_size(pair.target))[:: arguments.every]
+    with remembering() as memory:
+        counts = simulate(pair, dict(made(pair, methods)), rows, memory)
+    report = {name: count.figures() for name, count in counts.items()}
+    print_table(report)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def made(pair: Pair, methods: dict[str, DecodeConfig]) -> Iterator[tuple[str, Drafter]]:
+    """The drafters; d2sd also with the first drafter as its own second."""
+    for name, config in methods.items():
+        yield name, make_drafter(pair, config)
+        if config.method == "d2sd" and pair.second_network is not None:
+            alone = replace(pair, second_network=None, second_config=None)
+            yield f"{name} alone", make_drafter(alone, config)
+
+
+def print_table(report: dict[str, dict[str, dict[str, float]]]) -> None:
+    categories = list(next(iter(report.values())))
+    print("tokens per round (rows)".ljust(36), *(name.rjust(14) for name in categories))
+    for name, figures in report.items():
+        cells = (
+            f"{figures[c]['tokens_per_round']:.2f} ({figures[c]['rows_per_round']:.1f})".rjust(14)
+            for c in categories
+        )
+        print(name.ljust(36), *cells)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = cli.Parser(prog="simulate_trees.py", description="Tokens per round on known answers.")
+    result.add_argument("--corpus", type=Path, required=True, help="greedy answers")
+    result.add_argument("--methods", required=True, help="as in dflash_mlx.benchmark")
+    result.add_argument("--every", type=int, default=1, help="use only every N-th answer")
+    result.add_argument("--json", type=Path, help="write the figures here")
+    cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, without=["method"])
+    return result
+
+
+if __name__ == "__main__":
+    cli.run(main, "simulate_trees.py")
