@@ -43,10 +43,8 @@ def accepted_rows_reference(
     caches: Sequence[mx.array], path: Sequence[int], first: Sequence[int]
 ) -> list[mx.array]:
     """As `accepted_rows`, one gather for each cache."""
-    return [
-        cache[..., mx.array([slot + row for row in path]), :]
-        for cache, slot in zip(caches, first, strict=True)
-    ]
+    rows = {slot: mx.array([slot + row for row in path]) for slot in set(first)}
+    return [cache[..., rows[slot], :] for cache, slot in zip(caches, first, strict=True)]
 
 
 def cache_commit(

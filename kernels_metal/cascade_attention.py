@@ -27,6 +27,7 @@ CASCADE_ATTENTION = Kernel(
     "cascade_attention",
     inputs=("queries", "keys", "values", "visible", "sizes", "scale"),
     outputs=("partial", "sums"),
+    header="widen",
     ensure_row_contiguous=False,
 )
 CASCADE_MERGE = Kernel(

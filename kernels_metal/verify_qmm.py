@@ -21,7 +21,10 @@ SIMD_GROUPS = 8
 RUN = 256  # weights along K that a SIMD-group reads at a time
 WANTED = 1024  # SIMD-groups, to fill the cores of a large GPU
 VERIFY_QMM = Kernel(
-    "verify_qmm", inputs=("x", "weights", "scales", "biases", "sizes"), outputs=("y",)
+    "verify_qmm",
+    inputs=("x", "weights", "scales", "biases", "sizes"),
+    outputs=("y",),
+    header="widen",
 )
 
 

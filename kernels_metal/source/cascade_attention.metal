@@ -12,13 +12,16 @@
 
 constexpr int SIMD_GROUPS = 8;
 constexpr int THREADS = SIMD_GROUPS * 32;
-constexpr int HELD = (D + 31) / 32;           // dimensions of the result in one lane
-constexpr int SHARES = 32 / KEYS;             // lanes that share the dot product of one key
+constexpr int HELD = (D + 31) / 32;  // dimensions of the result in one lane
+constexpr int SHARES = 32 / KEYS;    // lanes that share the dot product of one key
 constexpr int SHARE = D / SHARES;
-constexpr int STRIDE = D + 4 / sizeof(T);     // an odd number of banks between keys
-threadgroup T tile_keys[KEYS * STRIDE];
-threadgroup T tile_values[KEYS * D];
-threadgroup float weights[SIMD_GROUPS * ROWS * KEYS];
+constexpr int FOURS = D / 4;
+constexpr int STRIDE = FOURS + 1;    // so that the lanes' keys begin in different banks
+threadgroup vec<T, 4> tile_keys[KEYS * STRIDE];
+threadgroup vec<T, 4> tile_values[KEYS * FOURS];
+threadgroup float4 tile_weights[SIMD_GROUPS * ROWS * KEYS / 4];
+const threadgroup T* value = (const threadgroup T*)tile_values;
+threadgroup float* weights = (threadgroup float*)tile_weights;
 
 const int thread_id = thread_index_in_threadgroup;
 const int lane = thread_index_in_simdgroup;
@@ -38,19 +41,27 @@ float total[ROWS];
 float held[ROWS * HELD];
 for (int tile = begin; tile < end; tile += KEYS) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = thread_id; i < KEYS * D; i += THREADS) {
-    const int64_t slot = tile + i / D;
-    const int64_t d = i % D;
-    const bool inside = slot < end;
-    tile_keys[i / D * STRIDE + i % D] =
-        inside ? keys[head * keys_strides[1] + slot * keys_strides[2] + d * keys_strides[3]] : T(0);
-    tile_values[i] = inside
-        ? values[head * values_strides[1] + slot * values_strides[2] + d * values_strides[3]]
-        : T(0);
+  for (int i = thread_id; i < KEYS * FOURS; i += THREADS) {
+    const int64_t slot = tile + i / FOURS;
+    const int64_t d = i % FOURS * 4;
+    vec<T, 4> k = vec<T, 4>(T(0));
+    vec<T, 4> v = vec<T, 4>(T(0));
+    if (slot < end) {
+      for (int j = 0; j < 4; ++j) {
+        k[j] = keys[head * keys_strides[1] + slot * keys_strides[2] + (d + j) * keys_strides[3]];
+        v[j] =
+            values[head * values_strides[1] + slot * values_strides[2] + (d + j) * values_strides[3]];
+      }
+    }
+    tile_keys[i / FOURS * STRIDE + i % FOURS] = k;
+    tile_values[i] = v;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   for (int block = 0; block < rows; block += SIMD_GROUPS * ROWS) {
+    // This SIMD-group's rows are first, first + SIMD_GROUPS, ...
+    const int first = block + group;
+    const int count = clamp((rows - first + SIMD_GROUPS - 1) / SIMD_GROUPS, 0, ROWS);
     float scores[ROWS];
     for (int i = 0; i < ROWS; ++i) {
       scores[i] = 0.0f;
@@ -62,24 +73,23 @@ for (int tile = begin; tile < end; tile += KEYS) {
         }
       }
     }
-    for (int d = share; d < share + SHARE; ++d) {
-      const float k = float(tile_keys[key * STRIDE + d]);
+    for (int d = share; d < share + SHARE; d += 4) {
+      const float4 k = widen<T>(tile_keys[key * STRIDE + d / 4]);
       for (int i = 0; i < ROWS; ++i) {
-        const int row = block + i * SIMD_GROUPS + group;
-        if (row < rows) {
-          scores[i] += float(queries[(head * rows + row) * D + d]) * k;
+        if (i < count) {
+          const device T* row = queries + (head * rows + first + i * SIMD_GROUPS) * D;
+          scores[i] += dot(widen<T>(*(const device vec<T, 4>*)(row + d)), k);
         }
       }
     }
 
     for (int i = 0; i < ROWS; ++i) {
-      const int row = block + i * SIMD_GROUPS + group;
-      if (row < rows) {
+      if (i < count) {
         float score = scores[i];
         for (int apart = KEYS; apart < 32; apart *= 2) {
           score += simd_shuffle_xor(score, apart);
         }
-        const int seen = row % sizes[0] * (1 + words);
+        const int seen = (first + i * SIMD_GROUPS) % sizes[0] * (1 + words);
         const int slot = tile + key;
         bool shown = false;
         if (slot < min(prefix, end)) {
@@ -104,14 +114,21 @@ for (int tile = begin; tile < end; tile += KEYS) {
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
 
-    for (int k = 0; k < KEYS; ++k) {
+    for (int k = 0; k < KEYS; k += 4) {
+      float4 weight[ROWS];
+      for (int i = 0; i < ROWS; ++i) {
+        if (i < count) {
+          weight[i] = tile_weights[((group * ROWS + i) * KEYS + k) / 4];
+        }
+      }
       for (int j = 0; j < HELD; ++j) {
         const int d = lane + 32 * j;
         if (d < D) {
-          const float v = float(tile_values[k * D + d]);
+          const threadgroup T* v = value + k * D + d;
+          const float4 four = float4(float(v[0]), float(v[D]), float(v[2 * D]), float(v[3 * D]));
           for (int i = 0; i < ROWS; ++i) {
-            if (block + i * SIMD_GROUPS + group < rows) {
-              held[i * HELD + j] += weights[(group * ROWS + i) * KEYS + k] * v;
+            if (i < count) {
+              held[i * HELD + j] += dot(weight[i], four);
             }
           }
         }
@@ -121,8 +138,8 @@ for (int tile = begin; tile < end; tile += KEYS) {
 
     if (tile + KEYS >= end) {
       for (int i = 0; i < ROWS; ++i) {
-        const int row = block + i * SIMD_GROUPS + group;
-        if (row < rows) {
+        if (i < count) {
+          const int64_t row = first + i * SIMD_GROUPS;
           const int64_t place = (int64_t(split) * threadgroups_per_grid.x + head) * rows + row;
           for (int j = 0; j < HELD; ++j) {
             if (lane + 32 * j < D) {

@@ -47,11 +47,13 @@ for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
   }
   for (int m = 0; m < ROWS; ++m) {
     if (m < rows) {
-      for (int j = 0; j < 8; ++j) {
-        const float value = float(x[m * depth + k + j]);
+      for (int half_run = 0; half_run < 8; half_run += 4) {
+        const float4 four = widen<T>(*(const device vec<T, 4>*)(x + m * depth + k + half_run));
         for (int c = 0; c < COLS; ++c) {
           if (column + c < columns) {
-            sums[m * COLS + c] = fma(value, w[c * 8 + j], sums[m * COLS + c]);
+            for (int j = 0; j < 4; ++j) {
+              sums[m * COLS + c] = fma(four[j], w[c * 8 + half_run + j], sums[m * COLS + c]);
+            }
           }
         }
       }
