@@ -67,7 +67,8 @@ class Compiler:
         done = subprocess.run(
             [*self.command, *arguments], cwd=folder, capture_output=True, text=True, check=False
         )
-        return done.stderr or "clang failed" if done.returncode else ""
+        lines = [x for x in done.stderr.splitlines() if not x.startswith("zig: warning")]
+        return ("\n".join(lines) or "clang failed") if done.returncode else ""
 
 
 def find_compiler() -> Compiler:
@@ -90,7 +91,7 @@ def _find_compiler(path: str) -> Compiler:
         "compile",
         f"no clang {OLDEST} or newer on PATH and no ziglang package; "
         "install one (pip install ziglang)",
-        "any",
+        "",
     )
 
 
@@ -135,7 +136,7 @@ def compile_runtime() -> Path:
                 [*_RUNTIME_FLAGS.split(), "-shared", source, "-o", str(made)], Path(folder)
             )
             if problem:
-                raise EmulatorError("compile", problem, "any")
+                raise EmulatorError("compile", problem, "")
             os.replace(made, target)
     return target
 

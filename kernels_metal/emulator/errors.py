@@ -25,4 +25,5 @@ class EmulatorError(Exception):
         self.file, self.line = place
         where = f", {self.file}:{self.line}" if self.line else ""
         who = f", thread {thread}" if thread is not None else ""
-        super().__init__(f"kernel {kernel}{where}{who}: {kind}: {message}")
+        subject = f"kernel {kernel}" if kernel else "emulator"
+        super().__init__(f"{subject}{where}{who}: {kind}: {message}")

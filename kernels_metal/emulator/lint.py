@@ -27,7 +27,7 @@ Problem = tuple[int, str]  # position in the text, what is wrong
 _FORBIDDEN = {
     r"double": "Metal has no double",
     r"new|delete|malloc|free": "Metal has no dynamic memory",
-    r"std\s*::": "Metal has no C++ standard library",
+    r"std(?=\s*::)": "Metal has no C++ standard library",
     r"throw|try|catch|noexcept": "Metal has no exceptions",
     r"virtual|dynamic_cast|typeid": "Metal has no run-time types",
     r"u?long[34]": "the emulator does not check accesses of 32 bytes",

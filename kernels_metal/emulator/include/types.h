@@ -49,7 +49,6 @@ EMULATOR_VECTORS(float)
 
 constexpr half operator""h(long double value) { return static_cast<half>(value); }
 constexpr half operator""H(long double value) { return static_cast<half>(value); }
-constexpr bfloat operator""bf(long double value) { return static_cast<bfloat>(value); }
 
 namespace metal {
 
