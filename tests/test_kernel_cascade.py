@@ -149,3 +149,22 @@ def test_keys_that_no_window_reaches_are_not_read():
         cascade_attention(queries, keys, values, seen, scale)
     used = keys[:, :, min(seen.starts) : seen.keys].nbytes
     assert cases.bytes_read(run, "cascade_attention", "keys") == used
+
+
+def test_hidden_keys_do_not_matter_however_large_their_scores():
+    shape = Attention(64, 2, 1, 6, 40, window=True)
+    queries, keys, values, seen, scale, _ = shape.arguments(mx.float32)
+    hidden = ~mx.any(seen.mask, axis=0)  # by all rows
+    assert mx.any(hidden)
+    keys = mx.where(hidden[:, None], 100 * queries[:, :1, :1], keys)
+    with emulated():
+        result = cascade_attention(queries, keys, values, seen, scale)
+    cases.assert_close(result, cases.attend(queries, keys, values, seen, scale))
+
+
+def test_every_partial_result_is_written_once():
+    queries, keys, values, seen, scale, _ = Attention(64, 2, 1, 9, 300).arguments(mx.float16)
+    with emulated() as run:
+        cascade_attention(queries, keys, values, seen, scale)
+    partial = run.of("cascade_attention")[0].buffers["partial"]
+    assert partial.written == partial.size

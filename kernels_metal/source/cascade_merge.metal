@@ -1,4 +1,5 @@
-// Joins the splits of each query row; one SIMD-group per row.
+// Joins the splits of each query row; one SIMD-group per row. Every row sees something, so `top` is
+// finite, and a split of which the row sees nothing counts exp(-infinity) = 0.
 //
 // partial: [splits, rows, D]. sums: [splits, rows, 2]: largest score, sum. sinks: [>= query heads],
 // a score without a value that joins the sum, minus infinity for none. sizes: rows of one head.
@@ -19,20 +20,15 @@ top = simd_max(top);
 
 float total = 0.0f;
 for (int split = lane; split < splits; split += 32) {
-  const float peak = sums[(split * rows + row) * 2];
-  if (peak > -INFINITY) {
-    total += sums[(split * rows + row) * 2 + 1] * exp(peak - top);
-  }
+  total += sums[(split * rows + row) * 2 + 1] * exp(sums[(split * rows + row) * 2] - top);
 }
-total = simd_sum(total) + (sink > -INFINITY ? exp(sink - top) : 0.0f);
+total = simd_sum(total) + exp(sink - top);
 
 for (int d = lane; d < width; d += 32) {
   float sum = 0.0f;
   for (int split = 0; split < splits; ++split) {
-    const float peak = sums[(split * rows + row) * 2];
-    if (peak > -INFINITY) {
-      sum += partial[(split * rows + row) * width + d] * exp(peak - top);
-    }
+    const int64_t place = split * rows + row;
+    sum += partial[place * width + d] * exp(sums[place * 2] - top);
   }
-  merged[row * width + d] = T(total > 0.0f ? sum / total : 0.0f);
+  merged[row * width + d] = T(sum / total);
 }

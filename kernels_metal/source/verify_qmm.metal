@@ -30,6 +30,9 @@ for (int i = 0; i < ROWS * COLS; ++i) {
 }
 for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
   float w[COLS * 8];
+  for (int i = 0; i < COLS * 8; ++i) {
+    w[i] = 0.0f;
+  }
   for (int c = 0; c < COLS; ++c) {
     if (column + c < columns) {
       const int64_t n = column + c;
@@ -50,10 +53,8 @@ for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
       for (int half_run = 0; half_run < 8; half_run += 4) {
         const float4 four = widen<T>(*(const device vec<T, 4>*)(x + m * depth + k + half_run));
         for (int c = 0; c < COLS; ++c) {
-          if (column + c < columns) {
-            for (int j = 0; j < 4; ++j) {
-              sums[m * COLS + c] = fma(four[j], w[c * 8 + half_run + j], sums[m * COLS + c]);
-            }
+          for (int j = 0; j < 4; ++j) {
+            sums[m * COLS + c] = fma(four[j], w[c * 8 + half_run + j], sums[m * COLS + c]);
           }
         }
       }
