@@ -13,6 +13,7 @@ METHODS = ("none", "dflash", "ddtree", "d2sd", "ngram")
 CONTROLS = ("resample",)  # methods for comparison in the benchmark only
 GROWTHS = ("joint", "paper")
 TRAIN_MODES = ("dflash", "variable-prefix")
+ACCEPTANCES = ("auto", "match", "reject")
 STARTS = ("target", "random")
 LOSSES = ("dpace", "decay")
 
@@ -113,6 +114,14 @@ class DecodeConfig:
     growth: str = option(
         "joint", "d2sd: best-first over both drafts, or as published", choices=GROWTHS
     )
+    acceptance: str = option(
+        "auto",
+        "dflash with a temperature above 0: match keeps a draft that equals what the target draws, "
+        "and one seed gives one answer with and without drafting; reject draws the drafts as well "
+        "and keeps each with probability min(1, p/q), which follows the same law but gives other "
+        "answers for the seed; auto is the one that accepted more in docs/benchmarks.md",
+        choices=ACCEPTANCES,
+    )
     exact: bool = option(
         False,
         "decide near-ties as plain decoding does, so that greedy answers are its answers token by "
@@ -132,6 +141,12 @@ class DecodeConfig:
         block_ok = self.block_size is None or self.block_size >= 2
         _require(block_ok, "block_size", self.block_size, "2 or more")
         _require(self.growth in GROWTHS, "growth", self.growth, f"one of {', '.join(GROWTHS)}")
+        _require(
+            self.acceptance in ACCEPTANCES,
+            "acceptance",
+            self.acceptance,
+            f"one of {', '.join(ACCEPTANCES)}",
+        )
         _require(self.branches >= 1, "branches", self.branches, "1 or more")
         budget_ok = self.budget is None or self.budget >= 2
         _require(budget_ok, "budget", self.budget, "2 or more")
@@ -141,6 +156,12 @@ class DecodeConfig:
         _require(self.prefill_step >= 1, "prefill_step", self.prefill_step, "1 or more")
         _require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
         _require("" not in self.stop, "stop", "", "a text of at least one character")
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether the drafter draws its tokens, for rejection sampling."""
+        sampled = self.method == "dflash" and self.sampling.temperature > 0
+        return sampled and self.acceptance == "reject"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dflash_mlx.config import DecodeConfig
 from dflash_mlx.drafters.base import Drafter
 from dflash_mlx.exact import NearTieGuard, noise_of
 from dflash_mlx.observer import Observer
+from dflash_mlx.reject import Reject
 from dflash_mlx.rules import Match, Rule
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.state import State
@@ -64,7 +65,7 @@ def make_rule(target: Target, state: State, sampler: Sampler, config: DecodeConf
     """The acceptance rule that the settings ask for, for one answer."""
     if config.exact and config.method != "none":
         return NearTieGuard(target, state, sampler, noise_of(target))
-    return Match(sampler)
+    return Reject(sampler) if config.draws_drafts else Match(sampler)
 
 
 def _rounds(

@@ -34,11 +34,23 @@ class Sampler:
         logits = penalise(logits, history, self.config)
         if self.config.temperature == 0:
             return mx.argmax(logits[None], axis=-1)
-        logprobs = filter_logprobs(logits, self.config)
-        logprobs = logprobs - logprobs.max()  # so that the best one survives any temperature
+        return mx.random.categorical(tempered(logits, self.config)[None], key=self.key(position))
+
+    def law(self, logits: mx.array, history: Sequence[int]) -> mx.array:
+        """The distribution [V] that `sample` draws from; for temperatures above 0."""
+        return mx.softmax(tempered(penalise(logits, history, self.config), self.config))
+
+    def key(self, position: int, stream: int = 0) -> mx.array:
+        """Randomness for one draw at `position`; the target's own draws are stream 0."""
         assert self.config.seed is not None
-        key = mx.random.key((self.config.seed << 32) | position)
-        return mx.random.categorical(logprobs[None] / self.config.temperature, key=key)
+        return mx.random.key((self.config.seed << 32) | (stream << 28) | position)
+
+
+def tempered(logits: mx.array, config: SamplingConfig) -> mx.array:
+    """Logits [..., V] of the distribution that is drawn from, after filters and temperature."""
+    logprobs = filter_logprobs(logits, config)
+    logprobs = logprobs - logprobs.max(axis=-1, keepdims=True)  # the best survives any temperature
+    return logprobs / config.temperature
 
 
 def penalise(logits: mx.array, history: Sequence[int], config: SamplingConfig) -> mx.array:
@@ -53,7 +65,7 @@ def penalise(logits: mx.array, history: Sequence[int], config: SamplingConfig) -
 
 
 def filter_logprobs(logits: mx.array, config: SamplingConfig) -> mx.array:
-    """Log-probabilities [V] with the tokens that top-p, min-p and top-k exclude at -inf.
+    """Log-probabilities [..., V] with the tokens that top-p, min-p and top-k exclude at -inf.
 
     Same filters in the same order as `mlx_lm.sample_utils.make_sampler`.
     """

@@ -8,6 +8,7 @@ from dflash_mlx.drafters.adaptive import Adaptive
 from dflash_mlx.drafters.base import Drafter
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, BlockModel
+from dflash_mlx.drafters.drawn import DrawnBlock
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, Growth, JointGrowth, PaperGrowth
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
@@ -26,6 +27,8 @@ def _ngram(pair: Pair, config: DecodeConfig) -> Drafter:
 
 
 def _dflash(pair: Pair, config: DecodeConfig) -> Drafter:
+    if config.draws_drafts:
+        return DrawnBlock(_first(pair), config.block_size, config.sampling)
     return BlockDiffusion(_first(pair), config.block_size)
 
 

@@ -1,0 +1,38 @@
+"""DFlash drafts that are drawn from the drafter's distributions, for rejection sampling."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from dflash_mlx.config import SamplingConfig
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, BlockModel
+from dflash_mlx.drafters.context import FeatureContext
+from dflash_mlx.reject import DRAFT, DrawnChain
+from dflash_mlx.sampling import Sampler, tempered
+from dflash_mlx.state import State
+from dflash_mlx.tree import Tree
+
+
+class DrawnBlock(BlockDiffusion):
+    """As `BlockDiffusion`, with every token drawn at the target's own temperature and filters.
+
+    Raises DFlashError for a block size that the drafter was not trained for.
+    """
+
+    def __init__(self, model: BlockModel, block_size: int | None, sampling: SamplingConfig) -> None:
+        super().__init__(model, block_size)
+        self._sampler = Sampler(sampling)
+
+    def propose(self, state: State, room: int) -> Tree:
+        """A chain of min(block_size, room) nodes that knows what it was drawn from."""
+        rows = min(self.block_size, room)
+        if rows == 1:
+            return Tree.chain(state.anchor)
+        assert isinstance(state.context, FeatureContext)
+        logits = self._model.logits(state.context, state.anchor, rows)
+        logits = tempered(logits, self._sampler.config)
+        tokens = mx.random.categorical(logits, key=self._sampler.key(state.position, DRAFT))
+        chain = mx.concatenate([state.anchor, tokens.astype(state.anchor.dtype)])
+        tree = DrawnChain(chain, tuple(range(-1, rows - 1)), q=mx.softmax(logits, axis=-1))
+        mx.async_eval(tree.tokens, tree.q)
+        return tree

@@ -1,0 +1,149 @@
+"""The arithmetic of rejection sampling, and its rule on chains whose q is known."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx.accept import accept
+from dflash_mlx.config import DecodeConfig, SamplingConfig
+from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.reject import DrawnChain, Reject, keeps, remainder
+from dflash_mlx.sampling import Sampler
+from dflash_mlx.state import State
+from dflash_mlx.tree import Tree
+from dflash_mlx.verify import Verdict
+from test_law import ToyDrafter
+from toys import ToyTarget
+
+laws = st.lists(st.integers(0, 9), min_size=5, max_size=5).filter(any)
+
+
+def law(weights):
+    return np.array(weights, dtype=np.float32) / np.float32(sum(weights))
+
+
+@given(laws, laws)
+@settings(max_examples=100, deadline=None)
+def test_kept_drafts_and_replacements_together_have_the_targets_law(p, q):
+    """p(x) = min(p, q)(x) + (1 - sum min(p, q)) remainder(x), for every token x."""
+    p, q = law(p), law(q)
+    kept = np.minimum(p, q)
+    rest = np.array(remainder(mx.array(p), mx.array(q)))
+    assert np.allclose(kept + (1 - kept.sum()) * rest, p, atol=1e-6)
+    assert np.isclose(rest.sum(), 1, atol=1e-5)
+    assert (rest >= 0).all()
+
+
+@given(laws, laws, st.integers(0, 4))
+@settings(max_examples=100, deadline=None)
+def test_a_draft_is_kept_with_probability_p_over_q(p, q, token):
+    p, q = law(p), law(q)
+    assume(q[token] > 0)
+    share = p[token] / q[token]
+
+    def kept(u):
+        return keeps(mx.array(p), mx.array(q), token, mx.array(u))
+
+    assert all(kept(u) for u in (0.0, 0.5, 0.99) if u < share - 0.001)
+    assert not any(kept(u) for u in (0.0, 0.5, 0.99) if u > share + 0.001)
+    assert kept(0.0) == (p[token] > 0)
+
+
+def test_where_nothing_is_left_the_target_itself_is_drawn_from():
+    p = mx.array([0.25, 0.75])
+    assert remainder(p, p).tolist() == [0.25, 0.75]
+
+
+def test_a_chain_that_was_cut_is_matched_not_rejected():
+    chain = DrawnChain(mx.array([0, 1, 2]), (-1, 0, 1), q=mx.ones((2, 4)) / 4)
+    cut = chain.only([0, 1])
+    assert type(cut) is Tree
+    assert cut.tokens.tolist() == [0, 1]
+
+
+def verdict_of(tree, logits):
+    return Verdict(tree, mx.array(logits), None)
+
+
+class Here:
+    """A state at position 7."""
+
+    position = 7
+    tokens = [3] * 8
+
+
+def test_drafts_are_kept_up_to_the_first_that_the_target_excludes():
+    logits = np.zeros((4, 5), np.float32)
+    logits[2, 4] = -np.inf
+    q = np.full((3, 5), 0.0, np.float32)
+    q[[0, 1, 2], [1, 2, 4]] = 0.2
+    tree = DrawnChain(mx.array([0, 1, 2, 4]), (-1, 0, 1, 2), q=mx.array(q))
+    rule = Reject(Sampler(SamplingConfig(temperature=1.0, seed=3)))
+    accepted = rule.accept(verdict_of(tree, logits), Here())
+    assert accepted.path == (0, 1, 2)
+    assert accepted.tokens[:2] == (1, 2)
+    assert accepted.tokens[2] != 4
+
+
+def test_a_chain_that_is_kept_whole_ends_with_a_token_of_the_target():
+    logits = np.full((3, 5), -np.inf, np.float32)
+    logits[[0, 1, 2], [1, 2, 3]] = 0
+    q = np.full((2, 5), 0.2, np.float32)
+    tree = DrawnChain(mx.array([0, 1, 2]), (-1, 0, 1), q=mx.array(q))
+    rule = Reject(Sampler(SamplingConfig(temperature=0.7, seed=3)))
+    accepted = rule.accept(verdict_of(tree, logits), Here())
+    assert accepted.tokens == (1, 2, 3)
+    assert accepted.path == (0, 1, 2)
+
+
+def test_other_trees_are_matched():
+    logits = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    sampler = Sampler(SamplingConfig(temperature=1.0, seed=3))
+    tree = Tree.of([0, 1, 2], [-1, 0, 0])
+    verdict = verdict_of(tree, logits)
+    expected = accept(tree, verdict.choices(sampler, Here()))
+    accepted = Reject(sampler).accept(verdict, Here())
+    assert (accepted.path, accepted.tokens) == (expected.path, expected.tokens)
+
+
+def drawn(seed, temperature=0.7, room=4, **filters):
+    drafter = DrawnBlock(ToyDrafter(1), None, SamplingConfig(temperature, seed=seed, **filters))
+    state = State(ToyTarget(4).new_cache(), drafter.new_context())
+    state.set_anchor(2)
+    return drafter.propose(state, room)
+
+
+def test_drafts_are_drawn_from_the_q_they_carry():
+    logits = ToyDrafter(1).table[2, :3] / 0.7
+    q = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    counts = np.zeros((3, 4))
+    for seed in range(600):
+        tree = drawn(seed)
+        counts[np.arange(3), tree.drafted] += 1
+    assert np.allclose(tree.q, q, atol=1e-5)
+    assert np.abs(counts / 600 - q).max() < 0.09  # four standard deviations
+
+
+def test_drafts_pass_the_filters_that_the_target_uses():
+    tree = drawn(0, top_k=2)
+    assert (np.array(tree.q) > 0).sum(axis=-1).tolist() == [2, 2, 2]
+
+
+def test_one_seed_gives_one_draft_and_room_for_one_token_none():
+    assert drawn(5).drafted == drawn(5).drafted
+    assert len({drawn(seed).drafted for seed in range(20)}) > 5
+    assert len(drawn(0, room=1)) == 1
+    assert len(drawn(0, room=3)) == 3
+
+
+def test_drawing_is_for_dflash_with_a_temperature():
+    warm, cold = SamplingConfig(temperature=0.7), SamplingConfig()
+    assert DecodeConfig(acceptance="reject", sampling=warm).draws_drafts
+    assert not DecodeConfig(acceptance="reject", sampling=cold).draws_drafts
+    assert not DecodeConfig("ddtree", acceptance="reject", sampling=warm).draws_drafts
+    assert not DecodeConfig(acceptance="match", sampling=warm).draws_drafts
+    with pytest.raises(DFlashError, match="acceptance is 'both'"):
+        DecodeConfig(acceptance="both")
