@@ -10,14 +10,16 @@ it against the stock path; the outcome and its reason stay in the table.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
 
-from kernels_metal.factory import executor, metal
+from kernels_metal.factory import SOURCE, executor, metal
 
 Mode = Literal["auto", "off", "on"]
 RUNS = 5  # of either side in a race, the fastest counts
@@ -119,9 +121,10 @@ class Dispatch:
             choices[key] = self._decide(operation, args, raced)
         return choices[key]
 
-    def to_json(self) -> dict[str, dict[str, Any]]:
-        """The table as plain values, without what was not raced."""
-        return {key: asdict(choice) for key, choice in self.table.items()}
+    def to_json(self) -> dict[str, Any]:
+        """The table as plain values, without what was not raced; see `table_from_json`."""
+        choices = {key: asdict(choice) for key, choice in self.table.items()}
+        return {"made with": fingerprint(), "choices": choices}
 
     def _decide(self, operation: Operation, args: tuple[Any, ...], raced: bool) -> Choice:
         try:
@@ -131,7 +134,10 @@ class Dispatch:
         if not raced:
             on = self.mode == "on"
             return Choice(True, "kernels are switched on" if on else "not on Metal, so not raced")
-        return self._probe(operation, args) or self._race(operation, args)
+        try:
+            return self._probe(operation, args) or self._race(operation, args)
+        except RuntimeError as error:  # Metal's compiler refuses it, or this GPU cannot run it
+            return Choice(False, f"does not run here: {str(error).strip().splitlines()[0]}")
 
     def _probe(self, operation: Operation, args: tuple[Any, ...]) -> Choice | None:
         """The reference, where the kernel does not agree with it."""
@@ -159,9 +165,22 @@ class Dispatch:
         return min(times)
 
 
-def table_from_json(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Choice]:
-    """What `to_json` gave; raises TypeError for anything else."""
-    return {key: Choice(**choice) for key, choice in saved.items()}
+def table_from_json(saved: Mapping[str, Any]) -> dict[str, Choice]:
+    """What `to_json` gave; empty when it was made with other kernels or another MLX.
+
+    Raises KeyError or TypeError for anything else.
+    """
+    if saved["made with"] != fingerprint():
+        return {}
+    return {key: Choice(**choice) for key, choice in saved["choices"].items()}
+
+
+def fingerprint() -> str:
+    """Of what a choice holds for: the kernels' sources and the version of MLX."""
+    digest = hashlib.sha256(version("mlx").encode())
+    for path in sorted(SOURCE.glob("*.metal")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def difference(ours: mx.array, stock: mx.array) -> float:

@@ -100,18 +100,35 @@ def test_a_case_is_raced_once_and_the_table_survives_as_json(on_metal):
         choose(steps=(), table=saved, x=mx.ones(5))
 
 
+def test_a_table_of_other_kernels_or_another_mlx_is_made_anew(on_metal, monkeypatch):
+    saved = choose()[0].to_json()
+    assert len(table_from_json(saved)) == 1
+    monkeypatch.setattr(dispatch, "version", lambda package: "0.99")
+    assert table_from_json(saved) == {}
+
+
+def test_a_kernel_that_metal_refuses_is_not_used_and_says_why(on_metal):
+    def refused(x):
+        raise RuntimeError("[metal::Device] Unable to build metal library from source\nline 3")
+
+    reason = "does not run here: [metal::Device] Unable to build metal library from source"
+    assert choose(made=operation(refused))[1] == Choice(False, reason)
+    with pytest.raises(RuntimeError, match="Unable to build"):
+        Dispatch("on", family="").run(operation(refused), mx.ones(3))
+
+
 def test_what_was_not_raced_is_shown_but_not_saved(on_metal):
     kernels, choice = choose("on")
     assert choice == Choice(True, "kernels are switched on")
     assert list(kernels.choices.values()) == [choice]
-    assert kernels.to_json() == {}
+    assert kernels.table == {}
 
 
 def test_another_executor_runs_the_kernel_without_a_race():
     with factory.executing(elsewhere):
         kernels, choice = choose()
     assert choice == Choice(True, "not on Metal, so not raced")
-    assert kernels.to_json() == {}
+    assert kernels.table == {}
 
 
 def test_run_calls_the_chosen_side(on_metal):
