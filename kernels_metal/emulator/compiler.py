@@ -39,6 +39,7 @@ _KERNEL_FLAGS = f"""{_COMMON}
 -ftrivial-auto-var-init=pattern
 -fno-sanitize=undefined -fsanitize=thread -fno-sanitize-recover=all
 -fsanitize=array-bounds,alignment,integer-divide-by-zero,shift-exponent
+-mllvm -sink-common-insts=false -mllvm -hoist-common-insts=false -mllvm -enable-tail-merge=false
 -mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-read-before-write=1
 -Werror=uninitialized -Werror=sometimes-uninitialized -Werror=return-type
 -Werror=infinite-recursion -Werror=frame-larger-than -Wframe-larger-than=131072
@@ -197,7 +198,7 @@ def add_lines(assembly: str) -> str:
         if found := _FILE.match(line):
             files[found[1]] = found[2]
         elif found := _PLACE.match(line):
-            place = (found[1], found[2])
+            place = (found[1], found[2] if found[2] != "0" else place[1])
         elif _CALL.search(line):
             label = f"{local}emulator_{len(table)}"
             lines.append(f"{label}:")
