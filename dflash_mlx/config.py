@@ -117,9 +117,9 @@ class DecodeConfig:
     acceptance: str = option(
         "auto",
         "dflash with a temperature above 0: match keeps a draft that equals what the target draws, "
-        "and one seed gives one answer with and without drafting; reject draws the drafts as well "
-        "and keeps each with probability min(1, p/q), which follows the same law but gives other "
-        "answers for the seed; auto is the one that accepted more in docs/benchmarks.md",
+        "and one seed gives one answer with and without drafting; reject draws the drafts too and "
+        "keeps each with probability min(1, p/q), which follows the same law and accepts more, but "
+        "gives other answers for a seed; auto rejects where no seed is given",
         choices=ACCEPTANCES,
     )
     exact: bool = option(
@@ -160,8 +160,10 @@ class DecodeConfig:
     @property
     def draws_drafts(self) -> bool:
         """Whether the drafter draws its tokens, for rejection sampling."""
-        sampled = self.method == "dflash" and self.sampling.temperature > 0
-        return sampled and self.acceptance == "reject"
+        if self.method != "dflash" or self.sampling.temperature == 0:
+            return False
+        unseeded = self.acceptance == "auto" and self.sampling.seed is None
+        return unseeded or self.acceptance == "reject"
 
 
 @dataclass(frozen=True)

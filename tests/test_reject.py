@@ -8,15 +8,29 @@ from hypothesis import strategies as st
 
 from dflash_mlx.accept import accept
 from dflash_mlx.config import DecodeConfig, SamplingConfig
+from dflash_mlx.decode import decode, prefill
 from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.load import Pair
+from dflash_mlx.observer import Observer
 from dflash_mlx.reject import DrawnChain, Reject, keeps, remainder
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.state import State
+from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
 from dflash_mlx.verify import Verdict
+from families import make_model
 from test_law import ToyDrafter
+from test_methods import drafter_folder
 from toys import ToyTarget
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    network, config = drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 2], 1)
+    return Pair(Target(make_model("llama"), 200, "tiny"), None, network, config, "tiny")
+
 
 laws = st.lists(st.integers(0, 9), min_size=5, max_size=5).filter(any)
 
@@ -147,3 +161,30 @@ def test_drawing_is_for_dflash_with_a_temperature():
     assert not DecodeConfig(acceptance="match", sampling=warm).draws_drafts
     with pytest.raises(DFlashError, match="acceptance is 'both'"):
         DecodeConfig(acceptance="both")
+
+
+def test_by_default_a_seed_keeps_its_answer_and_without_one_more_is_accepted():
+    warm = SamplingConfig(temperature=0.7)
+    assert DecodeConfig(sampling=warm).draws_drafts
+    assert not DecodeConfig(sampling=warm.with_seed()).draws_drafts
+    assert not DecodeConfig().draws_drafts
+
+
+def test_real_networks_draw_and_reject_and_an_abandoned_answer_goes_on(pair):
+    """At a high temperature, where the laws of random networks overlap."""
+    config = DecodeConfig(max_tokens=30, sampling=SamplingConfig(8.0, seed=1), acceptance="reject")
+    drafter = make_drafter(pair, config)
+    assert isinstance(drafter, DrawnBlock)
+    state = State(pair.target.new_cache(), drafter.new_context())
+    prefill(pair.target, drafter, state, [1, 2, 3], config, Observer())
+    said, chains = [], 0
+    for accepted in decode(pair.target, drafter, state, config, Observer()):
+        said += accepted.tokens
+        chains += isinstance(accepted.tree, DrawnChain)
+        if len(said) >= 15:
+            break
+    assert chains < len(said)  # some drafts were kept
+    assert state.tokens == [1, 2, 3, *said]
+    assert state.context.length == state.position == 2 + len(said)
+    rest = [t for r in decode(pair.target, drafter, state, config, Observer()) for t in r.tokens]
+    assert len(rest) == 30
