@@ -30,7 +30,7 @@ from dflash_mlx.benchmark.parity import Difference, first_difference
 from dflash_mlx.budget import stored_times
 from dflash_mlx.load import load_pair
 
-SLICE = 0.25  # seconds that one side of a race runs before the other may
+SLICE = 1.0  # seconds that one side of a race runs before the other may
 _TAIL = 8  # tokens at the end of a prompt in which a template may open a thought
 
 

@@ -99,11 +99,11 @@ class ChatApp(App[None]):
             yield Prompt()
 
     async def on_mount(self) -> None:
+        self.screen.set_focus(self.prompt)  # at once, so that no key is lost
         self.theme = THEMES[self._theme_name]
         self.engine = Engine(self._backend, self.post_message)
         self.begin_capture_print(self)
         self.set_interval(REFRESH, self._tick)
-        self.prompt.focus()
         self.show_header()
         await self.transcript.show(self.conversation.turns)
         self.load(self.pair_config)
@@ -162,7 +162,7 @@ class ChatApp(App[None]):
         self.prompt.questions.add(self.prompt.pastes.shorten(text))
         self.prompt.put("")
         self.conversation.turns.append(Turn("user", text))
-        self.status.begin()
+        self.status.clear()
         self.draft.begin()
         await self.transcript.begin()
         self.job = self.engine.ask(self.question())

@@ -17,7 +17,8 @@ GIGABYTE = 10**9
 class Figures:
     """A copy of the statistics of an answer so far, safe to hand to another thread.
 
-    context_length: the most tokens the model can hold. Seconds and bytes as in `Statistics`.
+    context_length: the most tokens the model can hold. modes: rounds by the mode that a budget
+    chose, in words. Seconds and bytes as in `Statistics`.
     """
 
     method: str = ""
@@ -34,11 +35,14 @@ class Figures:
     accepted_by_position: tuple[float, ...] = ()
     peak_memory_bytes: int = 0
     context_length: int = 0
+    modes: str = ""
 
     @classmethod
     def of(cls, statistics: Statistics, context_length: int) -> Figures:
         """The figures as they are now."""
-        return cls.read({**statistics.as_dict(), "context_length": context_length})
+        modes = ", ".join(f"{count} {mode}" for mode, count in statistics.modes.most_common())
+        counts = {**statistics.as_dict(), "modes": modes, "context_length": context_length}
+        return cls.read(counts)
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> Figures:
@@ -131,7 +135,9 @@ def round_parts(figures: Figures, rounds: Sequence[int], width: int) -> list[str
     parts = [f"by position {position}"] if position else []
     parts += context_parts(figures)
     taken = sum(len(part) + len(SEPARATOR) for part in parts) + len("per round ")
-    return [f"per round {sparkline(rounds, min(32, max(8, width - taken)))}", *parts]
+    if rounds:
+        parts.insert(0, f"per round {sparkline(rounds, min(32, max(8, width - taken)))}")
+    return parts
 
 
 def gigabytes(count: float) -> str:
@@ -146,7 +152,7 @@ def statistics_rows(figures: Figures, plain_seconds: float | None) -> list[tuple
         ("tokens per second, decoding", f"{figures.tokens_per_second:.2f}"),
         ("against plain decoding", _against_plain(figures, plain_seconds)),
         ("tokens generated", str(figures.generated_tokens)),
-        ("rounds", str(figures.rounds)),
+        ("rounds", f"{figures.rounds} ({figures.modes})" if figures.modes else str(figures.rounds)),
         ("tokens per round", f"{figures.mean_accepted:.2f}"),
         ("drafted tokens accepted", f"{figures.acceptance_rate:.1%}"),
         ("accepted by position", _positions(figures)),

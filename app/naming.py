@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from dflash_chat.messages import ModelInfo
 
 _METHODS = {
@@ -21,5 +23,8 @@ def method_name(method: str, drafters: int) -> str:
 
 
 def pair_line(info: ModelInfo | None, method: str) -> str:
-    """The pair in the head line, "" before a model is loaded."""
-    return f"{info.name} <- {method_name(method, info.drafters)}" if info else ""
+    """The pair in the head line, "" before a model is loaded; of a folder only its own name."""
+    if info is None:
+        return ""
+    name = Path(info.name).name if info.name.startswith(("/", ".", "~")) else info.name
+    return f"{name} <- {method_name(method, info.drafters)}"

@@ -64,11 +64,6 @@ class Status(Vertical):
     def on_resize(self) -> None:
         self.draw()
 
-    def begin(self) -> None:
-        """An answer begins: forget the rounds of the one before."""
-        self._rounds.clear()
-        self._generated = 0
-
     def take(self, figures: Figures) -> None:
         """Figures after one more round; shown by the next `draw`."""
         self._rounds.append(figures.generated_tokens - self._generated)
@@ -86,9 +81,9 @@ class Status(Vertical):
         self.query_one("#rounds", Static).update(rounds)
 
     def clear(self) -> None:
-        """No answer to show figures of."""
-        self.figures = None
-        self.begin()
+        """No answer to show figures of, or not yet."""
+        self.figures, self._generated = None, 0
+        self._rounds.clear()
         for name in ("#speed", "#rounds"):
             self.query_one(name, Static).update("")
 

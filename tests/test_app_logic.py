@@ -151,7 +151,9 @@ def test_the_second_line_counts_context_and_new_prompt_tokens():
 def test_figures_are_a_copy_of_the_statistics():
     statistics = Statistics("dflash", prompt_tokens=10, reused_tokens=4)
     statistics.generated_tokens, statistics.rounds, statistics.decode_seconds = 6, 2, 0.5
+    statistics.modes.update(plain=1, tree=2)
     figures = Figures.of(statistics, 100)
+    assert ("rounds", "2 (2 tree, 1 plain)") in statistics_rows(figures, None)
     statistics.generated_tokens = 99
     assert (figures.generated_tokens, figures.tokens_per_second) == (6, 12.0)
     assert (figures.new_tokens, figures.context_used) == (6, 16)
@@ -306,3 +308,5 @@ def test_a_large_paste_is_a_label_until_it_is_sent():
 def test_the_head_line_names_the_pair(method, drafters, line):
     assert pair_line(ModelInfo("M", 10, drafters), method) == line
     assert pair_line(None, method) == ""
+    assert pair_line(ModelInfo("/some/where/M", 10, drafters), method) == line
+    assert pair_line(ModelInfo("owner/M", 10, drafters), method) == "owner/" + line
