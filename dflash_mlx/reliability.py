@@ -14,7 +14,8 @@ from dflash_mlx.tree import Tree
 _SOURCES = ("", "first", "second", "lookup")
 _BINS = 10  # of confidence
 _DEPTHS = 8  # told apart; deeper nodes count as the last
-_PRIOR = 8.0  # nodes that a drafter's own confidence weighs as much as
+_PRIOR = 6.0  # nodes that a drafter's own confidence weighs as much as
+_MEMORY = 300  # nodes that a cell remembers: texts differ
 
 
 class Reliability:
@@ -42,6 +43,8 @@ class Reliability:
         tested = [i for i in range(1, len(tree)) if tree.parents[i] in path]
         confidence = np.exp(np.array([tree.logprobs[i] for i in tested]))
         cells = _cells(tree, tested, confidence)
+        for counts in (self.tried, self.right):
+            counts[cells] *= 1 - 1 / _MEMORY
         np.add.at(self.tried, cells, 1)
         np.add.at(self.right, cells, [i in path for i in tested])
 

@@ -81,12 +81,11 @@ class Experience:
 
 @dataclass(frozen=True)
 class _Round:
-    """A round that was proposed: which arm, when, what, and what it promised."""
+    """A round that was proposed: which arm, when, what, and how long it should take."""
 
     arm: Arm
     start: float
     tree: Tree
-    tokens: float
     seconds: float
     blind: bool
 
@@ -153,17 +152,17 @@ class Adaptive:
         self._learn(state, now)
         arm, reason = self._choose()
         blind = self._goes_blind(arm)
-        tree, promised = self._draft(arm, state, room, blind)
+        tree = self._draft(arm, state, room, blind)
         mode = "plain" if len(tree) == 1 else "chain" if tree.is_chain else "tree"
         if mode == "plain" and arm.drafter is not None:
             reason = f"nothing drafted is worth verifying; {reason}"
         tree = replace(tree, mode=mode, reason=reason)
         seconds = median(arm.drafting) + float(self._times.of(len(tree)))
-        self._round = _Round(arm, now, tree, promised, seconds, blind)
+        self._round = _Round(arm, now, tree, seconds, blind)
         return tree
 
-    def _draft(self, arm: Arm, state: State, room: int, blind: bool) -> tuple[Tree, float]:
-        """The arm's tree with what was looked up, cut to what pays, and its expected tokens."""
+    def _draft(self, arm: Arm, state: State, room: int, blind: bool) -> Tree:
+        """The arm's tree with what was looked up, cut to what pays."""
         start = self._clock()
         tree = Tree.chain(state.anchor)
         if arm.drafter is not None:
@@ -173,10 +172,9 @@ class Adaptive:
         if looks and (found := lookup(state.tokens, room - 1)).tokens:
             tree = tree.graft(found.tokens, found.logprobs, "lookup")
         if len(tree) == 1:
-            return tree, 1.0
+            return tree
         reached = reach(tree, self.experience.reliability.chances(tree))
-        kept = worth_keeping(reached, self._times.of, median(arm.drafting))
-        return tree.only(kept), float(np.sum(reached[kept]))
+        return tree.only(worth_keeping(reached, self._times.of, median(arm.drafting)))
 
     def _learn(self, state: State, now: float) -> None:
         """Take in how the last round went."""
@@ -186,7 +184,7 @@ class Adaptive:
         if len(last.tree) > 1:
             self.experience.reliability.learn(state.last)
         if not last.blind:
-            last.arm.tokens.add(last.tokens)
+            last.arm.tokens.add(len(state.last.path))
         took = now - last.start
         last.arm.seconds.add(float(np.clip(took, last.seconds / _OUTLIER, last.seconds * _OUTLIER)))
         for arm in self.experience.arms:
