@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -10,38 +9,30 @@ from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
+from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static
 
 from dflash_chat.commands import COMMANDS, Command, parse
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.draft_panel import DraftPanel
-from dflash_chat.engine import Backend, Engine, Job, Question
+from dflash_chat.engine import Backend, Engine, Question
 from dflash_chat.figures import Figures
+from dflash_chat.listener import Listener
 from dflash_chat.messages import (
-    Answered,
-    Failed,
-    Loaded,
+    Event,
     ModelInfo,
-    PlainMeasured,
-    Prefilled,
-    RaceDone,
-    RaceMoved,
-    RoundDone,
 )
 from dflash_chat.naming import pair_line
 from dflash_chat.options import THEMES, ChatConfig
-from dflash_chat.pace import Pace
-from dflash_chat.picker import near_names
 from dflash_chat.prompt import Prompt
-from dflash_chat.race_screen import RaceScreen
 from dflash_chat.runner import CommandRunner
-from dflash_chat.status import Progress, Status, read_progress
+from dflash_chat.status import Status, read_progress
 from dflash_chat.store import Store
 from dflash_chat.transcript import Transcript
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, SamplingConfig
 from dflash_mlx.chat import check_prompt
-from dflash_mlx.load import DEFAULT_MODEL, DRAFTED
+from dflash_mlx.load import DEFAULT_MODEL
 
 REFRESH = 1 / 30  # seconds between looks at whether something is to be drawn
 _LEAVE = 3.0  # seconds that a running pass may take to end when the user leaves
@@ -54,6 +45,14 @@ class Start:
     pair: PairConfig
     decode: DecodeConfig
     chat: ChatConfig
+
+
+class Said(Message):
+    """The engine has said something."""
+
+    def __init__(self, event: Event) -> None:
+        super().__init__()
+        self.event = event
 
 
 class ChatApp(App[None]):
@@ -80,14 +79,10 @@ class ChatApp(App[None]):
         self.store = Store(start.chat.folder)
         self.conversation = Conversation()
         self.info: ModelInfo | None = None
-        self.job: Job | None = None
         self.clean = True
-        self.race: RaceScreen | None = None
         self._backend, self._theme_name = backend, start.chat.theme
-        self._loads: dict[int, PairConfig] = {}
-        self._waiting: set[int] = set()  # jobs that print their progress
-        self._pace, self._dirty, self._said = Pace(), False, ""
-        self.commands = CommandRunner(self)
+        self._unsaved = ""  # why, as it was said last
+        self.commands, self.listener = CommandRunner(self), Listener(self)
 
     def compose(self) -> ComposeResult:
         yield Static(id="header", markup=False)
@@ -101,9 +96,9 @@ class ChatApp(App[None]):
     async def on_mount(self) -> None:
         self.screen.set_focus(self.prompt)  # at once, so that no key is lost
         self.theme = THEMES[self._theme_name]
-        self.engine = Engine(self._backend, self.post_message)
+        self.engine = Engine(self._backend, lambda event: self.post_message(Said(event)))
         self.begin_capture_print(self)
-        self.set_interval(REFRESH, self._tick)
+        self.set_interval(REFRESH, self.listener.tick)
         self.show_header()
         await self.transcript.show(self.conversation.turns)
         self.load(self.pair_config)
@@ -156,7 +151,7 @@ class ChatApp(App[None]):
 
     async def ask(self, text: str) -> None:
         """Send a question; DFlashError for one that cannot be sent, which stays in the line."""
-        if self.job is not None:
+        if self.listener.job is not None:
             raise DFlashError("an answer is being written", "wait for it, or stop it with Esc")
         check_prompt(text, self.system, raw=False)
         self.prompt.questions.add(self.prompt.pastes.shorten(text))
@@ -165,7 +160,7 @@ class ChatApp(App[None]):
         self.status.clear()
         self.draft.begin()
         await self.transcript.begin()
-        self.job = self.engine.ask(self.question())
+        self.listener.job = self.engine.ask(self.question())
         await self.save()
 
     def question(self, extra: str | None = None) -> Question:
@@ -183,23 +178,20 @@ class ChatApp(App[None]):
         """Load another pair, then see how fast it decodes plainly."""
         if config.model == DEFAULT_MODEL:
             config = replace(config, model=None)
-        job = self.engine.load(config)
-        self._loads[job.number] = config
-        self._waiting.add(job.number)
-        self.status.progress(Progress(f"loading {config.model or DEFAULT_MODEL}"))
+        self.listener.expect(config, self.engine.load(config))
 
     def action_stop(self) -> None:
-        if self.job is not None:
-            self.job.cancelled.set()
+        if self.listener.job is not None:
+            self.listener.job.cancelled.set()
 
     def action_stop_or_copy(self) -> None:
         selected = self.screen.get_selected_text() or self.prompt.selected_text
         if selected:
             self.copy_to_clipboard(selected)
-        elif self.race is not None:
-            self.race.action_leave()
-        elif self.job is not None:
-            self.job.cancelled.set()
+        elif self.listener.race is not None:
+            self.listener.race.action_leave()
+        elif self.listener.job is not None:
+            self.listener.job.cancelled.set()
         else:
             self.notify("Ctrl+Q or /quit leaves.")
 
@@ -214,9 +206,9 @@ class ChatApp(App[None]):
             view.scroll_page_down(animate=False)
 
     async def action_quit(self) -> None:
-        if self.job is not None:
-            self.job.cancelled.set()
-            await self._keep_answer("stopped")
+        if self.listener.job is not None:
+            self.listener.job.cancelled.set()
+            await self.listener.keep_answer("stopped")
         self.exit()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
@@ -237,71 +229,14 @@ class ChatApp(App[None]):
 
     # What the engine says
 
-    async def on_loaded(self, message: Loaded) -> None:
-        self.pair_config = self._loads.pop(message.job, self.pair_config)
-        self.info = message.info
-        self.status.plain_seconds = None
-        self._done_waiting(message.job)
-        self._waiting.add(self.engine.measure().number)
-        if self.config.method in DRAFTED and not message.info.drafters:
-            self.config = replace(self.config, method="none")
-            await self.say(
-                f"No drafter is known for {message.info.name}, so it decodes plainly. /drafter "
-                "names one, and /method ngram drafts without."
-            )
-        self.show_header()
-
-    def on_plain_measured(self, message: PlainMeasured) -> None:
-        self.status.plain_seconds = message.seconds
-        self._done_waiting(message.job)
-        self.status.draw()
-
-    def on_prefilled(self, message: Prefilled) -> None:
-        if self._current(message.job) and message.total:
-            what = f"reading the prompt, {message.tokens} of {message.total} tokens"
-            self.status.progress(Progress(what, message.tokens / message.total))
-
-    async def on_round_done(self, message: RoundDone) -> None:
-        if not self._current(message.job):
-            return
-        done = message.round
-        first = done.figures.rounds == 1
-        self.status.take(done.figures)
-        self.draft.take(done.pieces, done.tree)
-        self.transcript.receive(done.text)
-        self._dirty = True
-        if first:
-            self.status.progress(None)
-            await self._draw()
-
-    async def on_answered(self, message: Answered) -> None:
-        if self._current(message.job):
-            await self._keep_answer(message.ending)
-
-    async def on_failed(self, message: Failed) -> None:
-        self._done_waiting(message.job)
-        if message.job in self._loads:
-            await self._loading_failed(self._loads.pop(message.job), message.problem)
-        elif self._current(message.job):
-            await self._answer_failed(message.problem)
-        elif self.race is not None and self.race.job.number == message.job:
-            self.race.fail(message.problem)
-        else:
-            await self.say(message.problem, "error")
-
-    def on_race_moved(self, message: RaceMoved) -> None:
-        if self.race is not None and self.race.job.number == message.job:
-            self.race.take(message.step)
-
-    def on_race_done(self, message: RaceDone) -> None:
-        race = self.race
-        if race is not None and race.job.number == message.job and message.verdict is not None:
-            race.finish(message.verdict)
+    async def on_said(self, message: Said) -> None:
+        if self.screen_stack:  # else the user has left
+            await self.listener.hear(message.event)
 
     def on_print(self, event: events.Print) -> None:
         """What the library and the programs it runs print: progress of what takes long."""
         progress = read_progress(event.text)
-        if progress is not None and self._waiting:
+        if progress is not None and self.listener.waiting and self.screen_stack:
             self.status.progress(progress)
 
     def read_output(self, text: str) -> None:
@@ -318,11 +253,14 @@ class ChatApp(App[None]):
         """Save the conversation; a problem is said once, not at every turn."""
         self.conversation.model = self.info.name if self.info else self.conversation.model
         try:
-            self.store.save(self.conversation)
-            self._said = ""
+            if self.conversation.turns:
+                self.store.save(self.conversation)
+            else:
+                self.store.delete(self.store.file_of(self.conversation))
+            self._unsaved = ""
         except DFlashError as error:
-            if str(error) != self._said:
-                self._said = str(error)
+            if str(error) != self._unsaved:
+                self._unsaved = str(error)
                 await self.say(f"This conversation is not saved: {error}.", "error")
 
     async def show_conversation(self, conversation: Conversation, problem: str = "") -> None:
@@ -369,61 +307,3 @@ class ChatApp(App[None]):
         title = self.conversation.shown_title if self.conversation.turns else ""
         line = "  ".join(part for part in ("dflash-chat", pair, title) if part)
         self.base.query_one("#header", Static).update(line)
-
-    def _done_waiting(self, job: int) -> None:
-        self._waiting.discard(job)
-        self.status.progress(None)
-
-    def _current(self, job: int) -> bool:
-        return self.job is not None and self.job.number == job
-
-    async def _tick(self) -> None:
-        if self._dirty and self._pace.due(time.perf_counter(), time.thread_time()):
-            await self._draw()
-        if self.race is not None:
-            self.race.draw()
-
-    async def _draw(self) -> None:
-        self._dirty = False
-        self.status.draw()
-        self.draft.draw()
-        await self.transcript.draw()
-
-    async def _keep_answer(self, ending: str) -> None:
-        """The answer is over: show and save it. Nothing said at all is as if never asked."""
-        self.job = None
-        self.status.progress(None)
-        text = await self.transcript.end(ending)
-        await self._draw()
-        if not text and ending == "stopped":
-            await self._take_back()
-            return
-        figures = self.status.figures.as_dict() if self.status.figures else None
-        self.conversation.turns.append(Turn("assistant", text, ending, figures))
-        await self.save()
-        self.show_header()
-
-    async def _take_back(self) -> None:
-        """Undo the last question and put it into the input line, unless something is typed."""
-        question = self.conversation.turns.pop().content
-        await self.transcript.show(self.conversation.turns)
-        if not self.prompt.text:
-            self.prompt.put(question)
-        await self.save()
-
-    async def _answer_failed(self, problem: str) -> None:
-        self.job = None
-        self.status.progress(None)
-        text = await self.transcript.end("failed")
-        if text:
-            self.conversation.turns.append(Turn("assistant", text, "failed"))
-            await self.save()
-        else:
-            await self._take_back()
-        await self.say(problem, "error")
-
-    async def _loading_failed(self, config: PairConfig, problem: str) -> None:
-        near = near_names(config.model) if config.model else []
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        stays = f" {self.info.name} stays loaded." if self.info else ""
-        await self.say(problem + "." + hint + stays, "error")

@@ -12,10 +12,9 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Protocol
 
-from textual.message import Message
-
 from dflash_chat.messages import (
     Answered,
+    Event,
     Failed,
     Loaded,
     ModelInfo,
@@ -30,7 +29,7 @@ from dflash_chat.messages import (
 )
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig
 
-Post = Callable[[Message], object]
+Post = Callable[[Event], object]
 OnPrefilled = Callable[[int, int], None]
 _FULL = ("unable to allocate", "out of memory", "insufficient memory", "malloc")
 
@@ -98,9 +97,7 @@ class Engine:
 
     def measure(self) -> Job:
         """Time plain decoding: PlainMeasured or Failed."""
-        return self._queue(
-            lambda job: self._send(PlainMeasured(job.number, self._backend.plain_seconds()))
-        )
+        return self._queue(self._measure)
 
     def ask(self, question: Question) -> Job:
         """Answer: Prefilled and RoundDone messages, then Answered or Failed."""
@@ -129,18 +126,18 @@ class Engine:
             try:
                 job.work(job)
             except Exception as error:
-                self._send(Failed(job.number, describe(error)))
+                self._post(Failed(job.number, describe(error)))
             self._running = None
 
-    def _send(self, message: Message) -> None:
-        self._post(message)
-
     def _load(self, job: Job, config: PairConfig) -> None:
-        self._send(Loaded(job.number, self._backend.load(config)))
+        self._post(Loaded(job.number, self._backend.load(config)))
+
+    def _measure(self, job: Job) -> None:
+        self._post(PlainMeasured(job.number, self._backend.plain_seconds()))
 
     def _answer(self, job: Job, question: Question) -> None:
         def prefilled(tokens: int, total: int) -> None:
-            self._send(Prefilled(job.number, tokens, total))
+            self._post(Prefilled(job.number, tokens, total))
             if job.cancelled.is_set():
                 raise Cancelled
 
@@ -148,13 +145,13 @@ class Engine:
         try:
             with closing(self._backend.answer(question, prefilled)) as rounds:  # type: ignore[type-var]
                 for done in rounds:
-                    self._send(RoundDone(job.number, done))
+                    self._post(RoundDone(job.number, done))
                     ending = done.finish_reason or ending
                     if job.cancelled.is_set():
                         break
         except Cancelled:
             pass
-        self._send(Answered(job.number, ending))
+        self._post(Answered(job.number, ending))
 
     def _race(self, job: Job, question: Question) -> None:
         verdict = None
@@ -163,10 +160,10 @@ class Engine:
                 if isinstance(step, Verdict):
                     verdict = step
                 else:
-                    self._send(RaceMoved(job.number, step))
+                    self._post(RaceMoved(job.number, step))
                 if job.cancelled.is_set():
                     break
-        self._send(RaceDone(job.number, verdict))
+        self._post(RaceDone(job.number, verdict))
 
 
 def describe(error: Exception) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from textual.message import Message
-
 from dflash_chat.figures import Figures
 from dflash_chat.tree_view import DrawnTree, Piece
 
@@ -55,24 +53,24 @@ class Verdict:
     equal: bool
 
 
-@dataclass
-class Loaded(Message):
+@dataclass(frozen=True)
+class Loaded:
     """A pair is ready."""
 
     job: int
     info: ModelInfo
 
 
-@dataclass
-class PlainMeasured(Message):
+@dataclass(frozen=True)
+class PlainMeasured:
     """seconds: of a one-row pass, None where this model cannot be measured."""
 
     job: int
     seconds: float | None
 
 
-@dataclass
-class Prefilled(Message):
+@dataclass(frozen=True)
+class Prefilled:
     """So many of the prompt's tokens are in the caches."""
 
     job: int
@@ -80,41 +78,44 @@ class Prefilled(Message):
     total: int
 
 
-@dataclass
-class RoundDone(Message):
+@dataclass(frozen=True)
+class RoundDone:
     """A round of an answer."""
 
     job: int
     round: Round
 
 
-@dataclass
-class Answered(Message):
+@dataclass(frozen=True)
+class Answered:
     """An answer is over. ending: "stop", "length", "context" or "stopped" (by the user)."""
 
     job: int
     ending: str
 
 
-@dataclass
-class RaceMoved(Message):
+@dataclass(frozen=True)
+class RaceMoved:
     """A step of a race."""
 
     job: int
     step: RaceStep
 
 
-@dataclass
-class RaceDone(Message):
+@dataclass(frozen=True)
+class RaceDone:
     """The end of a race; verdict is None when the user stopped it."""
 
     job: int
     verdict: Verdict | None
 
 
-@dataclass
-class Failed(Message):
+@dataclass(frozen=True)
+class Failed:
     """A request failed. problem: a sentence with the next step."""
 
     job: int
     problem: str
+
+
+Event = Loaded | PlainMeasured | Prefilled | RoundDone | Answered | RaceMoved | RaceDone | Failed

@@ -102,11 +102,11 @@ class CommandRunner:
         app = self._app
         self._need_idle()
         question = app.question(text or None)
-        app.race = RaceScreen(app.engine.race(question))
-        app.push_screen(app.race, self._race_left)
+        race = app.listener.race = RaceScreen(app.engine.race(question))
+        app.push_screen(race, self._race_left)
 
     def _race_left(self, _: None) -> None:
-        self._app.race = None
+        self._app.listener.race = None
 
     async def _draft(self, _: str) -> None:
         panel = self._app.draft
@@ -190,7 +190,7 @@ class CommandRunner:
         await self._app.action_quit()
 
     def _need_idle(self) -> None:
-        if self._app.job is not None:
+        if self._app.listener.job is not None:
             raise DFlashError("an answer is being written", "wait for it, or stop it with Esc")
 
 

@@ -93,12 +93,15 @@ class ScriptedBackend:
     """Answers with `answers` in turn. Whatever is an exception is raised instead.
 
     gate: opened once per round, so a test decides how far an answer is; None lets all through.
+    prefills: what it says of prefill; after each it waits for `held`.
     """
 
     answers: list[Any] = field(default_factory=lambda: [ANSWER])
     loads: list[Any] = field(default_factory=list)
     race_steps: list[RaceStep | Verdict | Exception] = field(default_factory=list)
     gate: threading.Semaphore | None = None
+    prefills: list[tuple[int, int]] = field(default_factory=list)
+    held: threading.Event = field(default_factory=threading.Event)
     questions: list[Question] = field(default_factory=list)
     loaded: list[PairConfig] = field(default_factory=list)
     drafters: int = 2
@@ -122,6 +125,9 @@ class ScriptedBackend:
             raise result
         prompt = sum(len(m["content"].split()) + 10 for m in question.messages)
         last = len(question.messages[-1]["content"].split()) + 10
+        for tokens, total in self.prefills:
+            prefilled(tokens, total)
+            self.held.wait(10)
         prefilled(prompt - last, prompt)
         rounds = rounds_of(result, prompt, prompt - last) if isinstance(result, str) else result
         for done in rounds:

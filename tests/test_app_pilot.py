@@ -35,7 +35,7 @@ def drive(steps, folder, backend=None, size=(100, 30), **chat):
     async def run():
         app, used = scripted_app(folder, backend, **chat)
         async with app.run_test(size=size) as pilot:
-            await until(lambda: not app._waiting, pilot)
+            await until(lambda: not app.listener.waiting, pilot)
             await steps(app, pilot, used)
             await pilot.pause()
         assert app.return_code in (0, None)
@@ -55,7 +55,9 @@ async def answered(app, pilot, text="What meets?"):
     """Ask and wait for the whole answer."""
     before = len(app.conversation.turns)
     await say(app, pilot, text)
-    await until(lambda: app.job is None and len(app.conversation.turns) == before + 2, pilot)
+    await until(
+        lambda: app.listener.job is None and len(app.conversation.turns) == before + 2, pilot
+    )
 
 
 def notices(app):
@@ -79,12 +81,12 @@ def test_an_answer_streams_in_and_is_saved(tmp_path):
         for n in range(1, 4):
             backend.gate.release()
             await until(lambda n=n: app.status.figures and app.status.figures.rounds == n, pilot)
-            await until(lambda: not app._dirty, pilot)
+            await until(lambda: not app.listener.dirty, pilot)
             lengths.append(len(shown_answer(app)))
         assert lengths == sorted(set(lengths)), "the text on screen grows"
         assert "40.0 tok/s | 2.00x plain" in screen_text(app)
         backend.gate.release(100)
-        await until(lambda: app.job is None and app.conversation.turns[1:], pilot)
+        await until(lambda: app.listener.job is None and app.conversation.turns[1:], pilot)
         assert shown_answer(app) == ANSWER
 
     drive(steps, tmp_path, backend)
@@ -134,7 +136,7 @@ def test_a_question_asked_while_another_is_answered_stays_in_the_line(tmp_path):
         assert "an answer is being written" in notices(app)[-1]
         assert len(backend.questions) == 1
         backend.gate.release(100)
-        await until(lambda: app.job is None, pilot)
+        await until(lambda: app.listener.job is None, pilot)
 
     drive(steps, tmp_path, backend)
 
@@ -153,7 +155,7 @@ def test_shift_enter_makes_a_line_and_enter_sends_them_all(tmp_path):
         await pilot.press("a", "shift+enter", "b", "ctrl+j", "c", "enter")
         await until(lambda: backend.questions, pilot)
         assert backend.questions[0].messages[-1]["content"] == "a\nb\nc"
-        await until(lambda: app.job is None, pilot)
+        await until(lambda: app.listener.job is None, pilot)
 
     drive(steps, tmp_path)
 
@@ -212,7 +214,7 @@ def test_an_answer_stops_within_one_round_and_keeps_what_was_said(tmp_path, key)
         await until(lambda: app.status.figures and app.status.figures.rounds == 2, pilot)
         await pilot.press(key)
         backend.gate.release(100)
-        await until(lambda: app.job is None, pilot)
+        await until(lambda: app.listener.job is None, pilot)
         assert backend.rounds_run <= 3
         turn = app.conversation.turns[-1]
         assert turn.ending == "stopped"
@@ -225,27 +227,19 @@ def test_an_answer_stops_within_one_round_and_keeps_what_was_said(tmp_path, key)
 
 
 def test_an_answer_stopped_before_its_first_word_gives_the_question_back(tmp_path):
-    hold = threading.Event()
-
-    class Held(ScriptedBackend):
-        def answer(self, question, prefilled):
-            self.questions.append(question)
-            prefilled(10, 100)
-            hold.wait(10)
-            prefilled(20, 100)
-            yield from rounds_of(ANSWER)
+    backend = ScriptedBackend(prefills=[(10, 100)])
 
     async def steps(app, pilot, backend):
         await say(app, pilot, "long prompt")
         await until(lambda: "10 of 100 tokens" in screen_text(app), pilot)
         await pilot.press("escape")
-        hold.set()
-        await until(lambda: app.job is None, pilot)
+        backend.held.set()
+        await until(lambda: app.listener.job is None, pilot)
         assert app.conversation.turns == []
         assert app.prompt.text == "long prompt"
         assert "tokens" not in screen_text(app)
 
-    drive(steps, tmp_path, Held())
+    drive(steps, tmp_path, backend)
 
 
 def test_ctrl_c_copies_a_selection_and_otherwise_tells_how_to_leave(tmp_path):
@@ -375,7 +369,7 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_the_chat_goes_on(tmp_p
         await answered(app, pilot, "two")
         texts = [n for n in notices(app) if "is not saved" in n]
         assert len(texts) <= 1
-        assert "--conversations" in app._said
+        assert "--conversations" in app._unsaved
         assert len(app.conversation.turns) == 4
 
     drive(steps, tmp_path / "file" / "talks")
@@ -434,7 +428,7 @@ def test_the_terminal_may_be_resized_while_an_answer_streams(tmp_path):
             backend.gate.release()
             await pilot.pause()
         backend.gate.release(100)
-        await until(lambda: app.job is None, pilot)
+        await until(lambda: app.listener.job is None, pilot)
         assert shown_answer(app) == ANSWER
 
     drive(steps, tmp_path, backend)
@@ -766,7 +760,7 @@ def test_what_is_printed_while_loading_is_shown_as_progress(tmp_path):
             await until(lambda: "unpacking" in screen_text(app), pilot)
             assert "45%" in screen_text(app)
             hold.set()
-            await until(lambda: app.info and not app._waiting, pilot)
+            await until(lambda: app.info and not app.listener.waiting, pilot)
             app.read_output("a warning from a library\n")
             await pilot.pause()
             assert "unpacking" not in screen_text(app)
@@ -823,7 +817,7 @@ def test_scrolling_up_keeps_the_place_and_stays_there_while_an_answer_streams(tm
         place = app.transcript.window
         assert 0 < app.transcript.scroll_y < app.transcript.max_scroll_y
         backend.gate.release(100)
-        await until(lambda: app.job is None, pilot)
+        await until(lambda: app.listener.job is None, pilot)
         assert app.transcript.window.start == place.start
         assert app.conversation.turns[-1].content == ANSWER
         for _ in range(5):
