@@ -25,7 +25,7 @@ LINT = {
     "try { o[i] = 0; } catch (...) {}": "int retry = 0; o[i] = retry;",
     "o[i] = std::min(1, 2);": "o[i] = metal::min(1, 2);",
     "auto f = [&](float x) { return x; }; o[i] = f(1);": "float t[2] = {1, 2}; o[i] = t[(i) % 2];",
-    "if (i < 50) { threadgroup float s[1]; } o[i] = 0;": "threadgroup float s[32]; s[i] = o[i] = 0;",
+    "if (i < 9) { threadgroup float s[1]; } o[i] = 0;": "threadgroup float s[32]; s[i] = o[i] = 0;",
     "threadgroup float s = 3; o[i] = 0;": "threadgroup float s; if (i == 0) s = 1; o[i] = 0;",
     "o[i] = ((float4)(1)).x;": "o[i] = float4(1).x;",
     "o[i] = static_cast<int4>(float4(1)).x;": "o[i] = int4(float4(1)).x;",

@@ -35,7 +35,8 @@ _RUNTIME_FLAGS = f"{_COMMON} -O2 -fvisibility=hidden -fno-sanitize=undefined -Wa
 _KERNEL_FLAGS = f"""{_COMMON}
 -O1 -gline-tables-only -nostdinc -fno-optimize-sibling-calls -fconvergent-functions
 -fno-vectorize -fno-slp-vectorize -fno-strict-aliasing
--ffp-contract=off -fexcess-precision=16 -Xclang -cl-single-precision-constant
+-ffp-contract=off -Xclang -cl-single-precision-constant
+-Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
 -ftrivial-auto-var-init=pattern
 -fno-sanitize=undefined -fsanitize=thread -fno-sanitize-recover=all
 -fsanitize=array-bounds,alignment,integer-divide-by-zero,shift-exponent

@@ -129,18 +129,16 @@ template <class T> EMULATOR_FUNC emulator::element_of<T> dot(T a, T b) {
 template <class T> EMULATOR_FUNC emulator::element_of<T> length_squared(T x) { return dot(x, x); }
 template <class T> EMULATOR_FUNC emulator::element_of<T> length(T x) { return sqrt(dot(x, x)); }
 
-template <class T> EMULATOR_FUNC emulator::only_whole<T> popcount(T x) {
-    return emulator::each<T>([](auto v) { return static_cast<decltype(v)>(
-        __builtin_popcountg(static_cast<__make_unsigned(decltype(v))>(v))); }, x);
-}
-template <class T> EMULATOR_FUNC emulator::only_whole<T> clz(T x) {
-    return emulator::each<T>([](auto v) { return static_cast<decltype(v)>(
-        __builtin_clzg(static_cast<__make_unsigned(decltype(v))>(v), int(8 * sizeof v))); }, x);
-}
-template <class T> EMULATOR_FUNC emulator::only_whole<T> ctz(T x) {
-    return emulator::each<T>([](auto v) { return static_cast<decltype(v)>(
-        __builtin_ctzg(static_cast<__make_unsigned(decltype(v))>(v), int(8 * sizeof v))); }, x);
-}
+#define EMULATOR_BITS(name, expression) \
+    template <class T> EMULATOR_FUNC emulator::only_whole<T> name(T x) { \
+        return emulator::each<T>([](auto v) { \
+            constexpr int size = 8 * sizeof v; \
+            ulong bits = static_cast<ulong>(v) & (~0ul >> (64 - size)); \
+            return static_cast<decltype(v)>(expression); }, x); \
+    }
+EMULATOR_BITS(popcount, __builtin_popcountl(bits))
+EMULATOR_BITS(clz, bits ? __builtin_clzl(bits) - (64 - size) : size)
+EMULATOR_BITS(ctz, bits ? __builtin_ctzl(bits) : size)
 template <class T> EMULATOR_FUNC emulator::only_whole<T> extract_bits(T x, uint offset, uint bits) {
     uint rest = 8 * sizeof(T) - bits;
     return bits == 0 ? T(0) : static_cast<T>(static_cast<T>(x << (rest - offset)) >> rest);
