@@ -79,7 +79,7 @@ def stored_times(target: Target, again: bool = False, folder: Path | None = None
     file = folder / f"{_key(target)}.json"
     try:
         if not again:
-            return _parse(json.loads(file.read_text(encoding="utf-8")))
+            return read_times(file)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     times = measure(target)
@@ -91,7 +91,9 @@ def stored_times(target: Target, again: bool = False, folder: Path | None = None
     return times
 
 
-def _parse(stored: dict[str, Any]) -> PassTimes:
+def read_times(file: Path) -> PassTimes:
+    """What `stored_times` kept. OSError, ValueError, KeyError or TypeError for anything else."""
+    stored = json.loads(file.read_text(encoding="utf-8"))
     times = PassTimes(tuple(stored["rows"]), tuple(float(s) for s in stored["seconds"]))
     if times.rows != ROWS or len(times.seconds) != len(ROWS) or min(times.seconds) <= 0:
         raise ValueError("times of other rows")

@@ -1,0 +1,208 @@
+"""`python -m dflash_mlx.doctor`: what this machine is, and whether the kernels are right on it.
+
+With `--kernels` every kernel runs against its reference at random shapes: on a Mac on its GPU, with
+the race that decides which is used; elsewhere in the emulator, which knows no speed. Exit code 1
+when a kernel is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx import cli
+
+import mlx.core as mx  # isort: skip  # after the BLAS, which dflash_mlx loads
+import platformdirs
+from tqdm import tqdm
+
+from dflash_mlx.budget import PassTimes, read_times
+from dflash_mlx.default_model import DEFAULT_TARGET
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.machine import describe_machine, describe_versions
+from kernels_metal.dispatch import Choice, Dispatch, gpu_family
+from kernels_metal.emulator import EmulatorError, emulated
+from kernels_metal.emulator.compiler import find_compiler
+from kernels_metal.sweep import Trial, error, trials
+
+PROGRAM = "dflash_mlx.doctor"
+WRONG = 1  # exit code
+TRIALS, EMULATED_TRIALS = 12, 3  # of each operation; a multiple of the three dtypes
+SHOWN_ROWS = (8, 16, 32, 64)
+SCALE = "an error of 1 is what rounding explains"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One trial: how far kernel and reference are apart, or the fault that stopped it.
+
+    error: as `sweep.error`, infinite with a fault. choice: what dispatch made of it, on Metal.
+    """
+
+    trial: Trial
+    error: float
+    fault: str = ""
+    choice: Choice | None = None
+
+    @property
+    def right(self) -> bool:
+        """Within what rounding explains."""
+        return self.error <= 1
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the report. Raises SystemExit(1) when a kernel is wrong, DFlashError for bad input."""
+    arguments = parser().parse_args(argv)
+    print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))), flush=True)
+    if not arguments.kernels:
+        print("kernels\n  not tried; --kernels runs each against its reference")
+        return
+    metal = mx.metal.is_available()
+    each = arguments.trials or (TRIALS if metal else EMULATED_TRIALS)
+    print("\n".join(introduction(metal, each)), flush=True)
+    results = list(check_kernels(metal, arguments.seed, each))
+    print("\n".join(verdict(results, "on Metal" if metal else "in the emulator")))
+    if not all(result.right for result in results):
+        raise SystemExit(WRONG)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = cli.Parser(
+        prog=PROGRAM, description="What this machine is, and whether its kernels are right."
+    )
+    result.add_argument(
+        "--kernels", action="store_true", help="run every Metal kernel against its reference"
+    )
+    result.add_argument(
+        "--trials",
+        type=_count,
+        help=f"random shapes of each operation (default: {TRIALS}, emulated {EMULATED_TRIALS})",
+    )
+    result.add_argument("--seed", type=int, default=0, help="another one gives other shapes")
+    return result
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def about(cache: Path) -> list[str]:
+    """Machine, versions, backend and what `cache` holds, as lines."""
+    machine = describe_machine()
+    blas = machine.pop("blas")
+    device = machine.pop("device")
+    machine["memory"] = f"{machine.pop('memory_bytes') / 2**30:.1f} GiB"
+    metal = gpu_family() if mx.metal.is_available() else "not on this machine"
+    return [
+        *_section("machine", machine),
+        *_section("versions", describe_versions()),
+        *_section("backend", {"device": device, "metal": metal, "blas": blas}),
+        *_section("cache folders", _folders(cache)),
+        *_section("stored calibration", _calibrations(cache / "timing")),
+    ]
+
+
+def _section(title: str, rows: Mapping[str, Any]) -> list[str]:
+    width = max(map(len, rows))
+    return [title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
+
+
+def _folders(cache: Path) -> dict[str, str]:
+    model = cache / DEFAULT_TARGET.file_name
+    return {
+        "all": str(cache),
+        "default model": "here" if model.is_file() else "not fetched yet",
+        **{name: _size(cache / name) for name in ("timing", "features", "emulator")},
+    }
+
+
+def _size(folder: Path) -> str:
+    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+    return f"{len(sizes)} files, {sum(sizes) / 1e6:.1f} MB" if sizes else "empty"
+
+
+def _calibrations(folder: Path) -> dict[str, str]:
+    """One line for each target that was timed here; its name is hashed with all it depends on."""
+    found = {}
+    for file in sorted(folder.glob("*.json")):
+        day = datetime.fromtimestamp(file.stat().st_mtime).date()
+        try:
+            found[file.stem] = f"{day}  {_pass_times(read_times(file))}"
+        except (OSError, ValueError, KeyError, TypeError):
+            found[file.stem] = f"{day}  unreadable, will be measured again"
+    return found or {"none": "decoding with an automatic budget measures it once"}
+
+
+def _pass_times(times: PassTimes) -> str:
+    one = float(times.of(1))
+    wider = (f"{rows} rows {float(times.of(rows)) / one:.2f} x" for rows in SHOWN_ROWS)
+    return ", ".join([f"1 row {one * 1e3:.1f} ms", *wider])
+
+
+def introduction(metal: bool, each: int) -> list[str]:
+    """Where the kernels are about to run. DFlashError where they cannot even be emulated."""
+    if metal:
+        words = [f"on Metal ({gpu_family()}), {each} random shapes of each operation; {SCALE}"]
+        return ["kernels", *(f"  {line}" for line in words)]
+    try:
+        compiler = find_compiler().version.splitlines()[0]
+    except EmulatorError as problem:
+        raise DFlashError(
+            f"no Metal on this machine, and the kernels cannot be emulated ({problem})",
+            "run the doctor on a Mac, or install the compiler",
+        ) from None
+    words = [
+        "no Metal on this machine: decoding uses the references, and no kernel ran on a GPU.",
+        f"Emulated instead: the kernels' Metal source, compiled with {compiler},",
+        "on this processor, with checks of bounds, races, divergence and uninitialised memory;",
+        f"{each} random shapes of each operation. {SCALE.capitalize()}. Speed is not emulated.",
+    ]
+    return ["kernels", *(f"  {line}" for line in words)]
+
+
+def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
+    """Run `each` trials of every operation, on Metal or in the emulator."""
+    kernels = Dispatch()
+    with nullcontext() if metal else emulated():
+        for trial in tqdm(list(trials(seed, each)), desc="kernels", leave=False, disable=None):
+            yield _check(trial, kernels if metal else None)
+
+
+def _check(trial: Trial, kernels: Dispatch | None) -> Result:
+    choice = kernels.choose(trial.operation, *trial.arguments) if kernels else None
+    try:
+        return Result(trial, error(trial), choice=choice)
+    except (EmulatorError, RuntimeError) as fault:  # RuntimeError: Metal's compiler refuses it
+        return Result(trial, float("inf"), str(fault).strip().partition("\n")[0], choice)
+
+
+def verdict(results: Sequence[Result], where: str) -> list[str]:
+    """The worst trial of each operation, the choices, every wrong trial, and a sentence."""
+    names = dict.fromkeys(result.trial.operation.name for result in results)
+    lines = ["  worst error of each operation, and where"]
+    for name in names:
+        worst = max((r for r in results if r.trial.operation.name == name), key=lambda r: r.error)
+        lines.append(f"  {worst.error:8.3f}  {worst.trial.label}")
+    if raced := [result for result in results if result.choice]:
+        lines += ["  choices of this machine", *map(_choice_line, raced)]
+    wrong = [result for result in results if not result.right]
+    lines += [f"  WRONG {r.error:.3g}  {r.trial.label}  {r.fault}".rstrip() for r in wrong]
+    return [*lines, f"  {len(wrong)} of {len(results)} trials wrong {where}"]
+
+
+def _choice_line(result: Result) -> str:
+    assert result.choice is not None
+    side = "kernel" if result.choice.kernel else "stock"
+    return f"  {side:<7} {result.choice.reason}  ({result.trial.label})"
+
+
+if __name__ == "__main__":
+    cli.run(main, PROGRAM)

@@ -1,0 +1,155 @@
+"""The doctor: what it says of a machine, of kernels that are right, and of one that is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from dflash_mlx import doctor
+from dflash_mlx.budget import ROWS
+from dflash_mlx.errors import DFlashError
+from kernels_metal import sweep
+from kernels_metal.dispatch import Choice
+from kernels_metal.emulator import EmulatorError, emulated
+
+
+@pytest.fixture
+def without_metal(monkeypatch):
+    """As on Linux, also where these tests run on a Mac."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+
+
+def change(monkeypatch, name, **changes):
+    """Let the sweep run an operation with another kernel or reference."""
+
+    def changed(seed, each):
+        for trial in sweep.trials(seed, each):
+            same = trial.operation.name != name
+            yield trial if same else replace(trial, operation=replace(trial.operation, **changes))
+
+    monkeypatch.setattr(doctor, "trials", changed)
+
+
+def results(**choice):
+    """One right trial of each operation."""
+    return [doctor.Result(trial, 0.5, **choice) for trial in sweep.trials(0, 1)]
+
+
+def test_the_report_names_machine_versions_backend_and_folders(tmp_path):
+    lines = doctor.about(tmp_path)
+    titles = [line for line in lines if not line.startswith(" ")]
+    assert titles == ["machine", "versions", "backend", "cache folders", "stored calibration"]
+    text = "\n".join(lines)
+    for word in ("processor", "GiB", f"mlx             {mx.__version__}", "Device(", "blas"):
+        assert word in text
+    assert str(tmp_path) in text
+    assert "default model  not fetched yet" in text
+    assert "emulator       empty" in text
+    assert "none  decoding with an automatic budget measures it once" in text
+
+
+def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
+    timing = tmp_path / "timing"
+    timing.mkdir()
+    seconds = [0.05 * (1 + rows / 64) for rows in ROWS]
+    (timing / "good.json").write_text(json.dumps({"rows": ROWS, "seconds": seconds}))
+    (timing / "half.json").write_text('{"rows": [1')
+    text = "\n".join(doctor.about(tmp_path))
+    assert "1 row 50.8 ms, 8 rows 1.11 x, 16 rows 1.23 x, 32 rows 1.48 x, 64 rows 1.97 x" in text
+    assert "half  " in text
+    assert "unreadable, will be measured again" in text
+    assert "timing         2 files" in text
+
+
+def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
+    doctor.main(["--kernels", "--trials", "1", "--seed", "3"])
+    out = capsys.readouterr().out
+    assert "metal   not on this machine" in out
+    assert "no Metal on this machine: decoding uses the references" in out
+    assert "no kernel ran on a GPU" in out
+    assert "Speed is not emulated" in out
+    for name in ("cascade_attention", "draft_head", "tree_walk", "cache_commit", "verify_qmm"):
+        assert f"  {name} float32: " in out
+    assert "0 of 5 trials wrong in the emulator" in out
+    assert "choices" not in out
+
+
+def test_a_reference_that_differs_is_reported_and_ends_with_1(without_metal, monkeypatch, capsys):
+    made = sweep.operations.TREE_WALK
+    change(monkeypatch, "tree_walk", reference=lambda *a: made.reference(*a) + 1)
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(["--kernels", "--trials", "1"])
+    assert stop.value.code == 1
+    out = capsys.readouterr().out
+    assert "WRONG inf  tree_walk float32: nodes" in out
+    assert "1 of 5 trials wrong in the emulator" in out
+
+
+@pytest.mark.parametrize(
+    "fault", [EmulatorError("race", "on s", "verify_qmm"), RuntimeError("cannot compile\nat 3")]
+)
+def test_a_kernel_that_does_not_run_is_wrong_with_its_reason(without_metal, monkeypatch, fault):
+    def faulty(*arguments):
+        raise fault
+
+    change(monkeypatch, "verify_qmm", kernel=faulty)
+    found = list(doctor.check_kernels(False, 0, 1))
+    assert [result.right for result in found] == [True] * 4 + [False]
+    (line,) = [line for line in doctor.verdict(found, "here") if "WRONG" in line]
+    assert line.startswith("  WRONG inf  verify_qmm float32: rows ")
+    assert line.endswith(str(fault).partition("\n")[0])
+
+
+def test_the_choices_are_made_by_dispatch_where_kernels_run():
+    with emulated():
+        found = list(doctor.check_kernels(True, 1, 1))
+    assert {result.choice for result in found} == {Choice(True, "not on Metal, so not raced")}
+
+
+def test_choices_are_printed_with_their_reasons():
+    quick = results(choice=Choice(True, "faster: 20 us against 30 us"))
+    slow = results(choice=Choice(False, "not faster: 30 us against 20 us"))
+    lines = doctor.verdict(quick[:1] + slow[1:2], "on Metal")
+    label = quick[0].trial.label
+    assert f"  kernel  faster: 20 us against 30 us  ({label})" in lines
+    assert f"  stock   not faster: 30 us against 20 us  ({slow[1].trial.label})" in lines
+    assert lines[-1] == "  0 of 2 trials wrong on Metal"
+
+
+def test_the_worst_trial_of_each_operation_is_shown():
+    first = results()[0]
+    worse = replace(first, error=0.75, trial=replace(first.trial, label="the worse"))
+    lines = doctor.verdict([first, worse], "here")
+    assert "     0.750  the worse" in lines
+    assert not any(first.trial.label in line for line in lines)
+
+
+def test_no_compiler_is_one_sentence_and_not_a_wrong_kernel(without_metal, monkeypatch):
+    def none():
+        raise EmulatorError("compile", "no clang", "")
+
+    monkeypatch.setattr(doctor, "find_compiler", none)
+    with pytest.raises(DFlashError, match="cannot be emulated .*no clang.*; run the doctor on a"):
+        doctor.main(["--kernels"])
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many", "1.5"])
+def test_trials_must_be_a_number_from_1_on(count, capsys):
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(["--kernels", f"--trials={count}"])
+    assert stop.value.code == 2
+    assert f"{count!r} is no number from 1 on" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_mlx.doctor"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("machine\n")
+    assert done.stdout.endswith("not tried; --kernels runs each against its reference\n")
+    assert done.stderr == ""
