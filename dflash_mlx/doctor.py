@@ -24,6 +24,7 @@ from tqdm import tqdm
 from dflash_mlx.budget import PassTimes, read_times
 from dflash_mlx.default_model import DEFAULT_TARGET
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.kernels import kernel_choices
 from dflash_mlx.machine import describe_machine, describe_versions
 from kernels_metal.dispatch import Choice, Dispatch, gpu_family
 from kernels_metal.emulator import EmulatorError, emulated
@@ -107,6 +108,8 @@ def about(cache: Path) -> list[str]:
         *_section("backend", {"device": device, "metal": metal, "blas": blas}),
         *_section("cache folders", _folders(cache)),
         *_section("stored calibration", _calibrations(cache / "timing")),
+        "stored kernel choices",
+        *_stored_choices(cache / "kernels"),
     ]
 
 
@@ -120,7 +123,7 @@ def _folders(cache: Path) -> dict[str, str]:
     return {
         "all": str(cache),
         "default model": "here" if model.is_file() else "not fetched yet",
-        **{name: _size(cache / name) for name in ("timing", "features", "emulator")},
+        **{name: _size(cache / name) for name in ("timing", "kernels", "features", "emulator")},
     }
 
 
@@ -145,6 +148,15 @@ def _pass_times(times: PassTimes) -> str:
     one = float(times.of(1))
     wider = (f"{rows} rows {float(times.of(rows)) / one:.2f} x" for rows in SHOWN_ROWS)
     return ", ".join([f"1 row {one * 1e3:.1f} ms", *wider])
+
+
+def _stored_choices(folder: Path) -> list[str]:
+    """One line for each case of each model that was raced here."""
+    lines = []
+    for model, choices in kernel_choices(folder).items():
+        lines.append(f"  {model}")
+        lines += [f"  {_choice_line(choice, case)}" for case, choice in choices.items()]
+    return lines or ["  none: the first answer of a model on Metal makes them"]
 
 
 def introduction(metal: bool, each: int) -> list[str]:
@@ -191,17 +203,17 @@ def verdict(results: Sequence[Result], where: str) -> list[str]:
     for name in names:
         worst = max((r for r in results if r.trial.operation.name == name), key=lambda r: r.error)
         lines.append(f"  {worst.error:8.3f}  {worst.trial.label}")
-    if raced := [result for result in results if result.choice]:
-        lines += ["  choices of this machine", *map(_choice_line, raced)]
+    chosen = [(result.choice, result.trial.label) for result in results if result.choice]
+    if chosen:
+        lines.append("  what dispatch chooses here")
+        lines += [_choice_line(choice, label) for choice, label in chosen]
     wrong = [result for result in results if not result.right]
     lines += [f"  WRONG {r.error:.3g}  {r.trial.label}  {r.fault}".rstrip() for r in wrong]
     return [*lines, f"  {len(wrong)} of {len(results)} trials wrong {where}"]
 
 
-def _choice_line(result: Result) -> str:
-    assert result.choice is not None
-    side = "kernel" if result.choice.kernel else "stock"
-    return f"  {side:<7} {result.choice.reason}  ({result.trial.label})"
+def _choice_line(choice: Choice, case: str) -> str:
+    return f"  {'kernel' if choice.kernel else 'stock':<7} {choice.reason}  ({case})"
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import pytest
 from dflash_mlx import doctor
 from dflash_mlx.budget import ROWS
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.kernels import Table
 from kernels_metal import sweep
-from kernels_metal.dispatch import Choice
+from kernels_metal.dispatch import Choice, Dispatch
 from kernels_metal.emulator import EmulatorError, emulated
 
 
@@ -43,7 +44,8 @@ def results(**choice):
 def test_the_report_names_machine_versions_backend_and_folders(tmp_path):
     lines = doctor.about(tmp_path)
     titles = [line for line in lines if not line.startswith(" ")]
-    assert titles == ["machine", "versions", "backend", "cache folders", "stored calibration"]
+    stored = ["stored calibration", "stored kernel choices"]
+    assert titles == ["machine", "versions", "backend", "cache folders", *stored]
     text = "\n".join(lines)
     for word in ("processor", "GiB", f"mlx             {mx.__version__}", "Device(", "blas"):
         assert word in text
@@ -51,6 +53,7 @@ def test_the_report_names_machine_versions_backend_and_folders(tmp_path):
     assert "default model  not fetched yet" in text
     assert "emulator       empty" in text
     assert "none  decoding with an automatic budget measures it once" in text
+    assert "none: the first answer of a model on Metal makes them" in text
 
 
 def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
@@ -66,6 +69,16 @@ def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
     assert "timing         2 files" in text
 
 
+def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
+    made = Dispatch(table={"draft_head/8/32000x4/16/float16/g15s": Choice(False, "not faster")})
+    Table("tiny", [], tmp_path / "kernels").save(made.to_json())
+    lines = doctor.about(tmp_path)
+    assert lines[-2:] == [
+        "  tiny",
+        "    stock   not faster  (draft_head/8/32000x4/16/float16/g15s)",
+    ]
+
+
 def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
     doctor.main(["--kernels", "--trials", "1", "--seed", "3"])
     out = capsys.readouterr().out
@@ -76,7 +89,7 @@ def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
     for name in ("cascade_attention", "draft_head", "tree_walk", "cache_commit", "verify_qmm"):
         assert f"  {name} float32: " in out
     assert "0 of 5 trials wrong in the emulator" in out
-    assert "choices" not in out
+    assert "chooses" not in out
 
 
 def test_a_reference_that_differs_is_reported_and_ends_with_1(without_metal, monkeypatch, capsys):
