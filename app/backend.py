@@ -21,6 +21,7 @@ from dflash_mlx import (
     Observer,
     Pair,
     PairConfig,
+    SamplingConfig,
     Session,
     TextDelta,
     prompt_tokens,
@@ -82,6 +83,11 @@ class Backend:
             )
         pair = self._loaded()
         config = replace(question.config, sampling=question.config.sampling.with_seed())
+        if config.draws_drafts:
+            raise DFlashError(
+                "answers drawn by rejection differ from plain ones, by design",
+                "set acceptance to match in /settings to compare them token by token",
+            )
         tokens = prompt_tokens(pair.tokenizer, question.messages, question.system)
         plain = Lane.start(PLAIN, Session(pair, replace(config, method="none")), tokens)
         drafted = Lane.start(DRAFTED, Session(pair, config), tokens)
@@ -192,16 +198,17 @@ def _origin(accepted: Accepted, i: int) -> str:
     return sources[accepted.path[i + 1]] if sources else FIRST
 
 
-def _drafting(config: DecodeConfig) -> DecodeConfig:
-    """`config` without what may change between two turns of a session."""
+def _drafting(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | None]:
+    """What a session is made for: `config` without what may change between two of its turns."""
     same = DecodeConfig()
-    return replace(
+    lasting = replace(
         config,
         max_tokens=same.max_tokens,
         stop=same.stop,
         prefill_step=same.prefill_step,
         sampling=same.sampling,
     )
+    return lasting, config.sampling if config.draws_drafts else None
 
 
 def _opening(tokenizer: Any, tokens: list[int]) -> str:

@@ -34,7 +34,7 @@ from dflash_mlx import DecodeConfig, DFlashError, PairConfig, SamplingConfig
 from dflash_mlx.chat import check_prompt
 from dflash_mlx.load import DEFAULT_MODEL
 
-REFRESH = 1 / 30  # seconds between looks at whether something is to be drawn
+REFRESH = 1 / 20  # seconds between looks at whether something is to be drawn
 _LEAVE = 3.0  # seconds that a running pass may take to end when the user leaves
 
 

@@ -28,7 +28,7 @@ from dflash_chat.tree_view import (
 SHOWN = 400  # tokens of the answer
 STYLES = {
     FIRST: "$text-success on $success-muted",
-    SECOND: "$text-accent on $accent-muted",
+    SECOND: "$text-primary on $primary-muted",
     LOOKUP: "$text-warning on $warning-muted",
     TARGET: "$foreground",
     ACCEPTED: "$text-success",
@@ -62,7 +62,6 @@ class DraftPanel(Vertical):
 
     def on_mount(self) -> None:
         self.display = False
-        self.query_one("#tinted-scroll").anchor()
 
     def on_resize(self) -> None:
         self.draw()
@@ -83,6 +82,7 @@ class DraftPanel(Vertical):
         if not self.display or not self.is_mounted:
             return
         self.query_one("#tinted", Static).update(styled([tint(tuple(self._pieces), SHOWN)]))
+        self.query_one("#tinted-scroll").scroll_end(animate=False)
         tree = self.query_one("#tree", Static)
         tree.display = self._tree is not None
         if self._tree is not None:

@@ -25,9 +25,8 @@ class Side(Vertical):
     def compose(self) -> ComposeResult:
         self.border_title = TITLES[self._side]
         yield Static("waiting", classes="clock", markup=False)
-        with VerticalScroll(can_focus=False) as scroll:
+        with VerticalScroll(can_focus=False):
             yield Static(classes="text", markup=False)
-        scroll.anchor()
 
     def take(self, step: RaceStep) -> None:
         """What this side decoded; shown by the next `draw`."""
@@ -44,6 +43,7 @@ class Side(Vertical):
             self._drawn = shown
             self.query_one(".clock", Static).update(shown)
             self.query_one(".text", Static).update(self._text)
+            self.query_one(VerticalScroll).scroll_end(animate=False)
 
 
 class RaceScreen(ModalScreen[None]):

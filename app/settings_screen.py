@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from dataclasses import Field, fields, replace
 from typing import Any
@@ -35,8 +36,8 @@ def parse(field: Field[Any], typed: str) -> Any:
         return field.default
     try:
         return keywords.get("type", str)(typed.strip())
-    except ValueError:
-        kind = "a whole number" if keywords.get("type") is int else "a number"
+    except (ValueError, ArgumentTypeError):
+        kind = "a number" if keywords["type"] is float else "a whole number"
         raise DFlashError(f"{field.name} is {typed!r}", f"type {kind}") from None
 
 
@@ -97,4 +98,4 @@ def _control(field: Field[Any], value: Any) -> Input | Select[str] | Switch:
     if "choices" in keywords:
         choices = [(choice, choice) for choice in keywords["choices"]]
         return Select(choices, value=value, allow_blank=False, id=name, compact=True)
-    return Input(shown(value), id=name, compact=True)
+    return Input(shown(value), placeholder="not set", id=name, compact=True)

@@ -189,6 +189,20 @@ def test_a_sampled_race_draws_both_sides_from_one_seed(backend):
     assert last.equal
 
 
+def test_a_session_that_draws_its_drafts_is_made_anew_for_other_sampling(backend):
+    for temperature, reused in ((0.5, False), (0.5, True), (0.9, False)):
+        sampling = SamplingConfig(temperature=temperature)
+        rounds, _ = answer(backend, question("hello", config=replace(CONFIG, sampling=sampling)))
+        assert (rounds[-1].figures.reused_tokens > 0) == reused
+
+
+def test_a_race_by_rejection_is_refused_because_nothing_could_be_compared(backend):
+    sampling = SamplingConfig(temperature=0.9)
+    drawn = replace(CONFIG, sampling=sampling, acceptance="reject")
+    with pytest.raises(DFlashError, match="set acceptance to match in /settings"):
+        list(backend.race(question("hello", config=drawn)))
+
+
 def test_a_race_of_plain_against_plain_is_refused(backend):
     with pytest.raises(DFlashError, match="choose another /method"):
         list(backend.race(question("hello", config=replace(CONFIG, method="none"))))

@@ -101,10 +101,6 @@ async def prefill(app, pilot):
     await until(lambda: app.query_one("#progress").display, pilot)
 
 
-async def settings(app, pilot):
-    await command(app, pilot, "/settings")
-
-
 async def conversations(app, pilot):
     for day, title in (("01", "Rivers of Germany"), ("02", "A function for primes")):
         turns = [Turn("user", title), Turn("assistant", "Gladly.")]
@@ -130,7 +126,6 @@ CASES = [
     ("streaming-80x24", SMALL, streaming, "dark", False),
     ("draft-view-80x24", SMALL, draft_view, "light", False),
     ("prefill-80x24", SMALL, prefill, "dark", False),
-    ("settings-80x24", SMALL, settings, "dark", False),
     ("conversations-80x24", SMALL, conversations, "dark", False),
     ("models-80x24", SMALL, models, "dark", False),
     ("answered-40x12", TINY, answered, "dark", False),
