@@ -68,8 +68,6 @@ class ChatApp(App[None]):
         Binding("ctrl+c", "stop_or_copy", "Stop", show=False, priority=True),
         Binding("f2", "call('draft')", "Draft view", show=False),
         Binding("f3", "call('stats')", "Figures", show=False),
-        Binding("pageup", "page(-1)", "Scroll up", show=False, priority=True),
-        Binding("pagedown", "page(1)", "Scroll down", show=False, priority=True),
     ]
 
     def __init__(self, start: Start, backend: Backend) -> None:
@@ -199,11 +197,10 @@ class ChatApp(App[None]):
         await self.call(next(command for command in COMMANDS if command.name == name))
 
     def action_page(self, direction: int) -> None:
-        view = self.transcript if self.screen is self.base else self.screen
         if direction < 0:
-            view.scroll_page_up(animate=False)
+            self.transcript.scroll_page_up(animate=False)
         else:
-            view.scroll_page_down(animate=False)
+            self.transcript.scroll_page_down(animate=False)
 
     async def action_quit(self) -> None:
         if self.listener.job is not None:

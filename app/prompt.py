@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from textual import events
+from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import TextArea
 
@@ -75,6 +76,11 @@ class Pastes:
 
 class Prompt(TextArea):
     """The input line. Posts Prompt.Sent; up and down leave it for the history at its edges."""
+
+    BINDINGS = [
+        Binding("pageup", "app.page(-1)", "Scroll up", show=False),
+        Binding("pagedown", "app.page(1)", "Scroll down", show=False),
+    ]
 
     @dataclass
     class Sent(Message):

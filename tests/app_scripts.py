@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from textual.widgets import Markdown, Static
+
 from dflash_chat.chat_app import ChatApp, Start
 from dflash_chat.engine import OnPrefilled, Question
 from dflash_chat.figures import Figures
@@ -182,3 +184,42 @@ def screen_text(app: ChatApp) -> str:
     """What is on screen, line by line."""
     lines = app.screen._compositor.render_strips()
     return "\n".join(strip.text.rstrip() for strip in lines)
+
+
+def drive(steps, folder, backend=None, size=(100, 30), **chat):
+    """Run `steps(app, pilot, backend)` on a loaded app; nothing may have gone wrong inside."""
+
+    async def run():
+        app, used = scripted_app(folder, backend, **chat)
+        async with app.run_test(size=size) as pilot:
+            await until(lambda: not app.listener.waiting, pilot)
+            await steps(app, pilot, used)
+            await pilot.pause()
+        assert app.return_code in (0, None)
+        assert app.clean
+        return app
+
+    return asyncio.run(run())
+
+
+async def say(app, pilot, text):
+    app.prompt.text = text
+    await pilot.press("enter")
+    await pilot.pause()
+
+
+async def answered(app, pilot, text="What meets?"):
+    """Ask and wait for the whole answer."""
+    before = len(app.conversation.turns)
+    await say(app, pilot, text)
+    await until(
+        lambda: app.listener.job is None and len(app.conversation.turns) == before + 2, pilot
+    )
+
+
+def notices(app):
+    return [str(notice.render()) for notice in app.query(".notice").results(Static)]
+
+
+def shown_answer(app):
+    return app.query(Markdown).last().source
