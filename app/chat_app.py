@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static
 
-from dflash_chat.commands import COMMANDS, Command, parse
+from dflash_chat.commands import COMMANDS, Call, Command, parse
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.draft_panel import DraftPanel
 from dflash_chat.engine import Backend, Engine, Question
@@ -142,10 +142,11 @@ class ChatApp(App[None]):
             if call is None:
                 await self.ask(text)
                 return
-            self.prompt.put("")
-            await self.commands.run(call)
         except DFlashError as error:
             await self.say(str(error), "error")
+            return
+        self.prompt.put("")
+        await self._run(call)
 
     async def ask(self, text: str) -> None:
         """Send a question; DFlashError for one that cannot be sent, which stays in the line."""
@@ -219,7 +220,13 @@ class ChatApp(App[None]):
         if command.needs_argument:
             self.prompt.put(f"/{command.name} ")
         else:
-            await self.on_prompt_sent(Prompt.Sent(f"/{command.name}"))
+            await self._run(Call(command, ""))
+
+    async def _run(self, call: Call) -> None:
+        try:
+            await self.commands.run(call)
+        except DFlashError as error:
+            await self.say(str(error), "error")
 
     def _from_palette(self, command: Command) -> None:
         self.call_later(self.call, command)
@@ -238,7 +245,8 @@ class ChatApp(App[None]):
 
     def read_output(self, text: str) -> None:
         """Take in what was written to file descriptor 2; may be called from any thread."""
-        self.post_message(events.Print(text, stderr=True))
+        if self.is_running:
+            self.post_message(events.Print(text, stderr=True))
 
     # What follows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
 
 from dflash_chat.options import ChatConfig
@@ -76,11 +77,16 @@ def _talk(pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig) -> No
     from dflash_chat.chat_app import ChatApp, Start
     from dflash_chat.terminal import caught_stderr
 
-    app = ChatApp(Start(pair_config, config, chat), Backend())
-    with caught_stderr(app.read_output):
+    app, output = ChatApp(Start(pair_config, config, chat), Backend()), deque[str](maxlen=200)
+
+    def read(text: str) -> None:
+        output.append(text)
+        app.read_output(text)
+
+    with caught_stderr(read):
         app.run()
+    if app.return_code:  # Textual has written its traceback, which goes into the log
+        raise RuntimeError("the chat broke off\n" + "".join(output))
     if not app.clean:  # a pass still runs; Python would end under its feet
         sys.stdout.flush()
-        os._exit(app.return_code or 0)
-    if app.return_code:
-        sys.exit(app.return_code)
+        os._exit(0)

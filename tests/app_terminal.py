@@ -31,10 +31,16 @@ class Terminal:
     """A terminal of `columns` x `lines` in which dflash-chat runs with `arguments`.
 
     cache: a folder in place of the user's cache, so that no timing of a test run stays there.
+    program: Python that starts the chat.
     """
 
     def __init__(
-        self, arguments: Sequence[str], cache: Path, columns: int = 100, lines: int = 30
+        self,
+        arguments: Sequence[str],
+        cache: Path,
+        columns: int = 100,
+        lines: int = 30,
+        program: str = START,
     ) -> None:
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._screen)
@@ -42,7 +48,7 @@ class Terminal:
         self._set_size(columns, lines)
         environment = {**os.environ, "TERM": "xterm-256color", "XDG_CACHE_HOME": str(cache)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", START, *arguments],
+            [sys.executable, "-c", program, *arguments],
             stdin=side,
             stdout=side,
             stderr=side,

@@ -172,8 +172,10 @@ def test_the_draft_view_shows_origins_and_the_last_tree(tmp_path):
     async def steps(app, pilot, backend):
         await answered(app, pilot)
         assert "second draft" not in screen_text(app)
+        app.prompt.text = "half a question"
         await pilot.press("f2")
         await pilot.pause()
+        assert app.prompt.text == "half a question"
         text = screen_text(app)
         assert "second draft" in text
         assert "✗·wrong" in text

@@ -104,6 +104,20 @@ def test_a_window_that_is_closed_ends_the_program(chat):
         assert terminal.process.wait(20) != 0
 
 
+def test_a_fault_of_the_screen_is_one_sentence_that_names_its_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    broken = "from dflash_chat.status import Status; Status.clear = lambda self: 1 / 0; " + START
+    options = ["--model", "./none", "--conversations", str(tmp_path / "talks")]
+    with Terminal(options, tmp_path / "cache", program=broken) as terminal:
+        terminal.until(lambda screen: "there is no folder" in screen)
+        terminal.type("hello" + ENTER)
+        assert terminal.wait() == 1
+        assert "the chat broke off" in terminal.text
+        assert "Traceback" not in terminal.text
+    (log,) = tmp_path.glob("dflash-chat-*.log")
+    assert "ZeroDivisionError" in log.read_text()
+
+
 def test_settings_that_cannot_be_are_refused_before_the_app_opens(tmp_path):
     with Terminal(["--top-p", "3"], tmp_path / "cache") as terminal:
         assert terminal.wait() == 2
