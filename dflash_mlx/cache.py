@@ -3,7 +3,8 @@
 One cache serves full attention and sliding windows. Slots are contiguous and in order of
 position; the block's rows are written in place after the committed ones and either committed
 (a path of them) or discarded. `LayerCache` answers the calls that mlx-lm's attention layers and
-mask helpers make of a cache: `offset`, `make_mask` and `update_and_fetch`.
+mask helpers make of a cache: `offset`, `make_mask` and `update_and_fetch`; it also attends, since
+it knows what a mask stands for and a kernel does not.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
+from dflash_mlx.routing import Kernels
 from dflash_mlx.tree import Tree
+from kernels_metal.cache_commit import accepted_rows_reference, cache_commit
+from kernels_metal.cascade_attention import MAX_ROWS, Visibility
+from kernels_metal.operations import CACHE_COMMIT, CASCADE_ATTENTION
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
 SLACK = 64  # positions kept behind a window, so that the last rounds can be taken back
@@ -44,34 +51,56 @@ class Block:
         return self.tree is None and self.branches == 1
 
     @cached_property
-    def depths(self) -> mx.array:
+    def depths(self) -> npt.NDArray[np.int32]:
         """[rows] distance of each row from the first position."""
         if self.tree is not None:
-            return mx.array(self.tree.depths)
-        return mx.arange(self.rows) % (self.rows // self.branches)
+            return np.array(self.tree.depths, np.int32)
+        return np.arange(self.rows, dtype=np.int32) % (self.rows // self.branches)
 
     @cached_property
-    def same_branch(self) -> mx.array:
+    def same_branch(self) -> npt.NDArray[np.bool_]:
         """[rows, rows] which rows are in the same branch of a forest."""
-        branch = mx.arange(self.rows) // (self.rows // self.branches)
-        return branch[:, None] == branch[None]
+        branch = np.arange(self.rows) // (self.rows // self.branches)
+        same: npt.NDArray[np.bool_] = branch[:, None] == branch
+        return same
 
     @cached_property
-    def visible(self) -> mx.array:
+    def visible(self) -> npt.NDArray[np.bool_]:
         """[rows, rows] which rows of the block a causal row may attend to."""
         if self.tree is not None:
-            return mx.array(self.tree.ancestors)
-        return (self.depths[:, None] >= self.depths[None]) & self.same_branch
+            return self.tree.ancestors
+        return (self.depths[:, None] >= self.depths) & self.same_branch
+
+    @cached_property
+    def _meanings(self) -> dict[object, tuple[mx.array | str | None, Visibility]]:
+        return {}
+
+    def remember(self, mask: mx.array, seen: Visibility) -> None:
+        """Note what a mask of this block stands for."""
+        self._meanings[id(mask)] = mask, seen  # which keeps the mask, and so its id
+
+    def seen(self, mask: mx.array | str | None, keys: int) -> Visibility | None:
+        """What the rows see of `keys` keys under this mask; None for a mask made elsewhere."""
+        if isinstance(mask, mx.array):
+            known = self._meanings.get(id(mask))
+            return known[1] if known is not None and known[1].keys == keys else None
+        if (mask, keys) not in self._meanings:
+            local = np.tri(self.rows, dtype=np.bool_) if mask == "causal" else np.True_
+            local = np.broadcast_to(local, (self.rows, self.rows))
+            self._meanings[mask, keys] = mask, Visibility(keys - self.rows, local)
+        return self._meanings[mask, keys][1]
 
 
 class LayerCache:
     """Keys and values of one attention layer, [1, heads, slots, dim] each.
 
-    window: how many positions a query sees, itself included; None for all of them.
+    window: how many positions a query sees, itself included; None for all of them. kernels: of the
+    model whose keys and values these are; None for stock MLX.
     """
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None, kernels: Kernels | None = None) -> None:
         self.window = window
+        self.kernels = kernels
         self.length = 0
         self.block = Block(0)
         self._start = 0
@@ -83,7 +112,7 @@ class LayerCache:
         """Position of the block's first row, or of every row where they are not consecutive."""
         if self.block.is_run:
             return self.length
-        return self.length + self.block.depths
+        return self.length + mx.array(self.block.depths)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -118,29 +147,54 @@ class LayerCache:
                 return "causal"
         return self.attention_mask(self.block.visible, window)
 
-    def attention_mask(self, visible: mx.array, window: int | None) -> mx.array:
+    def attention_mask(self, visible: npt.NDArray[np.bool_], window: int | None) -> mx.array:
         """Bool [rows, visible + rows]: the committed positions, then the block's own rows.
 
         visible: [rows, rows] which rows of the block each row sees. The window counts from each
         row's own position.
         """
-        positions = self.length + self.block.depths
-        keys = mx.concatenate([mx.arange(self._first, self.length), positions])
-        before = mx.full((self.block.rows, self.length - self._first), True)
-        mask = mx.concatenate([before, visible], axis=1)
-        return mask if window is None else mask & (keys[None] > positions[:, None] - window)
+        prefix, depths = self.length - self._first, self.block.depths
+        first = np.zeros_like(depths)
+        if window is not None:
+            first = np.clip(prefix + depths - window + 1, 0, prefix)
+            visible = visible & (depths > depths[:, None] - window)
+        before = mx.arange(prefix) >= mx.array(first)[:, None]
+        mask = mx.concatenate([before, mx.array(visible)], axis=1)
+        if self.kernels is not None and self.kernels.active and len(depths) <= MAX_ROWS:
+            self.block.remember(mask, Visibility(prefix, visible, tuple(first.tolist())))
+        return mask
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attention of the block's rows to what `update_and_fetch` returned.
+
+        queries: [1, heads, rows, D]. mask: from `make_mask` or `attention_mask`, or any that MLX's
+        own attention takes, which then computes it.
+        """
+        kernels, rows = self.kernels, queries.shape[2]
+        if kernels is not None and kernels.active and rows == self.block.rows <= MAX_ROWS:
+            seen = self.block.seen(mask, keys.shape[2])
+            if seen is None:
+                kernels.note(CASCADE_ATTENTION.name, "some layers make masks of their own")
+            else:
+                given = (queries, keys, values, seen, scale, sinks)
+                if (out := kernels.run(CASCADE_ATTENTION, *given)) is not None:
+                    return out  # type: ignore[no-any-return]
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the rows in `path` (increasing), moved to consecutive slots, and drop the others."""
-        kept = next((i for i, row in enumerate(path) if i != row), len(path))
-        if kept < len(path) and self._keys is not None and self._values is not None:
-            at = self.length - self._start
-            rows = mx.array([at + row for row in path[kept:]])
-            to = slice(at + kept, at + len(path))
-            self._keys[..., to, :] = self._keys[..., rows, :]
-            self._values[..., to, :] = self._values[..., rows, :]
-        self.length += len(path)
-        self.block = Block(0)
+        _commit([self], path)
 
     def discard(self) -> None:
         """Drop the block's rows."""
@@ -178,6 +232,23 @@ class LayerCache:
         self._values = mx.concatenate([self._values[..., stored, :], _empty(rows, values)], axis=2)
 
 
+def _commit(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
+    """Keep the rows in `path`, in all layers at once."""
+    arrays = [array for layer in layers for array in layer.arrays]
+    first = [layer.length - layer._start for layer in layers for _ in layer.arrays]
+    cache_commit(arrays, path, first, partial(_accepted_rows, layers[0].kernels))
+    for layer in layers:
+        layer.length += len(path)
+        layer.block = Block(0)
+
+
+def _accepted_rows(
+    kernels: Kernels | None, caches: Sequence[mx.array], path: Sequence[int], first: Sequence[int]
+) -> list[mx.array]:
+    rows = None if kernels is None else kernels.run(CACHE_COMMIT, caches, path, first)
+    return accepted_rows_reference(caches, path, first) if rows is None else rows
+
+
 def _empty(rows: int, like: mx.array) -> mx.array:
     """Zeroed slots for at least `rows` more rows of the shape and type of `like`."""
     slots = -(-rows // STEP) * STEP
@@ -207,8 +278,7 @@ class SequenceCache:
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the block's rows in `path`."""
-        for layer in self.layers:
-            layer.commit(path)
+        _commit(self.layers, path)
 
     def discard(self) -> None:
         """Drop the block's rows."""

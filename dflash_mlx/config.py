@@ -14,6 +14,7 @@ CONTROLS = ("resample",)  # methods for comparison in the benchmark only
 GROWTHS = ("joint", "paper")
 TRAIN_MODES = ("dflash", "variable-prefix")
 ACCEPTANCES = ("auto", "match", "reject")
+KERNELS = ("auto", "off", "on")
 STARTS = ("target", "random")
 LOSSES = ("dpace", "decay")
 
@@ -52,6 +53,15 @@ class PairConfig:
         "d2sd's variable-prefix drafter, likewise; none lets the first one continue its own drafts "
         "(default: the one that fits the model)",
     )
+    kernels: str = option(
+        "auto",
+        "Metal kernels of the loaded models: auto uses each where it agrees with MLX and is faster "
+        "on this machine, which is tried once; on wherever one can run; without Metal, none can",
+        choices=KERNELS,
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,18 @@ class Table:
     """
 
     def __init__(
-        self, name: str, parameters: Sequence[tuple[str, mx.array]], folder: Path | None = None
+        self,
+        name: str,
+        parameters: Callable[[], Iterable[tuple[str, mx.array]]],
+        folder: Path | None = None,
     ) -> None:
-        self._name, self._folder = name, folder or default_folder()
-        self._weights = [(path, array.shape, str(array.dtype)) for path, array in parameters]
+        self._name, self._parameters, self._folder = name, parameters, folder or default_folder()
 
     @cached_property
     def file(self) -> Path:
         """One for each machine, model and set of versions."""
-        about = (describe_machine(), describe_versions(), self._name, self._weights)
+        weights = [(path, array.shape, str(array.dtype)) for path, array in self._parameters()]
+        about = (describe_machine(), describe_versions(), self._name, weights)
         return self._folder / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
 
     def load(self) -> dict[str, Choice]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from huggingface_hub import snapshot_download
@@ -22,6 +22,7 @@ from dflash_mlx.drafters.checkpoint import check_block_size, check_fit, load_net
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.target import Target
+from kernels_metal.dispatch import Mode
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_DRAFTER = "smollm2-135m-dflash"
@@ -88,6 +89,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
             check_fit(network_config, target_config, name)
 
     target, tokenizer = _load_target(config.model, check)
+    target.use_kernels(cast(Mode, config.kernels))
     pair = Pair(target, tokenizer)
     loaded = [
         (load_network(folder, network_config, target.dtype), network_config)
@@ -102,7 +104,10 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
 
 
 def load_target(name: str | None = None) -> Pair:
-    """A target alone, the default one without a name; raises as `load` does."""
+    """A target alone, the default one without a name; raises as `load` does.
+
+    Its kernels are off: they have no gradients, and batch work has more rows than they take.
+    """
     return Pair(*_load_target(name, lambda target_config: None))
 
 

@@ -25,4 +25,5 @@ class Match:
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """Exact for any tree and any sampler; one seed gives one answer whatever was drafted."""
-        return accept(verdict.tree, verdict.choices(self._sampler, state))
+        walked = verdict.greedy_walk() if self._sampler.is_argmax else None
+        return walked or accept(verdict.tree, verdict.choices(self._sampler, state))

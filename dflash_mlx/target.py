@@ -2,8 +2,8 @@
 
 Three hooks make a model verify a tree, none of them specific to a family. Its caches are ours, so
 positions, masks and storage are (see `cache.py`); its rope modules accept one position per row;
-and the decoder layers that a drafter reads keep their outputs. Hooks swap the class of single
-module instances, so parameters, attributes and other instances stay as they were.
+and the decoder layers that a drafter reads keep their outputs. Where Metal kernels are used,
+attention and quantised layers ask for them first (see `hooks.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.cache import Block, LayerCache, SequenceCache
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.hooks import KernelHooks, override
+from dflash_mlx.kernels import Table
 from dflash_mlx.rope import rotate
+from dflash_mlx.routing import Kernels
+from kernels_metal.dispatch import Mode
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings")
 _HEADS = ("lm_head", "embed_out")
@@ -44,9 +48,11 @@ class Target:
         self._ropes = 0
         self.pass_times: Any = None  # measured when a budget needs them, see `budget.py`
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
+        self.kernels = Kernels(Table(name, self.parameters))
+        self._hooks: KernelHooks | None = None
         for module in model.modules():
             if isinstance(rope := module.get("rope"), nn.Module):
-                _override(rope, _rope_at_positions)
+                override(rope, _rope_at_positions)
                 self._ropes += 1
 
     @property
@@ -65,12 +71,24 @@ class Target:
 
     def new_cache(self) -> SequenceCache:
         """An empty cache for one sequence."""
-        return SequenceCache([LayerCache(window) for window in self._windows])
+        return SequenceCache([LayerCache(window, self.kernels) for window in self._windows])
+
+    def use_kernels(self, mode: Mode) -> None:
+        """Switch this model's Metal kernels: auto, on or off, as it is at first.
+
+        Caches that exist follow at once. What was measured with other kernels is forgotten. Raises
+        ValueError for another mode.
+        """
+        self.kernels.switch(mode)
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = None if mode == "off" else KernelHooks(self.model, self.kernels)
+        self.pass_times = self.noise = None
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers (0-based) in every pass from now on."""
         for i in set(layers) - self._tapped:
-            _override(self.model.layers[i], self._keep_output(i))
+            override(self.model.layers[i], self._keep_output(i))
         self._tapped.update(layers)
 
     def forward(
@@ -107,7 +125,8 @@ class Target:
         """The map from final hidden states [..., d] to logits [..., V], shared by the drafter."""
         names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
         if names.isdisjoint(_HEADS):
-            return self.embedding().as_linear  # type: ignore[no-any-return]
+            embedding = self.embedding()
+            return lambda states: embedding.as_linear(states)  # as it is then: hooks come and go
         return _find_module(self.model, _HEADS, self.name)  # type: ignore[no-any-return]
 
     def _keep_output(self, i: int) -> Callable[..., Any]:
@@ -136,16 +155,6 @@ def _attention_windows(model: Any, name: str) -> list[int | None]:
                 "choose a model whose layers are all attention layers",
             )
     return windows
-
-
-def _override(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Route calls of this one module through `call(module, original, *args, **kwargs)`."""
-    original = type(module)
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(self, original.__call__, *args, **kwargs)
-
-    module.__class__ = type(original.__name__, (original,), {"__call__": __call__})
 
 
 def _rope_at_positions(

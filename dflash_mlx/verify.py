@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import mlx.core as mx
 
-from dflash_mlx.accept import Choose
+from dflash_mlx.accept import Accepted, Choose, accept
 from dflash_mlx.cache import Block
+from dflash_mlx.routing import Kernels
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.state import State
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
+from kernels_metal.operations import TREE_WALK
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,13 @@ class Verdict:
     """What the target says of a tree's N nodes.
 
     logits: [N, V] for the token after each node. features: [N, m*d] tapped states or None.
+    kernels: the target's.
     """
 
     tree: Tree
     logits: mx.array
     features: mx.array | None
+    kernels: Kernels | None = None
 
     @cached_property
     def argmax(self) -> mx.array:
@@ -43,6 +47,17 @@ class Verdict:
             return lambda path: self.argmax
         greedy: list[int] = self.argmax.tolist()  # type: ignore[assignment]
         return lambda path: greedy[path[-1]]
+
+    def greedy_walk(self) -> Accepted | None:
+        """As `accept` with the greedy choices, on the device; None where that is not faster."""
+        if self.kernels is None or not self.kernels.active or len(self.tree) == 1:
+            return None
+        parents = mx.array(self.tree.parents)
+        result = self.kernels.run(WALK, self.argmax, self.tree.tokens, parents)
+        if result is None:
+            return None
+        length, token, *path = result.tolist()
+        return Accepted(self.tree, tuple(path[:length]), token)
 
     def _sampled(self, sampler: Sampler, state: State) -> Choose:
         """Draw at a node only when it is reached."""
@@ -64,4 +79,16 @@ def verify(target: Target, state: State, tree: Tree, taps: tuple[int, ...]) -> V
     Nothing is evaluated yet, so that this can be done while the draft is still running.
     """
     logits, features = target.forward(tree.tokens, state.cache, Block.of(tree), taps)
-    return Verdict(tree, logits, features)
+    return Verdict(tree, logits, features, target.kernels)
+
+
+def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:
+    """The loop of `accept`, as `tree_walk` is called: what the kernel has to be faster than."""
+    greedy: list[int] = choices.tolist()  # type: ignore[assignment]
+    above: list[int] = parents.tolist()  # type: ignore[assignment]
+    found = accept(Tree(tokens, tuple(above)), lambda path: greedy[path[-1]])
+    unused = [-1] * (len(greedy) - len(found.path))
+    return mx.array([len(found.path), found.token, *found.path, *unused])
+
+
+WALK = replace(TREE_WALK, reference=_walk_on_host)

@@ -40,6 +40,7 @@ class ToyTarget:
     """Logits for the next token depend on the last two: `table` [V, V, V]."""
 
     name = "toy"
+    kernels = None
 
     def __init__(self, vocabulary: int, context_length: int = 64, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

@@ -46,7 +46,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, required=True, help="the corpus; rows are appended")
     result.add_argument("--openings", type=Path, help="a JSON list of openings, see --opening")
-    cli.add_options(result, PairConfig, CorpusConfig, without=["drafter", "second_drafter"])
+    cli.add_options(
+        result, PairConfig, CorpusConfig, without=["drafter", "second_drafter", "kernels"]
+    )
     return result
 
 

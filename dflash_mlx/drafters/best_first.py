@@ -39,5 +39,6 @@ class BestFirst:
         if rows == 1:
             return Tree.chain(state.anchor)
         assert isinstance(state.context, FeatureContext | DualContext)
-        ranked = rank(self._model.logits(state.context.contexts[0], state.anchor, rows), TOP_K)
+        logits = self._model.logits(state.context.contexts[0], state.anchor, rows)
+        ranked = rank(logits, TOP_K, self._model.kernels)
         return best_first(follow(ranked), self._nodes).as_tree(state.anchor)

@@ -23,6 +23,7 @@ class BlockModel:
 
     def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:
         self.config = config
+        self.kernels = target.kernels
         self._network = network
         self._embed: Any = target.embedding()
         self._head: Callable[[mx.array], mx.array] = target.head()
@@ -30,7 +31,7 @@ class BlockModel:
 
     def new_context(self) -> FeatureContext:
         """An empty context for one sequence."""
-        return FeatureContext(self._network, self.config.layer_windows)
+        return FeatureContext(self._network, self.config.layer_windows, self.kernels)
 
     def logits(
         self,

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from dflash_mlx.cache import LayerCache, SequenceCache
 from dflash_mlx.drafters.network import Network
+from dflash_mlx.routing import Kernels
 
 _MOST_WAITING = 64  # rows of features
 
@@ -16,9 +17,11 @@ class FeatureContext:
     Features wait until a draft needs them: rounds without one must not pay for its context.
     """
 
-    def __init__(self, network: Network, windows: tuple[int | None, ...]) -> None:
+    def __init__(
+        self, network: Network, windows: tuple[int | None, ...], kernels: Kernels | None = None
+    ) -> None:
         self._network = network
-        self._cache = SequenceCache([LayerCache(window) for window in windows])
+        self._cache = SequenceCache([LayerCache(window, kernels) for window in windows])
         self._waiting: list[mx.array] = []
 
     @property

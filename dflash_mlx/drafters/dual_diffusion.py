@@ -121,11 +121,11 @@ class DualDiffusion:
     def drafts(self, state: State, rows: int) -> tuple[Ranked, dict[Path, Ranked]]:
         """The first draft of a block of `rows`, and the second after each prefix."""
         assert isinstance(state.context, DualContext)
-        contexts = state.context.contexts
-        first = rank(self._models[0].logits(contexts[0], state.anchor, rows), TOP_K)
+        contexts, kernels = state.context.contexts, self._models[0].kernels
+        first = rank(self._models[0].logits(contexts[0], state.anchor, rows), TOP_K, kernels)
         prefixes = self._growth.prefixes(first)
         logits = self._models[-1].logits(contexts[-1], state.anchor, rows, prefixes)
-        ranked = rank(logits, TOP_K)
+        ranked = rank(logits, TOP_K, kernels)
         second, start = {}, 0
         for prefix in prefixes:
             end = start + rows - 1 - len(prefix)

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from dflash_mlx.cache import Block, LayerCache, SequenceCache
 from dflash_mlx.rope import rotate
@@ -83,9 +84,7 @@ class Attention(nn.Module):
         """Attend from block rows x [1, n, d]."""
         queries = rotate(self.rope, self.q_norm(self._heads(self.q_proj(x))), cache.offset)
         keys, values = self.remember(x, cache)
-        out = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=self.head_dim**-0.5, mask=mask
-        )
+        out = cache.attend(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
         return self.o_proj(out.swapaxes(1, 2).flatten(2))
 
 
@@ -160,6 +159,6 @@ def _block_mask(causal: bool, cache: LayerCache) -> mx.array | None:
     block = cache.block
     if cache.window is None and not causal and block.is_run:
         return None
-    apart = block.depths[:, None] - block.depths[None]
-    inside = apart >= 0 if causal else mx.abs(apart) < (cache.window or block.rows)
+    apart = block.depths[:, None] - block.depths
+    inside = apart >= 0 if causal else np.abs(apart) < (cache.window or block.rows)
     return cache.attention_mask(inside & block.same_branch, cache.window)

@@ -7,21 +7,20 @@ import numpy as np
 
 from dflash_mlx import cpu_math
 from dflash_mlx.drafters.grow import Array, Ranked
+from dflash_mlx.routing import Kernels
+from kernels_metal.draft_head import DraftHead, draft_head_reference
+from kernels_metal.operations import DRAFT_HEAD
 
 
-def rank(logits: mx.array, k: int) -> Ranked:
+def rank(logits: mx.array, k: int, kernels: Kernels | None = None) -> Ranked:
     """The k likeliest tokens of each row of logits [n, V]; waits for the pass."""
-    logits, k = logits.astype(mx.float32), min(k, logits.shape[-1])
-    if cpu_math.applies():
-        return _rank_on_host(np.asarray(logits), k)
-    top = mx.argpartition(-logits, k - 1, axis=-1)[:, :k]
-    values = mx.take_along_axis(logits, top, axis=-1)
-    order = mx.argsort(-values, axis=-1)
-    normal = mx.logsumexp(logits, axis=-1, keepdims=True)
-    tokens = mx.take_along_axis(top, order, axis=-1)
-    logprobs = mx.take_along_axis(values, order, axis=-1) - normal
-    mx.eval(tokens, logprobs)
-    return Ranked(np.array(tokens).astype(np.int64), np.array(logprobs))
+    k = min(k, logits.shape[-1])
+    head: DraftHead | None = None if kernels is None else kernels.run(DRAFT_HEAD, logits, k)
+    if head is None and cpu_math.applies():
+        return _rank_on_host(np.asarray(logits.astype(mx.float32)), k)
+    head = head or draft_head_reference(logits, k)
+    mx.eval(head.ids, head.logprobs)
+    return Ranked(np.array(head.ids).astype(np.int64), np.array(head.logprobs))
 
 
 def _rank_on_host(logits: Array, k: int) -> Ranked:

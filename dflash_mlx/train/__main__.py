@@ -125,7 +125,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--plot", type=Path, help="a PNG of loss and acceptance, redrawn at every measurement"
     )
-    cli.add_options(result, PairConfig, TrainConfig, without=["drafter", "second_drafter"])
+    cli.add_options(
+        result, PairConfig, TrainConfig, without=["drafter", "second_drafter", "kernels"]
+    )
     return result
 
 

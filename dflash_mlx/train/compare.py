@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     rows.add_argument("--all-rows", action="store_true", help="use every row of the corpora")
     result.add_argument("--json", type=Path, help="write all figures to this file")
     add_data_options(result)
-    cli.add_options(result, PairConfig, without=["drafter", "second_drafter"])
+    cli.add_options(result, PairConfig, without=["drafter", "second_drafter", "kernels"])
     return result
 
 
