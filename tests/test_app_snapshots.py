@@ -156,6 +156,23 @@ def picture(app) -> str:
     return re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE)
 
 
+async def settled_picture(app, pilot) -> str:
+    """The picture that stays, with every text scrolled to its end."""
+
+    def at_end():
+        scrolls = app.screen.query("#tinted-scroll, .side VerticalScroll")
+        return all(scroll.scroll_y >= scroll.max_scroll_y for scroll in scrolls)
+
+    seen: list[str] = []
+    while len(seen) < 3 or len(set(seen[-3:])) > 1:
+        await until(at_end, pilot)
+        await pilot.wait_for_animation()
+        seen.append(picture(app))
+        assert len(seen) < 50, "the screen does not come to rest"
+        await pilot.pause(0.05)
+    return seen[-1]
+
+
 async def take(size, steps, theme, folder) -> str:
     backend = ScriptedBackend([THOUGHT + ANSWER])
     app, _ = scripted_app(folder, backend, theme=theme)
@@ -163,9 +180,7 @@ async def take(size, steps, theme, folder) -> str:
         await until(lambda: not app.listener.waiting, pilot)
         app.prompt.cursor_blink = False
         await steps(app, pilot)
-        await pilot.pause(0.1)
-        await pilot.wait_for_animation()
-        result = picture(app)
+        result = await settled_picture(app, pilot)
         app.action_stop()
         backend.held.set()
         if backend.gate is not None:
