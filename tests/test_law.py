@@ -46,6 +46,8 @@ class ToyContext(FeatureContext):
 class ToyDrafter:
     """Stands for a drafter network: logits depend on the anchor, the prefix and the position."""
 
+    kernels = None
+
     def __init__(self, seed: int, block_size: int = 4) -> None:
         shape = (VOCABULARY, block_size, VOCABULARY)
         self.table = np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 1.5
