@@ -175,8 +175,8 @@ class ChatApp(App[None]):
 
     def load(self, config: PairConfig) -> None:
         """Load another pair, then see how fast it decodes plainly."""
-        if config.model == DEFAULT_MODEL:
-            config = replace(config, model=None)
+        model = None if config.model == DEFAULT_MODEL else config.model
+        config = replace(config, model=model, kernels=self.pair_config.kernels)
         self.listener.expect(config, self.engine.load(config))
 
     def action_stop(self) -> None:

@@ -102,5 +102,6 @@ def read_times(file: Path) -> PassTimes:
 
 def _key(target: Target) -> str:
     weights = [(name, array.shape, str(array.dtype)) for name, array in target.parameters()]
-    about = (describe_machine(), describe_versions(), target.name, weights)
+    kernels = target.kernels.mode if target.kernels.active else "off"
+    about = (describe_machine(), describe_versions(), target.name, weights, kernels)
     return hashlib.sha256(repr(about).encode()).hexdigest()[:16]

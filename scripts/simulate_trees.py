@@ -42,6 +42,7 @@ from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.drafters.rank import rank
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import Pair, load_pair
+from dflash_mlx.routing import Kernels
 from dflash_mlx.state import Context
 from dflash_mlx.train.start import vocabulary_size
 
@@ -67,11 +68,11 @@ class Memory:
             self._known[key] = _LOGITS(model, context, anchor, rows, *rest)
         return self._known[key]  # type: ignore[no-any-return]
 
-    def rank(self, logits: mx.array, k: int) -> Ranked:
+    def rank(self, logits: mx.array, k: int, kernels: Kernels | None = None) -> Ranked:
         """As `rank`."""
         key = (id(logits), k)
         if key not in self._known:
-            self._known[key] = logits, rank(logits, k)
+            self._known[key] = logits, rank(logits, k, kernels)
         return self._known[key][1]  # type: ignore[no-any-return]
 
 
