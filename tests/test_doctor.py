@@ -71,7 +71,7 @@ def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
 
 def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
     made = Dispatch(table={"draft_head/8/32000x4/16/float16/g15s": Choice(False, "not faster")})
-    Table("tiny", [], tmp_path / "kernels").save(made.to_json())
+    Table("tiny", lambda: [], tmp_path / "kernels").save(made.to_json())
     lines = doctor.about(tmp_path)
     assert lines[-2:] == [
         "  tiny",
