@@ -12,15 +12,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import base
 
 from dflash_mlx.cache import LayerCache
 from dflash_mlx.routing import Kernels
 from kernels_metal.operations import CASCADE_ATTENTION, VERIFY_QMM
 from kernels_metal.verify_qmm import MAX_ROWS, Packing
 
-stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
-_ATTENTION = stock_attention.__name__  # families import it under this name
+_ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
 
 
 def override(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -39,7 +37,7 @@ class KernelHooks:
     def __init__(self, model: Any, kernels: Kernels) -> None:
         self._originals: list[tuple[Any, type]] = []
         for layer in model.layers:
-            attending = [module for module in layer.modules() if _attends(module)]
+            attending = [m for m in layer.modules() if m is not layer and _attends(m)]
             for module in attending:
                 self._replace(module, "__call__", _rebound(type(module).__call__))
             if not attending:
@@ -82,7 +80,7 @@ def _attends(module: Any) -> bool:
     call = type(module).__call__
     if not inspect.isfunction(call) or _ATTENTION not in call.__code__.co_names:
         return False
-    return call.__globals__.get(_ATTENTION) is stock_attention
+    return call.__globals__.get(_ATTENTION) is _stock_attention()
 
 
 def _rebound(call: Any) -> FunctionType:
@@ -104,8 +102,15 @@ def _attention(  # noqa: PLR0913  # the signature of mlx-lm's
 ) -> mx.array:
     """mlx-lm's attention, which one of our caches computes itself."""
     if not isinstance(cache, LayerCache):
-        return stock_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+        stock = _stock_attention()
+        return stock(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
     return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def _stock_attention() -> Callable[..., mx.array]:
+    from mlx_lm.models import base  # not before a model is loaded: it takes seconds
+
+    return base.scaled_dot_product_attention
 
 
 def _product_of(module: Any) -> str | None:

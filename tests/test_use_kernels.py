@@ -20,10 +20,13 @@ from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import load_pair, load_target
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
-from dflash_mlx.verify import Verdict
+from dflash_mlx.verify import WALK, Verdict
 from families import FAMILIES, make_model
 from kernels_metal.emulator import emulated
+from kernels_metal.operations import TREE_WALK
+from kernels_metal.tree_walk import tree_walk_reference
 from test_load import write_model
+from toys import random_tree
 
 TREE = Tree.of([3, 1, 4, 1, 5, 9], [-1, 0, 0, 1, 2, 2])
 PROMPT = mx.arange(11)
@@ -305,6 +308,17 @@ def test_without_metal_a_commit_is_one_index_and_one_gather_for_each_array(monke
     assert len(gathered) == 6
     assert len({id(index) for index in gathered}) == 1
     assert gathered[0].tolist() == [2, 5]
+
+
+def test_the_walk_has_to_be_faster_than_the_loop_on_the_host_which_gives_the_same():
+    rng = np.random.default_rng(0)
+    for nodes in (2, 3, 9, 40):
+        tokens, parents = random_tree(rng, nodes, 3)
+        tree = Tree.of([0, *tokens], [-1, *parents])
+        choices = mx.array(rng.integers(0, 3, len(tree)).astype(np.uint32))
+        arguments = choices, tree.tokens, mx.array(tree.parents)
+        assert mx.array_equal(WALK.reference(*arguments), tree_walk_reference(*arguments))
+    assert WALK.kernel is TREE_WALK.kernel
 
 
 # The setting.

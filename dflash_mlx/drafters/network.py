@@ -148,8 +148,12 @@ class Network(nn.Module):
         values are used and discarded.
         """
         cache.extend(Block(x.shape[1], branches=branches))
+        masks: dict[tuple[bool, int | None], mx.array | None] = {}
         for layer, causal, layer_cache in zip(self.layers, self._causal, cache.layers, strict=True):
-            x = layer(x, _block_mask(causal, layer_cache), layer_cache)
+            kind = causal, layer_cache.window
+            if kind not in masks:
+                masks[kind] = _block_mask(causal, layer_cache)
+            x = layer(x, masks[kind], layer_cache)
         cache.discard()
         return self.norm(x)  # type: ignore[no-any-return]
 
