@@ -114,6 +114,20 @@ def test_what_the_kernels_do_not_take_is_left_to_stock_mlx_with_the_reason(monke
     assert choice.reason == "gemma2 computes the attention of some layers itself"
     (choice,) = three_bits.kernels.choices.values()
     assert choice.reason == "bits is 3, but must be one of 4, 8"
+    three_bits.use_kernels("off")
+    assert three_bits.kernels.choices == {}
+
+
+def test_weights_packed_otherwise_are_left_to_stock_mlx_with_the_reason(monkeypatch):
+    target = make_target(monkeypatch, "qwen2")
+    nn.quantize(target.model, group_size=32, bits=4, mode="mxfp4")
+    stock = pass_over(target)
+    target.use_kernels("on")
+    with emulated() as run:
+        assert mx.array_equal(pass_over(target), stock)
+    assert run.counters == []
+    reasons = {choice.reason for choice in target.kernels.choices.values()}
+    assert "mode is mxfp4, but must be affine" in reasons
 
 
 def test_quantised_layers_and_a_tied_head_go_through_their_kernel(monkeypatch):
@@ -125,6 +139,25 @@ def test_quantised_layers_and_a_tied_head_go_through_their_kernel(monkeypatch):
         ours = pass_over(target)
     assert len(run.of("verify_qmm")) == 2 * (7 * target.num_layers + 1)
     assert mx.abs(ours - stock).max().item() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_models_of_half_precision_go_through_every_kernel(monkeypatch, dtype):
+    target = make_target(monkeypatch, "llama", bits=4)
+    target.model.set_dtype(dtype)
+    stock = pass_over(target)
+    exact = make_target(monkeypatch, "llama", bits=4)
+    exact.model.set_dtype(dtype)
+    exact.model.set_dtype(mx.float32)
+    logits = pass_over(exact)
+    target.use_kernels("on")
+    with emulated() as run:
+        ours = pass_over(target)
+    assert {"cascade_attention", "verify_qmm"} <= {counters.kernel for counters in run.counters}
+    assert all(choice.kernel for choice in target.kernels.choices.values())
+    assert ours.dtype == dtype
+    error, stock_error = (mx.abs(found - logits).max().item() for found in (ours, stock))
+    assert error < 1.5 * stock_error
 
 
 def test_a_bias_is_added_to_the_kernels_product(monkeypatch):
