@@ -157,7 +157,7 @@ def test_models_of_half_precision_go_through_every_kernel(monkeypatch, dtype):
     assert all(choice.kernel for choice in target.kernels.choices.values())
     assert ours.dtype == dtype
     error, stock_error = (mx.abs(found - logits).max().item() for found in (ours, stock))
-    assert error < 1.5 * stock_error
+    assert error < 2 * stock_error
 
 
 def test_a_bias_is_added_to_the_kernels_product(monkeypatch):
