@@ -179,18 +179,17 @@ class ChatApp(App[None]):
         config = replace(config, model=model, kernels=self.pair_config.kernels)
         self.listener.expect(config, self.engine.load(config))
 
-    def action_stop(self) -> None:
-        if self.listener.job is not None:
-            self.listener.job.cancelled.set()
+    async def action_stop(self) -> None:
+        await self.listener.stop()
 
-    def action_stop_or_copy(self) -> None:
+    async def action_stop_or_copy(self) -> None:
         selected = self.screen.get_selected_text() or self.prompt.selected_text
         if selected:
             self.copy_to_clipboard(selected)
         elif self.listener.race is not None:
             self.listener.race.action_leave()
         elif self.listener.job is not None:
-            self.listener.job.cancelled.set()
+            await self.listener.stop()
         else:
             self.notify("Ctrl+Q or /quit leaves.")
 
@@ -206,7 +205,7 @@ class ChatApp(App[None]):
     async def action_quit(self) -> None:
         if self.listener.job is not None:
             self.listener.job.cancelled.set()
-            await self.listener.keep_answer("stopped")
+            await self.listener.keep_answer("stopped", leaving=True)
         self.exit()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:

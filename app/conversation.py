@@ -11,6 +11,7 @@ from dflash_chat.thinking import split_thinking
 from dflash_mlx.chat import Message
 
 TITLE_LENGTH = 60
+LONGEST_TITLE = 200  # characters of one that the user gives; lists read them whole
 UNTITLED = "New conversation"
 ENDINGS = {
     "stopped": "stopped here",

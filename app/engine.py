@@ -69,10 +69,11 @@ class Cancelled(GeneratorExit):
 
 @dataclass(frozen=True)
 class Job:
-    """A request in the queue. work: what the thread does for it."""
+    """A request in the queue. work: what the thread does for it. begun: whether it does it yet."""
 
     number: int
     work: Callable[[Job], None]
+    begun: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
@@ -123,6 +124,7 @@ class Engine:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._running = job
+            job.begun.set()
             try:
                 job.work(job)
             except Exception as error:
@@ -142,6 +144,9 @@ class Engine:
                 raise Cancelled
 
         ending = "stopped"
+        if job.cancelled.is_set():  # while it waited
+            self._post(Answered(job.number, ending))
+            return
         try:
             with closing(self._backend.answer(question, prefilled)) as rounds:  # type: ignore[type-var]
                 for done in rounds:
@@ -155,6 +160,9 @@ class Engine:
 
     def _race(self, job: Job, question: Question) -> None:
         verdict = None
+        if job.cancelled.is_set():
+            self._post(RaceDone(job.number, verdict))
+            return
         with closing(self._backend.race(question)) as steps:  # type: ignore[type-var]
             for step in steps:
                 if isinstance(step, Verdict):

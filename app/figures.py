@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -71,7 +72,9 @@ class Figures:
 
 def _same_kind(value: Any, default: Any) -> bool:
     if isinstance(default, tuple):
-        return isinstance(value, tuple) and all(isinstance(v, int | float) for v in value)
+        return isinstance(value, tuple) and all(_same_kind(v, 0.0) for v in value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
     kinds = (int, float) if isinstance(default, float) else type(default)
     return isinstance(value, kinds) and not isinstance(value, bool)
 

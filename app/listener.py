@@ -22,7 +22,7 @@ from dflash_chat.messages import (
     RoundDone,
 )
 from dflash_chat.pace import Pace
-from dflash_chat.picker import near_names
+from dflash_chat.picker import PUBLISHED, near_names
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.status import Progress
 from dflash_mlx import PairConfig
@@ -46,13 +46,22 @@ class Listener:
         self.waiting: set[int] = set()
         self.dirty = False
         self._loads: dict[int, PairConfig] = {}
+        self._set_aside = ""  # the method that a model without drafters could not serve
         self._pace = Pace()
 
     def expect(self, config: PairConfig, job: Job) -> None:
         """A pair is being loaded."""
         self._loads[job.number] = config
         self.waiting.add(job.number)
-        self._app.status.progress(Progress(f"loading {config.model or DEFAULT_MODEL}"))
+        self._rest()
+
+    async def stop(self) -> None:
+        """Stop the answer; one that has not begun yet is taken back at once."""
+        if self.job is None:
+            return
+        self.job.cancelled.set()
+        if not self.job.begun.is_set():
+            await self.keep_answer("stopped")
 
     async def hear(self, event: Event) -> None:
         """Take in one event; those of answers and races that are over say nothing any more."""
@@ -75,15 +84,19 @@ class Listener:
         if new and self._pace.due(time.perf_counter(), time.thread_time()):
             await self._draw()
 
-    async def keep_answer(self, ending: str) -> None:
-        """The answer is over: show and save it. Nothing said at all is as if never asked."""
+    async def keep_answer(self, ending: str, leaving: bool = False) -> None:
+        """The answer is over: show and save it. Nothing said at all is as if never asked.
+
+        leaving: the program ends; its question stays where it is saved, to be sent another time.
+        """
         app = self._app
         self.job = None
-        app.status.progress(None)
+        self._rest()
         text = await app.transcript.end(ending)
         await self._draw()
         if not text and ending == "stopped":
-            await self._take_back()
+            if not leaving:
+                await self._take_back()
             return
         figures = app.status.figures.as_dict() if app.status.figures else None
         app.conversation.turns.append(Turn("assistant", text, ending, figures))
@@ -115,7 +128,7 @@ class Listener:
         self._app.transcript.receive(done.text)
         self.dirty = True
         if done.figures.rounds == 1:
-            self._app.status.progress(None)
+            self._rest()
             await self._draw()
 
     async def _loaded(self, event: Loaded) -> None:
@@ -127,11 +140,17 @@ class Listener:
         self._done_waiting(event.job)
         self.waiting.add(app.engine.measure().number)
         if app.config.method in DRAFTED and not event.info.drafters:
+            self._set_aside = app.config.method
             app.config = replace(app.config, method="none")
+            name = PUBLISHED.get(event.info.name, "name")
             await app.say(
-                f"No drafter is known for {event.info.name}, so it decodes plainly. /drafter "
-                "names one, and /method ngram drafts without."
+                f"{event.info.name} was loaded without a drafter, so it decodes plainly. /drafter "
+                f"{name} adds one, and /method ngram drafts without."
             )
+        elif self._set_aside and event.info.drafters:
+            if app.config.method == "none":
+                app.config = replace(app.config, method=self._set_aside)
+            self._set_aside = ""
         app.show_header()
 
     def _plain_measured(self, event: PlainMeasured) -> None:
@@ -141,7 +160,13 @@ class Listener:
 
     def _done_waiting(self, job: int) -> None:
         self.waiting.discard(job)
-        self._app.status.progress(None)
+        self._rest()
+
+    def _rest(self) -> None:
+        """Nothing to show the progress of, but for a pair that waits to be loaded."""
+        config = next(iter(self._loads.values()), None)
+        what = None if config is None else f"loading {config.model or DEFAULT_MODEL}"
+        self._app.status.progress(None if what is None else Progress(what))
 
     def _raced(self, event: RaceMoved | RaceDone) -> None:
         if self.race is None or self.race.job.number != event.job:
@@ -153,9 +178,12 @@ class Listener:
             self.race.finish(event.verdict)
 
     async def _failed(self, event: Failed) -> None:
+        config = self._loads.pop(event.job, None)
         self._done_waiting(event.job)
-        if event.job in self._loads:
-            await self._loading_failed(self._loads.pop(event.job), event.problem)
+        if config is not None and config.model is not None:  # a search for near names takes a while
+            self._app.run_worker(self._loading_failed(config, event.problem))
+        elif config is not None:
+            await self._loading_failed(config, event.problem)
         elif self.job is not None and self.job.number == event.job:
             await self._answer_failed(event.problem)
         elif self.race is not None and self.race.job.number == event.job:
@@ -174,7 +202,7 @@ class Listener:
         """Keep what was said; a question without any answer goes back into the input line."""
         app = self._app
         self.job = None
-        app.status.progress(None)
+        self._rest()
         text = await app.transcript.end("failed")
         if text:
             app.conversation.turns.append(Turn("assistant", text, "failed"))

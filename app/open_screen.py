@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from dflash_chat.screens import ConfirmScreen
+from dflash_chat.conversation import LONGEST_TITLE
+from dflash_chat.screens import ConfirmScreen, Dialog
 from dflash_chat.store import Entry, Store
 from dflash_mlx import DFlashError
 
 
-class OpenScreen(ModalScreen[Path | None]):
+class OpenScreen(Dialog[Path | None]):
     """Lists a store's conversations; gives the file of the chosen one."""
 
     BINDINGS = [
@@ -35,9 +36,10 @@ class OpenScreen(ModalScreen[Path | None]):
             dialog.border_subtitle = "Enter opens, r renames, d deletes, Esc closes"
             yield Static(id="problem", markup=False)
             yield OptionList(markup=False)
-            yield Input(placeholder="new title", id="title")
+            yield Input(placeholder="new title", id="title", max_length=LONGEST_TITLE)
 
     def on_mount(self) -> None:
+        self._say("")
         self.query_one("#title").display = False
         self._fill()
         self.query_one(OptionList).focus()
@@ -52,6 +54,7 @@ class OpenScreen(ModalScreen[Path | None]):
             self.dismiss(None)
 
     def action_rename(self) -> None:
+        self._say("")
         if (entry := self._chosen()) is not None:
             title = self.query_one("#title", Input)
             title.value, title.display = entry.title, True
@@ -64,6 +67,7 @@ class OpenScreen(ModalScreen[Path | None]):
         self._end_renaming()
 
     def action_delete(self) -> None:
+        self._say("")
         entry = self._chosen()
         if entry is None:
             return
@@ -85,26 +89,27 @@ class OpenScreen(ModalScreen[Path | None]):
         return self._entries[at] if at is not None else None
 
     def _fill(self) -> None:
-        self._try(self._read)
+        known = self._try(self._read)
         options = self.query_one(OptionList)
         at = options.highlighted or 0
         options.clear_options()
         options.add_options([Option(_line(entry)) for entry in self._entries])
         if self._entries:
             options.highlighted = min(at, len(self._entries) - 1)
-        else:
+        elif known:
             self._say("No conversation has been saved yet.")
 
     def _read(self) -> None:
         self._entries = self._store.entries()
 
-    def _try(self, action: object) -> None:
-        assert callable(action)
+    def _try(self, action: Callable[[], None]) -> bool:
+        """Whether it was done; a problem stays on screen until the next key."""
         try:
             action()
-            self._say("")
         except DFlashError as error:
             self._say(str(error))
+            return False
+        return True
 
     def _say(self, text: str) -> None:
         problem = self.query_one("#problem", Static)

@@ -30,7 +30,13 @@ class ChatConfig:
 
     @property
     def folder(self) -> Path:
-        """Where conversations are kept."""
+        """Where conversations are kept; DFlashError below the home of a user who does not exist."""
         if self.conversations is not None:
-            return self.conversations.expanduser()
+            try:
+                return self.conversations.expanduser()
+            except RuntimeError:
+                raise DFlashError(
+                    f"there is no home folder for {self.conversations}",
+                    "name another folder with --conversations",
+                ) from None
         return platformdirs.user_data_path("dflash-chat") / "conversations"

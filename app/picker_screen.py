@@ -6,16 +6,16 @@ from pathlib import Path
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
 from dflash_chat import memory
 from dflash_chat.picker import Candidate, candidates
+from dflash_chat.screens import Dialog
 from dflash_mlx import PairConfig
 
 
-class PickerScreen(ModalScreen[PairConfig | None]):
+class PickerScreen(Dialog[PairConfig | None]):
     """Gives the pair to load, None when none was chosen."""
 
     BINDINGS = [("escape", "leave", "Leave")]
@@ -41,6 +41,8 @@ class PickerScreen(ModalScreen[PairConfig | None]):
         self.app.call_from_thread(self._show, found, there)
 
     def _show(self, found: list[Candidate], there: int) -> None:
+        if not self.is_active:  # the user did not wait
+            return
         self._candidates = found
         options = self.query_one(OptionList)
         options.loading = False

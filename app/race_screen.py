@@ -5,11 +5,11 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from dflash_chat.engine import Job
 from dflash_chat.messages import DRAFTED, PLAIN, RaceStep, Verdict
+from dflash_chat.screens import Dialog
 
 TITLES = {PLAIN: "plain decoding", DRAFTED: "with drafts"}
 
@@ -46,7 +46,7 @@ class Side(Vertical):
             self.query_one(VerticalScroll).scroll_end(animate=False)
 
 
-class RaceScreen(ModalScreen[None]):
+class RaceScreen(Dialog[None]):
     """Shows a race that is under way; leaving stops it."""
 
     BINDINGS = [("escape,q,enter", "leave", "Leave")]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_chat.commands import Call, help_rows
-from dflash_chat.conversation import Conversation
+from dflash_chat.conversation import LONGEST_TITLE, Conversation
 from dflash_chat.figures import statistics_rows
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.picker_screen import PickerScreen
@@ -101,6 +101,8 @@ class CommandRunner:
     async def _race(self, text: str) -> None:
         app = self._app
         self._need_idle()
+        if app.listener.race is not None:  # the palette opens over a race, too
+            raise DFlashError("a race is being run", "leave it with Esc first")
         question = app.question(text or None)
         race = app.listener.race = RaceScreen(app.engine.race(question))
         app.push_screen(race, self._race_left)
@@ -127,15 +129,18 @@ class CommandRunner:
 
     async def _open(self, _: str) -> None:
         self._need_idle()
-        self._app.push_screen(OpenScreen(self._app.store), self._opened)
+        stored = self._app.store.holds(self._app.conversation)
+        screen = OpenScreen(self._app.store)
+        self._app.push_screen(screen, lambda file: self._opened(file, stored))
 
-    async def _opened(self, file: Path | None) -> None:
+    async def _opened(self, file: Path | None, stored: bool) -> None:
+        """stored: whether the conversation on screen was in the list."""
         app = self._app
         try:
             if file is not None:
                 opened = app.store.open(file)
                 await app.show_conversation(opened.conversation, opened.problem)
-            else:
+            elif stored:
                 await self._closed_list()
         except DFlashError as error:
             await app.say(str(error), "error")
@@ -143,15 +148,15 @@ class CommandRunner:
     async def _closed_list(self) -> None:
         """The conversation on screen may have been renamed or deleted in the list."""
         app = self._app
-        file = app.store.file_of(app.conversation)
-        if file.exists():
-            app.conversation.title = app.store.open(file).conversation.title
+        if app.store.holds(app.conversation):
+            file = app.store.file_of(app.conversation)
+            app.conversation.title = app.store.read(file).conversation.title
             app.show_header()
         elif app.conversation.turns:
             await app.show_conversation(Conversation())
 
     async def _rename(self, title: str) -> None:
-        self._app.conversation.title = title
+        self._app.conversation.title = title[:LONGEST_TITLE]
         await self._app.save()
         self._app.show_header()
 
@@ -173,9 +178,7 @@ class CommandRunner:
 
     async def _export(self, name: str) -> None:
         app = self._app
-        file = Path(name).expanduser() if name else _free_file(app.conversation.shown_title)
-        if name and file.exists():
-            raise DFlashError(f"{file} exists already", "name another file")
+        file = _named_file(name) if name else _free_file(app.conversation.shown_title)
         export(app.conversation, file)
         await app.say(f"Written to {file.resolve()}.")
 
@@ -192,6 +195,18 @@ class CommandRunner:
     def _need_idle(self) -> None:
         if self._app.listener.job is not None:
             raise DFlashError("an answer is being written", "wait for it, or stop it with Esc")
+
+
+def _named_file(name: str) -> Path:
+    """The file to export to; DFlashError where there is one already or none can be."""
+    try:
+        file = Path(name).expanduser()
+        exists = file.exists()
+    except (OSError, RuntimeError, ValueError):  # too long, no such user's home, a zero byte
+        raise DFlashError(f"there can be no file {name[:80]!r}", "name another file") from None
+    if exists:
+        raise DFlashError(f"{file} exists already", "name another file")
+    return file
 
 
 def _free_file(title: str) -> Path:

@@ -7,12 +7,21 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
 from textual.containers import Vertical, VerticalScroll
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Static
 
 
-class RowsScreen(ModalScreen[None]):
+class Dialog(ModalScreen[ScreenResultType]):
+    """A screen over the chat that closes once, however often its keys are pressed."""
+
+    def dismiss(self, result: ScreenResultType | None = None) -> AwaitComplete:
+        """Close with `result`. Nothing where it is closed already or something lies over it."""
+        return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
+
+
+class RowsScreen(Dialog[None]):
     """Names and what they mean, in two columns."""
 
     BINDINGS = [("escape,q,enter,f3", "dismiss", "Close")]
@@ -31,7 +40,7 @@ class RowsScreen(ModalScreen[None]):
                 yield Static(table)
 
 
-class ConfirmScreen(ModalScreen[bool]):
+class ConfirmScreen(Dialog[bool]):
     """A question with yes or no."""
 
     BINDINGS = [("y", "answer(True)", "Yes"), ("n,escape", "answer(False)", "No")]

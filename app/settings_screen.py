@@ -9,9 +9,9 @@ from typing import Any
 
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Input, Select, Static, Switch
 
+from dflash_chat.screens import Dialog
 from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig
 
 
@@ -41,7 +41,7 @@ def parse(field: Field[Any], typed: str) -> Any:
         raise DFlashError(f"{field.name} is {typed!r}", f"type {kind}") from None
 
 
-class SettingsScreen(ModalScreen[DecodeConfig | None]):
+class SettingsScreen(Dialog[DecodeConfig | None]):
     """Gives the changed settings, None when nothing is to change."""
 
     BINDINGS = [("escape", "leave", "Leave"), ("ctrl+s", "save", "Save")]

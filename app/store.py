@@ -34,10 +34,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Opened:
-    """A conversation, and a sentence about what of its file could not be read, "" for nothing."""
+    """A conversation, and a sentence about what of its file could not be read, "" for nothing.
+
+    stamp: time and size of the file as it was read.
+    """
 
     conversation: Conversation
     problem: str = ""
+    stamp: tuple[int, int] = (0, 0)
 
 
 class Store:
@@ -54,8 +58,8 @@ class Store:
     def entries(self) -> list[Entry]:
         """All conversations, the newest change first; unreadable ones are marked."""
         try:
-            files = [f for f in self.folder.iterdir() if f.suffix == SUFFIX]
-            found = [_entry(file) for file in files]
+            files = [f for f in self.folder.iterdir() if f.match(f"[!.]*{SUFFIX}")]
+            found = [entry for file in files if (entry := _entry(file)) is not None]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -67,23 +71,35 @@ class Store:
 
         Where another window changed the file since, this one goes on under a name of its own.
         """
-        file = self.file_of(conversation)
-        if file in self._seen and file.exists() and _stamp(file) != self._seen[file]:
-            conversation.created = now()
-            conversation.title = f"{conversation.shown_title} (copy)"
-            file = self.file_of(conversation)
         try:
+            if self._changed(self.file_of(conversation)):
+                conversation.created = now()
+                conversation.title = f"{conversation.shown_title} (copy)"
+            file = self.file_of(conversation)
             self.folder.mkdir(parents=True, exist_ok=True)
             _replace(file, _as_lines(conversation))
             self._seen[file] = _stamp(file)
         except OSError as error:
             raise self._problem("write to", error) from None
 
+    def holds(self, conversation: Conversation) -> bool:
+        """Whether `conversation` is on disk."""
+        try:
+            return self.file_of(conversation).exists()
+        except OSError:
+            return False
+
     def open(self, file: Path) -> Opened:
         """Read a conversation as far as it is whole; what is damaged is set aside unchanged."""
+        opened = self.read(file)
+        self._seen[file] = opened.stamp
+        return opened
+
+    def read(self, file: Path) -> Opened:
+        """`open`, for a look only: what is on screen stays as old as it is."""
         try:
+            stamp = _stamp(file)
             data = file.read_bytes()
-            self._seen[file] = _stamp(file)
         except OSError as error:
             raise DFlashError(
                 f"{file} cannot be read ({error.strerror})", "choose another conversation"
@@ -94,14 +110,19 @@ class Store:
         bad = 1 if bad_head else bad_turn
         conversation = replace(head, created=file.stem, turns=turns)
         if bad is None:
-            return Opened(conversation)
-        return Opened(conversation, self._set_aside(file, data, bad, len(turns)))
+            return Opened(conversation, stamp=stamp)
+        return Opened(conversation, self._set_aside(file, data, bad, len(turns)), stamp)
 
     def rename(self, file: Path, title: str) -> None:
         """Give a stored conversation another title."""
-        conversation = self.open(file).conversation
-        conversation.title = title
-        self.save(conversation)
+        conversation = replace(self.read(file).conversation, title=title)
+        try:
+            behind = self._changed(file)
+            _replace(file, _as_lines(conversation))
+            if not behind:
+                self._seen[file] = _stamp(file)
+        except OSError as error:
+            raise self._problem("write to", error) from None
 
     def delete(self, file: Path) -> None:
         """Remove a conversation for good."""
@@ -109,6 +130,10 @@ class Store:
             file.unlink(missing_ok=True)
         except OSError as error:
             raise self._problem("delete from", error) from None
+
+    def _changed(self, file: Path) -> bool:
+        """Whether another window wrote `file` since this one read or wrote it."""
+        return file in self._seen and file.exists() and _stamp(file) != self._seen[file]
 
     def _set_aside(self, file: Path, data: bytes, line: int, turns: int) -> str:
         """Copy a damaged file, because the next save replaces it; what to tell the user."""
@@ -160,7 +185,7 @@ def _head(line: str) -> tuple[Conversation, bool]:
         if head["format"] != FORMAT or head["version"] != VERSION:
             raise ValueError("another format")
         return Conversation("", _text(head, "title"), _text(head, "model")), False
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return Conversation(""), True
 
 
@@ -172,7 +197,7 @@ def _turns(lines: list[str]) -> tuple[list[Turn], int | None]:
             break
         try:
             turns.append(_turn(json.loads(line)))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return turns, number
     return turns, None
 
@@ -193,16 +218,19 @@ def _text(raw: dict[str, Any], name: str) -> str:
     return value
 
 
-def _entry(file: Path) -> Entry:
-    """One line of the list; only the first line of the file is read."""
-    modified = file.stat().st_mtime
+def _entry(file: Path) -> Entry | None:
+    """One line of the list; only the first line is read. None for a file that has just gone."""
+    try:
+        modified = file.stat().st_mtime
+    except FileNotFoundError:
+        return None
     try:
         with file.open(encoding="utf-8") as lines:
             head = json.loads(lines.readline(1 << 16))
         title = head["title"] or head["preview"]
         if head["format"] != FORMAT or not isinstance(title, str):
             raise ValueError("another format")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return Entry(file, UNTITLED, file.stem, modified, damaged=True)
     return Entry(file, title, file.stem, modified)
 

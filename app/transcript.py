@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
@@ -14,25 +14,29 @@ from dflash_chat.conversation import ENDINGS, Turn
 from dflash_chat.thinking import Split, ThinkingReader, split_thinking
 from dflash_chat.window import Window
 
-SHOWN = 4000  # characters of a question that are shown
+SHOWN = 4000  # characters of a question or a notice that are shown
 MOST_NOTICES = 8
 _EDGE = 1  # rows from an edge at which more messages are mounted
+
+
+def _cut(text: str) -> str:
+    if len(text) <= SHOWN:
+        return text
+    return f"{text[:SHOWN]}…\n[{len(text):,} characters in all]"
 
 
 class Question(Static):
     """What the user said, as it was typed; a very long text is cut on screen only."""
 
     def __init__(self, text: str) -> None:
-        if len(text) > SHOWN:
-            text = f"{text[:SHOWN]}…\n[{len(text):,} characters in all]"
-        super().__init__(text, markup=False, classes="question")
+        super().__init__(_cut(text), markup=False, classes="question")
 
 
 class Notice(Static):
-    """A sentence of the app itself. kind: "error" or "note"."""
+    """A sentence of the app itself, cut where it quotes too much. kind: "error" or "note"."""
 
     def __init__(self, text: str, kind: str) -> None:
-        super().__init__(text, markup=False, classes=f"notice {kind}")
+        super().__init__(_cut(text), markup=False, classes=f"notice {kind}")
 
 
 class Reply(Vertical):
@@ -140,15 +144,17 @@ class Transcript(VerticalScroll):
 
     async def show(self, turns: Sequence[Turn]) -> None:
         """Show the end of `turns`, a list that the caller goes on appending to."""
-        self._turns = turns
-        self._live = self._live_reply = None
-        self.window = Window()
-        await self.query("#transcript > .question, #transcript > .reply, .notice").remove()
-        await self.follow()
+        async with self.lock:
+            self._turns = turns
+            self._live = self._live_reply = None
+            self.window = Window()
+            await self.query("#transcript > .question, #transcript > .reply, .notice").remove()
+            await self.follow()
 
     async def follow(self) -> None:
         """Go to the newest message, drawing what was appended."""
-        await self._move(self.window.newest(self._total))
+        async with self.lock:
+            await self._move(self.window.newest(self._total))
         self.anchor()
 
     async def begin(self) -> None:
@@ -164,19 +170,21 @@ class Transcript(VerticalScroll):
 
     async def draw(self) -> None:
         """Bring the growing answer on screen up to date."""
-        if self._live is not None and self._live_reply is not None:
-            await self._live_reply.grow(self._live.take())
+        async with self.lock:  # else the page may be turned, and the reply gone or not yet there
+            if self._live is not None and self._live_reply is not None:
+                await self._live_reply.grow(self._live.take())
 
     async def end(self, ending: str) -> str:
         """The answer is over, and the caller appends it to the turns; returns its text."""
-        if self._live is None:
-            return ""
-        self._live.finish()
-        await self.draw()
-        if self._live_reply is not None:
-            await self._live_reply.finish(ending)
-        text, self._live, self._live_reply = self._live.text, None, None
-        return text
+        async with self.lock:
+            if self._live is None:
+                return ""
+            self._live.finish()
+            await self.draw()
+            if self._live_reply is not None:
+                await self._live_reply.finish(ending)
+            text, self._live, self._live_reply = self._live.text, None, None
+            return text
 
     async def notice(self, text: str, kind: str = "note") -> None:
         """A sentence at the end; the oldest ones go."""
@@ -192,25 +200,34 @@ class Transcript(VerticalScroll):
             return
         if new_value <= _EDGE and new_value < old_value and self.window.start > 0:
             self._moving = True
-            self.call_later(self._turn_page, self.window.earlier())
+            self.call_later(self._turn_page, Window.earlier)
         elif new_value >= self.max_scroll_y - _EDGE and not self.window.at_end:
             self._moving = True
-            self.call_later(self._turn_page, self.window.later())
+            self.call_later(self._turn_page, Window.later)
 
     @property
     def _total(self) -> int:
         return len(self._turns) + (self._live is not None)
 
-    async def _turn_page(self, window: Window) -> None:
-        """Move the window, keeping on screen what was there."""
-        kept = self._message_widgets()[0 if window.start < self.window.start else -1]
+    async def _turn_page(self, turn: Callable[[Window], Window]) -> None:
+        """Move the window, keeping on screen what was there.
+
+        The lock, because the app changes the conversation from another message queue.
+        """
         try:
-            await self._move(window)
-            if kept.is_attached:
-                top = window.start == self.window.start and kept is not self._last_widget()
-                self.scroll_to_widget(kept, animate=False, top=top, immediate=True)
+            async with self.lock:
+                await self._move_to(turn(self.window))
         finally:
             self._moving = False
+
+    async def _move_to(self, window: Window) -> None:
+        if window == self.window:
+            return
+        kept = self._message_widgets()[0 if window.start < self.window.start else -1]
+        await self._move(window)
+        if kept.is_attached:
+            top = window.start == self.window.start and kept is not self._last_widget()
+            self.scroll_to_widget(kept, animate=False, top=top, immediate=True)
 
     async def _move(self, window: Window) -> None:
         """Mount and remove widgets until the window is on screen."""

@@ -1,7 +1,9 @@
 """Conversations in the chat: resumed, listed, renamed, and very long."""
 
+import asyncio
 import threading
 
+from textual import events
 from textual.widgets import Input, OptionList
 
 from app_scripts import (
@@ -19,6 +21,7 @@ from dflash_chat.open_screen import OpenScreen
 from dflash_chat.screens import ConfirmScreen
 from dflash_chat.store import Store
 from dflash_chat.transcript import MOST_NOTICES
+from dflash_chat.window import Window
 
 
 def test_a_conversation_is_resumed_where_it_was(tmp_path):
@@ -116,6 +119,9 @@ def test_rename_delete_and_export_work_on_the_conversation_on_screen(tmp_path, m
         assert "# Big Question" in (tmp_path / "big-question.md").read_text()
         await say(app, pilot, "/export big-question.md")
         assert "exists already" in notices(app)[-1]
+        for name in ("~no-such-user/talk.md", "x" * 5000, "no/such/folder/talk.md"):
+            await say(app, pilot, f"/export {name}")
+            assert "; name " in notices(app)[-1]
         await say(app, pilot, "/delete")
         await pilot.press("n")
         assert app.conversation.turns
@@ -178,12 +184,82 @@ def test_scrolling_up_keeps_the_place_and_stays_there_while_an_answer_streams(tm
         await until(lambda: app.listener.job is None, pilot)
         assert app.transcript.window.start == place.start
         assert app.conversation.turns[-1].content == ANSWER
-        for _ in range(5):
+
+        def at_the_end():
             app.transcript.scroll_end(animate=False)
-            await pilot.pause(0.05)
-        assert "That is all." in screen_text(app)
+            return "That is all." in screen_text(app)
+
+        await until(at_the_end, pilot, 60)
 
     drive(steps, tmp_path, backend)
+
+
+def test_a_page_may_be_turned_while_the_answer_is_drawn(tmp_path):
+    backend = ScriptedBackend(gate=threading.Semaphore(1))
+
+    async def steps(app, pilot, backend):
+        transcript = app.transcript
+        app.conversation.turns[:] = long_talk(60)
+        await transcript.show(app.conversation.turns)
+        await say(app, pilot, "What meets?")
+        await until(lambda: app.status.figures, pilot)
+        for turn in (Window.earlier, Window.later):
+            page = asyncio.create_task(transcript._turn_page(turn))
+            while not page.done():
+                transcript.receive("and ")
+                await transcript.draw()
+                await asyncio.sleep(0)
+            await page
+        backend.gate.release(100)
+        await until(lambda: app.listener.job is None, pilot, 60)
+        assert "and and" in app.conversation.turns[-1].content
+
+    drive(steps, tmp_path, backend)
+
+
+def test_a_list_in_which_nothing_could_be_saved_takes_nothing_from_the_screen(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+
+    async def steps(app, pilot, backend):
+        await answered(app, pilot, "only in memory")
+        await say(app, pilot, "/open")
+        assert "cannot read" in screen_text(app)
+        await pilot.press("escape")
+        await until(lambda: app.screen is app.base, pilot)
+        await answered(app, pilot, "still here?")
+        assert len(backend.questions[-1].messages) == 3
+
+    drive(steps, tmp_path / "file" / "talks")
+
+
+def test_a_title_that_cannot_be_saved_is_a_sentence_in_the_list(tmp_path, monkeypatch):
+    async def steps(app, pilot, backend):
+        await answered(app, pilot, "first talk")
+        await say(app, pilot, "/open")
+
+        def full(_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("os.fsync", full)
+        await pilot.press("r")
+        app.screen.query_one(Input).value = "Rivers"
+        await pilot.press("enter")
+        await until(lambda: "cannot write to" in screen_text(app), pilot)
+        monkeypatch.undo()
+
+    drive(steps, tmp_path)
+
+
+def test_enter_pressed_twice_in_the_list_opens_one_conversation(tmp_path):
+    async def steps(app, pilot, backend):
+        await answered(app, pilot, "first talk")
+        await say(app, pilot, "/open")
+        for _ in range(2):
+            app.post_message(events.Key("enter", "\r"))
+        await until(lambda: app.screen is app.base, pilot)
+        await answered(app, pilot, "goes on")
+
+    drive(steps, tmp_path)
 
 
 def test_notices_do_not_pile_up(tmp_path):

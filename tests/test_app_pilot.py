@@ -163,6 +163,7 @@ def test_an_answer_stops_within_one_round_and_keeps_what_was_said(tmp_path, key)
         await say(app, pilot, "What meets?")
         await until(lambda: app.status.figures and app.status.figures.rounds == 2, pilot)
         await pilot.press(key)
+        await until(lambda: app.listener.job.cancelled.is_set(), pilot)
         backend.gate.release(100)
         await until(lambda: app.listener.job is None, pilot)
         assert backend.rounds_run <= 3
@@ -190,6 +191,47 @@ def test_an_answer_stopped_before_its_first_word_gives_the_question_back(tmp_pat
         assert "tokens" not in screen_text(app)
 
     drive(steps, tmp_path, backend)
+
+
+def test_a_question_stopped_while_the_model_loads_is_given_back_at_once(tmp_path):
+    hold = threading.Event()
+
+    class Slow(ScriptedBackend):
+        def load(self, config):
+            if config.model:
+                hold.wait(60)
+            return super().load(config)
+
+    async def steps(app, pilot, backend):
+        await say(app, pilot, "/model other/one")
+        await say(app, pilot, "hello")
+        await pilot.press("escape")
+        await until(lambda: app.prompt.text == "hello", pilot)
+        assert app.listener.job is None
+        assert "loading other/one" in screen_text(app), "still under way"
+        hold.set()
+        await until(lambda: app.info.name == "other/one", pilot)
+        await answered(app, pilot, "hello")
+        assert len(backend.questions) == 1, "what was stopped is never begun"
+
+    drive(steps, tmp_path, Slow())
+
+
+def test_a_question_without_an_answer_yet_survives_leaving(tmp_path):
+    backend = ScriptedBackend(prefills=[(10, 100)])
+
+    async def first(app, pilot, backend):
+        await say(app, pilot, "long prompt")
+        await until(lambda: "10 of 100 tokens" in screen_text(app), pilot)
+        app.run_worker(app.action_quit())
+        await until(lambda: app._exit, pilot)
+        backend.held.set()
+
+    async def second(app, pilot, backend):
+        assert app.prompt.text == "long prompt"
+
+    drive(first, tmp_path, backend)
+    drive(second, tmp_path, resume=True)
 
 
 def test_ctrl_c_copies_a_selection_and_otherwise_tells_how_to_leave(tmp_path):

@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from textual.widgets import OptionList
 
 from app_scripts import ANSWER, ScriptedBackend, race_of, scripted_app, until
 from dflash_chat.conversation import Conversation, Turn
@@ -112,7 +113,7 @@ async def conversations(app, pilot):
 
 async def models(app, pilot):
     await command(app, pilot, "/model")
-    await pilot.pause(0.1)
+    await until(lambda: app.screen.query_one(OptionList).option_count, pilot)
 
 
 # name, size, what to do, theme, and whether the picture is shown in the documentation
@@ -181,7 +182,7 @@ async def take(size, steps, theme, folder) -> str:
         app.prompt.cursor_blink = False
         await steps(app, pilot)
         result = await settled_picture(app, pilot)
-        app.action_stop()
+        await app.action_stop()
         backend.held.set()
         if backend.gate is not None:
             backend.gate.release(1000)

@@ -78,6 +78,7 @@ def damaged(store, change):
         (lambda data: b"", 0, 1),
         (lambda data: os.urandom(5000), 0, 1),
         (lambda data: b"[1, 2]\n" + data, 0, 1),
+        (lambda data: data + b"[" * 100_000, 4, 6),
     ],
 )
 def test_a_damaged_file_gives_what_stands_before_the_damage_and_is_kept(store, change, turns, line):
@@ -135,6 +136,36 @@ def test_two_windows_on_one_conversation_lose_nothing(store):
     store.save(conversation)
     questions = sorted(store.open(e.file).conversation.questions[-1] for e in store.entries())
     assert questions == ["from the other window", "from this window"]
+
+
+def test_a_look_or_a_new_title_does_not_hide_what_another_window_wrote(store):
+    conversation = talk(("a", "b"))
+    store.save(conversation)
+    file = store.file_of(conversation)
+    other = Store(store.folder)
+    theirs = other.open(file).conversation
+    theirs.turns.append(Turn("user", "from the other window"))
+    other.save(theirs)
+    assert store.read(file).conversation == theirs
+    store.rename(file, "Rivers")
+    conversation.turns.append(Turn("user", "from this window"))
+    store.save(conversation)
+    questions = sorted(store.read(e.file).conversation.questions[-1] for e in store.entries())
+    assert questions == ["from the other window", "from this window"]
+
+
+def test_what_a_crash_left_half_written_is_not_listed(store):
+    conversation = talk(("a", "b"))
+    store.save(conversation)
+    file = store.file_of(conversation)
+    file.with_name(f".new-1-{file.name}").write_bytes(file.read_bytes()[:-5])
+    assert [entry.file for entry in store.entries()] == [file]
+
+
+def test_a_conversation_that_vanishes_while_the_others_are_listed_hides_none(store):
+    store.save(talk(("a", "b")))
+    (store.folder / "gone.jsonl").symlink_to("nowhere")
+    assert [entry.title for entry in store.entries()] == ["a"]
 
 
 def test_a_conversation_that_another_window_deleted_is_saved_again(store):

@@ -81,8 +81,7 @@ def test_a_small_terminal_a_resize_a_large_paste_and_ctrl_c_do_no_harm(chat):
         terminal.until(lambda screen: "[paste 1: 1,045,000 characters]" in screen)
         terminal.type(ENTER)
         terminal.until(lambda screen: "shorten the prompt" in screen)
-        terminal.type(CTRL_C + "/modle" + ENTER)
-        terminal.until(lambda screen: "there is no command" in screen or "[paste 1" in screen)
+        terminal.until(lambda screen: "[paste 1" in screen)
         terminal.type(CTRL_Q)
         assert terminal.wait() == 0
         assert "Traceback" not in terminal.text
@@ -134,6 +133,19 @@ def test_output_that_is_no_terminal_is_refused_with_a_next_step():
     assert done.returncode == 2
     assert done.stdout == b""
     assert b"give a question with --prompt" in done.stderr
+
+
+def test_without_a_terminal_one_question_is_answered_as_plain_text(pair):
+    options = [*pair, "--max-tokens", "12", "--method", "dflash"]
+
+    def ask(*more, text=b""):
+        command = [sys.executable, "-c", START, *options, *more]
+        return subprocess.run(command, input=text, capture_output=True, cwd=ROOT, check=True)
+
+    asked, piped = ask("--prompt", "hello"), ask(text=b"hello")
+    assert asked.stdout == piped.stdout
+    assert asked.stdout.strip()
+    assert b"tok/s" in asked.stderr
 
 
 @pytest.mark.real
