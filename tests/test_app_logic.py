@@ -1,7 +1,7 @@
 """The chat's pure parts: tables of inputs and what they give."""
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app_scripts import figures_of, tree_of
@@ -35,6 +35,9 @@ from dflash_chat.tree_view import (
 )
 from dflash_chat.window import Window
 from dflash_mlx import DFlashError, Statistics
+
+# A busy machine is slow, not wrong.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # Commands
 
@@ -97,6 +100,7 @@ def test_thoughts_are_told_from_the_answer(text, thought, answer):
     assert split_thinking(text) == Split(thought, answer)
 
 
+@UNHURRIED
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<", "th", "ink>", "a", "</"])), st.data())
 def test_thoughts_are_told_the_same_however_the_text_is_cut(parts, data):
     text = "".join(parts)
@@ -120,6 +124,7 @@ def test_bars_go_from_the_lowest_to_the_highest():
     assert histogram([-1, 9]) == BARS[0] + BARS[7]
 
 
+@UNHURRIED
 @given(st.lists(st.text(min_size=1, max_size=30), min_size=1), st.integers(1, 200))
 def test_a_status_line_never_exceeds_its_width(parts, width):
     assert len(fit(parts, width)) <= width
@@ -165,6 +170,9 @@ def test_stored_figures_come_back_and_damaged_ones_are_left_out():
     bad = {"rounds": "many", "tokens_per_second": None, "prompt_tokens": True, "other": 1}
     assert Figures.read(bad) == Figures()
     assert Figures.read({"accepted_by_position": ["x"]}).accepted_by_position == ()
+    for figure in (float("nan"), float("inf")):
+        endless = {"accepted_by_position": [figure], "tokens_per_second": figure}
+        assert Figures.read(endless) == Figures()
 
 
 # Redrawing
