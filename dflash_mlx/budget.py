@@ -28,10 +28,6 @@ from dflash_mlx.tree import Tree
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 _CONTEXT = 128  # tokens before the measured passes
 _REPEATS = 3
-_BINS = 10  # of confidence
-_DEPTHS = 8  # told apart; deeper nodes count as the last
-_PRIOR = 8.0  # nodes that a drafter's own confidence weighs as much as
-_RECENT = 16  # drafts whose time is remembered
 
 
 @dataclass(frozen=True)

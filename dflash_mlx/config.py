@@ -135,7 +135,8 @@ class DecodeConfig:
     exact: bool = option(
         False,
         "decide near-ties as plain decoding does, so that greedy answers are its answers token by "
-        "token; takes memory for a second cache and time for every near-tie",
+        "token; takes memory for a second cache, time for every near-tie, and computes a whole "
+        "conversation anew for every answer",
         action="store_true",
     )
     max_tokens: int = option(512, "stop after this many tokens", type=int)
@@ -157,15 +158,20 @@ class DecodeConfig:
             self.acceptance,
             f"one of {', '.join(ACCEPTANCES)}",
         )
-        _require(self.branches >= 1, "branches", self.branches, "1 or more")
-        budget_ok = self.budget is None or self.budget >= 2
-        _require(budget_ok, "budget", self.budget, "2 or more")
+        _require(1 <= self.branches <= 32, "branches", self.branches, "1 to 32")
+        budget_ok = self.budget is None or 2 <= self.budget <= 96
+        _require(budget_ok, "budget", self.budget, "2 to 96, or auto")
         greedy = self.sampling.temperature == 0
         _require(greedy or not self.exact, "exact", self.exact, "temperature 0 for greedy decoding")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _require(self.prefill_step >= 1, "prefill_step", self.prefill_step, "1 or more")
         _require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
         _require("" not in self.stop, "stop", "", "a text of at least one character")
+
+    @property
+    def guarded(self) -> bool:
+        """Whether near-ties are decided again; plain decoding has nothing to decide."""
+        return self.exact and self.method != "none"
 
     @property
     def draws_drafts(self) -> bool:

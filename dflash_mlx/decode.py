@@ -63,7 +63,7 @@ def decode(
 
 def make_rule(target: Target, state: State, sampler: Sampler, config: DecodeConfig) -> Rule:
     """The acceptance rule that the settings ask for, for one answer."""
-    if config.exact and config.method != "none":
+    if config.guarded:
         return NearTieGuard(target, state, sampler, noise_of(target))
     return Reject(sampler) if config.draws_drafts else Match(sampler)
 

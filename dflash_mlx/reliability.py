@@ -35,7 +35,8 @@ class Reliability:
         tried, right = self.tried[cells], self.right[cells]
         chances: npt.NDArray[Any] = (right + _PRIOR * confidence) / (tried + _PRIOR)
         chances[0] = 1.0
-        return chances
+        likely: npt.NDArray[Any] = np.minimum(chances, 1.0)
+        return likely
 
     def learn(self, accepted: Accepted) -> None:
         """Count the children of every node on the accepted path."""

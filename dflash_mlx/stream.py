@@ -57,7 +57,7 @@ class Session:
         self.pair = pair
         self.config = config or DecodeConfig()
         self.drafter = make_drafter(pair, self.config)
-        if self.config.exact and self.config.method != "none":
+        if self.config.guarded:
             noise_of(pair.target)  # now, not in the time of the first answer
         self.state = State(pair.target.new_cache(), self.drafter.new_context())
 
@@ -88,6 +88,8 @@ class Session:
         text = StopText(self.pair.tokenizer, self.config.stop)
         begin = time.perf_counter()
         target, state = self.pair.target, self.state
+        if self.config.guarded:
+            state.trim(0)  # rows that passes over several rows have written are not plain ones
         statistics.reused_tokens = prefill(
             target, self.drafter, state, prompt, self.config, observer
         )

@@ -93,12 +93,13 @@ class Tree:
     def graft(self, tokens: Sequence[int], logprobs: Sequence[float], source: str) -> Tree:
         """This tree and the chain `tokens` from its root on; shared prefixes stay shared.
 
-        Every node must have its log-probability; a node that both have keeps the larger one.
+        Every node must have its log-probability; a node that both have is whose it is likelier.
         """
         known, sources = list(self.logprobs or (0.0,)), list(self.sources or [""] * len(self))
         parents, node, shared = list(self.parents), 0, 0
         while shared < len(tokens) and (child := self.child(node, tokens[shared])) is not None:
-            known[child] = max(known[child], logprobs[shared])
+            if logprobs[shared] > known[child]:
+                known[child], sources[child] = logprobs[shared], source
             node, shared = child, shared + 1
         for logprob in logprobs[shared:]:
             parents.append(node)

@@ -203,8 +203,9 @@ def read_answers(file: Path, vocab_size: int) -> list[Row]:
 def main(argv: Sequence[str]) -> None:
     arguments = parser().parse_args(argv)
     cli.check_output(arguments.json)
-    methods = read_methods(arguments.methods, cli.read_decode_config(arguments))
-    del methods[PLAIN]
+    methods = simulated(arguments.methods, cli.read_decode_config(arguments))
+    if arguments.every < 1:
+        raise DFlashError(f"--every is {arguments.every}", "choose 1 or more")
     pair = load_pair(cli.read_pair_config(arguments), NEEDS_TREES)
     rows = read_answers(arguments.corpus, vocabulary_size(pair.target))[:: arguments.every]
     with remembering() as memory:
@@ -213,6 +214,19 @@ def main(argv: Sequence[str]) -> None:
     print_table(report)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def simulated(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
+    """The methods to walk with; DFlashError where times would decide, or none is left."""
+    methods = read_methods(names, config)
+    del methods[PLAIN]
+    if not methods:
+        raise DFlashError(f"there is nothing to simulate in {names!r}", "name a drafting method")
+    for name, method in methods.items():
+        cut = method.method == "ddtree" or (method.method == "d2sd" and method.growth == "joint")
+        if cut and method.budget is None:
+            raise DFlashError(f"the budget of {name!r} depends on times", f"try {name}:budget=16")
+    return methods
 
 
 def made(pair: Pair, methods: dict[str, DecodeConfig]) -> Iterator[tuple[str, Drafter]]:

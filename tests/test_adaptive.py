@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from dflash_mlx.accept import Accepted
 from dflash_mlx.budget import PassTimes
 from dflash_mlx.config import DecodeConfig
 from dflash_mlx.decode import decode, prefill
@@ -253,11 +254,33 @@ def test_a_changed_tree_is_not_taken_for_the_one_proposed():
     """Whoever replaces a proposal must not be learned from."""
     clock = Clock()
     target = TimedTarget(clock, RISING)
-    honest = Honest("draft", [5] * 50, 0.1, lambda i: 0.9, clock)
+    for changed, learned in ((False, True), (True, False)):
+        honest = Honest("draft", [5] * 50, 0.1, lambda i: 0.9, clock)
+        drafter = Adaptive("toy", {"draft": honest}, RISING, False, clock)
+        state = State(target.new_cache(), drafter.new_context())
+        prefill(target, drafter, state, [1, 2, 3], DecodeConfig(), Observer())
+        tree = drafter.propose(state, 9)
+        assert len(tree) > 1
+        state.last = Accepted(replace(tree) if changed else tree, (0,), 7)
+        drafter.propose(state, 9)
+        assert (drafter.experience.reliability.tried.sum() > 0) == learned
+
+
+def test_passes_that_take_longer_than_measured_make_wider_trees_worth_it():
+    """As behind a long context: what every pass costs more makes its rows cheaper by comparison."""
+
+    class Slow(TimedTarget):
+        def forward(self, tokens, cache, block, taps=()):
+            self.clock.now += 10.0
+            return super().forward(tokens, cache, block, taps)
+
+    clock = Clock()
+    target = Slow(clock, RISING)
+    plain = answer(run(target, NoDraft(), 300))
+    honest = Honest("draft", plain, 0.3, lambda i: 0.7, clock)
     drafter = Adaptive("toy", {"draft": honest}, RISING, False, clock)
-    state = State(target.new_cache(), drafter.new_context())
-    prefill(target, drafter, state, [1, 2, 3], DecodeConfig(), Observer())
-    first = drafter.propose(state, 9)
-    assert first is not replace(first)
-    drafter.propose(state, 9)
-    assert drafter.experience.reliability.tried.sum() == 0
+    start = clock.now
+    rounds = run(target, drafter, 300)
+    assert clock.now - start < 0.65 * 300 * 11
+    late = [len(accepted.tree) for accepted in rounds[30:]]
+    assert np.mean(late) > 5

@@ -12,14 +12,16 @@ from dflash_mlx.decode import decode, prefill
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.exact import SAFETY, Noise, lead, measure_noise, noise_of
+from dflash_mlx.load import Pair
 from dflash_mlx.observer import Observer
 from dflash_mlx.state import State
 from dflash_mlx.statistics import Statistics
-from dflash_mlx.stream import TextDelta
+from dflash_mlx.stream import Session, TextDelta, collect
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
 from dflash_mlx.verify import verify
 from families import VOCAB_SIZE, make_model
+from test_session import Letters
 from toys import Scripted, random_tree
 
 TOKENS = 48
@@ -316,3 +318,17 @@ def test_the_lead_is_the_distance_of_the_best_two():
 def test_sampling_with_exact_is_refused():
     with pytest.raises(DFlashError, match="exact is True; choose temperature 0"):
         DecodeConfig(exact=True, sampling=SamplingConfig(temperature=0.7))
+
+
+def test_every_turn_of_a_conversation_equals_plain_decoding_from_scratch():
+    """Rows that earlier answers left behind came from passes over several rows."""
+    target = Rounding("llama", FAMILIES["llama"])
+    repeats = prompt_of(5, 12) * 2
+    plain_config = DecodeConfig(method="none", max_tokens=24)
+    exact_config = DecodeConfig(method="ngram", exact=True, max_tokens=24)
+    pair = Pair(target, Letters())
+    session, prompt = Session(pair, exact_config), repeats
+    for _ in range(3):
+        plain = collect(Session(pair, plain_config).stream(prompt)).tokens
+        assert collect(session.stream(prompt)).tokens == plain
+        prompt = [*prompt, *plain, *repeats]

@@ -188,3 +188,17 @@ def test_real_networks_draw_and_reject_and_an_abandoned_answer_goes_on(pair):
     assert state.context.length == state.position == 2 + len(said)
     rest = [t for r in decode(pair.target, drafter, state, config, Observer()) for t in r.tokens]
     assert len(rest) == 30
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_every_answer_of_a_session_draws_drafts_of_its_own_unless_seeded(pair, seed):
+    sampling = SamplingConfig(2.0, seed=seed)
+    config = DecodeConfig(method="dflash", max_tokens=6, acceptance="reject", sampling=sampling)
+    drafter = make_drafter(pair, config)
+    state = State(pair.target.new_cache(), drafter.new_context())
+    drafts = set()
+    for _ in range(12):
+        prefill(pair.target, drafter, state, [1, 2, 3, 4], config, Observer())
+        first = next(decode(pair.target, drafter, state, config, Observer()))
+        drafts.add(first.tree.drafted)
+    assert len(drafts) == 1 if seed is not None else len(drafts) > 6

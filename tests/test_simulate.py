@@ -15,6 +15,7 @@ from dflash_mlx.corpus.rows import Row
 from dflash_mlx.decode import decode, prefill
 from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import Pair
 from dflash_mlx.observer import Observer
 from dflash_mlx.state import State
@@ -86,3 +87,18 @@ def test_what_is_remembered_is_forgotten_when_the_text_goes_on(script, pair):
         counts = script.simulate(pair, drafters, [row, row], memory)
         alone = script.simulate(pair, drafters, [row], memory)
     assert counts["one"].rounds["all"] == 2 * alone["one"].rounds["all"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [("none", "nothing to simulate"), ("d2sd", "depends on times"), ("ddtree:4", "depends on")],
+)
+def test_what_cannot_be_simulated_is_refused(script, methods, message):
+    with pytest.raises(DFlashError, match=message):
+        script.simulated(methods, DecodeConfig())
+
+
+def test_every_zeroth_answer_is_refused(script, tmp_path):
+    arguments = ["--corpus", str(tmp_path / "none"), "--methods", "dflash", "--every", "0"]
+    with pytest.raises(DFlashError, match="--every is 0"):
+        script.main(arguments)

@@ -68,7 +68,7 @@ def test_a_grafted_chain_shares_what_the_tree_has_already():
     assert grown.tokens.tolist() == [9, 1, 2, 5, 6]
     assert grown.parents == (-1, 0, 0, 2, 3)
     assert grown.logprobs == (0.0, -1.0, -1.5, -3.0, -3.0)
-    assert grown.sources == ("", "first", "first", "lookup", "lookup")
+    assert grown.sources == ("", "first", "lookup", "lookup", "lookup")
 
 
 def test_a_lone_root_can_be_grafted_on_and_nothing_changes_nothing():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dflash_mlx.config import DecodeConfig
+from dflash_mlx.config import CONTROLS, METHODS, DecodeConfig
 from dflash_mlx.errors import DFlashError
 
 PLAIN = "none"
@@ -27,7 +27,7 @@ _DEFAULTS = {
     "branches": ("1", "2", "4", "6", "8"),
     "budget": (AUTO, "4", "8", "16", "32", "48"),
 }
-_TAKERS = {
+_TAKERS: dict[str, tuple[str, ...]] = {
     "block": ("dflash", "ddtree", "d2sd", "ngram", "resample"),
     "branches": ("d2sd", "resample"),
     "budget": ("ddtree", "d2sd"),
@@ -38,7 +38,7 @@ def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
     """Settings by method name; `none` first, since the others are compared with it."""
     methods = {PLAIN: replace(config, method=PLAIN, block_size=None)}
     for name in (part.strip() for part in names.split(",")):
-        if name.split(":")[0] != PLAIN:
+        if name != PLAIN:
             methods[name] = _read_method(name, config)
     return methods
 
@@ -53,7 +53,13 @@ def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
             key, value = "block", detail
         if key not in _FIELDS:
             raise DFlashError(f"{name!r} sets {key!r}", f"choose from {', '.join(_FIELDS)}")
+        if method in METHODS + CONTROLS and method not in _TAKERS.get(key, (method,)):
+            raise DFlashError(
+                f"{name!r} sets {key!r}, which {method} does not have", "leave it out"
+            )
         given[_FIELDS[key]] = _read_value(name, key, value)
+    if given.get("growth") == "paper" and given.get("budget") is not None:
+        raise DFlashError(f"{name!r} cuts the published tree", "leave the budget or the growth out")
     return replace(config, method=method, **given)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 import mlx.core as mx
-import numpy as np
 
 from dflash_mlx.budget import PassTimes
 from dflash_mlx.drafters.base import Drafter
@@ -115,6 +114,7 @@ class Adaptive:
         self.experience = Experience(arms)
         self._round: _Round | None = None
         self._blind = 0
+        self._beyond = Average(0.0)  # seconds that rounds take beyond what was measured
 
     @property
     def rounds_ahead(self) -> int:
@@ -174,7 +174,8 @@ class Adaptive:
         if len(tree) == 1:
             return tree
         reached = reach(tree, self.experience.reliability.chances(tree))
-        return tree.only(worth_keeping(reached, self._times.of, median(arm.drafting)))
+        fixed = median(arm.drafting) + max(self._beyond.mean, 0.0)
+        return tree.only(worth_keeping(reached, self._times.of, fixed))
 
     def _learn(self, state: State, now: float) -> None:
         """Take in how the last round went."""
@@ -186,7 +187,10 @@ class Adaptive:
         if not last.blind:
             last.arm.tokens.add(len(state.last.path))
         took = now - last.start
-        last.arm.seconds.add(float(np.clip(took, last.seconds / _OUTLIER, last.seconds * _OUTLIER)))
+        most = _OUTLIER * max(last.seconds, last.arm.seconds.mean)
+        seconds = min(max(took, last.seconds / _OUTLIER), most)
+        last.arm.seconds.add(seconds)
+        self._beyond.add(seconds - last.seconds)
         for arm in self.experience.arms:
             arm.waited = 0.0 if arm is last.arm else arm.waited + took
 

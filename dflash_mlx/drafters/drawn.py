@@ -21,10 +21,13 @@ class DrawnBlock(BlockDiffusion):
 
     def __init__(self, model: BlockModel, block_size: int | None, sampling: SamplingConfig) -> None:
         super().__init__(model, block_size)
+        self._sampling = sampling
         self._sampler = Sampler(sampling)
 
     def propose(self, state: State, room: int) -> Tree:
         """A chain of min(block_size, room) nodes that knows what it was drawn from."""
+        if state.last is None:  # every answer is a draw of its own
+            self._sampler = Sampler(self._sampling)
         rows = min(self.block_size, room)
         if rows == 1:
             return Tree.chain(state.anchor)
