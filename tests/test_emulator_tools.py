@@ -7,7 +7,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from emulator_tiny import RAMP, fault, run
+from emulator_tiny import RAMP, fault, numbers, run
 from kernels_metal.catalog import CATALOG
 from kernels_metal.emulator import EmulatorError, __main__, compiler
 from kernels_metal.factory import Kernel, Launch, launch
@@ -31,6 +31,8 @@ LINT = {
     "o[i] = static_cast<int4>(float4(1)).x;": "o[i] = int4(float4(1)).x;",
     "using V = vec<T, 4>; o[i] = ((V)(1.0f)).x;": "using V = vec<T, 4>; o[i] = V(1.0f).x;",
     "ulong4 x = 0; o[i] = x.x;": "ulong2 x = 0; o[i] = x.x;",
+    "static float x = 1; o[i] = x;": "float statics = 1; o[i] = static_cast<float>(statics);",
+    "static constexpr int X = 1; o[i] = X;": "constexpr int X = 1; o[i] = X;",
 }
 T = {"template": (("T", mx.float32),)}
 
@@ -50,6 +52,13 @@ HEADERS = {
     "inline float f(float x) {\n  threadgroup float s[2];\n  return x;\n}\n": 2,
     "struct S {\n  float* p;\n};\ninline float f(float x) { return x; }\n": 2,
     "\n\ninline void take(S* s) {}\nstruct S { float x; };\n": 3,
+    "static int calls(int x) { return x; }\n": 1,
+    "constexpr int X = 3;\ninline float f(float x) { return x; }\n": 1,
+    "inline float f(float x) { return x; }\n\nconst float TABLE[2] = {1, 2};\n": 3,
+    "#define ONE \\\n  int x = 1;\nfloat y;\n": 3,
+    "namespace n {\ntypedef int I;\nI x = 3;\n}\n": 3,
+    "template <typename T>\nconstexpr int X = 3;\n": 1,
+    "struct S {\n  int x;\n} s;\n": 1,
 }
 
 
@@ -57,6 +66,24 @@ HEADERS = {
 def test_the_lint_reads_headers_too(header):
     error = fault("lint", ".", "o[i] = f(a[i]);", RAMP, header=header)
     assert (error.file, error.line) == ("head.metal", HEADERS[header])
+
+
+def test_constants_types_and_functions_stand_outside_functions():
+    header = """#define TWICE(x) \\
+      ((x) * 2)
+    namespace n {
+    constant int TABLE[2] = {1, 2};
+    template <typename V> constant constexpr V ONE = 1;
+    }
+    struct S { static constant constexpr int X = 1; float x; };
+    enum E { A, B };
+    typedef float F;
+    using namespace n;
+    static_assert(sizeof(S) == 4, "");
+    F g(float x);
+    static inline F f(float x) { int y = TWICE(1); return x + y + S::X + TABLE[1] + ONE<int>; }
+    """
+    assert numbers(run("o[i] = f(a[i]);", RAMP, header=header)[0])[1] == 1 + 2 + 1 + 2 + 1
 
 
 def test_functions_that_call_others_are_no_recursion():

@@ -14,6 +14,7 @@ from kernels_metal.emulator.text import (
     VECTORS,
     line_at,
     matching,
+    outermost_statements,
     threadgroup_declarations,
     vector_aliases,
     without_comments,
@@ -31,9 +32,15 @@ _FORBIDDEN = {
     r"throw|try|catch|noexcept": "Metal has no exceptions",
     r"virtual|dynamic_cast|typeid": "Metal has no run-time types",
     r"u?long[34]": "the emulator does not check accesses of 32 bytes",
+    r"static(?!\s+(?:inline|constant|constexpr\s+constant)\b)": "Metal has no static variables",
     r"goto|register|thread_local|asm": "not part of Metal",
 }
 _SPACES = re.compile(r"\b(?:device|threadgroup|constant|thread)\b")
+_TEMPLATE = re.compile(r"^template\s*<[^;{}()]*>\s*(?=\w)")
+_NO_VARIABLE = re.compile(
+    r"^;$|^(?:using|typedef|static_assert|namespace|friend)\b|^threadgroup\b"  # that has a check
+    r"|^(?:struct|class|enum|union)\b[^{}=]*(?:\{\})?;$|\)\s*(?:const\s*)?(?:;|\{\})$"
+)
 _NOT_FUNCTIONS = {"if", "for", "while", "switch", "return", "sizeof"}
 
 
@@ -80,6 +87,7 @@ def find_problems(
             _unqualified_pointers(text.source, types),
             _vector_casts(text.source, vector_aliases(whole)),
             _threadgroup_variables(text),
+            () if text.is_body else _global_variables(text.source),
             _recursion(text.source),
         )
         found = sorted(problem for problems in checks for problem in problems)
@@ -136,6 +144,13 @@ def _threadgroup_variables(text: _Text) -> Iterator[Problem]:
         before = text.source[:at]
         if not text.is_body or before.count("{") > before.count("}"):
             yield at, "variables in threadgroup memory belong to the outermost level of a kernel"
+
+
+def _global_variables(source: str) -> Iterator[Problem]:
+    for at, statement in outermost_statements(source):
+        declaration = _TEMPLATE.sub("", statement)
+        if not _NO_VARIABLE.search(declaration) and not re.search(r"\bconstant\b", declaration):
+            yield at, "variables outside functions belong to the constant address space"
 
 
 def _recursion(source: str) -> Iterator[Problem]:

@@ -12,6 +12,9 @@ SCALARS = ("bool", "size_t", "float16_t", "bfloat16_t", *NUMBERS, *FLOATS, *SIZE
 VECTORS = tuple(f"{scalar}{n}" for scalar in (*NUMBERS, *FLOATS) for n in (2, 3, 4))
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
+_DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n\\]|\\.)*", re.MULTILINE | re.DOTALL)
+_NAMESPACE = re.compile(r"\bnamespace\b[^{};=()]*\{")
+_FUNCTION = re.compile(r"\)\s*(?:const\s*)?\{\}$")
 _ALIAS = re.compile(
     r"\busing\s+(\w+)\s*=\s*(?:metal::)?vec\s*<|\btypedef\s+(?:metal::)?vec\s*<[^;]*>\s*(\w+)\s*;"
 )
@@ -53,6 +56,26 @@ def matching(text: str, opening: int) -> int:
         if depth == 0:
             return position + 1
     return len(text)
+
+
+def outermost_statements(source: str) -> Iterator[tuple[int, str]]:
+    """Position and text of what stands in no brace but a namespace's; what braces hold is left out.
+
+    source: without comments.
+    """
+    source = _DIRECTIVE.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), source)
+    while opening := _NAMESPACE.search(source):
+        end = matching(source, opening.end() - 1)
+        inside = source[opening.end() : end - 1]
+        source = f"{source[: opening.start()]}{' ' * len(opening[0])}{inside} {source[end:]}"
+    start, depth, text = 0, 0, ""
+    for at, letter in enumerate(source):
+        depth -= letter == "}"
+        text += letter if depth == 0 else ""
+        depth += letter == "{"
+        if depth == 0 and (letter == ";" or (letter == "}" and _FUNCTION.search(text))):
+            yield start + len(text) - len(text.lstrip()), text.strip()
+            start, text = at + 1, ""
 
 
 def threadgroup_declarations(source: str) -> Iterator[re.Match[str]]:
