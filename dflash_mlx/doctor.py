@@ -192,7 +192,7 @@ def _check(trial: Trial, kernels: Dispatch | None) -> Result:
     choice = kernels.choose(trial.operation, *trial.arguments) if kernels else None
     try:
         return Result(trial, error(trial), choice=choice)
-    except (EmulatorError, RuntimeError) as fault:  # RuntimeError: Metal's compiler refuses it
+    except (EmulatorError, RuntimeError, ValueError) as fault:  # Metal or this GPU refuses it
         return Result(trial, float("inf"), str(fault).strip().partition("\n")[0], choice)
 
 

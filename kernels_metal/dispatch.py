@@ -62,8 +62,8 @@ class Operation:
     """An operation that has a kernel and a reference, called with the same arguments.
 
     case: rows, shape, bits and dtype of a call, so fine that the kernel takes all calls of a case
-    or none. compared: the arrays of a result in which kernel and reference must agree. check:
-    raises ValueError for arguments the kernel does not take.
+    or none. compared: of a result and the arguments it is for, the arrays in which kernel and
+    reference must agree. check: raises ValueError for arguments the kernel does not take.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Operation:
     reference: Callable[..., Any]
     check: Callable[..., None]
     case: Callable[..., tuple[int, tuple[int, ...], int, str]]
-    compared: Callable[[Any], list[mx.array]]
+    compared: Callable[..., list[mx.array]]
 
 
 class Dispatch:
@@ -136,13 +136,13 @@ class Dispatch:
             return Choice(True, "kernels are switched on" if on else "not on Metal, so not raced")
         try:
             return self._probe(operation, args) or self._race(operation, args)
-        except RuntimeError as error:  # Metal's compiler refuses it, or this GPU cannot run it
+        except (RuntimeError, ValueError) as error:  # the compiler refuses it, or this GPU cannot
             return Choice(False, f"does not run here: {str(error).strip().splitlines()[0]}")
 
     def _probe(self, operation: Operation, args: tuple[Any, ...]) -> Choice | None:
         """The reference, where the kernel does not agree with it."""
-        ours = operation.compared(operation.kernel(*args))
-        stock = operation.compared(operation.reference(*args))
+        ours = operation.compared(operation.kernel(*args), *args)
+        stock = operation.compared(operation.reference(*args), *args)
         for a, b in zip(ours, stock, strict=True):
             error, limit = difference(a, b), TOLERANCES.get(dtype_name(b.dtype), 0.0)
             if not error <= limit:  # nor where it is not a number
@@ -160,7 +160,7 @@ class Dispatch:
         times = []
         for _ in range(RUNS):
             start = self._clock()
-            mx.eval(operation.compared(f(*args)))
+            mx.eval(operation.compared(f(*args), *args))
             times.append(self._clock() - start)
         return min(times)
 
@@ -184,11 +184,16 @@ def fingerprint() -> str:
 
 
 def difference(ours: mx.array, stock: mx.array) -> float:
-    """The largest difference, as a share of the largest number; any difference of integers is 1."""
+    """The largest difference, as a share of the largest finite number; 1 for other integers.
+
+    Equal infinities do not differ.
+    """
     if not mx.issubdtype(stock.dtype, mx.floating):
         return 0.0 if mx.array_equal(ours, stock).item() else 1.0
     a, b = ours.astype(mx.float32), stock.astype(mx.float32)
-    return float((mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1e-30)).item())  # type: ignore[arg-type]
+    apart = mx.where(a == b, 0.0, mx.abs(a - b)).max()
+    size = mx.where(mx.isfinite(b), mx.abs(b), 0.0).max()
+    return float((apart / mx.maximum(size, 1e-30)).item())  # type: ignore[arg-type]
 
 
 def bucket(size: int) -> int:

@@ -12,9 +12,14 @@ from kernels_metal.dispatch import Operation, bucket, dtype_name
 Key = tuple[int, tuple[int, ...], int, str]
 
 
-def _of(rows: int, shape: tuple[int, ...], array: mx.array, bits: int | None = None) -> Key:
-    bits = array.itemsize * 8 if bits is None else bits
-    return bucket(rows), shape, bits, dtype_name(array.dtype)
+def _of(
+    rows: int, shape: tuple[int, ...], arrays: Sequence[mx.array], bits: int | None = None
+) -> Key:
+    """dtype: one for all arrays, or that of each where they differ; bits: of the first."""
+    bits = arrays[0].itemsize * 8 if bits is None else bits
+    dtypes = [array.dtype for array in arrays]
+    alike = all(dtype == dtypes[0] for dtype in dtypes)
+    return bucket(rows), shape, bits, "+".join(map(dtype_name, dtypes[:1] if alike else dtypes))
 
 
 def _cascade_case(
@@ -26,21 +31,22 @@ def _cascade_case(
     sinks: mx.array | None = None,
 ) -> Key:
     heads = (queries.shape[1], keys.shape[1], queries.shape[3], values.shape[3])
-    return _of(queries.shape[2], (*heads, bucket(seen.keys), int(sinks is not None)), queries)
+    arrays = [queries, keys, values, *([] if sinks is None else [sinks])]
+    return _of(queries.shape[2], (*heads, bucket(seen.keys), int(sinks is not None)), arrays)
 
 
 def _draft_head_case(logits: mx.array, k: int) -> Key:
-    return _of(logits.shape[0], (logits.shape[1], k), logits)
+    return _of(logits.shape[0], (logits.shape[1], k), [logits])
 
 
 def _tree_walk_case(choices: mx.array, tokens: mx.array, parents: mx.array) -> Key:
-    return _of(choices.shape[0], (), choices)
+    return _of(choices.shape[0], (), [choices, tokens, parents])
 
 
 def _cache_commit_case(
     caches: Sequence[mx.array], path: Sequence[int], first: Sequence[int]
 ) -> Key:
-    return _of(len(path), (len(caches), caches[0].shape[1], caches[0].shape[3]), caches[0])
+    return _of(len(path), (len(caches), caches[0].shape[1], caches[0].shape[3]), caches)
 
 
 def _verify_qmm_case(
@@ -51,12 +57,15 @@ def _verify_qmm_case(
     packing: verify_qmm.Packing,
 ) -> Key:
     shape = (x.shape[1], weights.shape[0], packing.group, int(packing.invariant))
-    return _of(x.shape[0], shape, x, packing.bits)
+    return _of(x.shape[0], shape, [x, scales, biases], packing.bits)
 
 
-def _head_arrays(head: draft_head.DraftHead) -> list[mx.array]:
-    """Without the ids: of equal logits either may be chosen."""
-    return [head.logprobs, head.logsumexp]
+def _head_arrays(head: draft_head.DraftHead, logits: mx.array, k: int) -> list[mx.array]:
+    """For the ids the log-probabilities they have: of equal logits either may be chosen."""
+    known = (head.ids >= 0) & (head.ids < logits.shape[1])
+    chosen = mx.take_along_axis(logits, mx.where(known, head.ids, 0), axis=-1)
+    chosen = chosen.astype(mx.float32) - head.logsumexp[:, None]
+    return [head.logprobs, mx.where(known, chosen, mx.nan), head.logsumexp]
 
 
 CASCADE_ATTENTION = Operation(
@@ -65,7 +74,7 @@ CASCADE_ATTENTION = Operation(
     cascade_attention.cascade_attention_reference,
     cascade_attention.check_arguments,
     _cascade_case,
-    lambda out: [out],
+    lambda out, *args: [out],
 )
 DRAFT_HEAD = Operation(
     "draft_head",
@@ -81,7 +90,7 @@ TREE_WALK = Operation(
     tree_walk.tree_walk_reference,
     tree_walk.check_arguments,
     _tree_walk_case,
-    lambda result: [result],
+    lambda result, *args: [result],
 )
 CACHE_COMMIT = Operation(
     "cache_commit",
@@ -89,7 +98,7 @@ CACHE_COMMIT = Operation(
     cache_commit.accepted_rows_reference,
     cache_commit.check_arguments,
     _cache_commit_case,
-    list,
+    lambda rows, *args: rows,
 )
 VERIFY_QMM = Operation(
     "verify_qmm",
@@ -97,6 +106,6 @@ VERIFY_QMM = Operation(
     verify_qmm.verify_qmm_reference,
     verify_qmm.check_arguments,
     _verify_qmm_case,
-    lambda y: [y],
+    lambda y, *args: [y],
 )
 OPERATIONS = (CASCADE_ATTENTION, DRAFT_HEAD, TREE_WALK, CACHE_COMMIT, VERIFY_QMM)

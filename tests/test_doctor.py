@@ -104,7 +104,12 @@ def test_a_reference_that_differs_is_reported_and_ends_with_1(without_metal, mon
 
 
 @pytest.mark.parametrize(
-    "fault", [EmulatorError("race", "on s", "verify_qmm"), RuntimeError("cannot compile\nat 3")]
+    "fault",
+    [
+        EmulatorError("race", "on s", "verify_qmm"),
+        RuntimeError("cannot compile\nat 3"),
+        ValueError("Thread group size (256) is greater than the maximum allowed"),
+    ],
 )
 def test_a_kernel_that_does_not_run_is_wrong_with_its_reason(without_metal, monkeypatch, fault):
     def faulty(*arguments):

@@ -21,7 +21,7 @@ def operation(kernel=lambda x: x + 1, check=lambda x: None):
         lambda x: x + 1,
         check,
         lambda x: (bucket(x.shape[0]), (), x.itemsize * 8, dispatch.dtype_name(x.dtype)),
-        lambda y: [y],
+        lambda y, x: [y],
     )
 
 
@@ -43,6 +43,12 @@ def on_metal(monkeypatch):
     monkeypatch.setattr(dispatch, "executor", lambda: factory.metal)
 
 
+@pytest.fixture
+def no_metal(monkeypatch):
+    """As on Linux, also where these tests run on a Mac."""
+    monkeypatch.setattr(dispatch, "executor", lambda: None)
+
+
 def elsewhere(kernel, inputs, plan):
     raise AssertionError("not called")
 
@@ -53,7 +59,7 @@ def choose(mode="auto", steps=(1.0, 2.0), made=None, x=None, table=None):
     return kernels, kernels.choose(operation() if made is None else made, x)
 
 
-def test_without_metal_the_reference_runs_in_every_mode():
+def test_without_metal_the_reference_runs_in_every_mode(no_metal):
     for mode in ("auto", "on"):
         kernels, choice = choose(mode)
         assert choice == Choice(False, "no Metal on this machine")
@@ -74,6 +80,13 @@ def test_a_kernel_that_disagrees_is_not_used_however_fast(on_metal, wrong):
     choice = choose(made=operation(lambda x: x + 1 + wrong))[1]
     assert not choice.kernel
     assert choice.reason.startswith("differs from the reference by ")
+
+
+@pytest.mark.parametrize(("wrong", "used"), [(0.0, True), (0.01, False)])
+def test_equal_infinities_agree_and_hide_no_other_difference(on_metal, wrong, used):
+    x = mx.array([1.0, -mx.inf, mx.inf])
+    assert choose(x=x, made=operation(lambda x: x + 1 + wrong))[1].kernel is used
+    assert dispatch.difference(mx.array([1.0, 2.0]), x[:2]) == mx.inf
 
 
 def test_integers_must_agree_exactly(on_metal):
@@ -107,13 +120,16 @@ def test_a_table_of_other_kernels_or_another_mlx_is_made_anew(on_metal, monkeypa
     assert table_from_json(saved) == {}
 
 
-def test_a_kernel_that_metal_refuses_is_not_used_and_says_why(on_metal):
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_a_kernel_that_metal_refuses_is_not_used_and_says_why(on_metal, kind):
+    """ValueError: MLX's for a threadgroup that needs more registers than there are."""
+
     def refused(x):
-        raise RuntimeError("[metal::Device] Unable to build metal library from source\nline 3")
+        raise kind("[metal::Device] Unable to build metal library from source\nline 3")
 
     reason = "does not run here: [metal::Device] Unable to build metal library from source"
     assert choose(made=operation(refused))[1] == Choice(False, reason)
-    with pytest.raises(RuntimeError, match="Unable to build"):
+    with pytest.raises(kind, match="Unable to build"):
         Dispatch("on", family="").run(operation(refused), mx.ones(3))
 
 
@@ -176,16 +192,40 @@ def calls():
 
 
 @pytest.mark.parametrize("i", range(5), ids=[o.name for o in operations.OPERATIONS])
-def test_every_operation_runs_and_names_its_case(i):
+def test_every_operation_runs_and_names_its_case(i, monkeypatch):
     made, (arguments, case) = operations.OPERATIONS[i], calls()[i]
     kernels = Dispatch("auto", family="g1")
-    reference = made.compared(made.reference(*arguments))
-    for a, b in zip(made.compared(kernels.run(made, *arguments)), reference, strict=True):
+    reference = made.compared(made.reference(*arguments), *arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "executor", lambda: None)
+        stock = made.compared(kernels.run(made, *arguments), *arguments)
+    for a, b in zip(stock, reference, strict=True):
         assert mx.array_equal(a, b)
     assert kernels.choices == {}
     with emulated() as run:
         result = kernels.run(made, *arguments)
     assert run.counters
-    for a, b in zip(made.compared(result), reference, strict=True):
+    for a, b in zip(made.compared(result, *arguments), reference, strict=True):
         assert dispatch.difference(a, b) <= dispatch.TOLERANCES.get(dispatch.dtype_name(b.dtype), 0)
     assert list(kernels.choices) == [f"{made.name}/{case}/g1"]
+
+
+@pytest.mark.parametrize(("i", "changed"), [(0, 1), (0, 2), (2, 1), (2, 2), (4, 2), (4, 3)])
+def test_a_case_does_not_mix_dtypes_that_the_kernel_takes_and_refuses(i, changed):
+    made, arguments = operations.OPERATIONS[i], list(calls()[i][0])
+    taken = made.case(*arguments)
+    made.check(*arguments)
+    arguments[changed] = arguments[changed].astype(mx.bfloat16)
+    with pytest.raises(ValueError, match="dtype"):
+        made.check(*arguments)
+    assert made.case(*arguments) != taken
+
+
+def test_dtypes_that_differ_are_named_in_the_order_of_the_arguments():
+    arguments, _ = calls()[0]
+    sinks = mx.zeros(4, mx.bfloat16)
+    assert operations.CASCADE_ATTENTION.case(*arguments[:5], sinks)[3] == (
+        "float16+float16+float16+bfloat16"
+    )
+    caches = [mx.ones((1, 2, 10, 4), mx.bfloat16), mx.ones((1, 2, 10, 4))]
+    assert operations.CACHE_COMMIT.case(caches, [1], [0, 0])[3] == "bfloat16+float32"
