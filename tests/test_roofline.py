@@ -147,6 +147,8 @@ def test_the_document_has_the_tables_that_the_script_prints(roofline, traffic):
     printed = [line for line in roofline.report(traffic).splitlines() if line.startswith("|")]
     assert len(printed) > 60
     assert [line for line in printed if line not in lines] == []
+    kept = [line for line in lines if line.startswith("|")]
+    assert [line for line in kept if line not in printed] == []
 
 
 def test_pictures_are_drawn_small_and_the_document_shows_them(scripts, traffic, tmp_path):
