@@ -129,7 +129,7 @@ class ScriptedBackend:
         last = len(question.messages[-1]["content"].split()) + 10
         for tokens, total in self.prefills:
             prefilled(tokens, total)
-            self.held.wait(10)
+            self.held.wait(60)
         prefilled(prompt - last, prompt)
         rounds = rounds_of(result, prompt, prompt - last) if isinstance(result, str) else result
         for done in rounds:
@@ -170,7 +170,7 @@ def scripted_app(
     return ChatApp(Start(PairConfig(), decode, config), backend), backend
 
 
-async def until(condition: Callable[[], object], pilot: Any, most: float = 10.0) -> None:
+async def until(condition: Callable[[], object], pilot: Any, most: float = 60.0) -> None:
     """Let the app run until `condition` holds; AssertionError after `most` seconds."""
     loop = asyncio.get_running_loop()
     end = loop.time() + most

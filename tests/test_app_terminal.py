@@ -100,7 +100,7 @@ def test_a_model_that_does_not_exist_is_a_sentence_in_the_app(tmp_path):
 def test_a_window_that_is_closed_ends_the_program(chat):
     with chat() as terminal:
         terminal.close()
-        assert terminal.process.wait(20) != 0
+        assert terminal.process.wait(90) != 0
 
 
 def test_a_fault_of_the_screen_is_one_sentence_that_names_its_log(tmp_path, monkeypatch):
