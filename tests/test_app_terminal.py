@@ -169,8 +169,14 @@ def test_the_default_pair_from_the_first_question_to_a_resumed_conversation(tmp_
         terminal.until(lambda screen: "x plain" in screen, 300)
         terminal.type("And how long are they?" + ENTER)
         asked = r"how long are they\?.*prefilled (\d+) of (\d+)"
-        found = terminal.until(lambda screen: re.search(asked, screen, re.DOTALL), 300)
-        new, prompt = map(int, re.search(asked, found, re.DOTALL).groups())
+        before = str(first.figures["prompt_tokens"])  # stands there until the next prefill
+
+        def prefilled(screen):
+            found = re.search(asked, screen, re.DOTALL)
+            return found if found and found[2] != before else None
+
+        found = prefilled(terminal.until(prefilled, 300))
+        new, prompt = map(int, found.groups())
         assert prompt > first.figures["prompt_tokens"] + first.figures["generated_tokens"]
         assert new < 30, "what the first turn computed is not computed again"
         terminal.type("/quit" + ENTER)
