@@ -18,7 +18,9 @@ from dflash_mlx.drafters.adaptive import Adaptive
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.observer import Observer
 from dflash_mlx.state import State
+from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
+from families import make_model
 from toys import ToyTarget
 
 VOCABULARY = 14
@@ -201,7 +203,7 @@ def test_what_one_session_learned_the_next_one_knows():
     case = Case(RISING, {"draft": (0.5, lambda i: 0.03, 1)})
     honest = Honest("draft", case.plain, 0.5, lambda i: 0.03, case.clock)
     fresh = Adaptive("toy", {"draft": honest}, RISING, looks_up=False, clock=case.clock)
-    fresh.learn_from(case.drafter.experience)
+    fresh.experience = case.drafter.experience
     rounds = run(case.target, fresh, 30)
     assert sum(len(accepted.tree) > 1 for accepted in rounds) <= 2
     assert answer(rounds) == case.plain[:30]
@@ -284,3 +286,23 @@ def test_passes_that_take_longer_than_measured_make_wider_trees_worth_it():
     assert clock.now - start < 0.65 * 300 * 11
     late = [len(accepted.tree) for accepted in rounds[30:]]
     assert np.mean(late) > 5
+
+
+def test_drafts_are_timed_before_the_first_round():
+    """The first guess at a round is its draft's time and a pass over eight rows."""
+
+    class Timed(Honest):
+        def propose(self, state, room):
+            self.clock.now += self.seconds
+            return Tree.chain(state.anchor)
+
+    clock = Clock()
+    target = Target(make_model("llama"), 200, "tiny")
+    made = {name: Timed(name, [], took, float, clock) for name, took in (("a", 0.25), ("b", 2.0))}
+    drafter = Adaptive("toy", made, RISING, clock=clock)
+    drafter.time_drafts(target)
+    plain, *drafted = drafter.experience.arms
+    assert plain.seconds.mean == pytest.approx(1.0)
+    assert [arm.draft_seconds for arm in drafted] == pytest.approx([0.25, 2.0])
+    pass_seconds = float(RISING.of(8))
+    assert [arm.seconds.mean - pass_seconds for arm in drafted] == pytest.approx([0.25, 2.0])

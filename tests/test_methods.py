@@ -177,3 +177,21 @@ def test_a_model_without_the_usual_ropes_is_refused():
 
     with pytest.raises(DFlashError, match="cannot verify trees"):
         Target(Other(), 100, "other").check_trees()
+
+
+@pytest.mark.parametrize("changes", [{}, {"branches": 2}, {"block_size": 3}, {"lookup": False}])
+def test_sessions_share_what_they_learn_as_long_as_the_settings_are_the_same(pair, changes):
+    first = drafter_of(pair, "d2sd, as many as pay")
+    other = drafter_of(pair, "d2sd, as many as pay", **changes)
+    assert (other.experience is first.experience) == (not changes)
+
+
+def test_what_was_learned_with_other_kernels_is_not_used(pair):
+    before = drafter_of(pair, "ddtree, as many as pay").experience
+    mode = pair.target.kernels.mode
+    pair.target.use_kernels("on" if mode != "on" else "off")
+    try:
+        pair.target.pass_times = PassTimes((1, 96), (1.0, 3.0))
+        assert drafter_of(pair, "ddtree, as many as pay").experience is not before
+    finally:
+        pair.target.use_kernels(mode)

@@ -18,6 +18,7 @@ from dflash_mlx.state import Context, State
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
 
+_PLAIN = "plain decoding"
 _MEMORY = 24  # rounds that an average remembers
 _TRUST = 2.0  # rounds that the first guess weighs as much as
 _PROBES = 0.01  # of the time may go into rounds that try what looks slower
@@ -53,12 +54,16 @@ class Arm:
     other rounds since the last one of this.
     """
 
-    def __init__(self, name: str, drafter: Drafter | None, tokens: float, times: PassTimes) -> None:
-        self.name, self.drafter = name, drafter
-        self.drafting: deque[float] = deque([0.0] if drafter is None else [], maxlen=_RECENT)
-        self.tokens = Average(tokens)
-        self.seconds = Average(float(times.of(1)))
+    def __init__(self, name: str, tokens: float, seconds: float) -> None:
+        self.name = name
+        self.drafting: deque[float] = deque(maxlen=_RECENT)
+        self.tokens, self.seconds = Average(tokens), Average(seconds)
         self.waited = 0.0
+
+    @property
+    def draft_seconds(self) -> float:
+        """Of one draft, 0 where there is none."""
+        return median(self.drafting) if self.drafting else 0.0
 
     @property
     def rate(self) -> float:
@@ -109,9 +114,10 @@ class Adaptive:
         self.name, self._looks_up, self._times, self._clock = name, looks_up, times, clock
         self._model = list(drafters.values())[-1]
         self.taps = self._model.taps
-        arms = [Arm("plain decoding", None, 1.0, times)]
-        arms += [Arm(label, drafter, 2.0, times) for label, drafter in drafters.items()]
-        self.experience = Experience(arms)
+        self._drafters = drafters
+        one_row = float(times.of(1))
+        arms = [Arm(_PLAIN, 1.0, one_row), *(Arm(label, 2.0, one_row) for label in drafters)]
+        self.experience = Experience(arms)  # of an earlier session, if there was one
         self._round: _Round | None = None
         self._blind = 0
         self._beyond = Average(0.0)  # seconds that rounds take beyond what was measured
@@ -125,12 +131,6 @@ class Adaptive:
         """The drafters'."""
         return self._model.new_context()
 
-    def learn_from(self, experience: Experience) -> None:
-        """Go on from what another session with the same drafters has learned."""
-        for old, own in zip(experience.arms, self.experience.arms, strict=True):
-            old.drafter = own.drafter
-        self.experience = experience
-
     def time_drafts(self, target: Target) -> None:
         """Time each drafter behind 128 tokens, a fraction of a second, as a first guess."""
         width = target.embedding()(mx.array([0])).shape[-1] * len(self.taps)
@@ -138,13 +138,13 @@ class Adaptive:
         state.context.append(mx.zeros((_CONTEXT, width), target.dtype))
         state.set_anchor(0)
         for arm in self.experience.arms[1:]:
-            assert arm.drafter is not None
-            arm.drafter.propose(state, _CONTEXT).wait()
+            drafter = self._drafters[arm.name]
+            drafter.propose(state, _CONTEXT).wait()
             for _ in range(3):
                 start = self._clock()
-                arm.drafter.propose(state, _CONTEXT).wait()
+                drafter.propose(state, _CONTEXT).wait()
                 arm.drafting.append(self._clock() - start)
-            arm.seconds = Average(median(arm.drafting) + float(self._times.of(8)))
+            arm.seconds = Average(arm.draft_seconds + float(self._times.of(8)))
 
     def propose(self, state: State, room: int) -> Tree:
         """The part of the chosen draft with the most expected tokens per second."""
@@ -154,10 +154,10 @@ class Adaptive:
         blind = self._goes_blind(arm)
         tree = self._draft(arm, state, room, blind)
         mode = "plain" if len(tree) == 1 else "chain" if tree.is_chain else "tree"
-        if mode == "plain" and arm.drafter is not None:
+        if mode == "plain" and arm.name != _PLAIN:
             reason = f"nothing drafted is worth verifying; {reason}"
         tree = replace(tree, mode=mode, reason=reason)
-        seconds = median(arm.drafting) + float(self._times.of(len(tree)))
+        seconds = arm.draft_seconds + float(self._times.of(len(tree)))
         self._round = _Round(arm, now, tree, seconds, blind)
         return tree
 
@@ -165,8 +165,8 @@ class Adaptive:
         """The arm's tree with what was looked up, cut to what pays."""
         start = self._clock()
         tree = Tree.chain(state.anchor)
-        if arm.drafter is not None:
-            tree = arm.drafter.propose(state, room)
+        if arm.name != _PLAIN:
+            tree = self._drafters[arm.name].propose(state, room)
             arm.drafting.append(self._clock() - start)
         looks = self._looks_up and not blind
         if looks and (found := lookup(state.tokens, room - 1)).tokens:
@@ -174,7 +174,7 @@ class Adaptive:
         if len(tree) == 1:
             return tree
         reached = reach(tree, self.experience.reliability.chances(tree))
-        fixed = median(arm.drafting) + max(self._beyond.mean, 0.0)
+        fixed = arm.draft_seconds + max(self._beyond.mean, 0.0)
         return tree.only(worth_keeping(reached, self._times.of, fixed))
 
     def _learn(self, state: State, now: float) -> None:
@@ -211,7 +211,7 @@ class Adaptive:
         Then it can start before the last one is read. Looking pays where lookups have hit lately;
         otherwise one plain round in `_BLIND` looks.
         """
-        if arm.drafter is not None or (self._looks_up and arm.tokens.mean > _IDLE):
+        if arm.name != _PLAIN or (self._looks_up and arm.tokens.mean > _IDLE):
             self._blind = 0
             return False
         if self._blind == 0:

@@ -70,14 +70,13 @@ def _within_budget(drafters: dict[str, Drafter], pair: Pair, config: DecodeConfi
     if pair.target.pass_times is None:  # once per model that is loaded
         pair.target.pass_times = stored_times(pair.target, config.recalibrate)
     adaptive = Adaptive(last.name, drafters, pair.target.pass_times, config.lookup)
-    used = (pair.drafter_name, pair.second_network is None)
+    used = (pair.drafter_name, pair.second_network is None, pair.target.kernels.mode)
     key = (*used, config.method, config.block_size, config.branches, config.lookup)
-    known = pair.experience.get(key)
-    if known is None:
+    if key in pair.experience:
+        adaptive.experience = pair.experience[key]
+    else:
         adaptive.time_drafts(pair.target)
         pair.experience[key] = adaptive.experience
-    else:
-        adaptive.learn_from(known)
     return adaptive
 
 
