@@ -19,7 +19,7 @@ import numpy.typing as npt
 import platformdirs
 from tqdm import tqdm
 
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.drafters.save import replace_text
 from dflash_mlx.machine import describe_machine, describe_versions
 from dflash_mlx.target import Target

@@ -11,84 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from dflash_mlx.block import Block
 from dflash_mlx.routing import Kernels
-from dflash_mlx.tree import Tree
 from kernels_metal.cache_commit import accepted_rows_reference, cache_commit
 from kernels_metal.cascade_attention import MAX_ROWS, Visibility
 from kernels_metal.operations import CACHE_COMMIT, CASCADE_ATTENTION
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
 SLACK = 64  # positions kept behind a window, so that the last rounds can be taken back
-
-
-@dataclass(frozen=True)
-class Block:
-    """The rows of one pass: consecutive tokens, the nodes of a tree, or branches side by side.
-
-    branches: how many runs of rows / branches tokens begin at the same position and do not see
-    each other (a forest).
-    """
-
-    rows: int
-    tree: Tree | None = None
-    branches: int = 1
-
-    @classmethod
-    def of(cls, tree: Tree) -> Block:
-        """A chain needs no explicit positions or mask; any other tree does."""
-        return cls(len(tree), None if tree.is_chain else tree)
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the rows are consecutive tokens."""
-        return self.tree is None and self.branches == 1
-
-    @cached_property
-    def depths(self) -> npt.NDArray[np.int32]:
-        """[rows] distance of each row from the first position."""
-        if self.tree is not None:
-            return np.array(self.tree.depths, np.int32)
-        return np.arange(self.rows, dtype=np.int32) % (self.rows // self.branches)
-
-    @cached_property
-    def same_branch(self) -> npt.NDArray[np.bool_]:
-        """[rows, rows] which rows are in the same branch of a forest."""
-        branch = np.arange(self.rows) // (self.rows // self.branches)
-        same: npt.NDArray[np.bool_] = branch[:, None] == branch
-        return same
-
-    @cached_property
-    def visible(self) -> npt.NDArray[np.bool_]:
-        """[rows, rows] which rows of the block a causal row may attend to."""
-        if self.tree is not None:
-            return self.tree.ancestors
-        return (self.depths[:, None] >= self.depths) & self.same_branch
-
-    @cached_property
-    def _meanings(self) -> dict[object, tuple[mx.array | str | None, Visibility]]:
-        return {}
-
-    def remember(self, mask: mx.array, seen: Visibility) -> None:
-        """Note what a mask of this block stands for."""
-        self._meanings[id(mask)] = mask, seen  # which keeps the mask, and so its id
-
-    def seen(self, mask: mx.array | str | None, keys: int) -> Visibility | None:
-        """What the rows see of `keys` keys under this mask; None for a mask made elsewhere."""
-        if isinstance(mask, mx.array):
-            known = self._meanings.get(id(mask))
-            return known[1] if known is not None and known[1].keys == keys else None
-        if (mask, keys) not in self._meanings:
-            local = np.tri(self.rows, dtype=np.bool_) if mask == "causal" else np.True_
-            local = np.broadcast_to(local, (self.rows, self.rows))
-            self._meanings[mask, keys] = mask, Visibility(keys - self.rows, local)
-        return self._meanings[mask, keys][1]
 
 
 class LayerCache:
@@ -194,7 +130,7 @@ class LayerCache:
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the rows in `path` (increasing), moved to consecutive slots, and drop the others."""
-        _commit([self], path)
+        commit_layers([self], path)
 
     def discard(self) -> None:
         """Drop the block's rows."""
@@ -232,7 +168,7 @@ class LayerCache:
         self._values = mx.concatenate([self._values[..., stored, :], _empty(rows, values)], axis=2)
 
 
-def _commit(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
+def commit_layers(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
     """Keep the rows in `path`, in all layers at once."""
     arrays = [array for layer in layers for array in layer.arrays]
     first = [layer.length - layer._start for layer in layers for _ in layer.arrays]
@@ -253,47 +189,3 @@ def _empty(rows: int, like: mx.array) -> mx.array:
     """Zeroed slots for at least `rows` more rows of the shape and type of `like`."""
     slots = -(-rows // STEP) * STEP
     return mx.zeros((*like.shape[:2], slots, like.shape[3]), like.dtype)
-
-
-class SequenceCache:
-    """The caches of all layers of one model for one sequence; they move together."""
-
-    def __init__(self, layers: Sequence[LayerCache]) -> None:
-        self.layers = list(layers)
-
-    @property
-    def length(self) -> int:
-        """Committed tokens."""
-        return self.layers[0].length
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """What has to be evaluated for the caches to be up to date."""
-        return [array for layer in self.layers for array in layer.arrays]
-
-    def extend(self, block: Block) -> None:
-        """Announce the rows of the next pass."""
-        for layer in self.layers:
-            layer.block = block
-
-    def commit(self, path: Sequence[int]) -> None:
-        """Keep the block's rows in `path`."""
-        _commit(self.layers, path)
-
-    def discard(self) -> None:
-        """Drop the block's rows."""
-        for layer in self.layers:
-            layer.discard()
-
-    def can_trim(self, length: int) -> bool:
-        """Whether every layer can go back to `length` tokens."""
-        return all(layer.can_trim(length) for layer in self.layers)
-
-    def trim(self, length: int) -> None:
-        """Forget the committed tokens from `length` on."""
-        for layer in self.layers:
-            layer.trim(length)
-
-    def fork(self) -> SequenceCache:
-        """A copy that goes on by itself; storage is shared until either of them writes."""
-        return SequenceCache([layer.fork() for layer in self.layers])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 
 from dflash_mlx.accept import Accepted
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.config import DecodeConfig
 from dflash_mlx.drafters.base import Drafter
 from dflash_mlx.exact import NearTieGuard, noise_of

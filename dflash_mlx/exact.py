@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from dflash_mlx.accept import Accepted, NearTies, accept
-from dflash_mlx.cache import Block, SequenceCache
+from dflash_mlx.block import Block
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.rules import Match
 from dflash_mlx.sampling import Sampler, penalise
+from dflash_mlx.sequence import SequenceCache
 from dflash_mlx.state import State
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree

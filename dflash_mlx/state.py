@@ -8,7 +8,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from dflash_mlx.accept import Accepted
-from dflash_mlx.cache import SequenceCache
+from dflash_mlx.sequence import SequenceCache
 
 
 class Context(Protocol):

@@ -1,9 +1,9 @@
 """Any mlx-lm attention model as a target: tree positions, tree masks and tapped features.
 
 Three hooks make a model verify a tree, none of them specific to a family. Its caches are ours, so
-positions, masks and storage are (see `cache.py`); its rope modules accept one position per row;
-and the decoder layers that a drafter reads keep their outputs. Where Metal kernels are used,
-attention and quantised layers ask for them first (see `hooks.py`).
+positions, masks and storage are (see `block.py` and `cache.py`); its rope modules accept one
+position per row; and the decoder layers that a drafter reads keep their outputs. Where Metal
+kernels are used, attention and quantised layers ask for them first (see `hooks.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from dflash_mlx.cache import Block, LayerCache, SequenceCache
+from dflash_mlx.block import Block
+from dflash_mlx.cache import LayerCache
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.hooks import KernelHooks, override
 from dflash_mlx.kernels import Table
 from dflash_mlx.rope import rotate
 from dflash_mlx.routing import Kernels
+from dflash_mlx.sequence import SequenceCache
 from kernels_metal.dispatch import Mode
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings")

@@ -8,7 +8,7 @@ from functools import cached_property
 import mlx.core as mx
 
 from dflash_mlx.accept import Accepted, Choose, accept
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.routing import Kernels
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.state import State

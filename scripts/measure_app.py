@@ -78,12 +78,12 @@ class App:
         self.quiet()
         before = set(self.folder.glob("*.jsonl"))
         self.type(PROMPT + "\r")
-        while not (saved := self._speed(before)):
-            self.read(0.02)
+        while not (saved := self._speed(before)):  # seldom: looking costs the app time, too
+            self.quiet()
         return saved
 
     def _speed(self, before: set[Path]) -> float | None:
-        for file in set(self.folder.glob("*.jsonl")) - before:
+        for file in set(self.folder.glob("[!.]*.jsonl")) - before:
             last = json.loads(file.read_text(encoding="utf-8").splitlines()[-1])
             if last.get("figures"):
                 return float(last["figures"]["tokens_per_second"])
@@ -94,10 +94,13 @@ class App:
         while self.read(0.5):
             pass
 
-    def leave(self) -> None:
-        self.type("\x11")
-        while self.process.poll() is None:
-            self.read(0.1)
+    def __enter__(self) -> App:
+        self.until("<-")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def generate(options: list[str]) -> float:
@@ -154,14 +157,10 @@ def main() -> None:
     arguments = parser.parse_args()
     options = ["--max-tokens", str(arguments.tokens), "--method", arguments.method]
     with tempfile.TemporaryDirectory() as folder:
-        app = App(options, Path(folder))
-        app.until("<-")
-        compare_speed(app, options, arguments.pairs)
-        app.leave()
-        app = App(["--max-tokens", "4096", "--method", arguments.method], Path(folder))
-        app.until("<-")
-        time_keys(app, arguments.keys)
-        app.leave()
+        with App(options, Path(folder)) as app:
+            compare_speed(app, options, arguments.pairs)
+        with App(["--max-tokens", "4096", "--method", arguments.method], Path(folder)) as app:
+            time_keys(app, arguments.keys)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from dflash_mlx.accept import Choose, accept
 from dflash_mlx.benchmark.selection import PLAIN, read_methods
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.corpus.rows import Row, read_rows
 from dflash_mlx.drafters import best_first, dual_diffusion

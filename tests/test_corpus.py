@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx import DecodeConfig, Pair, Session, load
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.config import CorpusConfig
 from dflash_mlx.corpus.batch import draw
 from dflash_mlx.corpus.rows import Row, read_rows

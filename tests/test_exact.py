@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.accept import Accepted, NearTies
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.cli import summary
 from dflash_mlx.config import DecodeConfig, SamplingConfig
 from dflash_mlx.decode import decode, prefill

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import kernel_cases as cases
-from dflash_mlx.cache import Block, LayerCache
+from dflash_mlx.block import Block
+from dflash_mlx.cache import LayerCache
 from dflash_mlx.tree import Tree
 from kernels_metal.cache_commit import accepted_rows_reference, cache_commit
 from kernels_metal.cascade_attention import Visibility, cascade_attention_reference

@@ -6,7 +6,7 @@ import pytest
 
 from dflash_mlx import DecodeConfig, Pair, SamplingConfig, Session, generate, load, stream
 from dflash_mlx.benchmark.parity import first_difference
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.chat import prompt_tokens
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion
 from dflash_mlx.stream import collect

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.cache import SLACK, Block
+from dflash_mlx.block import Block
+from dflash_mlx.cache import SLACK
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.target import Target
 from dflash_mlx.train import features as module

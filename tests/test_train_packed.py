@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx import cpu_math
-from dflash_mlx.cache import LayerCache, SequenceCache
+from dflash_mlx.cache import LayerCache
+from dflash_mlx.sequence import SequenceCache
 from dflash_mlx.train.packed import hidden_states
 from reference_dflash import hidden_states as reference_states
 from reference_dflash import random_drafter

@@ -13,11 +13,13 @@ import pytest
 from mlx_lm.models import base, cache, gpt_oss, llama
 
 from dflash_mlx import cli, cpu_math, routing
-from dflash_mlx.cache import Block, LayerCache, SequenceCache
+from dflash_mlx.block import Block
+from dflash_mlx.cache import LayerCache
 from dflash_mlx.config import DecodeConfig, PairConfig
 from dflash_mlx.drafters.rank import rank
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import load_pair, load_target
+from dflash_mlx.sequence import SequenceCache
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
 from dflash_mlx.verify import WALK, Verdict

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_mlx import kernels as kernels_module
 from dflash_mlx import routing
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.kernels import Table, kernel_choices
 from dflash_mlx.routing import Kernels
 from dflash_mlx.target import Target

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.state import State
 from dflash_mlx.tree import Tree

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.target import Target
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from dflash_mlx.cache import LayerCache, SequenceCache
+from dflash_mlx.cache import LayerCache
 from dflash_mlx.drafters.network import Network
 from dflash_mlx.routing import Kernels
+from dflash_mlx.sequence import SequenceCache
 
 _MOST_WAITING = 64  # rows of features
 

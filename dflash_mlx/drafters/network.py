@@ -14,8 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dflash_mlx.cache import Block, LayerCache, SequenceCache
+from dflash_mlx.block import Block
+from dflash_mlx.cache import LayerCache
 from dflash_mlx.rope import rotate
+from dflash_mlx.sequence import SequenceCache
 
 
 @dataclass(frozen=True)

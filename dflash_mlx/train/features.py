@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_mlx import cpu_math
-from dflash_mlx.cache import Block
+from dflash_mlx.block import Block
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.target import Target
 from dflash_mlx.train.start import hidden_width
