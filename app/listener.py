@@ -26,7 +26,8 @@ from dflash_chat.picker import PUBLISHED, near_names
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.status import Progress
 from dflash_mlx import PairConfig
-from dflash_mlx.load import DEFAULT_MODEL, DRAFTED
+from dflash_mlx.load import DRAFTED
+from dflash_mlx.resolve import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp

@@ -19,7 +19,7 @@ from dflash_mlx import DFlashError, PairConfig
 from dflash_mlx.default_model import DEFAULT_TARGET
 from dflash_mlx.drafters.checkpoint import check_fit, read_config
 from dflash_mlx.drafters.network import NetworkConfig
-from dflash_mlx.load import DEFAULT_MODEL
+from dflash_mlx.resolve import DEFAULT_MODEL
 
 # Published pairs whose drafter was made for exactly this target.
 PUBLISHED = {

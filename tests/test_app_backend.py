@@ -16,7 +16,7 @@ from dflash_chat.messages import Answered, Failed, Loaded, Prefilled, RaceStep, 
 from dflash_chat.tree_view import FIRST, TARGET
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, SamplingConfig, load
 from dflash_mlx.benchmark.parity import Difference
-from dflash_mlx.load import DEFAULT_MODEL
+from dflash_mlx.resolve import DEFAULT_MODEL
 from test_load import TEMPLATE, write_drafter, write_model
 
 THINKING = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")

@@ -17,12 +17,12 @@ import pytest
 
 import dflash_mlx
 from app import main as chat
-from dflash_mlx import cli
+from dflash_mlx import cli, resolve
 from dflash_mlx.benchmark import __main__ as benchmark
 from test_load import TEMPLATE, write_drafter, write_model
 
 generate = import_module("dflash_mlx.generate.__main__")
-load_module = import_module("dflash_mlx.load")
+
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = 160
@@ -96,7 +96,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def refuse(name: str, **_: Any) -> str:
         raise FileNotFoundError(f"no network, asked for {name}")
 
-    monkeypatch.setattr(load_module, "snapshot_download", refuse)
+    monkeypatch.setattr(resolve, "snapshot_download", refuse)
 
     def run(main: Callable[[Sequence[str]], None], *argv: str, stdin: bytes = b"") -> Result:
         monkeypatch.setattr(sys, "argv", ["program", *argv])
@@ -365,7 +365,7 @@ def use_real_names(command, monkeypatch):
         validate_repo_id(name)
         raise FileNotFoundError("no network")
 
-    monkeypatch.setattr(load_module, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dflash_mlx import DecodeConfig, DFlashError, load
+from dflash_mlx import DecodeConfig, DFlashError, load, resolve
 from dflash_mlx.generate import generate
-from dflash_mlx.load import resolve_folder
+from dflash_mlx.resolve import resolve_folder
 from dflash_mlx.target import Target
 from families import FAMILIES, RECURRENT, make_model
 from reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
-
-load_module = import_module("dflash_mlx.load")  # the package's `load` is the function
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
 # One token per character; with the special tokens as many as the tiny models have, 97.
@@ -98,7 +95,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, **_: Any) -> str:
         raise AssertionError(f"asked the hub for {name}")
 
-    monkeypatch.setattr(load_module, "snapshot_download", refuse)
+    monkeypatch.setattr(resolve, "snapshot_download", refuse)
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -191,7 +188,7 @@ def test_hub_ids_go_to_the_hub_and_what_it_returns_is_loaded(folders, monkeypatc
         asked[name] = patterns
         return folders[1] if name == "owner/drafter" else folders[0]
 
-    monkeypatch.setattr(load_module, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
     pair = load(model="owner/model", drafter="owner/drafter")
     assert set(asked) == {"owner/model", "owner/drafter"}
     assert (pair.target.name, pair.drafter_name) == ("owner/model", "owner/drafter")
@@ -205,7 +202,7 @@ def test_only_files_that_cannot_run_are_asked_of_the_hub(folders, monkeypatch):
         asked.update(patterns)
         return folders[0]
 
-    monkeypatch.setattr(load_module, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
     resolve_folder("owner/model", "model")
     wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
     unwanted = ["modeling.py", "pytorch_model.bin", "model.pt", "original/model.safetensors"]
@@ -247,7 +244,7 @@ def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(case, option,
     def refuse(name: str, **_: Any) -> str:
         raise error
 
-    monkeypatch.setattr(load_module, "snapshot_download", refuse)
+    monkeypatch.setattr(resolve, "snapshot_download", refuse)
     with pytest.raises(DFlashError) as failure:
         load(**{"model": "somewhere/else", option: "owner/name"})
     assert message in str(failure.value)

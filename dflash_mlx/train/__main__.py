@@ -15,8 +15,9 @@ from dflash_mlx.config import PairConfig, TrainConfig
 from dflash_mlx.drafters.checkpoint import parse_config
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.load import Pair, load_target, resolve_folder
+from dflash_mlx.load import Pair, load_target
 from dflash_mlx.plotting import import_pyplot
+from dflash_mlx.resolve import resolve_folder
 from dflash_mlx.train.data import add_data_options, feature_place, read_texts
 from dflash_mlx.train.run import HISTORY, Record, Run
 from dflash_mlx.train.start import fresh_network, mask_token, new_config, open_drafter, warm_start
