@@ -24,6 +24,11 @@ class BlasStatus:
     library: str | None
     notice: str | None
 
+    @property
+    def threads(self) -> int:
+        """How many it uses; 0 without a library."""
+        return ctypes.CDLL(self.library).openblas_get_num_threads() if self.library else 0
+
 
 class _UnusableError(Exception):
     """Why OpenBLAS cannot serve MLX, and what the user can do about it."""

@@ -6,7 +6,6 @@ their time, `drafters/adaptive.py` which draft is.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ import platformdirs
 from tqdm import tqdm
 
 from dflash_mlx.block import Block
-from dflash_mlx.drafters.save import replace_text
-from dflash_mlx.machine import describe_machine, describe_versions
+from dflash_mlx.files import keep_text
+from dflash_mlx.machine import model_key
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
 
@@ -79,11 +78,7 @@ def stored_times(target: Target, again: bool = False, folder: Path | None = None
     except (OSError, ValueError, KeyError, TypeError):
         pass
     times = measure(target)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_text(file, json.dumps(vars(times)))
-    except OSError:
-        pass
+    keep_text(file, json.dumps(vars(times)))
     return times
 
 
@@ -97,7 +92,5 @@ def read_times(file: Path) -> PassTimes:
 
 
 def _key(target: Target) -> str:
-    weights = [(name, array.shape, str(array.dtype)) for name, array in target.parameters()]
     kernels = target.kernels.mode if target.kernels.active else "off"
-    about = (describe_machine(), describe_versions(), target.name, weights, kernels)
-    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+    return model_key(target.name, target.parameters(), kernels)

@@ -6,7 +6,6 @@ of a loaded one together with what could not be raced.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -16,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 import platformdirs
 
-from dflash_mlx.drafters.save import replace_text
-from dflash_mlx.machine import describe_machine, describe_versions
+from dflash_mlx.files import keep_text
+from dflash_mlx.machine import model_key
 from kernels_metal.dispatch import Choice, table_from_json
 
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -40,9 +39,7 @@ class Table:
     @cached_property
     def file(self) -> Path:
         """One for each machine, model and set of versions."""
-        weights = [(path, array.shape, str(array.dtype)) for path, array in self._parameters()]
-        about = (describe_machine(), describe_versions(), self._name, weights)
-        return self._folder / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
+        return self._folder / f"{model_key(self._name, self._parameters())}.json"
 
     def load(self) -> dict[str, Choice]:
         """What was chosen before, empty where nothing fits or can be read."""
@@ -53,11 +50,7 @@ class Table:
 
     def save(self, table: dict[str, Any]) -> None:
         """Keep what `Dispatch.to_json` gave."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            replace_text(self.file, json.dumps({"model": self._name, **table}, indent=1))
-        except OSError:
-            pass
+        keep_text(self.file, json.dumps({"model": self._name, **table}, indent=1))
 
 
 def kernel_choices(folder: Path | None = None) -> dict[str, dict[str, Choice]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ def describe_machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": str(mx.default_device()),
-        "blas": blas.preload().library or "as built into mlx",
+        "blas": _blas(),
     }
 
 
@@ -37,6 +39,21 @@ def describe_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def model_key(name: str, parameters: Iterable[tuple[str, mx.array]], *settings: object) -> str:
+    """A name for what was measured of a model: with this machine, these versions and settings.
+
+    name, parameters: of the model. Weights count by their names, shapes and types.
+    """
+    weights = [(path, array.shape, str(array.dtype)) for path, array in parameters]
+    about = (describe_machine(), describe_versions(), name, weights, *settings)
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+
+
+def _blas() -> str:
+    status = blas.preload()
+    return f"{status.library}, {status.threads} threads" if status.library else "as built into mlx"
 
 
 def _processor() -> str:

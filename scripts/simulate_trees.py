@@ -41,6 +41,7 @@ from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.drafters.rank import rank
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.files import write_report
 from dflash_mlx.load import Pair, load_pair
 from dflash_mlx.routing import Kernels
 from dflash_mlx.state import Context
@@ -213,7 +214,7 @@ def main(argv: Sequence[str]) -> None:
     report = {name: count.figures() for name, count in counts.items()}
     print_table(report)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(arguments.json, json.dumps(report, indent=1) + "\n")
 
 
 def simulated(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:

@@ -267,6 +267,6 @@ def test_an_index_that_is_damaged_is_refused(tmp_path, text):
 
 def test_a_kill_while_the_index_is_written_is_survived(tmp_path, whole):
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "index.new").write_text('{"form')
+    (tmp_path / "cache" / ".new-1-index.json").write_text('{"form')
     filled(tmp_path / "cache")
     assert contents(tmp_path / "cache") == whole

@@ -13,7 +13,8 @@ from safetensors import safe_open
 
 from dflash_mlx.drafters.checkpoint import load_network, parse_config, read_config
 from dflash_mlx.drafters.network import Network
-from dflash_mlx.drafters.save import replace_safetensors, replace_text, save_drafter
+from dflash_mlx.drafters.save import save_drafter
+from dflash_mlx.files import replace_safetensors, replace_text
 from tiny_training import drafter_config, files, full_disk, make_network, sliding
 
 CONFIGS = {

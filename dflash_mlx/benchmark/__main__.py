@@ -21,6 +21,7 @@ from dflash_mlx.budget import PassTimes, stored_times
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.drafters.ngram import DEFAULT_SIZE
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.files import write_report
 from dflash_mlx.load import Pair, load_pair
 from dflash_mlx.machine import describe_machine, describe_versions
 from dflash_mlx.plotting import import_pyplot
@@ -56,7 +57,7 @@ def write(report: dict[str, Any], file: Path | None, folder: Path | None) -> Non
     """Print the report, and save it as JSON and as pictures where that was asked for."""
     print(format_report(report), flush=True)
     if file is not None:
-        write_whole(file, json.dumps(report, indent=1) + "\n")
+        write_report(file, json.dumps(report, indent=1) + "\n")
     if folder is not None:
         draw_all(report, folder)
 
@@ -95,17 +96,6 @@ def merge_times(pair: Pair, methods: Mapping[str, DecodeConfig]) -> PassTimes | 
     if not merging:
         return None
     return pair.target.pass_times or stored_times(pair.target, merging[0].recalibrate)
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write `text` to `file`, all of it or nothing."""
-    part = file.with_name(file.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise DFlashError(f"{file} cannot be written ({error})", "name another file") from None
 
 
 def parser() -> argparse.ArgumentParser:

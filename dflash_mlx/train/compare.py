@@ -10,9 +10,10 @@ from typing import Any
 
 from dflash_mlx import cli
 from dflash_mlx.config import PairConfig
-from dflash_mlx.drafters.save import replace_text
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.load import load_target, resolve_folder
+from dflash_mlx.files import write_report
+from dflash_mlx.load import load_target
+from dflash_mlx.resolve import resolve_folder
 from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
 from dflash_mlx.train.evaluate import Drafter, measure, walk
 from dflash_mlx.train.start import open_drafter
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     figures = {name: by_category(drafter, texts) for name, drafter in drafters.items()}
     print(table(figures))
     if arguments.json is not None:
-        replace_text(arguments.json, json.dumps(figures, indent=1))
+        write_report(arguments.json, json.dumps(figures, indent=1) + "\n")
 
 
 def by_category(drafter: Drafter, texts: Texts) -> dict[str, Figures]:

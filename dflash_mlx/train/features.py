@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from dflash_mlx import cpu_math
 from dflash_mlx.block import Block
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.files import remove_partial, replace_text
 from dflash_mlx.target import Target
 from dflash_mlx.train.start import hidden_width
 
@@ -177,15 +177,14 @@ class FeatureCache:
             )
 
     def _new_folder(self, index_file: Path, index: dict[str, Any]) -> dict[str, Any]:
-        partial = index_file.with_suffix(".new")  # which a kill may have left
-        if self._folder.exists() and any(file != partial for file in self._folder.iterdir()):
+        remove_partial(self._folder)
+        if self._folder.exists() and any(self._folder.iterdir()):
             raise DFlashError(
                 f"{self._folder} is not empty and holds no features",
                 "choose another folder with --cache",
             )
         self._folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(index, indent=1), encoding="utf-8")
-        os.replace(partial, index_file)
+        replace_text(index_file, json.dumps(index, indent=1))
         return index
 
     def _index(self) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_mlx.drafters.save import replace_text, save_drafter
+from dflash_mlx.drafters.save import save_drafter
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.files import replace_text
 from dflash_mlx.target import Target
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.evaluate import Drafter, measure

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from dflash_mlx.drafters.save import replace_safetensors, replace_text
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.files import replace_safetensors, replace_text
 from dflash_mlx.train.trainer import Trainer
 
 _FREE_TO_CHANGE = ("minutes", "steps", "evaluate_minutes", "init")
