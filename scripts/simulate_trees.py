@@ -34,7 +34,7 @@ from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.corpus.rows import Row, read_rows
 from dflash_mlx.drafters import best_first, dual_diffusion
 from dflash_mlx.drafters.base import Drafter
-from dflash_mlx.drafters.block_diffusion import BlockModel
+from dflash_mlx.drafters.block_model import BlockModel
 from dflash_mlx.drafters.context import DualContext, FeatureContext
 from dflash_mlx.drafters.grow import Ranked
 from dflash_mlx.drafters.methods import make_drafter

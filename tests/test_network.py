@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from dflash_mlx.config import DecodeConfig
 from dflash_mlx.decode import prefill
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion, BlockModel
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.block_model import BlockModel
 from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.observer import Observer

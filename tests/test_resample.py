@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.cli import Parser, add_options
 from dflash_mlx.config import DecodeConfig
-from dflash_mlx.drafters.block_diffusion import BlockModel
+from dflash_mlx.drafters.block_model import BlockModel
 from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.drafters.grow import Prefixes
 from dflash_mlx.drafters.resample import Resample, log_softmax, merge_samples

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 
 from dflash_mlx.config import DecodeConfig
-from dflash_mlx.drafters.block_diffusion import BlockModel
+from dflash_mlx.drafters.block_model import BlockModel
 from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.load import Pair
 from dflash_mlx.observer import Observer

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from dflash_mlx.drafters.best_first import TOP_K
-from dflash_mlx.drafters.block_diffusion import BlockModel
+from dflash_mlx.drafters.block_model import BlockModel
 from dflash_mlx.drafters.checkpoint import check_block_size
 from dflash_mlx.drafters.context import DualContext
 from dflash_mlx.drafters.grow import (
@@ -20,6 +20,7 @@ from dflash_mlx.drafters.grow import (
     merge_branches,
     mix,
 )
+from dflash_mlx.drafters.one_draft import contexts_of
 from dflash_mlx.drafters.rank import rank
 from dflash_mlx.state import State
 from dflash_mlx.tree import Tree
@@ -120,8 +121,7 @@ class DualDiffusion:
 
     def drafts(self, state: State, rows: int) -> tuple[Ranked, dict[Path, Ranked]]:
         """The first draft of a block of `rows`, and the second after each prefix."""
-        assert isinstance(state.context, DualContext)
-        contexts, kernels = state.context.contexts, self._models[0].kernels
+        contexts, kernels = contexts_of(state), self._models[0].kernels
         first = rank(self._models[0].logits(contexts[0], state.anchor, rows), TOP_K, kernels)
         prefixes = self._growth.prefixes(first)
         logits = self._models[-1].logits(contexts[-1], state.anchor, rows, prefixes)

@@ -7,7 +7,8 @@ from dflash_mlx.config import DecodeConfig
 from dflash_mlx.drafters.adaptive import Adaptive
 from dflash_mlx.drafters.base import Drafter
 from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion, BlockModel
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.block_model import BlockModel
 from dflash_mlx.drafters.drawn import DrawnBlock
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, Growth, JointGrowth, PaperGrowth
 from dflash_mlx.drafters.ngram import NGram

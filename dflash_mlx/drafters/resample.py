@@ -5,42 +5,31 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafters.block_diffusion import BlockModel
-from dflash_mlx.drafters.checkpoint import check_block_size
+from dflash_mlx.drafters.block_model import BlockModel
 from dflash_mlx.drafters.context import FeatureContext
 from dflash_mlx.drafters.grow import Array, Prefixes
+from dflash_mlx.drafters.one_draft import OneDraft
 from dflash_mlx.state import State
 from dflash_mlx.tree import Tree
 
 
-class Resample:
+class Resample(OneDraft):
     """One DFlash pass; its likeliest block and `samples` draws of the block, merged to a tree.
 
     A draw takes a token at every position from the drafter's own distribution there (temperature
-    1), independently. block_size: as for DFlash. seed: together with the position it decides the
-    draws. Raises DFlashError for a block size that the drafter was not trained for.
+    1), independently. block_size: as for any `OneDraft`. seed: together with the position it
+    decides the draws.
     """
 
     name = "resample"
-    rounds_ahead = 0
 
     def __init__(self, model: BlockModel, block_size: int | None, samples: int, seed: int) -> None:
-        check_block_size(block_size, model.config)
-        self.block_size = block_size or model.config.block_size
-        self.taps = model.config.target_layer_ids
-        self._model, self._samples, self._seed = model, samples, seed
+        super().__init__(model, block_size)
+        self._samples, self._seed = samples, seed
 
-    def new_context(self) -> FeatureContext:
-        """An empty context for one sequence."""
-        return self._model.new_context()
-
-    def propose(self, state: State, room: int) -> Tree:
-        """The merged blocks, no deeper than `room` allows."""
-        rows = min(self.block_size, room)
-        if rows == 1:
-            return Tree.chain(state.anchor)
-        assert isinstance(state.context, FeatureContext)
-        logits = self._model.logits(state.context, state.anchor, rows)
+    def draft(self, state: State, context: FeatureContext, rows: int) -> Tree:
+        """The merged blocks."""
+        logits = self._model.logits(context, state.anchor, rows)
         generator = np.random.default_rng((self._seed, state.position))
         logprobs = log_softmax(np.array(logits.astype(mx.float32)))
         return merge_samples(logprobs, self._samples, generator).as_tree(state.anchor)

@@ -1,0 +1,57 @@
+"""What all drafters that run one network once have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol, cast
+
+from dflash_mlx.drafters.block_model import BlockModel
+from dflash_mlx.drafters.checkpoint import check_block_size
+from dflash_mlx.drafters.context import FeatureContext
+from dflash_mlx.state import State
+from dflash_mlx.tree import Tree
+
+
+class _Contexts(Protocol):
+    """The context that `new_context` of a block-diffusion drafter makes, or one for two of them."""
+
+    @property
+    def contexts(self) -> tuple[FeatureContext, ...]:
+        """One per network."""
+
+
+def contexts_of(state: State) -> tuple[FeatureContext, ...]:
+    """The contexts in a state that a block-diffusion drafter drafts for, one per network."""
+    return cast(_Contexts, state.context).contexts
+
+
+class OneDraft(ABC):
+    """A drafter that makes its tree from one pass over one block.
+
+    block_size: gamma, 2 up to the size the drafter was trained for (its default).
+    Raises DFlashError for another size.
+    """
+
+    name: str
+    rounds_ahead = 0
+
+    def __init__(self, model: BlockModel, block_size: int | None = None) -> None:
+        check_block_size(block_size, model.config)
+        self.block_size = block_size or model.config.block_size
+        self.taps = model.config.target_layer_ids
+        self._model = model
+
+    def new_context(self) -> FeatureContext:
+        """An empty context for one sequence."""
+        return self._model.new_context()
+
+    def propose(self, state: State, room: int) -> Tree:
+        """A tree no deeper than the block and `room` allow; its root alone where that is 1."""
+        rows = min(self.block_size, room)
+        if rows == 1:
+            return Tree.chain(state.anchor)
+        return self.draft(state, contexts_of(state)[0], rows)
+
+    @abstractmethod
+    def draft(self, state: State, context: FeatureContext, rows: int) -> Tree:
+        """The tree of a block of `rows` >= 2 rows, the anchor included."""
