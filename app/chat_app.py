@@ -176,7 +176,8 @@ class ChatApp(App[None]):
     def load(self, config: PairConfig) -> None:
         """Load another pair, then see how fast it decodes plainly."""
         model = None if config.model == DEFAULT_MODEL else config.model
-        config = replace(config, model=model, kernels=self.pair_config.kernels)
+        first, second = config.drafter, config.second_drafter
+        config = replace(self.pair_config, model=model, drafter=first, second_drafter=second)
         self.listener.expect(config, self.engine.load(config))
 
     async def action_stop(self) -> None:

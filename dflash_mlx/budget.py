@@ -93,4 +93,4 @@ def read_times(file: Path) -> PassTimes:
 
 def _key(target: Target) -> str:
     kernels = target.kernels.mode if target.kernels.active else "off"
-    return model_key(target.name, target.parameters(), kernels)
+    return model_key(target.name, target.parameters(), kernels, target.kv_bits)

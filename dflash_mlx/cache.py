@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_mlx.block import Block
+from dflash_mlx.kv_packing import pack, unpack
 from dflash_mlx.routing import Kernels
 from kernels_metal.cache_commit import accepted_rows_reference, cache_commit
 from kernels_metal.cascade_attention import MAX_ROWS, Visibility
@@ -31,17 +32,23 @@ class LayerCache:
     """Keys and values of one attention layer, [1, heads, slots, dim] each.
 
     window: how many positions a query sees, itself included; None for all of them. kernels: of the
-    model whose keys and values these are; None for stock MLX.
+    model whose keys and values these are; None for stock MLX. kv_bits: what they are quantised to,
+    4 or 8, the block's rows included; attention sees what is stored.
     """
 
-    def __init__(self, window: int | None = None, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        window: int | None = None,
+        kernels: Kernels | None = None,
+        kv_bits: int | None = None,
+    ) -> None:
         self.window = window
         self.kernels = kernels
+        self.kv_bits = kv_bits
         self.length = 0
         self.block = Block(0)
         self._start = 0
-        self._keys: mx.array | None = None
-        self._values: mx.array | None = None
+        self._stored: list[mx.array] = []  # of the keys, then as many of the values
 
     @property
     def offset(self) -> int | mx.array:
@@ -53,7 +60,7 @@ class LayerCache:
     @property
     def arrays(self) -> list[mx.array]:
         """What has to be evaluated for this cache to be up to date."""
-        return [a for a in (self._keys, self._values) if a is not None]
+        return list(self._stored)
 
     @property
     def _first(self) -> int:
@@ -63,13 +70,14 @@ class LayerCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the block's rows after the committed ones; return all that its rows may see."""
         rows = keys.shape[2]
-        self._reserve(rows, keys, values)
-        assert self._keys is not None and self._values is not None
-        at = self.length - self._start
-        self._keys[..., at : at + rows, :] = keys
-        self._values[..., at : at + rows, :] = values
-        first = self._first - self._start
-        return self._keys[..., first : at + rows, :], self._values[..., first : at + rows, :]
+        parts = [*pack(keys, self.kv_bits), *pack(values, self.kv_bits)]
+        self._reserve(rows, parts)
+        at, first = self.length - self._start, self._first - self._start
+        for stored, part in zip(self._stored, parts, strict=True):
+            stored[..., at : at + rows, :] = part
+        seen = [stored[..., first : at + rows, :] for stored in self._stored]
+        half = len(seen) // 2
+        return unpack(seen[:half], self.kv_bits), unpack(seen[half:], self.kv_bits)
 
     def make_mask(
         self, rows: int, window_size: int | None = None, return_array: bool = False
@@ -150,29 +158,34 @@ class LayerCache:
     def fork(self) -> LayerCache:
         """A copy that goes on by itself; storage is shared until either of them writes."""
         other = copy(self)
-        if self._keys is not None and self._values is not None:
-            other._keys, other._values = mx.array(self._keys), mx.array(self._values)
+        other._stored = [mx.array(stored) for stored in self._stored]
         return other
 
-    def _reserve(self, rows: int, keys: mx.array, values: mx.array) -> None:
+    def _reserve(self, rows: int, parts: Sequence[mx.array]) -> None:
         """Make room for `rows` more; slots that no window reaches any more are given up."""
-        if self._keys is None or self._values is None:
-            self._keys, self._values = _empty(rows, keys), _empty(rows, values)
+        if not self._stored:
+            self._stored = [_empty(rows, part) for part in parts]
             return
-        if self.length - self._start + rows <= self._keys.shape[2]:
+        if self.length - self._start + rows <= self._stored[0].shape[2]:
             return
         start = max(self._start, self._first - SLACK) if self.window is not None else 0
-        stored = slice(start - self._start, self.length - self._start)
+        kept = slice(start - self._start, self.length - self._start)
         self._start = start
-        self._keys = mx.concatenate([self._keys[..., stored, :], _empty(rows, keys)], axis=2)
-        self._values = mx.concatenate([self._values[..., stored, :], _empty(rows, values)], axis=2)
+        self._stored = [
+            mx.concatenate([stored[..., kept, :], _empty(rows, part)], axis=2)
+            for stored, part in zip(self._stored, parts, strict=True)
+        ]
 
 
 def commit_layers(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
     """Keep the rows in `path`, in all layers at once."""
     arrays = [array for layer in layers for array in layer.arrays]
     first = [layer.length - layer._start for layer in layers for _ in layer.arrays]
-    cache_commit(arrays, path, first, partial(_accepted_rows, layers[0].kernels))
+    kernels = layers[0].kernels
+    if kernels is not None and kernels.active and layers[0].kv_bits is not None:
+        kernels.note(CACHE_COMMIT.name, "keys and values are quantised")
+        kernels = None
+    cache_commit(arrays, path, first, partial(_accepted_rows, kernels))
     for layer in layers:
         layer.length += len(path)
         layer.block = Block(0)

@@ -1,9 +1,10 @@
-"""Any mlx-lm attention model as a target: tree positions, tree masks and tapped features.
+"""Any mlx-lm model as a target: tree positions, tree masks and tapped features.
 
 Three hooks make a model verify a tree, none of them specific to a family. Its caches are ours, so
 positions, masks and storage are (see `block.py` and `cache.py`); its rope modules accept one
 position per row; and the decoder layers that a drafter reads keep their outputs. Where Metal
-kernels are used, attention and quantised layers ask for them first (see `hooks.py`).
+kernels are used, attention and quantised layers ask for them first (see `hooks.py`). Models with
+recurrent layers verify chains; what is kept of their passes is in `recurrent.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from dflash_mlx.cache import LayerCache
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.hooks import KernelHooks, override
 from dflash_mlx.kernels import Table
+from dflash_mlx.layouts import is_recurrent, layout_of, new_sequence
 from dflash_mlx.rope import rotate
 from dflash_mlx.routing import Kernels
 from dflash_mlx.sequence import SequenceCache
 from kernels_metal.dispatch import Mode
 
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings")
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
 _HEADS = ("lm_head", "embed_out")
 # They use the cache's offset for more than rope, as one number for the whole pass.
 _ONE_OFFSET = ("gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
@@ -34,28 +36,39 @@ _ONE_OFFSET_ROPES = ("DynamicNTKScalingRoPE",)
 
 
 class Target:
-    """A language model that can verify prefix trees.
+    """A language model that can verify prefix trees, or chains where it has recurrent layers.
 
     model: an mlx-lm model. context_length: the most tokens a sequence may have.
-    name: what to call it on screen. Raises DFlashError for layers that keep recurrent state.
+    name: what to call it on screen. Raises DFlashError for layers that no draft can be taken back
+    from.
     """
 
     def __init__(self, model: Any, context_length: int, name: str) -> None:
         self.model = model
         self.context_length = context_length
         self.name = name
-        self._windows = _attention_windows(model, name)
+        self._layout = layout_of(model, name)
         self._tapped: set[int] = set()
         self._outputs: dict[int, mx.array] = {}
         self._ropes = 0
         self.pass_times: Any = None  # measured when a budget needs them, see `budget.py`
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
+        self.kv_bits: int | None = None  # of caches made from now on, see `kv_packing.py`
         self.kernels = Kernels(Table(name, self.parameters))
         self._hooks: KernelHooks | None = None
         for module in model.modules():
             if isinstance(rope := module.get("rope"), nn.Module):
                 override(rope, _rope_at_positions)
                 self._ropes += 1
+        if self.is_recurrent:
+            from dflash_mlx.recurrent import keep_calls  # needs mlx-lm, which takes seconds
+
+            keep_calls(model, name)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers keep a recurrent state, so that drafts have to be chains."""
+        return is_recurrent(self._layout)
 
     @property
     def num_layers(self) -> int:
@@ -73,7 +86,9 @@ class Target:
 
     def new_cache(self) -> SequenceCache:
         """An empty cache for one sequence."""
-        return SequenceCache([LayerCache(window, self.kernels) for window in self._windows])
+        return new_sequence(
+            self._layout, lambda window: LayerCache(window, self.kernels, self.kv_bits)
+        )
 
     def use_kernels(self, mode: Mode) -> None:
         """Switch this model's Metal kernels: auto, on or off, as it is at first.
@@ -111,6 +126,12 @@ class Target:
     def check_trees(self) -> None:
         """Raise DFlashError for a model that cannot have its rows at positions of their own."""
         kind = type(self.model).__module__.rpartition(".")[2]
+        if self.is_recurrent:
+            raise DFlashError(
+                f"{self.name} ({kind}) has layers with a recurrent state, which cannot follow the "
+                "branches of a tree",
+                "use --method dflash or --method ngram, which draft chains",
+            )
         ropes = {base.__name__ for m in self.model.modules() for base in type(m).__mro__}
         if not self._ropes or kind in _ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
             raise DFlashError(
@@ -138,25 +159,6 @@ class Target:
             return output
 
         return call
-
-
-def _attention_windows(model: Any, name: str) -> list[int | None]:
-    """The window of each layer's cache, None for full attention; other layers are refused."""
-    from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-
-    windows: list[int | None] = []
-    for i, cache in enumerate(make_prompt_cache(model)):
-        if type(cache) is KVCache:
-            windows.append(None)
-        elif type(cache) is RotatingKVCache and cache.keep == 0:
-            windows.append(cache.max_size)
-        else:
-            raise DFlashError(
-                f"layer {i} of {name} keeps its state in a {type(cache).__name__}, "
-                "which cannot take a draft back",
-                "choose a model whose layers are all attention layers",
-            )
-    return windows
 
 
 def _rope_at_positions(

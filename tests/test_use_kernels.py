@@ -338,7 +338,7 @@ def test_without_metal_a_commit_is_one_index_and_one_gather_for_each_array(monke
             pass
 
     for layer in layers:
-        layer._keys, layer._values = Spy(), Spy()  # type: ignore[assignment]
+        layer._stored = [Spy(), Spy()]  # type: ignore[list-item]
     sequence.commit([0, 2, 5])
     assert len(gathered) == 6
     assert len({id(index) for index in gathered}) == 1

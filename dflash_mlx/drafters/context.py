@@ -19,10 +19,14 @@ class FeatureContext:
     """
 
     def __init__(
-        self, network: Network, windows: tuple[int | None, ...], kernels: Kernels | None = None
+        self,
+        network: Network,
+        windows: tuple[int | None, ...],
+        kernels: Kernels | None = None,
+        kv_bits: int | None = None,
     ) -> None:
         self._network = network
-        self._cache = SequenceCache([LayerCache(window, kernels) for window in windows])
+        self._cache = SequenceCache([LayerCache(window, kernels, kv_bits) for window in windows])
         self._waiting: list[mx.array] = []
 
     @property
