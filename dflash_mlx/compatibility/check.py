@@ -1,0 +1,162 @@
+"""Targets, drafters and pairs: what they are, and what keeps them from being used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.compatibility.drafter_tensors import expected_tensors, network_config
+from dflash_mlx.compatibility.findings import Checked, Collector, Finding
+from dflash_mlx.compatibility.model_source import LocalFolder, ModelSource, read_json
+from dflash_mlx.compatibility.target_config import (
+    check_code,
+    check_numbers,
+    check_sizes,
+    context_length,
+    family_findings,
+    is_drafter,
+    language_model,
+    quantisation,
+)
+from dflash_mlx.compatibility.vocabularies import check_tokenizers
+from dflash_mlx.compatibility.weight_files import Weights, check_weights
+from dflash_mlx.drafters.network import NetworkConfig
+
+CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
+CHOOSE_DRAFTER = "download the drafter again, or choose another one with --drafter"
+
+
+@dataclass(frozen=True)
+class ModelFacts(Checked):
+    """What a folder says of its model. quantisation: in words, "" for none."""
+
+    name: str
+    source: ModelSource
+    weights: Weights
+    quantisation: str
+
+
+@dataclass(frozen=True)
+class TargetFacts(ModelFacts):
+    """What a target is; empty or 0 where its folder does not tell.
+
+    config: config.json with the language model's part on top. chains_only: why it verifies chains
+    but no trees, "" where it can.
+    """
+
+    config: Mapping[str, Any]
+    context_length: int
+    chains_only: str
+
+
+@dataclass(frozen=True)
+class DrafterFacts(ModelFacts):
+    """What a drafter is. config: None where it cannot be read."""
+
+    config: NetworkConfig | None
+
+
+@dataclass(frozen=True)
+class Report(Checked):
+    """A target with its drafters: all findings, those of the configurations first."""
+
+    target: TargetFacts
+    drafters: tuple[DrafterFacts, ...]
+
+    def memory(self, on_cpu: bool) -> int:
+        """Bytes that the pair needs when loaded, about. on_cpu: as float32."""
+        parts: tuple[ModelFacts, ...] = (self.target, *self.drafters)
+        return sum(part.weights.memory(on_cpu) for part in parts)
+
+
+def check_target(folder: Path | ModelSource, name: str = "") -> TargetFacts:
+    """A target alone. folder: a folder here, or a source such as a `HubRepository`.
+
+    name: what to call it, if not by its place. Never raises for what is in the folder.
+    """
+    source = LocalFolder(folder) if isinstance(folder, Path) else folder
+    found = Collector()
+    raw = found.attempt(read_json, source, "config.json") or {}
+    config = language_model(raw)
+    if raw:
+        found.add(_wrong_way(source, is_drafter(raw), False))
+        found.add(check_code(source, raw))
+        found.add(check_numbers(source, config))
+    chains_only = ""
+    if raw and not found.errors:
+        chains_only, findings = family_findings(source, raw)
+        found.add(findings)
+    weights = check_weights(source, "model*.safetensors", found, CHOOSE_TARGET)
+    weights = Weights(weights.tensors, quantisation(raw)[1])
+    if weights.tensors:
+        found.add(check_sizes(source, raw, weights))
+    words, length = quantisation(raw)[0], context_length(config)
+    return TargetFacts(
+        found.result(), name or source.name, source, weights, words, config, length, chains_only
+    )
+
+
+def check_drafter(folder: Path | ModelSource, name: str = "") -> DrafterFacts:
+    """A drafter alone; arguments as of `check_target`."""
+    source = LocalFolder(folder) if isinstance(folder, Path) else folder
+    found = Collector()
+    raw = found.attempt(read_json, source, "config.json") or {}
+    config = None
+    if raw:
+        found.add(_wrong_way(source, is_drafter(raw), True))
+        found.add(check_code(source, raw))
+    if raw and not found.errors:
+        config = found.attempt(network_config, source, raw)
+    weights = check_weights(source, "*.safetensors", found, CHOOSE_DRAFTER)
+    weights = Weights(weights.tensors, quantisation(raw)[1])
+    if weights.tensors and config is not None:
+        found.add(expected_tensors(source, config, weights))
+    words = quantisation(raw)[0]
+    return DrafterFacts(found.result(), name or source.name, source, weights, words, config)
+
+
+def check_pair(target: TargetFacts, *drafters: DrafterFacts) -> Report:
+    """A target with drafters: everything found in each, and whether they fit."""
+    found = Collector()
+    for drafter in drafters:
+        found.add(check_fit(target, drafter))
+    for part in (target, *drafters):
+        found.add(part.findings)
+    for drafter in drafters:
+        if not found.errors:
+            found.add(check_tokenizers(target.source, drafter.source))
+    return Report(found.result(), target, drafters)
+
+
+def check_fit(target: TargetFacts, drafter: DrafterFacts) -> Iterator[Finding]:
+    """Each number of the two configurations that differs; nothing where one is not known."""
+    config = drafter.config
+    if config is None:
+        return
+    for field, key, made_for in (
+        ("hidden_size", "hidden_size", config.hidden_size),
+        ("vocab_size", "vocab_size", config.vocab_size),
+        ("number of target layers", "num_hidden_layers", config.num_target_layers),
+    ):
+        if target.config and target.config.get(key) != made_for:
+            has = target.config.get(key)
+            yield Finding(
+                "error",
+                f"the drafter {drafter.name} was made for a target with {field} {made_for}, "
+                f"but {target.name} has {has}",
+                "choose the drafter of this model with --drafter, or --method none",
+                drafter.source.place("config.json"), key, str(made_for), str(has),
+            )  # fmt: skip
+
+
+def _wrong_way(source: ModelSource, is_one: bool, wanted: bool) -> Iterator[Finding]:
+    """The error of a drafter given as target, or of a target given as drafter."""
+    if is_one == wanted:
+        return
+    is_what, not_what = ("a target", "a drafter") if wanted else ("a drafter", "a target")
+    option, other = ("--model", "--drafter") if wanted else ("--drafter", "--model")
+    what = f"{source.name} is {is_what}, not {not_what}"
+    step = f"give it with {option}, and choose {not_what} with {other}"
+    yield Finding("error", what, step, source.place("config.json"), "", is_what, not_what)
