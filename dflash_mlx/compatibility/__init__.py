@@ -1,7 +1,7 @@
 """Whether a target, a drafter and the two together can be used, before any weight is read.
 
 `check_target`, `check_drafter` and `check_pair` read configurations and the heads of weight files,
-here or on the Hugging Face hub (`model_source`), and return facts and `findings`; `raise_first`
+here or on the Hugging Face hub (`model_source`), and return facts and findings; `raise_first`
 makes the first error a DFlashError. docs/compatibility.md lists the checks.
 """
 
@@ -13,9 +13,9 @@ from dflash_mlx.compatibility.check import (
     check_pair,
     check_target,
 )
-from dflash_mlx.compatibility.findings import Checked, Finding, Refused
 from dflash_mlx.compatibility.model_source import HubRepository, LocalFolder
-from dflash_mlx.compatibility.safetensors_header import read_header
+from dflash_mlx.findings import Checked, Finding, Refused
+from dflash_mlx.safetensors_header import read_header
 
 __all__ = [
     "Checked",

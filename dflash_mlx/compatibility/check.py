@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.compatibility.drafter_tensors import expected_tensors, network_config
-from dflash_mlx.compatibility.findings import Checked, Collector, Finding
 from dflash_mlx.compatibility.model_source import LocalFolder, ModelSource, read_json
 from dflash_mlx.compatibility.target_config import (
     check_code,
@@ -23,6 +22,7 @@ from dflash_mlx.compatibility.target_config import (
 from dflash_mlx.compatibility.vocabularies import check_tokenizers
 from dflash_mlx.compatibility.weight_files import Weights, check_weights
 from dflash_mlx.drafters.network import NetworkConfig
+from dflash_mlx.findings import Checked, Collector, Finding
 
 CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
 CHOOSE_DRAFTER = "download the drafter again, or choose another one with --drafter"

@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dflash_mlx.compatibility.findings import Finding
 from dflash_mlx.compatibility.model_source import ModelSource
 from dflash_mlx.compatibility.weight_files import Weights
 from dflash_mlx.drafters.checkpoint import parse_config
 from dflash_mlx.drafters.network import Network, NetworkConfig
+from dflash_mlx.findings import Finding
 
 _DOWNLOAD_AGAIN = "download the drafter again, or choose another one with --drafter"
 

@@ -20,9 +20,9 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError,
     SafetensorsParsingError,
 )
 
-from dflash_mlx.compatibility.findings import Finding, Refused
-from dflash_mlx.compatibility.safetensors_header import TensorHeader, check_layout, read_header
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.findings import Finding, Refused
+from dflash_mlx.safetensors_header import TensorHeader, check_layout, read_header
 
 MAX_JSON = 64 * 2**20  # bytes; tokenizers have 10 to 35 MiB
 _COMPLETE = "choose a complete model folder in Hugging Face format"

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_mlx.compatibility.findings import Finding
 from dflash_mlx.compatibility.model_source import ModelSource
 from dflash_mlx.compatibility.weight_files import Weights
+from dflash_mlx.findings import Finding
 
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 BUILD_ERRORS = (

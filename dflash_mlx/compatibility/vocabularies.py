@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_mlx.compatibility.findings import Finding, Refused
 from dflash_mlx.compatibility.model_source import ModelSource, read_json
+from dflash_mlx.findings import Finding, Refused
 
 FILE = "tokenizer.json"
 _CHOOSE = "choose the drafter of this model with --drafter, or --method none"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from dflash_mlx.compatibility.findings import Collector, Finding
 from dflash_mlx.compatibility.model_source import ModelSource, read_json
-from dflash_mlx.compatibility.safetensors_header import DOWNLOAD_AGAIN, TensorHeader
+from dflash_mlx.findings import Collector, Finding
+from dflash_mlx.safetensors_header import DOWNLOAD_AGAIN, TensorHeader
 
 HEADROOM = 1.15  # caches and temporary arrays, as a share of the weights
 INDEX = "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from safetensors import SafetensorError, safe_open
 
-from dflash_mlx.compatibility.findings import Finding, Refused
+from dflash_mlx.findings import Finding, Refused
 
 MAX_HEADER = 100_000_000  # bytes; the library's own limit
 MAX_DIMENSION = 2**31 - 1  # MLX keeps a dimension in 32 bits with a sign
