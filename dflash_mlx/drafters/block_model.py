@@ -54,7 +54,7 @@ class BlockModel:
             blocks += [anchor, hidden]
             masked += range(i * rows + 1 + len(prefix), (i + 1) * rows)
         x = self._embed(mx.concatenate(blocks)[None]) * config.input_embedding_scale
-        hidden = self._network(x, context.cache, branches=len(prefixes))
+        hidden = self._network(x, context.cache, branches=len(prefixes)).astype(x.dtype)
         hidden = hidden[0, 1:] if len(masked) == x.shape[1] - 1 else hidden[0, mx.array(masked)]
         logits = self._head(hidden * config.output_multiplier)
         if (cap := config.final_logit_softcapping) is not None:
