@@ -58,9 +58,11 @@ def read_gguf_header(file: Path) -> GgufHeader:
             raise ValueError("it is no file")
         if file.stat().st_size < 24:
             raise ValueError(f"it has {file.stat().st_size} bytes, its first fields take 24")
-        with open(file, "rb") as opened:
-            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents:
-                return _read(_Cursor(contents))
+        with (
+            open(file, "rb") as opened,
+            mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents,
+        ):
+            return _read(_Cursor(contents))
     except (ValueError, OSError) as error:
         what = f"{file.name} cannot be read as a GGUF file ({error})"
         raise Refused(Finding("error", what, _NEXT_STEP, str(file))) from None
