@@ -1,8 +1,8 @@
-"""The DFlash drafter network (arXiv 2602.06036, section 3; format: z-lab's DFlash v1 folders).
+"""The DFlash drafter network (arXiv 2602.06036, section 3), of the first or second version.
 
 A few decoder layers whose queries come from the block only. The target's features enter every
 layer as extra keys and values and never pass through the residual stream. Embedding and output
-head are the target's.
+head are the target's, except in drafters that bring their own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import numpy as np
 
 from dflash_mlx.block import Block
 from dflash_mlx.cache import LayerCache
+from dflash_mlx.drafters.dflash2 import ConvolutionConfig, DynamicConvolution
+from dflash_mlx.drafters.quantized import Quantization
+from dflash_mlx.drafters.selector import CandidateSelector, SelectorConfig
 from dflash_mlx.rope import rotate
 from dflash_mlx.sequence import SequenceCache
 
@@ -27,7 +30,12 @@ class NetworkConfig:
     layer_windows: sliding window per layer, None for full attention; a window of w reaches w - 1
     positions back, and as many ahead inside the block. layer_causal: whether the layer's block
     rows see only rows before them. target_layer_ids: target layers (0-based) whose outputs are the
-    features. The last three are 1, 1 and None in most drafters.
+    features. num_target_layers: None where the folder does not say. The scales and the cap are 1, 1
+    and None in most drafters.
+
+    draft_vocab_size: tokens that its own head knows, None for all of the target's. own_embedding,
+    own_head: whether it brings these itself. convolution, selector: of DFlash 2. quantization: of
+    the weights in its files. notes: what reading the folder had to assume.
     """
 
     hidden_size: int
@@ -44,11 +52,18 @@ class NetworkConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     vocab_size: int
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    own_head: bool = False
+    convolution: ConvolutionConfig | None = None
+    selector: SelectorConfig | None = None
+    quantization: Quantization | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Attention(nn.Module):
@@ -122,21 +137,54 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class ConvolvedLayer(Layer):
+    """DFlash 2's layer: both sub-layers between two convolutions over the block's rows.
+
+    The context's rows are not convolved: they enter as keys and values only.
+    """
+
+    def __init__(self, config: NetworkConfig, convolution: ConvolutionConfig) -> None:
+        super().__init__(config)
+        self.attention_conv = DynamicConvolution(config.hidden_size, convolution)
+        self.mlp_conv = DynamicConvolution(config.hidden_size, convolution)
+
+    def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
+        """[1, n, d] -> [1, n, d]."""
+        branches = cache.block.branches
+        inner, after = self.attention_conv.before(self.input_layernorm(x), branches)
+        x = x + self.attention_conv.after(self.self_attn(inner, mask, cache), after, branches)
+        inner, after = self.mlp_conv.before(self.post_attention_layernorm(x), branches)
+        return x + self.mlp_conv.after(self.mlp(inner), after, branches)
+
+
 class Network(nn.Module):
-    """c = RMSNorm(W_fc [h_1; ...; h_m]) feeds keys and values of every layer."""
+    """c = RMSNorm(W_fc [h_1; ...; h_m]) feeds keys and values of every layer.
+
+    Its parameters have the names of the tensors in a drafter folder. embed_tokens, lm_head, d2t
+    (what to add to a draft id for the target's), candidate_selector: only where the config asks
+    for them.
+    """
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         d = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, config.rms_norm_eps)
-        self.layers = [Layer(config) for _ in config.layer_windows]
+        self.layers = [_layer(config) for _ in config.layer_windows]
         self.norm = nn.RMSNorm(d, config.rms_norm_eps)
         self._causal = config.layer_causal
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, d)
+        if config.own_head:
+            self.lm_head = nn.Linear(d, config.draft_vocab_size or config.vocab_size, bias=False)
+        if config.draft_vocab_size is not None:
+            self.d2t = mx.zeros(config.draft_vocab_size, mx.int64)
+        if config.selector is not None:
+            self.candidate_selector = CandidateSelector(config.vocab_size, d, config.selector)
 
     def append(self, features: mx.array, cache: SequenceCache) -> None:
         """Commit the context rows of `features` [n, m*d] to `cache`."""
-        rows = self.hidden_norm(self.fc(features[None]))
+        rows = self.hidden_norm(self.fc(features[None].astype(self.norm.weight.dtype)))
         cache.extend(Block(features.shape[0]))
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             layer.self_attn.remember(rows, layer_cache)
@@ -149,6 +197,7 @@ class Network(nn.Module):
         behind the committed context, share it, and do not see each other. The blocks' keys and
         values are used and discarded.
         """
+        x = x.astype(self.norm.weight.dtype)  # another than the target's where that one overflows
         cache.extend(Block(x.shape[1], branches=branches))
         masks: dict[tuple[bool, int | None], mx.array | None] = {}
         for layer, causal, layer_cache in zip(self.layers, self._causal, cache.layers, strict=True):
@@ -158,6 +207,12 @@ class Network(nn.Module):
             x = layer(x, masks[kind], layer_cache)
         cache.discard()
         return self.norm(x)  # type: ignore[no-any-return]
+
+
+def _layer(config: NetworkConfig) -> Layer:
+    if config.convolution is None:
+        return Layer(config)
+    return ConvolvedLayer(config, config.convolution)
 
 
 def _block_mask(causal: bool, cache: LayerCache) -> mx.array | None:

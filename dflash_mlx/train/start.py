@@ -25,6 +25,11 @@ def open_drafter(folder: Path, target: Target) -> tuple[Network, NetworkConfig, 
     Raises DFlashError for one that does not fit the target.
     """
     config = read_config(folder)
+    if config.convolution or config.own_head or config.own_embedding or config.quantization:
+        raise DFlashError(
+            f"{folder} holds a DFlash 2 drafter, one with its own vocabulary or a quantised one",
+            "start from a DFlash v1 drafter in full precision, or leave --init out",
+        )
     check_fit(config, describe_target(target), target.name)
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return load_network(folder, config, mx.float32), config, raw

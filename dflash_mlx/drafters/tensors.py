@@ -1,0 +1,168 @@
+"""Tensors of drafter folders: what a configuration asks for and what the files have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten
+from safetensors import SafetensorError, safe_open
+
+from dflash_mlx.drafters.network import Network, NetworkConfig
+from dflash_mlx.drafters.quantized import quantize_network
+from dflash_mlx.errors import DFlashError
+
+DOWNLOAD_AGAIN = "download the drafter again, or choose another one with --drafter"
+
+FLOATING, WHOLE, PACKED, FLAGS = "numbers", "whole numbers", "packed numbers", "yes and no"
+_KINDS = {
+    "F32": FLOATING, "F16": FLOATING, "BF16": FLOATING,
+    "I32": WHOLE, "I64": WHOLE, "U32": PACKED, "BOOL": FLAGS,
+}  # fmt: skip
+_STORED = {mx.int64: WHOLE, mx.uint32: PACKED}
+
+
+class Header(NamedTuple):
+    """What a safetensors file says of a tensor before its numbers are read."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dtype: str, shape: tuple[int, ...]) -> Header:
+        """From the words of a safetensors header; a dtype that no drafter has is its own kind."""
+        return cls(_KINDS.get(dtype, dtype), tuple(shape))
+
+    def __str__(self) -> str:
+        return f"{self.shape}" if self.kind == FLOATING else f"{self.shape} of {self.kind}"
+
+
+def make_network(config: NetworkConfig, source: str) -> Network:
+    """The network that a configuration describes, its weights not yet there.
+
+    source: for messages. Raises DFlashError for a rope that mlx-lm does not know and for a
+    quantisation that does not fit.
+    """
+    try:
+        network = Network(config)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DFlashError(
+            f"the rope in {source} is {config.rope}, which mlx-lm refuses ({error})",
+            DOWNLOAD_AGAIN,
+        ) from None
+    if config.quantization is not None:
+        quantize_network(network, config.quantization.bits, config.quantization.group_size)
+    return network
+
+
+def parameters_of(network: Network) -> dict[str, mx.array]:
+    """The network's arrays by the names that they have in a folder."""
+    flat: list[tuple[str, mx.array]] = tree_flatten(network.parameters())  # type: ignore[assignment]
+    return dict(flat)
+
+
+def wanted_headers(config: NetworkConfig, source: str = "the config.json") -> dict[str, Header]:
+    """All tensors that a folder with this configuration must have; nothing is computed.
+
+    source: for messages. Raises as `make_network` does.
+    """
+    arrays = parameters_of(make_network(config, source))
+    kinds = {name: _STORED.get(array.dtype, FLOATING) for name, array in arrays.items()}
+    return {name: Header(kinds[name], tuple(array.shape)) for name, array in arrays.items()}
+
+
+def optional_headers(config: NetworkConfig) -> dict[str, Header]:
+    """Tensors that may be there as well and are not needed: speculators' training leaves them."""
+    d, head = config.hidden_size, config.draft_vocab_size or config.vocab_size
+    found = {
+        "verifier_norm.weight": Header(FLOATING, (d,)),
+        "verifier_lm_head.weight": Header(FLOATING, (head, d)),
+    }
+    if config.draft_vocab_size is not None:
+        found["t2d"] = Header(FLAGS, (config.vocab_size,))  # which ids d2t leads to
+    return found
+
+
+def found_headers(files: list[Path]) -> dict[str, Header]:
+    """All tensors, from the heads of the files alone. Raises DFlashError for a damaged file."""
+    headers: dict[str, Header] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    part = tensors.get_slice(name)
+                    headers[name] = Header.of(part.get_dtype(), part.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise DFlashError(f"{file} is damaged ({error})", DOWNLOAD_AGAIN) from None
+    return headers
+
+
+def read_tensors(folder: Path, config: NetworkConfig) -> dict[str, mx.array]:
+    """The tensors that the network needs, by its names, lazy.
+
+    Raises DFlashError, before any weight is read, for damaged files, for missing, unexpected or
+    misshapen tensors; and for a draft vocabulary that contradicts itself.
+    """
+    files = drafter_files(folder)
+    wanted = wanted_headers(config, str(folder))
+    _check_headers(folder, found_headers(files), wanted, optional_headers(config))
+    tensors: dict[str, mx.array] = {}
+    for file in files:
+        arrays = mx.load(str(file))
+        assert isinstance(arrays, dict)
+        tensors |= arrays
+    if config.draft_vocab_size is not None:
+        tensors["d2t"] = tensors["d2t"].astype(mx.int64)
+        _check_vocabulary(folder, config, np.array(tensors["d2t"]), tensors.get("t2d"))
+    return {name: tensors[name] for name in wanted}
+
+
+def drafter_files(folder: Path) -> list[Path]:
+    """One file, or the shards of one."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _check_headers(
+    folder: Path,
+    found: Mapping[str, Header],
+    wanted: Mapping[str, Header],
+    optional: Mapping[str, Header],
+) -> None:
+    expected = {**{name: optional[name] for name in optional.keys() & found.keys()}, **wanted}
+    for name in sorted(expected.keys() | found.keys()):
+        has, needs = found.get(name, "missing"), expected.get(name, "no such tensor")
+        if has != needs:
+            raise DFlashError(
+                f"tensor {name} in {folder} is {has}, but its config.json asks for {needs}",
+                DOWNLOAD_AGAIN,
+            )
+
+
+def _check_vocabulary(
+    folder: Path, config: NetworkConfig, d2t: npt.NDArray[np.int64], t2d: mx.array | None
+) -> None:
+    """Raise DFlashError unless the draft ids lead to different ids of the target, those of t2d."""
+    ids, vocabulary = np.arange(len(d2t)) + d2t, config.vocab_size
+    outside = (ids < 0) | (ids >= vocabulary)
+    if outside.any():
+        draft_id = int(outside.argmax())
+        raise DFlashError(
+            f"d2t in {folder} leads from draft token {draft_id} to {ids[draft_id]}, but the "
+            f"vocabulary has {vocabulary}",
+            DOWNLOAD_AGAIN,
+        )
+    if (different := len(np.unique(ids))) < len(ids):
+        raise DFlashError(
+            f"d2t in {folder} leads from {len(ids)} draft tokens to only {different} tokens",
+            DOWNLOAD_AGAIN,
+        )
+    if t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), np.sort(ids)):
+        raise DFlashError(
+            f"t2d in {folder} marks {int(t2d.sum())} tokens, which are not the {len(ids)} that "
+            "d2t leads to",
+            DOWNLOAD_AGAIN,
+        )
