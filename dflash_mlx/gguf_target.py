@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.gguf_header import read_gguf_header
 
 ARCHITECTURE = "llama"
 GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
@@ -31,6 +34,7 @@ ROLES = {
     "unk_token": Keys.Tokenizer.UNK_ID,
     "pad_token": Keys.Tokenizer.PAD_ID,
 }
+READABLE = "F32, F16, Q4_0, Q4_1 or Q8_0"
 ELSEWHERE = "choose another GGUF file, or the same model as a Hugging Face folder"
 
 Arrays = dict[str, mx.array]
@@ -45,22 +49,51 @@ def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, TokenizerWrapper
     stay packed and all other weights take their dtype. Raises `DFlashError` for a file that is
     missing, damaged, of another architecture, or made with a feature that is not supported.
     """
-    tensors, metadata = _read(path)
-    try:
-        config = _config(metadata, tied="output.weight" not in tensors)
-        model = llama.Model(llama.ModelArgs.from_dict(config))
-        weights = _named_for(model, tensors, config)
-        _fill(model, weights, dequantize)
-        tokenizer = _tokenizer(metadata)
-    except ValueError as error:
-        raise DFlashError(f"{path.name} cannot be used: {error}", ELSEWHERE) from error
+    tensors, metadata = read_file(path)
+    model, config = build_model(path, tensors, metadata, dequantize)
+    tokenizer = build_tokenizer(path, metadata)
+    mx.eval(model.parameters())
     return model, tokenizer, config
 
 
-def _read(path: Path) -> tuple[Arrays, Metadata]:
-    """Tensors as MLX names them, and metadata as plain Python values."""
+def build_model(
+    path: Path,
+    tensors: Arrays,
+    metadata: Metadata,
+    dequantize: bool,
+    dtype: mx.Dtype | None = None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and its config from what was read of the file; no weight is evaluated.
+
+    dtype: of what is not packed, instead of what `load_gguf` takes.
+    """
+    with _usable(path):
+        config = _config(metadata, tied="output.weight" not in tensors)
+        model = llama.Model(llama.ModelArgs.from_dict(config))
+        weights = _named_for(model, tensors, config)
+        _fill(model, weights, dequantize, dtype)
+        return model, config
+
+
+def build_tokenizer(path: Path, metadata: Metadata) -> TokenizerWrapper:
+    """The tokenizer from the file's metadata."""
+    with _usable(path):
+        return _tokenizer(metadata)
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise DFlashError(f"{path.name} cannot be used: {error}", ELSEWHERE) from error
+
+
+def read_file(path: Path) -> tuple[Arrays, Metadata]:
+    """Tensors as MLX names them, and metadata as plain Python values; raises as `load_gguf`."""
     if not path.is_file():
         raise DFlashError(f"there is no file {path}", "check the path")
+    read_gguf_header(path)  # MLX trusts what it reads
     try:
         loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
         tensors, metadata = loaded
@@ -75,7 +108,7 @@ def _read(path: Path) -> tuple[Arrays, Metadata]:
     if readable != stored:
         raise DFlashError(
             f"MLX reads {readable} of the {stored} tensors of {path.name}",
-            "choose a GGUF file of type F32, F16, Q4_0, Q4_1 or Q8_0",
+            f"choose a GGUF file of type {READABLE}",
         )
     plain = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in metadata.items()}
     return tensors, plain
@@ -143,19 +176,19 @@ def _halves(rows: mx.array, heads: int) -> mx.array:
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _fill(model: Any, weights: Arrays, dequantize: bool) -> None:
+def _fill(model: Any, weights: Arrays, dequantize: bool, dtype: mx.Dtype | None) -> None:
     """Give `model` its weights, all in one floating dtype, and the packed layers they need."""
     packing = _packing(weights)
     if dequantize:
         weights = _dequantized(weights, packing)
-        dtype = mx.float32
+        dtype = dtype or mx.float32
     else:
         nn.quantize(model, class_predicate=lambda name, _: packing.get(name, False))
-        dtype = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"]).dtype
+        embedding = weights["model.embed_tokens.weight"]
+        dtype = dtype or weights.get("model.embed_tokens.scales", embedding).dtype
     typed = {k: v if v.dtype == mx.uint32 else v.astype(dtype) for k, v in weights.items()}
     model.load_weights(list(typed.items()), strict=True)
     model.eval()
-    mx.eval(model.parameters())
 
 
 def _packing(weights: Arrays) -> Packing:

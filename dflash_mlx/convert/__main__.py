@@ -1,0 +1,59 @@
+"""`python -m dflash_mlx.convert SRC DST`: a published checkpoint becomes an MLX folder."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dflash_mlx import cli
+from dflash_mlx.convert.plan import Request, check_spaces, make_plan
+from dflash_mlx.convert.run import convert, report
+from dflash_mlx.convert.settings import ConvertConfig
+
+PROGRAM = "dflash_mlx.convert"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Convert, or say what would be done. Raises DFlashError for bad input."""
+    arguments = parser().parse_args(argv)
+    settings = cli.read_options(arguments, ConvertConfig)
+    request = Request(arguments.src, arguments.dst, arguments.pair, arguments.second_drafter)
+    if arguments.check:
+        with TemporaryDirectory(prefix="dflash-heads-") as scratch:
+            plan = make_plan(request, settings, Path(scratch))
+            print(report(plan))
+            check_spaces(plan)
+    else:
+        print(f"wrote {convert(request, settings)}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = cli.Parser(
+        prog=PROGRAM,
+        description="Convert a published target or drafter to an MLX folder that --model and "
+        "--drafter accept. DST is complete in the end, or absent.",
+    )
+    result.add_argument(
+        "src", metavar="SRC", help="a Hugging Face id, a local folder or a GGUF file"
+    )
+    result.add_argument("dst", metavar="DST", help="the folder to make; it must not exist")
+    result.add_argument(
+        "--pair", metavar="DRAFTER", help="convert this drafter too; DST holds both, for --model"
+    )
+    result.add_argument(
+        "--second-drafter", metavar="DRAFTER", help="with --pair: and d2sd's variable-prefix one"
+    )
+    result.add_argument(
+        "--check",
+        action="store_true",
+        help="read only configs and headers, and say what would be done and what it needs",
+    )
+    cli.add_options(result, ConvertConfig)
+    return result
+
+
+if __name__ == "__main__":
+    cli.run(main, PROGRAM)

@@ -1,0 +1,67 @@
+"""Drafters: checked and named as our network has them, cast, and quantised if asked for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dflash_mlx.convert.conversion import DRAFTER, Conversion, describe_numbers
+from dflash_mlx.convert.settings import DRAFTER_GROUP_SIZE, ConvertConfig
+from dflash_mlx.convert.source import Source
+from dflash_mlx.drafters.checkpoint import DrafterFolder, read_config, read_drafter
+from dflash_mlx.drafters.quantized import Quantization, quantize_network
+from dflash_mlx.drafters.tensors import make_network, parameters_of
+from dflash_mlx.errors import DFlashError
+
+
+def plan_drafter(source: Source, settings: ConvertConfig) -> Conversion:
+    """A drafter's conversion; DFlashError for one that cannot be read or does not hold together."""
+    folder = _read(source)
+    network, config = folder.network(), dict(folder.raw)
+    before = _largest(parameters_of(network))
+    if settings.dtype is not None:
+        network.set_dtype(getattr(mx, settings.dtype))
+    if settings.bits is not None:
+        if folder.config.quantization is not None:
+            raise DFlashError(
+                f"{source.name} is already quantised to {folder.config.quantization.bits} bits",
+                "leave the bits out, or convert the drafter that it was made from",
+            )
+        group_size = settings.group_size or DRAFTER_GROUP_SIZE
+        quantize_network(network, settings.bits, group_size)
+        config["quantization"] = asdict(Quantization(group_size, settings.bits))
+    weights = parameters_of(network)
+    dtype = describe_numbers(config, weights)
+    config["dtype"] = dtype.rpartition(" ")[2]
+
+    def write_rest(folder: Path) -> None:
+        text = json.dumps(config, indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+
+    return Conversion(
+        kind=DRAFTER,
+        name=source.name,
+        description=f"{config['architectures'][0]} {dtype}, blocks of {folder.config.block_size}",
+        weights=weights,
+        config=config,
+        write_rest=write_rest,
+        largest=before + _largest(weights),
+    )
+
+
+def _read(source: Source) -> DrafterFolder:
+    """The folder; of one that is not fetched, a network of the same sizes."""
+    if not source.heads_only:
+        return read_drafter(source.path)
+    config = read_config(source.path)
+    raw: dict[str, Any] = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
+    raw.setdefault("architectures", ["drafter"])
+    return DrafterFolder(config, parameters_of(make_network(config, source.name)), raw)
+
+
+def _largest(weights: dict[str, mx.array]) -> int:
+    return max(array.nbytes for array in weights.values())

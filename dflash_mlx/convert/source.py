@@ -1,0 +1,116 @@
+"""Where a model comes from: a local folder, a GGUF file or a Hugging Face repository."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dflash_mlx import pair_folder
+from dflash_mlx.compatibility import LocalFolder
+from dflash_mlx.compatibility.model_source import ModelSource, read_json
+from dflash_mlx.compatibility.target_config import is_drafter
+from dflash_mlx.convert import hub
+from dflash_mlx.convert.conversion import DRAFTER, TARGET
+from dflash_mlx.errors import DFlashError
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_GIVE = "give a Hugging Face id like owner/name, a local folder or a GGUF file"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to be converted.
+
+    path: its folder, or its GGUF file. heads_only: of its weights only the headers are to be read,
+    and in a folder there is nothing behind them. download: bytes still to be fetched.
+    """
+
+    name: str
+    kind: str
+    path: Path
+    heads_only: bool = False
+    download: int = 0
+
+    @property
+    def files(self) -> ModelSource:
+        """Its folder, named in sentences as the user has named it."""
+        return _Named(self.path, self.name) if self.heads_only else LocalFolder(self.path)
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file."""
+        return self.path.is_file()
+
+
+class _Named(LocalFolder):
+    """A folder that stands for something else."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder)
+        self.name = name
+
+    def place(self, file: str) -> str:
+        return f"{self.name}/{file}"
+
+
+def open_source(name: str, scratch: Path) -> Source:
+    """Find `name`, and of a Hugging Face repository that is not here the headers.
+
+    scratch: an empty folder for them. Raises DFlashError for what is neither a target nor a
+    drafter, or cannot be had.
+    """
+    path = _local(name)
+    if path is not None and path.is_file():
+        return Source(name, TARGET, _gguf_file(path), heads_only=True)
+    if path is None:
+        path = hub.cached(name)
+    if path is not None:
+        return Source(name, kind_of(path), path)
+    download = hub.fetch_heads(name, scratch)
+    return Source(name, kind_of(scratch), scratch, heads_only=True, download=download)
+
+
+def fetch(source: Source) -> Source:
+    """The same source with its weights, downloaded if need be."""
+    if source.heads_only and not source.is_gguf:
+        source = replace(source, path=hub.fetch(source.name))
+    return replace(source, heads_only=False, download=0)
+
+
+def kind_of(folder: Path) -> str:
+    """Whether a folder holds a target or a drafter, by its config.json."""
+    if pair_folder.is_pair_folder(folder):
+        raise DFlashError(f"{folder} holds a pair", "give its target or drafter folder as SRC")
+    if "config.json" not in LocalFolder(folder).files:
+        raise DFlashError(f"{folder} has no config.json", _instead(folder))
+    return DRAFTER if is_drafter(read_json(LocalFolder(folder), "config.json")) else TARGET
+
+
+def _instead(folder: Path) -> str:
+    file = next(folder.glob("*.gguf"), None)
+    return f"give the GGUF file {file}" if file is not None else _GIVE
+
+
+def _local(name: str) -> Path | None:
+    """The file or folder `name`, None where there is none and it can be a Hugging Face id."""
+    try:
+        path = Path(name or "no name").expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError):  # no such user's home, too long, a zero byte
+        raise DFlashError(f"there is no {name[:80]!r}", _GIVE) from None
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or path.suffix == ".gguf":
+        raise DFlashError(f"there is no file or folder {name}", _GIVE)
+    return None
+
+
+def _gguf_file(path: Path) -> Path:
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF":
+        return path
+    if path.suffix in _PICKLES:
+        raise DFlashError(f"{path} is pickled, which can run any program", "give safetensors files")
+    if path.suffix == ".safetensors":
+        raise DFlashError(f"{path} is one file of a model", f"give its folder {path.parent}")
+    raise DFlashError(f"{path} is no GGUF file, it begins with {magic!r}", _GIVE)
