@@ -74,7 +74,10 @@ class RangeCheck:
         model = BlockModel(network, config, self._target)
         context = model.new_context()
         context.append(MARGIN * self._pass(config.target_layer_ids)[1])
-        return _fit([model.logits(context, mx.zeros(1, mx.int32), config.block_size)])
+        logits = model.logits(context, mx.zeros(1, mx.int32), config.block_size)
+        if config.draft_vocab_size is not None:  # tokens that it does not know have -inf
+            logits = mx.where(logits == -mx.inf, 0, logits)
+        return _fit([logits])
 
     def _widen(self, model: nn.Module, name: str) -> None:
         dtype = _trained_in(model)
