@@ -91,3 +91,9 @@ class Collector:
     def result(self) -> tuple[Finding, ...]:
         """All that were found."""
         return tuple(self._findings)
+
+
+def in_one_line(error: Exception) -> str:
+    """What a library says of a problem, without line breaks and not without end."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]} ..."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.compatibility.drafter_tensors import expected_tensors, network_config
+from dflash_mlx.compatibility.drafter_tensors import check_tensors, network_config, notes
 from dflash_mlx.compatibility.model_source import LocalFolder, ModelSource, read_json
 from dflash_mlx.compatibility.target_config import (
     check_code,
@@ -22,10 +22,12 @@ from dflash_mlx.compatibility.target_config import (
 from dflash_mlx.compatibility.vocabularies import check_tokenizers
 from dflash_mlx.compatibility.weight_files import Weights, check_weights
 from dflash_mlx.drafters.network import NetworkConfig
-from dflash_mlx.findings import Checked, Collector, Finding
+from dflash_mlx.drafters.tensors import DOWNLOAD_AGAIN
+from dflash_mlx.findings import Checked, Collector, Finding, errors
 
 CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
-CHOOSE_DRAFTER = "download the drafter again, or choose another one with --drafter"
+
+CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,11 @@ def check_target(folder: Path | ModelSource, name: str = "") -> TargetFacts:
         chains_only, findings = family_findings(source, raw)
         found.add(findings)
     weights = check_weights(source, "model*.safetensors", found, CHOOSE_TARGET)
-    weights = Weights(weights.tensors, quantisation(raw)[1])
+    words, group_size = quantisation(raw)
+    weights = Weights(weights.tensors, group_size)
     if weights.tensors:
         found.add(check_sizes(source, raw, weights))
-    words, length = quantisation(raw)[0], context_length(config)
+    length = context_length(config)
     return TargetFacts(
         found.result(), name or source.name, source, weights, words, config, length, chains_only
     )
@@ -101,19 +104,23 @@ def check_target(folder: Path | ModelSource, name: str = "") -> TargetFacts:
 def check_drafter(folder: Path | ModelSource, name: str = "") -> DrafterFacts:
     """A drafter alone; arguments as of `check_target`."""
     source = LocalFolder(folder) if isinstance(folder, Path) else folder
-    found = Collector()
+    found, config = Collector(), None
     raw = found.attempt(read_json, source, "config.json") or {}
-    config = None
     if raw:
         found.add(_wrong_way(source, is_drafter(raw), True))
         found.add(check_code(source, raw))
-    if raw and not found.errors:
-        config = found.attempt(network_config, source, raw)
-    weights = check_weights(source, "*.safetensors", found, CHOOSE_DRAFTER)
-    weights = Weights(weights.tensors, quantisation(raw)[1])
-    if weights.tensors and config is not None:
-        found.add(expected_tensors(source, config, weights))
-    words = quantisation(raw)[0]
+    readable = not found.errors
+    weights = check_weights(source, "*.safetensors", found, DOWNLOAD_AGAIN)
+    words, group_size = quantisation(raw)
+    weights = Weights(weights.tensors, group_size)
+    too_large = errors(check_sizes(source, raw, weights)) if weights.tensors else ()
+    found.add(too_large)
+    if readable and not too_large:
+        config = found.attempt(network_config, source, raw, weights)
+    if config is not None:
+        found.add(notes(source, config))
+        if weights.tensors:
+            found.add(found.attempt(lambda: [*check_tensors(source, config, weights)]) or ())
     return DrafterFacts(found.result(), name or source.name, source, weights, words, config)
 
 
@@ -131,24 +138,33 @@ def check_pair(target: TargetFacts, *drafters: DrafterFacts) -> Report:
 
 
 def check_fit(target: TargetFacts, drafter: DrafterFacts) -> Iterator[Finding]:
-    """Each number of the two configurations that differs; nothing where one is not known."""
+    """Each number of the two configurations that differs; nothing where one cannot be read."""
     config = drafter.config
-    if config is None:
+    if config is None or not target.config:
         return
-    for field, key, made_for in (
+    numbers = (
         ("hidden_size", "hidden_size", config.hidden_size),
         ("vocab_size", "vocab_size", config.vocab_size),
         ("number of target layers", "num_hidden_layers", config.num_target_layers),
-    ):
-        if target.config and target.config.get(key) != made_for:
-            has = target.config.get(key)
-            yield Finding(
-                "error",
+    )
+    place = drafter.source.place("config.json")
+    for field, key, made_for in numbers:
+        has = target.config.get(key)
+        if made_for is not None and has != made_for:
+            what = (
                 f"the drafter {drafter.name} was made for a target with {field} {made_for}, "
-                f"but {target.name} has {has}",
-                "choose the drafter of this model with --drafter, or --method none",
-                drafter.source.place("config.json"), key, str(made_for), str(has),
-            )  # fmt: skip
+                f"but {target.name} has {has}"
+            )
+            yield Finding("error", what, CHOOSE_ANOTHER, place, key, str(made_for), str(has))
+    layers, last = target.config.get("num_hidden_layers"), max(config.target_layer_ids)
+    if config.num_target_layers is None and type(layers) is int and last >= layers:
+        what = (
+            f"the drafter {drafter.name} reads layer {last} (counted from 0), "
+            f"but {target.name} has {layers} layers"
+        )
+        yield Finding(
+            "error", what, CHOOSE_ANOTHER, place, "target_layer_ids", str(last), str(layers)
+        )
 
 
 def _wrong_way(source: ModelSource, is_one: bool, wanted: bool) -> Iterator[Finding]:

@@ -5,39 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_flatten
-
 from dflash_mlx.compatibility.model_source import ModelSource
 from dflash_mlx.compatibility.weight_files import Weights
 from dflash_mlx.drafters.checkpoint import parse_config
-from dflash_mlx.drafters.network import Network, NetworkConfig
+from dflash_mlx.drafters.network import NetworkConfig
+from dflash_mlx.drafters.tensors import (
+    DOWNLOAD_AGAIN,
+    Header,
+    optional_headers,
+    wanted_headers,
+)
+from dflash_mlx.errors import DFlashError
 from dflash_mlx.findings import Finding
 
-_DOWNLOAD_AGAIN = "download the drafter again, or choose another one with --drafter"
+MAX_BLOCK = 1024  # positions; published drafters have 4 to 16
 
 
-def network_config(source: ModelSource, raw: Mapping[str, Any]) -> NetworkConfig:
+def network_config(source: ModelSource, raw: Mapping[str, Any], weights: Weights) -> NetworkConfig:
     """The configuration; DFlashError where it is incomplete or contradicts itself."""
-    return parse_config(dict(raw), source.name)
+    config = parse_config(dict(raw), source.name, weights.tensors.keys())
+    if config.block_size > MAX_BLOCK:
+        what = f"block_size in {source.name} is {config.block_size}, not up to {MAX_BLOCK}"
+        raise DFlashError(what, DOWNLOAD_AGAIN)
+    return config
 
 
-def expected_tensors(
+def check_tensors(
     source: ModelSource, config: NetworkConfig, weights: Weights
 ) -> Iterator[Finding]:
-    """Tensors that are missing, unexpected or of another shape than the configuration's."""
-    try:
-        network = Network(config)
-    except (ValueError, KeyError) as error:
-        what = f"the rope in {source.name} is {config.rope}, which mlx-lm refuses ({error})"
-        place = source.place("config.json")
-        yield Finding("error", what, _DOWNLOAD_AGAIN, place, "rope_parameters", str(config.rope))
-        return
-    parameters: list[tuple[str, mx.array]] = tree_flatten(network.parameters())  # type: ignore[assignment]
-    wanted = {name: tuple(array.shape) for name, array in parameters}
-    for name in sorted(wanted.keys() | weights.tensors.keys()):
-        has = weights.tensors[name].shape if name in weights.tensors else "missing"
-        needs = wanted.get(name, "no such tensor")
+    """Tensors that are missing, unexpected or of another shape than the configuration's.
+
+    Raises DFlashError for a configuration of which no network can be made.
+    """
+    wanted = wanted_headers(config, source.name)
+    optional = optional_headers(config)
+    found = {name: Header.of(t.dtype, t.shape) for name, t in weights.tensors.items()}
+    expected = {**{name: optional[name] for name in optional.keys() & found.keys()}, **wanted}
+    for name in sorted(expected.keys() | found.keys()):
+        has, needs = found.get(name, "missing"), expected.get(name, "no such tensor")
         if has != needs:
             what = f"tensor {name} in {source.name} is {has}, but its config.json asks for {needs}"
-            yield Finding("error", what, _DOWNLOAD_AGAIN, source.name, name, str(has), str(needs))
+            yield Finding("error", what, DOWNLOAD_AGAIN, source.name, name, str(has), str(needs))
+
+
+def notes(source: ModelSource, config: NetworkConfig) -> Iterator[Finding]:
+    """What reading the configuration had to assume."""
+    for note in config.notes:
+        step = "if nothing is accepted, compare it with how the drafter was trained"
+        yield Finding("note", note, step, source.place("config.json"))

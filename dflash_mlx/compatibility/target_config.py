@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_mlx.compatibility.model_source import ModelSource
 from dflash_mlx.compatibility.weight_files import Weights
-from dflash_mlx.findings import Finding
+from dflash_mlx.findings import Finding, in_one_line
 
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 BUILD_ERRORS = (
@@ -22,6 +22,7 @@ _POSITIVE = (
     "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "head_dim", *CONTEXT_LENGTHS,
 )  # fmt: skip
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 # Sizes of something that is stored, so that the files have at least one bit for each unit.
 _STORED = re.compile(
     r"(?!.*(window|chunk|block|group|batch))(.*_(size|dim|dims|layers|heads|rank|experts)|n_\w+|d_\w+|dim)"
@@ -117,9 +118,9 @@ def check_sizes(source: ModelSource, raw: Mapping[str, Any], weights: Weights) -
         len(weights.tensors),
     )
     for field, value in _stored_sizes(raw):
-        limit = tensors if field.endswith("layers") else bits
+        limit, unit = (tensors, "tensors") if field in _LAYERS else (bits, "bits")
         if value > limit:
-            unit = "tensors" if field.endswith("layers") else "bits"
+            place = source.place("config.json")
             yield _number(place, field, value, f"possible with {limit} {unit} of weights")
 
 
@@ -147,7 +148,7 @@ def family_findings(source: ModelSource, raw: Mapping[str, Any]) -> tuple[str, l
         _, arguments = _get_classes(dict(raw))
         arguments.from_dict(dict(raw))
     except BUILD_ERRORS as error:
-        what = f"{source.name} cannot be loaded ({error})"
+        what = f"{source.name} cannot be loaded ({in_one_line(error)})"
         return "", [Finding("error", what, _CHOOSE, place, "", kind, "")]
     module = importlib.import_module(arguments.__module__)
     if "ArraysCache" not in vars(module):

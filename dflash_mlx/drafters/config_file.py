@@ -13,6 +13,7 @@ from dflash_mlx.drafters.quantized import Quantization
 from dflash_mlx.drafters.selector import SelectorConfig
 
 VERSION_1, VERSION_2 = "DFlashDraftModel", "DFlash2DraftModel"
+MAX_LAYERS = 1024  # published drafters have 5 to 8
 
 Fields = dict[str, Any]
 
@@ -157,7 +158,8 @@ def _rope(raw: Fields) -> dict[str, Any]:
 
 
 def _layer_windows(raw: Fields) -> tuple[int | None, ...]:
-    layers = _size(raw, "num_hidden_layers")
+    if (layers := _size(raw, "num_hidden_layers")) > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
     types = raw.get("layer_types") or ["full_attention"] * layers
     if len(types) != layers:
         raise ValueError(f"layer_types: {len(types)} entries for {layers} layers")

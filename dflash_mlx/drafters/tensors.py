@@ -10,11 +10,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
-from safetensors import SafetensorError, safe_open
 
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.drafters.quantized import quantize_network
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.safetensors_header import read_header
 
 DOWNLOAD_AGAIN = "download the drafter again, or choose another one with --drafter"
 
@@ -91,13 +91,8 @@ def found_headers(files: list[Path]) -> dict[str, Header]:
     """All tensors, from the heads of the files alone. Raises DFlashError for a damaged file."""
     headers: dict[str, Header] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                    part = tensors.get_slice(name)
-                    headers[name] = Header.of(part.get_dtype(), part.get_shape())
-        except (SafetensorError, OSError) as error:
-            raise DFlashError(f"{file} is damaged ({error})", DOWNLOAD_AGAIN) from None
+        tensors = read_header(file, DOWNLOAD_AGAIN)
+        headers |= {name: Header.of(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     return headers
 
 
