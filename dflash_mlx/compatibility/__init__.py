@@ -12,6 +12,7 @@ from dflash_mlx.compatibility.check import (
     check_drafter,
     check_pair,
     check_target,
+    describe_target,
 )
 from dflash_mlx.compatibility.model_source import HubRepository, LocalFolder
 from dflash_mlx.findings import Checked, Finding, Refused
@@ -29,5 +30,6 @@ __all__ = [
     "check_drafter",
     "check_pair",
     "check_target",
+    "describe_target",
     "read_header",
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.compatibility.drafter_tensors import check_tensors, network_config, notes
-from dflash_mlx.compatibility.model_source import LocalFolder, ModelSource, read_json
+from dflash_mlx.compatibility.model_source import LocalFolder, ModelSource, Nowhere, read_json
 from dflash_mlx.compatibility.target_config import (
     check_code,
     check_numbers,
@@ -99,6 +99,12 @@ def check_target(folder: Path | ModelSource, name: str = "") -> TargetFacts:
     return TargetFacts(
         found.result(), name or source.name, source, weights, words, config, length, chains_only
     )
+
+
+def describe_target(config: Mapping[str, Any], name: str) -> TargetFacts:
+    """A target of which only some numbers are known; `config` names them as config.json does."""
+    length = context_length(config)
+    return TargetFacts((), name, Nowhere(name), Weights({}), "", config, length, "")
 
 
 def check_drafter(folder: Path | ModelSource, name: str = "") -> DrafterFacts:

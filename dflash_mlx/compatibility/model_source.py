@@ -79,6 +79,19 @@ class LocalFolder:
         return read_header(self.folder / file, next_step)
 
 
+class Nowhere(LocalFolder):
+    """A model without files to look at, of which only the configuration is known."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(Path())
+        self.name = name
+
+    @cached_property
+    def files(self) -> Mapping[str, int]:
+        """None."""
+        return {}
+
+
 class HubRepository:
     """A Hugging Face repository, asked for small files and for the heads of weight files."""
 
