@@ -24,8 +24,9 @@ DRAFT, KEEP = 1, 2  # streams of randomness beside the target's own
 
 @dataclass(frozen=True)
 class DrawnChain(Tree):
-    """A chain whose tokens 1..N-1 were drawn independently, each from its row of q [N-1, V].
+    """A chain whose tokens 1..N-1 were drawn each from its row of q [N-1, V].
 
+    A row may depend on the tokens drawn before it.
     A part of it is an ordinary tree: cutting by what was drawn changes the law of what is left.
     """
 

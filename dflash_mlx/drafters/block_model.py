@@ -9,12 +9,18 @@ import mlx.core as mx
 
 from dflash_mlx.drafters.context import FeatureContext
 from dflash_mlx.drafters.network import Network, NetworkConfig
+from dflash_mlx.drafters.selector import Candidates
 from dflash_mlx.target import Target
+
+Prefixes = Sequence[Sequence[int]]
 
 
 class BlockModel:
-    """A drafter network with the embedding and the head it borrows from its target.
+    """A drafter network with an embedding and a head: its own, or those of its target.
 
+    Logits are always over the target's vocabulary, so what is drafted from them needs to know
+    nothing of a draft vocabulary: tokens outside it have -inf. That costs writing [n, V] numbers
+    once a draft; the product with the head, which costs much more, stays as small as its own.
     Raises DFlashError for a target whose embedding cannot be found.
     """
 
@@ -23,8 +29,12 @@ class BlockModel:
         self.kernels = target.kernels
         self._network = network
         self._kv_bits = target.kv_bits
-        self._embed: Any = target.embedding()
-        self._head: Callable[[mx.array], mx.array] = target.head()
+        self._embed: Any = network.embed_tokens if config.own_embedding else target.embedding()
+        self._head: Callable[[mx.array], mx.array]
+        self._head = network.lm_head if config.own_head else target.head()
+        self._ids: mx.array | None = None
+        if config.draft_vocab_size is not None:
+            self._ids = mx.arange(config.draft_vocab_size) + network.d2t
         target.tap(config.target_layer_ids)
 
     def new_context(self) -> FeatureContext:
@@ -33,11 +43,7 @@ class BlockModel:
         return FeatureContext(self._network, windows, self.kernels, self._kv_bits)
 
     def logits(
-        self,
-        context: FeatureContext,
-        anchor: mx.array,
-        rows: int,
-        prefixes: Sequence[Sequence[int]] = ((),),
+        self, context: FeatureContext, anchor: mx.array, rows: int, prefixes: Prefixes = ((),)
     ) -> mx.array:
         """[n, V] for what follows each prefix in a block of `rows`, one prefix after the other.
 
@@ -45,6 +51,18 @@ class BlockModel:
         arXiv 2606.04446, 3.3); a prefix of l tokens has rows - 1 - l masks. All blocks go through
         the network in one pass over the one context.
         """
+        return self._logits(self._states(context, anchor, rows, prefixes))
+
+    def candidates(self, context: FeatureContext, anchor: mx.array, rows: int) -> Candidates:
+        """What DFlash 2's selector can choose from in a block of `rows`."""
+        states = self._states(context, anchor, rows, ((),))
+        selector = self._network.candidate_selector
+        return selector(states, self._logits(states), anchor)
+
+    def _states(
+        self, context: FeatureContext, anchor: mx.array, rows: int, prefixes: Prefixes
+    ) -> mx.array:
+        """[n, d] final states of the masks."""
         config = self.config
         blocks: list[mx.array] = []
         masked: list[int] = []
@@ -54,9 +72,16 @@ class BlockModel:
             blocks += [anchor, hidden]
             masked += range(i * rows + 1 + len(prefix), (i + 1) * rows)
         x = self._embed(mx.concatenate(blocks)[None]) * config.input_embedding_scale
-        hidden = self._network(x, context.cache, branches=len(prefixes)).astype(x.dtype)
-        hidden = hidden[0, 1:] if len(masked) == x.shape[1] - 1 else hidden[0, mx.array(masked)]
-        logits = self._head(hidden * config.output_multiplier)
-        if (cap := config.final_logit_softcapping) is not None:
+        states = self._network(x, context.cache, branches=len(prefixes)).astype(x.dtype)
+        return states[0, 1:] if len(masked) == x.shape[1] - 1 else states[0, mx.array(masked)]
+
+    def _logits(self, states: mx.array) -> mx.array:
+        """[n, V] from final states [n, d]."""
+        logits = self._head(states * self.config.output_multiplier)
+        if (cap := self.config.final_logit_softcapping) is not None:
             logits = mx.tanh(logits / cap) * cap
-        return logits
+        if self._ids is None:
+            return logits
+        whole = mx.full((logits.shape[0], self.config.vocab_size), -mx.inf, dtype=logits.dtype)
+        whole[:, self._ids] = logits
+        return whole

@@ -25,15 +25,22 @@ class DrawnBlock(OneDraft):
     def __init__(self, model: BlockModel, block_size: int | None, sampling: SamplingConfig) -> None:
         super().__init__(model, block_size)
         self._sampling = sampling
-        self._sampler = Sampler(sampling)
+        self.sampler = Sampler(sampling)
 
     def draft(self, state: State, context: FeatureContext, rows: int) -> Tree:
         """A chain that knows what it was drawn from."""
         if state.last is None:  # every answer is a draw of its own
-            self._sampler = Sampler(self._sampling)
-        logits = tempered(self._model.logits(context, state.anchor, rows), self._sampler.config)
-        tokens = mx.random.categorical(logits, key=self._sampler.key(state.position, DRAFT))
+            self.sampler = Sampler(self._sampling)
+        key = self.sampler.key(state.position, DRAFT)
+        tokens, q = self.drawn(context, state.anchor, rows, key)
         chain = mx.concatenate([state.anchor, tokens.astype(state.anchor.dtype)])
-        tree = DrawnChain(chain, tuple(range(-1, rows - 1)), q=mx.softmax(logits, axis=-1))
+        tree = DrawnChain(chain, tuple(range(-1, rows - 1)), q=q)
         mx.async_eval(tree.tokens, tree.q)
         return tree
+
+    def drawn(
+        self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Tokens [rows - 1], and q [rows - 1, V] that they were drawn from; key: randomness."""
+        logits = tempered(self._model.logits(context, anchor, rows), self.sampler.config)
+        return mx.random.categorical(logits, key=key), mx.softmax(logits, axis=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dflash_mlx.budget import stored_times
 from dflash_mlx.config import DecodeConfig
 from dflash_mlx.drafters.adaptive import Adaptive
+from dflash_mlx.drafters.auto import settle
 from dflash_mlx.drafters.base import Drafter
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion
@@ -14,6 +15,7 @@ from dflash_mlx.drafters.dual_diffusion import DualDiffusion, Growth, JointGrowt
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.resample import Resample
+from dflash_mlx.drafters.selected import DrawnPath, SelectedPath
 from dflash_mlx.load import Pair, require_drafter
 
 MOST_NODES = 48  # of a tree that the budget then cuts
@@ -28,9 +30,13 @@ def _ngram(pair: Pair, config: DecodeConfig) -> Drafter:
 
 
 def _dflash(pair: Pair, config: DecodeConfig) -> Drafter:
+    model = _first(pair)
+    is_plain = model.config.selector is None
     if config.draws_drafts:
-        return DrawnBlock(_first(pair), config.block_size, config.sampling)
-    return BlockDiffusion(_first(pair), config.block_size)
+        drawn = DrawnBlock if is_plain else DrawnPath
+        return drawn(model, config.block_size, config.sampling)
+    greedy = BlockDiffusion if is_plain else SelectedPath
+    return greedy(model, config.block_size)
 
 
 def _ddtree(pair: Pair, config: DecodeConfig) -> Drafter:
@@ -82,7 +88,8 @@ def _within_budget(drafters: dict[str, Drafter], pair: Pair, config: DecodeConfi
 
 
 def _first(pair: Pair) -> BlockModel:
-    network_config = require_drafter(pair.network_config, pair.target.name)
+    problem = pair.undrafted or f"no drafter is known for {pair.target.name}"
+    network_config = require_drafter(pair.network_config, problem)
     assert pair.network is not None
     return BlockModel(pair.network, network_config, pair.target)
 
@@ -99,4 +106,5 @@ METHODS = {
 
 def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:
     """The drafter of `config.method`; DFlashError when the pair has none that fits."""
+    config = settle(config, pair.means)
     return METHODS[config.method](pair, config)

@@ -45,5 +45,13 @@ def quantize_network(network: nn.Module, bits: int, group_size: int = 64) -> Non
     nn.quantize(network, group_size, bits, class_predicate=_is_packed)
 
 
+def quantization_of(network: nn.Module) -> Quantization | None:
+    """How the network's matrices are packed, None where they are not."""
+    for _, module in network.named_modules():
+        if isinstance(module, nn.QuantizedLinear):
+            return Quantization(module.group_size, module.bits)
+    return None
+
+
 def _is_packed(path: str, module: Any) -> bool:
     return hasattr(module, "to_quantized") and KEPT not in path
