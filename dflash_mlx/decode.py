@@ -36,7 +36,7 @@ def prefill(
     reused = state.reuse(prompt)
     observer.prefilled(reused, len(prompt) - 1)
     while state.position < len(prompt) - 1:
-        end = min(state.position + config.prefill_step, len(prompt) - 1)
+        end = _chunk_end(state, len(prompt) - 1, config.prefill_step)
         chunk = prompt[state.position : end]
         block = Block(len(chunk))
         _, features = target.forward(mx.array(chunk), state.cache, block, drafter.taps)
@@ -44,6 +44,12 @@ def prefill(
         observer.prefilled(end, len(prompt) - 1)
     state.set_anchor(prompt[-1])
     return reused
+
+
+def _chunk_end(state: State, last: int, step: int) -> int:
+    """Where the next pass over a prompt ends: before its tail, where that is passed by itself."""
+    end, tail = min(state.position + step, last), last - state.cache.tail
+    return tail if state.position < tail < end else end
 
 
 def decode(

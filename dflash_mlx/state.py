@@ -81,7 +81,8 @@ class State:
         mx.eval(*self.cache.arrays, *self.context.arrays)
 
     def set_anchor(self, token: int) -> None:
-        """Make the last token of a prompt the anchor."""
+        """Make the last token of a prompt the anchor; the next prompt may go back to here."""
+        self.cache.mark()
         self.last = None
         self.anchor = mx.array([token])
         self._tokens.append(token)
@@ -90,7 +91,7 @@ class State:
         """Go back to the longest prefix shared with `prompt`; return its length.
 
         The last token of `prompt` is never reused: it becomes the anchor. Where a sliding window
-        has dropped what that prefix needs, everything starts over.
+        or a recurrent state has no way back to that prefix, less of it is reused, or none.
         """
         known = zip(self.tokens[: self.position], prompt[:-1], strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], known))
@@ -98,11 +99,12 @@ class State:
         return self.position
 
     def trim(self, length: int) -> None:
-        """Forget the tokens from `length` on, or all of them where that cannot be done.
+        """Forget the tokens from `length` on, and as many before as the caches cannot do without.
 
         The next prompt gives a new anchor.
         """
-        if not (self.cache.can_trim(length) and self.context.can_trim(length)):
+        length = self.cache.nearest(length)
+        if not self.context.can_trim(length):
             length = 0
         self.cache.trim(length)
         self.context.trim(length)

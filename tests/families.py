@@ -12,26 +12,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
-VOCAB_SIZE = 97
-WINDOW = 8
-
-_BASE: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 512,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
-
-
-def _config(model_type: str, **changes: Any) -> dict[str, Any]:
-    return {**_BASE, "model_type": model_type, **changes}
+from family_configs import QWEN3_MOE, VOCAB_SIZE, WINDOW, config
+from recurrent_families import RECURRENT, UNSUPPORTED
 
 
 def _layer_types(pattern: str) -> dict[str, Any]:
@@ -44,14 +26,6 @@ def _layer_types(pattern: str) -> dict[str, Any]:
     }
 
 
-_QWEN3_MOE: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-}
 _GEMMA4: dict[str, Any] = {
     "global_head_dim": 32,
     "hidden_size_per_layer_input": 0,
@@ -98,36 +72,36 @@ _DEEPSEEK: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": _config("llama"),
-    "llama_sliding": _config("llama", **_layer_types("SFSF")),
-    "llama3_rope": _config("llama", rope_scaling=_LLAMA3_ROPE),
-    "qwen2": _config("qwen2"),
-    "qwen3": _config("qwen3"),
-    "qwen3_moe": _config("qwen3_moe", **_QWEN3_MOE, tie_word_embeddings=False),
-    "gemma": _config("gemma"),
-    "gemma2": _config("gemma2", query_pre_attn_scalar=16.0),
-    "gemma3_text": _config(
+    "llama": config("llama"),
+    "llama_sliding": config("llama", **_layer_types("SFSF")),
+    "llama3_rope": config("llama", rope_scaling=_LLAMA3_ROPE),
+    "qwen2": config("qwen2"),
+    "qwen3": config("qwen3"),
+    "qwen3_moe": config("qwen3_moe", **QWEN3_MOE, tie_word_embeddings=False),
+    "gemma": config("gemma"),
+    "gemma2": config("gemma2", query_pre_attn_scalar=16.0),
+    "gemma3_text": config(
         "gemma3_text", query_pre_attn_scalar=16.0, sliding_window=WINDOW, sliding_window_pattern=3
     ),
-    "gemma4_text": _config("gemma4_text", **_GEMMA4, **_layer_types("SFSF")),
-    "gemma4_text_shared_kv": _config(
+    "gemma4_text": config("gemma4_text", **_GEMMA4, **_layer_types("SFSF")),
+    "gemma4_text_shared_kv": config(
         "gemma4_text",
         **{**_GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16},
         vocab_size_per_layer_input=VOCAB_SIZE,
         **_layer_types("SFSFSF"),
     ),
-    "phi3": _config("phi3"),
-    "phi3_longrope": _config("phi3", rope_scaling=_LONG_ROPE, original_max_position_embeddings=64),
-    "gpt_oss": _config(
+    "phi3": config("phi3"),
+    "phi3_longrope": config("phi3", rope_scaling=_LONG_ROPE, original_max_position_embeddings=64),
+    "gpt_oss": config(
         "gpt_oss",
         num_local_experts=4,
         num_experts_per_tok=2,
         rope_scaling=_YARN_ROPE,
         **_layer_types("SFSF"),
     ),
-    "olmo2": _config("olmo2"),
-    "olmo3": _config("olmo3", **_layer_types("SSF")),
-    "granite": _config(
+    "olmo2": config("olmo2"),
+    "olmo3": config("olmo3", **_layer_types("SSF")),
+    "granite": config(
         "granite",
         logits_scaling=1.25,
         attention_multiplier=0.25,
@@ -136,32 +110,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
         attention_bias=False,
         mlp_bias=False,
     ),
-    "smollm3": _config("smollm3", num_hidden_layers=4),
-    "starcoder2": _config("starcoder2"),
-    "cohere": _config("cohere", logit_scale=0.9),
-    "cohere2": _config("cohere2", logit_scale=0.9, sliding_window=WINDOW, sliding_window_pattern=3),
-    "glm4": _config("glm4", attention_bias=True, partial_rotary_factor=0.5),
-    "mixtral": _config(
+    "smollm3": config("smollm3", num_hidden_layers=4),
+    "starcoder2": config("starcoder2"),
+    "cohere": config("cohere", logit_scale=0.9),
+    "cohere2": config("cohere2", logit_scale=0.9, sliding_window=WINDOW, sliding_window_pattern=3),
+    "glm4": config("glm4", attention_bias=True, partial_rotary_factor=0.5),
+    "mixtral": config(
         "mixtral", num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False
     ),
-    "seed_oss": _config("seed_oss", attention_bias=True),
-    "deepseek_v3": _config("deepseek_v3", **_DEEPSEEK),
-    "hunyuan_v1_dense": _config(
+    "seed_oss": config("seed_oss", attention_bias=True),
+    "deepseek_v3": config("deepseek_v3", **_DEEPSEEK),
+    "hunyuan_v1_dense": config(
         "hunyuan_v1_dense", rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
     ),
-    "internlm3": _config("internlm3"),
-    "internlm3_dynamic_rope": _config(
+    "internlm3": config("internlm3"),
+    "internlm3_dynamic_rope": config(
         "internlm3", rope_scaling={"rope_type": "dynamic", "factor": 6.0}
     ),
-    "ministral3": _config("ministral3", rope_parameters=_MINISTRAL_ROPE, **_layer_types("SFSF")),
-    "exaone4": _config(
+    "ministral3": config("ministral3", rope_parameters=_MINISTRAL_ROPE, **_layer_types("SFSF")),
+    "exaone4": config(
         "exaone4", rope_scaling=None, sliding_window=WINDOW, sliding_window_pattern="LLG"
     ),
-    "mimo": _config("mimo", tie_word_embeddings=False),
-    "llama4_text": _config(
+    "mimo": config("mimo", tie_word_embeddings=False),
+    "llama4_text": config(
         "llama4_text", intermediate_size_mlp=96, no_rope_layers=[1, 1, 0], use_qk_norm=True
     ),
-    "muse_glimmer": _config(
+    "muse_glimmer": config(
         "muse_glimmer",
         qk_scale_factor=1.5,
         output_multiplier=1.0,
@@ -189,69 +163,6 @@ SLIDING = frozenset(
 # ministral3 scales queries by arange(L) + offset, dynamic rope compares the offset with a limit.
 POSITION_DEPENDENT = frozenset({"ministral3", "internlm3_dynamic_rope"})
 
-_GATED_DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-}
-
-# Families with recurrent layers: trees must be refused, nothing can be trimmed away.
-RECURRENT: dict[str, dict[str, Any]] = {
-    "mamba2": _config(
-        "mamba2",
-        num_heads=4,
-        head_dim=32,
-        intermediate_size=128,
-        state_size=16,
-        layer_norm_epsilon=1e-6,
-        conv_kernel=4,
-        n_groups=1,
-        use_bias=False,
-        use_conv_bias=True,
-        time_step_limit=(0.0, 100.0),
-        time_step_rank="auto",
-    ),
-    "qwen3_next": _config(
-        "qwen3_next",
-        **_QWEN3_MOE,
-        **_GATED_DELTA,
-        shared_expert_intermediate_size=32,
-        partial_rotary_factor=0.5,
-    ),
-    "qwen3_5": _config("qwen3_5", **_GATED_DELTA),
-    "lfm2": _config(
-        "lfm2",
-        norm_eps=1e-6,
-        conv_bias=False,
-        conv_L_cache=3,
-        block_dim=64,
-        block_ff_dim=96,
-        block_multiple_of=8,
-        block_ffn_dim_multiplier=1.0,
-        block_auto_adjust_ff_dim=False,
-        layer_types=["conv", "full_attention", "conv"],
-    ),
-    "nemotron_h": _config(
-        "nemotron_h",
-        attention_bias=False,
-        mamba_num_heads=4,
-        mamba_head_dim=32,
-        mamba_proj_bias=False,
-        ssm_state_size=16,
-        conv_kernel=4,
-        n_groups=1,
-        mlp_bias=False,
-        layer_norm_epsilon=1e-6,
-        use_bias=False,
-        use_conv_bias=True,
-        hybrid_override_pattern=["M", "-", "*", "-"],
-    ),
-}
-
 # RMSNorm classes of these model types multiply by (1 + weight).
 _CENTRED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "muse_glimmer"})
 # mlx-lm drops the head of these while loading a checkpoint that has none.
@@ -264,27 +175,26 @@ _LINEAR_GAIN = 1.5
 
 
 def make_model(name: str, seed: int = 0) -> nn.Module:
-    """Build the tiny model called `name` (a key of FAMILIES or RECURRENT), in float32.
+    """Build the tiny model called `name` (a key of the tables above), in float32.
 
     The same name and seed give the same weights. Skips the test if the installed mlx-lm is too old
     to know the family; raises KeyError for an unknown name.
     """
-    config = FAMILIES[name] if name in FAMILIES else RECURRENT[name]
-    pytest.importorskip(
-        f"mlx_lm.models.{config['model_type']}", reason=f"this mlx-lm has no {config['model_type']}"
-    )
-    model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
-    if config["model_type"] in _TIED_ON_LOAD:
+    settings = {**FAMILIES, **RECURRENT, **UNSUPPORTED}[name]
+    family = settings["model_type"]
+    pytest.importorskip(f"mlx_lm.models.{family}", reason=f"this mlx-lm has no {family}")
+    model_class, args_class = _get_classes(settings)
+    model = model_class(args_class.from_dict(settings))
+    if family in _TIED_ON_LOAD:
         model.sanitize({})
     parameters = dict(tree_flatten(model.parameters()))
     keys = mx.random.split(mx.random.key(seed), len(parameters))
-    centres = _norm_centres(model, config["model_type"])
+    centres = _norm_centres(model, family)
     weights = {
         path: _random_weight(path, parameters[path].shape, key, centres.get(path))
         for path, key in zip(sorted(parameters), keys, strict=True)
     }
-    if config["model_type"] in _SCALED_EMBEDDINGS:
+    if family in _SCALED_EMBEDDINGS:
         weights["model.embed_tokens.weight"] /= _EMBEDDING_SHRINK
         weights["model.norm.weight"] += _EMBEDDING_SHRINK - 1.0
     model.update(tree_unflatten(list(weights.items())))

@@ -23,8 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from dflash_mlx import DecodeConfig, DFlashError, load, resolve
 from dflash_mlx.generate import generate
 from dflash_mlx.resolve import resolve_folder
-from dflash_mlx.target import Target
-from families import FAMILIES, RECURRENT, make_model
+from families import FAMILIES, make_model
 from reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
@@ -378,10 +377,3 @@ def test_a_drafter_of_another_target_is_refused_before_the_default_model_is_fetc
 def test_a_drafter_that_is_no_drafter_is_refused(folders):
     with pytest.raises(DFlashError, match="unknown, not a DFlashDraftModel.*--drafter"):
         load(model=folders[0], drafter=folders[0])
-
-
-@pytest.mark.parametrize("name", sorted(RECURRENT))
-def test_recurrent_models_are_refused_with_the_layer_and_its_cache_class(name):
-    message = f"layer 0 of {name} keeps its state in a ArraysCache, .*; choose a model"
-    with pytest.raises(DFlashError, match=message):
-        Target(make_model(name), 512, name)

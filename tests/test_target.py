@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from dflash_mlx.block import Block
 from dflash_mlx.cache import SLACK
-from dflash_mlx.errors import DFlashError
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
-from families import FAMILIES, POSITION_DEPENDENT, RECURRENT, SLIDING, VOCAB_SIZE, make_model
+from families import FAMILIES, POSITION_DEPENDENT, SLIDING, VOCAB_SIZE, make_model
 from toys import random_tree
 
 TREE_FAMILIES = sorted(set(FAMILIES) - set(POSITION_DEPENDENT))
@@ -185,9 +184,3 @@ def test_hooks_leave_parameters_and_other_instances_alone():
     assert [name for name, _ in tree_flatten(hooked.parameters())] == names
     assert type(hooked.layers[0]) is not type(other.layers[0])
     assert type(other.layers[0]).__call__ is type(other.layers[1]).__call__
-
-
-@pytest.mark.parametrize("name", sorted(RECURRENT))
-def test_layers_with_recurrent_state_are_refused_by_name(name):
-    with pytest.raises(DFlashError, match=r"layer \d+ of .* keeps its state in a \w+Cache"):
-        Target(make_model(name), 512, name)

@@ -29,8 +29,13 @@ class ToyCache:
     def commit(self, path: Sequence[int]) -> None:
         self.tokens += [self.pending[row] for row in path]
 
-    def can_trim(self, length: int) -> bool:
-        return True
+    tail = 0
+
+    def mark(self) -> None:
+        pass
+
+    def nearest(self, length: int) -> int:
+        return min(length, self.length)
 
     def trim(self, length: int) -> None:
         del self.tokens[length:]
