@@ -1,0 +1,285 @@
+"""Drafters of every format, and pairs, draft after a conversion what they drafted before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx import DecodeConfig, load, pair_folder
+from dflash_mlx.config import PairConfig
+from dflash_mlx.convert.__main__ import main
+from dflash_mlx.drafters.block_model import BlockModel
+from dflash_mlx.drafters.checkpoint import load_network, parse_config, read_config
+from dflash_mlx.drafters.quantized import quantize_network
+from dflash_mlx.drafters.tensors import WHOLE, parameters_of, wanted_headers
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.generate import generate
+from dflash_mlx.load import load_pair
+from dflash_mlx.state import State
+from dflash_mlx.target import Target
+from families import VOCAB_SIZE, make_model
+from reference_dflash import write_drafter_folder
+from test_convert_target import assert_same_tensors, config, convert, tensors
+from test_load import drafter_config, write_drafter, write_model
+
+CLOSE = 1e-4
+DRAFT_VOCABULARY = 40
+WIDE = {"intermediate_size": 128}  # rows that groups of 64 divide
+VERSION_2 = {
+    "conv_kernel_size": 4,
+    "conv_group_size": 16,
+    "selector_rank": 8,
+    "selector_top_k": 4,
+    "block_size": 8,
+}
+
+
+def version_2(**changes: Any) -> dict[str, Any]:
+    raw = drafter_config(architectures=["DFlash2DraftModel"], **changes)
+    del raw["block_size"]
+    return {**raw, "dflash_config": {**raw["dflash_config"], **VERSION_2}}
+
+
+def newer_rope() -> dict[str, Any]:
+    raw = drafter_config(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    del raw["rope_theta"], raw["rope_scaling"]
+    return raw
+
+
+def variable_prefix() -> dict[str, Any]:
+    raw = drafter_config()
+    return {**raw, "dflash_config": {**raw["dflash_config"], "training_mode": "variable_prefix"}}
+
+
+def speculators(**changes: Any) -> dict[str, Any]:
+    layers = {k: v for k, v in drafter_config().items() if k not in ("dflash_config", "block_size")}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": layers,
+        "block_size": 8,
+        "mask_token_id": 5,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "draft_vocab_size": DRAFT_VOCABULARY,
+        **changes,
+    }
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "DFlash": drafter_config(),
+    "DFlash with newer rope": newer_rope(),
+    "DFlash, sliding and causal": drafter_config(**SLIDING, is_causal=True),
+    "variable prefix": variable_prefix(),
+    "DFlash 2": version_2(),
+    "speculators": speculators(),
+    "speculators with the whole vocabulary": speculators(draft_vocab_size=VOCAB_SIZE),
+}
+
+
+def write(folder: Path, raw: dict[str, Any], files: int = 1) -> Path:
+    """A random drafter with the tensors that its format has, spread over `files`."""
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {}
+    for name, header in wanted_headers(parse_config(raw, "test")).items():
+        noise = rng.standard_normal(header.shape).astype(np.float32)
+        ones = len(header.shape) == 1
+        scale = np.float32(0.1 if ones else 1.5 / np.sqrt(header.shape[-1]))
+        arrays[name] = ones + scale * noise
+        if header.kind == WHOLE:
+            drafted = np.sort(rng.permutation(VOCAB_SIZE)[:DRAFT_VOCABULARY])
+            arrays[name] = (drafted - np.arange(DRAFT_VOCABULARY)).astype(np.int64)
+            arrays["t2d"] = np.isin(np.arange(VOCAB_SIZE), drafted)
+    write_drafter_folder(folder, raw, arrays)
+    if files > 1:
+        (folder / "model.safetensors").unlink()
+        names = sorted(arrays)
+        for i in range(files):
+            shard = {name: mx.array(arrays[name]) for name in names[i::files]}
+            file = folder / f"model-{i + 1:05d}-of-{files:05d}.safetensors"
+            mx.save_safetensors(str(file), shard)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(make_model("llama"), 512, "llama")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("source") / "model")
+
+
+def block_logits(folder: Path, target: Target) -> mx.array:
+    """Of one block behind 20 random features."""
+    network_config = read_config(folder)
+    network = load_network(folder, network_config, mx.float32)
+    block = BlockModel(network, network_config, target)
+    state = State(target.new_cache(), block.new_context())
+    width = 64 * len(network_config.target_layer_ids)
+    state.context.append(mx.array(np.random.default_rng(1).normal(size=(20, width))))
+    state.set_anchor(7)
+    return block.logits(state.context, state.anchor, 8)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_converted_drafter_gives_the_block_logits_of_the_original(tmp_path, target, name):
+    source = write(tmp_path / "source", FORMATS[name], files=1 + len(name) % 3)
+    converted = convert(source, tmp_path / "dst")
+    before, after = block_logits(source, target), block_logits(converted, target)
+    finite = mx.abs(before) < 1e30  # what a reduced vocabulary lacks is minus infinity
+    assert bool(mx.array_equal(finite, mx.abs(after) < 1e30))
+    assert mx.where(finite, mx.abs(before - after), 0).max().item() <= CLOSE
+    assert int(finite.sum().item()) >= 7 * DRAFT_VOCABULARY
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_converted_drafter_has_the_configuration_and_weights_of_the_original(tmp_path, name):
+    source = write(tmp_path / "source", FORMATS[name])
+    converted = convert(source, tmp_path / "dst")
+    assert read_config(converted) == replace(read_config(source), notes=())
+    stored = tensors(source)
+    stored.pop("t2d", None)
+    assert_same_tensors(tensors(converted), stored)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_converted_drafter_decodes_what_the_original_decodes(tmp_path, model, name):
+    source = write(tmp_path / "source", FORMATS[name])
+    converted = convert(source, tmp_path / "dst")
+    settings = DecodeConfig(method="dflash", max_tokens=12)
+    before, after = (
+        generate(load(str(model), str(folder)), "hello", settings) for folder in (source, converted)
+    )
+    assert before.tokens == after.tokens
+    assert before.statistics.drafted == after.statistics.drafted
+    assert before.statistics.drafted.total() > 0
+    assert before.statistics.acceptance_rate == after.statistics.acceptance_rate
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_drafter_is_cast_and_says_so(tmp_path, dtype):
+    converted = convert(write_drafter(tmp_path / "source"), tmp_path / "dst", "--dtype", dtype)
+    assert {array.dtype for array in tensors(converted).values()} == {getattr(mx, dtype)}
+    assert config(converted)["dtype"] == dtype
+
+
+def test_a_drafter_keeps_its_type_unless_told_otherwise(tmp_path):
+    converted = convert(write_drafter(tmp_path / "source"), tmp_path / "dst")
+    assert {array.dtype for array in tensors(converted).values()} == {mx.float32}
+    assert config(converted)["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("raw", [drafter_config(**WIDE), version_2(**WIDE)])
+def test_a_quantised_drafter_has_the_packed_weights_of_one_that_is_packed_when_loaded(
+    tmp_path, target, bits, raw
+):
+    source = write(tmp_path / "source", raw)
+    converted = convert(source, tmp_path / "dst", "--bits", str(bits))
+    network = load_network(source, read_config(source), mx.float32)
+    quantize_network(network, bits, 64)
+    assert config(converted)["quantization"] == {"group_size": 64, "bits": bits}
+    assert_same_tensors(tensors(converted), parameters_of(network))
+    kept = [name for name in tensors(source) if "norm" in name or "candidate_selector" in name]
+    assert kept
+    for name in kept:
+        assert bool(mx.array_equal(tensors(converted)[name], tensors(source)[name])), name
+    assert bool(mx.isfinite(block_logits(converted, target)).all())
+
+
+def test_a_drafter_that_is_packed_is_not_packed_again(tmp_path):
+    source = write(tmp_path / "source", drafter_config(**WIDE))
+    packed = convert(source, tmp_path / "packed", "--bits", "8")
+    with pytest.raises(DFlashError, match="already quantised to 8 bits"):
+        convert(packed, tmp_path / "again", "--bits", "4")
+    assert_same_tensors(tensors(convert(packed, tmp_path / "copy")), tensors(packed))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bits", "3"], "bits is 3, but SRC is a drafter; choose 4 or 8"),
+        (["--mode", "mxfp4"], "SRC is a drafter; leave them out"),
+        (["--recipe", "mixed_3_6"], "SRC is a drafter; leave them out"),
+        (["--dequantize"], "SRC is a drafter; leave them out"),
+        (["--bits", "4"], "rows of 96 numbers, which groups of 64 do not divide"),
+        (["--drafter-bits", "4"], "--drafter-bits is for the drafter of a pair"),
+    ],
+)
+def test_what_a_drafter_cannot_be_converted_to_is_refused(tmp_path, options, message):
+    with pytest.raises(DFlashError, match=message):
+        convert(write_drafter(tmp_path / "source"), tmp_path / "dst", *options)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["source"]
+
+
+# Pairs
+
+
+def test_a_pair_folder_is_a_model_that_drafts_as_its_parts_did(tmp_path, model):
+    drafter = write_drafter(tmp_path / "drafter")
+    convert(model, tmp_path / "pair", "--pair", str(drafter))
+    settings = DecodeConfig(method="dflash", max_tokens=12)
+    before = generate(load(str(model), str(drafter)), "hello", settings)
+    after = generate(load(str(tmp_path / "pair")), "hello", settings)
+    assert before.tokens == after.tokens
+    assert before.statistics.drafted == after.statistics.drafted
+    assert before.statistics.drafted.total() > 0
+
+
+def test_a_pair_folder_says_what_it_was_made_from_and_by_what(tmp_path, model):
+    drafter = write_drafter(tmp_path / "drafter")
+    folder = convert(model, tmp_path / "pair", "--pair", str(drafter))
+    assert pair_folder.read(folder).names == {"target": str(model), "drafter": str(drafter)}
+    assert "mlx" in json.loads((folder / "pair.json").read_text())["made_with"]
+
+
+def test_a_pair_may_have_a_second_drafter(tmp_path, model):
+    first, second = write_drafter(tmp_path / "first"), write(tmp_path / "second", variable_prefix())
+    options = ["--pair", str(first), "--second-drafter", str(second)]
+    folder = convert(model, tmp_path / "pair", *options)
+    pair = load_pair(PairConfig(str(folder)), DecodeConfig(method="d2sd"))
+    assert pair.network is not None and pair.second_network is not None
+    assert_same_tensors(tensors(folder / "second-drafter"), tensors(second))
+
+
+def test_target_and_drafter_of_a_pair_are_quantised_each_in_its_own_way(tmp_path, model):
+    drafter = write(tmp_path / "drafter", drafter_config(**WIDE))
+    options = ["--pair", str(drafter), "--bits", "4", "--drafter-bits", "8", "--dtype", "float16"]
+    folder = convert(model, tmp_path / "pair", *options)
+    assert config(folder / "target")["quantization"]["bits"] == 4
+    assert config(folder / "drafter")["quantization"] == {"group_size": 64, "bits": 8}
+    for part in ("target", "drafter"):
+        types = {array.dtype for array in tensors(folder / part).values()}
+        assert types == {mx.uint32, mx.float16}, part
+
+
+def test_a_drafter_of_another_target_makes_no_pair(tmp_path, model):
+    drafter = write(tmp_path / "drafter", {**drafter_config(), "num_target_layers": 7})
+    with pytest.raises(DFlashError, match="number of target layers 7, but .* has 3"):
+        convert(model, tmp_path / "pair", "--pair", str(drafter))
+    assert not (tmp_path / "pair").exists()
+
+
+def test_target_and_drafter_the_wrong_way_round_are_refused(tmp_path, model):
+    drafter = write_drafter(tmp_path / "drafter")
+    for arguments in (
+        [str(drafter), str(tmp_path / "pair"), "--pair", str(model)],
+        [str(model), str(tmp_path / "pair"), "--pair", str(model)],
+    ):
+        with pytest.raises(DFlashError, match="give the target as SRC and the drafter with --pair"):
+            main(arguments)
+    assert not (tmp_path / "pair").exists()
+
+
+def test_a_second_drafter_needs_a_first_one(tmp_path, model):
+    with pytest.raises(DFlashError, match="needs a first one; name one with --pair"):
+        convert(model, tmp_path / "dst", "--second-drafter", str(tmp_path))
