@@ -124,11 +124,11 @@ def check_sizes(source: ModelSource, raw: Mapping[str, Any], weights: Weights) -
             yield _number(place, field, value, f"possible with {limit} {unit} of weights")
 
 
-def _stored_sizes(raw: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _stored_sizes(raw: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for field, value in raw.items():
         if isinstance(value, dict):
             yield from _stored_sizes(value)
-        elif isinstance(value, int) and _STORED.fullmatch(field):
+        elif isinstance(value, int | float) and _STORED.fullmatch(field):
             yield field, value
 
 

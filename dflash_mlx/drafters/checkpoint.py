@@ -33,6 +33,7 @@ from dflash_mlx.drafters.tensors import (
     read_tensors,
 )
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.findings import in_one_line
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def _parse(raw: Any, source: str, names: Collection[str]) -> tuple[NetworkConfig
     except KeyError as error:
         raise DFlashError(f"config.json of {source} lacks {error}", DOWNLOAD_AGAIN) from None
     except (ValueError, TypeError, OverflowError) as error:
-        raise DFlashError(f"in {source}/config.json, {error}", DOWNLOAD_AGAIN) from None
+        problem = in_one_line(error)
+        raise DFlashError(f"in {source}/config.json, {problem}", DOWNLOAD_AGAIN) from None
     for problem in problems(config):
         raise DFlashError(f"in {source}, {problem}", DOWNLOAD_AGAIN)
     if is_translated:
@@ -165,7 +167,7 @@ def _contents(folder: Path) -> tuple[Any, str, Collection[str]]:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DFlashError(f"{folder} has no config.json", "give a drafter folder") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise DFlashError(f"{file} cannot be read ({error})", DOWNLOAD_AGAIN) from None
     names = found_headers(drafter_files(folder)) if speculators.is_speculators(raw) else ()
     return raw, str(folder), names

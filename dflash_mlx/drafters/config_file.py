@@ -21,7 +21,7 @@ Fields = dict[str, Any]
 def architecture(raw: Any) -> str:
     """What the config.json says that it describes."""
     names = raw.get("architectures") if isinstance(raw, dict) else None
-    return str(names[0]) if isinstance(names, list) and names else "unknown"
+    return str(names[0])[:80] if isinstance(names, list) and names else "unknown"
 
 
 def parse_fields(raw: Fields) -> NetworkConfig:

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.drafters.quantized import quantize_network
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.findings import in_one_line
 from dflash_mlx.safetensors_header import read_header
 
 DOWNLOAD_AGAIN = "download the drafter again, or choose another one with --drafter"
@@ -51,7 +52,7 @@ def make_network(config: NetworkConfig, source: str) -> Network:
         network = Network(config)
     except (ValueError, KeyError, TypeError) as error:
         raise DFlashError(
-            f"the rope in {source} is {config.rope}, which mlx-lm refuses ({error})",
+            f"the rope in {source} is {config.rope}, which mlx-lm refuses ({in_one_line(error)})",
             DOWNLOAD_AGAIN,
         ) from None
     if config.quantization is not None:
