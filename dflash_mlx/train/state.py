@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.files import replace_safetensors, replace_text
+from dflash_mlx.safetensors_header import read_header
 from dflash_mlx.train.trainer import Trainer
 
 _FREE_TO_CHANGE = ("minutes", "steps", "evaluate_minutes", "init")
@@ -60,8 +61,10 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
     """
     place = _latest(folder)
     assert place is not None
+    again = f"start from the drafter beside it with --init {folder}"
     try:
         about = json.loads((place / "state.json").read_text(encoding="utf-8"))
+        read_header(place / "arrays.safetensors", f"delete it and {again}")
         arrays = dict(mx.load(str(place / "arrays.safetensors")))  # type: ignore[arg-type]
         step, tokens = int(about["step"]), int(about["tokens"])
         seconds, run = float(about["seconds"]), dict(about["run"])
@@ -69,7 +72,7 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DFlashError(
             f"the state in {place} cannot be read ({error})",
-            f"delete it and start from the drafter beside it with --init {folder}",
+            f"delete it and {again}",
         ) from None
     _check_same(place, run | drafter, identity(trainer, data) | _drafter(trainer))
     own = {name: array.shape for name, array in _arrays(trainer).items()}
