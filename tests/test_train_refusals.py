@@ -131,7 +131,8 @@ def test_a_damaged_state_is_reported_and_kept(place, name):
     file = place.out / "state" / name
     file.write_bytes(file.read_bytes()[:-30])
     before = files(place.out)
-    with pytest.raises(DFlashError, match=r"out/state.* (cannot be read|is damaged) .*--init .*out"):
+    said = r"out/state.* (cannot be read|is damaged) .*--init .*out"
+    with pytest.raises(DFlashError, match=said):
         place.train(steps=3)
     assert files(place.out) == before
     place.train(steps=3, init=place.out, out=place.root / "again")
