@@ -29,7 +29,9 @@ from dflash_mlx import (
 from dflash_mlx.accept import Accepted
 from dflash_mlx.benchmark.parity import Difference, first_difference
 from dflash_mlx.budget import stored_times
+from dflash_mlx.drafters.auto import settle
 from dflash_mlx.load import load_pair
+from dflash_mlx.resolve import find_names
 
 SLICE = 1.0  # seconds that one side of a race runs before the other may
 _TAIL = 8  # tokens at the end of a prompt in which a template may open a thought
@@ -45,13 +47,13 @@ class Backend:
 
     def load(self, config: PairConfig) -> ModelInfo:
         """Load a pair; what does not fit in memory is refused before."""
-        if config.model is not None:
-            memory.check(config.model, memory.needed_by_name(config.model), memory.available())
+        names = find_names(config)
+        memory.check(names.shown, memory.needed_by(names), memory.available())
         pair = load_pair(config)
         self._pair, self._session = pair, None
         self._texts.clear()
-        drafters = (pair.network is not None) + (pair.second_network is not None)
-        return ModelInfo(pair.target.name, pair.target.context_length, drafters)
+        target = pair.target
+        return ModelInfo(target.name, target.context_length, pair.means, pair.fallback)
 
     def plain_seconds(self) -> float | None:
         """From the times that budgets use; None for models whose passes cannot be timed."""
@@ -82,7 +84,8 @@ class Backend:
                 "the method is none, so both sides would decode plainly", "choose another /method"
             )
         pair = self._loaded()
-        config = replace(question.config, sampling=question.config.sampling.with_seed())
+        sampling = question.config.sampling.with_seed()
+        config = settle(replace(question.config, sampling=sampling), pair.means)
         if config.draws_drafts:
             raise DFlashError(
                 "answers drawn by rejection differ from plain ones, by design",
@@ -103,6 +106,7 @@ class Backend:
 
     def _session_for(self, config: DecodeConfig) -> Session:
         """The session with its caches; a new one only where drafting itself has changed."""
+        config = settle(config, self._loaded().means)
         session = self._session
         if session is None or _drafting(session.config) != _drafting(config):
             session = self._session = Session(self._loaded(), config)

@@ -308,7 +308,7 @@ class ChatApp(App[None]):
 
     def show_header(self) -> None:
         """The model and how it drafts."""
-        pair = pair_line(self.info, self.config.method)
+        pair = pair_line(self.info, self.config)
         title = self.conversation.shown_title if self.conversation.turns else ""
         line = "  ".join(part for part in ("dflash-chat", pair, title) if part)
         self.base.query_one("#header", Static).update(line)

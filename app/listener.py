@@ -22,10 +22,11 @@ from dflash_chat.messages import (
     RoundDone,
 )
 from dflash_chat.pace import Pace
-from dflash_chat.picker import PUBLISHED, near_names
+from dflash_chat.picker import near_names
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.status import Progress
 from dflash_mlx import PairConfig
+from dflash_mlx.drafters.auto import AUTO
 from dflash_mlx.load import DRAFTED
 from dflash_mlx.resolve import DEFAULT_MODEL
 
@@ -47,7 +48,6 @@ class Listener:
         self.waiting: set[int] = set()
         self.dirty = False
         self._loads: dict[int, PairConfig] = {}
-        self._set_aside = ""  # the method that a model without drafters could not serve
         self._pace = Pace()
 
     def expect(self, config: PairConfig, job: Job) -> None:
@@ -140,18 +140,10 @@ class Listener:
         app.status.plain_seconds = None
         self._done_waiting(event.job)
         self.waiting.add(app.engine.measure().number)
-        if app.config.method in DRAFTED and not event.info.drafters:
-            self._set_aside = app.config.method
-            app.config = replace(app.config, method="none")
-            name = PUBLISHED.get(event.info.name, "name")
-            await app.say(
-                f"{event.info.name} was loaded without a drafter, so it decodes plainly. /drafter "
-                f"{name} adds one, and /method ngram drafts without."
-            )
-        elif self._set_aside and event.info.drafters:
-            if app.config.method == "none":
-                app.config = replace(app.config, method=self._set_aside)
-            self._set_aside = ""
+        if app.config.method in DRAFTED and not event.info.means.drafters:
+            app.config = replace(app.config, method=AUTO)
+        if app.config.method == AUTO and event.info.fallback:
+            await app.say(f"{event.info.fallback}. /drafter name adds a drafter.")
         app.show_header()
 
     def _plain_measured(self, event: PlainMeasured) -> None:

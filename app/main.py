@@ -18,7 +18,6 @@ from dflash_mlx import (
     cli,
 )
 from dflash_mlx.chat import check_prompt, prompt_tokens
-from dflash_mlx.load import load_pair
 
 PROGRAM = "dflash-chat"
 
@@ -37,7 +36,7 @@ def run(argv: Sequence[str]) -> None:
     if prompt is None:
         _talk(cli.read_pair_config(arguments), config, chat)
     else:
-        _answer(cli.read_pair_config(arguments), config, chat, prompt)
+        _answer(arguments, config, chat, prompt)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,10 +56,13 @@ def _one_prompt(arguments: argparse.Namespace) -> str | None:
     return prompt
 
 
-def _answer(pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig, prompt: str) -> None:
+def _answer(
+    arguments: argparse.Namespace, config: DecodeConfig, chat: ChatConfig, prompt: str
+) -> None:
     """One answer on stdout."""
     check_prompt(prompt, chat.system, raw=False)
-    pair = load_pair(pair_config, config)
+    pair = cli.open_pair(arguments, config)
+    cli.say_notes(pair)
     tokens = prompt_tokens(pair.tokenizer, prompt, chat.system, raw=False)
     cli.print_stream(Session(pair, config).stream(tokens))
 

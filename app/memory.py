@@ -1,8 +1,7 @@
-"""Memory that a model needs against memory that is there, before anything is loaded."""
+"""Memory that a pair needs against memory that is there, before anything is loaded."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,31 +10,35 @@ from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError  # type: i
 
 from dflash_chat.figures import gigabytes
 from dflash_mlx import DFlashError
+from dflash_mlx.compatibility import LocalFolder
+from dflash_mlx.compatibility.model_source import read_json
+from dflash_mlx.compatibility.target_config import quantisation
+from dflash_mlx.compatibility.weight_files import HEADROOM, Weights, check_weights
+from dflash_mlx.default_model import DEFAULT_TARGET
+from dflash_mlx.findings import Collector
 from dflash_mlx.machine import describe_machine
+from dflash_mlx.resolve import Names, shipped_folder
 
-HEADROOM = 1.15  # caches and temporary arrays, as a share of the weights
-_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
+_DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
 
 
-def needed(folder: Path, on_cpu: bool) -> int:
-    """Bytes that the model in `folder` takes when loaded; 0 where the folder tells nothing.
+def on_cpu() -> bool:
+    """Whether MLX computes on the processor, where weights become float32."""
+    return bool(mx.default_device() == mx.Device(mx.cpu))
 
-    on_cpu: weights become float32 there, whatever they are stored as.
+
+def needed(folder: Path, pattern: str = "*.safetensors") -> int:
+    """Bytes that the model in `folder` takes when loaded, 0 where the folder tells nothing.
+
+    By the heads of its weight files. pattern: their names.
     """
+    source = LocalFolder(folder)
     try:
-        stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return int(stored * HEADROOM * (32 / stored_bits(config) if on_cpu else 1))
-    except (OSError, ValueError, AttributeError, TypeError):
+        group_size = quantisation(read_json(source, "config.json"))[1]
+    except DFlashError:
         return 0
-
-
-def stored_bits(config: dict[str, object]) -> float:
-    """Bits per weight as a config.json tells them; quantised ones with scale and bias per group."""
-    quantised = config.get("quantization") or config.get("quantization_config")
-    if isinstance(quantised, dict) and isinstance(quantised.get("bits"), int):
-        return float(quantised["bits"] + 32 / (quantised.get("group_size") or 64))
-    return _BITS.get(str(config.get("dtype") or config.get("torch_dtype")), 16)
+    weights = check_weights(source, pattern, Collector())
+    return Weights(weights.tensors, group_size).memory(on_cpu())
 
 
 def available() -> int:
@@ -57,25 +60,34 @@ def check(name: str, needs: int, there: int) -> None:
         )
 
 
-def needed_by_name(name: str) -> int:
+def needed_by(names: Names) -> int:
+    """Of a target with its drafters, without downloading; what is not known counts nothing."""
+    if names.model is None:
+        target = int(DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1))
+    else:
+        target = needed_by_name(names.model, "model*.safetensors")
+    drafters = (name for name in (names.drafter, names.second_drafter) if name is not None)
+    return target + sum(needed_by_name(name) for name in drafters)
+
+
+def needed_by_name(name: str, pattern: str = "*.safetensors") -> int:
     """`needed` for a folder or a Hugging Face id, without downloading; 0 where it is not known."""
-    on_cpu = bool(mx.default_device() == mx.Device(mx.cpu))
     try:
-        folder = Path(name).expanduser()
+        folder = shipped_folder(name) or Path(name).expanduser()
         if not folder.is_dir():
             folder = Path(snapshot_download(name, local_files_only=True))
-        return needed(folder, on_cpu)
+        return needed(folder, pattern)
     except (LocalEntryNotFoundError, FileNotFoundError):
-        return _needed_from_hub(name, on_cpu)
+        return _needed_from_hub(name)
     except (OSError, RuntimeError, ValueError):
         return 0  # no such user's home, a name that is no id: loading says what is wrong
 
 
-def _needed_from_hub(name: str, on_cpu: bool) -> int:
+def _needed_from_hub(name: str) -> int:
     """From the sizes that the hub lists; half-precision weights are assumed."""
     try:
         files = HfApi().model_info(name, files_metadata=True, timeout=10).siblings or []
     except (OSError, HTTPError, ValueError):
         return 0
     stored = sum(f.size or 0 for f in files if f.rfilename.endswith(".safetensors"))
-    return int(stored * HEADROOM * (2 if on_cpu else 1))
+    return int(stored * HEADROOM * (2 if on_cpu() else 1))

@@ -6,17 +6,19 @@ from dataclasses import dataclass
 
 from dflash_chat.figures import Figures
 from dflash_chat.tree_view import DrawnTree, Piece
+from dflash_mlx.drafters.auto import Means
 
 PLAIN, DRAFTED = "plain", "drafted"
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A loaded pair. drafters: how many networks draft for it, 0 to 2."""
+    """A loaded pair. fallback: what it does for want of a drafter, "" where it has one."""
 
     name: str
     context_length: int
-    drafters: int
+    means: Means
+    fallback: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_chat.messages import ModelInfo
+from dflash_mlx import DecodeConfig
+from dflash_mlx.drafters.auto import settle
 
 _METHODS = {
     "none": "plain decoding",
@@ -22,9 +24,10 @@ def method_name(method: str, drafters: int) -> str:
     return _METHODS.get(method, method)
 
 
-def pair_line(info: ModelInfo | None, method: str) -> str:
+def pair_line(info: ModelInfo | None, config: DecodeConfig) -> str:
     """The pair in the head line, "" before a model is loaded; of a folder only its own name."""
     if info is None:
         return ""
+    method = settle(config, info.means).method
     name = Path(info.name).name if info.name.startswith(("/", ".", "~")) else info.name
-    return f"{name} <- {method_name(method, info.drafters)}"
+    return f"{name} <- {method_name(method, info.means.drafters)}"

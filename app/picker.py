@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from dflash_chat import memory
 from dflash_chat.figures import gigabytes
-from dflash_mlx import DFlashError, PairConfig
-from dflash_mlx.default_model import DEFAULT_TARGET
+from dflash_mlx import DFlashError, PairConfig, registry
+from dflash_mlx.compatibility.target_config import is_drafter
 from dflash_mlx.drafters.checkpoint import check_fit, read_config
 from dflash_mlx.drafters.network import NetworkConfig
-from dflash_mlx.resolve import DEFAULT_MODEL
-
-# Published pairs whose drafter was made for exactly this target.
-PUBLISHED = {
-    "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
-    "Qwen/Qwen3-8B": "z-lab/Qwen3-8B-DFlash-b16",
-}
-_DEFAULT_BITS = 5  # per weight of the built-in model's file, which becomes float32
+from dflash_mlx.pair_folder import is_pair_folder
+from dflash_mlx.resolve import DEFAULT_MODEL, find_names, shipped_folder
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to choose. needs: bytes of memory, 0 where unknown. place: where it comes from."""
+    """A model to choose.
+
+    place: where it comes from. needs: bytes of memory with its drafters, 0 where unknown. drafter:
+    in words. notes: the registry's.
+    """
 
     name: str
     config: PairConfig
     place: str
     needs: int = 0
+    drafter: str = ""
+    notes: str = ""
 
     def line(self, there: int) -> str:
         """For a list: what it is, its drafter, and memory needed against memory there."""
-        parts = [self.name, self.place]
-        if self.config.model is not None:
-            parts.append(f"drafter {self.config.drafter}" if self.config.drafter else "no drafter")
+        parts = [part for part in (self.name, self.place, self.drafter, self.notes) if part]
         if self.needs:
             fits = "" if self.needs <= there else ", does not fit"
             parts.append(f"needs {gigabytes(self.needs)} of {gigabytes(there)}{fits}")
@@ -62,40 +60,73 @@ class Folder:
 def candidates(here: Path) -> list[Candidate]:
     """Everything that can be chosen. here: the folder whose subfolders may be models."""
     folders = [*local_folders(here), *cached_folders()]
-    drafters = [folder for folder in folders if "dflash_config" in folder.config]
-    models = [folder for folder in folders if "dflash_config" not in folder.config]
-    found = [built_in(), *(with_drafter(model, drafters) for model in models)]
-    known = {candidate.name for candidate in found}
-    published = (
-        Candidate(model, PairConfig(model, drafter), "to download")
-        for model, drafter in PUBLISHED.items()
-        if model not in known
-    )
-    return [*found, *published]
+    drafters = [folder for folder in folders if is_drafter(folder.config)]
+    models = [folder for folder in folders if not is_drafter(folder.config)]
+    names = {drafter.name for drafter in drafters}
+    found = [on_this_machine(model, drafters) for model in models]
+    here_already = {registry.find(folder.name) for folder in models}
+    public = [
+        to_download(entry, names)
+        for entry in registry.entries()
+        if entry not in here_already and shipped_folder(entry.drafter) is None
+    ]
+    return [built_in(), *local_pairs(here), *found, *public]
 
 
 def built_in() -> Candidate:
     """The default pair."""
-    needs = int(DEFAULT_TARGET.size * 32 / _DEFAULT_BITS * memory.HEADROOM)
-    return Candidate(DEFAULT_MODEL, PairConfig(), "built in", needs)
+    config = PairConfig()
+    return Candidate(DEFAULT_MODEL, config, "built in", memory.needed_by(find_names(config)))
 
 
-def with_drafter(model: Folder, drafters: Sequence[Folder]) -> Candidate:
-    """The model with the first drafter that fits it."""
-    drafter = next((d.name for d in drafters if _fits(d, model)), None)
-    needs = memory.needed(model.path, bool(mx.default_device() == mx.Device(mx.cpu)))
-    return Candidate(model.name, PairConfig(model.name, drafter), model.place, needs)
+def local_pairs(here: Path) -> list[Candidate]:
+    """Converted pairs in `here` and in its folder `models`."""
+    found = []
+    for folder in filter(is_pair_folder, _subfolders(here)):
+        config = PairConfig(str(folder))
+        try:
+            needs = memory.needed_by(find_names(config))
+        except DFlashError:  # damaged: choosing it says how
+            needs = 0
+        found.append(Candidate(str(folder), config, "converted pair", needs))
+    return found
+
+
+def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> Candidate:
+    """The model with the registry's drafter, or else the first of `drafters` that fits it."""
+    needs = memory.needed(model.path, "model*.safetensors")
+    if (entry := registry.find(model.name)) is not None:
+        config, drafter = PairConfig(model.name), entry.drafter
+        there = next((d.path for d in drafters if d.name == drafter), shipped_folder(drafter))
+        words = f"drafter {drafter}" + ("" if there else ", to download")
+    else:
+        there, drafter = next(((d.path, d.name) for d in drafters if _fits(d, model)), (None, ""))
+        config = PairConfig(model.name, drafter or None)
+        words = f"drafter {drafter}" if drafter else "no drafter"
+    needs += memory.needed(there) if there and needs else 0
+    notes = "" if entry is None else entry.notes
+    return Candidate(model.name, config, model.place, needs, words, notes)
+
+
+def to_download(entry: registry.Entry, drafters: Collection[str]) -> Candidate:
+    """A public pair whose target is not here. drafters: the names of those that are."""
+    there = " (on this machine)" if entry.drafter in drafters else ""
+    words = f"drafter {entry.drafter}{there}"
+    return Candidate(
+        entry.name, PairConfig(entry.name), "to download", drafter=words, notes=entry.notes
+    )
 
 
 def local_folders(here: Path) -> list[Folder]:
     """Model folders in `here` and in its folder `models`."""
-    found = []
+    return _folders((str(folder), folder) for folder in _subfolders(here))
+
+
+def _subfolders(here: Path) -> list[Path]:
+    found: list[Path] = []
     for parent in (here, here / "models"):
-        try:
-            children = sorted(child for child in parent.iterdir() if child.is_dir())
-        except OSError:
-            continue
-        found += _folders((str(child), child) for child in children)
+        with suppress(OSError):
+            found += sorted(child for child in parent.iterdir() if child.is_dir())
     return found
 
 
@@ -115,7 +146,8 @@ def cached_folders() -> list[Folder]:
 
 def near_names(typed: str) -> list[str]:
     """Names like the one that was typed, the best first."""
-    known = [DEFAULT_MODEL, *PUBLISHED, *(f.name for f in cached_folders())]
+    public = (target for entry in registry.entries() for target in entry.targets)
+    known = [DEFAULT_MODEL, *public, *(f.name for f in cached_folders())]
     known += [folder.name for folder in local_folders(Path())]
     by_lower = {name.lower(): name for name in known}
     near = get_close_matches(typed.lower(), by_lower, n=2, cutoff=0.7)
@@ -127,7 +159,7 @@ def _folders(named: Iterable[tuple[str, Path]], place: str = "local folder") -> 
     for name, path in named:
         try:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         if isinstance(config, dict) and any(path.glob("*.safetensors")):
             found.append(Folder(name, path, config, place))

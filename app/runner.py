@@ -18,6 +18,7 @@ from dflash_chat.screens import ConfirmScreen, RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.store import export
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig
+from dflash_mlx.drafters.auto import settle
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp
@@ -71,7 +72,9 @@ class CommandRunner:
         app = self._app
         if name:
             app.set_config(replace(app.config, method=name))
-        await app.say(f"The method is {app.config.method}.")
+        here = "" if app.info is None else settle(app.config, app.info.means).method
+        chosen = f", which is {here} with this model" if here not in ("", app.config.method) else ""
+        await app.say(f"The method is {app.config.method}{chosen}.")
 
     async def _temperature(self, text: str) -> None:
         app = self._app

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.drafters.auto import AUTO
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.load import Pair, load_pair
 from dflash_mlx.stream import TextDelta
 
 _Settings = TypeVar("_Settings")
@@ -69,6 +71,20 @@ def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
 def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
     """Which pair to load."""
     return read_options(arguments, PairConfig)
+
+
+def say_notes(pair: Pair) -> None:
+    """What loading had to change, on stderr."""
+    for note in pair.notes:
+        print(note, file=sys.stderr)
+
+
+def open_pair(arguments: argparse.Namespace, *uses: DecodeConfig) -> Pair:
+    """The pair that the command line names, for `uses`; a line on stderr where no drafter is."""
+    pair = load_pair(read_pair_config(arguments), *uses)
+    if pair.fallback and any(use.method == AUTO for use in uses):
+        print(f"{pair.fallback}; --drafter names a drafter", file=sys.stderr)
+    return pair
 
 
 def run(main: Callable[[Sequence[str]], None], program: str) -> NoReturn:

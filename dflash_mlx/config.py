@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dflash_mlx.errors import DFlashError
 
-METHODS = ("none", "dflash", "ddtree", "d2sd", "ngram")
+METHODS = ("auto", "none", "dflash", "ddtree", "d2sd", "ngram")
 CONTROLS = ("resample",)  # methods for comparison in the benchmark only
 GROWTHS = ("joint", "paper")
 TRAIN_MODES = ("dflash", "variable-prefix")
 ACCEPTANCES = ("auto", "match", "reject")
 KERNELS = ("auto", "off", "on")
+BITS = (4, 8)
 STARTS = ("target", "random")
 LOSSES = ("dpace", "decay")
 
@@ -46,7 +47,9 @@ class PairConfig:
         None, "target: a Hugging Face id or a local folder (default: the embedded SmolLM2-135M)"
     )
     drafter: str | None = option(
-        None, "drafter: a Hugging Face id or a local folder (default: the one that fits the model)"
+        None,
+        "drafter: a Hugging Face id or a local folder (default: the one that is known for the "
+        "model; without one, --method auto looks up n-grams)",
     )
     second_drafter: str | None = option(
         None,
@@ -59,9 +62,38 @@ class PairConfig:
         "on this machine, which is tried once; on wherever one can run; without Metal, none can",
         choices=KERNELS,
     )
+    drafter_bits: int | None = option(
+        None,
+        "quantise the drafters' weights when they are loaded, to 4 or 8 bits: less memory, some "
+        "guesses less that are right, the same answers",
+        type=int,
+        choices=BITS,
+    )
+    kv_bits: int | None = option(
+        None,
+        "store the keys and values of target and drafters in 4 or 8 bits: less memory for long "
+        "conversations; the target then computes with rounded numbers, with and without drafts, so "
+        "its answers change",
+        type=int,
+        choices=BITS,
+    )
+    draft_window: int | None = option(
+        None,
+        "let the drafters see so many tokens back, themselves included: bounds the memory of their "
+        "context; the same answers (default: what they were trained with)",
+        type=int,
+    )
 
     def __post_init__(self) -> None:
         _require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
+        for name in ("drafter_bits", "kv_bits"):
+            value = getattr(self, name)
+            _require(value is None or value in BITS, name, value, "4 or 8, or leave it out")
+        window_ok = self.draft_window is None or self.draft_window >= 2
+        _require(window_ok, "draft_window", self.draft_window, "2 or more")
+
+
+ALL_BUT_MODEL = tuple(f.name for f in fields(PairConfig) if f.name != "model")
 
 
 @dataclass(frozen=True)
@@ -103,7 +135,9 @@ class DecodeConfig:
     """How one answer is decoded."""
 
     method: str = option(
-        "dflash", "how tokens are drafted; none is plain decoding", choices=METHODS
+        "auto",
+        "how tokens are drafted: none is plain decoding, auto what the pair is best used with",
+        choices=METHODS,
     )
     block_size: int | None = option(
         None, "tokens per draft block, the anchor included (default: the drafter's)", type=int

@@ -1,35 +1,84 @@
-"""From names to local folders: Hugging Face ids, folders, and what is shipped."""
+"""From names to local folders: Hugging Face ids, folders, pair folders, and what is shipped."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, of its HTTP client
-    HFValidationError,
     HTTPError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from dflash_mlx.config import DecodeConfig, PairConfig
+from dflash_mlx import pair_folder, registry
+from dflash_mlx.config import PairConfig
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.registry import Advice
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-DEFAULT_DRAFTER = "smollm2-135m-dflash"
-DEFAULT_SECOND_DRAFTER = "smollm2-135m-variable-prefix"
 SHIPPED = Path(__file__).parent / "data"
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 
 
-def drafter_folders(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> list[Path]:
-    """The folders of the first drafter and of the second, as many as there are.
+@dataclass(frozen=True)
+class Names:
+    """Where the parts of a pair are: ids, folders, or names of what is shipped.
 
-    uses: settings that the pair will be used with; without one for d2sd, there is no second.
+    model: None for the embedded target. shown: what the target is called. by_registry: whether the
+    first drafter is the registry's and not one that was asked for.
     """
-    first = _drafter_folder(config)
-    return [f for f in (first, _second_folder(config, uses)) if f is not None]
+
+    model: str | None
+    shown: str
+    drafter: str | None = None
+    second_drafter: str | None = None
+    advice: Advice = Advice()
+    by_registry: bool = False
+
+
+def find_names(config: PairConfig) -> Names:
+    """The parts of the pair that `config` asks for; nothing is downloaded.
+
+    Drafters that it does not name come from the pair folder or the registry. Raises DFlashError
+    for a damaged pair folder, and for a second drafter without a first one.
+    """
+    found = target_names(config.model)
+    if config.drafter is not None:
+        found = replace(found, drafter=config.drafter, by_registry=False)
+    if config.second_drafter == "none":
+        found = replace(found, second_drafter=None)
+    elif config.second_drafter is not None:  # whoever asks for one wants it used
+        advice = replace(found.advice, method="d2sd")
+        found = replace(found, second_drafter=config.second_drafter, advice=advice)
+    if found.second_drafter is not None and found.drafter is None:
+        raise DFlashError("a second drafter needs a first one", "name one with --drafter")
+    return found
+
+
+def target_names(model: str | None) -> Names:
+    """A target, the embedded one without a name, with the drafters that are known for it."""
+    shown = model or DEFAULT_MODEL
+    if model is not None and is_pair_folder(model):
+        pair = pair_folder.read(Path(model).expanduser())
+        second = None if pair.second_drafter is None else str(pair.second_drafter)
+        return Names(str(pair.target), shown, str(pair.drafter), second)
+    if model is not None:
+        local_folder(model, "model")  # at once, not behind the download of a drafter
+    entry = registry.find(shown)
+    if entry is None:
+        return Names(model, shown)
+    return Names(model, shown, entry.drafter, entry.second_drafter, entry.advice, True)
+
+
+def is_pair_folder(name: str) -> bool:
+    """Whether `name` is a folder with a target and its drafters."""
+    try:
+        return pair_folder.is_pair_folder(Path(name).expanduser())
+    except (OSError, RuntimeError, ValueError):  # no such user's home, too long, a zero byte
+        return False
 
 
 def resolve_folder(name: str, option: str) -> Path:
@@ -37,20 +86,12 @@ def resolve_folder(name: str, option: str) -> Path:
 
     option: the command-line option that `name` came from, for the error message.
     """
-    next_step = f"give a local folder or a Hugging Face id like owner/name with --{option}"
-    try:
-        folder = Path(name or "no name").expanduser()
-        is_folder, exists = folder.is_dir(), folder.exists()
-    except (OSError, RuntimeError, ValueError):  # no such user's home, too long, a zero byte
-        raise DFlashError(f"there is no folder {name[:80]!r}", next_step) from None
-    if is_folder:
+    folder = local_folder(name, option)
+    if folder is not None:
         return folder
-    if exists:
-        raise DFlashError(f"{name} is a file, not a model folder", next_step)
+    next_step = _next_step(option)
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"]))
-    except HFValidationError:
-        raise DFlashError(f"there is no folder {name!r}", next_step) from None
     except RepositoryNotFoundError:
         raise DFlashError(f"{name!r} is neither a folder nor a public model", next_step) from None
     except (OSError, HTTPError) as error:
@@ -61,19 +102,30 @@ def resolve_folder(name: str, option: str) -> Path:
         ) from None
 
 
-def _drafter_folder(config: PairConfig) -> Path | None:
-    if config.drafter is not None:
-        return resolve_folder(config.drafter, "drafter")
-    return SHIPPED / DEFAULT_DRAFTER if config.model is None else None
+def local_folder(name: str, option: str) -> Path | None:
+    """The folder `name`, None for what may be a Hugging Face id; DFlashError for neither."""
+    try:
+        folder = Path(name or "no name").expanduser()
+        if folder.is_dir():
+            return folder
+        if folder.exists():
+            raise DFlashError(f"{name} is a file, not a model folder", _next_step(option))
+        validate_repo_id(name)
+    except (OSError, RuntimeError, ValueError):  # no such user's home, too long, a zero byte
+        raise DFlashError(f"there is no folder {name[:80]!r}", _next_step(option)) from None
+    return None
 
 
-def _second_folder(config: PairConfig, uses: Sequence[DecodeConfig]) -> Path | None:
-    """The variable-prefix drafter's, where there is one and a method uses it."""
-    unused = bool(uses) and all(use.method != "d2sd" for use in uses)
-    if config.second_drafter == "none" or unused:
-        return None
-    if config.second_drafter is not None:
-        if _drafter_folder(config) is None:
-            raise DFlashError("a second drafter needs a first one", "name one with --drafter")
-        return resolve_folder(config.second_drafter, "second-drafter")
-    return SHIPPED / DEFAULT_SECOND_DRAFTER if config.model is None else None
+def _next_step(option: str) -> str:
+    return f"give a local folder or a Hugging Face id like owner/name with --{option}"
+
+
+def drafter_folder(name: str, option: str) -> Path:
+    """As `resolve_folder`; a name without a slash may be one of the drafters that are shipped."""
+    return shipped_folder(name) or resolve_folder(name, option)
+
+
+def shipped_folder(name: str) -> Path | None:
+    """Of a drafter that is shipped, by its name alone; None for other names."""
+    folder = SHIPPED / name
+    return folder if Path(name).name == name and folder.is_dir() else None

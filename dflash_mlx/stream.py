@@ -11,6 +11,7 @@ from dflash_mlx.accept import Accepted
 from dflash_mlx.chat import Prompt, prompt_tokens
 from dflash_mlx.config import DecodeConfig
 from dflash_mlx.decode import decode, prefill
+from dflash_mlx.drafters.auto import settle
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.exact import noise_of
@@ -50,12 +51,13 @@ class Answer:
 class Session:
     """One conversation with one pair: turns reuse the caches of the turns before.
 
-    config: settings of every turn. Raises DFlashError where the method does not fit the pair.
+    config: settings of every turn, with a method in place of `auto` once it is made. Raises
+    DFlashError where the method does not fit the pair.
     """
 
     def __init__(self, pair: Pair, config: DecodeConfig | None = None) -> None:
         self.pair = pair
-        self.config = config or DecodeConfig()
+        self.config = settle(config or DecodeConfig(), pair.means)
         self.drafter = make_drafter(pair, self.config)
         if self.config.guarded:
             noise_of(pair.target)  # now, not in the time of the first answer

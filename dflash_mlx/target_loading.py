@@ -2,103 +2,93 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from dflash_mlx.compatibility import TargetFacts, check_target, describe_target
 from dflash_mlx.drafters.checkpoint import read_config
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.resolve import DEFAULT_DRAFTER, DEFAULT_MODEL, SHIPPED, resolve_folder
+from dflash_mlx.findings import in_one_line
+from dflash_mlx.resolve import SHIPPED, Names, resolve_folder
 from dflash_mlx.target import Target
 
-CheckConfig = Callable[[dict[str, Any]], None]
-Loaded = tuple[Any, Any, int]  # model, tokenizer, context length
-
-_LOAD_ERRORS = (
-    ValueError, KeyError, TypeError, OSError, RuntimeError, AttributeError, ImportError
-)  # fmt: skip
-_CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
 
 
-def open_target(name: str | None, check: CheckConfig) -> tuple[Target, Any]:
-    """A target and its tokenizer, the default ones without a name.
+@dataclass(frozen=True)
+class TargetFiles:
+    """A target before its weights are read.
 
-    check: is given config.json with the language model's part on top, before any weight is read;
-    it raises where that does not suit.
+    name: what it is called. folder: None for the embedded one, which is fetched by `load`.
+    facts: what checking it found.
     """
-    loaded = _load_default(check) if name is None else _load_model(name, check)
-    model, tokenizer, context_length = loaded
-    return Target(model, context_length, name or DEFAULT_MODEL), tokenizer
+
+    name: str
+    folder: Path | None
+    facts: TargetFacts
+
+    def load(self) -> tuple[Target, Any]:
+        """The target and its tokenizer; DFlashError for what cannot be read."""
+        if self.folder is None:
+            model, tokenizer, context_length = _load_default()
+        else:
+            self.facts.raise_first()
+            context_length = self.facts.context_length
+            model, tokenizer = _load_model(self.folder, self.name)
+        return Target(model, context_length, self.name), tokenizer
 
 
-def _load_default(check: CheckConfig) -> Loaded:
-    from dflash_mlx.default_model import fetch
-    from dflash_mlx.gguf_target import load_gguf
+def find_target(names: Names) -> TargetFiles:
+    """The files of a target, downloaded if need be; the embedded one's are only described.
 
-    shipped = read_config(SHIPPED / DEFAULT_DRAFTER)
-    check(
-        {
+    Raises DFlashError where there are none, or no usable config.json.
+    """
+    if names.model is None:
+        shipped = read_config(SHIPPED / EMBEDDED_DRAFTER)
+        config = {
             "hidden_size": shipped.hidden_size,
             "vocab_size": shipped.vocab_size,
             "num_hidden_layers": shipped.num_target_layers,
         }
-    )
+        return TargetFiles(names.shown, None, describe_target(config, names.shown))
+    folder = resolve_folder(names.model, "model")
+    facts = check_target(folder, names.shown)
+    if not facts.config:
+        facts.raise_first()
+    return TargetFiles(names.shown, folder, facts)
+
+
+def _load_default() -> tuple[Any, Any, int]:
+    from dflash_mlx.default_model import fetch
+    from dflash_mlx.gguf_target import load_gguf
+
     model, tokenizer, config = load_gguf(fetch(), dequantize=_on_cpu())
     return model, tokenizer, int(config["max_position_embeddings"])
 
 
-def _load_model(name: str, check: CheckConfig) -> Loaded:
+def _load_model(folder: Path, name: str) -> tuple[Any, Any]:
     """Any model that mlx-lm knows; on a CPU its weights become float32, the fast path there."""
     from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
-    folder = resolve_folder(name, "model")
-    config = read_target_config(folder)
-    context_length = _context_length(config, folder)
-    check(config)
     try:
         model, loaded = load_model(folder)
         tokenizer = load_tokenizer(
             folder, {"trust_remote_code": False}, eos_token_ids=loaded.get("eos_token_id")
         )
-    except _LOAD_ERRORS as error:
+        mx.eval(model(mx.array([[0]])))  # here, where it can be said, and not in the first answer
+    except Exception as error:  # of three libraries, one of which raises plain ones
         raise DFlashError(
-            f"{name} cannot be loaded ({error})",
+            f"{name} cannot be loaded ({in_one_line(error)})",
             "choose a complete model folder of a family that mlx-lm supports",
         ) from None
     if _on_cpu():
         model = dequantize_model(model)
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())
-    return model, tokenizer, context_length
-
-
-def read_target_config(folder: Path) -> dict[str, Any]:
-    """config.json with the language model's part on top."""
-    next_step = "choose a complete model folder in Hugging Face format"
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config: dict[str, Any] = {**raw, **raw.get("text_config", {})}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DFlashError(f"{folder} has no readable config.json ({error})", next_step) from None
-    if "model_file" in config:
-        raise DFlashError(
-            f"{folder} asks to run its own Python file {config['model_file']!r}",
-            "choose a model of a family that mlx-lm supports itself",
-        )
-    return config
-
-
-def _context_length(config: dict[str, Any], folder: Path) -> int:
-    for key in _CONTEXT_LENGTHS:
-        if isinstance(config.get(key), int) and config[key] > 0:
-            return int(config[key])
-    raise DFlashError(
-        f"{folder}/config.json has no max_position_embeddings",
-        f"add {_CONTEXT_LENGTHS[0]} to it, or choose another model",
-    )
+    return model, tokenizer
 
 
 def _on_cpu() -> bool:

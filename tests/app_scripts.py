@@ -18,6 +18,7 @@ from dflash_chat.messages import DRAFTED, PLAIN, ModelInfo, RaceStep, Round, Ver
 from dflash_chat.options import ChatConfig
 from dflash_chat.tree_view import FIRST, SECOND, TARGET, DrawnTree, Piece
 from dflash_mlx import DecodeConfig, PairConfig
+from dflash_mlx.drafters.auto import Means
 
 CONTEXT = 8192
 ANSWER = """Two rivers meet **here**:
@@ -106,7 +107,8 @@ class ScriptedBackend:
     held: threading.Event = field(default_factory=threading.Event)
     questions: list[Question] = field(default_factory=list)
     loaded: list[PairConfig] = field(default_factory=list)
-    drafters: int = 2
+    means: Means = Means(2)
+    fallback: str = ""
     rounds_run: int = 0
 
     def load(self, config: PairConfig) -> ModelInfo:
@@ -115,7 +117,7 @@ class ScriptedBackend:
         if isinstance(result, BaseException):
             raise result
         name = config.model or "SmolLM2-135M-Instruct"
-        return ModelInfo(name, CONTEXT, self.drafters)
+        return ModelInfo(name, CONTEXT, self.means, self.fallback)
 
     def plain_seconds(self) -> float | None:
         return 0.05

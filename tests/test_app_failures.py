@@ -17,7 +17,8 @@ from app_scripts import (
     shown_answer,
     until,
 )
-from dflash_mlx import DFlashError, PairConfig
+from dflash_mlx import DecodeConfig, DFlashError, PairConfig
+from dflash_mlx.drafters.auto import Means
 
 
 def test_a_question_that_cannot_be_answered_comes_back_with_a_sentence(tmp_path):
@@ -99,17 +100,29 @@ def test_a_mistyped_model_offers_near_names_and_the_old_one_stays(tmp_path, monk
     drive(steps, tmp_path, ScriptedBackend())
 
 
-def test_a_model_without_a_drafter_decodes_plainly_and_says_so(tmp_path):
+def test_a_model_without_a_drafter_looks_up_n_grams_and_says_so(tmp_path):
     async def steps(app, pilot, backend):
-        assert "was loaded without a drafter" in notices(app)[0]
-        assert app.config.method == "none"
-        assert "plain decoding" in screen_text(app)
-        backend.drafters = 1
+        assert notices(app)[0].startswith("no drafter is known for M, so drafts are n-gram lookups")
+        assert "/drafter" in notices(app)[0]
+        assert "n-gram lookup" in screen_text(app)
+        backend.means, backend.fallback = Means(1), ""
         await say(app, pilot, "/model with/drafter")
         await until(lambda: app.info.name == "with/drafter", pilot)
-        assert app.config.method == "d2sd", "drafts again where there are drafters"
+        assert "DFlash tree" in screen_text(app), "drafts again where there are drafters"
+        assert len(notices(app)) == 1
 
-    drive(steps, tmp_path, ScriptedBackend(drafters=0))
+    fallback = "no drafter is known for M, so drafts are n-gram lookups"
+    drive(steps, tmp_path, ScriptedBackend(means=Means(0), fallback=fallback))
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_nothing_is_said_of_drafters_to_who_asked_for_none(tmp_path, method):
+    async def steps(app, pilot, backend):
+        assert notices(app) == []
+        assert app.config.method == method
+
+    backend = ScriptedBackend(means=Means(0), fallback="no drafter is known")
+    drive(steps, tmp_path, backend, decode=DecodeConfig(method))
 
 
 def test_a_folder_that_cannot_be_written_is_said_once_and_the_chat_goes_on(tmp_path):

@@ -34,7 +34,8 @@ from dflash_chat.tree_view import (
     visible,
 )
 from dflash_chat.window import Window
-from dflash_mlx import DFlashError, Statistics
+from dflash_mlx import DecodeConfig, DFlashError, Statistics
+from dflash_mlx.drafters.auto import Means
 
 # A busy machine is slow, not wrong.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -310,11 +311,15 @@ def test_a_large_paste_is_a_label_until_it_is_sent():
         ("d2sd", 1, "M <- DFlash, continuing itself"),
         ("dflash", 1, "M <- DFlash"),
         ("none", 0, "M <- plain decoding"),
-        ("a new one", 1, "M <- a new one"),
+        ("resample", 1, "M <- resample"),
+        ("auto", 0, "M <- n-gram lookup"),
+        ("auto", 1, "M <- DFlash tree"),
+        ("auto", 2, "M <- DFlash + variable-prefix"),
     ],
 )
 def test_the_head_line_names_the_pair(method, drafters, line):
-    assert pair_line(ModelInfo("M", 10, drafters), method) == line
-    assert pair_line(None, method) == ""
-    assert pair_line(ModelInfo("/some/where/M", 10, drafters), method) == line
-    assert pair_line(ModelInfo("owner/M", 10, drafters), method) == "owner/" + line
+    config, means = DecodeConfig(method), Means(drafters)
+    assert pair_line(ModelInfo("M", 10, means), config) == line
+    assert pair_line(None, config) == ""
+    assert pair_line(ModelInfo("/some/where/M", 10, means), config) == line
+    assert pair_line(ModelInfo("owner/M", 10, means), config) == "owner/" + line

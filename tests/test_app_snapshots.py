@@ -142,9 +142,10 @@ def same_machine(monkeypatch, tmp_path):
         Candidate("SmolLM2-135M-Instruct", PairConfig(), "built in", 720_000_000),
         Candidate(
             "Qwen/Qwen3-8B",
-            PairConfig("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+            PairConfig("Qwen/Qwen3-8B"),
             "Hugging Face cache",
             18_000_000_000,
+            "drafter z-lab/Qwen3-8B-DFlash-b16",
         ),
     ]
     monkeypatch.setattr("dflash_chat.picker_screen.candidates", lambda here: listed)

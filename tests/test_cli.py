@@ -114,7 +114,8 @@ def ask(command: Command, folders: dict[str, str]) -> Command:
 
     def run(*argv: str, stdin: bytes = b"") -> Result:
         pair = ["--model", folders["model"], "--drafter", folders["drafter"]]
-        return command(generate.main, *pair, "--max-tokens", "24", *argv, stdin=stdin)
+        options = [*pair, "--method", "dflash", "--max-tokens", "24"]
+        return command(generate.main, *options, *argv, stdin=stdin)
 
     return run
 
@@ -383,9 +384,23 @@ def test_a_pair_that_does_not_serve_is_one_sentence(ask, folders, model, drafter
     assert_refused(ask(*PROMPT, *pair, *options), message)
 
 
-def test_a_model_without_a_known_drafter_is_one_sentence(command, folders):
-    result = command(generate.main, *PROMPT, "--model", folders["model"])
+def test_a_method_that_needs_a_drafter_is_refused_where_none_is_known(command, folders):
+    result = command(generate.main, *PROMPT, "--model", folders["model"], "--method", "ddtree")
     assert_refused(result, "no drafter is known for")
+
+
+@pytest.mark.parametrize("main", [generate.main, chat.run], ids=["generate", "chat"])
+def test_a_model_without_a_known_drafter_looks_up_n_grams_and_says_so_in_one_line(
+    command, folders, main
+):
+    options = [*PROMPT, "--model", folders["model"], "--max-tokens", "24"]
+    result = command(main, *options)
+    said, figures = result.err.splitlines()
+    assert result.code == 0 and "tok/s" in figures
+    assert said.startswith(f"no drafter is known for {folders['model']}, so ")
+    assert "n-gram" in said and "--drafter" in said
+    chosen = command(main, *options, "--method", "ngram")
+    assert (chosen.out, len(chosen.err.splitlines())) == (result.out, 1)
 
 
 def test_standard_input_that_is_not_utf8_is_one_sentence_with_the_byte(ask):
@@ -433,8 +448,9 @@ def test_a_process_leaves_with_2_for_a_prompt_that_is_no_text(folders):
 
 
 def test_a_process_answers_utf8_from_a_pipe(folders):
-    pair = ["--model", folders["model"], "--drafter", folders["drafter"], "--max-tokens", "8"]
-    arguments = ["-m", "dflash_mlx.generate", *pair, "--prompt", "-", "--json"]
+    pair = ["--model", folders["model"], "--drafter", folders["drafter"], "--method", "dflash"]
+    options = [*pair, "--max-tokens", "8", "--prompt", "-", "--json"]
+    arguments = ["-m", "dflash_mlx.generate", *options]
     result = process(*arguments, stdin="héllo".encode())
     assert (result.returncode, result.stderr) == (0, b"")
     assert json.loads(result.stdout)["generated_tokens"] == 8
@@ -460,7 +476,8 @@ def test_a_reader_that_leaves_early_is_no_error(folders):
 
 
 def test_one_prompt_on_the_command_line_is_answered_and_nothing_asked(command, ask, folders):
-    pair = ["--model", folders["model"], "--drafter", folders["drafter"], "--max-tokens", "24"]
+    pair = ["--model", folders["model"], "--drafter", folders["drafter"]]
+    pair += ["--method", "dflash", "--max-tokens", "24"]
     expected = ask("--prompt", "hello").out
     assert command(chat.run, *pair, "--prompt", "hello").out == expected
     assert command(chat.run, *pair, "--prompt", "-", stdin=b"hello").out == expected

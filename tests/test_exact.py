@@ -25,8 +25,8 @@ from test_session import Letters
 from toys import Scripted, random_tree
 
 TOKENS = 48
-LOOSE = DecodeConfig(max_tokens=TOKENS)
-EXACT = DecodeConfig(max_tokens=TOKENS, exact=True)
+LOOSE = DecodeConfig("dflash", max_tokens=TOKENS)
+EXACT = DecodeConfig("dflash", max_tokens=TOKENS, exact=True)
 FAMILIES = {"llama": 0.003, "llama_sliding": 0.003, "gemma3_text": 0.01}  # size of the rounding
 SEEDS = range(3)
 

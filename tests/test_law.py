@@ -101,7 +101,9 @@ def distance(name, draws, **settings):
     for seed in range(draws):
         seeded = SamplingConfig(seed=seed, **sampling)
         acceptance = "reject" if name.endswith("reject") else "match"
-        config = DecodeConfig(acceptance=acceptance, max_tokens=LENGTH, sampling=seeded)
+        config = DecodeConfig(
+            name.partition(",")[0], acceptance=acceptance, max_tokens=LENGTH, sampling=seeded
+        )
         answers.append(answer(target, drafter(name, seeded), config))
     return chi_square(enumerated_law(target, SamplingConfig(**sampling)), answers)
 

@@ -30,11 +30,11 @@ def tokens_of(pair: Pair, prompt: str) -> list[int]:
     return prompt_tokens(pair.tokenizer, prompt, None, raw=False)
 
 
-@pytest.mark.parametrize("block_size", [4, None])
-def test_greedy_answers_are_the_plain_ones_up_to_near_ties(pair, block_size):
+@pytest.mark.parametrize(("method", "block_size"), [("dflash", 4), ("dflash", None), ("auto", None)])
+def test_greedy_answers_are_the_plain_ones_up_to_near_ties(pair, method, block_size):
     for prompt in PROMPTS:
         plain = generate(pair, prompt, DecodeConfig(method="none", max_tokens=32))
-        drafted = generate(pair, prompt, DecodeConfig(block_size=block_size, max_tokens=32))
+        drafted = generate(pair, prompt, DecodeConfig(method, block_size, max_tokens=32))
         difference = first_difference(
             pair.target, tokens_of(pair, prompt), plain.tokens, drafted.tokens
         )
@@ -45,7 +45,7 @@ def test_greedy_answers_are_the_plain_ones_up_to_near_ties(pair, block_size):
 def test_the_drafter_is_right_about_half_the_time_at_its_first_position(pair):
     accepted = drafted = 0
     for prompt in PROMPTS:
-        statistics = generate(pair, prompt, DecodeConfig(max_tokens=48)).statistics
+        statistics = generate(pair, prompt, DecodeConfig("dflash", max_tokens=48)).statistics
         accepted += statistics.accepted[1]
         drafted += statistics.drafted[1]
     assert accepted / drafted > 0.35
@@ -69,14 +69,14 @@ def test_a_random_tree_over_the_real_target_equals_its_own_paths(pair):
 def test_sampling_with_one_seed_gives_the_plain_answer(pair):
     sampling = SamplingConfig(temperature=0.7, top_p=0.95, seed=5)
     plain = generate(pair, PROMPTS[2], DecodeConfig("none", max_tokens=24, sampling=sampling))
-    drafted = generate(pair, PROMPTS[2], DecodeConfig(max_tokens=24, sampling=sampling))
+    drafted = generate(pair, PROMPTS[2], DecodeConfig("dflash", max_tokens=24, sampling=sampling))
     assert drafted.tokens == plain.tokens
-    greedy = generate(pair, PROMPTS[2], DecodeConfig(max_tokens=24))
+    greedy = generate(pair, PROMPTS[2], DecodeConfig("dflash", max_tokens=24))
     assert drafted.tokens != greedy.tokens
 
 
 def test_a_follow_up_question_computes_only_its_own_tokens(pair):
-    session = Session(pair, DecodeConfig(max_tokens=24))
+    session = Session(pair, DecodeConfig("dflash", max_tokens=24))
     messages = [{"role": "user", "content": PROMPTS[0]}]
     first = prompt_tokens(pair.tokenizer, messages, None, raw=False)
     text = collect(session.stream(first)).text
@@ -87,20 +87,20 @@ def test_a_follow_up_question_computes_only_its_own_tokens(pair):
     second = prompt_tokens(pair.tokenizer, messages, None, raw=False)
     answer = collect(session.stream(second))
     assert answer.statistics.reused_tokens >= len(first)
-    alone = collect(Session(pair, DecodeConfig(max_tokens=24)).stream(second))
+    alone = collect(Session(pair, DecodeConfig("dflash", max_tokens=24)).stream(second))
     assert answer.tokens == alone.tokens
 
 
 def test_a_stop_text_inside_the_answer_cuts_it(pair):
-    whole = generate(pair, PROMPTS[1], DecodeConfig(max_tokens=48)).text
+    whole = generate(pair, PROMPTS[1], DecodeConfig("dflash", max_tokens=48)).text
     stop = whole[20:24]
-    answer = generate(pair, PROMPTS[1], DecodeConfig(max_tokens=48, stop=(stop,)))
+    answer = generate(pair, PROMPTS[1], DecodeConfig("dflash", max_tokens=48, stop=(stop,)))
     assert answer.text == whole[: whole.index(stop)]
     assert answer.finish_reason == "stop"
 
 
 def test_an_answer_that_ends_by_itself_ends_with_the_stop_token(pair):
-    answer = generate(pair, "What is 2 + 2? Answer with a number.", DecodeConfig(max_tokens=200))
+    answer = generate(pair, "What is 2 + 2? Answer with a number.", DecodeConfig("dflash", max_tokens=200))
     assert answer.finish_reason == "stop"
     assert answer.tokens[-1] in pair.tokenizer.eos_token_ids
     assert "<|im_end|>" not in answer.text
@@ -108,7 +108,7 @@ def test_an_answer_that_ends_by_itself_ends_with_the_stop_token(pair):
 
 
 def test_the_first_delta_comes_before_the_answer_is_finished(pair):
-    deltas = stream(pair, PROMPTS[0], DecodeConfig(max_tokens=48))
+    deltas = stream(pair, PROMPTS[0], DecodeConfig("dflash", max_tokens=48))
     first = next(deltas)
     assert first.finish_reason is None
     assert 1 <= len(first.tokens) <= 8
@@ -116,5 +116,6 @@ def test_the_first_delta_comes_before_the_answer_is_finished(pair):
 
 
 def test_the_drafter_takes_part_in_the_session(pair):
-    assert isinstance(Session(pair).drafter, BlockDiffusion)
+    assert isinstance(Session(pair, DecodeConfig("dflash")).drafter, BlockDiffusion)
+    assert (Session(pair).config.method, Session(pair).drafter.name) == ("ddtree", "ddtree")
     assert pair.drafter_name == "smollm2-135m-dflash"

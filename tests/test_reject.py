@@ -155,24 +155,25 @@ def test_one_seed_gives_one_draft_and_room_for_one_token_none():
 
 def test_drawing_is_for_dflash_with_a_temperature():
     warm, cold = SamplingConfig(temperature=0.7), SamplingConfig()
-    assert DecodeConfig(acceptance="reject", sampling=warm).draws_drafts
-    assert not DecodeConfig(acceptance="reject", sampling=cold).draws_drafts
+    assert DecodeConfig("dflash", acceptance="reject", sampling=warm).draws_drafts
+    assert not DecodeConfig("dflash", acceptance="reject", sampling=cold).draws_drafts
     assert not DecodeConfig("ddtree", acceptance="reject", sampling=warm).draws_drafts
-    assert not DecodeConfig(acceptance="match", sampling=warm).draws_drafts
+    assert not DecodeConfig("dflash", acceptance="match", sampling=warm).draws_drafts
     with pytest.raises(DFlashError, match="acceptance is 'both'"):
         DecodeConfig(acceptance="both")
 
 
 def test_by_default_a_seed_keeps_its_answer_and_without_one_more_is_accepted():
     warm = SamplingConfig(temperature=0.7)
-    assert DecodeConfig(sampling=warm).draws_drafts
-    assert not DecodeConfig(sampling=warm.with_seed()).draws_drafts
-    assert not DecodeConfig().draws_drafts
+    assert DecodeConfig("dflash", sampling=warm).draws_drafts
+    assert not DecodeConfig("dflash", sampling=warm.with_seed()).draws_drafts
+    assert not DecodeConfig("dflash").draws_drafts
 
 
 def test_real_networks_draw_and_reject_and_an_abandoned_answer_goes_on(pair):
     """At a high temperature, where the laws of random networks overlap."""
-    config = DecodeConfig(max_tokens=30, sampling=SamplingConfig(8.0, seed=1), acceptance="reject")
+    sampling = SamplingConfig(8.0, seed=1)
+    config = DecodeConfig("dflash", max_tokens=30, sampling=sampling, acceptance="reject")
     drafter = make_drafter(pair, config)
     assert isinstance(drafter, DrawnBlock)
     state = State(pair.target.new_cache(), drafter.new_context())

@@ -87,14 +87,14 @@ def assert_in_step(session):
 
 
 def test_after_a_whole_answer(pair):
-    session = Session(pair, DecodeConfig(max_tokens=30))
+    session = Session(pair, DecodeConfig("dflash", max_tokens=30))
     list(session.stream(tokens_of(0, 25)))
     assert session.state.position == 25 + 29
     assert_in_step(session)
 
 
 def test_after_an_abandoned_answer_and_its_continuation(pair):
-    session = Session(pair, DecodeConfig(max_tokens=30))
+    session = Session(pair, DecodeConfig("dflash", max_tokens=30))
     prompt, said = tokens_of(0, 25), []
     for delta in session.stream(prompt):
         said += delta.tokens
@@ -107,13 +107,17 @@ def test_after_an_abandoned_answer_and_its_continuation(pair):
 
 def test_after_a_stop_token_or_a_stop_text(pair):
     prompt = tokens_of(0, 25)
-    whole = [t for d in Session(pair, DecodeConfig(max_tokens=30)).stream(prompt) for t in d.tokens]
+    whole = [
+        t
+        for d in Session(pair, DecodeConfig("dflash", max_tokens=30)).stream(prompt)
+        for t in d.tokens
+    ]
     text = pair.tokenizer.decode([whole[9]])
-    stopped = Session(pair, DecodeConfig(max_tokens=30, stop=(text,)))
+    stopped = Session(pair, DecodeConfig("dflash", max_tokens=30, stop=(text,)))
     list(stopped.stream(prompt))
     assert_in_step(stopped)
     pair.tokenizer.eos_token_ids = {whole[9]}
-    ended = Session(pair, DecodeConfig(max_tokens=30))
+    ended = Session(pair, DecodeConfig("dflash", max_tokens=30))
     list(ended.stream(prompt))
     assert_in_step(ended)
     at = whole.index(whole[9])
@@ -121,7 +125,7 @@ def test_after_a_stop_token_or_a_stop_text(pair):
 
 
 def test_after_an_edited_conversation(pair):
-    session = Session(pair, DecodeConfig(max_tokens=12))
+    session = Session(pair, DecodeConfig("dflash", max_tokens=12))
     prompt = tokens_of(0, 25)
     list(session.stream(prompt))
     edited = [*prompt[:20], *tokens_of(2, 8)]
@@ -131,7 +135,7 @@ def test_after_an_edited_conversation(pair):
 
 
 def test_after_an_interrupt_inside_a_round(pair, monkeypatch):
-    session = Session(pair, DecodeConfig(max_tokens=12))
+    session = Session(pair, DecodeConfig("dflash", max_tokens=12))
     deltas = session.stream(tokens_of(0, 25))
     next(deltas)
     monkeypatch.setattr(type(session.state.context), "append", interrupt)

@@ -79,7 +79,7 @@ def test_decoding_accepts_what_was_measured(trained, texts, tmp_path):
     save_drafter(tmp_path, trained.network, RAW)
     config = read_config(tmp_path)
     network = load_network(tmp_path, config, mx.float32)
-    drafter = make_drafter(Pair(tiny_target(), None, network, config), DecodeConfig())
+    drafter = make_drafter(Pair(tiny_target(), None, network, config), DecodeConfig("dflash"))
     answers = [decoded(drafter, row) for row in known()]
     assert [tuple(sum(map(list, rounds), [])) for rounds in answers] == [
         row.answer for row in known()

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dflash_mlx import cli
-from dflash_mlx.config import CorpusConfig, PairConfig
+from dflash_mlx.config import ALL_BUT_MODEL, CorpusConfig, PairConfig
 from dflash_mlx.corpus.collect import Collection
 from dflash_mlx.corpus.jobs import make_header
 from dflash_mlx.corpus.self_prompt import read_openings
@@ -46,9 +46,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, required=True, help="the corpus; rows are appended")
     result.add_argument("--openings", type=Path, help="a JSON list of openings, see --opening")
-    cli.add_options(
-        result, PairConfig, CorpusConfig, without=["drafter", "second_drafter", "kernels"]
-    )
+    cli.add_options(result, PairConfig, CorpusConfig, without=ALL_BUT_MODEL)
     return result
 
 

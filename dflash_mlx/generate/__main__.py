@@ -11,7 +11,6 @@ from typing import Any
 from dflash_mlx import cli
 from dflash_mlx.chat import check_prompt, prompt_tokens, read_messages
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
-from dflash_mlx.load import load_pair
 from dflash_mlx.stream import Session, TextDelta, collect
 
 PROGRAM = "dflash_mlx.generate"
@@ -25,7 +24,8 @@ def main(argv: Sequence[str]) -> None:
     if arguments.messages is not None:
         prompt = read_messages(arguments.messages)
     check_prompt(prompt, arguments.system, arguments.raw)
-    pair = load_pair(cli.read_pair_config(arguments), config)
+    pair = cli.open_pair(arguments, config)
+    cli.say_notes(pair)
     tokens = prompt_tokens(pair.tokenizer, prompt, arguments.system, arguments.raw)
     deltas = Session(pair, config).stream(tokens)
     if arguments.json:

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dflash_mlx import cli
-from dflash_mlx.config import PairConfig, TrainConfig
+from dflash_mlx.config import ALL_BUT_MODEL, PairConfig, TrainConfig
 from dflash_mlx.drafters.checkpoint import parse_config
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.errors import DFlashError
@@ -126,9 +126,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--plot", type=Path, help="a PNG of loss and acceptance, redrawn at every measurement"
     )
-    cli.add_options(
-        result, PairConfig, TrainConfig, without=["drafter", "second_drafter", "kernels"]
-    )
+    cli.add_options(result, PairConfig, TrainConfig, without=ALL_BUT_MODEL)
     return result
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx import cli
-from dflash_mlx.config import PairConfig
+from dflash_mlx.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.files import write_report
 from dflash_mlx.load import load_target
@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     rows.add_argument("--all-rows", action="store_true", help="use every row of the corpora")
     result.add_argument("--json", type=Path, help="write all figures to this file")
     add_data_options(result)
-    cli.add_options(result, PairConfig, without=["drafter", "second_drafter", "kernels"])
+    cli.add_options(result, PairConfig, without=ALL_BUT_MODEL)
     return result
 
 
