@@ -106,23 +106,29 @@ def visible_keys(config: Config, layer: int, context_length: int, block_length: 
     return visible
 
 
+def layer_tensors(weights: Tensors, index: int) -> dict[str, Array]:
+    """Select one layer's tensors, their names without its prefix."""
+    prefix = f"layers.{index}."
+    return {n.removeprefix(prefix): weight for n, weight in weights.items() if n.startswith(prefix)}
+
+
 def _decoder_layer(weights: Tensors, config: Config, index: int, x: Array, context: Array) -> Array:
-    layer = {
-        name.removeprefix(f"layers.{index}."): weight
-        for name, weight in weights.items()
-        if name.startswith(f"layers.{index}.")
-    }
+    layer = layer_tensors(weights, index)
     eps = config["rms_norm_eps"]
     visible = visible_keys(config, index, len(context), len(x))
     normed = rms_norm(x, layer["input_layernorm.weight"], eps)
-    x = x + _attention(layer, config, normed, context, visible)
-    normed = rms_norm(x, layer["post_attention_layernorm.weight"], eps)
-    gate = normed @ layer["mlp.gate_proj.weight"].T
-    up = normed @ layer["mlp.up_proj.weight"].T
-    return x + (gate / (1.0 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
+    x = x + attention(layer, config, normed, context, visible)
+    return x + mlp(layer, rms_norm(x, layer["post_attention_layernorm.weight"], eps))
 
 
-def _attention(layer: Tensors, config: Config, x: Array, context: Array, visible: Array) -> Array:
+def mlp(layer: Tensors, x: Array) -> Array:
+    """Apply a layer's gated MLP to x [B, d]."""
+    gate, up = x @ layer["mlp.gate_proj.weight"].T, x @ layer["mlp.up_proj.weight"].T
+    return (gate / (1.0 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
+
+
+def attention(layer: Tensors, config: Config, x: Array, context: Array, visible: Array) -> Array:
+    """Attend from x [B, d] to the context [T, d] and to x, where visible [B, T + B]."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim, eps, theta = config["head_dim"], config["rms_norm_eps"], rope_theta(config)
     positions = np.arange(len(context) + len(x))

@@ -1,0 +1,480 @@
+"""Drafter folders in every published format: read, renamed, refused, and drafting what they say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import reference_dflash2
+from dflash_mlx.config import DecodeConfig
+from dflash_mlx.decode import decode, prefill
+from dflash_mlx.drafters.best_first import BestFirst
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.block_model import BlockModel
+from dflash_mlx.drafters.checkpoint import (
+    check_fit,
+    load_network,
+    parse_config,
+    read_config,
+    read_drafter,
+)
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.drafters.save import save_drafter
+from dflash_mlx.drafters.selected import SelectedPath
+from dflash_mlx.drafters.tensors import Header, wanted_headers
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.observer import Observer
+from dflash_mlx.state import State
+from dflash_mlx.target import Target
+from drafter_formats import (
+    DRAFT_IDS,
+    WIDTH,
+    expected_logits,
+    own_tables,
+    speculators,
+    version_1,
+    write_shards,
+)
+from families import VOCAB_SIZE, make_model
+from reference_dflash import random_drafter, write_drafter_folder
+
+DATA = Path(__file__).parent / "data"
+TOLERANCE = 1e-4
+BLOCK = 6
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+SCALES = {
+    "final_logit_softcapping": 3.0,
+    "input_embedding_scale": 2.0,
+    "output_multiplier": 0.5,
+}
+
+
+def body(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Random tensors of the network itself."""
+    if config.get("speculators_model_type"):
+        config = {**config["transformer_layer_config"], "dflash_config": config}
+        config["dflash_config"] = {**config["dflash_config"], "target_layer_ids": [0, 2]}
+    if "conv_kernel_size" in config["dflash_config"]:
+        return reference_dflash2.random_tensors(config)
+    return random_drafter(config)
+
+
+def case(config: dict[str, Any], **more: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
+    return config, {**body(config), **more}
+
+
+FULL = own_tables(None)
+REDUCED = own_tables(DRAFT_IDS)
+VERIFIER = {"verifier_norm.weight": np.ones(64, np.float32)}
+HALF = speculators(draft_vocab_size=len(DRAFT_IDS))
+
+FORMATS = {
+    "version 1": case(version_1()),
+    "version 1, variable prefix": case(version_1(dflash_config={"training_mode": "vp_drafter"})),
+    "version 1, sliding": case(version_1(**SLIDING)),
+    "version 1, causal": case(version_1(is_causal=True)),
+    "version 2": case(reference_dflash2.tiny_config()),
+    "version 2, sliding": case(reference_dflash2.tiny_config(**SLIDING, is_causal=False)),
+    "version 2, three taps": case(
+        reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": 3, "conv_group_size": 64})
+    ),
+    "version 2, scaled and capped": case(reference_dflash2.tiny_config(dflash_config=SCALES)),
+    "speculators": case(speculators()),
+    "speculators, own tables": case(speculators(), **FULL),
+    "speculators, own embedding": case(
+        speculators(), **{"embed_tokens.weight": FULL["embed_tokens.weight"]}, **VERIFIER
+    ),
+    "speculators, draft vocabulary": case(HALF, **REDUCED),
+    "speculators, draft vocabulary, no embedding": case(
+        HALF, **{name: REDUCED[name] for name in ("lm_head.weight", "d2t", "t2d")}
+    ),
+    "speculators, sliding": case(speculators(transformer_layer_config=SLIDING)),
+    "speculators, version 2": case(speculators("dflash2")),
+}
+
+
+class Drafting:
+    """A drafter folder and a model of it, bound to a tiny target."""
+
+    def __init__(self, folder: Path, name: str, target: Target, is_sharded: bool) -> None:
+        self.raw, self.tensors = FORMATS[name]
+        self.folder = folder
+        write = write_shards if is_sharded else write_drafter_folder
+        write(folder, self.raw, self.tensors)
+        self.config = read_config(folder)
+        network = load_network(folder, self.config, mx.float32)
+        self.model = BlockModel(network, self.config, target)
+        table = np.array(target.embedding().weight)
+        self.tables = table, table
+        self.target = target
+
+    def expected(self, features: np.ndarray, anchor: int, rows: int) -> np.ndarray:
+        return expected_logits(self.raw, self.tensors, self.tables, features, anchor, rows)
+
+    def logits(self, features: np.ndarray, anchor: int, rows: int) -> np.ndarray:
+        context = self.model.new_context()
+        context.append(mx.array(features))
+        return np.array(self.model.logits(context, mx.array([anchor]), rows))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target(make_model("llama"), 512, "llama")
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory, target):
+    made = {}
+
+    def get(name: str, is_sharded: bool = False) -> Drafting:
+        if (name, is_sharded) not in made:
+            folder = tmp_path_factory.mktemp("drafter")
+            made[name, is_sharded] = Drafting(folder, name, target, is_sharded)
+        return made[name, is_sharded]
+
+    return get
+
+
+def features_of(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(length, WIDTH)).astype(np.float32)
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest, where both are finite; they must be so in the same places."""
+    assert a.shape == b.shape
+    assert np.array_equal(np.isfinite(a), np.isfinite(b))
+    return float(np.abs(np.where(np.isfinite(a), a, 0) - np.where(np.isfinite(b), b, 0)).max())
+
+
+# What is read
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("length", "anchor", "rows"), [(1, 0, 2), (23, 7, BLOCK), (40, 96, 3)])
+def test_a_block_has_the_logits_of_the_reference(drafting, name, length, anchor, rows):
+    subject, features = drafting(name), features_of(length, rows)
+    expected = subject.expected(features, anchor, rows)
+    assert expected.shape == (rows - 1, VOCAB_SIZE)
+    assert difference(subject.logits(features, anchor, rows), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["version 1", "version 2", "speculators, draft vocabulary"])
+def test_the_weights_may_be_in_several_files(drafting, name):
+    subject, features = drafting(name, is_sharded=True), features_of(20)
+    assert len(list(subject.folder.glob("*.safetensors"))) == 3
+    expected = subject.expected(features, 7, BLOCK)
+    assert difference(subject.logits(features, 7, BLOCK), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["version 2", "version 2, three taps", "version 2, sliding"])
+def test_blocks_side_by_side_are_not_convolved_with_each_other(drafting, name):
+    subject, features = drafting(name), features_of(20)
+    context = subject.model.new_context()
+    context.append(mx.array(features))
+    prefixes = [(), (3,), (9, 4)]
+    together = np.array(subject.model.logits(context, mx.array([7]), BLOCK, prefixes))
+    method = subject.config
+    assert method.convolution is not None
+    alone = [
+        reference_dflash2.logits(
+            subject.tensors, subject.raw, subject.tables, features, 7, BLOCK, prefix
+        )
+        for prefix in prefixes
+    ]
+    assert difference(together, np.concatenate(alone)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.attention_conv.base_kernel",
+        "layers.0.attention_conv.kernel_projection.weight",
+        "layers.1.mlp_conv.base_kernel",
+        "layers.1.mlp_conv.kernel_projection.weight",
+    ],
+)
+@pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
+def test_every_part_of_a_convolution_matters(drafting, name, side):
+    subject, features = drafting("version 2"), features_of(20)
+    tensors = {**subject.tensors, name: subject.tensors[name].copy()}
+    half = len(tensors[name]) // 2
+    tensors[name][side * half : (side + 1) * half] *= 0.5
+    other = reference_dflash2.logits(tensors, subject.raw, subject.tables, features, 7, BLOCK)
+    assert difference(subject.logits(features, 7, BLOCK), other) > 10 * TOLERANCE
+
+
+def test_the_published_second_version_has_the_tensors_that_its_config_asks_for():
+    raw = json.loads((DATA / "dflash2-config.json").read_text())
+    published = json.loads((DATA / "dflash2-header.json").read_text())
+    found = {name: Header.of(h["dtype"], tuple(h["shape"])) for name, h in published.items()}
+    assert wanted_headers(parse_config(raw, "published")) == found
+    assert {h["dtype"] for h in published.values()} == {"BF16"} and raw["dtype"] == "bfloat16"
+    assert reference_dflash2.shapes(raw) == {name: h.shape for name, h in found.items()}
+
+
+def test_the_published_second_version_is_read():
+    config = parse_config(json.loads((DATA / "dflash2-config.json").read_text()), "published")
+    assert (config.block_size, config.mask_token_id) == (16, 201818)
+    assert (config.final_logit_softcapping, config.output_multiplier) == (20.0, 26**-0.5)
+    assert config.layer_windows == (2048,) * 5 and config.layer_causal == (False,) * 5
+    assert config.convolution is not None and config.selector is not None
+    assert (config.convolution.kernel_size, config.convolution.group_size) == (2, 16)
+    assert (config.selector.rank, config.selector.top_k) == (256, 16)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
+def test_speculators_folders_may_have_any_rope_that_mlx_lm_knows(tmp_path, target, kind):
+    rope = {"rope_theta": 1e4, "rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    logits = {}
+    for name, given in (("plain", {"rope_theta": 1e4, "rope_type": "default"}), ("scaled", rope)):
+        raw = speculators(transformer_layer_config={"rope_parameters": given})
+        write_drafter_folder(tmp_path, raw, body(raw))
+        config = read_config(tmp_path)
+        assert config.rope == given
+        model = BlockModel(load_network(tmp_path, config, mx.float32), config, target)
+        context = model.new_context()
+        context.append(mx.array(features_of(30)))
+        logits[name] = np.array(model.logits(context, mx.array([7]), BLOCK))
+    assert difference(logits["plain"], logits["scaled"]) > 10 * TOLERANCE
+
+
+def test_a_rope_for_each_kind_of_layer_is_read_as_the_library_does(tmp_path):
+    rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
+    raw = speculators(transformer_layer_config={"rope_parameters": rope, **SLIDING})
+    assert parse_config(raw, "tiny").rope["rope_theta"] == 2e4
+
+
+@pytest.mark.parametrize(
+    ("fields", "causal"),
+    [
+        ({}, (True, False)),
+        ({"sliding_window_non_causal": True}, (False, False)),
+        ({"sliding_window_non_causal": False}, (True, False)),
+    ],
+)
+def test_sliding_layers_of_speculators_are_causal_unless_the_config_says_otherwise(fields, causal):
+    raw = {**speculators(transformer_layer_config=SLIDING), **fields}
+    config = parse_config(raw, "tiny")
+    assert (config.layer_windows, config.layer_causal) == ((4, None), causal)
+
+
+def test_tap_ids_of_speculators_number_hidden_states_and_a_note_says_so():
+    config = parse_config(speculators(), "tiny")
+    assert config.target_layer_ids == (0, 2)
+    assert config.notes == (
+        "aux_hidden_state_layer_ids [1, 3] are taken to number hidden states, so the drafter "
+        "reads the outputs of layers [0, 2], counted from 0",
+    )
+
+
+def test_a_speculators_config_can_give_layers_itself():
+    config = parse_config(speculators(dflash_config={"target_layer_ids": [1, 2]}), "tiny")
+    assert (config.target_layer_ids, config.notes) == ((1, 2), ())
+
+
+# What is refused
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "eagle3": (speculators(speculators_model_type="eagle3"), "'eagle3', .* not supported"),
+    "dspark": (speculators(speculators_model_type="dspark"), "'dspark', .* not supported"),
+    "no network": (speculators(transformer_layer_config={"hidden_size": "wide"}), "hidden_size"),
+    "a network that is a list": (
+        {**speculators(), "transformer_layer_config": [1]},
+        r"transformer_layer_config is \[1\]",
+    ),
+    "another width": (
+        speculators(target_hidden_size=128),
+        "target_hidden_size is 128 and hidden_size 64",
+    ),
+    "samples from the anchor": (speculators(sample_from_anchor=True), "sample_from_anchor"),
+    "the embedding as a tap": (
+        speculators(aux_hidden_state_layer_ids=[0, 2]),
+        r"\[0, 2\]; .*the embedding, 0, .*dflash_config.target_layer_ids",
+    ),
+    "taps in words": (speculators(aux_hidden_state_layer_ids="all"), "'all'"),
+    "no taps": (speculators(aux_hidden_state_layer_ids=None), "None"),
+    "no mask": (speculators(mask_token_id=None), "mask_token_id"),
+    "a mask outside": (speculators(mask_token_id=97), "mask_token_id is 97, .* 97"),
+    "a larger draft vocabulary": (
+        speculators(draft_vocab_size=98),
+        "draft_vocab_size is 98, not less than the vocabulary of 97",
+    ),
+    "a draft vocabulary with a selector": (
+        speculators("dflash2", draft_vocab_size=40),
+        "draft_vocab_size is 40, but the selector needs",
+    ),
+    "groups that do not divide": (
+        reference_dflash2.tiny_config(dflash_config={"conv_group_size": 24}),
+        "hidden_size 64 does not divide by conv_group_size 24",
+    ),
+    "more taps than rows": (
+        reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": 7}),
+        "conv_kernel_size is 7, more than the block_size 6",
+    ),
+    "more candidates than tokens": (
+        reference_dflash2.tiny_config(dflash_config={"selector_top_k": 98}),
+        "selector_top_k is 98, more than the vocabulary of 97",
+    ),
+    "no candidates": (
+        reference_dflash2.tiny_config(dflash_config={"selector_top_k": 0}),
+        "selector_top_k is 0",
+    ),
+    "packed by another tool": (
+        version_1(quantization_config={"quant_method": "fp8"}),
+        "quantization_config is .*fp8.* not MLX's",
+    ),
+    "packed in another mode": (
+        version_1(quantization={"group_size": 32, "bits": 4, "mode": "mxfp4"}),
+        "quantization.mode is 'mxfp4'",
+    ),
+    "packed in three bits": (version_1(quantization={"group_size": 32, "bits": 3}), "bits .* 3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_that_cannot_be_drafted_with_is_refused(tmp_path, name):
+    raw, message = REFUSED[name]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(DFlashError, match=message) as failure:
+        read_drafter(tmp_path)
+    assert failure.value.next_step
+    assert str(tmp_path) in failure.value.what or "bits" in failure.value.what
+
+
+def changed(name: str, **tensors: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    raw, written = FORMATS[name]
+    return raw, {k: v for k, v in {**written, **tensors}.items() if v is not None}
+
+
+D2T = REDUCED["d2t"]
+HALVES = "speculators, draft vocabulary"
+TENSORS = {
+    "a head of the whole vocabulary": (
+        changed(HALVES, **{"lm_head.weight": FULL["lm_head.weight"]}),
+        r"lm_head.weight in .* is \(97, 64\), .* asks for \(40, 64\)",
+    ),
+    "no draft vocabulary": (changed(HALVES, d2t=None), "d2t in .* is missing"),
+    "no head": (changed(HALVES, **{"lm_head.weight": None}), "lm_head.weight in .* is missing"),
+    "a fractional draft vocabulary": (
+        changed(HALVES, d2t=D2T.astype(np.float32)),
+        r"d2t in .* is \(40,\), .* asks for \(40,\) of whole numbers",
+    ),
+    "a draft token outside": (
+        changed(HALVES, d2t=D2T + 60, t2d=None),
+        "d2t in .* leads from draft token [0-9]+ to [0-9]+, but the vocabulary has 97",
+    ),
+    "two draft tokens that are one": (
+        changed(HALVES, d2t=-np.arange(40), t2d=None),
+        "d2t in .* leads from 40 draft tokens to only 1 tokens",
+    ),
+    "a mask of other tokens": (
+        changed(HALVES, t2d=~REDUCED["t2d"]),
+        "t2d in .* marks 57 tokens, which are not the 40",
+    ),
+    "a verifier's norm of another width": (
+        changed("speculators", **{"verifier_norm.weight": np.ones(32, np.float32)}),
+        r"verifier_norm.weight in .* is \(32,\), .* asks for \(64,\)",
+    ),
+    "no selector": (
+        changed("version 2", **{"candidate_selector.predecessor_codebook": None}),
+        "candidate_selector.predecessor_codebook in .* is missing",
+    ),
+    "a convolution in the first version": (
+        changed("version 1", **{"layers.0.mlp_conv.base_kernel": np.ones((2, 2, 64), np.float32)}),
+        "mlp_conv.base_kernel in .* no such tensor",
+    ),
+    "a head that nobody asked for": (
+        changed("version 1", **{"lm_head.weight": FULL["lm_head.weight"]}),
+        "lm_head.weight .* no such tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_contradict_the_config_are_refused(tmp_path, name):
+    (raw, tensors), message = TENSORS[name]
+    write_drafter_folder(tmp_path, raw, tensors)
+    with pytest.raises(DFlashError, match=message) as failure:
+        read_drafter(tmp_path)
+    assert "--drafter" in failure.value.next_step
+
+
+def test_a_drafter_that_does_not_know_its_targets_depth_must_still_read_layers_that_are_there():
+    config = parse_config(speculators(), "tiny")
+    assert config.num_target_layers is None
+    target = {"hidden_size": 64, "vocab_size": 97, "num_hidden_layers": 3}
+    check_fit(config, target, "tiny")
+    with pytest.raises(DFlashError, match=r"reads layer 2 .* tiny has 2 layers") as failure:
+        check_fit(config, {**target, "num_hidden_layers": 2}, "tiny")
+    assert "--drafter" in failure.value.next_step
+
+
+# Conversion to our folders
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_folder_saved_in_our_layout_is_read_as_the_same_drafter(drafting, tmp_path, name):
+    subject = drafting(name)
+    drafter = read_drafter(subject.folder)
+    assert drafter.tensors.keys() == subject.tensors.keys() - {"t2d", "verifier_norm.weight"}
+    save_drafter(tmp_path, drafter.network(), {**drafter.raw, "auto_map": {"AutoModel": "x.Y"}})
+    assert read_config(tmp_path) == replace(drafter.config, notes=())
+    assert "auto_map" not in read_drafter(tmp_path).raw
+    network = load_network(tmp_path, drafter.config, mx.float32)
+    for part, array in drafter.tensors.items():
+        saved = dict(read_drafter(tmp_path).tensors)[part]
+        if mx.issubdtype(array.dtype, mx.floating):
+            array = array.astype(mx.bfloat16)
+        assert mx.array_equal(saved, array), part
+    assert network is not None
+
+
+# Decoding
+
+
+def generate(target: Target, drafter: Any, count: int) -> tuple[list[int], int]:
+    """Greedy tokens after a prompt, and the rounds that they took."""
+    state = State(target.new_cache(), drafter.new_context())
+    config = DecodeConfig(max_tokens=count)
+    prefill(target, drafter, state, [3, 1, 4, 1, 5, 9, 2, 6], config, Observer())
+    rounds = list(decode(target, drafter, state, config, Observer()))
+    return [token for accepted in rounds for token in accepted.tokens], len(rounds)
+
+
+def drafters_of(model: BlockModel) -> list[Any]:
+    chain = BlockDiffusion if model.config.selector is None else SelectedPath
+    return [
+        chain(model),
+        BestFirst(model, None, 12),
+        DualDiffusion(model, None, None, JointGrowth(2, 12)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["version 2", "version 2, sliding", HALVES, "speculators, own tables"]
+)
+def test_greedy_answers_are_the_targets_own(drafting, target, name):
+    expected, _ = generate(target, NoDraft(), 40)
+    for drafter in drafters_of(drafting(name).model):
+        assert generate(target, drafter, 40)[0] == expected, drafter.name
+
+
+def test_drafts_of_a_draft_vocabulary_hold_no_other_token(drafting):
+    subject = drafting(HALVES)
+    state = State(subject.target.new_cache(), subject.model.new_context())
+    state.context.append(mx.array(features_of(12)))
+    for anchor in range(0, VOCAB_SIZE, 5):
+        state.set_anchor(anchor)
+        for drafter in drafters_of(subject.model)[:2]:
+            drafted = drafter.propose(state, 100).drafted
+            assert drafted and set(drafted) <= set(DRAFT_IDS.tolist())
+    assert not set(range(40)) <= set(DRAFT_IDS.tolist()), "draft ids are not the target's"
