@@ -27,7 +27,7 @@ from dflash_mlx import cli  # isort: skip  # loads the BLAS before MLX
 
 import mlx.core as mx
 
-from dflash_mlx.config import PairConfig, TrainConfig
+from dflash_mlx.config import ALL_BUT_MODEL, PairConfig, TrainConfig
 from dflash_mlx.drafters.network import NetworkConfig
 from dflash_mlx.load import load_target
 from dflash_mlx.train import trainer as trainer_module
@@ -315,7 +315,7 @@ def parser() -> argparse.ArgumentParser:
     """The trainer's options, without those of runs."""
     result = cli.Parser(prog="profile_training", description=str(__doc__).partition("\n")[0])
     add_data_options(result)
-    cli.add_options(result, PairConfig, TrainConfig, without=["drafter", "minutes", "steps"])
+    cli.add_options(result, PairConfig, TrainConfig, without=[*ALL_BUT_MODEL, "minutes", "steps"])
     result.add_argument("--steps", type=int, default=10, help="rounds to measure (default: 10)")
     return result
 

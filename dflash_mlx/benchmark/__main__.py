@@ -28,6 +28,7 @@ from dflash_mlx.plotting import import_pyplot
 from dflash_mlx.prompts import read_prompts
 
 PROGRAM = "dflash_mlx.benchmark"
+CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair, in its own report
 
 
 def main(argv: Sequence[str]) -> None:
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> None:
     checked = methods if sweep is None else sweep.expand(methods, largest_block=2)[0]
     check_outputs(arguments.prompts, arguments.json, arguments.plots)
     pair = load_pair(cli.read_pair_config(arguments), *checked.values())
+    cli.say_notes(pair)
     report: dict[str, Any] = describe(arguments, pair)
     if sweep is not None:
         methods, lines = sweep.expand(methods, largest_block(pair))
@@ -64,10 +66,17 @@ def write(report: dict[str, Any], file: Path | None, folder: Path | None) -> Non
 
 def describe(arguments: argparse.Namespace, pair: Pair) -> dict[str, Any]:
     """What is measured on what."""
+    config = cli.read_pair_config(arguments)
+    changed = {name: getattr(config, name) for name in CHANGES}
     return {
         "machine": describe_machine(),
         "versions": describe_versions(),
-        "pair": {"target": pair.target.name, "drafter": pair.drafter_name},
+        "pair": {
+            "target": pair.target.name,
+            "drafter": pair.drafter_name,
+            **changed,
+            "notes": list(pair.notes),
+        },
         "settings": {"prompts_file": arguments.prompts.name, "limit": arguments.limit},
     }
 

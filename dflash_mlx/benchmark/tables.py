@@ -62,6 +62,10 @@ def _notes(report: dict[str, Any]) -> str:
     notes = []
     settings = report.get("settings", {})
     sampling = settings.get("sampling", {})
+    pair = report.get("pair", {})
+    changed = [f"{k} {pair[k]}" for k in ("drafter_bits", "kv_bits", "draft_window") if pair.get(k)]
+    if changed:
+        notes.append(f"With {', '.join(changed)}.")
     if sampling.get("temperature", 0) > 0:
         notes.append(
             f"Sampled at temperature {sampling['temperature']:g} with seed {sampling['seed']}; "

@@ -1,0 +1,278 @@
+"""Settings of a pair that save memory: where they are given, what they do, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from app import main as chat
+from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, cli, generate
+from dflash_mlx.benchmark import __main__ as benchmark
+from dflash_mlx.benchmark.parity import first_difference
+from dflash_mlx.benchmark.tables import format_report
+from dflash_mlx.block import Block
+from dflash_mlx.chat import prompt_tokens
+from dflash_mlx.drafters.block_model import BlockModel
+from dflash_mlx.drafters.checkpoint import load_network, read_config
+from dflash_mlx.drafters.context import limit_windows
+from dflash_mlx.generate import __main__ as generating
+from dflash_mlx.load import Pair, load_pair
+from dflash_mlx.target import Target
+from families import FAMILIES, make_model
+from reference_dflash import (
+    draft_logits,
+    random_drafter,
+    tiny_drafter_config,
+    write_drafter_folder,
+)
+from test_load import write_drafter, write_model
+
+HEAD_DIM = 32
+DFLASH = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
+ROW = {"id": "a", "category": "chat", "messages": [{"role": "user", "content": "hello"}]}
+PROGRAMS = {
+    "generate": (generating.main, ["--prompt", "hello"]),
+    "benchmark": (benchmark.main, ["--prompts", "rows.jsonl"]),
+    "chat": (chat.run, ["--prompt", "hello"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A tiny pair whose keys and values can be quantised."""
+    root = tmp_path_factory.mktemp("pair")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "llama", {**FAMILIES["llama"], "head_dim": HEAD_DIM})
+        model = write_model(root / "model", make_model("llama"))
+    drafter = write_drafter(root / "drafter", head_dim=HEAD_DIM, intermediate_size=128)
+    return str(model), str(drafter)
+
+
+def pair_of(folders: tuple[str, str], **settings: Any) -> Pair:
+    return load_pair(PairConfig(*folders, **settings))
+
+
+def stored_bytes(arrays: list[mx.array]) -> int:
+    return sum(array.nbytes for array in arrays)
+
+
+# What they do
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"kv_bits": 8}, {"kv_bits": 4}, {"drafter_bits": 8}, {"drafter_bits": 4}, {"draft_window": 9}]
+    + [{"kv_bits": 8, "drafter_bits": 4, "draft_window": 9}],
+    ids=str,
+)
+def test_answers_with_drafts_are_plain_decodings_under_every_setting(folders, settings):
+    pair = pair_of(folders, **settings)
+    plain = generate(pair, "hello", DecodeConfig(method="none", max_tokens=24))
+    for method in ({"method": "dflash"}, {"method": "ddtree", "budget": 12}):
+        drafted = generate(pair, "hello", DecodeConfig(**method, max_tokens=24))
+        assert drafted.tokens == plain.tokens
+    if "kv_bits" not in settings:
+        usual = generate(pair_of(folders), "hello", DecodeConfig(method="none", max_tokens=24))
+        assert plain.tokens == usual.tokens
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bits_for_keys_and_values_shrink_both_caches(folders, bits):
+    sizes = {}
+    for kv_bits in (None, bits):
+        session = Session(pair_of(folders, kv_bits=kv_bits), DecodeConfig(max_tokens=8))
+        list(session.stream(list(range(40))))
+        state = session.state
+        sizes[kv_bits] = stored_bytes(state.cache.arrays), stored_bytes(state.context.arrays)
+    share = (bits + 2 * 32 / HEAD_DIM) / 32  # a scale and a bias for each head's row
+    for small, large in zip(sizes[bits], sizes[None], strict=True):
+        assert small / large == pytest.approx(share)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bits_of_the_drafter_pack_its_matrices_and_nothing_of_the_target(folders, bits):
+    pair, usual = pair_of(folders, drafter_bits=bits), pair_of(folders)
+    kinds = {type(module) for _, module in pair.network.named_modules()}
+    assert nn.QuantizedLinear in kinds and nn.Linear not in kinds
+    assert pair.network.layers[0].mlp.up_proj.bits == bits
+    packed, full = (
+        stored_bytes([a for _, a in tree_flatten(p.network.parameters())]) for p in (pair, usual)
+    )
+    assert packed < 0.5 * full
+    assert not any(isinstance(m, nn.QuantizedLinear) for m in pair.target.model.modules())
+
+
+def test_a_drafter_in_8_bits_drafts_nearly_what_it_did(folders):
+    logits = []
+    for bits in (None, 8, 4):
+        pair = pair_of(folders, drafter_bits=bits)
+        model = BlockModel(pair.network, pair.network_config, pair.target)
+        context = model.new_context()
+        context.append(mx.random.normal((20, 128), key=mx.random.key(0)))
+        logits.append(model.logits(context, mx.array([7]), 8))
+    errors = [mx.abs(found - logits[0]).mean().item() for found in logits[1:]]
+    assert 0 < errors[0] < 0.05 and errors[0] < errors[1]
+
+
+# The window
+
+
+def limited(folder: Path, most: int | None, **changes: Any) -> tuple[BlockModel, dict[str, Any]]:
+    """A drafter whose windows are limited, and what to ask the reference for."""
+    raw = tiny_drafter_config(num_target_layers=3, dflash_config=DFLASH, **changes)
+    config = read_config(write_drafter_folder(folder, raw, random_drafter(raw)))
+    target = Target(make_model("llama"), 4000, "llama")
+    network = load_network(folder, config, mx.float32)
+    return BlockModel(network, limit_windows(config, most), target), raw
+
+
+def features_of(length: int) -> np.ndarray:
+    return np.random.default_rng(length).normal(size=(length, 128)).astype(np.float32)
+
+
+def block_after(model: BlockModel, features: np.ndarray, step: int = 50) -> np.ndarray:
+    context = model.new_context()
+    for at in range(0, len(features), step):
+        context.append(mx.array(features[at : at + step]))
+    assert context.length == len(features)
+    return np.array(model.logits(context, mx.array([7]), 8))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("most", "length"), [(12, 5), (12, 40), (12, 700), (3, 40)])
+def test_a_limited_window_is_the_sliding_window_of_a_drafter_that_has_one(
+    tmp_path, most, length, causal
+):
+    model, raw = limited(tmp_path, most, is_causal=causal)
+    sliding = {**raw, "layer_types": ["sliding_attention"] * 2, "sliding_window": most}
+    embedding = np.array(make_model("llama").model.embed_tokens.weight)
+    features = features_of(length)
+    found = block_after(model, features)
+
+    def expected(config: dict[str, Any]) -> np.ndarray:
+        return draft_logits(random_drafter(raw), config, embedding, embedding, features, 7, 8)
+
+    assert np.abs(found - expected(sliding)).max() < 1e-4
+    if length + 8 > most:
+        assert np.abs(found - expected(raw)).max() > 1e-2
+
+
+def test_windows_that_are_shorter_anyway_stay():
+    config = read_config_of(layer_types=["sliding_attention", "full_attention"], sliding_window=6)
+    assert limit_windows(config, 20).layer_windows == (6, 20)
+    assert limit_windows(config, 4).layer_windows == (4, 4)
+    assert limit_windows(config, None) is config
+    assert limit_windows(config, 20).layer_causal == config.layer_causal
+
+
+def read_config_of(**changes: Any):
+    from dflash_mlx.drafters.checkpoint import parse_config
+
+    return parse_config(tiny_drafter_config(dflash_config=DFLASH, **changes), "here")
+
+
+def test_a_window_bounds_the_memory_of_the_context(tmp_path):
+    sizes = {}
+    for most in (None, 16):
+        model, _ = limited(tmp_path, most)
+        context, sizes[most] = model.new_context(), []
+        for _ in range(12):
+            context.append(mx.array(features_of(256)))
+            sizes[most].append(stored_bytes(context.arrays))
+    assert sizes[None][-1] > 10 * sizes[None][0]
+    assert max(sizes[16][2:]) == min(sizes[16][2:]) < 2 * sizes[16][0]
+
+
+# Where they are given
+
+
+def test_the_settings_are_checked_when_made():
+    assert (PairConfig().drafter_bits, PairConfig().kv_bits, PairConfig().draft_window) == (
+        None,
+    ) * 3
+    for settings, words in (
+        ({"drafter_bits": 3}, "drafter_bits is 3; choose 4 or 8"),
+        ({"kv_bits": 16}, "kv_bits is 16; choose 4 or 8"),
+        ({"draft_window": 1}, "draft_window is 1; choose 2 or more"),
+    ):
+        with pytest.raises(DFlashError, match=words):
+            PairConfig(**settings)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--drafter-bits", "3", "invalid choice: 3"),
+        ("--kv-bits", "two", "invalid int value: 'two'"),
+        ("--draft-window", "long", "invalid int value: 'long'"),
+        ("--draft-window", "1", "draft_window is 1; choose 2 or more"),
+    ],
+)
+def test_bad_values_are_refused_in_one_sentence(
+    program, option, value, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    main, arguments = PROGRAMS[program]
+    monkeypatch.setattr("sys.argv", [program, *arguments, option, value])
+    with pytest.raises(SystemExit) as left:
+        cli.run(main, program)
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("program", ["generate", "chat"])
+def test_a_model_whose_heads_cannot_be_quantised_is_refused_when_it_is_loaded(
+    program, tmp_path, monkeypatch, capsys
+):
+    main, arguments = PROGRAMS[program]
+    narrow = str(write_model(tmp_path / "model"))
+    monkeypatch.setattr("sys.argv", [program, *arguments, "--model", narrow, "--kv-bits", "8"])
+    with pytest.raises(SystemExit) as left:
+        cli.run(main, program)
+    assert left.value.code == 2
+    assert "16 numbers wide" in capsys.readouterr().err
+
+
+def test_the_benchmark_says_what_was_quantised(folders, tmp_path, capsys):
+    prompts, report = tmp_path / "rows.jsonl", tmp_path / "report.json"
+    prompts.write_text(json.dumps(ROW) + "\n")
+    given = ["--prompts", str(prompts), "--json", str(report), "--methods", "dflash"]
+    given += ["--model", folders[0], "--drafter", folders[1], "--max-tokens", "8"]
+    benchmark.main([*given, "--kv-bits", "8", "--drafter-bits", "4", "--draft-window", "20"])
+    pair = json.loads(report.read_text())["pair"]
+    changed = {"drafter_bits": 4, "kv_bits": 8, "draft_window": 20}
+    assert {**pair, **changed} == pair and pair["notes"] == []
+    assert "With drafter_bits 4, kv_bits 8, draft_window 20." in capsys.readouterr().out
+    plain = {**json.loads(report.read_text()), "pair": {"target": "a", "drafter": "b"}}
+    assert "With drafter_bits" not in format_report(plain)
+
+
+# The default pair
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_default_pairs_answers_are_plain_decodings_with_the_same_bits(bits):
+    pair = load_pair(PairConfig(kv_bits=bits, draft_window=64))
+    prompt = "Janet has 3 apples and buys 5 more. How many apples does she have?"
+    tokens = prompt_tokens(pair.tokenizer, prompt, None, raw=False)
+    plain = generate(pair, prompt, DecodeConfig("none", max_tokens=16))
+    drafted = generate(pair, prompt, DecodeConfig("dflash", max_tokens=16))
+    difference = first_difference(pair.target, tokens, plain.tokens, drafted.tokens)
+    assert difference is None or difference.is_near_tie
+    assert drafted.statistics.rounds < 0.8 * plain.statistics.rounds
+    rows, logits = mx.array(tokens), []
+    for kv_bits in (bits, None):
+        pair.target.kv_bits = kv_bits
+        logits.append(pair.target.forward(rows, pair.target.new_cache(), Block(len(tokens)))[0])
+    assert mx.abs(logits[0] - logits[1]).mean() > 1e-3
