@@ -1,4 +1,7 @@
-"""`python -m dflash_mlx.doctor`: what this machine is, and whether the kernels are right on it.
+"""`python -m dflash_mlx.doctor`: what this machine is, whether a pair fits, and its kernels.
+
+With `--model`, `--drafter` or both the pair is checked from its configurations and the heads of its
+weight files, here or on the Hugging Face hub: exit code 2 when it cannot be used.
 
 With `--kernels` every kernel runs against its reference at random shapes: on a Mac on its GPU, with
 the race that decides which is used; elsewhere in the emulator, which knows no speed. Exit code 1
@@ -10,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,12 @@ import platformdirs
 from tqdm import tqdm
 
 from dflash_mlx.budget import PassTimes, read_times
+from dflash_mlx.config import PairConfig
 from dflash_mlx.default_model import DEFAULT_TARGET
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.kernels import kernel_choices
 from dflash_mlx.machine import describe_machine, describe_versions
+from dflash_mlx.pair_report import check_named, lines
 from kernels_metal.dispatch import Choice, Dispatch, gpu_family
 from kernels_metal.emulator import EmulatorError, emulated
 from kernels_metal.emulator.compiler import find_compiler
@@ -35,6 +40,7 @@ PROGRAM = "dflash_mlx.doctor"
 WRONG = 1  # exit code
 TRIALS, EMULATED_TRIALS = 12, 3  # of each operation; a multiple of the three dtypes
 SHOWN_ROWS = (8, 16, 32, 64)
+_NAMES = {"model", "drafter", "second_drafter"}  # the settings that say which pair
 SCALE = "an error of 1 is what rounding explains"
 
 
@@ -57,9 +63,16 @@ class Result:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the report. Raises SystemExit(1) when a kernel is wrong, DFlashError for bad input."""
+    """Print the report.
+
+    Raises SystemExit(1) when a kernel is wrong, SystemExit(2) for a pair that cannot be used, and
+    DFlashError for names that no model can have.
+    """
     arguments = parser().parse_args(argv)
     print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))), flush=True)
+    given = {name: value for name, value in vars(arguments).items() if name in _NAMES}
+    if not _is_usable(PairConfig(**given)):
+        raise SystemExit(cli.BAD_INPUT)
     if not arguments.kernels:
         print("kernels\n  not tried; --kernels runs each against its reference")
         return
@@ -75,8 +88,11 @@ def main(argv: Sequence[str]) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = cli.Parser(
-        prog=PROGRAM, description="What this machine is, and whether its kernels are right."
+        prog=PROGRAM,
+        description="What this machine is, whether a pair fits, and whether its kernels are right.",
     )
+    others = {field.name for field in fields(PairConfig)} - _NAMES
+    cli.add_options(result, PairConfig, without=tuple(others))
     result.add_argument(
         "--kernels", action="store_true", help="run every Metal kernel against its reference"
     )
@@ -87,6 +103,16 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--seed", type=int, default=0, help="another one gives other shapes")
     return result
+
+
+def _is_usable(config: PairConfig) -> bool:
+    """Whether the pair that was named, if one was, has no errors; prints all about it."""
+    if config == PairConfig():
+        print("pair\n  not checked; --model and --drafter name one")
+        return True
+    report = check_named(config)
+    print("\n".join(lines(report)), flush=True)
+    return not report.errors
 
 
 def _count(text: str) -> int:

@@ -31,7 +31,7 @@ from kernels_metal.dispatch import Mode
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
 _HEADS = ("lm_head", "embed_out")
 # They use the cache's offset for more than rope, as one number for the whole pass.
-_ONE_OFFSET = ("gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
+ONE_OFFSET = ("gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
 _ONE_OFFSET_ROPES = ("DynamicNTKScalingRoPE",)
 
 
@@ -133,7 +133,7 @@ class Target:
                 "use --method dflash or --method ngram, which draft chains",
             )
         ropes = {base.__name__ for m in self.model.modules() for base in type(m).__mro__}
-        if not self._ropes or kind in _ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
+        if not self._ropes or kind in ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
             raise DFlashError(
                 f"{self.name} ({kind}) computes with one position for all rows of a pass, "
                 "so it cannot verify trees",

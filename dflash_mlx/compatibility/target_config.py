@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_mlx.compatibility.model_source import ModelSource
+from dflash_mlx.compatibility.model_source import LocalFolder, ModelSource
 from dflash_mlx.compatibility.weight_files import Weights
 from dflash_mlx.findings import Finding, in_one_line
+from dflash_mlx.layouts import may_be_recurrent
+from dflash_mlx.target import ONE_OFFSET
 
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 BUILD_ERRORS = (
@@ -150,8 +151,29 @@ def family_findings(source: ModelSource, raw: Mapping[str, Any]) -> tuple[str, l
     except BUILD_ERRORS as error:
         what = f"{source.name} cannot be loaded ({in_one_line(error)})"
         return "", [Finding("error", what, _CHOOSE, place, "", kind, "")]
-    module = importlib.import_module(arguments.__module__)
-    if "ArraysCache" not in vars(module):
+    if not (why := _chains_only(kind)):
         return "", []
-    why = f"{kind} keeps recurrent state in some layers, so it verifies chains, no trees"
-    return why, [Finding("note", why, "use --method dflash or --method ngram", place, "model_type")]
+    step = "use --method dflash or --method ngram, which draft chains"
+    return why, [Finding("note", why, step, place, "model_type", kind)]
+
+
+def check_built(source: LocalFolder) -> Iterator[Finding]:
+    """What mlx-lm says when it builds the model and compares its tensors with those of the files.
+
+    Takes the time to build it; only of a folder without errors. No weight is read.
+    """
+    from mlx_lm.utils import load_model
+
+    try:
+        load_model(source.folder, lazy=True)
+    except BUILD_ERRORS as error:
+        what = f"{source.name} cannot be loaded ({in_one_line(error)})"
+        yield Finding("error", what, _CHOOSE, source.name)
+
+
+def _chains_only(kind: str) -> str:
+    if may_be_recurrent(kind):
+        return f"{kind} may keep recurrent state in some layers, so it verifies chains, no trees"
+    if kind in ONE_OFFSET:
+        return f"{kind} computes with one position for a whole pass, so it verifies no trees"
+    return ""

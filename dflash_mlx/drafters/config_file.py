@@ -153,6 +153,8 @@ def _rope(raw: Fields) -> dict[str, Any]:
         raise ValueError(f"rope_parameters are {given!r}")
     rope = dict(given)
     rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    if _number(rope, "rope_theta") <= 0:
+        raise ValueError(f"rope_theta is {rope['rope_theta']!r}")
     rope.setdefault("rope_type", rope.get("type", "default"))
     return rope
 

@@ -1,0 +1,96 @@
+"""A pair's facts and what is wrong with it, in lines, from configurations and headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
+
+from dflash_mlx.compatibility import (
+    DrafterFacts,
+    HubRepository,
+    LocalFolder,
+    Report,
+    TargetFacts,
+    check_drafter,
+    check_pair,
+    check_target,
+)
+from dflash_mlx.compatibility.model_source import ModelSource
+from dflash_mlx.compatibility.target_config import check_built
+from dflash_mlx.compatibility.weight_files import Weights
+from dflash_mlx.config import PairConfig
+from dflash_mlx.resolve import find_names, local_folder, shipped_folder
+from dflash_mlx.target_loading import find_target
+
+
+def check_named(config: PairConfig) -> Report:
+    """The pair that `load` would load; of what is not on this machine, the hub is asked.
+
+    No weight is read or downloaded. Raises DFlashError for names that cannot be of a model.
+    """
+    names = find_names(config)
+    if names.model is None:
+        target = find_target(names).facts
+    else:
+        target = check_target(_source(names.model, "model"), names.shown)
+    wanted = {"drafter": names.drafter, "second-drafter": names.second_drafter}
+    drafters = [check_drafter(_source(n, option), n) for option, n in wanted.items() if n]
+    report = check_pair(target, *drafters)
+    if not report.errors and isinstance(target.source, LocalFolder) and target.source.files:
+        return replace(report, findings=(*report.findings, *check_built(target.source)))
+    return report
+
+
+def _source(name: str, option: str) -> ModelSource:
+    """Where `name` is; a whole copy in the Hugging Face cache goes before the hub."""
+    folder = shipped_folder(name) or local_folder(name, option) or _cached(name)
+    return HubRepository(name) if folder is None else LocalFolder(folder)
+
+
+def _cached(name: str) -> Path | None:
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except (OSError, HTTPError, ValueError):
+        return None
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The parts of a pair, the memory that it needs, every finding and its next step."""
+    yield "pair"
+    yield f"  target   {_target(report.target)}"
+    for drafter in report.drafters:
+        yield f"  drafter  {_drafter(drafter)}"
+    if not report.drafters:
+        yield "  drafter  none is known for this target, so drafts are looked up in the text"
+    if report.target.weights.tensors:
+        on_cpu = bool(mx.default_device() == mx.Device(mx.cpu))
+        how = " as float32 on this processor" if on_cpu else ""
+        yield f"  memory   about {report.memory(on_cpu) / 2**30:.2f} GiB{how}"
+    for finding in report.findings:
+        yield f"  {finding.severity:<7}  {finding.what}"
+        yield f"           {finding.next_step}"
+    yield "  cannot be used" if report.errors else "  can be used"
+
+
+def _target(facts: TargetFacts) -> str:
+    parts = [facts.name, str(facts.config.get("model_type", "")), *_weights(facts.weights)]
+    parts += [facts.quantisation, f"context {facts.context_length}" if facts.context_length else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _drafter(facts: DrafterFacts) -> str:
+    parts = [facts.name, *_weights(facts.weights), facts.quantisation]
+    if facts.config is not None:
+        taps = ", ".join(map(str, facts.config.target_layer_ids))
+        parts += [f"blocks of {facts.config.block_size}", f"reads layers {taps}"]
+    return ", ".join(part for part in parts if part)
+
+
+def _weights(weights: Weights) -> list[str]:
+    return [f"{weights.parameters:,} parameters in {weights.dtype}"] if weights.tensors else []

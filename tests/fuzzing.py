@@ -1,0 +1,248 @@
+"""Damaged model folders, each loaded as users load it; runs in a process of its own.
+
+`python tests/fuzzing.py SEED FIRST LAST` prints one JSON line for each case: its subject and what
+became of it. A case may end as "refused" (DFlashError) or "loaded" with exactly the numbers that
+are in its files; anything else is a fault. The process may not take more than GROWTH bytes beside
+what it has when all is imported, nor may a case allocate more than its files justify.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+import tempfile
+import traceback
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any
+
+from dflash_mlx import DFlashError, blas
+
+blas.preload()
+
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+
+import reference_dflash2  # noqa: E402
+import test_gguf_target  # noqa: E402
+from dflash_mlx.compatibility import check_drafter, check_pair, check_target  # noqa: E402
+from dflash_mlx.drafters.checkpoint import load_network, read_config  # noqa: E402
+from dflash_mlx.gguf_target import load_gguf  # noqa: E402
+from dflash_mlx.load import load_target  # noqa: E402
+from dflash_mlx.numeric_range import RangeCheck  # noqa: E402
+from drafter_formats import (  # noqa: E402
+    DRAFT_IDS,
+    own_tables,
+    speculators,
+    version_1,
+    write_shards,
+)
+from mutations import mutate_bytes, mutate_json, mutate_safetensors  # noqa: E402
+from reference_dflash import random_drafter, write_drafter_folder  # noqa: E402
+from test_load import drafter_config, write_drafter, write_model  # noqa: E402
+
+GROWTH = 3 * 2**30  # bytes of address space
+ALLOWED, FACTOR = 64 * 2**20, 64  # a case may allocate ALLOWED + FACTOR x the size of its files
+SECONDS = 20  # a case that takes longer hangs
+
+CONFIG, WEIGHTS, TOKENS = "config.json", "model.safetensors", "tokenizer.json"
+
+Files = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something to damage. files: of a sound folder; damaged: one of them; load: as users do."""
+
+    name: str
+    files: Files
+    damaged: str
+    load: Callable[[Path], None]
+
+
+class Hang(BaseException):
+    """A case took too long."""
+
+
+def run(subjects: list[Subject], seed: int, case: int) -> dict[str, Any]:
+    """One case and its outcome."""
+    random = Random(f"{seed}/{case}")
+    subject = random.choice(subjects)
+    files = {**subject.files, subject.damaged: _damage(subject, random)}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, contents in files.items():
+            Path(folder, name).write_bytes(contents)
+        allowed = ALLOWED + FACTOR * sum(map(len, files.values()))
+        outcome = _outcome(subject, Path(folder), allowed)
+    return {"case": case, "subject": subject.name, **outcome}
+
+
+def _damage(subject: Subject, random: Random) -> bytes:
+    contents = subject.files[subject.damaged]
+    if subject.damaged.endswith(".json"):
+        return mutate_json(json.loads(contents), random)
+    if subject.damaged.endswith(".safetensors"):
+        return mutate_safetensors(contents, random)
+    return mutate_bytes(contents[:4096], random) + contents[4096:]
+
+
+def _outcome(subject: Subject, folder: Path, allowed: int) -> dict[str, Any]:
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    tracemalloc.start()
+    try:
+        with _alarm():
+            subject.load(folder)
+        found = {"outcome": "loaded", "why": ""}
+    except DFlashError as error:
+        found = {"outcome": "refused", "why": _clear(str(error), folder)}
+        if found["why"].startswith("FAULT"):
+            found["outcome"] = "unclear"
+    except Hang:
+        found = {"outcome": "hang", "why": ""}
+    except BaseException as error:  # whatever it is, it is the finding
+        found = {"outcome": type(error).__name__, "why": traceback.format_exc()[-1500:]}
+    peak = tracemalloc.get_traced_memory()[1] + mx.get_peak_memory() - before
+    tracemalloc.stop()
+    return {**found, "outcome": "memory", "why": str(peak)} if peak > allowed else found
+
+
+def _clear(sentence: str, folder: Path) -> str:
+    """The sentence without the folder's name, or why it is none."""
+    problems = {
+        "more than one line": "\n" in sentence.strip(),
+        "too long": len(sentence) > 1500,
+        "no next step": "; " not in sentence,
+    }
+    wrong = [problem for problem, found in problems.items() if found]
+    return f"FAULT {wrong}: {sentence}" if wrong else sentence.replace(str(folder), "FOLDER")
+
+
+@contextmanager
+def _alarm() -> Iterator[None]:
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise Hang
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def load_beside(model: Path) -> Callable[[Path], None]:
+    """As `load_pair` does for a drafter of this target; its numbers must be those of the files."""
+    target, facts = load_target(str(model)).target, check_target(model)
+
+    def load(folder: Path) -> None:
+        check_pair(facts, check_drafter(folder)).raise_first()
+        config = read_config(folder)
+        network = load_network(folder, config, mx.float32)
+        _same(network, folder)
+        RangeCheck(target, [config]).widened(network, config)
+
+    return load
+
+
+def load_alone(folder: Path) -> None:
+    """As `load_pair` does for a target without drafters."""
+    target = load_target(str(folder)).target
+    _same(target.model, folder)
+    RangeCheck(target, [])
+
+
+def check_only(drafter: Path) -> Callable[[Path], None]:
+    """A target's checks, which find and do not raise, against a sound drafter."""
+
+    def check(folder: Path) -> None:
+        check_pair(check_target(folder), check_drafter(drafter)).raise_first()
+
+    return check
+
+
+def load_file_alone(folder: Path) -> None:
+    """A GGUF file."""
+    load_gguf(folder / "model.gguf", dequantize=True)
+
+
+def _same(model: Any, folder: Path) -> None:
+    """Raise AssertionError unless the model's numbers are those of the files."""
+    stored = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    for name, array in tree_flatten(model.parameters()):
+        held, wanted = np.array(array, dtype=np.float64), stored[name].astype(np.float64)
+        assert np.array_equal(held, wanted, equal_nan=True), name
+
+
+def subjects(root: Path) -> list[Subject]:
+    """All that is damaged, made in `root`."""
+    model, version_2 = write_model(root / "model"), reference_dflash2.tiny_config()
+    drafters = {
+        "DFlash": write_drafter(root / "1"),
+        "DFlash 2": write_drafter_folder(
+            root / "2", version_2, reference_dflash2.random_tensors(version_2)
+        ),
+        "speculators": _speculators(root / "3"),
+    }
+    shards = write_shards(root / "shards", drafter_config(), random_drafter(drafter_config()))
+    test_gguf_target.write(root / "model.gguf")
+    gguf = {"model.gguf": (root / "model.gguf").read_bytes()}
+    load = load_beside(model)
+    found = [
+        Subject(f"{name} {damaged}", _files(folder), damaged, load)
+        for name, folder in drafters.items()
+        for damaged in (CONFIG, WEIGHTS)
+    ]
+    return [
+        *found,
+        Subject("index", _files(shards), "model.safetensors.index.json", load),
+        *(Subject(f"target {f}", _files(model), f, load_alone) for f in (CONFIG, WEIGHTS, TOKENS)),
+        Subject("pair config.json", _files(model), CONFIG, check_only(drafters["DFlash"])),
+        Subject("GGUF", gguf, "model.gguf", load_file_alone),
+    ]
+
+
+def _speculators(folder: Path) -> Path:
+    """With an embedding and a head over a draft vocabulary of its own."""
+    tensors = {**random_drafter(version_1()), **own_tables(DRAFT_IDS)}
+    return write_drafter_folder(folder, speculators(draft_vocab_size=len(DRAFT_IDS)), tensors)
+
+
+def _files(folder: Path) -> Files:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def limit_memory() -> None:
+    """Let allocations beyond GROWTH fail; on Linux, where the system keeps to that."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        now = int(statm.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + GROWTH, resource.RLIM_INFINITY))
+
+
+def main(seed: int, first: int, last: int) -> None:
+    """Cases `first` to `last` - 1 of a seed."""
+    with tempfile.TemporaryDirectory() as root:
+        all_subjects = subjects(Path(root))
+        for subject in all_subjects:  # sound, all load; this imports what loading imports
+            with tempfile.TemporaryDirectory() as folder:
+                for name, contents in subject.files.items():
+                    Path(folder, name).write_bytes(contents)
+                subject.load(Path(folder))
+        limit_memory()
+        for case in range(first, last):
+            print(json.dumps({"begin": case}), flush=True)
+            print(json.dumps(run(all_subjects, seed, case)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]))
