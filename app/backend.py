@@ -53,7 +53,8 @@ class Backend:
         self._pair, self._session = pair, None
         self._texts.clear()
         target = pair.target
-        return ModelInfo(target.name, target.context_length, pair.means, pair.fallback)
+        length = target.context_length
+        return ModelInfo(target.name, length, pair.means, pair.fallback, pair.notes)
 
     def plain_seconds(self) -> float | None:
         """From the times that budgets use; None for models whose passes cannot be timed."""

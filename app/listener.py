@@ -144,6 +144,8 @@ class Listener:
             app.config = replace(app.config, method=AUTO)
         if app.config.method == AUTO and event.info.fallback:
             await app.say(f"{event.info.fallback}. /drafter name adds a drafter.")
+        for note in event.info.notes:
+            await app.say(f"{note}.")
         app.show_header()
 
     def _plain_measured(self, event: PlainMeasured) -> None:

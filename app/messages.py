@@ -13,12 +13,16 @@ PLAIN, DRAFTED = "plain", "drafted"
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A loaded pair. fallback: what it does for want of a drafter, "" where it has one."""
+    """A loaded pair. fallback: what it does for want of a drafter, "" where it has one.
+
+    notes: what loading had to change, a sentence each.
+    """
 
     name: str
     context_length: int
     means: Means
     fallback: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

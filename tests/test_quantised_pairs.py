@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from app import main as chat
+from app_scripts import ScriptedBackend, drive, notices, until
+from dflash_chat.backend import Backend
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, cli, generate
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.benchmark.parity import first_difference
@@ -24,6 +28,7 @@ from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.drafters.context import limit_windows
 from dflash_mlx.generate import __main__ as generating
 from dflash_mlx.load import Pair, load_pair
+from dflash_mlx.numeric_range import RangeCheck
 from dflash_mlx.target import Target
 from families import FAMILIES, make_model
 from reference_dflash import (
@@ -255,6 +260,43 @@ def test_the_benchmark_says_what_was_quantised(folders, tmp_path, capsys):
     assert "With drafter_bits 4, kv_bits 8, draft_window 20." in capsys.readouterr().out
     plain = {**json.loads(report.read_text()), "pair": {"target": "a", "drafter": "b"}}
     assert "With drafter_bits" not in format_report(plain)
+
+
+# In the chat
+
+
+class Noting(ScriptedBackend):
+    """A backend whose pairs were changed when they were loaded."""
+
+    def load(self, config: PairConfig):
+        return replace(super().load(config), notes=("it computes in float32",))
+
+
+def test_the_chat_says_what_loading_changed_and_another_model_keeps_the_settings(tmp_path):
+    async def steps(app, pilot, backend):
+        assert notices(app) == ["it computes in float32."]
+        kept = {"kv_bits": 4, "draft_window": 64, "kernels": "off"}
+        app.pair_config = PairConfig(**kept)
+        app.load(PairConfig("owner/other", "owner/drafter"))
+        await until(lambda: app.info.name == "owner/other", pilot)
+        given = PairConfig(
+            "owner/other", "owner/drafter", kv_bits=4, draft_window=64, kernels="off"
+        )
+        assert backend.loaded[-1] == given
+
+    drive(steps, tmp_path, Noting())
+
+
+def test_what_loading_changed_is_said_by_backend_and_command_line(folders, monkeypatch, capsys):
+    class Range(RangeCheck):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.notes.append("it computes in float32")
+
+    monkeypatch.setattr(import_module("dflash_mlx.load"), "RangeCheck", Range)
+    assert Backend().load(PairConfig(*folders)).notes == ("it computes in float32",)
+    generating.main(["--prompt", "a", "--max-tokens", "2", "--model", folders[0]])
+    assert "it computes in float32\n" in capsys.readouterr().err
 
 
 # The default pair
