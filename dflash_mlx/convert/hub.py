@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
+from tqdm.auto import tqdm
 
 from dflash_mlx.compatibility import HubRepository
+from dflash_mlx.compatibility.weight_files import INDEX
 from dflash_mlx.convert.staging import check_space
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.findings import in_one_line
+from dflash_mlx.safetensors_header import TensorHeader, read_header
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "LICENSE*")
+WEIGHTS = "model*.safetensors"
+CHOOSE_ANOTHER = "choose another model"
 
 _SMALL = ("config.json", "generation_config.json", "tokenizer_config.json")
 _DOWNLOAD_ERRORS = (OSError, HTTPError, ValueError)
@@ -50,43 +58,62 @@ def cache_folder() -> Path:
     return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
-def fetch_heads(name: str, folder: Path) -> int:
-    """Lay out a repository in `folder`, its weight files with nothing behind their headers.
+class Heads(HubRepository):
+    """A repository whose weight files are laid out in a folder with nothing behind their headers.
 
-    mlx-lm can build the model from that as if it were whole. Returns the bytes of its files
-    that are not in the cache.
+    mlx-lm can build the model from that as if it were whole.
     """
-    repository = HubRepository(name)
-    wanted = _wanted(list(repository.files))
-    for file in wanted:
-        if file in _SMALL or file.endswith("index.json"):
-            shutil.copyfile(repository.path(file), folder / file)
-        elif file.endswith(".safetensors"):
-            _write_head(repository, file, folder / file)
-    return _missing(name, wanted)
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name)
+        self.folder = folder
+
+    def fetch(self) -> int:
+        """Fill the folder; returns the bytes of the model's files that are not in the cache."""
+        wanted = _wanted(list(self.files))
+        for file in wanted:
+            if file in _SMALL or file == INDEX:
+                shutil.copyfile(self.path(file), self.folder / file)
+            elif file.endswith(".safetensors"):
+                _write_head(super().header(file, CHOOSE_ANOTHER), self.folder / file)
+        return _missing(self.name, wanted)
+
+    def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:
+        """As `fetch` has found it."""
+        return read_header(self.folder / file, next_step)
 
 
-def _write_head(repository: HubRepository, name: str, file: Path) -> None:
-    tensors = repository.header(name, "choose another model")
+def _write_head(tensors: Mapping[str, TensorHeader], file: Path) -> None:
     header = {
-        key: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": list(t.offsets)}
-        for key, t in tensors.items()
+        name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": list(t.offsets)}
+        for name, t in tensors.items()
     }
     text = json.dumps(header).encode()
-    end = max((t.offsets[1] for t in tensors.values()), default=0)
+    end = max((tensor.offsets[1] for tensor in tensors.values()), default=0)
     with open(file, "wb") as output:
         output.write(len(text).to_bytes(8, "little") + text)
         output.truncate(8 + len(text) + end)  # a hole, which takes no place on the disk
 
 
+class _NoBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A progress bar for what takes no time."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **{**keywords, "disable": True})
+
+
 def _wanted(files: Sequence[str]) -> list[str]:
-    return [file for file in files if any(Path(file).match(pattern) for pattern in FILES)]
+    """Without other libraries' copies of the weights, where there are files that mlx-lm reads."""
+    readable = [file for file in files if any(fnmatch(file, pattern) for pattern in FILES)]
+    if any(fnmatch(file, WEIGHTS) for file in readable):
+        return [f for f in readable if not f.endswith(".safetensors") or fnmatch(f, WEIGHTS)]
+    return readable
 
 
 def _missing(name: str, wanted: list[str]) -> int:
     """Bytes that are still to be downloaded."""
     with _as_sentences(name):
-        parts = snapshot_download(name, allow_patterns=wanted, dry_run=True)
+        parts = snapshot_download(name, allow_patterns=wanted, dry_run=True, tqdm_class=_NoBar)
     return sum(part.file_size or 0 for part in parts if part.will_download)
 
 
@@ -107,8 +134,7 @@ def _as_sentences(name: str) -> Iterator[None]:
     try:
         yield
     except _DOWNLOAD_ERRORS as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DFlashError(
-            f"{name} could not be downloaded ({reason})",
+            f"{name} could not be downloaded ({in_one_line(error)})",
             "run the same command again, which goes on where this one stopped",
         ) from None

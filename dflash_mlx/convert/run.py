@@ -49,7 +49,7 @@ def report(plan: Plan) -> str:
     """What would be done and what it needs, for people."""
     lines = [
         f"{conversion.kind:<9} {conversion.name}: {conversion.description}, "
-        f"{gigabytes(conversion.size)}"
+        f"{gigabytes(conversion.weight_bytes)}"
         for conversion in plan.conversions.values()
     ]
     free = shutil.disk_usage(plan.destination.parent).free

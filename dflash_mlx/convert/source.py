@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
 from dflash_mlx import pair_folder
 from dflash_mlx.compatibility import LocalFolder
 from dflash_mlx.compatibility.model_source import ModelSource, read_json
@@ -21,36 +23,22 @@ _GIVE = "give a Hugging Face id like owner/name, a local folder or a GGUF file"
 class Source:
     """A model to be converted.
 
-    path: its folder, or its GGUF file. heads_only: of its weights only the headers are to be read,
-    and in a folder there is nothing behind them. download: bytes still to be fetched.
+    path: its folder, or its GGUF file. files: the folder, as checks see it. heads_only: of its
+    weights only the headers are to be read, and in a folder there is nothing behind them.
+    download: bytes still to be fetched.
     """
 
     name: str
     kind: str
     path: Path
+    files: ModelSource
     heads_only: bool = False
     download: int = 0
-
-    @property
-    def files(self) -> ModelSource:
-        """Its folder, named in sentences as the user has named it."""
-        return _Named(self.path, self.name) if self.heads_only else LocalFolder(self.path)
 
     @property
     def is_gguf(self) -> bool:
         """Whether it is a GGUF file."""
         return self.path.is_file()
-
-
-class _Named(LocalFolder):
-    """A folder that stands for something else."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        super().__init__(folder)
-        self.name = name
-
-    def place(self, file: str) -> str:
-        return f"{self.name}/{file}"
 
 
 def open_source(name: str, scratch: Path) -> Source:
@@ -61,29 +49,33 @@ def open_source(name: str, scratch: Path) -> Source:
     """
     path = _local(name)
     if path is not None and path.is_file():
-        return Source(name, TARGET, _gguf_file(path), heads_only=True)
+        return Source(name, TARGET, _gguf_file(path), LocalFolder(path.parent), heads_only=True)
     if path is None:
         path = hub.cached(name)
     if path is not None:
-        return Source(name, kind_of(path), path)
-    download = hub.fetch_heads(name, scratch)
-    return Source(name, kind_of(scratch), scratch, heads_only=True, download=download)
+        return _open_folder(name, path)
+    files = hub.Heads(name, scratch)
+    return Source(name, _kind(files), scratch, files, heads_only=True, download=files.fetch())
 
 
 def fetch(source: Source) -> Source:
     """The same source with its weights, downloaded if need be."""
     if source.heads_only and not source.is_gguf:
-        source = replace(source, path=hub.fetch(source.name))
-    return replace(source, heads_only=False, download=0)
+        return _open_folder(source.name, hub.fetch(source.name))
+    return replace(source, heads_only=False)
 
 
-def kind_of(folder: Path) -> str:
-    """Whether a folder holds a target or a drafter, by its config.json."""
+def _open_folder(name: str, folder: Path) -> Source:
+    files = LocalFolder(folder)
     if pair_folder.is_pair_folder(folder):
         raise DFlashError(f"{folder} holds a pair", "give its target or drafter folder as SRC")
-    if "config.json" not in LocalFolder(folder).files:
+    if "config.json" not in files.files:
         raise DFlashError(f"{folder} has no config.json", _instead(folder))
-    return DRAFTER if is_drafter(read_json(LocalFolder(folder), "config.json")) else TARGET
+    return Source(name, _kind(files), folder, files)
+
+
+def _kind(files: ModelSource) -> str:
+    return DRAFTER if is_drafter(read_json(files, "config.json")) else TARGET
 
 
 def _instead(folder: Path) -> str:
@@ -97,10 +89,11 @@ def _local(name: str) -> Path | None:
         path = Path(name or "no name").expanduser()
         if path.exists():
             return path
+        if path.suffix == ".gguf":
+            raise ValueError(name)
+        validate_repo_id(name)
     except (OSError, RuntimeError, ValueError):  # no such user's home, too long, a zero byte
-        raise DFlashError(f"there is no {name[:80]!r}", _GIVE) from None
-    if name.count("/") > 1 or name.startswith((".", "/", "~")) or path.suffix == ".gguf":
-        raise DFlashError(f"there is no file or folder {name}", _GIVE)
+        raise DFlashError(f"there is no file or folder {name[:80]!r}", _GIVE) from None
     return None
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-from huggingface_hub.errors import StrictDataclassError
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from dflash_mlx.convert.conversion import TARGET, Conversion, describe_numbers
@@ -19,17 +18,13 @@ from dflash_mlx.convert.gguf_head import read_head
 from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.convert.source import Source
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.findings import in_one_line
 
 GROUP_SIZE = 64  # mlx-lm's for affine
 BYTES_PER_TOKEN = 100  # of a tokenizer.json, about
 
 _BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "LICENSE*", "NOTICE*")
 _REPLACED = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
-_LOAD_ERRORS = (
-    ValueError, KeyError, TypeError, OSError, RuntimeError, AttributeError, ImportError, IndexError,
-    StrictDataclassError,
-)  # fmt: skip
-
 Opened = tuple[Any, dict[str, Any], Callable[[Path], None], int]
 
 
@@ -47,9 +42,10 @@ def plan_target(source: Source, settings: ConvertConfig) -> Conversion:
     try:
         with redirect_stdout(sys.stderr):
             model, config = transform(model, config, settings)
-    except _LOAD_ERRORS as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise DFlashError(
-            f"{source.name} cannot be converted so ({error})", "choose other bits, mode or recipe"
+            f"{source.name} cannot be converted so ({in_one_line(error)})",
+            "choose other bits, another group size, mode or recipe",
         ) from None
 
     def write_rest(folder: Path) -> None:
@@ -119,9 +115,9 @@ def _open_folder(source: Source) -> Opened:
         model, config = load_model(folder, lazy=True)
         if not source.heads_only:
             load_tokenizer(folder, {"trust_remote_code": False}, config.get("eos_token_id"))
-    except _LOAD_ERRORS as error:
+    except Exception as error:  # of three libraries, one of which raises plain ones
         raise DFlashError(
-            f"{source.name} cannot be loaded ({error})",
+            f"{source.name} cannot be loaded ({in_one_line(error)})",
             "choose a complete model folder of a family that mlx-lm supports",
         ) from None
     files = [file for pattern in _BESIDE for file in sorted(folder.glob(pattern))]

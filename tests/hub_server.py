@@ -1,0 +1,128 @@
+"""A Hugging Face hub on this machine, as much of one as downloads need."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+_RESOLVE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<file>.+)")
+_API = re.compile(r"/api/models/(?P<name>[^/?]+/[^/?]+)(?P<rest>/[^?]*)?(\?.*)?")
+
+
+class Hub:
+    """Serves folders as repositories.
+
+    requests: (method, file, Range header) of every request for a file. cut: the next answer with a
+    file longer than this many bytes ends after so many. stall: that connection then stays open.
+    """
+
+    def __init__(self, repositories: dict[str, Path]) -> None:
+        self.repositories = repositories
+        self.requests: list[tuple[str, str, str | None]] = []
+        self.cut: int | None = None
+        self.stall: threading.Event | None = None
+        self.url = ""
+
+    def listing(self, name: str) -> list[dict[str, Any]]:
+        return [
+            {
+                "type": "file",
+                "path": str(file.relative_to(self.repositories[name])),
+                "size": file.stat().st_size,
+                "oid": etag(file),
+            }
+            for file in sorted(self.repositories[name].rglob("*"))
+            if file.is_file()
+        ]
+
+
+def etag(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+@contextmanager
+def serve(repositories: dict[str, Path]) -> Iterator[Hub]:
+    """A hub with these repositories, for as long as the block lasts."""
+    hub = Hub(repositories)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:  # noqa: N802 (http.server's name)
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:  # noqa: N802
+        self.answer(with_body=True)
+
+    def answer(self, with_body: bool) -> None:
+        if match := _API.fullmatch(self.path):
+            self.describe(match["name"], match["rest"] or "")
+        elif match := _RESOLVE.fullmatch(self.path.partition("?")[0]):
+            self.send_file(match["name"], match["file"], with_body)
+        else:
+            self.send(404, b"", {})
+
+    def describe(self, name: str, rest: str) -> None:
+        if name not in self.hub.repositories:
+            return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        listing = self.hub.listing(name)
+        siblings = [{"rfilename": f["path"], "size": f["size"]} for f in listing]
+        about = {"id": name, "sha": COMMIT, "siblings": siblings}
+        found: Any = listing if rest.startswith("/tree/") else about
+        return self.send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+
+    def send_file(self, name: str, path: str, with_body: bool) -> None:
+        self.hub.requests.append((self.command, path, self.headers.get("Range")))
+        file = self.hub.repositories.get(name, Path("nowhere")) / path
+        if not file.is_file():
+            return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
+        data, status = file.read_bytes(), 200
+        headers = {
+            "ETag": f'"{etag(file)}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
+            begin, end = int(match[1]), min(int(match[2] or len(data)), len(data) - 1)
+            headers["Content-Range"] = f"bytes {begin}-{end}/{len(data)}"
+            data, status = data[begin : end + 1], 206
+        return self.send(status, data, headers, with_body)
+
+    def send(
+        self, status: int, data: bytes, headers: dict[str, str], with_body: bool = True
+    ) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body and self.hub.cut is not None and len(data) > self.hub.cut:
+            data, self.hub.cut = data[: self.hub.cut], None
+            self.close_connection = True
+        if with_body:
+            self.wfile.write(data)
+        if self.close_connection and self.hub.stall is not None:
+            self.hub.stall.wait(30)
