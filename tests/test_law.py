@@ -16,6 +16,8 @@ from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.resample import Resample
+from dflash_mlx.drafters.selected import DrawnPath, SelectedPath
+from dflash_mlx.drafters.selector import Candidates
 from law import LENGTH, VOCABULARY, answer, chi_square, enumerated_law
 from toys import ToyTarget
 
@@ -51,7 +53,11 @@ class ToyDrafter:
     def __init__(self, seed: int, block_size: int = 4) -> None:
         shape = (VOCABULARY, block_size, VOCABULARY)
         self.table = np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 1.5
-        self.config = type("Config", (), {"block_size": block_size, "target_layer_ids": ()})()
+        self.config = type(
+            "Config",
+            (),
+            {"block_size": block_size, "target_layer_ids": (), "vocab_size": VOCABULARY},
+        )()
 
     def new_context(self) -> ToyContext:
         return ToyContext()
@@ -64,6 +70,25 @@ class ToyDrafter:
         return mx.array(np.stack(found))
 
 
+class ToyPaths(ToyDrafter):
+    """Stands for a DFlash 2 drafter: three candidates, scored by the token before them as well."""
+
+    def candidates(self, context, anchor, rows):
+        logits = self.logits(context, anchor, rows)
+        tokens = mx.argsort(-logits, axis=-1)[:, :3]
+        before = mx.concatenate([mx.repeat(anchor, 3)[None].astype(tokens.dtype), tokens[:-1]])
+        edges = mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
+        return Candidates(tokens, mx.take_along_axis(logits, tokens, axis=-1)[:, None] + edges)
+
+
+class ToyHalf(ToyDrafter):
+    """Stands for a drafter with a draft vocabulary: two of the four tokens."""
+
+    def logits(self, context, anchor, rows, prefixes=((),)):
+        known = mx.array([False, True, False, True])
+        return mx.where(known, super().logits(context, anchor, rows, prefixes), -mx.inf)
+
+
 def drafter(name, sampling):
     first, second = ToyDrafter(1), ToyDrafter(2)
     made = {
@@ -71,8 +96,14 @@ def drafter(name, sampling):
         "ngram": lambda: NGram(),
         "dflash": lambda: BlockDiffusion(first),
         "dflash, reject": lambda: DrawnBlock(first, None, sampling),
+        "dflash, path": lambda: SelectedPath(ToyPaths(1)),
+        "dflash, path, reject": lambda: DrawnPath(ToyPaths(1), None, sampling),
+        "dflash, half the vocabulary, reject": lambda: DrawnBlock(ToyHalf(1), None, sampling),
         "ddtree": lambda: BestFirst(first, None, 6),
         "d2sd": lambda: DualDiffusion(first, second, None, JointGrowth(2, 8)),
+        "d2sd, half the vocabulary": lambda: DualDiffusion(
+            ToyHalf(1), ToyHalf(2), None, JointGrowth(2, 8)
+        ),
         "d2sd, published": lambda: DualDiffusion(first, second, None, PaperGrowth(2)),
         "d2sd, one drafter": lambda: DualDiffusion(first, None, None, JointGrowth(2, 8)),
         "resample": lambda: Resample(first, None, 3, sampling.seed),
@@ -85,8 +116,12 @@ NAMES = [
     "ngram",
     "dflash",
     "dflash, reject",
+    "dflash, path",
+    "dflash, path, reject",
+    "dflash, half the vocabulary, reject",
     "ddtree",
     "d2sd",
+    "d2sd, half the vocabulary",
     "d2sd, published",
     "d2sd, one drafter",
     "resample",
@@ -128,8 +163,9 @@ def test_sampled_answers_follow_the_law(name):
     ],
     ids=str,
 )
-def test_rejection_sampling_follows_the_law_with_every_filter(settings):
-    assert distance("dflash, reject", 1500, **settings) < 4
+@pytest.mark.parametrize("name", ["dflash, reject", "dflash, path, reject"])
+def test_rejection_sampling_follows_the_law_with_every_filter(name, settings):
+    assert distance(name, 1500 if name == "dflash, reject" else 500, **settings) < 4
 
 
 @pytest.mark.parametrize("mistake", ["keeps all", "keeps by p", "draws from p"])
@@ -146,4 +182,6 @@ def test_the_law_test_notices_wrong_rejection_rules(monkeypatch, mistake):
 
 
 def test_the_toy_drafter_stands_for_real_ones():
-    assert {"block_size", "target_layer_ids"} <= set(NetworkConfig.__dataclass_fields__)
+    assert {"block_size", "target_layer_ids", "vocab_size"} <= set(
+        NetworkConfig.__dataclass_fields__
+    )
