@@ -48,7 +48,7 @@ def prefill(
 
 def _chunk_end(state: State, last: int, step: int) -> int:
     """Where the next pass over a prompt ends: before its tail, where that is passed by itself."""
-    end, tail = min(state.position + step, last), last - state.cache.tail
+    end, tail = min(state.position + step, last), last - min(state.cache.tail, step)
     return tail if state.position < tail < end else end
 
 

@@ -40,7 +40,7 @@ class KernelHooks:
             attending = [m for m in layer.modules() if m is not layer and _attends(m)]
             for module in attending:
                 self._replace(module, "__call__", _rebound(type(module).__call__))
-            if not attending:
+            if not attending and any(_keeps_keys(m) for m in layer.modules()):
                 family = type(layer).__module__.rpartition(".")[2]
                 reason = f"{family} computes the attention of some layers itself"
                 kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
@@ -81,6 +81,12 @@ def _attends(module: Any) -> bool:
     if not inspect.isfunction(call) or _ATTENTION not in call.__code__.co_names:
         return False
     return call.__globals__.get(_ATTENTION) is _stock_attention()
+
+
+def _keeps_keys(module: Any) -> bool:
+    """Whether a module's own call writes keys and values into a cache."""
+    call = type(module).__call__
+    return inspect.isfunction(call) and "update_and_fetch" in call.__code__.co_names
 
 
 def _rebound(call: Any) -> FunctionType:
