@@ -62,7 +62,6 @@ def _answer(
     """One answer on stdout."""
     check_prompt(prompt, chat.system, raw=False)
     pair = cli.open_pair(arguments, config)
-    cli.say_notes(pair)
     tokens = prompt_tokens(pair.tokenizer, prompt, chat.system, raw=False)
     cli.print_stream(Session(pair, config).stream(tokens))
 

@@ -73,17 +73,14 @@ def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
     return read_options(arguments, PairConfig)
 
 
-def say_notes(pair: Pair) -> None:
-    """What loading had to change, on stderr."""
-    for note in pair.notes:
-        print(note, file=sys.stderr)
-
-
 def open_pair(arguments: argparse.Namespace, *uses: DecodeConfig) -> Pair:
-    """The pair that the command line names, for `uses`; a line on stderr where no drafter is."""
+    """The pair that the command line names, for `uses`; stderr says what loading had to change."""
     pair = load_pair(read_pair_config(arguments), *uses)
+    notes = list(pair.notes)
     if pair.fallback and any(use.method == AUTO for use in uses):
-        print(f"{pair.fallback}; --drafter names a drafter", file=sys.stderr)
+        notes.append(f"{pair.fallback}; --drafter names a drafter")
+    for note in notes:
+        print(note, file=sys.stderr)
     return pair
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_mlx.benchmark.selection import Sweep, read_methods
+from dflash_mlx.benchmark.selection import Sweep, read_methods, settle_all
 from dflash_mlx.config import DecodeConfig
+from dflash_mlx.drafters.auto import Means
 from dflash_mlx.errors import DFlashError
 
 
@@ -98,3 +99,24 @@ def test_a_sweep_that_makes_no_sense_is_refused(text, message):
 def test_a_sweep_without_a_method_that_has_the_setting_is_refused(setting, names):
     with pytest.raises(DFlashError, match=f"no method has a {setting} to sweep"):
         Sweep.read(setting).expand(methods(names), 8)
+
+
+@pytest.mark.parametrize(
+    ("means", "names"),
+    [
+        (Means(0), ["none", "ngram", "ngram:exact=on"]),
+        (Means(1), ["none", "ddtree", "ddtree:exact=on", "ngram"]),
+        (Means(1, trees=False), ["none", "dflash", "dflash:exact=on", "ngram"]),
+    ],
+)
+def test_auto_goes_by_the_name_of_what_it_is_with_the_pair(means, names):
+    settled = settle_all(methods("auto,auto:exact=on,ngram"), means)
+    assert list(settled) == names
+    assert {name: config.method for name, config in settled.items()} == {
+        name: name.partition(":")[0] for name in names
+    }
+
+
+def test_methods_that_were_chosen_keep_their_names_and_settings():
+    chosen = methods("dflash:4,ddtree:budget=16,d2sd:8:growth=paper,resample")
+    assert settle_all(chosen, Means(2)) == chosen

@@ -15,14 +15,14 @@ from dflash_mlx.benchmark.measure import run_all
 from dflash_mlx.benchmark.plots import draw_all
 from dflash_mlx.benchmark.prompts import Question, describe_lengths, questions, read_contexts
 from dflash_mlx.benchmark.rounds import separate_rows
-from dflash_mlx.benchmark.selection import Sweep, read_methods
+from dflash_mlx.benchmark.selection import Sweep, read_methods, settle_all
 from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.budget import PassTimes, stored_times
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.drafters.ngram import DEFAULT_SIZE
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.files import write_report
-from dflash_mlx.load import Pair, load_pair
+from dflash_mlx.load import Pair
 from dflash_mlx.machine import describe_machine, describe_versions
 from dflash_mlx.plotting import import_pyplot
 from dflash_mlx.prompts import read_prompts
@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> None:
     sweep = None if arguments.sweep is None else Sweep.read(arguments.sweep)
     checked = methods if sweep is None else sweep.expand(methods, largest_block=2)[0]
     check_outputs(arguments.prompts, arguments.json, arguments.plots)
-    pair = load_pair(cli.read_pair_config(arguments), *checked.values())
-    cli.say_notes(pair)
+    pair = cli.open_pair(arguments, *checked.values())
+    methods = settle_all(methods, pair.means)
     report: dict[str, Any] = describe(arguments, pair)
     if sweep is not None:
         methods, lines = sweep.expand(methods, largest_block(pair))

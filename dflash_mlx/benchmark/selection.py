@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dflash_mlx.config import CONTROLS, METHODS, DecodeConfig
+from dflash_mlx.drafters.auto import Means, settle
 from dflash_mlx.errors import DFlashError
 
 PLAIN = "none"
@@ -41,6 +42,15 @@ def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
         if name != PLAIN:
             methods[name] = _read_method(name, config)
     return methods
+
+
+def settle_all(methods: dict[str, DecodeConfig], means: Means) -> dict[str, DecodeConfig]:
+    """`methods` as they are with a pair: what `auto` is there goes by its own name."""
+    settled = {}
+    for name, config in methods.items():
+        config = settle(config, means)
+        settled[":".join([config.method, *name.split(":")[1:]])] = config
+    return settled
 
 
 def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:

@@ -25,7 +25,6 @@ def main(argv: Sequence[str]) -> None:
         prompt = read_messages(arguments.messages)
     check_prompt(prompt, arguments.system, arguments.raw)
     pair = cli.open_pair(arguments, config)
-    cli.say_notes(pair)
     tokens = prompt_tokens(pair.tokenizer, prompt, arguments.system, arguments.raw)
     deltas = Session(pair, config).stream(tokens)
     if arguments.json:
