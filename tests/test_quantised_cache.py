@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import test_exact
 from dflash_mlx import budget
 from dflash_mlx.block import Block
 from dflash_mlx.cache import SLACK, LayerCache
@@ -26,6 +27,7 @@ from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
 from families import FAMILIES, VOCAB_SIZE, make_model
 from kernels_metal.emulator import emulated
+from recurrent_families import RECURRENT
 from reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 from toys import Scripted, random_tree
 
@@ -285,6 +287,52 @@ def test_greedy_answers_with_drafts_are_those_without_them(targets, name, bits):
         drafted, fewer = answer(target, Scripted(script), prompt)
         assert drafted == plain
         assert fewer < 0.7 * rounds
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_exact_answers_are_plain_ones_though_passes_of_other_widths_round_otherwise(
+    bits, monkeypatch
+):
+    """Quantising makes small differences larger now and then, which the guard has measured."""
+    monkeypatch.setitem(FAMILIES, "llama", {**FAMILIES["llama"], **WIDE["llama"]})
+    target = test_exact.Rounding("llama", 0.003)
+    target.kv_bits = bits
+    changed = 0
+    for seed in range(2):
+        plain = test_exact.plain_answer(target, seed)
+        exact, statistics = test_exact.drafted_answer(target, seed, test_exact.EXACT)
+        assert exact == plain
+        changed += statistics.near_ties.changed
+    assert changed > 0
+
+
+@pytest.fixture
+def interpreted():
+    """On a CPU mx.compile would build a hybrid's functions with a C++ compiler first."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_hybrid_target_quantises_its_attention_layers_and_keeps_its_states(monkeypatch):
+    monkeypatch.setitem(RECURRENT, "qwen3_5", {**RECURRENT["qwen3_5"], "head_dim": 32})
+    target = Target(make_model("qwen3_5"), 512, "qwen3_5")
+    target.kv_bits = 8
+    prompt, rng = prompt_of(0), np.random.default_rng(0)
+    cache = prefilled(target, prompt)
+    attention = [layer for layer in cache.layers if isinstance(layer, LayerCache)]
+    assert attention and len(attention) < target.num_layers
+    assert all(len(layer.arrays) == 6 for layer in attention)
+    plain, rounds = answer(target, NoDraft(), prompt)
+
+    def script(tokens, room):
+        ahead = plain[len(tokens) - len(prompt) :][: int(rng.integers(4))]
+        ahead = [*ahead, 1][: room - 1]
+        return ahead, list(range(len(ahead)))
+
+    drafted, fewer = answer(target, Scripted(script), prompt)
+    assert drafted == plain and fewer < 0.7 * rounds
 
 
 def test_the_attention_kernel_takes_what_is_stored_and_the_commit_says_why_it_cannot(targets):
