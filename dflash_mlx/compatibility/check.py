@@ -86,15 +86,15 @@ def check_target(folder: Path | ModelSource, name: str = "") -> TargetFacts:
         found.add(_wrong_way(source, is_drafter(raw), False))
         found.add(check_code(source, raw))
         found.add(check_numbers(source, config))
-    chains_only = ""
-    if raw and not found.errors:
-        chains_only, findings = family_findings(source, raw)
-        found.add(findings)
     weights = check_weights(source, "model*.safetensors", found, CHOOSE_TARGET)
     words, group_size = quantisation(raw)
     weights = Weights(weights.tensors, group_size)
     if weights.tensors:
         found.add(check_sizes(source, raw, weights))
+    chains_only = ""
+    if raw and not found.errors:  # mlx-lm makes lists of as many layers as it is told
+        chains_only, findings = family_findings(source, raw)
+        found.add(findings)
     length = context_length(config)
     return TargetFacts(
         found.result(), name or source.name, source, weights, words, config, length, chains_only
@@ -155,13 +155,13 @@ def check_fit(target: TargetFacts, drafter: DrafterFacts) -> Iterator[Finding]:
     )
     place = drafter.source.place("config.json")
     for field, key, made_for in numbers:
-        has = target.config.get(key)
-        if made_for is not None and has != made_for:
+        has = str(target.config.get(key))[:80]
+        if made_for is not None and has != str(made_for):
             what = (
                 f"the drafter {drafter.name} was made for a target with {field} {made_for}, "
                 f"but {target.name} has {has}"
             )
-            yield Finding("error", what, CHOOSE_ANOTHER, place, key, str(made_for), str(has))
+            yield Finding("error", what, CHOOSE_ANOTHER, place, key, str(made_for), has)
     layers, last = target.config.get("num_hidden_layers"), max(config.target_layer_ids)
     if config.num_target_layers is None and type(layers) is int and last >= layers:
         what = (

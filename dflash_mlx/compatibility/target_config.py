@@ -15,7 +15,7 @@ from dflash_mlx.target import ONE_OFFSET
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 BUILD_ERRORS = (
     ValueError, LookupError, TypeError, OSError, RuntimeError, AttributeError, ImportError,
-    ArithmeticError, AssertionError, MemoryError,
+    ArithmeticError, AssertionError,
 )  # fmt: skip
 
 _CHOOSE = "choose a model of a family that mlx-lm supports itself"
