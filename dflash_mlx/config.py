@@ -64,23 +64,23 @@ class PairConfig:
     )
     drafter_bits: int | None = option(
         None,
-        "quantise the drafters' weights when they are loaded, to 4 or 8 bits: less memory, some "
-        "guesses less that are right, the same answers",
+        "quantise the drafters' weights to 4 or 8 bits when they are loaded: less memory, a few more "
+        "wrong guesses, the same answers",
         type=int,
         choices=BITS,
     )
     kv_bits: int | None = option(
         None,
-        "store the keys and values of target and drafters in 4 or 8 bits: less memory for long "
-        "conversations; the target then computes with rounded numbers, with and without drafts, so "
-        "its answers change",
+        "keep the keys and values of target and drafters in 4 or 8 bits: less memory for long "
+        "conversations; the target computes with rounded numbers then, so answers change, with and "
+        "without drafts alike",
         type=int,
         choices=BITS,
     )
     draft_window: int | None = option(
         None,
-        "let the drafters see so many tokens back, themselves included: bounds the memory of their "
-        "context; the same answers (default: what they were trained with)",
+        "how many tokens back the drafters see, the current one included: bounds the memory of "
+        "their context; the same answers (default: as they were trained)",
         type=int,
     )
 
