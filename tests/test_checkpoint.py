@@ -154,6 +154,8 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
         ({}, (None, None), (False, False)),
         ({"is_causal": True}, (None, None), (True, True)),
         ({"is_causal": False}, (None, None), (False, False)),
+        (dflash(causal=True), (None, None), (True, True)),
+        ({**dflash(causal=True), "is_causal": False}, (None, None), (False, False)),
         (SLIDING, (6, None), (True, False)),
         ({**SLIDING, "is_causal": True}, (6, None), (True, True)),
         ({**SLIDING, "is_causal": False}, (6, None), (False, False)),
@@ -266,6 +268,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         tiny(layer_types=["sliding_attention"] * 2),
         "sliding_window",
     ),
+    "windows that no layer has": (dflash(use_swa=True), "use_swa is true, .* layer_types"),
     "an unknown rope": (tiny(rope_scaling={"rope_type": "magic"}), "magic"),
     "a rope per kind of layer": (
         tiny(rope_parameters={"full_attention": {"rope_theta": 5e5}}),

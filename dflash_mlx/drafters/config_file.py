@@ -33,6 +33,8 @@ def parse_fields(raw: Fields) -> NetworkConfig:
     if not isinstance(dflash, dict):
         raise ValueError(f"dflash_config is {dflash!r}")
     windows = _layer_windows(raw)
+    if dflash.get("use_swa") and not any(windows):
+        raise ValueError("dflash_config.use_swa is true, but layer_types has no sliding_attention")
     width, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
     version_2 = architecture(raw) == VERSION_2
     return NetworkConfig(
@@ -45,7 +47,7 @@ def parse_fields(raw: Fields) -> NetworkConfig:
         rope=_rope(raw),
         max_position_embeddings=_size(raw, "max_position_embeddings"),
         layer_windows=windows,
-        layer_causal=_layer_causal(raw, windows),
+        layer_causal=_layer_causal(raw, dflash, windows),
         attention_bias=bool(raw.get("attention_bias", False)),
         block_size=_whole(dflash if "block_size" in dflash else raw, "block_size"),
         mask_token_id=_whole(dflash, "mask_token_id"),
@@ -170,9 +172,9 @@ def _layer_windows(raw: Fields) -> tuple[int | None, ...]:
     return tuple(_size(raw, "sliding_window") if t == "sliding_attention" else None for t in types)
 
 
-def _layer_causal(raw: Fields, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
-    """`is_causal` for all layers; where it is absent, sliding layers are causal, full ones not."""
-    is_causal = raw.get("is_causal")
+def _layer_causal(raw: Fields, dflash: Fields, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """`is_causal` for all layers, or `causal` as vLLM has it; else sliding layers alone are."""
+    is_causal = dflash.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
     return tuple(w is not None if is_causal is None else bool(is_causal) for w in windows)
 
 
