@@ -6,6 +6,7 @@ mx.compile is off here: on a CPU it would first build every family's functions w
 from itertools import islice
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -87,6 +88,21 @@ def test_any_number_of_accepted_rows_equals_computing_them_alone(targets, name):
     start = fresh(target, prompt)
     for kept in range(6):
         cache = start.fork()
+        forward(target, cache, rows)
+        cache.commit(range(kept))
+        assert difference(target, cache, prompt + rows[:kept]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_5"])
+def test_quantised_weights_keys_and_values_are_replayed_as_well(name, monkeypatch):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    monkeypatch.setitem(RECURRENT, name, {**RECURRENT[name], **heads})
+    model = make_model(name)
+    nn.quantize(model, group_size=32, bits=4)
+    target, prompt, rows = Target(model, 512, name), tokens_of(3, 12), tokens_of(4, 5)
+    target.kv_bits = 8
+    for kept in (0, 2, 5):
+        cache = fresh(target, prompt)
         forward(target, cache, rows)
         cache.commit(range(kept))
         assert difference(target, cache, prompt + rows[:kept]) < TOLERANCE
