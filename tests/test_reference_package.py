@@ -21,7 +21,7 @@ from dflash_mlx.state import State
 from reference_dflash import write_drafter_folder
 
 published: Any = pytest.importorskip(
-    "dflash.model_mlx", reason="pip install --no-deps dflash==0.1.0 (see CONTRIBUTING.md)"
+    "dflash.model_mlx", reason="scripts/test installs dflash==0.1.0 (see CONTRIBUTING.md)"
 )
 
 DATA = Path(dflash_mlx.__file__).parent / "data"
