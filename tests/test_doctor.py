@@ -17,6 +17,7 @@ from dflash_mlx.kernels import Table
 from kernels_metal import sweep
 from kernels_metal.dispatch import Choice, Dispatch
 from kernels_metal.emulator import EmulatorError, emulated
+from test_load import write_drafter, write_model
 
 
 @pytest.fixture
@@ -171,3 +172,23 @@ def test_it_runs_as_a_module():
     assert done.stdout.startswith("machine\n")
     assert done.stdout.endswith("not tried; --kernels runs each against its reference\n")
     assert done.stderr == ""
+
+
+def test_a_pair_that_cannot_be_used_ends_with_2_and_every_next_step(tmp_path, capsys):
+    model, drafter = write_model(tmp_path / "model"), write_drafter(tmp_path / "drafter")
+    doctor.main(["--model", str(model), "--drafter", str(drafter)])
+    assert "  can be used\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(["--model", str(drafter), "--drafter", str(model)])
+    assert stop.value.code == 2
+    out = capsys.readouterr().out
+    assert (
+        f"error    {drafter} is a drafter, not a target\n           give it with --drafter" in out
+    )
+    assert f"error    {model} is a target, not a drafter\n           give it with --model" in out
+    assert out.endswith("  cannot be used\n")
+
+
+def test_a_name_of_nothing_is_bad_input():
+    with pytest.raises(DFlashError, match="there is no folder '/nowhere/at/all'.*--model"):
+        doctor.main(["--model", "/nowhere/at/all"])
