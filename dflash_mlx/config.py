@@ -64,8 +64,8 @@ class PairConfig:
     )
     drafter_bits: int | None = option(
         None,
-        "quantise the drafters' weights to 4 or 8 bits when they are loaded: less memory, a few more "
-        "wrong guesses, the same answers",
+        "quantise the drafters' weights to 4 or 8 bits when they are loaded: less memory, a few "
+        "more wrong guesses, the same answers",
         type=int,
         choices=BITS,
     )
