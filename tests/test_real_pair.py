@@ -30,7 +30,9 @@ def tokens_of(pair: Pair, prompt: str) -> list[int]:
     return prompt_tokens(pair.tokenizer, prompt, None, raw=False)
 
 
-@pytest.mark.parametrize(("method", "block_size"), [("dflash", 4), ("dflash", None), ("auto", None)])
+@pytest.mark.parametrize(
+    ("method", "block_size"), [("dflash", 4), ("dflash", None), ("auto", None)]
+)
 def test_greedy_answers_are_the_plain_ones_up_to_near_ties(pair, method, block_size):
     for prompt in PROMPTS:
         plain = generate(pair, prompt, DecodeConfig(method="none", max_tokens=32))
@@ -39,7 +41,8 @@ def test_greedy_answers_are_the_plain_ones_up_to_near_ties(pair, method, block_s
             pair.target, tokens_of(pair, prompt), plain.tokens, drafted.tokens
         )
         assert difference is None or difference.is_near_tie
-        assert drafted.statistics.rounds < plain.statistics.rounds
+        assert drafted.statistics.rounds <= plain.statistics.rounds
+        assert method == "auto" or drafted.statistics.rounds < plain.statistics.rounds
 
 
 def test_the_drafter_is_right_about_half_the_time_at_its_first_position(pair):
@@ -100,7 +103,9 @@ def test_a_stop_text_inside_the_answer_cuts_it(pair):
 
 
 def test_an_answer_that_ends_by_itself_ends_with_the_stop_token(pair):
-    answer = generate(pair, "What is 2 + 2? Answer with a number.", DecodeConfig("dflash", max_tokens=200))
+    answer = generate(
+        pair, "What is 2 + 2? Answer with a number.", DecodeConfig("dflash", max_tokens=200)
+    )
     assert answer.finish_reason == "stop"
     assert answer.tokens[-1] in pair.tokenizer.eos_token_ids
     assert "<|im_end|>" not in answer.text

@@ -287,4 +287,4 @@ def test_a_pair_folder_without_its_drafter_is_an_error(pair_of, hub):
 
 def test_registered_methods_are_those_of_the_command_line():
     assert {replace(DecodeConfig(), method=e.method).method for e in ENTRIES} <= set(METHODS)
-    assert registry.find("Qwen/Qwen3.6-27B").advice == Advice("dflash", 5)
+    assert registry.find("Qwen/Qwen3.6-27B").advice == Advice("auto", 5)
