@@ -119,7 +119,12 @@ def test_a_killed_conversion_leaves_no_destination_and_the_next_one_cleans_up(pa
         "tensors._bytes = kill_later\n"
         "main(sys.argv[1:])\n"
     )
-    done = subprocess.run([sys.executable, "-c", killed, *pair], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", killed, *pair],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "dst").exists()
     (partial,) = tmp_path.glob(".dst.partial-*")

@@ -98,7 +98,12 @@ def test_a_download_that_was_killed_keeps_the_files_that_were_whole(hub, tmp_pat
     arguments = ["owner/model", str(tmp_path / "out" / "dst")]
     child = subprocess.Popen(
         [sys.executable, "-m", "dflash_mlx.convert", *arguments],
-        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache")},
+        env={
+            **os.environ,
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "TMPDIR": str(tmp_path),
+        },
         stderr=subprocess.DEVNULL,
     )
     blob = tmp_path / "cache" / "models--owner--model" / "blobs"
