@@ -16,9 +16,8 @@ from huggingface_hub.errors import CacheNotFound
 from dflash_chat import memory
 from dflash_chat.figures import gigabytes
 from dflash_mlx import DFlashError, PairConfig, registry
-from dflash_mlx.compatibility.target_config import is_drafter
-from dflash_mlx.drafters.checkpoint import check_fit, read_config
-from dflash_mlx.drafters.network import NetworkConfig
+from dflash_mlx.compatibility import check_drafter, check_pair, describe_target
+from dflash_mlx.compatibility.target_config import is_drafter, language_model
 from dflash_mlx.pair_folder import is_pair_folder
 from dflash_mlx.resolve import DEFAULT_MODEL, find_names, shipped_folder
 
@@ -167,9 +166,5 @@ def _folders(named: Iterable[tuple[str, Path]], place: str = "local folder") -> 
 
 
 def _fits(drafter: Folder, model: Folder) -> bool:
-    try:
-        config: NetworkConfig = read_config(drafter.path)
-        check_fit(config, {**model.config, **model.config.get("text_config", {})}, model.name)
-    except (DFlashError, TypeError):
-        return False
-    return True
+    target = describe_target(language_model(model.config), model.name)
+    return not check_pair(target, check_drafter(drafter.path)).errors
