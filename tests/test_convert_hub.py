@@ -180,6 +180,10 @@ def test_a_repository_that_is_not_there_is_one_sentence(hub, tmp_path):
 
 
 def test_without_a_network_what_is_in_the_cache_still_converts(hub, tmp_path, monkeypatch):
+    folder = hub.repositories["owner/model"]
+    shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
+    (folder / "original").mkdir()
+    (folder / "original" / "params.json").write_text("{}")
     main(["owner/model", str(tmp_path / "out" / "online")])
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     nowhere = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"

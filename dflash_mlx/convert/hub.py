@@ -123,8 +123,12 @@ def _download(name: str, wanted: list[str]) -> Path:
 
 
 def _snapshot_offline(name: str) -> Path | None:
+    patterns = [WEIGHTS if pattern == "*.safetensors" else pattern for pattern in FILES]
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
+        found = snapshot_download(
+            name, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=True
+        )
+        return Path(found)
     except _DOWNLOAD_ERRORS:
         return None
 
