@@ -1,6 +1,7 @@
 """Commands, settings, pickers, views and races in the chat."""
 
 import asyncio
+import sys
 import threading
 
 import pytest
@@ -16,6 +17,7 @@ from app_scripts import (
     say,
     screen_text,
     scripted_app,
+    shown_answer,
     until,
 )
 from dflash_chat.messages import Verdict
@@ -24,6 +26,8 @@ from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig
+from dflash_mlx.drafters.auto import Means
+from dflash_mlx.registry import Advice
 
 
 @pytest.mark.parametrize(
@@ -249,3 +253,43 @@ def test_what_is_printed_while_loading_is_shown_as_progress(tmp_path):
             assert "warning" not in screen_text(app)
 
     asyncio.run(run())
+
+
+def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(tmp_path):
+    hold = threading.Event()
+
+    class Timing(ScriptedBackend):
+        def plain_seconds(self):
+            sys.stderr.write("\rtiming this machine, once:  50%|████      | 6/12")
+            hold.wait(60)
+            return super().plain_seconds()
+
+    async def run():
+        app, backend = scripted_app(tmp_path, Timing(), decode=DecodeConfig())
+        async with app.run_test(size=(100, 30)) as pilot:
+            await until(lambda: "timing this machine, once" in screen_text(app), pilot)
+            assert "50%" in screen_text(app)
+            await pilot.press("h", "i")
+            assert app.prompt.text == "hi"
+            await pilot.press("enter")
+            await until(lambda: app.listener.job is not None, pilot)
+            assert backend.questions == [], "it waits its turn"
+            hold.set()
+            await until(lambda: app.listener.job is None, pilot)
+            assert "timing" not in screen_text(app)
+            assert shown_answer(app) == ANSWER
+
+    asyncio.run(run())
+
+
+def test_the_method_says_what_auto_is_with_this_model(tmp_path):
+    async def steps(app, pilot, backend):
+        assert "DFlash tree" in screen_text(app)
+        await say(app, pilot, "/method")
+        assert notices(app) == ["The method is auto, which is ddtree with this model."]
+        await say(app, pilot, "/method ngram")
+        assert notices(app)[1:] == ["The method is ngram."]
+        assert "n-gram lookup" in screen_text(app)
+
+    advised = Means(2, advice=Advice("ddtree"))
+    drive(steps, tmp_path, ScriptedBackend(means=advised), decode=DecodeConfig())
