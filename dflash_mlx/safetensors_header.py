@@ -109,8 +109,13 @@ def parse_header(text: bytes, data_bytes: int) -> dict[str, TensorHeader]:
     if not isinstance(entries, dict):
         raise _Damage(f"its header is a JSON {type(entries).__name__}, not an object")
     entries.pop("__metadata__", None)
+    return check_entries(entries, data_bytes)
+
+
+def check_entries(entries: Mapping[str, Any], data_bytes: int) -> dict[str, TensorHeader]:
+    """The tensors in a header's JSON object, its metadata left out; raises as `parse_header`."""
     tensors = {name: _tensor(name, entry) for name, entry in entries.items()}
-    check_layout(tensors, data_bytes)
+    _check_layout(tensors, data_bytes)
     return tensors
 
 
@@ -152,7 +157,7 @@ def _are_whole(values: Any, limit: int) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(v) is int and 0 <= v <= limit for v in values)
 
 
-def check_layout(tensors: Mapping[str, TensorHeader], data_bytes: int) -> None:
+def _check_layout(tensors: Mapping[str, TensorHeader], data_bytes: int) -> None:
     """Raise ValueError unless the tensors fill `data_bytes` bytes, each once."""
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offsets):

@@ -368,3 +368,15 @@ def test_without_a_network_that_is_what_is_said(monkeypatch):
     (found,) = check_target(HubRepository("owner/model")).errors
     assert "owner/model is no local folder, and the hub cannot be reached" in found.what
     assert "network" in found.next_step
+
+
+def test_a_damaged_head_on_the_hub_is_refused_as_one_here_is(model, tmp_path, monkeypatch):
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F64"', 1))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serve({"owner/model": model}) as hub:
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        (there,), (here,) = check_target(HubRepository("owner/model")).errors, errors(model)
+    assert there.what == here.what.replace(str(model), "owner/model")

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError,
 
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.findings import Finding, Refused
-from dflash_mlx.safetensors_header import TensorHeader, check_layout, read_header
+from dflash_mlx.safetensors_header import TensorHeader, check_entries, read_header
 
 MAX_JSON = 64 * 2**20  # bytes; tokenizers have 10 to 35 MiB
 _COMPLETE = "choose a complete model folder in Hugging Face format"
@@ -122,14 +122,12 @@ class HubRepository:
         """By two requests at most, of the head alone."""
         try:
             found = HfApi().parse_safetensors_file_metadata(self.name, file).tensors
-            tensors = {
-                name: TensorHeader(
-                    str(t.dtype), tuple(t.shape), (t.data_offsets[0], t.data_offsets[1])
-                )
+            entries = {
+                name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [*t.data_offsets]}
                 for name, t in found.items()
             }
-            check_layout(tensors, max((t.offsets[1] for t in tensors.values()), default=0))
-            return tensors
+            end = max((t.data_offsets[1] for t in found.values()), default=0)
+            return check_entries(entries, end)
         except (SafetensorsParsingError, ValueError, TypeError) as error:
             what = f"{self.place(file)} is damaged ({error})"
             raise Refused(Finding("error", what, next_step, self.place(file))) from None
