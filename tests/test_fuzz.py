@@ -6,12 +6,19 @@ The cases of one seed; `scripts/fuzz.py` runs all 10,000 of it, or others.
 from __future__ import annotations
 
 import json
+import signal
 from random import Random
 
+import mlx.core as mx
 import pytest
 
+import fuzz_driver
+import fuzzing
+from dflash_mlx import DFlashError
+from dflash_mlx.drafters.checkpoint import load_network, read_config
 from fuzz_driver import GOOD, outcomes
 from mutations import mutate_bytes, mutate_json, mutate_safetensors
+from test_load import write_drafter
 
 CASES = 1500
 SEED = 20261121
@@ -39,3 +46,71 @@ def test_a_document_is_not_changed_by_damaging_a_copy_of_it():
     made = {mutate_json(document, Random(i)) for i in range(200)}
     assert len(made) > 100
     assert json.dumps(document).encode() == HEADER
+
+
+# That faults would be seen
+
+
+def fail() -> None:
+    raise KeyError("a")
+
+
+def take_memory() -> None:
+    bytearray(2 * fuzzing.ALLOWED)
+
+
+def take_mlx_memory() -> None:
+    mx.eval(mx.zeros(fuzzing.ALLOWED // 2))
+
+
+def say_two_lines() -> None:
+    raise DFlashError("first\nsecond", "do so")
+
+
+def say_no_more_than_that() -> None:
+    raise DFlashError("it is damaged", "download it again")
+
+
+@pytest.mark.parametrize(
+    ("load", "outcome"),
+    [
+        (fail, "KeyError"),
+        (take_memory, "memory"),
+        (take_mlx_memory, "memory"),
+        (say_two_lines, "unclear"),
+        (say_no_more_than_that, "refused"),
+        (lambda: None, "loaded"),
+    ],
+)
+def test_what_is_neither_a_sentence_nor_a_right_model_is_a_fault(tmp_path, load, outcome):
+    subject = fuzzing.Subject("any", {}, "", lambda folder: load())
+    assert fuzzing._outcome(subject, tmp_path, fuzzing.ALLOWED)["outcome"] == outcome
+
+
+def test_a_case_that_hangs_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzzing, "SECONDS", 1)
+    subject = fuzzing.Subject("any", {}, "", lambda folder: signal.pause())
+    assert fuzzing._outcome(subject, tmp_path, fuzzing.ALLOWED)["outcome"] == "hang"
+
+
+def test_a_case_that_ends_its_process_is_a_crash_and_the_others_go_on(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "for case in range(int(sys.argv[2]), int(sys.argv[3])):\n"
+        "    print(json.dumps({'begin': case}), flush=True)\n"
+        "    os.abort() if case == 2 else None\n"
+        "    print(json.dumps({'case': case, 'outcome': 'loaded'}), flush=True)\n"
+    )
+    monkeypatch.setattr(fuzz_driver, "_PROGRAM", program)
+    found = [case["outcome"] for case in outcomes(0, 0, 5)]
+    assert found == ["loaded", "loaded", "crash", "loaded", "loaded"]
+
+
+def test_a_model_with_other_numbers_than_its_file_is_no_right_model(tmp_path):
+    folder = write_drafter(tmp_path)
+    network = load_network(folder, read_config(folder), mx.float32)
+    fuzzing._same(network, folder)
+    network.norm.weight = network.norm.weight + 1
+    with pytest.raises(AssertionError, match=r"norm\.weight"):
+        fuzzing._same(network, folder)
