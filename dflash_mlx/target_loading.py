@@ -85,8 +85,9 @@ def _load_model(folder: Path, name: str) -> tuple[Any, Any]:
             "choose a complete model folder of a family that mlx-lm supports",
         ) from None
     if _on_cpu():
+        model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
         model = dequantize_model(model)
-        model.set_dtype(mx.float32)
+        model.set_dtype(mx.float32)  # of formats whose scales are no floats
         mx.eval(model.parameters())
     return model, tokenizer
 

@@ -21,6 +21,7 @@ from dflash_mlx.compatibility.target_config import (
 )
 from dflash_mlx.compatibility.vocabularies import check_tokenizers
 from dflash_mlx.compatibility.weight_files import Weights, check_weights
+from dflash_mlx.drafters.checkpoint import misfits
 from dflash_mlx.drafters.network import NetworkConfig
 from dflash_mlx.drafters.tensors import DOWNLOAD_AGAIN
 from dflash_mlx.findings import Checked, Collector, Finding, errors
@@ -148,29 +149,11 @@ def check_fit(target: TargetFacts, drafter: DrafterFacts) -> Iterator[Finding]:
     config = drafter.config
     if config is None or not target.config:
         return
-    numbers = (
-        ("hidden_size", "hidden_size", config.hidden_size),
-        ("vocab_size", "vocab_size", config.vocab_size),
-        ("number of target layers", "num_hidden_layers", config.num_target_layers),
-    )
     place = drafter.source.place("config.json")
-    for field, key, made_for in numbers:
-        has = str(target.config.get(key))[:80]
-        if made_for is not None and has != str(made_for):
-            what = (
-                f"the drafter {drafter.name} was made for a target with {field} {made_for}, "
-                f"but {target.name} has {has}"
-            )
-            yield Finding("error", what, CHOOSE_ANOTHER, place, key, str(made_for), has)
-    layers, last = target.config.get("num_hidden_layers"), max(config.target_layer_ids)
-    if config.num_target_layers is None and type(layers) is int and last >= layers:
-        what = (
-            f"the drafter {drafter.name} reads layer {last} (counted from 0), "
-            f"but {target.name} has {layers} layers"
-        )
-        yield Finding(
-            "error", what, CHOOSE_ANOTHER, place, "target_layer_ids", str(last), str(layers)
-        )
+    for what, field, made_for, has, unit in misfits(config, target.config):
+        shown = str(has)[:80]
+        what = f"the drafter {drafter.name} {what}, but {target.name} has {shown}{unit}"
+        yield Finding("error", what, CHOOSE_ANOTHER, place, field, str(made_for), shown)
 
 
 def _wrong_way(source: ModelSource, is_one: bool, wanted: bool) -> Iterator[Finding]:

@@ -8,10 +8,10 @@ telling its config.json in z-lab's words, so what follows knows one format only.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -96,29 +96,42 @@ def _parse(raw: Any, source: str, names: Collection[str]) -> tuple[NetworkConfig
     return config, told
 
 
-def check_fit(config: NetworkConfig, target: dict[str, Any], name: str) -> None:
-    """Raise DFlashError unless the drafter was made for a target with this configuration.
+class Misfit(NamedTuple):
+    """A number of the two configurations that differs. what: the drafter's side, for a sentence."""
+
+    what: str
+    field: str
+    made_for: int
+    has: Any
+    unit: str = ""
+
+
+def misfits(config: NetworkConfig, target: Mapping[str, Any]) -> Iterator[Misfit]:
+    """What keeps a drafter from a target with this configuration.
 
     target: `hidden_size`, `vocab_size` and `num_hidden_layers` as in the target's config.json.
     """
-    pairs = {
-        "hidden_size": (config.hidden_size, target.get("hidden_size")),
-        "vocab_size": (config.vocab_size, target.get("vocab_size")),
-        "number of target layers": (config.num_target_layers, target.get("num_hidden_layers")),
+    numbers = {
+        "hidden_size": ("hidden_size", config.hidden_size),
+        "vocab_size": ("vocab_size", config.vocab_size),
+        "num_hidden_layers": ("number of target layers", config.num_target_layers),
     }
-    another = "choose the drafter of this model with --drafter, or --method none"
-    for field, (drafter_value, target_value) in pairs.items():
-        if drafter_value is not None and drafter_value != target_value:
-            raise DFlashError(
-                f"the drafter was made for a target with {field} {drafter_value}, "
-                f"but {name} has {target_value}",
-                another,
-            )
+    for field, (words, made_for) in numbers.items():
+        has = target.get(field)
+        if made_for is not None and has != made_for:
+            yield Misfit(f"was made for a target with {words} {made_for}", field, made_for, has)
     layers, last = target.get("num_hidden_layers"), max(config.target_layer_ids)
-    if isinstance(layers, int) and last >= layers:
+    if config.num_target_layers is None and type(layers) is int and last >= layers:
+        what = f"reads layer {last} (counted from 0)"
+        yield Misfit(what, "target_layer_ids", last, layers, " layers")
+
+
+def check_fit(config: NetworkConfig, target: Mapping[str, Any], name: str) -> None:
+    """Raise DFlashError unless the drafter was made for this target, see `misfits`."""
+    for misfit in misfits(config, target):
         raise DFlashError(
-            f"the drafter reads layer {last} (counted from 0), but {name} has {layers} layers",
-            another,
+            f"the drafter {misfit.what}, but {name} has {misfit.has}{misfit.unit}",
+            "choose the drafter of this model with --drafter, or --method none",
         )
 
 
