@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -96,6 +98,8 @@ class ChatApp(App[None]):
         self.theme = THEMES[self._theme_name]
         self.engine = Engine(self._backend, lambda event: self.post_message(Said(event)))
         self.begin_capture_print(self)
+        for name in (signal.SIGHUP, signal.SIGTERM):  # the window is closed, the system shuts down
+            asyncio.get_running_loop().add_signal_handler(name, self.call_later, self.action_quit)
         self.set_interval(REFRESH, self.listener.tick)
         self.show_header()
         await self.transcript.show(self.conversation.turns)

@@ -102,6 +102,21 @@ def test_a_window_that_is_closed_ends_the_program(chat):
         assert terminal.process.wait(90) != 0
 
 
+@pytest.mark.parametrize("ending", ["a closed window", "a shutdown"])
+def test_the_answer_in_the_making_survives(chat, tmp_path, ending):
+    with chat("--max-tokens", "50000") as terminal:
+        terminal.type("a question" + ENTER)
+        terminal.until(lambda screen: _context(screen) > 150)
+        if ending == "a closed window":
+            terminal.close()
+        else:
+            terminal.process.terminate()
+        terminal.process.wait(90)
+    question, answer = stored(tmp_path)
+    assert question.content == "a question"
+    assert answer.ending == "stopped" and len(answer.content) > 100
+
+
 def test_a_fault_of_the_screen_is_one_sentence_that_names_its_log(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     broken = "from dflash_chat.status import Status; Status.clear = lambda self: 1 / 0; " + START
