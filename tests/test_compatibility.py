@@ -143,6 +143,24 @@ def test_another_tokenizer_is_refused_with_the_token_and_both_ids(model, drafter
         load(str(model), str(drafter))
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "sentence"),
+    [
+        ({}, "FOLDER/tokenizer.json names no token"),
+        ({"model": {"vocab": {}}}, "FOLDER/tokenizer.json names no token"),
+        ({"model": {"vocab": 5}}, "FOLDER/tokenizer.json names no token"),
+        ({"added_tokens": 5}, "added_tokens in FOLDER/tokenizer.json is 5, not a list"),
+        ([], "FOLDER/tokenizer.json is a JSON list, not an object"),
+    ],
+)
+def test_a_drafters_damaged_tokenizer_is_refused_in_a_sentence(model, drafter, tokenizer, sentence):
+    (drafter / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (found,) = check_pair(check_target(model), check_drafter(drafter)).errors
+    assert sentence in found.what.replace(str(drafter), "FOLDER")
+    with pytest.raises(DFlashError, match=r"tokenizer\.json"):
+        load(str(model), str(drafter))
+
+
 # A target's folder
 
 
@@ -250,6 +268,15 @@ def test_a_target_that_cannot_be_used_is_refused_in_one_sentence(case, model):
     assert failure.value.finding == facts.errors[0]
     with pytest.raises(DFlashError):
         load(str(model))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refused"),
+    [([96, 96, 96], False), ([], True), ([96, 0, 96], True), ([96, 10**12, 96], True)],
+)
+def test_sizes_may_be_a_list_with_one_for_each_layer(model, sizes, refused):
+    edit_config(model, intermediate_size=sizes)
+    assert [f.field for f in check_target(model).errors] == ["intermediate_size"] * refused
 
 
 def test_an_auto_map_that_names_a_built_in_class_is_noted_and_nothing_of_it_runs(model, drafter):

@@ -23,6 +23,7 @@ _POSITIVE = (
     "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "head_dim", *CONTEXT_LENGTHS,
 )  # fmt: skip
+_BY_LAYER = "intermediate_size"  # gemma3n has a list of them, one for each layer
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 # Sizes of something that is stored, so that the files have at least one bit for each unit.
 _STORED = re.compile(
@@ -93,7 +94,8 @@ def check_numbers(source: ModelSource, config: Mapping[str, Any]) -> Iterator[Fi
     place = source.place("config.json")
     for field in _POSITIVE:
         value = config.get(field)
-        if value is not None and (type(value) is not int or value < 1):
+        values = value if field == _BY_LAYER and isinstance(value, list) and value else [value]
+        if value is not None and any(type(v) is not int or v < 1 for v in values):
             yield _number(place, field, value, "a whole number from 1 on")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if type(kv_heads) is int and type(heads) is int and (kv_heads < 1 or heads % kv_heads):
@@ -113,11 +115,7 @@ def _number(place: str, field: str, value: Any, expected: str) -> Finding:
 
 def check_sizes(source: ModelSource, raw: Mapping[str, Any], weights: Weights) -> Iterator[Finding]:
     """Sizes that the weight files cannot hold, so that building the model would not end well."""
-    place, bits, tensors = (
-        source.place("config.json"),
-        8 * weights.stored_bytes,
-        len(weights.tensors),
-    )
+    bits, tensors = 8 * weights.stored_bytes, len(weights.tensors)
     for field, value in _stored_sizes(raw):
         limit, unit = (tensors, "tensors") if field in _LAYERS else (bits, "bits")
         if value > limit:
@@ -129,6 +127,8 @@ def _stored_sizes(raw: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for field, value in raw.items():
         if isinstance(value, dict):
             yield from _stored_sizes(value)
+        elif field == _BY_LAYER and isinstance(value, list):
+            yield from ((field, v) for v in value if isinstance(v, int | float))
         elif isinstance(value, int | float) and _STORED.fullmatch(field):
             yield field, value
 
