@@ -177,6 +177,16 @@ def test_it_notices_when_the_text_becomes_easy_and_when_it_becomes_hard():
     assert answer(case.rounds) == case.plain
 
 
+def test_an_easier_answer_is_noticed_at_its_beginning():
+    case = Case(RISING, {"draft": (0.4, lambda i: 0.03, 1)})
+    assert case.modes["plain"] > 0.9
+    case.drafter._drafters["draft"].sure = lambda position: 0.9
+    rounds = run(case.target, case.drafter, 60)
+    assert answer(rounds) == case.plain[:60]
+    assert "trying the draft" in rounds[0].tree.reason
+    assert sum(len(accepted.tree) > 1 for accepted in rounds[:12]) > 6
+
+
 def starts(rounds):
     position = 0
     for accepted in rounds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from dflash_mlx.tree import Tree
 _PLAIN = "plain decoding"
 _MEMORY = 24  # rounds that an average remembers
 _TRUST = 2.0  # rounds that the first guess weighs as much as
+_FADED = 4.0  # rounds that what other answers taught weighs as much as
 _PROBES = 0.01  # of the time may go into rounds that try what looks slower
 _BLIND = 8  # rounds of plain decoding that follow each other without a look at their tokens
 _IDLE = 1.02  # tokens per plain round up to which looking is not worth the wait
@@ -45,6 +47,10 @@ class Average:
         keep = 1 - 1 / _MEMORY
         self._total = self._total * keep + value
         self._weight = self._weight * keep + 1
+
+    def fade(self) -> None:
+        """Keep the mean, but let the next values change it soon."""
+        self._total, self._weight = self.mean * _FADED, _FADED
 
 
 class Arm:
@@ -99,8 +105,9 @@ class Adaptive:
 
     drafters: by name; they share the context of the last, and their trees know log-probabilities.
     Every round goes to the arm with most expected tokens per second; another is tried again as
-    soon as what that may cost is `_PROBES` of the time since it was last tried. looks_up: n-gram
-    continuations join every tree, and a plain round; they cost no pass. clock: seconds.
+    soon as what that may cost is `_PROBES` of the time since it was last tried, and a draft at the
+    beginning of every answer, which may be easier than the last. looks_up: n-gram continuations
+    join every tree, and a plain round; they cost no pass. clock: seconds.
     """
 
     def __init__(
@@ -150,6 +157,8 @@ class Adaptive:
         """The part of the chosen draft with the most expected tokens per second."""
         now = self._clock()
         self._learn(state, now)
+        if state.last is None:
+            self._begin_answer()
         arm, reason = self._choose()
         blind = self._goes_blind(arm)
         tree = self._draft(arm, state, room, blind)
@@ -160,6 +169,15 @@ class Adaptive:
         seconds = arm.draft_seconds + float(self._times.of(len(tree)))
         self._round = _Round(arm, now, tree, seconds, blind)
         return tree
+
+    def _begin_answer(self) -> None:
+        """Expect what other answers taught, but not for long; while parked, try a draft at once."""
+        plain, *drafts = arms = self.experience.arms
+        rate = max(arm.rate for arm in arms)
+        if plain.rate == rate:
+            min(drafts, key=lambda arm: arm.loss(rate)).waited = math.inf
+        for arm in arms:
+            arm.tokens.fade()
 
     def _draft(self, arm: Arm, state: State, room: int, blind: bool) -> Tree:
         """The arm's tree with what was looked up, cut to what pays."""
