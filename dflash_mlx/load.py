@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
-from dflash_mlx.compatibility import check_drafter, check_pair
 from dflash_mlx.config import DecodeConfig, PairConfig
+from dflash_mlx.drafter_choice import DRAFTED, Choice, checked, choose, fitting
 from dflash_mlx.drafters.auto import Means, settle
-from dflash_mlx.drafters.checkpoint import check_block_size, load_network, read_config
+from dflash_mlx.drafters.checkpoint import check_block_size, load_network
 from dflash_mlx.drafters.context import limit_windows
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.numeric_range import RangeCheck
 from dflash_mlx.registry import Advice
-from dflash_mlx.resolve import Names, drafter_folder, find_names, target_names
+from dflash_mlx.resolve import Names, find_names, target_names
 from dflash_mlx.target import Target
-from dflash_mlx.target_loading import TargetFiles, find_target
+from dflash_mlx.target_loading import find_target
 from kernels_metal.dispatch import Mode
-
-DRAFTED = ("dflash", "ddtree", "d2sd", "resample")  # methods that need a drafter network
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,13 @@ class Pair:
 
     @property
     def means(self) -> Means:
-        """What there is to draft with."""
+        """What there is to draft with; no block is advised beyond the drafter's own."""
         networks = (self.network is not None) + (self.second_network is not None)
-        return Means(networks, _takes_trees(self.target), self.advice)
+        advice = self.advice
+        if advice.block_size is not None and self.network_config is not None:
+            most = min(advice.block_size, self.network_config.block_size)
+            advice = replace(advice, block_size=most)
+        return Means(networks, _takes_trees(self.target), advice)
 
 
 def load(model: str | None = None, drafter: str | None = None) -> Pair:
@@ -76,20 +77,20 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = find_names(config)
-    drafters = _find_drafters(names, uses)
+    drafters = choose(names, uses).each(checked)
     _check_uses(uses, drafters, names)
     files = find_target(names)
-    drafters = _that_fit(drafters, files, names, uses)
+    drafters = drafters.each(fitting(files.facts))
     target, tokenizer = files.load()
     target.kv_bits = config.kv_bits
-    configs = [limit_windows(d.config, config.draft_window) for d in drafters.found]
+    configs = [limit_windows(c, config.draft_window) for c in drafters.configs]
     ranges = RangeCheck(target, configs)
     loaded = [
         ranges.widened(load_network(d.folder, c, target.dtype, config.drafter_bits), c)
-        for d, c in zip(drafters.found, configs, strict=True)
+        for d, c in zip(drafters.drafters, configs, strict=True)
     ]
     target.use_kernels(cast(Mode, config.kernels))
-    notes = tuple(ranges.notes)
+    notes = (*drafters.notes, *ranges.notes)
     pair = Pair(target, tokenizer, undrafted=drafters.missing, advice=names.advice, notes=notes)
     if loaded:
         pair = replace(pair, network=loaded[0], network_config=configs[0])
@@ -114,59 +115,9 @@ def require_drafter(config: NetworkConfig | None, problem: str) -> NetworkConfig
     return config
 
 
-@dataclass(frozen=True)
-class _DrafterFiles:
-    """A drafter before its weights are read."""
-
-    folder: Path
-    config: NetworkConfig
-
-
-@dataclass(frozen=True)
-class _Drafters:
-    """The drafters of a pair, the first and perhaps the second; or why there is none."""
-
-    found: tuple[_DrafterFiles, ...] = ()
-    missing: str = ""
-
-
-def _find_drafters(names: Names, uses: Sequence[DecodeConfig]) -> _Drafters:
-    """The drafters that `uses` need, downloaded if need be."""
-    if names.drafter is None:
-        return _Drafters(missing=f"no drafter is known for {names.shown}")
-    wanted = [(names.drafter, "drafter")]
-    methods = {settle(use, Means(2, advice=names.advice)).method for use in uses}
-    if names.second_drafter is not None and (not uses or "d2sd" in methods):
-        wanted.append((names.second_drafter, "second-drafter"))
-    try:
-        folders = [drafter_folder(name, option) for name, option in wanted]
-        return _Drafters(tuple(_DrafterFiles(f, read_config(f)) for f in folders))
-    except DFlashError as error:
-        return _without(error, names, uses)
-
-
-def _that_fit(
-    drafters: _Drafters, files: TargetFiles, names: Names, uses: Sequence[DecodeConfig]
-) -> _Drafters:
-    try:
-        facts = [check_drafter(drafter.folder) for drafter in drafters.found]
-        if facts:
-            check_pair(files.facts, *facts).raise_first()
-        return drafters
-    except DFlashError as error:
-        return _without(error, names, uses)
-
-
-def _without(error: DFlashError, names: Names, uses: Sequence[DecodeConfig]) -> _Drafters:
-    """No drafter; the error itself where one was asked for, by name or by a method."""
-    if not names.by_registry or any(use.method in DRAFTED for use in uses):
-        raise error
-    return _Drafters(missing=f"the drafter {names.drafter} cannot be used ({error.what})")
-
-
-def _check_uses(uses: Sequence[DecodeConfig], drafters: _Drafters, names: Names) -> None:
+def _check_uses(uses: Sequence[DecodeConfig], drafters: Choice, names: Names) -> None:
     """Raise DFlashError for settings that need a drafter, or other blocks than there are."""
-    configs = [drafter.config for drafter in drafters.found]
+    configs = drafters.configs
     for use in uses:
         if use.method in DRAFTED:
             require_drafter(next(iter(configs), None), drafters.missing)

@@ -73,6 +73,13 @@ def find(name: str) -> Entry | None:
     return next((e for e in entries() if wanted in map(_normalised, e.targets)), None)
 
 
+def advice(target: str, drafter: str) -> Advice:
+    """For this pair, as far as it is known; names as of `find`, of the drafter likewise."""
+    entry = find(target)
+    is_its = entry is not None and _normalised(entry.drafter) == _normalised(drafter)
+    return entry.advice if entry is not None and is_its else Advice()
+
+
 def _normalised(name: str) -> str:
     parts = [part for part in re.split(r"[/\\]", name) if part]
     cached = next((found["name"] for part in parts if (found := _CACHED.match(part))), None)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, of its HTTP client
+    GatedRepoError,
     HTTPError,
     RepositoryNotFoundError,
 )
@@ -27,8 +28,9 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.t
 class Names:
     """Where the parts of a pair are: ids, folders, or names of what is shipped.
 
-    model: None for the embedded target. shown: what the target is called. by_registry: whether the
-    first drafter is the registry's and not one that was asked for.
+    model: None for the embedded target. shown: what the target is called. asks_first,
+    asks_second: whether a drafter was named or is of a pair folder, and not the registry's.
+    made_from: the target's name before it was converted, of a pair folder.
     """
 
     model: str | None
@@ -36,7 +38,9 @@ class Names:
     drafter: str | None = None
     second_drafter: str | None = None
     advice: Advice = Advice()
-    by_registry: bool = False
+    asks_first: bool = False
+    asks_second: bool = False
+    made_from: str = ""
 
 
 def find_names(config: PairConfig) -> Names:
@@ -47,12 +51,14 @@ def find_names(config: PairConfig) -> Names:
     """
     found = target_names(config.model)
     if config.drafter is not None:
-        found = replace(found, drafter=config.drafter, by_registry=False)
+        advice = registry.advice(found.made_from or found.shown, config.drafter)
+        found = replace(found, drafter=config.drafter, asks_first=True, advice=advice)
     if config.second_drafter == "none":
         found = replace(found, second_drafter=None)
     elif config.second_drafter is not None:  # whoever asks for one wants it used
         advice = replace(found.advice, method="d2sd")
-        found = replace(found, second_drafter=config.second_drafter, advice=advice)
+        found = replace(found, second_drafter=config.second_drafter, asks_second=True)
+        found = replace(found, advice=advice)
     if found.second_drafter is not None and found.drafter is None:
         raise DFlashError("a second drafter needs a first one", "name one with --drafter")
     return found
@@ -62,15 +68,20 @@ def target_names(model: str | None) -> Names:
     """A target, the embedded one without a name, with the drafters that are known for it."""
     shown = model or DEFAULT_MODEL
     if model is not None and is_pair_folder(model):
-        pair = pair_folder.read(Path(model).expanduser())
-        second = None if pair.second_drafter is None else str(pair.second_drafter)
-        return Names(str(pair.target), shown, str(pair.drafter), second)
+        return _of_pair_folder(pair_folder.read(Path(model).expanduser()), shown)
     if model is not None:
         local_folder(model, "model")  # at once, not behind the download of a drafter
     entry = registry.find(shown)
     if entry is None:
         return Names(model, shown)
-    return Names(model, shown, entry.drafter, entry.second_drafter, entry.advice, True)
+    return Names(model, shown, entry.drafter, entry.second_drafter, entry.advice)
+
+
+def _of_pair_folder(pair: pair_folder.PairFolder, shown: str) -> Names:
+    second = None if pair.second_drafter is None else str(pair.second_drafter)
+    target, drafter = pair.names[pair_folder.TARGET], pair.names[pair_folder.DRAFTER]
+    advice = registry.advice(target, drafter)
+    return Names(str(pair.target), shown, str(pair.drafter), second, advice, True, True, target)
 
 
 def is_pair_folder(name: str) -> bool:
@@ -92,6 +103,11 @@ def resolve_folder(name: str, option: str) -> Path:
     next_step = _next_step(option)
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"]))
+    except GatedRepoError:
+        raise DFlashError(
+            f"{name!r} is gated, and this machine has no access to it",
+            f"accept its licence on the hub and log in with hf auth login, or {next_step}",
+        ) from None
     except RepositoryNotFoundError:
         raise DFlashError(f"{name!r} is neither a folder nor a public model", next_step) from None
     except (OSError, HTTPError) as error:
@@ -127,5 +143,10 @@ def drafter_folder(name: str, option: str) -> Path:
 
 def shipped_folder(name: str) -> Path | None:
     """Of a drafter that is shipped, by its name alone; None for other names."""
+    if not name or Path(name).name != name:
+        return None
     folder = SHIPPED / name
-    return folder if Path(name).name == name and folder.is_dir() else None
+    try:
+        return folder if (folder / "config.json").is_file() else None
+    except (OSError, ValueError):  # too long, a zero byte
+        return None

@@ -373,7 +373,7 @@ def use_real_names(command, monkeypatch):
     ("model", "drafter", "options", "message"),
     [
         ("model", "wide", [], "hidden_size 128, but"),
-        ("model", "model", [], "not a DFlashDraftModel"),
+        ("model", "model", [], "is a target, not a drafter"),
         ("bare", "drafter", [], "this model has no chat template; add --raw"),
         ("strict", "drafter", ["--system", "be brief"], "System role not supported"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from huggingface_hub.errors import (
+    GatedRepoError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
@@ -21,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dflash_mlx import DecodeConfig, DFlashError, load, resolve
 from dflash_mlx.generate import generate
-from dflash_mlx.resolve import resolve_folder
+from dflash_mlx.resolve import resolve_folder, shipped_folder
 from families import FAMILIES, make_model
 from reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
@@ -220,6 +223,10 @@ class Response:
 
 
 HUB_ERRORS = {
+    "no access": (
+        GatedRepoError("403 Client Error.\nsecond line", response=Response()),
+        "'owner/name' is gated, and this machine has no access to it; accept its licence",
+    ),
     "no such repository": (
         RepositoryNotFoundError("404 Client Error.\nsecond line", response=Response()),
         "'owner/name' is neither a folder nor a public model",
@@ -375,5 +382,39 @@ def test_a_drafter_of_another_target_is_refused_before_the_default_model_is_fetc
 
 @pytest.mark.usefixtures("no_hub")
 def test_a_drafter_that_is_no_drafter_is_refused(folders):
-    with pytest.raises(DFlashError, match="unknown, not a DFlashDraftModel.*--drafter"):
+    message = r"is a target, not a drafter; give it with --model.*--drafter"
+    with pytest.raises(DFlashError, match=message):
         load(model=folders[0], drafter=folders[0])
+    with pytest.raises(DFlashError, match=message):
+        load(model=folders[1], drafter=folders[0])
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_config_that_would_never_end_is_not_read(folders, tmp_path):
+    drafter = write_drafter(tmp_path / "drafter")
+    (drafter / "config.json").unlink()
+    os.mkfifo(drafter / "config.json")
+    result = []
+
+    def attempt() -> None:
+        try:
+            load(model=folders[0], drafter=str(drafter))
+        except DFlashError as error:
+            result.append(str(error))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert result and "has no config.json" in result[0]
+
+
+@pytest.mark.parametrize("name", ["", "..", "x" * 300, "x\0y", "x/y"])
+def test_names_that_are_of_nothing_shipped(name):
+    assert shipped_folder(name) is None
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("name", ["", "x" * 300, "x\0y"])
+def test_a_drafter_by_a_name_that_nothing_can_have_is_refused(folders, name):
+    with pytest.raises(DFlashError, match="there is no folder .*--drafter"):
+        load(model=folders[0], drafter=name)

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import GatedRepoError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_mlx import DFlashError, PairConfig, load, registry, resolve
+from dflash_mlx import DFlashError, PairConfig, Session, load, registry, resolve
 from dflash_mlx.config import METHODS, DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.auto import Means, settle
 from dflash_mlx.drafters.checkpoint import read_config
@@ -18,7 +19,7 @@ from dflash_mlx.load import load_pair
 from dflash_mlx.pair_folder import write
 from dflash_mlx.registry import Advice, entries, find
 from dflash_mlx.resolve import DEFAULT_MODEL, SHIPPED, Names, find_names
-from test_load import write_drafter, write_model
+from test_load import Response, write_drafter, write_model
 
 ENTRIES = entries()
 TARGETS = [target for entry in ENTRIES for target in entry.targets]
@@ -138,6 +139,13 @@ def test_the_block_that_pays_is_of_dflash_where_none_was_asked_for():
     assert settle(DecodeConfig("ngram"), means).block_size is None
 
 
+def test_settings_that_only_one_method_has_choose_it_whatever_is_advised():
+    means = Means(2, advice=Advice("ddtree"))
+    assert settle(DecodeConfig(), means).method == "ddtree"
+    assert settle(DecodeConfig(branches=8), means).method == "d2sd"
+    assert settle(DecodeConfig(branches=8), Means(2, False, Advice("ddtree"))).method == "dflash"
+
+
 def test_what_is_settled_stays_so():
     for options, means, _ in CHOICES:
         settled = settle(DecodeConfig(**options), means)
@@ -161,15 +169,25 @@ def test_the_default_pair_is_shipped_whole():
 
 def test_what_is_asked_for_by_name_goes_before_the_registry():
     known = find_names(PairConfig("Qwen/Qwen3-4B"))
-    assert (known.drafter, known.by_registry) == ("z-lab/Qwen3-4B-DFlash-b16", True)
+    assert (known.drafter, known.asks_first) == ("z-lab/Qwen3-4B-DFlash-b16", False)
     own = find_names(PairConfig("Qwen/Qwen3-4B", "own/drafter"))
-    assert (own.drafter, own.by_registry) == ("own/drafter", False)
+    assert (own.drafter, own.asks_first, own.asks_second) == ("own/drafter", True, False)
     second = find_names(PairConfig("Qwen/Qwen3-4B", second_drafter="own/second"))
     assert (second.drafter, second.second_drafter) == (known.drafter, "own/second")
+    assert (second.asks_first, second.asks_second) == (False, True)
     assert second.advice.method == "d2sd"
     assert find_names(PairConfig("owner/unknown")) == Names("owner/unknown", "owner/unknown")
     with pytest.raises(DFlashError, match="a second drafter needs a first one"):
         find_names(PairConfig("owner/unknown", second_drafter="own/second"))
+
+
+def test_advice_is_of_a_target_with_the_drafter_that_it_was_measured_with():
+    target, drafter = "mlx-community/Qwen3.6-27B-4bit", "z-lab/Qwen3.6-27B-DFlash"
+    assert find_names(PairConfig(target)).advice == Advice("auto", 5)
+    assert find_names(PairConfig(target, drafter)).advice == Advice("auto", 5)
+    assert find_names(PairConfig(target, "own/drafter")).advice == Advice()
+    assert find_names(PairConfig("owner/unknown", drafter)).advice == Advice()
+    assert find_names(PairConfig(None, "own/drafter")).advice == Advice()
 
 
 @pytest.fixture
@@ -203,7 +221,7 @@ def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
     ("drafter", "reason"),
     [
         (FileNotFoundError("no network"), "could not be downloaded (no network)"),
-        (PermissionError("gated"), "could not be downloaded (gated)"),
+        (GatedRepoError("403 Client Error", response=Response()), "is gated"),
         ({"hidden_size": 128}, "hidden_size 128"),
         ({"architectures": ["Other"]}, "Other"),
     ],
@@ -215,7 +233,7 @@ def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
     if isinstance(drafter, dict):
         drafter = write_drafter(tmp_path / "drafter", **drafter)
     hub[DRAFTER] = drafter
-    for uses in ((), (DecodeConfig(),), (DecodeConfig("none"), DecodeConfig("ngram"))):
+    for uses in ((), (DecodeConfig(),), (DecodeConfig("none"), DecodeConfig())):
         pair = load_pair(PairConfig("Qwen/Qwen3-4B"), *uses)
         assert pair.means.drafters == 0
         assert reason in pair.undrafted and DRAFTER in pair.undrafted
@@ -230,6 +248,61 @@ def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
     ):
         with pytest.raises(DFlashError):
             load_pair(config, use)
+
+
+@pytest.fixture
+def with_second(monkeypatch):
+    """The registry has a second drafter for the pair."""
+    entry = registry.Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second", block_size=5)
+    monkeypatch.setattr(registry, "entries", lambda: (entry,))
+
+
+BAD_SECONDS = {"missing": None, "of another target": {"hidden_size": 128}}
+
+
+@pytest.mark.parametrize("case", BAD_SECONDS)
+@pytest.mark.parametrize("uses", [(), (DecodeConfig(),)], ids=["any use", "auto"])
+def test_only_the_second_drafter_of_the_registry_is_left_out_where_the_first_can_be_had(
+    hub, tmp_path, with_second, case, uses
+):
+    hub[DRAFTER] = write_drafter(tmp_path / "drafter")
+    if BAD_SECONDS[case]:
+        hub["z-lab/second"] = write_drafter(tmp_path / "second", **BAD_SECONDS[case])
+    pair = load_pair(PairConfig("Qwen/Qwen3-4B"), *uses)
+    assert (pair.drafter_name, pair.means.drafters, pair.undrafted) == (DRAFTER, 1, "")
+    (note,) = pair.notes
+    assert "the second drafter z-lab/second cannot be used" in note and "alone" in note
+    with pytest.raises(DFlashError):
+        load_pair(PairConfig("Qwen/Qwen3-4B"), DecodeConfig("d2sd"))
+
+
+@pytest.mark.parametrize("case", BAD_SECONDS)
+def test_a_second_drafter_that_was_asked_for_is_not_done_without(hub, tmp_path, case):
+    hub[DRAFTER] = write_drafter(tmp_path / "drafter")
+    if BAD_SECONDS[case]:
+        hub["own/second"] = write_drafter(tmp_path / "second", **BAD_SECONDS[case])
+    asked = PairConfig("Qwen/Qwen3-4B", second_drafter="own/second")
+    for uses in ((), (DecodeConfig(),)):
+        with pytest.raises(DFlashError, match="own/second"):
+            load_pair(asked, *uses)
+    with pytest.raises(DFlashError, match="there is no folder '/nowhere/second'"):
+        load_pair(replace(asked, second_drafter="/nowhere/second"), DecodeConfig())
+
+
+def test_a_second_drafter_that_was_asked_for_needs_the_first_one(hub, tmp_path):
+    hub["own/second"] = write_drafter(tmp_path / "second")
+    with pytest.raises(DFlashError, match=DRAFTER):
+        load_pair(PairConfig("Qwen/Qwen3-4B", second_drafter="own/second"), DecodeConfig())
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_no_drafter_is_fetched_for_methods_that_need_none(hub, method):
+    hub[DRAFTER] = AssertionError("fetched")
+    pair = load_pair(PairConfig("Qwen/Qwen3-4B"), DecodeConfig(method))
+    assert pair.network is None
+    assert generate(pair, "hello", DecodeConfig(method, max_tokens=3)).statistics.method == method
+    with pytest.raises(DFlashError, match=r"no drafter was loaded.*--drafter"):
+        generate(pair, "hello", DecodeConfig("dflash"))
 
 
 def test_a_target_that_nobody_knows_is_loaded_alone(hub, tmp_path):
@@ -266,6 +339,23 @@ def test_a_pair_folder_is_a_model_with_its_drafter(pair_of, hub):
     assert pair.means == Means(1)
     own = find_names(PairConfig(str(folder), "own/drafter"))
     assert (own.model, own.drafter) == (str(folder / "target"), "own/drafter")
+
+
+def test_a_converted_pair_is_used_as_advised_for_what_it_was_made_from(pair_of):
+    folder, _ = pair_of
+    made_from = {"target": "Qwen/Qwen3.6-27B", "drafter": "z-lab/Qwen3.6-27B-DFlash"}
+    write(folder, made_from, {})
+    assert find_names(PairConfig(str(folder))).advice == Advice("auto", 5)
+    assert find_names(PairConfig(str(folder), "own/drafter")).advice == Advice()
+    write(folder, {**made_from, "drafter": "my-drafter"}, {})
+    assert find_names(PairConfig(str(folder))).advice == Advice()
+
+
+@pytest.mark.parametrize(("largest", "block"), [(4, 4), (8, 5)])
+def test_no_block_is_advised_beyond_the_drafters_own(hub, with_second, tmp_path, largest, block):
+    hub[DRAFTER] = write_drafter(tmp_path / "drafter", block_size=largest)
+    pair = load("Qwen/Qwen3-4B")
+    assert Session(pair, DecodeConfig("dflash")).config.block_size == block
 
 
 def test_the_second_drafter_of_a_pair_folder_is_used(pair_of, hub):

@@ -31,9 +31,10 @@ def settle(config: DecodeConfig, means: Means) -> DecodeConfig:
 
 
 def _method(config: DecodeConfig, means: Means) -> str:
-    """Settings that only one method has choose it; then what the target can do, then the advice.
+    """What only some method can do chooses it; then what the target can do, then the advice.
 
-    Trees are cut by what pays, down to plain decoding, so they come before blocks of one size.
+    Rejection sampling is dflash's, the published tree and another number of branches d2sd's. Trees
+    are cut by what pays, down to plain decoding, so they come before blocks of one size.
     """
     if config.method != AUTO:
         return config.method
@@ -42,7 +43,7 @@ def _method(config: DecodeConfig, means: Means) -> str:
     rejects = config.acceptance == "reject" and config.sampling.temperature > 0
     if rejects or not means.trees:
         return "dflash"
-    if config.growth == "paper":
+    if config.growth == "paper" or config.branches != DecodeConfig.branches:
         return "d2sd"
     if means.advice.method != AUTO:
         return means.advice.method
