@@ -54,12 +54,15 @@ class _Damage(ValueError):
         self.values = {"field": field, "found": str(found)[:200], "expected": str(expected)[:200]}
 
 
-def read_header(file: Path, next_step: str = DOWNLOAD_AGAIN) -> dict[str, TensorHeader]:
+def read_header(
+    file: Path, next_step: str = DOWNLOAD_AGAIN, place: str = ""
+) -> dict[str, TensorHeader]:
     """All tensors of a .safetensors file, from its head alone.
 
-    Raises Refused, a DFlashError, for a file that is no whole, consistent safetensors file or that
+    place: what to call the file, if not by its path. Raises Refused, a DFlashError, for a file that is no whole, consistent safetensors file or that
     MLX cannot read. Reads and allocates no more than a multiple of the head's true size.
     """
+    place = place or str(file)
     try:
         if not file.is_file():
             raise _Damage("it is no file")
@@ -68,15 +71,15 @@ def read_header(file: Path, next_step: str = DOWNLOAD_AGAIN) -> dict[str, Tensor
         with safe_open(file, framework="numpy"):
             return tensors
     except _Damage as damage:
-        finding = Finding("error", _sentence(file, damage), next_step, str(file), **damage.values)
+        finding = Finding("error", _sentence(place, damage), next_step, place, **damage.values)
         raise Refused(finding) from None
     except (SafetensorError, OSError) as error:
-        finding = Finding("error", _sentence(file, error), next_step, str(file))
+        finding = Finding("error", _sentence(place, error), next_step, place)
         raise Refused(finding) from None
 
 
-def _sentence(file: Path, reason: Exception) -> str:
-    return f"{file} is damaged ({reason})"
+def _sentence(place: str, reason: Exception) -> str:
+    return f"{place} is damaged ({reason})"
 
 
 def _head(file: Path) -> tuple[bytes, int]:
@@ -109,11 +112,6 @@ def parse_header(text: bytes, data_bytes: int) -> dict[str, TensorHeader]:
     if not isinstance(entries, dict):
         raise _Damage(f"its header is a JSON {type(entries).__name__}, not an object")
     entries.pop("__metadata__", None)
-    return check_entries(entries, data_bytes)
-
-
-def check_entries(entries: Mapping[str, Any], data_bytes: int) -> dict[str, TensorHeader]:
-    """The tensors in a header's JSON object, its metadata left out; raises as `parse_header`."""
     tensors = {name: _tensor(name, entry) for name, entry in entries.items()}
     _check_layout(tensors, data_bytes)
     return tensors

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 
 from dflash_mlx import DFlashError
 from dflash_mlx.compatibility import (
     Finding,
-    HubRepository,
     Refused,
     check_drafter,
     check_pair,
@@ -30,7 +28,6 @@ from dflash_mlx.load import load
 from dflash_mlx.pair_report import check_named, lines
 from drafter_formats import DRAFT_IDS, own_tables, speculators, version_1, write_shards
 from families import FAMILIES, make_model
-from hub_server import serve
 from recurrent_families import RECURRENT
 from reference_dflash import random_drafter, write_drafter_folder
 from test_load import edit_config, write_drafter, write_model, write_tokenizer
@@ -343,7 +340,7 @@ def test_nothing_is_found_twice_and_all_is_found_at_once(tmp_path):
     assert len(found) == len(set(found)) > 10
 
 
-# The doctor's report, and the hub
+# The doctor's report
 
 
 def test_the_report_has_both_parts_the_memory_and_every_next_step(model, drafter):
@@ -370,40 +367,3 @@ def test_the_embedded_pair_is_checked_by_its_numbers():
     report = check_named(PairConfig(drafter="smollm2-135m-dflash"))
     report.raise_first()
     assert report.target.config["hidden_size"] == 576
-
-
-def test_a_repository_is_checked_by_its_heads_and_no_weight_is_fetched(
-    model, drafter, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    with serve({"owner/model": model, "owner/drafter": drafter}) as hub:
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        local = check_target(model)
-        report = check_named(PairConfig("owner/model", "owner/drafter"))
-        assert report.findings == ()
-        assert report.target.weights == local.weights
-        ranges = {r for _, file, r in hub.requests if file.endswith(".safetensors")}
-        assert ranges == {"bytes=0-100000"}
-        with pytest.raises(DFlashError, match="'owner/none' is neither a folder nor a public"):
-            check_target(HubRepository("owner/none")).raise_first()
-
-
-def test_without_a_network_that_is_what_is_said(monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    (found,) = check_target(HubRepository("owner/model")).errors
-    assert "owner/model is no local folder, and the hub cannot be reached" in found.what
-    assert "network" in found.next_step
-
-
-def test_a_damaged_head_on_the_hub_is_refused_as_one_here_is(model, tmp_path, monkeypatch):
-    file = model / "model.safetensors"
-    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F64"', 1))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    with serve({"owner/model": model}) as hub:
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        (there,), (here,) = check_target(HubRepository("owner/model")).errors, errors(model)
-    assert there.what == here.what.replace(str(model), "owner/model")

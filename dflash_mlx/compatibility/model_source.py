@@ -9,22 +9,28 @@ import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, get_session, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, of its HTTP client
+    GatedRepoError,
     HfHubHTTPError,
     HTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
-    SafetensorsParsingError,
+)
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    hf_raise_for_status,
 )
 
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.findings import Finding, Refused
-from dflash_mlx.safetensors_header import TensorHeader, check_entries, read_header
+from dflash_mlx.safetensors_header import MAX_HEADER, TensorHeader, read_header
 
 MAX_JSON = 64 * 2**20  # bytes; tokenizers have 10 to 35 MiB
+FIRST_BYTES = 100_001  # asked for at once; few heads are longer
 _COMPLETE = "choose a complete model folder in Hugging Face format"
 
 
@@ -119,24 +125,45 @@ class HubRepository:
             raise self._refused(error) from None
 
     def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:
-        """By two requests at most, of the head alone."""
+        """By two requests at most, of the head alone; then as `read_header`, with no data."""
+        total, place = self.files.get(file, 0), self.place(file)
         try:
-            found = HfApi().parse_safetensors_file_metadata(self.name, file).tensors
-            entries = {
-                name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [*t.data_offsets]}
-                for name, t in found.items()
-            }
-            end = max((t.data_offsets[1] for t in found.values()), default=0)
-            return check_entries(entries, end)
-        except (SafetensorsParsingError, ValueError, TypeError) as error:
-            what = f"{self.place(file)} is damaged ({error})"
-            raise Refused(Finding("error", what, next_step, self.place(file))) from None
-        except (OSError, HTTPError) as error:
+            head = self._head(file, total)
+        except (OSError, HTTPError, ValueError) as error:
             raise self._refused(error) from None
+        with TemporaryDirectory() as folder:
+            copy = Path(folder) / "head.safetensors"
+            try:
+                with open(copy, "wb") as output:
+                    output.write(head[:total])
+                    output.truncate(total)  # a hole, which takes no place on the disk
+            except OSError as error:
+                what = f"the head of {place}, a file of {total} bytes, cannot be kept ({error})"
+                raise Refused(Finding("error", what, next_step, place)) from None
+            return read_header(copy, next_step, place)
+
+    def _head(self, file: str, total: int) -> bytes:
+        """At least its size field and its header, where so many bytes can be there."""
+        if not total:
+            return b""
+        found = self._bytes(file, 0, FIRST_BYTES)
+        end = 8 + int.from_bytes(found[:8], "little")
+        if len(found) < end <= min(total, 8 + MAX_HEADER):
+            found += self._bytes(file, len(found), end)
+        return found
+
+    def _bytes(self, file: str, begin: int, end: int) -> bytes:
+        headers = {**build_hf_headers(), "range": f"bytes={begin}-{end - 1}"}
+        response = get_session().get(hf_hub_url(self.name, file), headers=headers, timeout=20)
+        hf_raise_for_status(response)
+        return bytes(response.content)
 
     def _refused(self, error: Exception) -> DFlashError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, RepositoryNotFoundError):
+        if isinstance(error, GatedRepoError):  # which the next one includes
+            what = f"{self.name} is open only to those who have accepted its licence"
+            step = "accept its licence on the hub and log in"
+        elif isinstance(error, RepositoryNotFoundError):
             what, step = f"{self.name!r} is neither a folder nor a public model", "check the name"
         elif isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError):
             what, step = f"the hub refuses {self.name} ({reason})", "check the name and your access"
