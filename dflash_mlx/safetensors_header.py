@@ -59,8 +59,9 @@ def read_header(
 ) -> dict[str, TensorHeader]:
     """All tensors of a .safetensors file, from its head alone.
 
-    place: what to call the file, if not by its path. Raises Refused, a DFlashError, for a file that is no whole, consistent safetensors file or that
-    MLX cannot read. Reads and allocates no more than a multiple of the head's true size.
+    place: what to call the file, if not by its path. Raises Refused, a DFlashError, for a file
+    that is no whole, consistent safetensors file or that MLX cannot read. Reads and allocates no
+    more than a multiple of the head's true size.
     """
     place = place or str(file)
     try:
