@@ -21,7 +21,6 @@ from dflash_mlx.target import Target
 
 MARGIN = 2.0  # other tokens may have larger states than the few that are tried
 _TOKENS = 8
-_SAMPLED = 3  # weights that tell what type a model was trained in
 
 
 class RangeCheck:
@@ -62,11 +61,15 @@ class RangeCheck:
         return network
 
     def _pass(self, taps: tuple[int, ...]) -> list[mx.array]:
-        """Logits and features of tokens from all over the vocabulary."""
+        """Logits and features of tokens from all over the vocabulary.
+
+        Some families give certain tokens -inf whatever the input is; here those have 0.
+        """
         target = self._target
         vocabulary = target.forward(mx.zeros(1, mx.int32), target.new_cache(), Block(1))[0].shape[1]
         tokens = mx.arange(_TOKENS) * vocabulary // _TOKENS
         logits, features = target.forward(tokens, target.new_cache(), Block(_TOKENS), taps)
+        logits = mx.where((logits == -mx.inf).all(axis=0), 0, logits)
         return [logits] if features is None else [logits, features]
 
     def _drafts(self, network: Network, config: NetworkConfig) -> bool:
@@ -96,6 +99,6 @@ def _fit(arrays: Sequence[mx.array]) -> bool:
 def _trained_in(model: nn.Module) -> mx.Dtype:
     """Bfloat16, where a model's float16 weights look like they were that before; else float32."""
     weights: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
-    floats = [array for _, array in weights if array.dtype == mx.float16][:_SAMPLED]
-    exact = [mx.array_equal(a.astype(mx.bfloat16).astype(a.dtype), a) for a in floats]
-    return mx.bfloat16 if all(same.item() for same in exact) else mx.float32
+    floats = (array for _, array in weights if array.dtype == mx.float16)
+    exact = (mx.array_equal(a.astype(mx.bfloat16).astype(a.dtype), a) for a in floats)
+    return mx.bfloat16 if all(same.item() for same in exact) else mx.float32  # up to the first

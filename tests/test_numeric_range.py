@@ -18,6 +18,7 @@ from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.hooks import override
 from dflash_mlx.numeric_range import RangeCheck
 from dflash_mlx.observer import Observer
 from dflash_mlx.state import State
@@ -140,6 +141,42 @@ def test_weights_that_were_bfloat16_become_that_again(trained):
         tree_flatten(target.model.parameters()), tree_flatten(weights), strict=True
     ):
         assert mx.array_equal(cast.astype(mx.float16), before)
+
+
+def test_one_weight_that_was_never_bfloat16_is_enough_for_float32():
+    target = make_target(30000)
+    weights = tree_map(lambda a: a.astype(mx.bfloat16).astype(a.dtype), target.model.parameters())
+    target.model.update(weights)
+    target.model.layers[-1].mlp.down_proj.weight[3, 5] = 1 + 2**-10
+    (note,) = RangeCheck(target, []).notes
+    assert note.endswith("it computes in float32")
+    assert target.model.layers[-1].mlp.down_proj.weight[3, 5].item() == 1 + 2**-10
+
+
+def give_no_chance(target: Target, tokens: mx.array, rows: slice) -> None:
+    """Make the model give these tokens -inf, in these rows of a pass."""
+
+    def masked(model: Any, forward: Any, *args: Any, **kwargs: Any) -> mx.array:
+        logits = forward(model, *args, **kwargs)
+        chances = mx.zeros(logits.shape[1:], logits.dtype)
+        chances[rows, tokens] = -mx.inf
+        return logits + chances
+
+    override(target.model, masked)
+
+
+def test_tokens_that_a_family_never_says_are_not_beyond_the_range():
+    """As mlx-lm's phi3small does with the ids that stand for nothing."""
+    target = make_target(1)
+    give_no_chance(target, mx.array([1, 50, 96]), slice(None))
+    assert RangeCheck(target, []).notes == [] and target.dtype == mx.float16
+
+
+def test_a_token_that_has_minus_infinity_in_some_rows_only_is_beyond_the_range():
+    target = make_target(1)
+    give_no_chance(target, mx.array([50]), slice(3, 5))
+    with pytest.raises(DFlashError, match="numbers that are infinite"):
+        RangeCheck(target, [])
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
