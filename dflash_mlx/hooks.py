@@ -18,17 +18,24 @@ from dflash_mlx.routing import Kernels
 from kernels_metal.operations import CASCADE_ATTENTION, VERIFY_QMM
 from kernels_metal.verify_qmm import MAX_ROWS, Packing
 
+_ROUTE = "_routed_through"  # in the class of a hooked module: what its calls go through
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
 
 
 def override(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Route calls of this one module through `call(module, original, *args, **kwargs)`."""
+    """Route calls of this one module through `call(module, original, *args, **kwargs)`.
+
+    Where they go through the same `call` already, they stay as they are.
+    """
     original = type(module)
+    if any(call in vars(kind).get(_ROUTE, ()) for kind in original.__mro__):
+        return
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return call(self, original.__call__, *args, **kwargs)
 
     _replace(module, "__call__", __call__)
+    setattr(type(module), _ROUTE, (call,))
 
 
 class KernelHooks:

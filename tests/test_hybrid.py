@@ -17,6 +17,7 @@ from dflash_mlx import recurrent
 from dflash_mlx.block import Block
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.exact import lead
+from dflash_mlx.hooks import override
 from dflash_mlx.layouts import Recurrent, is_recurrent, may_be_recurrent
 from dflash_mlx.target import Target
 from dflash_mlx.tree import Tree
@@ -304,6 +305,48 @@ def test_a_hook_leaves_parameters_and_other_modules_alone():
     }
     mixers = {f"language_model.model.layers.{i}.linear_attn" for i in (0, 2)}
     assert changed == {*mixers, "language_model.model.layers.1.self_attn.rope"}
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_two_targets_on_one_model_take_drafts_back_alike(name):
+    model, prompt, rows = make_model(name), tokens_of(3, 12), tokens_of(4, 5)
+    for target in [Target(model, 512, name) for _ in range(2)]:
+        cache = fresh(target, prompt)
+        forward(target, cache, rows)
+        assert len(cache._recurrent._running.calls) == len(cache._recurrent.layers)
+        cache.commit(range(3))
+        assert difference(target, cache, prompt + rows[:3]) < TOLERANCE
+
+
+def change_states_in_place(model):
+    """Make mixers write their new state into the array that held the old one."""
+
+    def call(mixer, forward, x, mask=None, cache=None):
+        before = list(cache.cache)
+        output = forward(mixer, x, mask=mask, cache=cache)
+        for i, array in enumerate(before):
+            if array is not None:
+                array += cache[i] - array
+                cache[i] = array
+        return output
+
+    for mixer in recurrent._mixers(model, "in place"):
+        override(mixer, call)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_states_that_are_changed_in_place_can_be_taken_back_too(name):
+    model, prompt, rows = make_model(name), tokens_of(3, 12), tokens_of(4, 5)
+    change_states_in_place(model)
+    target = Target(model, 512, name)
+    start = fresh(target, prompt)
+    for kept in (0, 2, 5):
+        cache = start.fork()
+        forward(target, cache, rows)
+        cache.commit(range(kept))
+        assert difference(target, cache, prompt + rows[:kept]) < TOLERANCE
+        cache.trim(12)
+        assert difference(target, cache, prompt) < TOLERANCE
 
 
 def test_a_model_is_used_as_before_outside_the_target(targets):
