@@ -64,7 +64,7 @@ def difference(target: Target, cache: SequenceCache, tokens: Sequence[int]) -> f
     """By how much a cache is off from one fresh pass over `tokens`.
 
     The largest of: any number of a recurrent state, over that of the state's largest (or 1), and
-    any logit of two more tokens.
+    any logit of two more tokens; no number, where any of these is none.
     """
     assert cache.length == len(tokens)
     expected = fresh(target, tokens)
@@ -75,7 +75,7 @@ def difference(target: Target, cache: SequenceCache, tokens: Sequence[int]) -> f
         for a, b in zip(ours, theirs, strict=True)
     ]
     logits = [np.array(forward(target, c.fork(), [3, 5])) for c in (cache, expected)]
-    return max([*off, np.abs(logits[0] - logits[1]).max()])
+    return float(np.max([*off, np.abs(logits[0] - logits[1]).max()]))
 
 
 def oracle(prompt: list[int], plain: list[int], case: Callable[[], tuple[int, int]]) -> Scripted:
