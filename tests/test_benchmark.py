@@ -274,6 +274,14 @@ def test_without_confidences_and_sweeps_there_are_no_pictures_of_them(measured, 
     assert [file.name for file in files] == ["speed.png", "acceptance.png"]
 
 
+def test_a_sweep_with_auto_is_over_what_auto_is_with_the_pair(folders):
+    more = ["--methods", "auto", "--sweep", "budget=4,8", "--limit", "1", "--max-tokens", "3"]
+    report = run(folders, *more)
+    assert list(report["methods"]) == ["none", "ddtree:budget=4", "ddtree:budget=8"]
+    runs = {value: f"ddtree:budget={value}" for value in ("4", "8")}
+    assert report["sweep"]["lines"] == {"ddtree": runs}
+
+
 def test_contexts_are_compared_side_by_side(folders, capsys):
     more = ["--methods", "none", "--limit", "1", "--max-tokens", "2"]
     report = run(folders, *more, "--context", "60,200")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_mlx.benchmark.selection import Sweep, read_methods, settle_all
+from dflash_mlx.benchmark.selection import Sweep, name_blocks, read_methods, settle_all
 from dflash_mlx.config import DecodeConfig
 from dflash_mlx.drafters.auto import Means
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.registry import Advice
 
 
 def methods(names: str, **settings: object) -> dict[str, DecodeConfig]:
@@ -120,3 +121,28 @@ def test_auto_goes_by_the_name_of_what_it_is_with_the_pair(means, names):
 def test_methods_that_were_chosen_keep_their_names_and_settings():
     chosen = methods("dflash:4,ddtree:budget=16,d2sd:8:growth=paper,resample")
     assert settle_all(chosen, Means(2)) == chosen
+
+
+@pytest.mark.parametrize("sweep", ["block=4,8", "branches=2,4", "budget=4,8"])
+def test_auto_may_have_any_setting_until_it_is_settled(sweep):
+    setting, _, values = sweep.partition("=")
+    expected = ["none", *(f"auto:{setting}={value}" for value in values.split(","))]
+    assert expand(sweep, "auto") == expected
+    settled = settle_all(methods("auto"), Means(1, trees=False))
+    if setting != "block":
+        with pytest.raises(DFlashError, match=f"no method has a {setting} to sweep"):
+            Sweep.read(sweep).expand(settled, 8)
+
+
+def advised(names: str, **settings: object) -> dict[str, int | None]:
+    """Names and blocks with a pair of which a block of 5 is advised."""
+    asked = DecodeConfig(**settings)
+    settled = settle_all(read_methods(names, asked), Means(1, False, Advice("auto", 5)))
+    return {name: c.block_size for name, c in name_blocks(settled, asked).items()}
+
+
+def test_the_block_that_is_advised_is_in_the_name_of_its_run():
+    found = advised("auto,dflash,dflash:4,ngram")
+    assert found == {"none": None, "dflash:5": 5, "dflash:4": 4, "ngram": None}
+    assert advised("dflash:exact=on") == {"none": None, "dflash:exact=on:5": 5}
+    assert advised("dflash", block_size=5) == {"none": None, "dflash": 5}

@@ -15,7 +15,7 @@ from dflash_mlx.benchmark.measure import run_all
 from dflash_mlx.benchmark.plots import draw_all
 from dflash_mlx.benchmark.prompts import Question, describe_lengths, questions, read_contexts
 from dflash_mlx.benchmark.rounds import separate_rows
-from dflash_mlx.benchmark.selection import Sweep, read_methods, settle_all
+from dflash_mlx.benchmark.selection import Sweep, name_blocks, read_methods, settle_all
 from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.budget import PassTimes, stored_times
 from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> None:
     if sweep is not None:
         methods, lines = sweep.expand(methods, largest_block(pair))
         report["sweep"] = {"setting": sweep.setting, "lines": lines}
+    methods = name_blocks(methods, config)
     asked = questions(pair.tokenizer, rows, contexts, read_prompts(arguments.prompts, None))
     report["settings"] |= settings(asked, config, methods)
     times = merge_times(pair, methods)

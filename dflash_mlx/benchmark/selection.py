@@ -10,7 +10,7 @@ from dflash_mlx.drafters.auto import Means, settle
 from dflash_mlx.errors import DFlashError
 
 PLAIN = "none"
-AUTO = "auto"  # the budget that pays on this machine
+AUTO = "auto"  # the budget that pays on this machine; the method that a pair is best used with
 
 _SWITCHES = tuple(
     f.name for f in fields(DecodeConfig) if isinstance(f.default, bool) and f.name != "recalibrate"
@@ -51,6 +51,22 @@ def settle_all(methods: dict[str, DecodeConfig], means: Means) -> dict[str, Deco
         config = settle(config, means)
         settled[":".join([config.method, *name.split(":")[1:]])] = config
     return settled
+
+
+def name_blocks(methods: dict[str, DecodeConfig], asked: DecodeConfig) -> dict[str, DecodeConfig]:
+    """`methods` with the block that is advised for the pair in their names, where one is."""
+    named = {}
+    for name, config in methods.items():
+        is_advised = config.block_size != asked.block_size and "block_size" not in _own(name)
+        shown = config.block_size if is_advised else None
+        named[name if shown is None else f"{name}:{shown}"] = config
+    return named
+
+
+def _own(name: str) -> set[str]:
+    """The settings that a method has by its name."""
+    keys = [detail.partition("=")[0] for detail in name.split(":")[1:]]
+    return {_FIELDS.get(key, "block_size") for key in keys}
 
 
 def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
@@ -115,8 +131,9 @@ class Sweep:
     ) -> tuple[dict[str, DecodeConfig], dict[str, dict[str, str]]]:
         """The methods to run; and, by method swept, the name of each value's run.
 
-        Methods without the setting, or with a value of their own for it, run once. Raises
-        DFlashError where no method is left to sweep.
+        Methods without the setting, or with a value of their own for it, run once. `auto` may have
+        any setting as long as it is not settled. Raises DFlashError where no method is left to
+        sweep.
         """
         expanded: dict[str, DecodeConfig] = {}
         lines: dict[str, dict[str, str]] = {}
@@ -138,11 +155,9 @@ class Sweep:
         return expanded, lines
 
     def _applies(self, name: str, config: DecodeConfig) -> bool:
-        fixed = [detail.partition("=")[0] for detail in name.split(":")[1:]]
-        own = {_FIELDS.get(key, "block_size") for key in fixed}
         published = self.setting == "budget" and config.growth == "paper"
-        takes = config.method in _TAKERS[self.setting] and not published
-        return takes and _FIELDS[self.setting] not in own
+        takes = config.method in (AUTO, *_TAKERS[self.setting]) and not published
+        return takes and _FIELDS[self.setting] not in _own(name)
 
     def _values(self, largest_block: int) -> tuple[str, ...]:
         if self.setting != "block" or self.given:
