@@ -24,6 +24,7 @@ from dflash_mlx.load import load_pair
 from dflash_mlx.state import State
 from dflash_mlx.target import Target
 from families import VOCAB_SIZE, make_model
+from recurrent_families import RECURRENT
 from reference_dflash import write_drafter_folder
 from test_convert_target import assert_same_tensors, config, convert, tensors
 from test_load import drafter_config, write_drafter, write_model
@@ -267,6 +268,19 @@ def test_a_drafter_of_another_target_makes_no_pair(tmp_path, model):
     with pytest.raises(DFlashError, match="number of target layers 7, but .* has 3"):
         convert(model, tmp_path / "pair", "--pair", str(drafter))
     assert not (tmp_path / "pair").exists()
+
+
+def test_a_target_whose_language_model_is_a_part_of_its_config_makes_a_pair(tmp_path):
+    source = write_model(tmp_path / "model", make_model("qwen3_5"))
+    text = {**RECURRENT["qwen3_5"], "model_type": "qwen3_5_text"}
+    nested = {"model_type": "qwen3_5", "text_config": text, "eos_token_id": 1}
+    (source / "config.json").write_text(json.dumps(nested))
+    drafter = write_drafter(tmp_path / "drafter")
+    folder = convert(source, tmp_path / "pair", "--pair", str(drafter))
+    assert load(str(folder)).network_config == read_config(drafter)
+    wrong = write(tmp_path / "wrong", {**drafter_config(), "num_target_layers": 7})
+    with pytest.raises(DFlashError, match="number of target layers 7, but .* has 3"):
+        convert(source, tmp_path / "none", "--pair", str(wrong))
 
 
 def test_target_and_drafter_the_wrong_way_round_are_refused(tmp_path, model):

@@ -18,7 +18,10 @@ from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.drafters.selected import SelectedPath
 from dflash_mlx.sequence import SequenceCache
 from dflash_mlx.state import State
-from reference_dflash import write_drafter_folder
+from dflash_mlx.target import Target
+from families import make_model
+from reference_dflash import random_drafter, write_drafter_folder
+from test_load import drafter_config
 
 published: Any = pytest.importorskip(
     "dflash.model_mlx", reason="scripts/test installs dflash==0.1.0 (see CONTRIBUTING.md)"
@@ -35,6 +38,7 @@ class Tables:
 
     def __init__(self, vocabulary: int, d: int) -> None:
         rng = np.random.default_rng(0)
+        self.model = nn.Module()  # where a target's other modules are
         self.embed_tokens = nn.Embedding(vocabulary, d)
         self.embed_tokens.weight = mx.array(rng.normal(size=(vocabulary, d)), dtype=mx.float32)
         self.lm_head = nn.Linear(d, vocabulary, bias=False)
@@ -96,6 +100,30 @@ def test_a_shipped_drafter_gives_the_reference_the_same_block_logits(
     assert ours.shape == theirs[0].shape
     assert float(mx.abs(ours - theirs[0]).max()) < TOLERANCE
     assert float(mx.abs(ours).max()) > 1
+
+
+@pytest.mark.parametrize(
+    ("family", "scale"), [("llama", 1.0), ("gemma3_text", 1.0), ("gemma4_text", 8.0)]
+)
+def test_a_target_s_own_embedding_scale_is_applied_as_the_reference_does(
+    monkeypatch, tmp_path, family, scale
+):
+    """Gemma 3 multiplies by 8 too, in its forward pass, which the reference does not see."""
+    raw = drafter_config()
+    write_drafter_folder(tmp_path, raw, random_drafter(raw))
+    model = make_model(family)
+    both = Both(tmp_path, monkeypatch)
+    both.theirs.bind(model)
+    assert both.theirs.embed_scale == scale
+    network: Any = load_network(tmp_path, both.config, mx.float32)
+    ours = BlockModel(network, both.config, Target(model, 512, family))
+    features = both.features(20)
+    theirs = both.theirs(both.block(7), features[None], both.theirs.make_cache(), logits_start=1)[0]
+    context = ours.new_context()
+    context.append(features)
+    logits = ours.logits(context, mx.array([7]), both.config.block_size)
+    assert float(mx.abs(logits - theirs).max()) < TOLERANCE
+    assert float(mx.abs(logits).max()) > 0.5
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

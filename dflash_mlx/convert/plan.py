@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dflash_mlx import pair_folder
 from dflash_mlx.compatibility import check_drafter, check_pair, check_target
+from dflash_mlx.compatibility.target_config import language_model
 from dflash_mlx.convert import hub
 from dflash_mlx.convert.conversion import DRAFTER, TARGET, Conversion
 from dflash_mlx.convert.drafter import plan_drafter
@@ -102,7 +103,7 @@ def plan_sources(destination: Path, sources: Mapping[str, Source], settings: Con
     if (target := conversions.get(pair_folder.TARGET)) is not None:
         for source in sources.values():
             if source.kind == DRAFTER:  # once more, for a target without a config.json
-                check_fit(read_config(source.path), target.config, target.name)
+                check_fit(read_config(source.path), language_model(target.config), target.name)
     return Plan(destination, sources, conversions)
 
 

@@ -30,6 +30,9 @@ class BlockModel:
         self._network = network
         self._kv_bits = target.kv_bits
         self._embed: Any = network.embed_tokens if config.own_embedding else target.embedding()
+        self._scale = config.input_embedding_scale * (
+            1.0 if config.own_embedding else _embedding_scale(target)
+        )
         self._head: Callable[[mx.array], mx.array]
         self._head = network.lm_head if config.own_head else target.head()
         self._ids: mx.array | None = None
@@ -71,7 +74,7 @@ class BlockModel:
             hidden = mx.array([*prefix, *masks], dtype=anchor.dtype)
             blocks += [anchor, hidden]
             masked += range(i * rows + 1 + len(prefix), (i + 1) * rows)
-        x = self._embed(mx.concatenate(blocks)[None]) * config.input_embedding_scale
+        x = self._embed(mx.concatenate(blocks)[None]) * self._scale
         states = self._network(x, context.cache, branches=len(prefixes)).astype(x.dtype)
         return states[0, 1:] if len(masked) == x.shape[1] - 1 else states[0, mx.array(masked)]
 
@@ -85,3 +88,20 @@ class BlockModel:
         whole = mx.full((logits.shape[0], self.config.vocab_size), -mx.inf, dtype=logits.dtype)
         whole[:, self._ids] = logits
         return whole
+
+
+def _embedding_scale(target: Target) -> float:
+    """The factor that a target keeps beside its embedding as `embed_scale`, else 1.
+
+    As z-lab's MLX module does: families that multiply in their forward pass have no such attribute.
+    """
+    embedding = target.embedding()
+    beside = (
+        module
+        for module in target.model.modules()
+        if any(child is embedding for child in module.values())
+    )
+    for holder in (embedding, next(beside, embedding)):
+        if (scale := getattr(holder, "embed_scale", None)) is not None:
+            return float(scale)
+    return 1.0
