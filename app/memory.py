@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 import mlx.core as mx
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError  # type: ignore[attr-defined]
 
 from dflash_chat.figures import gigabytes
 from dflash_mlx import DFlashError
-from dflash_mlx.compatibility import LocalFolder
+from dflash_mlx.compatibility import HubRepository, LocalFolder
 from dflash_mlx.compatibility.model_source import read_json
 from dflash_mlx.compatibility.target_config import quantisation
 from dflash_mlx.compatibility.weight_files import HEADROOM, Weights, check_weights
+from dflash_mlx.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
 from dflash_mlx.default_model import DEFAULT_TARGET
 from dflash_mlx.findings import Collector
 from dflash_mlx.machine import describe_machine
@@ -65,7 +65,7 @@ def needed_by(names: Names) -> int:
     if names.model is None:
         target = int(DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1))
     else:
-        target = needed_by_name(names.model, "model*.safetensors")
+        target = needed_by_name(names.model, TARGET_WEIGHTS)
     drafters = (name for name in (names.drafter, names.second_drafter) if name is not None)
     return target + sum(needed_by_name(name) for name in drafters)
 
@@ -74,20 +74,17 @@ def needed_by_name(name: str, pattern: str = "*.safetensors") -> int:
     """`needed` for a folder or a Hugging Face id, without downloading; 0 where it is not known."""
     try:
         folder = shipped_folder(name) or Path(name).expanduser()
-        if not folder.is_dir():
-            folder = Path(snapshot_download(name, local_files_only=True))
-        return needed(folder, pattern)
-    except (LocalEntryNotFoundError, FileNotFoundError):
-        return _needed_from_hub(name)
+        there = folder if folder.is_dir() else whole_snapshot(name, pattern)
     except (OSError, RuntimeError, ValueError):
-        return 0  # no such user's home, a name that is no id: loading says what is wrong
+        return 0  # no such user's home, a name that is no path: loading says what is wrong
+    return _needed_from_hub(name, pattern) if there is None else needed(there, pattern)
 
 
-def _needed_from_hub(name: str) -> int:
-    """From the sizes that the hub lists; half-precision weights are assumed."""
+def _needed_from_hub(name: str, pattern: str) -> int:
+    """From the sizes that the hub lists, of its folder's top; half precision is assumed."""
     try:
-        files = HfApi().model_info(name, files_metadata=True, timeout=10).siblings or []
-    except (OSError, HTTPError, ValueError):
+        files = HubRepository(name).files
+    except DFlashError:
         return 0
-    stored = sum(f.size or 0 for f in files if f.rfilename.endswith(".safetensors"))
+    stored = sum(size for file, size in files.items() if fnmatch(file, pattern))
     return int(stored * HEADROOM * (2 if on_cpu() else 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,8 +16,10 @@ from huggingface_hub.errors import CacheNotFound
 from dflash_chat import memory
 from dflash_chat.figures import gigabytes
 from dflash_mlx import DFlashError, PairConfig, registry
-from dflash_mlx.compatibility import check_drafter, check_pair, describe_target
+from dflash_mlx.compatibility import LocalFolder, check_drafter, check_pair, describe_target
+from dflash_mlx.compatibility.model_source import read_json
 from dflash_mlx.compatibility.target_config import is_drafter, language_model
+from dflash_mlx.compatibility.whole import TARGET_WEIGHTS, is_whole
 from dflash_mlx.pair_folder import is_pair_folder
 from dflash_mlx.resolve import DEFAULT_MODEL, find_names, shipped_folder
 
@@ -93,7 +95,7 @@ def local_pairs(here: Path) -> list[Candidate]:
 
 def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> Candidate:
     """The model with the registry's drafter, or else the first of `drafters` that fits it."""
-    needs = memory.needed(model.path, "model*.safetensors")
+    needs = memory.needed(model.path, TARGET_WEIGHTS)
     if (entry := registry.find(model.name)) is not None:
         config, drafter = PairConfig(model.name), entry.drafter
         there = next((d.path for d in drafters if d.name == drafter), shipped_folder(drafter))
@@ -122,10 +124,11 @@ def local_folders(here: Path) -> list[Folder]:
 
 
 def _subfolders(here: Path) -> list[Path]:
+    """Also one that may not be entered, or that is a link to such; `Path.is_dir` would raise."""
     found: list[Path] = []
     for parent in (here, here / "models"):
         with suppress(OSError):
-            found += sorted(child for child in parent.iterdir() if child.is_dir())
+            found += sorted(child for child in parent.iterdir() if os.path.isdir(child))
     return found
 
 
@@ -140,7 +143,8 @@ def cached_folders() -> list[Folder]:
         for repo in sorted(repos, key=lambda repo: repo.repo_id)
         if repo.revisions
     )
-    return _folders(newest, "Hugging Face cache")
+    found = _folders(newest, "Hugging Face cache")
+    return [folder for folder in found if is_whole(folder.path, _weights(folder))]
 
 
 def near_names(typed: str) -> list[str]:
@@ -156,13 +160,16 @@ def near_names(typed: str) -> list[str]:
 def _folders(named: Iterable[tuple[str, Path]], place: str = "local folder") -> list[Folder]:
     found = []
     for name, path in named:
-        try:
-            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(config, dict) and any(path.glob("*.safetensors")):
-            found.append(Folder(name, path, config, place))
+        source = LocalFolder(path)
+        with suppress(DFlashError):  # no model, or a damaged one
+            config = read_json(source, "config.json")
+            if any(file.endswith(".safetensors") for file in source.files):
+                found.append(Folder(name, path, config, place))
     return found
+
+
+def _weights(folder: Folder) -> str:
+    return "*.safetensors" if is_drafter(folder.config) else TARGET_WEIGHTS
 
 
 def _fits(drafter: Folder, model: Folder) -> bool:

@@ -8,6 +8,7 @@ what wrote it.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dflash_mlx.errors import DFlashError
 
 FILE = "pair.json"
 VERSION = 1
+MAX_BYTES = 2**20
 TARGET, DRAFTER, SECOND_DRAFTER = "target", "drafter", "second-drafter"
 
 _CONVERT_AGAIN = "convert the pair again with python -m dflash_mlx.convert"
@@ -32,8 +34,8 @@ class PairFolder:
 
 
 def is_pair_folder(folder: Path) -> bool:
-    """Whether `folder` holds a pair, readable or not."""
-    return (folder / FILE).is_file()
+    """Whether `folder` holds a pair, readable or not; a folder that cannot be entered does not."""
+    return os.path.isfile(folder / FILE)  # where `Path.is_file` would raise
 
 
 def read(folder: Path) -> PairFolder:
@@ -44,23 +46,26 @@ def read(folder: Path) -> PairFolder:
     names = _names(folder / FILE)
     folders = {part: folder / part for part in names}
     for part in folders.values():
-        if not part.is_dir():
+        if not os.path.isdir(part):
             raise DFlashError(f"{folder} lacks the folder {part.name}", _CONVERT_AGAIN)
     return PairFolder(folders[TARGET], folders[DRAFTER], folders.get(SECOND_DRAFTER), names)
 
 
 def _names(file: Path) -> dict[str, str]:
     try:
+        if not os.path.isfile(file) or file.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it is no file of up to {MAX_BYTES} bytes")
         raw: Any = json.loads(file.read_text(encoding="utf-8"))
         version, names = raw["version"], raw["made_from"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be read ({error})"
         raise DFlashError(f"{file} {reason}", _CONVERT_AGAIN) from None
     if version != VERSION:
-        raise DFlashError(f"{file} has version {version!r}, supported is {VERSION}", _CONVERT_AGAIN)
+        shown = repr(version)[:80]
+        raise DFlashError(f"{file} has version {shown}, supported is {VERSION}", _CONVERT_AGAIN)
     known, needed = {TARGET, DRAFTER, SECOND_DRAFTER}, {TARGET, DRAFTER}
     if not isinstance(names, dict) or not needed <= names.keys() <= known:
-        raise DFlashError(f"made_from in {file} is {names!r}", _CONVERT_AGAIN)
+        raise DFlashError(f"made_from in {file} is {repr(names)[:200]}", _CONVERT_AGAIN)
     return {str(part): str(name) for part, name in names.items()}
 
 

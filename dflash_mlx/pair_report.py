@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import mlx.core as mx
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
 
 from dflash_mlx.compatibility import (
     DrafterFacts,
@@ -23,6 +20,7 @@ from dflash_mlx.compatibility import (
 from dflash_mlx.compatibility.model_source import ModelSource
 from dflash_mlx.compatibility.target_config import check_built
 from dflash_mlx.compatibility.weight_files import Weights
+from dflash_mlx.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
 from dflash_mlx.config import PairConfig
 from dflash_mlx.resolve import find_names, local_folder, shipped_folder
 from dflash_mlx.target_loading import find_target
@@ -48,16 +46,9 @@ def check_named(config: PairConfig) -> Report:
 
 def _source(name: str, option: str) -> ModelSource:
     """Where `name` is; a whole copy in the Hugging Face cache goes before the hub."""
-    folder = shipped_folder(name) or local_folder(name, option) or _cached(name)
+    pattern = TARGET_WEIGHTS if option == "model" else "*.safetensors"
+    folder = shipped_folder(name) or local_folder(name, option) or whole_snapshot(name, pattern)
     return HubRepository(name) if folder is None else LocalFolder(folder)
-
-
-def _cached(name: str) -> Path | None:
-    try:
-        folder = Path(snapshot_download(name, local_files_only=True))
-    except (OSError, HTTPError, ValueError):
-        return None
-    return folder if any(folder.glob("*.safetensors")) else None
 
 
 def lines(report: Report) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Memory that models need, and which ones can be chosen."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,6 +148,39 @@ def test_models_of_the_hugging_face_cache_are_listed(monkeypatch, folders):
     monkeypatch.setattr(picker, "scan_cache_dir", lambda: info)
     (folder,) = picker.cached_folders()
     assert (folder.name, folder.place) == ("owner/tiny", "Hugging Face cache")
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_folders_that_cannot_be_read_are_no_models(tmp_path, folders, monkeypatch):
+    """The tests may run as root, who may enter all folders, so what raises is put in place."""
+    local = str(link(folders["model"], tmp_path))
+    (tmp_path / "a-private").mkdir()
+    (tmp_path / "a-nested").mkdir()
+    (tmp_path / "a-nested" / "config.json").write_text("[" * 100_000)
+    (tmp_path / "a-nested" / "pair.json").write_text("[" * 100_000)
+    (tmp_path / "a-pipe").mkdir()
+    for name in ("config.json", "pair.json"):
+        os.mkfifo(tmp_path / "a-pipe" / name)  # opening it would wait for ever
+    forbid(monkeypatch, tmp_path / "a-private")
+    found = listed(tmp_path)
+    assert local in found
+    assert found[str(tmp_path / "a-nested")].needs == 0, "choosing it says how it is damaged"
+    assert not any("private" in name or "pipe" in name for name in found)
+
+
+def forbid(monkeypatch, folder):
+    """Nothing in `folder` may be looked at."""
+
+    def forbidden(function):
+        def call(path, *arguments, **keywords):
+            if folder in Path("" if isinstance(path, int) else path).parents:
+                raise PermissionError(13, "Permission denied", str(path))
+            return function(path, *arguments, **keywords)
+
+        return call
+
+    for name in ("stat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, forbidden(getattr(os, name)))
 
 
 @pytest.mark.usefixtures("no_cache")

@@ -82,6 +82,16 @@ def check_weights(
     return Weights({n: tensor for tensors in headers.values() for n, tensor in tensors.items()})
 
 
+def missing_files(source: ModelSource, files: list[str], pattern: str) -> Iterator[Finding]:
+    """Weight files that are not there, though the names of `files` or the index ask for them.
+
+    pattern: of the weight files that are wanted. Raises Refused for an index that is unreadable.
+    """
+    yield from _missing_shards(source, files, DOWNLOAD_AGAIN)
+    if INDEX in source.files and fnmatch(INDEX, f"{pattern}*"):
+        yield from _against_index(source, read_json(source, INDEX), {}, DOWNLOAD_AGAIN)
+
+
 def _no_weights(source: ModelSource, pattern: str, next_step: str) -> Finding:
     pickled = [name for name in source.files if any(fnmatch(name, p) for p in _PICKLED)]
     if pickled:

@@ -16,13 +16,13 @@ from tqdm.auto import tqdm
 
 from dflash_mlx.compatibility import HubRepository
 from dflash_mlx.compatibility.weight_files import INDEX
+from dflash_mlx.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
 from dflash_mlx.convert.staging import check_space
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.findings import in_one_line
 from dflash_mlx.safetensors_header import TensorHeader, read_header
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "LICENSE*")
-WEIGHTS = "model*.safetensors"
 CHOOSE_ANOTHER = "choose another model"
 
 _SMALL = ("config.json", "generation_config.json", "tokenizer_config.json")
@@ -37,7 +37,7 @@ def cached(name: str) -> Path | None:
     try:
         wanted = _wanted(list(HubRepository(name).files))
     except DFlashError:
-        return _snapshot_offline(name)
+        return whole_snapshot(name)
     return None if _missing(name, wanted) else _download(name, wanted)
 
 
@@ -105,8 +105,8 @@ class _NoBar(tqdm):  # type: ignore[misc]  # tqdm has no types
 def _wanted(files: Sequence[str]) -> list[str]:
     """Without other libraries' copies of the weights, where there are files that mlx-lm reads."""
     readable = [file for file in files if any(fnmatch(file, pattern) for pattern in FILES)]
-    if any(fnmatch(file, WEIGHTS) for file in readable):
-        return [f for f in readable if not f.endswith(".safetensors") or fnmatch(f, WEIGHTS)]
+    if any(fnmatch(file, TARGET_WEIGHTS) for file in readable):
+        return [f for f in readable if not f.endswith(".safetensors") or fnmatch(f, TARGET_WEIGHTS)]
     return readable
 
 
@@ -120,17 +120,6 @@ def _missing(name: str, wanted: list[str]) -> int:
 def _download(name: str, wanted: list[str]) -> Path:
     with _as_sentences(name):
         return Path(snapshot_download(name, allow_patterns=wanted))
-
-
-def _snapshot_offline(name: str) -> Path | None:
-    patterns = [WEIGHTS if pattern == "*.safetensors" else pattern for pattern in FILES]
-    try:
-        found = snapshot_download(
-            name, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=True
-        )
-        return Path(found)
-    except _DOWNLOAD_ERRORS:
-        return None
 
 
 @contextmanager
