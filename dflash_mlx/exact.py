@@ -61,16 +61,15 @@ def measure_noise(target: Target) -> Noise:
     tokens = min(_TOKENS, target.context_length // 4)
     start = _prompt_cache(target, tokens)
     answer, plain = _greedy(target, start.fork(), tokens)
-    cache, wide = start.fork(), 0.0
+    cache, wide, behind = start.fork(), 0.0, 0.0
     for logits, at in _wide_passes(target, cache, answer):
-        wide = max(wide, _spread(logits, plain[at : at + logits.shape[0]]))
-    behind = 0.0
-    for i in range(1, tokens, 2):
-        fork = cache.fork()
-        if fork.can_trim(start.length + i):
-            fork.trim(start.length + i)
-            logits, _ = target.forward(mx.array([answer[i]]), fork, Block(1))
-            behind = max(behind, _spread(logits, plain[i : i + 1]))
+        end = at + logits.shape[0]
+        wide = max(wide, _spread(logits, plain[at:end]))
+        for i in range(at | 1, end, 2):
+            fork = cache.fork()
+            fork.commit(range(i - at))
+            row, _ = target.forward(mx.array([answer[i]]), fork, Block(1))
+            behind = max(behind, _spread(row, plain[i : i + 1]))
     return Noise(SAFETY * max(wide, behind), SAFETY * behind)
 
 
@@ -99,7 +98,11 @@ def _greedy(target: Target, cache: SequenceCache, tokens: int) -> tuple[list[int
 def _wide_passes(
     target: Target, cache: SequenceCache, answer: list[int]
 ) -> Iterator[tuple[mx.array, int]]:
-    """Commit the answer by passes of several rows; yields logits and where in it they begin."""
+    """Commit the answer by passes of several rows.
+
+    Yields the logits of the rows that will stay and where in the answer they begin, before the
+    pass is committed.
+    """
     at, last, number = 0, len(answer) - 1, 0
     room = target.context_length - cache.length - last
     while at < last:

@@ -182,6 +182,18 @@ def test_exact_answers_are_plain_decodings_and_probes_leave_the_state_alone(pair
     assert first_difference(pair.target, prompt, plain, wrong).position == 5
 
 
+def test_noise_is_measured_behind_every_second_token_of_a_hybrids_answer(target, monkeypatch):
+    forward, rows = target.forward, []
+
+    def counted(tokens, cache, block, taps=()):
+        rows.append(block.rows)
+        return forward(tokens, cache, block, taps)
+
+    monkeypatch.setattr(target, "forward", counted)
+    measure_noise(target)
+    assert rows.count(1) == 1 + 32 + 16  # the size of the vocabulary, the answer, half of it again
+
+
 def test_the_whole_of_an_exact_answer_can_be_decided_by_one_row_passes(pair):
     """Every token a near-tie: each is decided again behind its ancestors, then from the prompt."""
     pair.target.noise = type(measure_noise(pair.target))(wide=1e9, cache=1e9)
