@@ -26,6 +26,7 @@ from dflash_mlx.chat import prompt_tokens
 from dflash_mlx.drafters.block_model import BlockModel
 from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.drafters.context import limit_windows
+from dflash_mlx.drafters.quantized import Quantization, quantization_of
 from dflash_mlx.generate import __main__ as generating
 from dflash_mlx.load import Pair, load_pair
 from dflash_mlx.numeric_range import RangeCheck
@@ -112,6 +113,20 @@ def test_bits_of_the_drafter_pack_its_matrices_and_nothing_of_the_target(folders
     )
     assert packed < 0.5 * full
     assert not any(isinstance(m, nn.QuantizedLinear) for m in pair.target.model.modules())
+
+
+@pytest.mark.parametrize(("width", "group"), [(128, 64), (96, 32)])
+def test_groups_are_as_large_as_all_the_drafters_matrices_allow(tmp_path, width, group):
+    folder = write_drafter(tmp_path / "drafter", intermediate_size=width)
+    network = load_network(folder, read_config(folder), mx.float32, bits=4)
+    assert quantization_of(network) == Quantization(group, 4)
+
+
+def test_a_drafter_that_no_groups_fit_is_refused_with_the_option_that_asked(tmp_path):
+    folder = write_drafter(tmp_path / "drafter", intermediate_size=80)
+    expected = "down_proj has rows of 80 numbers, .* of 32 do not divide; leave out --drafter-bits"
+    with pytest.raises(DFlashError, match=expected):
+        load_network(folder, read_config(folder), mx.float32, bits=8)
 
 
 def test_a_drafter_in_8_bits_drafts_nearly_what_it_did(folders):

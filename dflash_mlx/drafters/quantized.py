@@ -11,6 +11,7 @@ from dflash_mlx.errors import DFlashError
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
+_AT_LOAD = (64, 32)  # the largest that fits is taken where none is asked for
 KEPT = "candidate_selector"  # small, and what it adds decides between near candidates
 
 
@@ -22,27 +23,22 @@ class Quantization:
     bits: int
 
 
-def quantize_network(network: nn.Module, bits: int, group_size: int = 64) -> None:
+def quantize_network(network: nn.Module, bits: int, group_size: int | None = None) -> None:
     """Pack the matrices of a drafter network in place, lazily.
 
     Norms, DFlash 2's base kernels and its candidate selector keep their numbers; so does what is
-    packed already. bits: 4 or 8. group_size: numbers that share a scale and a bias, 32, 64 or 128.
-    Raises DFlashError for other values, and where a matrix has rows of a length that the groups do
-    not divide.
+    packed already. bits: 4 or 8. group_size: numbers that share a scale and a bias, 32, 64 or 128;
+    None for the larger of 64 and 32 that fits all of them. Raises DFlashError for other values, and
+    where a matrix has rows of a length that the groups do not divide.
     """
-    for name, value, allowed in (("bits", bits, BITS), ("group_size", group_size, GROUP_SIZES)):
-        if value not in allowed:
-            raise DFlashError(
-                f"{name} of a quantised drafter is {value!r}", f"choose one of {allowed}"
-            )
-    for path, module in network.named_modules():
-        if _is_packed(path, module) and module.weight.shape[-1] % group_size:
-            raise DFlashError(
-                f"the drafter's {path} has rows of {module.weight.shape[-1]} numbers, which groups "
-                f"of {group_size} do not divide",
-                "choose a smaller group_size, or leave the drafter as it is",
-            )
-    nn.quantize(network, group_size, bits, class_predicate=_is_packed)
+    if bits not in BITS:
+        raise DFlashError(f"bits of a quantised drafter is {bits!r}", f"choose one of {BITS}")
+    if group_size not in (None, *GROUP_SIZES):
+        raise DFlashError(
+            f"group_size of a quantised drafter is {group_size!r}", f"choose one of {GROUP_SIZES}"
+        )
+    size = _group_size(network, group_size)
+    nn.quantize(network, size, bits, class_predicate=_is_packed)
 
 
 def quantization_of(network: nn.Module) -> Quantization | None:
@@ -51,6 +47,20 @@ def quantization_of(network: nn.Module) -> Quantization | None:
         if isinstance(module, nn.QuantizedLinear):
             return Quantization(module.group_size, module.bits)
     return None
+
+
+def _group_size(network: nn.Module, asked: int | None) -> int:
+    rows = {p: m.weight.shape[-1] for p, m in network.named_modules() if _is_packed(p, m)}
+    for size in _AT_LOAD if asked is None else (asked,):
+        other = next((path for path, length in rows.items() if length % size), None)
+        if other is None:
+            return size
+    way = "leave out --drafter-bits" if asked is None else "choose a smaller group_size"
+    raise DFlashError(
+        f"the drafter's {other} has rows of {rows[other]} numbers, which groups of {size} do not "
+        "divide",
+        way,
+    )
 
 
 def _is_packed(path: str, module: Any) -> bool:
