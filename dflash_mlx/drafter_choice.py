@@ -12,7 +12,8 @@ from dflash_mlx.config import DecodeConfig
 from dflash_mlx.drafters.auto import Means, settle
 from dflash_mlx.drafters.network import NetworkConfig
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.resolve import Names, drafter_folder, local_folder, shipped_folder
+from dflash_mlx.resolve import Names, local_folder, shipped_folder
+from dflash_mlx.sources import fetched, find_source
 
 DRAFTED = ("dflash", "ddtree", "d2sd", "resample")  # methods that need a drafter network
 
@@ -38,7 +39,7 @@ class Wanted:
 
     @property
     def folder(self) -> Path:
-        """Where it is, once it was checked."""
+        """Where it is, once it was downloaded."""
         assert self.facts is not None and isinstance(self.facts.source, LocalFolder)
         return self.facts.source.folder
 
@@ -110,9 +111,8 @@ def _wanted(names: Names, uses: Sequence[DecodeConfig], needs_second: bool) -> I
 
 
 def checked(drafter: Wanted) -> Wanted:
-    """With its facts, downloaded if need be; DFlashError where its configuration is unusable."""
-    folder = drafter_folder(drafter.name, drafter.option)
-    facts = check_drafter(folder, drafter.name)
+    """With its facts; DFlashError where there is no such drafter or no usable configuration."""
+    facts = check_drafter(find_source(drafter.name, drafter.option), drafter.name)
     if facts.config is None:
         facts.raise_first()
     return replace(drafter, facts=facts)
@@ -127,3 +127,14 @@ def fitting(target: TargetFacts) -> Callable[[Wanted], Wanted]:
         return drafter
 
     return check
+
+
+def downloaded(drafter: Wanted) -> Wanted:
+    """With its weights on this machine, whose heads are checked again if they were not."""
+    assert drafter.facts is not None
+    if isinstance(drafter.facts.source, LocalFolder):
+        return drafter
+    folder = fetched(drafter.facts.source, drafter.option)
+    facts = check_drafter(folder, drafter.name)
+    facts.raise_first()
+    return replace(drafter, facts=facts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from dflash_mlx.config import DecodeConfig, PairConfig
-from dflash_mlx.drafter_choice import DRAFTED, Choice, checked, choose, fitting
+from dflash_mlx.drafter_choice import DRAFTED, Choice, checked, choose, downloaded, fitting
 from dflash_mlx.drafters.auto import Means, settle
 from dflash_mlx.drafters.checkpoint import check_block_size, load_network
 from dflash_mlx.drafters.context import limit_windows
@@ -72,8 +72,10 @@ def load(model: str | None = None, drafter: str | None = None) -> Pair:
 
 
 def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
-    """`load` from settings; whether all fits is checked before weights are fetched or read.
+    """`load` from settings; whether all fits is checked before weights are read.
 
+    On the hub it is checked before they are downloaded, by configurations and the heads of weight
+    files, unless the hub does not answer such questions.
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = find_names(config)
@@ -81,6 +83,8 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     _check_uses(uses, drafters, names)
     files = find_target(names)
     drafters = drafters.each(fitting(files.facts))
+    files.facts.raise_first()
+    drafters = drafters.each(downloaded)
     target, tokenizer = files.load()
     target.kv_bits = config.kv_bits
     configs = [limit_windows(c, config.draft_window) for c in drafters.configs]

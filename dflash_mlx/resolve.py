@@ -136,11 +136,6 @@ def _next_step(option: str) -> str:
     return f"give a local folder or a Hugging Face id like owner/name with --{option}"
 
 
-def drafter_folder(name: str, option: str) -> Path:
-    """As `resolve_folder`; a name without a slash may be one of the drafters that are shipped."""
-    return shipped_folder(name) or resolve_folder(name, option)
-
-
 def shipped_folder(name: str) -> Path | None:
     """Of a drafter that is shipped, by its name alone; None for other names."""
     if not name or Path(name).name != name:

@@ -8,11 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.compatibility import TargetFacts, check_target, describe_target
+from dflash_mlx.compatibility import LocalFolder, TargetFacts, check_target, describe_target
 from dflash_mlx.drafters.checkpoint import read_config
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.findings import in_one_line
-from dflash_mlx.resolve import SHIPPED, Names, resolve_folder
+from dflash_mlx.resolve import SHIPPED, Names
+from dflash_mlx.sources import MODEL, fetched, find_source
 from dflash_mlx.target import Target
 
 EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
@@ -22,29 +23,32 @@ EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded ta
 class TargetFiles:
     """A target before its weights are read.
 
-    name: what it is called. folder: None for the embedded one, which is fetched by `load`.
-    facts: what checking it found.
+    name: what it is called. facts: what checking it found, here or on the hub. is_embedded:
+    whether it is the one that this package describes itself.
     """
 
     name: str
-    folder: Path | None
     facts: TargetFacts
+    is_embedded: bool = False
 
     def load(self) -> tuple[Target, Any]:
-        """The target and its tokenizer; DFlashError for what cannot be read."""
-        if self.folder is None:
+        """The target and its tokenizer, downloaded if need be; DFlashError for what is unusable."""
+        self.facts.raise_first()
+        if self.is_embedded:
             model, tokenizer, context_length = _load_default()
         else:
-            self.facts.raise_first()
+            folder = fetched(self.facts.source, MODEL)
+            if not isinstance(self.facts.source, LocalFolder):
+                check_target(folder, self.name).raise_first()
             context_length = self.facts.context_length
-            model, tokenizer = _load_model(self.folder, self.name)
+            model, tokenizer = _load_model(folder, self.name)
         return Target(model, context_length, self.name), tokenizer
 
 
 def find_target(names: Names) -> TargetFiles:
-    """The files of a target, downloaded if need be; the embedded one's are only described.
+    """A target before its weights are fetched, as far as the hub lets it be checked there.
 
-    Raises DFlashError where there are none, or no usable config.json.
+    The embedded one is only described. Raises DFlashError without files or a usable config.json.
     """
     if names.model is None:
         shipped = read_config(SHIPPED / EMBEDDED_DRAFTER)
@@ -53,12 +57,11 @@ def find_target(names: Names) -> TargetFiles:
             "vocab_size": shipped.vocab_size,
             "num_hidden_layers": shipped.num_target_layers,
         }
-        return TargetFiles(names.shown, None, describe_target(config, names.shown))
-    folder = resolve_folder(names.model, "model")
-    facts = check_target(folder, names.shown)
+        return TargetFiles(names.shown, describe_target(config, names.shown), is_embedded=True)
+    facts = check_target(find_source(names.model, MODEL), names.shown)
     if not facts.config:
         facts.raise_first()
-    return TargetFiles(names.shown, folder, facts)
+    return TargetFiles(names.shown, facts)
 
 
 def _load_default() -> tuple[Any, Any, int]:

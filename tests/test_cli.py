@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 import dflash_mlx
 from app import main as chat
@@ -74,6 +75,12 @@ class Stdin(io.TextIOWrapper):
 
     def isatty(self) -> bool:
         return self.terminal
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the real hub; what is downloaded is what a test puts in its place."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture(scope="module")

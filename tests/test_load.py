@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
     LocalEntryNotFoundError,
@@ -83,6 +84,12 @@ def write_drafter(folder: Path, **changes: Any) -> Path:
     """A random drafter that fits the tiny llama unless `changes` says otherwise."""
     config = drafter_config(**changes)
     return write_drafter_folder(folder, config, random_drafter(config))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the real hub; what is downloaded is what a test puts in its place."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture(scope="module")

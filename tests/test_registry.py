@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -188,6 +189,12 @@ def test_advice_is_of_a_target_with_the_drafter_that_it_was_measured_with():
     assert find_names(PairConfig(target, "own/drafter")).advice == Advice()
     assert find_names(PairConfig("owner/unknown", drafter)).advice == Advice()
     assert find_names(PairConfig(None, "own/drafter")).advice == Advice()
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the real hub; what is downloaded is what a test puts in its place."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
