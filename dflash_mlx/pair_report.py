@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import mlx.core as mx
@@ -22,7 +22,9 @@ from dflash_mlx.compatibility.target_config import check_built
 from dflash_mlx.compatibility.weight_files import Weights
 from dflash_mlx.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
 from dflash_mlx.config import PairConfig
-from dflash_mlx.resolve import find_names, local_folder, shipped_folder
+from dflash_mlx.drafter_choice import Choice, Wanted, choose
+from dflash_mlx.findings import Finding, Refused
+from dflash_mlx.resolve import Names, find_names, local_folder, shipped_folder
 from dflash_mlx.target_loading import find_target
 
 
@@ -36,12 +38,36 @@ def check_named(config: PairConfig) -> Report:
         target = find_target(names).facts
     else:
         target = check_target(_source(names.model, "model"), names.shown)
-    wanted = {"drafter": names.drafter, "second-drafter": names.second_drafter}
-    drafters = [check_drafter(_source(n, option), n) for option, n in wanted.items() if n]
+    choice = choose(names, ()).each(_checked_against(target))
+    drafters = [drafter.facts for drafter in choice.drafters if drafter.facts is not None]
     report = check_pair(target, *drafters)
+    findings = [*report.findings, *_left_out(choice, names)]
     if not report.errors and isinstance(target.source, LocalFolder) and target.source.files:
-        return replace(report, findings=(*report.findings, *check_built(target.source)))
-    return report
+        findings += check_built(target.source)
+    return replace(report, findings=tuple(findings))
+
+
+def _checked_against(target: TargetFacts) -> Callable[[Wanted], Wanted]:
+    """What finds the facts of a drafter; it refuses an unusable one that nobody asked for."""
+
+    def check(drafter: Wanted) -> Wanted:
+        facts = check_drafter(_source(drafter.name, drafter.option), drafter.name)
+        if not drafter.is_asked:
+            for finding in check_pair(target, facts).errors:
+                if finding not in target.findings:
+                    raise Refused(finding)
+        return replace(drafter, facts=facts)
+
+    return check
+
+
+def _left_out(choice: Choice, names: Names) -> Iterator[Finding]:
+    """The drafters that are known but cannot be used, and what loading does instead."""
+    step = "name another one with --drafter, or use the pair as it is"
+    if choice.missing and names.drafter is not None:
+        yield Finding("warning", f"{choice.missing}, so drafts are n-gram lookups", step)
+    for note in choice.notes:
+        yield Finding("warning", note, step)
 
 
 def _source(name: str, option: str) -> ModelSource:
@@ -58,7 +84,7 @@ def lines(report: Report) -> Iterator[str]:
     for drafter in report.drafters:
         yield f"  drafter  {_drafter(drafter)}"
     if not report.drafters:
-        yield "  drafter  none is known for this target, so drafts are looked up in the text"
+        yield "  drafter  none, so drafts are looked up in the text"
     if report.target.weights.tensors:
         on_cpu = bool(mx.default_device() == mx.Device(mx.cpu))
         how = " as float32 on this processor" if on_cpu else ""

@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from huggingface_hub import constants
 
-from dflash_mlx import doctor
+from dflash_mlx import doctor, pair_report
 from dflash_mlx.budget import ROWS
+from dflash_mlx.config import PairConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.kernels import Table
 from kernels_metal import sweep
@@ -187,6 +189,36 @@ def test_a_pair_that_cannot_be_used_ends_with_2_and_every_next_step(tmp_path, ca
     )
     assert f"error    {model} is a target, not a drafter\n           give it with --model" in out
     assert out.endswith("  cannot be used\n")
+
+
+def test_a_drafter_of_the_registry_that_cannot_be_had_is_a_warning(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    model = str(write_model(tmp_path / "Qwen3-4B-4bit"))
+    doctor.main(["--model", model])
+    out = capsys.readouterr().out
+    assert "  drafter  none, so drafts are looked up in the text\n" in out
+    assert "  warning  the drafter z-lab/Qwen3-4B-DFlash-b16 cannot be used (" in out
+    assert "the hub cannot be reached" in out
+    assert "), so drafts are n-gram lookups\n           name another one with --drafter" in out
+    assert "  can be used\n" in out
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(["--model", model, "--drafter", "z-lab/Qwen3-4B-DFlash-b16"])
+    assert stop.value.code == 2
+
+
+def test_a_drafter_of_the_registry_that_does_not_fit_is_a_warning(tmp_path, monkeypatch):
+    wide = write_drafter(tmp_path / "wide", hidden_size=128)
+    monkeypatch.setattr(pair_report, "whole_snapshot", lambda name, pattern: wide)
+    model = write_model(tmp_path / "Qwen3-4B-4bit")
+    report = pair_report.check_named(PairConfig(str(model)))
+    (found,) = report.findings
+    assert (found.severity, report.drafters) == ("warning", ())
+    assert "made for a target with hidden_size 128, but" in found.what
+    (model / "config.json").write_text("{")
+    assert [f.severity for f in pair_report.check_named(PairConfig(str(model))).findings[:1]] == [
+        "error"
+    ]
 
 
 def test_a_name_of_nothing_is_bad_input():
