@@ -116,3 +116,57 @@ def expected_logits(
     for draft_id, offset in enumerate(tensors["d2t"]):
         whole[:, draft_id + offset] = logits[:, draft_id]
     return whole
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+SCALES = {
+    "final_logit_softcapping": 3.0,
+    "input_embedding_scale": 2.0,
+    "output_multiplier": 0.5,
+}
+
+
+def body(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Random tensors of the network itself."""
+    if config.get("speculators_model_type"):
+        config = {**config["transformer_layer_config"], "dflash_config": config}
+        config["dflash_config"] = {**config["dflash_config"], "target_layer_ids": [0, 2]}
+    if "conv_kernel_size" in config["dflash_config"]:
+        return reference_dflash2.random_tensors(config)
+    return reference_dflash.random_drafter(config)
+
+
+def case(config: dict[str, Any], **more: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
+    return config, {**body(config), **more}
+
+
+FULL = own_tables(None)
+REDUCED = own_tables(DRAFT_IDS)
+VERIFIER = {"verifier_norm.weight": np.ones(64, np.float32)}
+HALF = speculators(draft_vocab_size=len(DRAFT_IDS))
+
+FORMATS = {
+    "version 1": case(version_1()),
+    "version 1, variable prefix": case(version_1(dflash_config={"training_mode": "vp_drafter"})),
+    "version 1, sliding": case(version_1(**SLIDING)),
+    "version 1, causal": case(version_1(is_causal=True)),
+    "version 2": case(reference_dflash2.tiny_config()),
+    "version 2, sliding": case(reference_dflash2.tiny_config(**SLIDING, is_causal=False)),
+    "version 2, three taps": case(
+        reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": 3, "conv_group_size": 64})
+    ),
+    "version 2, scaled and capped": case(reference_dflash2.tiny_config(dflash_config=SCALES)),
+    "speculators": case(speculators()),
+    "speculators, own tables": case(speculators(), **FULL),
+    "speculators, own embedding": case(
+        speculators(), **{"embed_tokens.weight": FULL["embed_tokens.weight"]}, **VERIFIER
+    ),
+    "speculators, draft vocabulary": case(HALF, **REDUCED),
+    "speculators, draft vocabulary, no embedding": case(
+        HALF, **{name: REDUCED[name] for name in ("lm_head.weight", "d2t", "t2d")}
+    ),
+    "speculators, sliding": case(speculators(transformer_layer_config=SLIDING)),
+    "speculators, version 2": case(speculators("dflash2")),
+}
+
+HALVES = "speculators, draft vocabulary"

@@ -17,10 +17,10 @@ from dflash_mlx.convert.conversion import RUNTIME
 from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.errors import DFlashError
 from families import FAMILIES
+from gguf_files import F32, Q4_0, Q4_1, Q5_0, Q8_0
+from gguf_files import make_model as make_gguf_model
+from gguf_files import write as write_gguf
 from test_convert_target import config, convert
-from test_gguf_target import F32, Q4_0, Q4_1, Q5_0, Q8_0
-from test_gguf_target import make_model as make_gguf_model
-from test_gguf_target import write as write_gguf
 from test_load import DAMAGES, write_drafter, write_model
 
 

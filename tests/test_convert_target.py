@@ -18,9 +18,9 @@ from dflash_mlx.errors import DFlashError
 from dflash_mlx.generate import generate
 from dflash_mlx.gguf_target import load_gguf
 from families import FAMILIES, make_model
-from test_gguf_target import F16, F32, Q4_0, Q4_1, Q8_0
-from test_gguf_target import make_model as make_gguf_model
-from test_gguf_target import write as write_gguf
+from gguf_files import F16, F32, Q4_0, Q4_1, Q8_0
+from gguf_files import make_model as make_gguf_model
+from gguf_files import write as write_gguf
 from test_load import write_model
 
 CLOSE = 1e-4

@@ -126,7 +126,7 @@ def check_drafter(folder: Path | ModelSource, name: str = "") -> DrafterFacts:
         config = found.attempt(network_config, source, raw, weights)
     if config is not None:
         found.add(notes(source, config))
-        if weights.tensors:
+        if weights.tensors or not found.errors:
             found.add(found.attempt(lambda: [*check_tensors(source, config, weights)]) or ())
     return DrafterFacts(found.result(), name or source.name, source, weights, words, config)
 

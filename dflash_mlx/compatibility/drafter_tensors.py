@@ -12,7 +12,9 @@ from dflash_mlx.drafters.network import NetworkConfig
 from dflash_mlx.drafters.tensors import (
     DOWNLOAD_AGAIN,
     Header,
+    differences,
     optional_headers,
+    plain_names,
     wanted_headers,
 )
 from dflash_mlx.errors import DFlashError
@@ -37,15 +39,16 @@ def check_tensors(
 
     Raises DFlashError for a configuration of which no network can be made.
     """
+    if not weights.tensors:
+        what = f"the .safetensors files in {source.name} hold no tensors"
+        yield Finding("error", what, DOWNLOAD_AGAIN, source.name, "", "none", "a drafter's")
+        return
     wanted = wanted_headers(config, source.name)
-    optional = optional_headers(config)
-    found = {name: Header.of(t.dtype, t.shape) for name, t in weights.tensors.items()}
-    expected = {**{name: optional[name] for name in optional.keys() & found.keys()}, **wanted}
-    for name in sorted(expected.keys() | found.keys()):
-        has, needs = found.get(name, "missing"), expected.get(name, "no such tensor")
-        if has != needs:
-            what = f"tensor {name} in {source.name} is {has}, but its config.json asks for {needs}"
-            yield Finding("error", what, DOWNLOAD_AGAIN, source.name, name, str(has), str(needs))
+    plain = plain_names(weights.tensors)
+    found = {plain[name]: Header.of(t.dtype, t.shape) for name, t in weights.tensors.items()}
+    for name, has, needs in differences(found, wanted, optional_headers(config)):
+        what = f"tensor {name} in {source.name} is {has}, but its config.json asks for {needs}"
+        yield Finding("error", what, DOWNLOAD_AGAIN, source.name, name, has, needs)
 
 
 def notes(source: ModelSource, config: NetworkConfig) -> Iterator[Finding]:

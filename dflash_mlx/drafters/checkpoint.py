@@ -93,6 +93,7 @@ def _parse(raw: Any, source: str, names: Collection[str]) -> tuple[NetworkConfig
         raise DFlashError(f"in {source}, {problem}", DOWNLOAD_AGAIN)
     if is_translated:
         config = replace(config, notes=speculators.notes(raw, config.target_layer_ids))
+        told = {**told, "notes": list(config.notes)} if config.notes else told
     return config, told
 
 

@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from dflash_mlx.drafters.config_file import flag
+
 _TYPES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
 _DFLASH_FIELDS = (
     "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
     "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
+    "projector_type", "shift_label",
 )  # fmt: skip
 
 
@@ -45,7 +48,7 @@ def translate(raw: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     result = {**layers, "architectures": [_TYPES[kind]], "block_size": raw["block_size"]}
     result["num_target_layers"] = raw.get("num_target_layers")
     result["dflash_config"] = _dflash_config(raw)
-    if raw.get("sliding_window_non_causal", kind == "dflash2"):
+    if flag(raw, "sliding_window_non_causal", default=kind == "dflash2"):
         result["is_causal"] = False
     rope = layers.get("rope_parameters")
     if isinstance(rope, dict) and "sliding_attention" in rope:
@@ -64,7 +67,7 @@ def _check_supported(raw: dict[str, Any], layers: dict[str, Any]) -> None:
             f"target_hidden_size is {target_width!r} and hidden_size {width!r}; a drafter of "
             "another width than its target's is not supported"
         )
-    if raw.get("sample_from_anchor"):
+    if flag(raw, "sample_from_anchor"):
         raise ValueError(
             "sample_from_anchor is true; only drafters that predict masks are supported"
         )
@@ -72,7 +75,10 @@ def _check_supported(raw: dict[str, Any], layers: dict[str, Any]) -> None:
 
 def _dflash_config(raw: dict[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {k: raw[k] for k in _DFLASH_FIELDS if raw.get(k) is not None}
-    given.update(raw.get("dflash_config") or {})
+    method = raw.get("dflash_config") or {}
+    if not isinstance(method, dict):
+        raise ValueError(f"dflash_config is {method!r}")
+    given.update(method)
     if "target_layer_ids" in given:
         return given
     ids = raw["aux_hidden_state_layer_ids"]

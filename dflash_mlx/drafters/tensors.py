@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ _KINDS = {
     "F32": FLOATING, "F16": FLOATING, "BF16": FLOATING,
     "I32": WHOLE, "I64": WHOLE, "U32": PACKED, "BOOL": FLAGS,
 }  # fmt: skip
+_CODEBOOK = "_codebook.weight"
 _STORED = {mx.int64: WHOLE, mx.uint32: PACKED}
 
 
@@ -45,19 +46,33 @@ class Header(NamedTuple):
 def make_network(config: NetworkConfig, source: str) -> Network:
     """The network that a configuration describes, its weights not yet there.
 
-    source: for messages. Raises DFlashError for a rope that mlx-lm does not know and for a
-    quantisation that does not fit.
+    source: for messages. Raises DFlashError for a rope that mlx-lm does not know, for sizes that
+    MLX cannot have and for a quantisation that does not fit.
     """
+    _check_rope(config, source)
     try:
         network = Network(config)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise DFlashError(
-            f"the rope in {source} is {config.rope}, which mlx-lm refuses ({in_one_line(error)})",
+            f"MLX cannot make the network that {source} describes ({in_one_line(error)})",
             DOWNLOAD_AGAIN,
         ) from None
     if config.quantization is not None:
         quantize_network(network, config.quantization.bits, config.quantization.group_size)
     return network
+
+
+def _check_rope(config: NetworkConfig, source: str) -> None:
+    from mlx_lm.models.rope_utils import initialize_rope  # takes seconds
+
+    rope, length = config.rope, config.max_position_embeddings
+    try:
+        initialize_rope(config.head_dim, rope["rope_theta"], False, rope, length)
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+        raise DFlashError(
+            f"the rope in {source} is {rope}, which mlx-lm refuses ({in_one_line(error)})",
+            DOWNLOAD_AGAIN,
+        ) from None
 
 
 def parameters_of(network: Network) -> dict[str, mx.array]:
@@ -94,7 +109,16 @@ def found_headers(files: list[Path]) -> dict[str, Header]:
     for file in files:
         tensors = read_header(file, DOWNLOAD_AGAIN)
         headers |= {name: Header.of(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    return headers
+    return {plain: headers[name] for name, plain in plain_names(headers).items()}
+
+
+def plain_names(names: Collection[str]) -> dict[str, str]:
+    """Our names of a folder's tensors, by those that it has.
+
+    speculators keeps the selector's codebooks as embeddings: `*_codebook.weight`.
+    """
+    plain = {n: n.removesuffix(".weight") if n.endswith(_CODEBOOK) else n for n in names}
+    return {name: name if ours != name and ours in names else ours for name, ours in plain.items()}
 
 
 def read_tensors(folder: Path, config: NetworkConfig) -> dict[str, mx.array]:
@@ -104,13 +128,21 @@ def read_tensors(folder: Path, config: NetworkConfig) -> dict[str, mx.array]:
     misshapen tensors; and for a draft vocabulary that contradicts itself.
     """
     files = drafter_files(folder)
+    found = found_headers(files)
+    if files and not found:
+        raise DFlashError(f"the .safetensors files in {folder} hold no tensors", DOWNLOAD_AGAIN)
     wanted = wanted_headers(config, str(folder))
-    _check_headers(folder, found_headers(files), wanted, optional_headers(config))
+    for name, has, needs in differences(found, wanted, optional_headers(config)):
+        raise DFlashError(
+            f"tensor {name} in {folder} is {has}, but its config.json asks for {needs}",
+            DOWNLOAD_AGAIN,
+        )
     tensors: dict[str, mx.array] = {}
     for file in files:
         arrays = mx.load(str(file))
         assert isinstance(arrays, dict)
         tensors |= arrays
+    tensors = {plain: tensors[name] for name, plain in plain_names(tensors).items()}
     if config.draft_vocab_size is not None:
         tensors["d2t"] = tensors["d2t"].astype(mx.int64)
         _check_vocabulary(folder, config, np.array(tensors["d2t"]), tensors.get("t2d"))
@@ -122,20 +154,15 @@ def drafter_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _check_headers(
-    folder: Path,
-    found: Mapping[str, Header],
-    wanted: Mapping[str, Header],
-    optional: Mapping[str, Header],
-) -> None:
+def differences(
+    found: Mapping[str, Header], wanted: Mapping[str, Header], optional: Mapping[str, Header]
+) -> Iterator[tuple[str, str, str]]:
+    """Tensors that are missing, unexpected or unlike: the name, what it is, what it should be."""
     expected = {**{name: optional[name] for name in optional.keys() & found.keys()}, **wanted}
     for name in sorted(expected.keys() | found.keys()):
         has, needs = found.get(name, "missing"), expected.get(name, "no such tensor")
         if has != needs:
-            raise DFlashError(
-                f"tensor {name} in {folder} is {has}, but its config.json asks for {needs}",
-                DOWNLOAD_AGAIN,
-            )
+            yield name, str(has), str(needs)
 
 
 def _check_vocabulary(
