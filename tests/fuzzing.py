@@ -29,16 +29,17 @@ blas.preload()
 
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
+from huggingface_hub import constants  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 import reference_dflash2  # noqa: E402
 import test_gguf_target  # noqa: E402
-from dflash_mlx.compatibility import check_drafter, check_pair, check_target  # noqa: E402
-from dflash_mlx.drafters.checkpoint import load_network, read_config  # noqa: E402
+from dflash_mlx import pair_folder  # noqa: E402
+from dflash_mlx.compatibility import HubRepository, check_drafter  # noqa: E402
+from dflash_mlx.config import DecodeConfig, PairConfig  # noqa: E402
 from dflash_mlx.gguf_target import load_gguf  # noqa: E402
-from dflash_mlx.load import load_target  # noqa: E402
-from dflash_mlx.numeric_range import RangeCheck  # noqa: E402
+from dflash_mlx.load import Pair, load_pair  # noqa: E402
 from drafter_formats import (  # noqa: E402
     DRAFT_IDS,
     own_tables,
@@ -46,14 +47,21 @@ from drafter_formats import (  # noqa: E402
     version_1,
     write_shards,
 )
+from hub_server import serve  # noqa: E402
 from mutations import mutate_bytes, mutate_json, mutate_safetensors  # noqa: E402
 from reference_dflash import random_drafter, write_drafter_folder  # noqa: E402
-from test_load import drafter_config, write_drafter, write_model  # noqa: E402
+from test_load import (  # noqa: E402
+    drafter_config,
+    write_drafter,
+    write_model,
+    write_tokenizer,
+)
 
 GROWTH = 3 * 2**30  # bytes of address space
 ALLOWED, FACTOR = 64 * 2**20, 64  # a case may allocate ALLOWED + FACTOR x the size of its files
 SECONDS = 20  # a case that takes longer hangs
 
+REPOSITORY = "owner/drafter"
 CONFIG, WEIGHTS, TOKENS = "config.json", "model.safetensors", "tokenizer.json"
 
 Files = dict[str, bytes]
@@ -104,7 +112,7 @@ def _outcome(subject: Subject, folder: Path, allowed: int) -> dict[str, Any]:
             subject.load(folder)
         found = {"outcome": "loaded", "why": ""}
     except DFlashError as error:
-        found = {"outcome": "refused", "why": _clear(str(error), folder)}
+        found = {"outcome": "refused", "why": _clear(str(error), folder, subject.damaged)}
         if found["why"].startswith("FAULT"):
             found["outcome"] = "unclear"
     except Hang:
@@ -116,12 +124,15 @@ def _outcome(subject: Subject, folder: Path, allowed: int) -> dict[str, Any]:
     return {**found, "outcome": "memory", "why": str(peak)} if peak > allowed else found
 
 
-def _clear(sentence: str, folder: Path) -> str:
+def _clear(sentence: str, folder: Path, damaged: str) -> str:
     """The sentence without the folder's name, or why it is none."""
     problems = {
         "more than one line": "\n" in sentence.strip(),
         "too long": len(sentence) > 1500,
         "no next step": "; " not in sentence,
+        "no file, folder or option": not any(
+            name in sentence for name in (str(folder), damaged or "no file", "--")
+        ),
     }
     wrong = [problem for problem, found in problems.items() if found]
     return f"FAULT {wrong}: {sentence}" if wrong else sentence.replace(str(folder), "FOLDER")
@@ -140,34 +151,57 @@ def _alarm() -> Iterator[None]:
         signal.alarm(0)
 
 
-def load_beside(model: Path) -> Callable[[Path], None]:
-    """As `load_pair` does for a drafter of this target; its numbers must be those of the files."""
-    target, facts = load_target(str(model)).target, check_target(model)
+def load_drafter(model: Path) -> Callable[[Path], None]:
+    """Damaged as the drafter of a sound target; its numbers must be those of the files."""
 
     def load(folder: Path) -> None:
-        check_pair(facts, check_drafter(folder)).raise_first()
-        config = read_config(folder)
-        network = load_network(folder, config, mx.float32)
-        _same(network, folder)
-        RangeCheck(target, [config]).widened(network, config)
+        _same(_load(str(model), str(folder)).network, folder)
 
     return load
 
 
 def load_alone(folder: Path) -> None:
-    """As `load_pair` does for a target without drafters."""
-    target = load_target(str(folder)).target
-    _same(target.model, folder)
-    RangeCheck(target, [])
+    """Damaged as a target without drafters."""
+    _same(_load(str(folder)).target.model, folder)
 
 
-def check_only(drafter: Path) -> Callable[[Path], None]:
-    """A target's checks, which find and do not raise, against a sound drafter."""
+def load_target_of(drafter: Path) -> Callable[[Path], None]:
+    """Damaged as the target of a sound drafter."""
+
+    def load(folder: Path) -> None:
+        _same(_load(str(folder), str(drafter)).target.model, folder)
+
+    return load
+
+
+def load_pair_folder(model: Path, drafter: Path) -> Callable[[Path], None]:
+    """Damaged as the description of a sound pair."""
+
+    def load(folder: Path) -> None:
+        (folder / pair_folder.TARGET).symlink_to(model)
+        (folder / pair_folder.DRAFTER).symlink_to(drafter)
+        pair = _load(str(folder))
+        _same(pair.target.model, model)
+        _same(pair.network, drafter)
+
+    return load
+
+
+def check_on_hub(repositories: dict[str, Path]) -> Callable[[Path], None]:
+    """A drafter's head on a hub that serves `repositories`; it must be judged as one here is."""
 
     def check(folder: Path) -> None:
-        check_pair(check_target(folder), check_drafter(drafter)).raise_first()
+        repositories[REPOSITORY] = folder
+        there, here = check_drafter(HubRepository(REPOSITORY)), check_drafter(folder)
+        sentences = [str(finding).replace(str(folder), REPOSITORY) for finding in here.findings]
+        assert [str(finding) for finding in there.findings] == sentences
+        here.raise_first()
 
     return check
+
+
+def _load(*names: str) -> Pair:
+    return load_pair(PairConfig(*names), DecodeConfig())
 
 
 def load_file_alone(folder: Path) -> None:
@@ -183,11 +217,12 @@ def _same(model: Any, folder: Path) -> None:
         assert np.array_equal(held, wanted, equal_nan=True), name
 
 
-def subjects(root: Path) -> list[Subject]:
-    """All that is damaged, made in `root`."""
+def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
+    """All that is damaged, made in `root`. repositories: those of a hub."""
     model, version_2 = write_model(root / "model"), reference_dflash2.tiny_config()
+    drafter = write_drafter(root / "1")
     drafters = {
-        "DFlash": write_drafter(root / "1"),
+        "DFlash": drafter,
         "DFlash 2": write_drafter_folder(
             root / "2", version_2, reference_dflash2.random_tensors(version_2)
         ),
@@ -196,7 +231,11 @@ def subjects(root: Path) -> list[Subject]:
     shards = write_shards(root / "shards", drafter_config(), random_drafter(drafter_config()))
     test_gguf_target.write(root / "model.gguf")
     gguf = {"model.gguf": (root / "model.gguf").read_bytes()}
-    load = load_beside(model)
+    pair_folder.write(root, {"target": "owner/model", "drafter": REPOSITORY}, {"mlx": "1.0"})
+    described = {pair_folder.FILE: (root / pair_folder.FILE).read_bytes()}
+    tokenizer = write_drafter(root / "4")
+    write_tokenizer(tokenizer)
+    load = load_drafter(model)
     found = [
         Subject(f"{name} {damaged}", _files(folder), damaged, load)
         for name, folder in drafters.items()
@@ -204,9 +243,12 @@ def subjects(root: Path) -> list[Subject]:
     ]
     return [
         *found,
+        Subject("drafter tokenizer.json", _files(tokenizer), TOKENS, load),
+        Subject("drafter on the hub", _files(drafter), WEIGHTS, check_on_hub(repositories)),
         Subject("index", _files(shards), "model.safetensors.index.json", load),
         *(Subject(f"target {f}", _files(model), f, load_alone) for f in (CONFIG, WEIGHTS, TOKENS)),
-        Subject("pair config.json", _files(model), CONFIG, check_only(drafters["DFlash"])),
+        Subject("target of a pair", _files(model), CONFIG, load_target_of(drafter)),
+        Subject("pair.json", described, pair_folder.FILE, load_pair_folder(model, drafter)),
         Subject("GGUF", gguf, "model.gguf", load_file_alone),
     ]
 
@@ -229,10 +271,21 @@ def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (now + GROWTH, resource.RLIM_INFINITY))
 
 
+@contextmanager
+def hub(root: Path) -> Iterator[dict[str, Path]]:
+    """The repositories of a hub on this machine, which is asked instead of the public one."""
+    with serve({}) as served:
+        constants.ENDPOINT = served.url
+        template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
+        constants.HUGGINGFACE_CO_URL_TEMPLATE = template
+        constants.HF_HUB_CACHE = str(root / "cache")
+        yield served.repositories
+
+
 def main(seed: int, first: int, last: int) -> None:
     """Cases `first` to `last` - 1 of a seed."""
-    with tempfile.TemporaryDirectory() as root:
-        all_subjects = subjects(Path(root))
+    with tempfile.TemporaryDirectory() as root, hub(Path(root)) as repositories:
+        all_subjects = subjects(Path(root), repositories)
         for subject in all_subjects:  # sound, all load; this imports what loading imports
             with tempfile.TemporaryDirectory() as folder:
                 for name, contents in subject.files.items():

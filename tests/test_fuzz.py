@@ -31,7 +31,7 @@ def test_every_damaged_folder_is_refused_in_a_sentence_or_loads_as_it_is():
     assert [case for case in found if case["outcome"] not in GOOD] == []
     assert len(found) == CASES
     assert {case["outcome"] for case in found} == set(GOOD)
-    assert len({case["subject"] for case in found}) == 12
+    assert len({case["subject"] for case in found}) == 15
 
 
 @pytest.mark.parametrize("mutate", [mutate_safetensors, mutate_bytes])
@@ -68,6 +68,10 @@ def say_two_lines() -> None:
 
 
 def say_no_more_than_that() -> None:
+    raise DFlashError("what --drafter names is damaged", "download it again")
+
+
+def name_no_file() -> None:
     raise DFlashError("it is damaged", "download it again")
 
 
@@ -78,6 +82,7 @@ def say_no_more_than_that() -> None:
         (take_memory, "memory"),
         (take_mlx_memory, "memory"),
         (say_two_lines, "unclear"),
+        (name_no_file, "unclear"),
         (say_no_more_than_that, "refused"),
         (lambda: None, "loaded"),
     ],
