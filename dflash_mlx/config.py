@@ -140,9 +140,17 @@ class DecodeConfig:
         choices=METHODS,
     )
     block_size: int | None = option(
-        None, "tokens per draft block, the anchor included (default: the drafter's)", type=int
+        None,
+        "tokens per draft block, the anchor included (default: for dflash what models.toml advises "
+        "for the pair, else the drafter's)",
+        type=int,
     )
-    branches: int = option(4, "d2sd: prefixes that the second drafter continues", type=int)
+    branches: int = option(
+        4,
+        "d2sd: prefixes that the second drafter continues; another number than the default makes "
+        "auto d2sd where the target can verify trees",
+        type=int,
+    )
     budget: int | None = option(
         None,
         "ddtree, d2sd: tokens that a pass verifies, the anchor included, or auto: as many as pay "
