@@ -11,34 +11,30 @@ from typing import Any
 import gguf
 import mlx.core as mx
 import mlx.nn as nn
-from gguf import Keys, TokenType
+from gguf import Keys
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
-from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.gguf_header import read_gguf_header
+from dflash_mlx.gguf_metadata import (
+    ARCHITECTURE,
+    MAX_WHOLE,
+    Metadata,
+    real,
+    text,
+    token_ids,
+    vocabulary,
+    whole,
+)
+from dflash_mlx.gguf_tokenizer import check_tokenizer, end_tokens, make_tokenizer
 
-ARCHITECTURE = "llama"
 GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
-# Values of tokenizer.ggml.pre. llama.cpp splits with GPT-2's pattern, the second group after
-# cutting every digit off. Its "default" is neither: a stand-in for files that do not say.
-GPT2_SPLIT = ("gpt-2", "mpt", "olmo")
-GPT2_SPLIT_AND_DIGITS = ("smollm", "starcoder", "refact", "codeshell")
-WHOLE = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)  # never split or merged
-ROLES = {
-    "bos_token": Keys.Tokenizer.BOS_ID,
-    "eos_token": Keys.Tokenizer.EOS_ID,
-    "unk_token": Keys.Tokenizer.UNK_ID,
-    "pad_token": Keys.Tokenizer.PAD_ID,
-}
 READABLE = "F32, F16, Q4_0, Q4_1 or Q8_0"
 ELSEWHERE = "choose another GGUF file, or the same model as a Hugging Face folder"
 
 Arrays = dict[str, mx.array]
-Metadata = dict[str, Any]
 Packing = dict[str, dict[str, Any]]  # nn.quantize's keywords of each packed layer
 
 
@@ -69,6 +65,8 @@ def build_model(
     """
     with _usable(path):
         config = _config(metadata, tied="output.weight" not in tensors)
+        _check_blocks(tensors, config["num_hidden_layers"])
+        check_tokenizer(metadata)
         model = llama.Model(llama.ModelArgs.from_dict(config))
         weights = _named_for(model, tensors, config)
         _fill(model, weights, dequantize, dtype)
@@ -78,14 +76,14 @@ def build_model(
 def build_tokenizer(path: Path, metadata: Metadata) -> TokenizerWrapper:
     """The tokenizer from the file's metadata."""
     with _usable(path):
-        return _tokenizer(metadata)
+        return make_tokenizer(metadata)
 
 
 @contextmanager
 def _usable(path: Path) -> Iterator[None]:
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise DFlashError(f"{path.name} cannot be used: {error}", ELSEWHERE) from error
 
 
@@ -118,38 +116,52 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
     architecture = metadata.get(Keys.General.ARCHITECTURE)
     if architecture != ARCHITECTURE:
         raise ValueError(f"its architecture is {architecture!r}, supported is {ARCHITECTURE!r}")
-    if _number(metadata, Keys.LLM.EXPERT_COUNT, 0):
+    if whole(metadata, Keys.LLM.EXPERT_COUNT, 0):
         raise ValueError("it is a mixture of experts, which is not supported")
-    hidden = _number(metadata, Keys.LLM.EMBEDDING_LENGTH)
-    heads = _number(metadata, Keys.Attention.HEAD_COUNT)
-    head_dim = _number(metadata, Keys.Attention.KEY_LENGTH, hidden // max(heads, 1))
+    hidden = whole(metadata, Keys.LLM.EMBEDDING_LENGTH)
+    heads = whole(metadata, Keys.Attention.HEAD_COUNT)
+    kv_heads = whole(metadata, Keys.Attention.HEAD_COUNT_KV, heads)
+    head_dim = whole(metadata, Keys.Attention.KEY_LENGTH, max(hidden // heads, 1))
     _check_rope(metadata, head_dim)
+    if heads % kv_heads or heads * head_dim > MAX_WHOLE:
+        raise ValueError(
+            f"it has {heads} attention heads of {head_dim} on {kv_heads} key/value heads, which "
+            f"must divide them, and at most {MAX_WHOLE} in all"
+        )
     return {
         "model_type": ARCHITECTURE,
         "hidden_size": hidden,
-        "num_hidden_layers": _number(metadata, Keys.LLM.BLOCK_COUNT),
-        "intermediate_size": _number(metadata, Keys.LLM.FEED_FORWARD_LENGTH),
+        "num_hidden_layers": whole(metadata, Keys.LLM.BLOCK_COUNT),
+        "intermediate_size": whole(metadata, Keys.LLM.FEED_FORWARD_LENGTH),
         "num_attention_heads": heads,
-        "num_key_value_heads": _number(metadata, Keys.Attention.HEAD_COUNT_KV, heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": _number(metadata, Keys.Attention.LAYERNORM_RMS_EPS),
-        "rope_theta": _number(metadata, Keys.Rope.FREQ_BASE, 10000.0),
-        "max_position_embeddings": _number(metadata, Keys.LLM.CONTEXT_LENGTH),
-        "vocab_size": len(_required(metadata, Keys.Tokenizer.LIST)),
+        "rms_norm_eps": real(metadata, Keys.Attention.LAYERNORM_RMS_EPS),
+        "rope_theta": real(metadata, Keys.Rope.FREQ_BASE, 10000.0),
+        "max_position_embeddings": whole(metadata, Keys.LLM.CONTEXT_LENGTH),
+        "vocab_size": len(vocabulary(metadata)),
         "tie_word_embeddings": tied,
-        "bos_token_id": metadata.get(Keys.Tokenizer.BOS_ID),
-        "eos_token_id": _end_tokens(metadata),
+        "bos_token_id": token_ids(metadata, Keys.Tokenizer.BOS_ID).get(Keys.Tokenizer.BOS_ID),
+        "eos_token_id": end_tokens(metadata),
     }
 
 
 def _check_rope(metadata: Metadata, head_dim: int) -> None:
-    scaling = metadata.get(Keys.Rope.SCALING_TYPE.format(arch=ARCHITECTURE), "none")
-    factor = metadata.get(f"{ARCHITECTURE}.rope.scale_linear", 1.0)  # older files
+    scaling = text(metadata, Keys.Rope.SCALING_TYPE, "none")
+    factor = real(metadata, "{arch}.rope.scale_linear", 1.0)  # older files
     if scaling != "none" or factor != 1.0:
         raise ValueError(f"its rope scaling {scaling!r} is not supported")
-    rotated = _number(metadata, Keys.Rope.DIMENSION_COUNT, head_dim)
+    rotated = whole(metadata, Keys.Rope.DIMENSION_COUNT, head_dim)
     if rotated != head_dim or head_dim % 2:
         raise ValueError(f"rotating {rotated} of {head_dim} dimensions is not supported")
+
+
+def _check_blocks(tensors: Arrays, count: int) -> None:
+    """Before mlx-lm makes as many layers as the metadata say."""
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    if len(blocks) != count:
+        key = Keys.LLM.BLOCK_COUNT.format(arch=ARCHITECTURE)
+        raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
 
 
 def _named_for(model: Any, tensors: Arrays, config: dict[str, Any]) -> Arrays:
@@ -208,76 +220,3 @@ def _dequantized(weights: Arrays, packing: Packing) -> Arrays:
         packed = weights[f"{name}.weight"]
         plain[f"{name}.weight"] = mx.dequantize(packed, scales, biases, **keywords)
     return plain
-
-
-def _tokenizer(metadata: Metadata) -> TokenizerWrapper:
-    tokens: list[str] = _required(metadata, Keys.Tokenizer.LIST)
-    backend = _byte_level_bpe(metadata, tokens)
-    ids = {role: metadata[key] for role, key in ROLES.items() if key in metadata}
-    if wrong := [i for i in (*ids.values(), *_end_tokens(metadata)) if i >= len(tokens)]:
-        raise ValueError(f"its special token {wrong[0]} is outside its {len(tokens)} tokens")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        clean_up_tokenization_spaces=False,
-        add_bos_token=metadata.get(Keys.Tokenizer.ADD_BOS, False),
-        add_eos_token=metadata.get(Keys.Tokenizer.ADD_EOS, False),
-        chat_template=metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
-        **{role: tokens[i] for role, i in ids.items()},
-    )
-    # mlx-lm's BPE detokenizer drops a leading space and garbles the byte 0; this one does not.
-    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, _end_tokens(metadata))
-
-
-def _byte_level_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
-    if (model := metadata.get(Keys.Tokenizer.MODEL)) != "gpt2":
-        raise ValueError(f"its tokenizer is {model!r}, supported is 'gpt2' (byte-level BPE)")
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocabulary, _merges(metadata, vocabulary)))
-    backend.pre_tokenizer = _pre_tokenizer(metadata.get(Keys.Tokenizer.PRE))
-    backend.decoder = decoders.ByteLevel()
-    kinds = metadata.get(Keys.Tokenizer.TOKEN_TYPE, [])
-    for token, kind in zip(tokens, kinds, strict=False):
-        if kind in WHOLE:
-            special = kind != TokenType.USER_DEFINED
-            backend.add_tokens([AddedToken(token, special=special, normalized=False)])
-    return backend
-
-
-def _merges(metadata: Metadata, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    merges = []
-    for merge in _required(metadata, Keys.Tokenizer.MERGES):
-        left, _, right = merge.partition(" ")
-        if not {left, right, left + right} <= vocabulary.keys():
-            raise ValueError(f"the merge {merge!r} uses tokens that its vocabulary lacks")
-        merges.append((left, right))
-    return merges
-
-
-def _pre_tokenizer(kind: str | None) -> pre_tokenizers.PreTokenizer:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if kind in GPT2_SPLIT:
-        return byte_level
-    if kind in GPT2_SPLIT_AND_DIGITS:
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    known = ", ".join(GPT2_SPLIT + GPT2_SPLIT_AND_DIGITS)
-    raise ValueError(f"{Keys.Tokenizer.PRE} is {kind!r}, supported are {known}")
-
-
-def _end_tokens(metadata: Metadata) -> list[int]:
-    keys = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
-    return sorted({metadata[key] for key in keys if key in metadata})
-
-
-def _required(metadata: Metadata, key: str) -> Any:
-    if key not in metadata:
-        raise ValueError(f"the metadata {key} is missing")
-    return metadata[key]
-
-
-def _number(metadata: Metadata, key: str, default: Any = None) -> Any:
-    """A number of the model's metadata; without a default it must be there."""
-    key = key.format(arch=ARCHITECTURE)
-    value = _required(metadata, key) if default is None else metadata.get(key, default)
-    if not isinstance(value, (int, float)) or (value <= 0 and default != 0):
-        raise ValueError(f"{key} is {value!r} instead of one positive number")
-    return value

@@ -188,11 +188,16 @@ def test_what_could_run_code_or_is_inconsistent_is_refused(tmp_path, write, dama
 def test_a_gguf_file_that_cannot_be_converted_says_what_can(tmp_path):
     for name, options, message in (
         ("other.gguf", {"architecture": "qwen2"}, "architecture is 'qwen2', supported is 'llama'"),
+        ("split.gguf", {"tokenizer__ggml__pre": "llama-bpe"}, "tokenizer.ggml.pre is 'llama-bpe'"),
+        ("kind.gguf", {"tokenizer__ggml__model": "llama"}, "its tokenizer is 'llama', supported"),
+        ("end.gguf", {"tokenizer__ggml__eos_token_id": 9999}, "special token 9999 is outside"),
         ("types.gguf", {"kinds": {"": Q5_0}}, "Q5_0.*choose a GGUF file of type F32, F16, Q4_0"),
     ):
         file = write_gguf(tmp_path / name, make_gguf_model(), **options)
         with pytest.raises(DFlashError, match=message):
             main([str(file), str(tmp_path / "dst")])
+        with pytest.raises(DFlashError, match=message):
+            main([str(file), str(tmp_path / "dst"), "--check"])
     assert not (tmp_path / "dst").exists()
 
 
