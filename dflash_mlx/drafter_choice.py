@@ -138,3 +138,14 @@ def downloaded(drafter: Wanted) -> Wanted:
     facts = check_drafter(folder, drafter.name)
     facts.raise_first()
     return replace(drafter, facts=facts)
+
+
+def already_packed(choice: Choice, bits: int | None) -> Iterator[str]:
+    """A sentence for each drafter that `--drafter-bits` leaves as it is."""
+    for drafter in choice.drafters:
+        packed = drafter.config.quantization
+        if packed is not None and bits is not None and bits != packed.bits:
+            yield (
+                f"the drafter {drafter.name} is packed in {packed.bits} bits already "
+                f"and stays so, whatever --drafter-bits says"
+            )

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from dflash_mlx.config import DecodeConfig, PairConfig
-from dflash_mlx.drafter_choice import DRAFTED, Choice, checked, choose, downloaded, fitting
+from dflash_mlx.drafter_choice import (
+    DRAFTED,
+    Choice,
+    already_packed,
+    checked,
+    choose,
+    downloaded,
+    fitting,
+)
 from dflash_mlx.drafters.auto import Means, settle
 from dflash_mlx.drafters.checkpoint import check_block_size, load_network
 from dflash_mlx.drafters.context import limit_windows
@@ -94,7 +102,8 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
         for d, c in zip(drafters.drafters, configs, strict=True)
     ]
     target.use_kernels(cast(Mode, config.kernels))
-    notes = (*drafters.notes, *ranges.notes)
+    packed = already_packed(drafters, config.drafter_bits)
+    notes = (*drafters.notes, *packed, *ranges.notes)
     pair = Pair(target, tokenizer, undrafted=drafters.missing, advice=names.advice, notes=notes)
     if loaded:
         pair = replace(pair, network=loaded[0], network_config=configs[0])

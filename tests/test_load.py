@@ -24,7 +24,12 @@ from mlx_lm.utils import quantize_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dflash_mlx import DecodeConfig, DFlashError, load, resolve
+from dflash_mlx.config import PairConfig
+from dflash_mlx.drafters.checkpoint import read_drafter
+from dflash_mlx.drafters.quantized import quantize_network
+from dflash_mlx.drafters.save import save_drafter
 from dflash_mlx.generate import generate
+from dflash_mlx.load import load_pair
 from dflash_mlx.resolve import resolve_folder, shipped_folder
 from families import FAMILIES, make_model
 from reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
@@ -425,3 +430,18 @@ def test_names_that_are_of_nothing_shipped(name):
 def test_a_drafter_by_a_name_that_nothing_can_have_is_refused(folders, name):
     with pytest.raises(DFlashError, match="there is no folder .*--drafter"):
         load(model=folders[0], drafter=name)
+
+
+def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
+    model, drafter = folders
+    packed = tmp_path / "packed"
+    read = read_drafter(Path(drafter))
+    network = read.network()
+    quantize_network(network, 8)
+    save_drafter(packed, network, read.raw)
+    notes = {
+        bits: load_pair(PairConfig(model, str(packed), drafter_bits=bits)).notes
+        for bits in (None, 4, 8)
+    }
+    assert "packed in 8 bits already" in " ".join(notes[4])
+    assert "packed" not in " ".join((*notes[None], *notes[8]))

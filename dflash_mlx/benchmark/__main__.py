@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--methods",
-        default="none,dflash,d2sd",
+        default="none,auto",
         help="comma-separated; a block size or settings may follow, as in "
         "dflash:4,ddtree:budget=16,d2sd:8:growth=paper (default: %(default)s); none is always run; "
         "resample is a control: naive draws from the first draft, as many as --branches",
