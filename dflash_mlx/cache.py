@@ -65,7 +65,7 @@ class LayerCache:
     @property
     def _first(self) -> int:
         """Oldest committed position that the block's first row sees."""
-        return 0 if self.window is None else max(0, self.length - self.window + 1)
+        return max(self._start, self._oldest(self.length))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the block's rows after the committed ones; return all that its rows may see."""
@@ -146,11 +146,19 @@ class LayerCache:
 
     def can_trim(self, length: int) -> bool:
         """Whether the positions that a query at `length` sees are still stored."""
-        first = 0 if self.window is None else max(0, length - self.window + 1)
-        return length == 0 or first >= self._start
+        return length == 0 or self._oldest(length) >= self._start
+
+    def refill_from(self, length: int) -> int:
+        """The position to go back to, so that rows from there to `length` make good what is gone.
+
+        `length` itself where `can_trim`.
+        """
+        return length if self.can_trim(length) else self._oldest(length)
 
     def trim(self, length: int) -> None:
-        """Forget the committed positions from `length` on; only where `can_trim`."""
+        """Forget the committed positions from `length` on, and all where not `can_trim`."""
+        if not self.can_trim(length):
+            self._start = length
         self.length = min(self.length, length)
         self._start = min(self._start, self.length)
         self.discard()
@@ -160,6 +168,10 @@ class LayerCache:
         other = copy(self)
         other._stored = [mx.array(stored) for stored in self._stored]
         return other
+
+    def _oldest(self, length: int) -> int:
+        """The oldest position that a query at `length` sees."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
 
     def _reserve(self, rows: int, parts: Sequence[mx.array]) -> None:
         """Make room for `rows` more; slots that no window reaches any more are given up."""

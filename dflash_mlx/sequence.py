@@ -87,8 +87,16 @@ class SequenceCache:
         """Whether every layer can go back to `length` tokens."""
         return self.nearest(length) == min(length, self.length)
 
+    def refill_from(self, length: int) -> int:
+        """Where attention layers have to go back to, to see all they should at `length` again."""
+        return min(layer.refill_from(length) for layer in self._attention)
+
     def trim(self, length: int) -> None:
-        """Forget the committed tokens from `length` on; only where `can_trim`."""
+        """Forget the committed tokens from `length` on.
+
+        Where it `can_trim`, nothing else is lost; otherwise only attention layers can, and those
+        with windows begin empty.
+        """
         if self._recurrent is not None:
             self._recurrent.trim(length)
         for layer in self._attention:

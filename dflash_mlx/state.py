@@ -25,8 +25,11 @@ class Context(Protocol):
     def append(self, features: mx.array) -> None:
         """Take in the features [n, m*d] of the next n committed tokens."""
 
-    def can_trim(self, length: int) -> bool:
-        """Whether it can go back to `length` tokens."""
+    def refill_from(self, length: int) -> int:
+        """From where on tokens have to be taken in again for drafts behind `length` tokens.
+
+        `length`, where it can go back there without that.
+        """
 
     def trim(self, length: int) -> None:
         """Forget the tokens from `length` on."""
@@ -91,7 +94,8 @@ class State:
         """Go back to the longest prefix shared with `prompt`; return its length.
 
         The last token of `prompt` is never reused: it becomes the anchor. Where a sliding window
-        or a recurrent state has no way back to that prefix, less of it is reused, or none.
+        or a recurrent state has no way back to that prefix, less of it is reused, or none. A
+        drafter's window is no more to be computed again than it is long.
         """
         known = zip(self.tokens[: self.position], prompt[:-1], strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], known))
@@ -104,8 +108,8 @@ class State:
         The next prompt gives a new anchor.
         """
         length = self.cache.nearest(length)
-        if not self.context.can_trim(length):
-            length = 0
+        if (refilled := self.context.refill_from(length)) < length:
+            length = self.cache.nearest(refilled)
         self.cache.trim(length)
         self.context.trim(length)
         del self.tokens[length:]

@@ -1,5 +1,7 @@
 """Conversations with targets that have recurrent layers: turns, stops, edits, methods, training."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from dflash_mlx.benchmark.parity import first_difference
 from dflash_mlx.block import Block
 from dflash_mlx.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.checkpoint import load_network, read_config
+from dflash_mlx.drafters.context import limit_windows
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.exact import measure_noise
@@ -100,6 +103,18 @@ def test_a_stop_token_amid_a_round_leaves_the_state_of_what_was_said(target):
         held = state.position
         assert go_on(target, drafter, state, more) == held
         assert run(target, NoDraft(), state, 8) == plain_answer(target, more, 8)
+
+
+def test_a_drafters_window_is_computed_again_where_the_target_can_go_back_that_far(pair):
+    pair = replace(pair, network_config=limit_windows(pair.network_config, 16))
+    session = Session(pair, DecodeConfig(method="dflash", max_tokens=8, prefill_step=100))
+    prompt = tokens_of(14, 60)
+    list(session.stream(prompt))
+    list(session.stream(prompt + tokens_of(15, 400)))
+    *_, last = session.stream(prompt)
+    assert last.statistics.reused_tokens == 59 - 15
+    assert session.state.tokens == prompt + plain_answer(pair.target, prompt, 8)[:-1]
+    assert_state_is_that_of_its_tokens(session)
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "dflash"])

@@ -38,8 +38,8 @@ class ToyContext(FeatureContext):
     def arrays(self) -> list[mx.array]:
         return []
 
-    def can_trim(self, length: int) -> bool:
-        return True
+    def refill_from(self, length: int) -> int:
+        return length
 
     def trim(self, length: int) -> None:
         pass

@@ -247,7 +247,7 @@ def test_a_trimmed_context_that_grows_again_equals_a_fresh_one(drafting, name, l
     subject, features = drafting(name), random_features(30)
     other = np.concatenate([features[:length], random_features(10, seed=1)])
     state = subject.state(features, [17, 13], 7)
-    assert state.context.can_trim(length)
+    assert state.context.refill_from(length) == length
     state.context.trim(length)
     assert state.context.length == length
     state.context.append(mx.array(other[length:]))
@@ -258,9 +258,9 @@ def test_a_trimmed_context_that_grows_again_equals_a_fresh_one(drafting, name, l
 def test_a_context_goes_back_no_further_than_its_windows_reach(drafting):
     subject, features = drafting("sliding"), random_features(300)
     context = subject.state(features, [250, 50], 7).context
-    assert context.can_trim(299) and context.can_trim(0)
-    assert not context.can_trim(100)
-    assert drafting("full").state(features, [250, 50], 7).context.can_trim(100)
+    assert [context.refill_from(length) for length in (299, 0)] == [299, 0]
+    assert context.refill_from(100) < 100
+    assert drafting("full").state(features, [250, 50], 7).context.refill_from(100) == 100
 
 
 # The target's features

@@ -210,6 +210,50 @@ def test_a_window_bounds_the_memory_of_the_context(tmp_path):
     assert max(sizes[16][2:]) == min(sizes[16][2:]) < 2 * sizes[16][0]
 
 
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+@pytest.mark.parametrize(("changes", "most", "window"), [({}, 20, 20), (MIXED, 20, 20)])
+@pytest.mark.parametrize("length", [9, 300])
+def test_a_context_that_cannot_go_back_is_as_before_once_a_window_is_appended_again(
+    tmp_path, changes, most, window, length
+):
+    model, _ = limited(tmp_path, most, **changes)
+    features = features_of(700)
+    context = model.new_context()
+    for at in range(0, 700, 50):
+        context.append(mx.array(features[at : at + 50]))
+    start = context.refill_from(length)
+    assert start == max(0, length - window + 1)
+    for stop in (start + 3, length):  # interrupted, and then begun again
+        context.trim(start)
+        assert context.length == start
+        context.append(mx.array(features[start:stop]))
+        mx.eval(model.logits(context, mx.array([7]), 8))  # sees what there is
+    assert context.refill_from(length) == length
+    found = np.array(model.logits(context, mx.array([7]), 8))
+    assert np.abs(found - block_after(model, features[:length])).max() < 1e-4
+    context.append(mx.array(features[length : length + 100]))
+    found = np.array(model.logits(context, mx.array([7]), 8))
+    assert np.abs(found - block_after(model, features[: length + 100])).max() < 1e-4
+
+
+def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_question(folders):
+    pair = pair_of(folders, draft_window=16)
+    config = DecodeConfig(method="dflash", max_tokens=12, prefill_step=100)
+    prompt, more = (np.random.default_rng(n).integers(97, size=n).tolist() for n in (60, 400))
+    sessions, answers = [Session(pair, config), Session(pair, config)], []
+    list(sessions[0].stream(prompt + more))
+    for session, reused in zip(sessions, (59 - 15, 0), strict=True):
+        *_, last = session.stream(prompt)
+        assert last.statistics.reused_tokens == reused
+        answers.append((session.state.tokens, last.statistics.rounds))
+    assert answers[0] == answers[1]
+    model = BlockModel(pair.network, pair.network_config, pair.target)
+    ours, theirs = (model.logits(s.state.context, mx.array([7]), 8) for s in sessions)
+    assert mx.abs(ours - theirs).max().item() < 1e-4
+
+
 # Where they are given
 
 

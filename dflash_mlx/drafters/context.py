@@ -72,9 +72,9 @@ class FeatureContext:
         if self._rows >= _MOST_WAITING:
             _ = self.cache
 
-    def can_trim(self, length: int) -> bool:
-        """Whether every layer can go back to `length`."""
-        return self.cache.can_trim(length)
+    def refill_from(self, length: int) -> int:
+        """From where on features have to be appended again for drafts at `length`."""
+        return self.cache.refill_from(length)
 
     def trim(self, length: int) -> None:
         """Forget the tokens from `length` on."""
@@ -116,9 +116,9 @@ class DualContext:
                 parts = mx.split(features, self._taps, axis=-1)
                 context.append(mx.concatenate([parts[i] for i in columns], axis=-1))
 
-    def can_trim(self, length: int) -> bool:
-        """Whether both can go back to `length`."""
-        return all(context.can_trim(length) for context in self.contexts)
+    def refill_from(self, length: int) -> int:
+        """From where on either needs features appended again for drafts at `length`."""
+        return min(context.refill_from(length) for context in self.contexts)
 
     def trim(self, length: int) -> None:
         """Forget the tokens from `length` on."""

@@ -26,9 +26,9 @@ class NoContext:
     def append(self, features: mx.array) -> None:
         """Nothing to keep."""
 
-    def can_trim(self, length: int) -> bool:
-        """Always."""
-        return True
+    def refill_from(self, length: int) -> int:
+        """Nothing has to be."""
+        return length
 
     def trim(self, length: int) -> None:
         """Nothing to forget."""
