@@ -1,6 +1,7 @@
 """Targets with recurrent layers: what is not accepted is taken back, and nothing drifts.
 
-mx.compile is off here: on a CPU it would first build every family's functions with a C++ compiler.
+mx.compile is off but for one test: on a CPU it would first build every family's functions with a
+C++ compiler.
 """
 
 from itertools import islice
@@ -316,6 +317,18 @@ def test_two_targets_on_one_model_take_drafts_back_alike(name):
         assert len(cache._recurrent._running.calls) == len(cache._recurrent.layers)
         cache.commit(range(3))
         assert difference(target, cache, prompt + rows[:3]) < TOLERANCE
+
+
+def test_compiled_functions_take_drafts_back_alike():
+    mx.enable_compile()
+    try:
+        target, prompt, rows = Target(make_model("qwen3_5"), 512, ""), tokens_of(3, 12), [5, 7, 9]
+        cache = fresh(target, prompt)
+        forward(target, cache, rows)
+        cache.commit([0, 1])
+        assert difference(target, cache, prompt + rows[:2]) < TOLERANCE
+    finally:
+        mx.disable_compile()
 
 
 def change_states_in_place(model):
