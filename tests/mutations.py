@@ -121,6 +121,12 @@ def _add(document: Any, random: Random) -> None:
         container.append(copy.deepcopy(random.choice(VALUES)))
 
 
+def _empty(document: Any, random: Random) -> None:
+    """Nothing is left of a part, or of the whole document."""
+    if found := _containers(document):
+        random.choice(found[: random.choice((1, len(found)))]).clear()
+
+
 def _swap(document: Any, random: Random) -> None:
     (first, a), (second, b) = _place(document, random), _place(document, random)
     value = first[a], second[b]
@@ -156,6 +162,7 @@ _TREE: list[Callable[[Any, Random], None]] = [
     _near,
     _near,
     _add,
+    _empty,
     _swap,
 ]
 _TEXT: list[Callable[[str, Random], str]] = [_twice, _nested, _cut, _padded, _digits]

@@ -41,6 +41,10 @@ def test_damages_are_many_and_come_again_with_their_seed(mutate):
     assert len(set(made)) > 100
 
 
+def test_documents_without_content_are_among_the_damages():
+    assert b"{}" in {mutate_json({"a": [1], "b": {"c": 2}}, Random(i)) for i in range(200)}
+
+
 def test_a_document_is_not_changed_by_damaging_a_copy_of_it():
     document = json.loads(HEADER)
     made = {mutate_json(document, Random(i)) for i in range(200)}
