@@ -223,6 +223,23 @@ def test_sizes_are_given_in_the_largest_unit_that_fits():
     ]
 
 
+@pytest.mark.parametrize("part", ["model", "drafter"])
+def test_a_source_that_is_cut_off_meanwhile_is_named_and_nothing_is_left(
+    pair, tmp_path, monkeypatch, part
+):
+    file = tmp_path / part / "model.safetensors"
+    write_shards = run.write_shards
+
+    def cut_first(*arguments):
+        os.truncate(file, 20_000)
+        write_shards(*arguments)
+
+    monkeypatch.setattr(run, "write_shards", cut_first)
+    with pytest.raises(DFlashError, match=rf"{tmp_path / part} can no longer be read .*; check"):
+        main(pair)
+    assert nothing_is_left(tmp_path)
+
+
 def test_a_folder_that_may_not_be_written_to_is_refused(pair, tmp_path, monkeypatch):
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     mkdtemp = failing_at(1, staging.tempfile.mkdtemp, denied)

@@ -211,7 +211,7 @@ def test_a_drafter_that_is_packed_is_not_packed_again(tmp_path):
         (["--mode", "mxfp4"], "SRC is a drafter; leave them out"),
         (["--recipe", "mixed_3_6"], "SRC is a drafter; leave them out"),
         (["--dequantize"], "SRC is a drafter; leave them out"),
-        (["--bits", "4"], "rows of 96 numbers, which groups of 64 do not divide"),
+        (["--bits", "4", "--group-size", "64"], "rows of 96 numbers, which groups of 64 do not"),
         (["--drafter-bits", "4"], "--drafter-bits is for the drafter of a pair"),
     ],
 )
@@ -260,6 +260,16 @@ def test_target_and_drafter_of_a_pair_are_quantised_each_in_its_own_way(tmp_path
     for part in ("target", "drafter"):
         types = {array.dtype for array in tensors(folder / part).values()}
         assert types == {mx.uint32, mx.float16}, part
+
+
+@pytest.mark.parametrize("target_bits", [[], ["--bits", "4"]])
+def test_groups_of_a_pair_are_those_that_were_asked_for_in_both_parts(tmp_path, model, target_bits):
+    drafter = write_drafter(tmp_path / "drafter")
+    options = ["--pair", str(drafter), "--drafter-bits", "8", "--group-size", "32", *target_bits]
+    folder = convert(model, tmp_path / "pair", *options)
+    assert config(folder / "drafter")["quantization"] == {"group_size": 32, "bits": 8}
+    groups = config(folder / "target").get("quantization", {}).get("group_size")
+    assert groups == (32 if target_bits else None)
 
 
 def test_a_drafter_of_another_target_makes_no_pair(tmp_path, model):

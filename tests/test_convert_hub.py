@@ -28,12 +28,18 @@ from test_load import write_drafter, write_model
 FILES = 4  # of the target: config, tokenizer, its config, weights
 
 
+def in_bfloat16(drafter: Path) -> Path:
+    weights = {name: array.astype(mx.bfloat16) for name, array in tensors(drafter).items()}
+    mx.save_safetensors(str(drafter / "model.safetensors"), weights)
+    return drafter
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with a target and a drafter, and an empty cache."""
     repositories = {
         "owner/model": write_model(tmp_path / "hub" / "model"),
-        "owner/drafter": write_drafter(tmp_path / "hub" / "drafter"),
+        "owner/drafter": in_bfloat16(write_drafter(tmp_path / "hub" / "drafter")),
         "owner/speculators": write(tmp_path / "hub" / "speculators", speculators()),
     }
     with serve(repositories) as served:
@@ -135,7 +141,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
     ("name", "words"),
     [
         ("owner/model", "target    owner/model: llama in float32"),
-        ("owner/drafter", "drafter   owner/drafter: DFlashDraftModel in float32, blocks of 8"),
+        ("owner/drafter", "drafter   owner/drafter: DFlashDraftModel in bfloat16, blocks of 8"),
         ("owner/speculators", "drafter   owner/speculators: DFlashDraftModel in float32"),
     ],
 )
@@ -151,6 +157,32 @@ def test_a_dry_run_fetches_heads_only_and_says_what_would_be_done(
     cached = [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
     assert stored.stat().st_size not in [file.stat().st_size for file in cached]
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_dry_run_foretells_the_size_of_a_drafter_from_the_types_in_its_heads(
+    hub, tmp_path, capsys
+):
+    main(["owner/drafter", str(tmp_path / "out" / "dst"), "--check"])
+    size = sum(array.nbytes for array in tensors(hub.repositories["owner/drafter"]).values())
+    assert capsys.readouterr().out.splitlines()[0].endswith(f", {size / 1000:.2f} kB")
+
+
+def test_weight_files_that_are_not_fetched_are_not_looked_at(hub, tmp_path):
+    folder = hub.repositories["owner/drafter"]
+    shutil.copyfile(folder / "model.safetensors", folder / "optimizer.safetensors")
+    main(["owner/drafter", str(tmp_path / "out" / "dst")])
+    (folder / "optimizer.safetensors").unlink()
+    assert_same_tensors(tensors(tmp_path / "out" / "dst"), tensors(folder))
+
+
+def test_a_target_without_a_tokenizer_is_refused_before_it_is_fetched(hub, tmp_path):
+    (hub.repositories["owner/model"] / "tokenizer.json").unlink()
+    for options in ([], ["--check"]):
+        with pytest.raises(
+            DFlashError, match="owner/model cannot be loaded, it has no tokenizer .tokenizer.json"
+        ):
+            main(["owner/model", str(tmp_path / "out" / "dst"), *options])
+    assert None not in weight_requests(hub)
 
 
 def test_a_dry_run_foretells_the_size_of_a_quantised_destination(hub, tmp_path, capsys):

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "src", metavar="SRC", help="a Hugging Face id, a local folder or a GGUF file"
     )
-    result.add_argument("dst", metavar="DST", help="the folder to make; it must not exist")
+    result.add_argument("dst", metavar="DST", help="the folder to make; it must be absent or empty")
     result.add_argument(
         "--pair", metavar="DRAFTER", help="convert this drafter too; DST holds both, for --model"
     )

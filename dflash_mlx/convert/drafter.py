@@ -10,12 +10,21 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.convert.conversion import DRAFTER, Conversion, describe_numbers
-from dflash_mlx.convert.settings import DRAFTER_GROUP_SIZE, ConvertConfig
+from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.convert.source import Source
 from dflash_mlx.drafters.checkpoint import DrafterFolder, read_config, read_drafter
-from dflash_mlx.drafters.quantized import Quantization, quantize_network
-from dflash_mlx.drafters.tensors import make_network, parameters_of
+from dflash_mlx.drafters.quantized import quantization_of, quantize_network
+from dflash_mlx.drafters.tensors import (
+    DOWNLOAD_AGAIN,
+    drafter_files,
+    make_network,
+    parameters_of,
+    plain_names,
+)
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.safetensors_header import read_header
+
+_FLOATING = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 
 def plan_drafter(source: Source, settings: ConvertConfig) -> Conversion:
@@ -31,9 +40,9 @@ def plan_drafter(source: Source, settings: ConvertConfig) -> Conversion:
                 f"{source.name} is already quantised to {folder.config.quantization.bits} bits",
                 "leave the bits out, or convert the drafter that it was made from",
             )
-        group_size = settings.group_size or DRAFTER_GROUP_SIZE
-        quantize_network(network, settings.bits, group_size)
-        config["quantization"] = asdict(Quantization(group_size, settings.bits))
+        quantize_network(network, settings.bits, settings.group_size)
+        if (packing := quantization_of(network)) is not None:
+            config["quantization"] = asdict(packing)
     weights = parameters_of(network)
     dtype = describe_numbers(config, weights)
     config["dtype"] = dtype.rpartition(" ")[2]
@@ -54,13 +63,19 @@ def plan_drafter(source: Source, settings: ConvertConfig) -> Conversion:
 
 
 def _read(source: Source) -> DrafterFolder:
-    """The folder; of one that is not fetched, a network of the same sizes."""
+    """The folder; of one that is not fetched, a network of the same sizes and types."""
     if not source.heads_only:
         return read_drafter(source.path)
     config = read_config(source.path)
     raw: dict[str, Any] = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     raw.setdefault("architectures", ["drafter"])
-    return DrafterFolder(config, parameters_of(make_network(config, source.name)), raw)
+    arrays = parameters_of(make_network(config, source.name))
+    for file in drafter_files(source.path):
+        tensors = read_header(file, DOWNLOAD_AGAIN)
+        for name, plain in plain_names(tensors).items():
+            if plain in arrays and (dtype := _FLOATING.get(tensors[name].dtype)) is not None:
+                arrays[plain] = arrays[plain].astype(dtype)
+    return DrafterFolder(config, arrays, raw)
 
 
 def _largest(weights: dict[str, mx.array]) -> int:

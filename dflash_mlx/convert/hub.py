@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,14 @@ class Heads(HubRepository):
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name)
         self.folder = folder
+
+    @cached_property
+    def files(self) -> Mapping[str, int]:
+        """Without the weight files that are not fetched."""
+        listed = super().files
+        wanted = _wanted(list(listed))
+        kept = (f for f in listed if f in wanted or not f.endswith(".safetensors"))
+        return {file: listed[file] for file in kept}
 
     def fetch(self) -> int:
         """Fill the folder; returns the bytes of the model's files that are not in the cache."""

@@ -16,6 +16,8 @@ from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.convert.source import fetch
 from dflash_mlx.convert.staging import gigabytes, staged
 from dflash_mlx.convert.tensors import write_shards
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.findings import in_one_line
 from dflash_mlx.machine import describe_versions
 
 
@@ -33,13 +35,22 @@ def convert(request: Request, settings: ConvertConfig) -> Path:
 
 
 def write(plan: Plan, folder: Path) -> None:
-    """Write all models of the plan into `folder`; the conversions are empty afterwards."""
+    """Write all models of the plan into `folder`; the conversions are empty afterwards.
+
+    Raises DFlashError for a source that cannot be read, OSError for a full disk.
+    """
     total = sum(conversion.weight_bytes for conversion in plan.conversions.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="converting", file=sys.stderr) as bar:
         for part, conversion in plan.conversions.items():
             (folder / part).mkdir(exist_ok=True)
             conversion.write_rest(folder / part)
-            write_shards(folder / part, conversion.weights, bar)
+            try:
+                write_shards(folder / part, conversion.weights, bar)
+            except RuntimeError as error:  # MLX's own, of a file that was whole when it was planned
+                raise DFlashError(
+                    f"{conversion.name} can no longer be read ({in_one_line(error)})",
+                    "check the disk that it is on, then convert again; nothing was left behind",
+                ) from None
     if ALONE not in plan.sources:
         names = {part: source.name for part, source in plan.sources.items()}
         pair_folder.write(folder, names, describe_versions())

@@ -13,7 +13,6 @@ DTYPES = ("float16", "bfloat16", "float32")
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (16, 32, 64, 128)
 DRAFTER_BITS = (4, 8)
-DRAFTER_GROUP_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,10 @@ class ConvertConfig:
         None, "quantise the matrices to so many bits, a drafter's to 4 or 8", type=int, choices=BITS
     )
     group_size: int | None = option(
-        None, "weights that share a scale (default: the mode's own)", type=int, choices=GROUP_SIZES
+        None,
+        "weights that share a scale, in target and drafter (default: the mode's own)",
+        type=int,
+        choices=GROUP_SIZES,
     )
     mode: str = option("affine", "how a target is quantised", choices=MODES)
     recipe: str | None = option(
@@ -57,7 +59,7 @@ class ConvertConfig:
             raise DFlashError(
                 f"the recipe {self.recipe} sets bits and mode itself", "leave --bits and --mode out"
             )
-        if self.group_size is not None and not self.quantizes:
+        if self.group_size is not None and not self.quantizes and self.drafter_bits is None:
             raise DFlashError(
                 f"group_size is {self.group_size}, but nothing is quantised", "add --bits"
             )
@@ -77,5 +79,5 @@ class ConvertConfig:
                 "--mode, --recipe and --dequantize are for targets, but SRC is a drafter",
                 "leave them out",
             )
-        group_size = None if paired or bits is None else self.group_size
+        group_size = None if bits is None else self.group_size
         return ConvertConfig(bits=bits, group_size=group_size, dtype=self.dtype)

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ GROUP_SIZE = 64  # mlx-lm's for affine
 BYTES_PER_TOKEN = 100  # of a tokenizer.json, about
 
 _BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "LICENSE*", "NOTICE*")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
 _REPLACED = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
 Opened = tuple[Any, dict[str, Any], Callable[[Path], None], int]
 
@@ -111,6 +113,11 @@ def _open_folder(source: Source) -> Opened:
     from mlx_lm.utils import load_model, load_tokenizer
 
     folder = source.path
+    if not any(fnmatch(file, pattern) for file in source.files.files for pattern in _TOKENIZERS):
+        raise DFlashError(
+            f"{source.name} cannot be loaded, it has no tokenizer ({', '.join(_TOKENIZERS)})",
+            "choose a complete model folder",
+        )
     try:
         model, config = load_model(folder, lazy=True)
         if not source.heads_only:
