@@ -102,6 +102,37 @@ def test_a_shipped_drafter_gives_the_reference_the_same_block_logits(
     assert float(mx.abs(ours).max()) > 1
 
 
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sliding": WINDOWS,
+    "sliding, not causal": {**WINDOWS, "is_causal": False},
+    "causal": {"is_causal": True},
+    "yarn": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    },
+    "llama3": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, **LLAMA3}},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("length", [5, 33])
+def test_windows_and_scaled_ropes_give_the_reference_the_same_block_logits(
+    monkeypatch, tmp_path, name, length
+):
+    raw = drafter_config(**LAYOUTS[name])
+    write_drafter_folder(tmp_path, raw, random_drafter(raw))
+    both = Both(tmp_path, monkeypatch)
+    features = both.features(length)
+    theirs = both.theirs(both.block(7), features[None], both.theirs.make_cache(), logits_start=1)[0]
+    state = both.state(features, 7)
+    ours = both.ours.logits(state.context, state.anchor, both.config.block_size)
+    assert float(mx.abs(ours - theirs).max()) < TOLERANCE
+    assert float(mx.abs(ours).max()) > 1
+
+
 @pytest.mark.parametrize(
     ("family", "scale"), [("llama", 1.0), ("gemma3_text", 1.0), ("gemma4_text", 8.0)]
 )
