@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,6 @@ from huggingface_hub import constants
 import dflash_mlx
 from app import main as chat
 from dflash_mlx import cli, resolve
-from dflash_mlx.benchmark import __main__ as benchmark
 from test_load import TEMPLATE, write_drafter, write_model
 
 generate = import_module("dflash_mlx.generate.__main__")
@@ -237,45 +234,6 @@ def test_a_smaller_block_is_used(ask):
     assert len(answer["accepted_by_position"]) == 2
 
 
-# Help
-
-PARSERS = {
-    "generate": generate.parser,
-    "benchmark": benchmark.parser,
-    "chat": chat._parser,
-}
-
-
-@pytest.mark.parametrize("name", PARSERS)
-def test_every_option_has_a_help_text_and_every_setting_an_option(name):
-    actions = {action.dest: action for action in PARSERS[name]()._actions}
-    assert [dest for dest, action in actions.items() if not action.help] == []
-    assert ("method" in actions) != ("methods" in actions)
-    assert actions.keys() >= {
-        "model",
-        "drafter",
-        "block_size",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-    }
-
-
-@pytest.mark.parametrize(
-    ("main", "name"),
-    [(generate.main, "generate"), (benchmark.main, "benchmark"), (chat.run, "chat")],
-    ids=["generate", "benchmark", "chat"],
-)
-def test_help_goes_to_stdout_with_every_option(command, main, name):
-    result = command(main, "--help")
-    assert (result.code, result.err) == (0, "")
-    options = [option for a in PARSERS[name]()._actions for option in a.option_strings]
-    assert len(options) > 15 and [o for o in options if o not in result.out] == []
-
-
 # What is refused
 
 
@@ -421,64 +379,6 @@ def test_a_folder_without_weights_is_one_sentence(ask, tmp_path):
     assert_refused(ask(*PROMPT, "--model", str(folder)), "No safetensors found")
 
 
-# Real processes
-
-
-def process(*argv: str, stdin: bytes = b"", **options: Any) -> subprocess.CompletedProcess[bytes]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *argv],
-        input=stdin,
-        capture_output=True,
-        check=False,
-        cwd=ROOT,
-        env=environment,
-        timeout=120,
-        **options,
-    )
-
-
-def test_a_process_leaves_with_2_for_bad_input():
-    result = process("-m", "dflash_mlx.generate", "--prompt", "hello", "--temperature", "-1")
-    assert result.returncode == 2
-    assert result.stdout == b""
-    assert result.stderr.startswith(b"dflash_mlx.generate: temperature is -1.0; ")
-    assert result.stderr.count(b"\n") == 1
-
-
-def test_a_process_leaves_with_2_for_a_prompt_that_is_no_text(folders):
-    model = ["--model", folders["model"], "--method", "none"]
-    result = process("-m", "dflash_mlx.generate", *model, "--prompt", b"hel\xfflo")
-    assert result.returncode == 2
-    assert result.stdout == b""
-    assert b"Traceback" not in result.stderr
-
-
-def test_a_process_answers_utf8_from_a_pipe(folders):
-    pair = ["--model", folders["model"], "--drafter", folders["drafter"], "--method", "dflash"]
-    options = [*pair, "--max-tokens", "8", "--prompt", "-", "--json"]
-    arguments = ["-m", "dflash_mlx.generate", *options]
-    result = process(*arguments, stdin="héllo".encode())
-    assert (result.returncode, result.stderr) == (0, b"")
-    assert json.loads(result.stdout)["generated_tokens"] == 8
-
-
-def test_a_reader_that_leaves_early_is_no_error(folders):
-    model = ["--model", folders["model"], "--method", "none"]
-    arguments = ["-m", "dflash_mlx.generate", *model, "--prompt", "hello", "--max-tokens", "100"]
-    script = '"$@" | head -c 1; exit ${PIPESTATUS[0]}'
-    result = subprocess.run(
-        ["bash", "-c", script, "bash", sys.executable, *arguments],
-        capture_output=True,
-        check=False,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert len(result.stdout) == 1
-    assert b"Error" not in result.stderr
-    assert result.returncode == 0
-
-
 # The chat without a terminal
 
 
@@ -506,26 +406,3 @@ def test_one_prompt_on_the_command_line_is_answered_and_nothing_asked(command, a
 def test_the_chat_refuses_bad_input_with_one_sentence(command, folders, options, message):
     pair = ["--model", folders["model"], "--drafter", folders["drafter"]]
     assert_refused(command(chat.run, *pair, *options), message)
-
-
-FULL = "from dflash_mlx import cli; cli.run(lambda argv: print('x' * 100_000), 'program')"
-FAULT = "from dflash_mlx import cli; cli.run(lambda argv: 1 / 0, 'program')"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_behind_stdout_is_one_sentence():
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", FULL], stdout=full, stderr=subprocess.PIPE)
-    assert done.returncode == 2
-    last = done.stderr.decode().splitlines()[-1]
-    assert last.startswith("program: ") and "No space left" in last
-    assert b"Traceback" not in done.stderr
-
-
-def test_a_fault_of_ours_is_one_sentence_that_names_its_log(tmp_path):
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", FAULT], capture_output=True, env=environment)
-    assert done.returncode == 1
-    (log,) = tmp_path.glob("dflash-chat-*.log")
-    assert str(log) in done.stderr.decode() and b"Traceback" not in done.stderr
-    assert "ZeroDivisionError" in log.read_text()

@@ -13,11 +13,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import (
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 from huggingface_hub.utils import filter_repo_objects
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
@@ -30,7 +25,7 @@ from dflash_mlx.drafters.quantized import quantize_network
 from dflash_mlx.drafters.save import save_drafter
 from dflash_mlx.generate import generate
 from dflash_mlx.load import load_pair
-from dflash_mlx.resolve import resolve_folder, shipped_folder
+from dflash_mlx.resolve import resolve_folder
 from families import FAMILIES, make_model
 from reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
@@ -224,71 +219,6 @@ def test_only_files_that_cannot_run_are_asked_of_the_hub(folders, monkeypatch):
     assert list(filter_repo_objects(wanted + unwanted, **asked)) == wanted
 
 
-# What cannot be found
-
-
-class Response:
-    """As much of an HTTP response as the hub's errors read."""
-
-    headers: dict[str, str] = {}
-    request = None
-
-
-HUB_ERRORS = {
-    "no access": (
-        GatedRepoError("403 Client Error.\nsecond line", response=Response()),
-        "'owner/name' is gated, and this machine has no access to it; accept its licence",
-    ),
-    "no such repository": (
-        RepositoryNotFoundError("404 Client Error.\nsecond line", response=Response()),
-        "'owner/name' is neither a folder nor a public model",
-    ),
-    "no network": (
-        LocalEntryNotFoundError("Cannot find the snapshot online.\nsecond line"),
-        "could not be downloaded (Cannot find the snapshot online.)",
-    ),
-    "a connection that breaks": (
-        ConnectionError("Connection refused"),
-        "could not be downloaded (Connection refused)",
-    ),
-}
-
-
-@pytest.mark.parametrize("option", ["model", "drafter"])
-@pytest.mark.parametrize("case", HUB_ERRORS)
-def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(case, option, monkeypatch):
-    error, message = HUB_ERRORS[case]
-
-    def refuse(name: str, **_: Any) -> str:
-        raise error
-
-    monkeypatch.setattr(resolve, "snapshot_download", refuse)
-    with pytest.raises(DFlashError) as failure:
-        load(**{"model": "somewhere/else", option: "owner/name"})
-    assert message in str(failure.value)
-    assert f"--{option}" in failure.value.next_step
-    assert "\n" not in str(failure.value)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["./nowhere/at/all", "/nowhere/at/all", "~nobody-of-this-name/model", "x" * 300 + "/name"],
-    ids=["relative", "absolute", "unknown home", "too long for a file"],
-)
-def test_a_path_that_is_not_there_is_reported_without_the_network(name):
-    with pytest.raises(DFlashError, match="there is no folder .*--model"):
-        load(model=name)
-
-
-@pytest.mark.usefixtures("no_hub")
-@pytest.mark.parametrize("option", ["model", "drafter"])
-def test_a_file_in_place_of_a_folder_is_reported(tmp_path, option):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"")
-    with pytest.raises(DFlashError, match=f"is a file, not a model folder.*--{option}"):
-        load(**{"model": str(tmp_path), option: str(file)})
-
-
 # What is in the folder but cannot be used
 
 
@@ -418,18 +348,6 @@ def test_a_config_that_would_never_end_is_not_read(folders, tmp_path):
     thread.start()
     thread.join(60)
     assert result and "has no config.json" in result[0]
-
-
-@pytest.mark.parametrize("name", ["", "..", "x" * 300, "x\0y", "x/y"])
-def test_names_that_are_of_nothing_shipped(name):
-    assert shipped_folder(name) is None
-
-
-@pytest.mark.usefixtures("no_hub")
-@pytest.mark.parametrize("name", ["", "x" * 300, "x\0y"])
-def test_a_drafter_by_a_name_that_nothing_can_have_is_refused(folders, name):
-    with pytest.raises(DFlashError, match="there is no folder .*--drafter"):
-        load(model=folders[0], drafter=name)
 
 
 def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
