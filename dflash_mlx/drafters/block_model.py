@@ -30,8 +30,8 @@ class BlockModel:
         self._network = network
         self._kv_bits = target.kv_bits
         self._embed: Any = network.embed_tokens if config.own_embedding else target.embedding()
-        self._scale = config.input_embedding_scale * (
-            1.0 if config.own_embedding else _embedding_scale(target)
+        self._scale = config.inputembedding_scale * (
+            1.0 if config.own_embedding else embedding_scale(target)
         )
         self._head: Callable[[mx.array], mx.array]
         self._head = network.lm_head if config.own_head else target.head()
@@ -90,7 +90,7 @@ class BlockModel:
         return whole
 
 
-def _embedding_scale(target: Target) -> float:
+def embedding_scale(target: Target) -> float:
     """The factor that a target keeps beside its embedding as `embed_scale`, else 1.
 
     As z-lab's MLX module does: families that multiply in their forward pass have no such attribute.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from dflash_mlx.drafters.block_model import embedding_scale
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.target import Target
 from dflash_mlx.train.blocks import Array, cut_blocks
@@ -105,7 +106,7 @@ def _walk_one(drafter: Drafter, texts: Texts, i: int) -> Array:
 def embed(target: Target, config: NetworkConfig, inputs: Array) -> mx.array:
     """Block embeddings [..., d] in float32."""
     rows = target.embedding()(mx.array(inputs)).astype(mx.float32)
-    return rows * config.input_embedding_scale  # type: ignore[no-any-return]
+    return rows * (config.input_embedding_scale * embedding_scale(target))  # type: ignore[no-any-return]
 
 
 def _spread(anchors: Array, prefix: int) -> Array:
