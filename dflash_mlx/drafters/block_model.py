@@ -30,7 +30,7 @@ class BlockModel:
         self._network = network
         self._kv_bits = target.kv_bits
         self._embed: Any = network.embed_tokens if config.own_embedding else target.embedding()
-        self._scale = config.inputembedding_scale * (
+        self._scale = config.input_embedding_scale * (
             1.0 if config.own_embedding else embedding_scale(target)
         )
         self._head: Callable[[mx.array], mx.array]
