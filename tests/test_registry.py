@@ -20,7 +20,8 @@ from dflash_mlx.load import load_pair
 from dflash_mlx.pair_folder import write
 from dflash_mlx.registry import Advice, entries, find
 from dflash_mlx.resolve import DEFAULT_MODEL, SHIPPED, Names, find_names
-from test_load import Response, write_drafter, write_model
+from test_load import write_drafter, write_model
+from test_load_missing import Response
 
 ENTRIES = entries()
 TARGETS = [target for entry in ENTRIES for target in entry.targets]
