@@ -20,7 +20,7 @@ from fuzz_driver import GOOD, outcomes
 from mutations import mutate_bytes, mutate_json, mutate_safetensors
 from test_load import write_drafter
 
-CASES = 1000
+CASES = 600
 SEED = 20261121
 HEADER = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
 SOUND = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)
