@@ -8,13 +8,13 @@ file or the new one. A damaged file gives what stands before the damage and is k
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dflash_chat.conversation import UNTITLED, Conversation, Turn, now
 from dflash_mlx import DFlashError
+from dflash_mlx.files import replace_text
 
 FORMAT = "dflash-chat conversation"
 VERSION = 1
@@ -77,7 +77,7 @@ class Store:
                 conversation.title = f"{conversation.shown_title} (copy)"
             file = self.file_of(conversation)
             self.folder.mkdir(parents=True, exist_ok=True)
-            _replace(file, _as_lines(conversation))
+            replace_text(file, _as_lines(conversation))
             self._seen[file] = _stamp(file)
         except OSError as error:
             raise self._problem("write to", error) from None
@@ -118,7 +118,7 @@ class Store:
         conversation = replace(self.read(file).conversation, title=title)
         try:
             behind = self._changed(file)
-            _replace(file, _as_lines(conversation))
+            replace_text(file, _as_lines(conversation))
             if not behind:
                 self._seen[file] = _stamp(file)
         except OSError as error:
@@ -156,7 +156,7 @@ class Store:
 def export(conversation: Conversation, file: Path) -> None:
     """Write the conversation as Markdown; DFlashError when that cannot be."""
     try:
-        _replace(file, conversation.as_markdown())
+        replace_text(file, conversation.as_markdown())
     except OSError as error:
         raise DFlashError(
             f"{file} cannot be written ({error.strerror or error})", "name a file elsewhere"
@@ -238,16 +238,3 @@ def _entry(file: Path) -> Entry | None:
 def _stamp(file: Path) -> tuple[int, int]:
     status = file.stat()
     return status.st_mtime_ns, status.st_size
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write `text` to `file` at once, down to the disk, or leave what is there."""
-    partial = file.with_name(f".new-{os.getpid()}-{file.name}")
-    try:
-        with open(partial, "w", encoding="utf-8") as output:
-            output.write(text)
-            output.flush()
-            os.fsync(output.fileno())
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -31,9 +31,14 @@ def remove_partial(folder: Path) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write `text` to `file` at once, or leave what is there; OSError where that cannot be done."""
-    with _replacing(file) as partial:
-        partial.write_text(text, encoding="utf-8")
+    """Write `text` to `file` at once, down to the disk, or leave what is there.
+
+    Raises OSError where that cannot be done.
+    """
+    with _replacing(file) as partial, open(partial, "w", encoding="utf-8") as output:
+        output.write(text)
+        output.flush()
+        os.fsync(output.fileno())
 
 
 def replace_safetensors(file: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:

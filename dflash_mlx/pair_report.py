@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from dflash_mlx.compatibility import (
     DrafterFacts,
-    HubRepository,
     LocalFolder,
     Report,
     TargetFacts,
@@ -17,14 +16,13 @@ from dflash_mlx.compatibility import (
     check_pair,
     check_target,
 )
-from dflash_mlx.compatibility.model_source import ModelSource
 from dflash_mlx.compatibility.target_config import check_built
 from dflash_mlx.compatibility.weight_files import Weights
-from dflash_mlx.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
 from dflash_mlx.config import PairConfig
 from dflash_mlx.drafter_choice import Choice, Wanted, choose
 from dflash_mlx.findings import Finding, Refused
-from dflash_mlx.resolve import Names, find_names, local_folder, shipped_folder
+from dflash_mlx.resolve import Names, find_names
+from dflash_mlx.sources import source_as_it_is
 from dflash_mlx.target_loading import find_target
 
 
@@ -37,7 +35,7 @@ def check_named(config: PairConfig) -> Report:
     if names.model is None:
         target = find_target(names).facts
     else:
-        target = check_target(_source(names.model, "model"), names.shown)
+        target = check_target(source_as_it_is(names.model, "model"), names.shown)
     choice = choose(names, ()).each(_checked_against(target))
     drafters = [drafter.facts for drafter in choice.drafters if drafter.facts is not None]
     report = check_pair(target, *drafters)
@@ -51,7 +49,7 @@ def _checked_against(target: TargetFacts) -> Callable[[Wanted], Wanted]:
     """What finds the facts of a drafter; it refuses an unusable one that nobody asked for."""
 
     def check(drafter: Wanted) -> Wanted:
-        facts = check_drafter(_source(drafter.name, drafter.option), drafter.name)
+        facts = check_drafter(source_as_it_is(drafter.name, drafter.option), drafter.name)
         if not drafter.is_asked:
             for finding in check_pair(target, facts).errors:
                 if finding not in target.findings:
@@ -68,13 +66,6 @@ def _left_out(choice: Choice, names: Names) -> Iterator[Finding]:
         yield Finding("warning", f"{choice.missing}, so drafts are n-gram lookups", step)
     for note in choice.notes:
         yield Finding("warning", note, step)
-
-
-def _source(name: str, option: str) -> ModelSource:
-    """Where `name` is; a whole copy in the Hugging Face cache goes before the hub."""
-    pattern = TARGET_WEIGHTS if option == "model" else "*.safetensors"
-    folder = shipped_folder(name) or local_folder(name, option) or whole_snapshot(name, pattern)
-    return HubRepository(name) if folder is None else LocalFolder(folder)
 
 
 def lines(report: Report) -> Iterator[str]:

@@ -19,19 +19,31 @@ def find_source(name: str, option: str) -> ModelSource:
     A copy is brought up to date. Where the hub does not answer, everything is downloaded at once,
     or DFlashError says why it cannot be. option: the command-line option that `name` came from.
     """
-    folder = (None if option == MODEL else shipped_folder(name)) or local_folder(name, option)
-    if folder is not None:
+    if (folder := _folder(name, option)) is not None:
         return LocalFolder(folder)
-    pattern = TARGET_WEIGHTS if option == MODEL else "*.safetensors"
     repository = HubRepository(name)
-    if whole_snapshot(name, pattern) is None and _answers(repository):
+    if _whole_copy(name, option) is None and _answers(repository):
         return repository
     return LocalFolder(resolve_folder(name, option))
+
+
+def source_as_it_is(name: str, option: str) -> ModelSource:
+    """As `find_source`, but nothing is downloaded, and a whole copy stays as it is."""
+    folder = _folder(name, option) or _whole_copy(name, option)
+    return HubRepository(name) if folder is None else LocalFolder(folder)
 
 
 def fetched(source: ModelSource, option: str) -> Path:
     """The folder of a source, downloaded if need be; raises as `resolve_folder` does."""
     return source.folder if isinstance(source, LocalFolder) else resolve_folder(source.name, option)
+
+
+def _folder(name: str, option: str) -> Path | None:
+    return (None if option == MODEL else shipped_folder(name)) or local_folder(name, option)
+
+
+def _whole_copy(name: str, option: str) -> Path | None:
+    return whole_snapshot(name, TARGET_WEIGHTS if option == MODEL else "*.safetensors")
 
 
 def _answers(repository: HubRepository) -> bool:

@@ -14,15 +14,12 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-import dflash_mlx
 from app import main as chat
 from dflash_mlx import cli, resolve
 from test_load import TEMPLATE, write_drafter, write_model
 
 generate = import_module("dflash_mlx.generate.__main__")
 
-
-ROOT = Path(__file__).parent.parent
 CONTEXT = 160
 KEYS = {
     "text",
@@ -122,11 +119,6 @@ def ask(command: Command, folders: dict[str, str]) -> Command:
         return command(generate.main, *options, *argv, stdin=stdin)
 
     return run
-
-
-def test_the_package_keeps_its_function_when_the_command_line_of_that_name_is_imported():
-    assert sys.modules["dflash_mlx.generate.__main__"] is generate
-    assert callable(dflash_mlx.generate)
 
 
 # What is printed

@@ -1,4 +1,4 @@
-"""What the command lines say of their options."""
+"""What the command lines say of their options, and the names that they share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from importlib import import_module
 
 import pytest
 
+import dflash_mlx
 from app import main as chat
 from dflash_mlx import cli
 from dflash_mlx.benchmark import __main__ as benchmark
@@ -51,3 +52,8 @@ def test_help_goes_to_stdout_with_every_option(main, name, monkeypatch, capsys):
     assert (int(left.value.code or 0), err) == (0, "")
     options = [option for a in PARSERS[name]()._actions for option in a.option_strings]
     assert len(options) > 15 and [o for o in options if o not in out] == []
+
+
+def test_the_package_keeps_its_function_when_the_command_line_of_that_name_is_imported():
+    assert sys.modules["dflash_mlx.generate.__main__"] is generate
+    assert callable(dflash_mlx.generate)

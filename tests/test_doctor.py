@@ -11,14 +11,16 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 
-from dflash_mlx import doctor, pair_report
+from dflash_mlx import doctor, load, pair_report, sources
 from dflash_mlx.budget import ROWS
 from dflash_mlx.config import PairConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.kernels import Table
+from families import make_model
 from kernels_metal import sweep
 from kernels_metal.dispatch import Choice, Dispatch
 from kernels_metal.emulator import EmulatorError, emulated
+from recurrent_families import UNSUPPORTED
 from test_load import write_drafter, write_model
 
 
@@ -209,7 +211,7 @@ def test_a_drafter_of_the_registry_that_cannot_be_had_is_a_warning(tmp_path, cap
 
 def test_a_drafter_of_the_registry_that_does_not_fit_is_a_warning(tmp_path, monkeypatch):
     wide = write_drafter(tmp_path / "wide", hidden_size=128)
-    monkeypatch.setattr(pair_report, "whole_snapshot", lambda name, pattern: wide)
+    monkeypatch.setattr(sources, "whole_snapshot", lambda name, pattern: wide)
     model = write_model(tmp_path / "Qwen3-4B-4bit")
     report = pair_report.check_named(PairConfig(str(model)))
     (found,) = report.findings
@@ -219,6 +221,15 @@ def test_a_drafter_of_the_registry_that_does_not_fit_is_a_warning(tmp_path, monk
     assert [f.severity for f in pair_report.check_named(PairConfig(str(model))).findings[:1]] == [
         "error"
     ]
+
+
+def test_a_target_whose_state_cannot_be_taken_back_is_refused_as_by_loading(tmp_path):
+    settings = UNSUPPORTED["baichuan_m1"]
+    write_model(tmp_path, model=make_model("baichuan_m1"), **settings)
+    with pytest.raises(DFlashError) as loading:
+        load(str(tmp_path))
+    (found,) = pair_report.check_named(PairConfig(str(tmp_path))).errors
+    assert found.what == loading.value.what and "gives its recurrent state" in found.what
 
 
 def test_a_name_of_nothing_is_bad_input():

@@ -8,9 +8,10 @@ from typing import Any
 
 from dflash_mlx.compatibility.model_source import LocalFolder, ModelSource
 from dflash_mlx.compatibility.weight_files import Weights
+from dflash_mlx.errors import DFlashError
 from dflash_mlx.findings import Finding, in_one_line
 from dflash_mlx.layouts import may_be_recurrent
-from dflash_mlx.target import ONE_OFFSET
+from dflash_mlx.target import ONE_OFFSET, Target
 
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 BUILD_ERRORS = (
@@ -158,14 +159,16 @@ def family_findings(source: ModelSource, raw: Mapping[str, Any]) -> tuple[str, l
 
 
 def check_built(source: LocalFolder) -> Iterator[Finding]:
-    """What mlx-lm says when it builds the model and compares its tensors with those of the files.
+    """What mlx-lm says when it builds the model, and we when its caches have to take drafts back.
 
     Takes the time to build it; only of a folder without errors. No weight is read.
     """
     from mlx_lm.utils import load_model
 
     try:
-        load_model(source.folder, lazy=True)
+        Target(load_model(source.folder, lazy=True)[0], 1, source.name)
+    except DFlashError as error:
+        yield Finding("error", error.what, error.next_step, source.name)
     except BUILD_ERRORS as error:
         what = f"{source.name} cannot be loaded ({in_one_line(error)})"
         yield Finding("error", what, _CHOOSE, source.name)
