@@ -249,6 +249,9 @@ class TrainConfig:
         None, "train on the logits of so many frequent tokens (default: a quarter)", type=int
     )
     loss: str = option("dpace", "how positions in a block are weighted", choices=LOSSES)
+    soft: float = option(
+        0.5, "how much of every label is the target's own distribution, 0 to 1", type=float
+    )
     tau: float = option(4.0, "decay loss: positions until the weight is 1/e", type=float)
     alpha: float = option(0.5, "dpace loss: smoothing of the confidences", type=float)
     prefix_base: float = option(
@@ -280,6 +283,7 @@ class TrainConfig:
             _require(value is None or value > 0, name, value, "a number above 0")
         _require(0 < self.alpha <= 1, "alpha", self.alpha, "a number above 0 and up to 1")
         _require(0 <= self.short_share <= 1, "short_share", self.short_share, "0 to 1")
+        _require(0 <= self.soft <= 1, "soft", self.soft, "0 to 1")
         for name in ("warmup", "weight_decay", "seed"):
             value = getattr(self, name)
             _require(value >= 0, name, value, "0 or more")

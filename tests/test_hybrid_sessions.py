@@ -235,7 +235,10 @@ def test_training_features_are_those_of_one_pass_over_the_sequence(target, tmp_p
     logits, features = target.forward(mx.array(tokens), target.new_cache(), Block(30), taps)
     ours, scale = cache.features(0).astype(mx.float32), mx.abs(features).max()
     assert (mx.abs(ours - features).max() / scale).item() < 2**-7  # of bfloat16
-    assert np.array_equal(cache.choices(0), np.array(mx.argmax(logits, axis=-1)))
+    choices, p = cache.choices(0), mx.softmax(logits.astype(mx.float32), axis=-1)
+    assert np.array_equal(choices["token"][:, 0], np.array(mx.argmax(logits, axis=-1)))
+    largest = np.sort(np.array(p))[:, ::-1][:, : choices.shape[1]]
+    assert np.allclose(choices["probability"], largest, rtol=1e-2)
 
 
 def test_kernels_take_the_attention_of_every_family_that_leaves_it_to_mlx_lm():

@@ -14,10 +14,17 @@ from dflash_mlx.train.blocks import Blocks, BlockSampler, TextTokens, cut_blocks
 MASK = 99
 
 
+def preferring(tokens: np.ndarray, prompt: int, choices: np.ndarray) -> TextTokens:
+    """A text after whose tokens the target would choose `choices`, and next to them others."""
+    likely = np.stack([choices, choices + 1000, choices + 2000], axis=-1)
+    shares = np.linspace(0.4, 0.9, len(tokens))[:, None] * [1.0, 0.1, 0.01]
+    return TextTokens(tokens, prompt, likely, shares)
+
+
 def text_of(length: int, prompt: int, first: int = 0) -> TextTokens:
     """A greedy text that counts up from `first`."""
     tokens = np.arange(first, first + length)
-    return TextTokens(tokens, prompt, tokens + 1)
+    return preferring(tokens, prompt, tokens + 1)
 
 
 def sampled(length: int, prompt: int, *wrong: int) -> TextTokens:
@@ -26,7 +33,7 @@ def sampled(length: int, prompt: int, *wrong: int) -> TextTokens:
     choices = text.choices.copy()
     for at in wrong:
         choices[at - 1] = 77
-    return TextTokens(text.tokens, prompt, choices)
+    return preferring(text.tokens, prompt, choices)
 
 
 TEXTS = [text_of(30, 4), text_of(21, 9, 100), text_of(12, 11, 200), text_of(40, 1, 300)]
@@ -204,6 +211,15 @@ def test_behind_the_end_of_the_text_tokens_are_zero():
     assert blocks.tokens.tolist() == [[[28, 29, 0, 0]]]
 
 
+def test_other_choices_and_their_probabilities_are_those_before_each_token():
+    text = sampled(20, 4, 7)
+    blocks = cut_blocks([text], np.array([0]), np.array([[5]]), 4, np.array([[0]]))
+    assert blocks.likely.shape == blocks.shares.shape == (1, 1, 4, 3)
+    assert blocks.likely[0, 0, 1:].tolist() == [[6, 1006, 2006], [77, 1077, 2077], [8, 1008, 2008]]
+    assert np.array_equal(blocks.shares[0, 0, 1:], text.shares[5:8].astype(np.float32))
+    assert len(set(blocks.shares[0, 0, 1:].ravel().tolist())) == 9
+
+
 def by_definition(
     text: TextTokens, anchor: int, size: int, prefix: int
 ) -> tuple[list[int | None], list[int], list[bool]]:
@@ -232,7 +248,7 @@ def texts(draw: st.DrawFn) -> TextTokens:
     noise = np.array(
         draw(st.lists(st.sampled_from([0, 0, 0, 1]), min_size=length, max_size=length))
     )
-    return TextTokens(tokens, draw(st.integers(1, length - 1)), (greedy + noise) % 3)
+    return preferring(tokens, draw(st.integers(1, length - 1)), (greedy + noise) % 3)
 
 
 @settings(max_examples=200, deadline=None)
@@ -255,5 +271,8 @@ def test_blocks_are_what_a_loop_over_their_definition_gives(data, some, size):
         assert blocks.supervised[s, a].tolist() == supervised
         assert blocks.tokens[s, a].tolist() == [0 if t is None else t for t in tokens]
         assert np.where(supervised, blocks.labels[s, a], -1).tolist() == labels
+        before = int(anchors[s, a]) - 1 + np.flatnonzero(supervised)
+        assert np.array_equal(blocks.likely[s, a, supervised], text.likely[before])
+        assert np.allclose(blocks.shares[s, a, supervised], text.shares[before])
         visible = blocks.inputs(MASK)[s, a].tolist()
         assert visible == [(tokens[k] or 0) if k <= prefix else MASK for k in range(size)]

@@ -69,6 +69,19 @@ def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
         assert mx.array_equal(found, expected).item()
 
 
+def test_texts_say_what_else_the_target_considered_and_how_probable_that_was(tmp_path):
+    rows = rows_of(2)
+    rows[1] = sampled_row("sampled", rows[1])
+    for sequence, row in zip(read(tmp_path, rows).sequences, rows, strict=True):
+        logits = tiny_target().model(mx.array([row.prompt + row.answer]))[0]
+        p = np.array(mx.softmax(logits.astype(mx.float32), axis=-1))
+        assert sequence.likely.shape == sequence.shares.shape == (len(sequence.tokens), 8)
+        assert np.array_equal(sequence.choices, p.argmax(axis=-1))
+        of_them = np.take_along_axis(p, sequence.likely.astype(np.int64), axis=-1)
+        assert np.allclose(sequence.shares, of_them, rtol=1e-3)
+        assert np.allclose(sequence.shares, -np.sort(-p)[:, :8], rtol=1e-3)
+
+
 def test_features_are_computed_once(tmp_path, monkeypatch):
     name = read(tmp_path, rows_of(4)).name
     monkeypatch.setattr(Target, "forward", lambda *_: pytest.fail("the target was run"))

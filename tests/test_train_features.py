@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import zlib
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,11 +15,12 @@ from dflash_mlx.block import Block
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.target import Target
 from dflash_mlx.train import features as module
-from dflash_mlx.train.features import FeatureCache
+from dflash_mlx.train.features import CHOICE, CHOICES, FeatureCache
 from families import VOCAB_SIZE, make_model
 from tiny_training import CONTEXT, TAPS, WIDTH, full_disk, tiny_target
 
 ROW = len(TAPS) * WIDTH * 2  # bytes per token
+CHOICES_ROW = 8 * (4 + 4)
 PLENTY = 1 << 30
 LENGTHS = (9, 23, 1, 14, 30)
 SEQUENCES = [
@@ -72,7 +75,13 @@ def test_features_and_choices_are_those_of_the_target(tmp_path, monkeypatch, chu
         assert found.dtype == mx.bfloat16 and found.shape == features.shape
         error = mx.abs(found.astype(mx.float32) - features)
         assert bool(mx.all(error <= mx.abs(features) / 256 + 1e-4).item())
-        assert cache.choices(i).tolist() == mx.argmax(logits, axis=-1).tolist()
+        choices, p = cache.choices(i), np.array(mx.softmax(logits.astype(mx.float32), axis=-1))
+        assert choices.dtype == CHOICE and choices.shape == (len(tokens), CHOICES)
+        assert choices["token"][:, 0].tolist() == mx.argmax(logits, axis=-1).tolist()
+        assert all(len(set(row.tolist())) == CHOICES for row in choices["token"])
+        of_them = np.take_along_axis(p, choices["token"].astype(np.int64), axis=-1)
+        assert np.allclose(choices["probability"], of_them, rtol=1e-3)
+        assert np.allclose(choices["probability"], -np.sort(-p)[:, :CHOICES], rtol=1e-3)
 
 
 @pytest.mark.parametrize("count", range(2, len(LENGTHS) + 1))
@@ -121,6 +130,7 @@ KILLS = {
     "in the first features": ((0, 333), (0, 0), (0, 0)),
     "before the first choices": ((1, 0), (0, 0), (0, 0)),
     "in the choices": ((2, 0), (1, 5), (1, 0)),
+    "between two choices of a token": ((2, 0), (1, CHOICES_ROW + 8), (1, 0)),
     "before the checksum": ((2, 0), (2, 0), (1, 0)),
     "in the checksum": ((4, 0), (4, 0), (3, 3)),
     "between the checksums": ((4, 0), (4, 0), (3, 4)),
@@ -132,7 +142,11 @@ KILLS = {
 def test_a_killed_fill_goes_on_and_ends_with_the_same_files(tmp_path, whole, kill):
     filled(tmp_path / "cache")
     ends = np.array([0, *np.cumsum(LENGTHS)])
-    files = (("features", ROW, ends), ("choices", 4, ends), ("checksums", 8, np.arange(6)))
+    files = (
+        ("features", ROW, ends),
+        ("choices", CHOICES_ROW, ends),
+        ("checksums", 8, np.arange(6)),
+    )
     for (name, size, starts), (complete, more) in zip(files, KILLS[kill], strict=True):
         with (tmp_path / "cache" / f"{name}.bin").open("ab") as file:
             file.truncate(int(starts[complete]) * size + more)
@@ -180,7 +194,7 @@ def test_a_full_disk_leaves_a_usable_cache(tmp_path, whole, room):
 @pytest.mark.parametrize("damaged", [0, 3])
 def test_a_damaged_byte_is_found(tmp_path, name, damaged):
     cache, file = filled(tmp_path / "cache"), tmp_path / "cache" / f"{name}.bin"
-    start, size = sum(LENGTHS[:damaged]), {"features": ROW, "choices": 4}.get(name)
+    start, size = sum(LENGTHS[:damaged]), {"features": ROW, "choices": CHOICES_ROW}.get(name)
     at = damaged * 8 if size is None else start * size
     data = bytearray(file.read_bytes())
     data[at + 1] ^= 4
@@ -194,8 +208,23 @@ def test_a_damaged_byte_is_found(tmp_path, name, damaged):
         read(damaged + 1)
 
 
+@pytest.mark.parametrize("at", [0, 4, CHOICES_ROW - 8, CHOICES_ROW - 1, -CHOICES_ROW, -1])
+def test_every_token_and_probability_of_the_choices_is_checked(tmp_path, at):
+    cache, file = filled(tmp_path / "cache"), tmp_path / "cache" / "choices.bin"
+    assert file.stat().st_size == sum(LENGTHS) * CHOICES_ROW
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(bytes(data))
+    damaged = 0 if at >= 0 else len(LENGTHS) - 1
+    for i in range(len(LENGTHS)):
+        if i != damaged:
+            cache.choices(i)
+    with pytest.raises(DFlashError, match=f"cache is damaged at sequence {damaged}"):
+        cache.choices(damaged)
+
+
 @pytest.mark.parametrize("name", ["features", "choices", "checksums"])
-@pytest.mark.parametrize("size", [None, 0, 35])
+@pytest.mark.parametrize("size", [None, 0, 35, -8, -1])
 def test_a_file_that_is_cut_or_missing_is_reported(tmp_path, name, size):
     cache, file = filled(tmp_path / "cache"), tmp_path / "cache" / f"{name}.bin"
     data = file.read_bytes()
@@ -263,6 +292,30 @@ def test_an_index_that_is_damaged_is_refused(tmp_path, text):
     with pytest.raises(DFlashError) as failure:
         open_cache(tmp_path / "cache")
     assert "delete that folder" in failure.value.next_step
+
+
+def make_version_1(folder: Path) -> None:
+    """What was written before: of every token the likeliest next one alone, as uint32."""
+    cache = open_cache(folder)
+    choices = [cache.choices(i)["token"][:, 0].tobytes() for i in range(len(cache))]
+    (folder / "choices.bin").write_bytes(b"".join(choices))
+    checksums = np.fromfile(folder / "checksums.bin", "<u4").reshape(-1, 2)
+    checksums[:, 1] = [zlib.crc32(data) for data in choices]
+    checksums.tofile(folder / "checksums.bin")
+    index = json.loads((folder / "index.json").read_text())
+    assert index["version"] == 2
+    (folder / "index.json").write_text(json.dumps({**index, "version": 1}, indent=1))
+
+
+def test_a_folder_with_the_choices_of_version_1_is_refused_and_kept(tmp_path):
+    filled(tmp_path / "cache")
+    make_version_1(tmp_path / "cache")
+    before = contents(tmp_path / "cache")
+    assert len(before["choices.bin"]) == sum(LENGTHS) * 4
+    with pytest.raises(DFlashError, match="cache holds features of") as failure:
+        open_cache(tmp_path / "cache")
+    assert failure.value.next_step.startswith("delete that folder")
+    assert contents(tmp_path / "cache") == before
 
 
 def test_a_kill_while_the_index_is_written_is_survived(tmp_path, whole):

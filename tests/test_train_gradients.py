@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -35,12 +36,15 @@ PREFIXES = {
     "variable-prefix": np.array([[0, 3, 1], [2, 0, 1]]),
 }
 
+SOFT = 0.5  # where a case does not say
 CASES = {
     "decay": {"loss": "decay"},
+    "decay, labels all soft": {"loss": "decay", "soft": 1.0},
     "decay, variable prefix": {"loss": "decay", "mode": "variable-prefix"},
     "dpace": {"loss": "dpace"},
     "dpace, variable prefix": {"loss": "dpace", "mode": "variable-prefix"},
-    "a small draft vocabulary": {"loss": "dpace", "draft_vocabulary": 20},
+    "dpace, hard labels": {"loss": "dpace", "soft": 0.0},
+    "a small draft vocabulary": {"loss": "dpace", "draft_vocabulary": 20, "soft": 0.7},
 }
 CONFIGS = {
     "full": drafter_config(block_size=BLOCK),
@@ -74,10 +78,10 @@ class Loss:
         by_frequency = sorted(range(VOCAB_SIZE), key=lambda token: (-counts[token], token))
         self.words = by_frequency[: settings.get("draft_vocabulary", VOCAB_SIZE)]
         self.trained = blocks.supervised & np.isin(blocks.labels, self.words)
-        self.weights = self._weights(self.losses())
+        self.weights = self._weights(np.exp(-self.losses(soft=0.0)))
 
-    def losses(self) -> np.ndarray:
-        """-log q(label) of every position that is trained on, 0 elsewhere; [S, A, B]."""
+    def losses(self, soft: float | None = None) -> np.ndarray:
+        """- sum of p(word) * log q(word) where it is trained, 0 elsewhere; [S, A, B]."""
         dflash, result = self.raw["dflash_config"], np.zeros(self.trained.shape)
         inputs = self.blocks.inputs(dflash["mask_token_id"])
         for s, a in np.ndindex(self.blocks.anchors.shape):
@@ -89,8 +93,18 @@ class Loss:
             if cap := dflash.get("final_logit_softcapping"):
                 logits = np.tanh(logits / cap) * cap
             for k in np.flatnonzero(self.trained[s, a]):
-                label = self.words.index(self.blocks.labels[s, a, k])
-                result[s, a, k] = np.log(np.exp(logits[k]).sum()) - logits[k, label]
+                for word, share in self.shares((s, a, k), soft).items():
+                    log_q = logits[k, self.words.index(word)] - np.log(np.exp(logits[k]).sum())
+                    result[s, a, k] -= share * log_q
+        return result
+
+    def shares(self, at: tuple[int, int, int], soft: float | None) -> dict[int, float]:
+        """What the drafter should give the words at a position: all of them, 1."""
+        soft = self.settings.get("soft", SOFT) if soft is None else soft
+        likely, p = self.blocks.likely[at].tolist(), self.blocks.shares[at].tolist()
+        kept = {word: share for word, share in zip(likely, p, strict=True) if word in self.words}
+        result = {word: soft * share / sum(kept.values()) for word, share in kept.items()}
+        result[likely[0]] += 1 - soft
         return result
 
     def __call__(self) -> float:
@@ -107,14 +121,14 @@ class Loss:
         tensor[at] = before
         return (values[0] - values[1]) / (2 * STEP)
 
-    def _weights(self, losses: np.ndarray) -> np.ndarray:
-        result = np.zeros(losses.shape)
+    def _weights(self, confidences: np.ndarray) -> np.ndarray:
+        result = np.zeros(confidences.shape)
         for s, a in np.ndindex(self.blocks.anchors.shape):
             trained, first = self.trained[s, a], self.blocks.prefixes[s, a] + 1
             if self.settings["loss"] == "decay":
                 result[s, a] = np.exp(-(np.arange(trained.size) - first) / 4.0) * trained
             else:
-                result[s, a] = dpace_by_loops(losses[s, a], trained, 0.5)
+                result[s, a] = dpace_by_loops(confidences[s, a], trained, 0.5)
         return result
 
 
@@ -127,7 +141,7 @@ def gradients(
     texts: Texts, raw: dict[str, Any], settings: dict[str, Any], blocks: Blocks | None = None
 ) -> tuple[float, Any]:
     """The loss of a training step, and its gradient for every tensor."""
-    trainer = make_trainer(texts, raw, **settings)
+    trainer = make_trainer(texts, raw, **{"soft": SOFT, **settings})
     loss, found = trainer._gradients(trainer.batch(blocks or blocks_of(texts, settings)))
     return float(loss), {name: np.array(array) for name, array in tree_flatten(found)}
 
@@ -162,6 +176,29 @@ def test_mlx_own_functions_give_the_same_gradients(texts, case, monkeypatch):
         assert np.abs(gradient - other[name]).max() < 1e-4 * np.abs(gradient).max(), name
 
 
+@pytest.mark.parametrize("case", ["decay", "dpace, variable prefix", "a small draft vocabulary"])
+def test_without_softness_only_the_greedy_choices_are_learnt_from(texts, case):
+    settings = {**CASES[case], "soft": 0.0}
+    blocks = blocks_of(texts, settings)
+    greedy = replace(blocks, likely=blocks.likely[..., :1], shares=blocks.shares[..., :1])
+    value, found = gradients(texts, CONFIGS["full"], settings, blocks)
+    for soft in (0.0, 1.0):  # of a single word
+        other_value, other = gradients(texts, CONFIGS["full"], {**settings, "soft": soft}, greedy)
+        assert value == other_value
+        assert all(np.array_equal(found[name], other[name]) for name in found)
+    soft_value, _ = gradients(texts, CONFIGS["full"], {**settings, "soft": 0.5}, blocks)
+    assert abs(value - soft_value) > 1e-3
+
+
+def test_the_loss_is_a_line_between_the_hard_and_the_soft_one(texts):
+    values = [
+        gradients(texts, CONFIGS["full"], {"loss": "dpace", "soft": soft})[0]
+        for soft in (0.0, 0.25, 1.0)
+    ]
+    assert abs(values[0] - values[2]) > 1e-2
+    assert values[1] == pytest.approx(0.75 * values[0] + 0.25 * values[2], abs=1e-5)
+
+
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
 def test_a_shorter_block_has_the_loss_of_its_own_positions(texts, loss):
     blocks = blocks_of(texts, {}, size=3)
@@ -183,10 +220,13 @@ def test_positions_that_are_not_supervised_change_nothing(texts):
     trainer = make_trainer(texts, CONFIGS["full"], loss="decay")
     blocks = blocks_of(texts, {})
     assert 0 < blocks.supervised[1].sum() < blocks.supervised[0].sum()  # the text leaves the path
-    labels = np.where(blocks.supervised, blocks.labels, (blocks.labels + 1) % VOCAB_SIZE)
-    other = Blocks(
-        blocks.rows, blocks.anchors, blocks.tokens, blocks.prefixes, labels, blocks.supervised
+    supervised = blocks.supervised[..., None]
+    other = replace(
+        blocks,
+        likely=np.where(supervised, blocks.likely, (blocks.likely + 1) % VOCAB_SIZE),
+        shares=np.where(supervised, blocks.shares, blocks.shares[..., ::-1]),
     )
+    assert (other.labels != blocks.labels).any() and (other.shares != blocks.shares).any()
     loss, found = trainer._gradients(trainer.batch(blocks))
     other_loss, others = trainer._gradients(trainer.batch(other))
     assert loss.item() == other_loss.item()

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from dflash_mlx import cli
 from dflash_mlx.corpus.rows import Row
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.train.__main__ import main
 from tiny_training import CONTEXT, Place, corpus_rows, files, write_target
 
 
@@ -73,6 +75,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "neither steps nor minutes": (lambda p: {"steps": None}, "one of --minutes and --steps"),
     "steps and minutes": (lambda p: {"minutes": 1}, "one of --minutes and --steps"),
     "nothing to train on": (lambda p: {"held_out": 1}, "held_out is 1; choose 2 or more"),
+    "labels softer than the target": (lambda p: {"soft": 1.5}, "soft is 1.5; choose 0 to 1"),
+    "labels harder than the text": (lambda p: {"soft": -0.1}, "soft is -0.1; choose 0 to 1"),
+    "labels of no softness": (lambda p: {"soft": "nan"}, "soft is nan; choose 0 to 1"),
     "more layers than there are": (lambda p: {"layers": 4}, "layers is 4, .*only 3.*--layers"),
     "no model": (lambda p: {"model": p.root / "no"}, "no"),
 }
@@ -89,6 +94,19 @@ def test_what_cannot_be_trained_with_is_refused_with_a_next_step(place, case):
     after = files(place.root)
     assert {name: after[name] for name in before} == before
     assert not (place.root / "out").exists()
+
+
+@pytest.mark.parametrize("soft", ["1.5", "-0.5", "nan"])
+def test_a_share_of_soft_labels_that_is_none_ends_with_2_and_one_sentence(
+    place, soft, monkeypatch, capsys
+):
+    monkeypatch.setattr("sys.argv", ["train", *place.words(soft=soft)])
+    with pytest.raises(SystemExit) as left:
+        cli.run(main, "dflash_mlx.train")
+    said = capsys.readouterr()
+    assert left.value.code == 2
+    assert said.err == f"dflash_mlx.train: soft is {soft}; choose 0 to 1\n"
+    assert said.out == "" and not place.cache.exists() and not place.out.exists()
 
 
 def test_rows_that_are_too_long_are_left_out(place, capsys):

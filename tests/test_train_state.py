@@ -199,6 +199,7 @@ def test_a_full_disk_leaves_the_state_before(stopped, texts, monkeypatch):
         ({"learning_rate": 1e-5}, "has learning_rate 0.0008, not 1e-05"),
         ({"anchors": 5}, "has anchors 4, not 5"),
         ({"loss": "decay"}, "has loss 'dpace', not 'decay'"),
+        ({"soft": 0.25}, "has soft 0.5, not 0.25"),
         ({"held_out": 7}, "has held_out 50, not 7"),
     ],
 )

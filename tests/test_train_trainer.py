@@ -71,7 +71,31 @@ def test_positions_whose_label_is_no_draft_word_are_left_out(texts):
     expected = np.flatnonzero(blocks.supervised & np.isin(blocks.labels, words))
     assert 0 < expected.size < blocks.supervised.sum()
     assert np.array(batch.places).tolist() == expected.tolist()
-    assert words[np.array(batch.labels)].tolist() == blocks.labels.ravel()[expected].tolist()
+    assert words[np.array(batch.labels)[:, 0]].tolist() == blocks.labels.ravel()[expected].tolist()
+
+
+@pytest.mark.parametrize("soft", [0.0, 0.3, 1.0])
+def test_a_batch_shares_every_label_out_among_the_draft_words_that_the_target_considered(
+    texts, soft
+):
+    trainer = make_trainer(texts, draft_vocabulary=15, soft=soft)
+    blocks = trainer._sampler.blocks(0)
+    batch = trainer.batch(blocks)
+    words, left_out = trainer._vocabulary.tolist(), 0
+    labels, shares = np.array(batch.labels), np.array(batch.shares)
+    assert labels.shape == shares.shape == (batch.places.size, 8)
+    for n, place in enumerate(np.array(batch.places)):
+        likely = blocks.likely.reshape(-1, 8)[place].tolist()
+        p = dict(zip(likely, blocks.shares.reshape(-1, 8)[place].tolist(), strict=True))
+        total = sum(p[token] for token in likely if token in words)
+        expected = {token: soft * p[token] / total for token in likely if token in words}
+        expected[likely[0]] += 1 - soft
+        found = dict.fromkeys(expected, 0.0)
+        for k in np.flatnonzero(shares[n]):
+            found[words[labels[n, k]]] += float(shares[n, k])
+        assert found == pytest.approx(expected, abs=1e-6)
+        left_out += len(likely) - len(expected)
+    assert left_out > 0 and labels.min() >= 0 and labels.max() < len(words)
 
 
 # The draft vocabulary

@@ -21,8 +21,7 @@ from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.load import load_target
 from dflash_mlx.target import Target
 from dflash_mlx.train.__main__ import main
-from dflash_mlx.train.blocks import TextTokens
-from dflash_mlx.train.data import Texts
+from dflash_mlx.train.data import Texts, text_tokens
 from dflash_mlx.train.features import FeatureCache
 from dflash_mlx.train.trainer import Trainer
 from families import VOCAB_SIZE, make_model
@@ -101,13 +100,9 @@ def texts_of(folder: Path, rows: Sequence[Row], taps: tuple[int, ...] = TAPS) ->
     features = FeatureCache(folder, tokens, tiny_target(), taps, 1 << 30)
     for _ in features.fill():
         pass
-    sequences = [
-        TextTokens(np.array(row.prompt + row.answer), len(row.prompt), features.choices(i))
-        for i, row in enumerate(rows)
-    ]
     return Texts(
         name=folder.name,
-        sequences=sequences,
+        sequences=[text_tokens(row, features, i) for i, row in enumerate(rows)],
         rows=list(rows),
         numbers=list(range(len(rows))),
         places=[(features, i) for i in range(len(rows))],

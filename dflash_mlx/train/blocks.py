@@ -18,12 +18,19 @@ _WINDOW = 16  # steps whose sequences are sorted by length among themselves
 class TextTokens:
     """A training sequence: its tokens [L], where the answer begins, and what the target prefers.
 
-    choices: [L], the target's most likely next token after every token.
+    likely: [L, K], the target's most likely next tokens after every token, likeliest first.
+    shares: [L, K], their probabilities.
     """
 
     tokens: Array
     prompt_length: int
-    choices: Array
+    likely: Array
+    shares: Array
+
+    @property
+    def choices(self) -> Array:
+        """[L], what the target would choose greedily after every token."""
+        return self.likely[:, 0]
 
     @property
     def anchors(self) -> Array:
@@ -40,14 +47,21 @@ class Blocks:
     [S, A, B], what a drafter should draft at each position: the target's greedy choice, which is
     the true token until the text was sampled otherwise. supervised: [S, A, B], where that is
     known: behind the prefix, up to and with the first choice that the text does not follow.
+    likely, shares: [S, A, B, K], what else the target considered there, and its probabilities.
     """
 
     rows: Array
     anchors: Array
     tokens: Array
     prefixes: Array
-    labels: Array
+    likely: Array
+    shares: Array
     supervised: Array
+
+    @property
+    def labels(self) -> Array:
+        """[S, A, B], the greedy choices."""
+        return self.likely[..., 0]
 
     def inputs(self, mask_token: int) -> Array:
         """[S, A, B]: anchor and visible prefix, then mask tokens."""
@@ -128,16 +142,18 @@ def cut_blocks(
 ) -> Blocks:
     """The blocks that begin at `anchors` [S, A] of the texts `rows` [S]."""
     positions = anchors[..., None] + np.arange(block_size)
-    tokens, labels = np.zeros(positions.shape, np.int64), np.zeros(positions.shape, np.int64)
-    inside = np.zeros(positions.shape, bool)
+    tokens, inside = np.zeros(positions.shape, np.int64), np.zeros(positions.shape, bool)
+    wide = (*positions.shape, texts[0].likely.shape[-1])
+    likely, shares = np.zeros(wide, np.int64), np.zeros(wide, np.float32)
     for i, row in enumerate(rows):
         text, at = texts[row], positions[i]
         last = len(text.tokens) - 1
         inside[i] = at <= last
         tokens[i] = np.where(inside[i], text.tokens[np.minimum(at, last)], 0)
-        labels[i] = text.choices[np.clip(at - 1, 0, last)]
+        before = np.clip(at - 1, 0, last)
+        likely[i], shares[i] = text.likely[before], text.shares[before]
     behind = np.arange(block_size) > prefixes[..., None]
-    followed = inside & (~behind | (tokens == labels))  # the text goes on as a greedy one would
+    followed = inside & (~behind | (tokens == likely[..., 0]))  # goes on as a greedy text
     reached = np.cumprod(followed, axis=-1).astype(bool)
     reached = np.concatenate([inside[..., :1], reached[..., :-1]], axis=-1)
-    return Blocks(rows, anchors, tokens, prefixes, labels, behind & inside & reached)
+    return Blocks(rows, anchors, tokens, prefixes, likely, shares, behind & inside & reached)

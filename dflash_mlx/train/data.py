@@ -109,13 +109,17 @@ def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path,
     features = FeatureCache(cache[0] / name, tokens, pair.target, taps, cache[1])
     _fill(features, path)
     usable = usable[: len(features)]
-    sequences = [
-        TextTokens(np.array(row.prompt + row.answer), len(row.prompt), features.choices(i))
-        for i, row in enumerate(usable)
-    ]
+    sequences = [text_tokens(row, features, i) for i, row in enumerate(usable)]
     places = [(features, i) for i in range(len(features))]
     name = f"{name}:{len(features)}"  # a smaller cache means other texts
     return Texts(name, sequences, usable, numbers[: len(features)], places)
+
+
+def text_tokens(row: Row, features: FeatureCache, i: int) -> TextTokens:
+    """A row, and what the target thought of it as sequence `i` of `features`."""
+    choices = features.choices(i)
+    tokens = np.array(row.prompt + row.answer)
+    return TextTokens(tokens, len(row.prompt), choices["token"], choices["probability"])
 
 
 def _fill(features: FeatureCache, path: Path) -> None:

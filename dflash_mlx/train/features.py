@@ -1,9 +1,10 @@
 """What the target thinks of every training sequence, computed once and kept on disk.
 
 A folder holds `index.json` (what was computed), `features.bin` (bfloat16, one row of m*d numbers
-per token, sequence after sequence, memory-mapped when read), `choices.bin` (uint32, the target's
-most likely next token after every token) and `checksums.bin` (one CRC-32 per finished sequence).
-Sequences are appended, so an interrupted build goes on where it stopped.
+per token, sequence after sequence, memory-mapped when read), `choices.bin` (the target's most
+likely next tokens after every token, with their probabilities) and `checksums.bin` (one CRC-32 of
+each per finished sequence). Sequences are appended, so an interrupted build goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ from dflash_mlx.files import remove_partial, replace_text
 from dflash_mlx.target import Target
 from dflash_mlx.train.start import hidden_width
 
-_VERSION = 1
+CHOICES = 8  # next tokens that are kept
+CHOICE = np.dtype([("token", "<u4"), ("probability", "<f4")])
+
+_VERSION = 2
 _BYTES = 2  # of a bfloat16
-_CHOICE = 4  # bytes of a uint32
+_CHOICES_BYTES = CHOICES * CHOICE.itemsize
 _CHECKSUMS = 8  # of a sequence's features and of its choices
 _CHUNK = 512  # tokens per target pass
+_ROWS = 64  # of logits that are sorted at once
 _BUILD_AGAIN = "delete that folder and start again; the features will be computed anew"
 
 
 class FeatureCache:
-    """Features and greedy choices of sequences on disk.
+    """Features and most likely next tokens of sequences on disk.
 
     folder: made when it is not there. sequences: token ids. taps: target layers (0-based), m of
     them. limit: most bytes of `features.bin`; sequences from the first that does not fit on are
@@ -94,7 +99,7 @@ class FeatureCache:
         done = self.finished
         start = self._starts[done]
         _truncate(self._file("features"), start * self.width * _BYTES)
-        _truncate(self._file("choices"), start * _CHOICE)
+        _truncate(self._file("choices"), start * _CHOICES_BYTES)
         _truncate(self._file("checksums"), done * _CHECKSUMS)
         with (
             self._file("features").open("ab") as features,
@@ -121,24 +126,27 @@ class FeatureCache:
         self._check(i, 0, data.data)
         return mx.array(data).view(mx.bfloat16)
 
-    def choices(self, i: int) -> npt.NDArray[np.uint32]:
-        """The target's most likely next token after every token of sequence i, [T]."""
+    def choices(self, i: int) -> npt.NDArray[Any]:
+        """The target's most likely next tokens after every token of sequence i, likeliest first.
+
+        [T, CHOICES] of CHOICE; the probabilities are those of the whole vocabulary.
+        """
         start, end = self._starts[i], self._starts[i + 1]
-        data = self._read("choices", end - start, start * _CHOICE)
-        self._check(i, 1, data.data)
-        return data
+        data = self._read("choices", CHOICE, (end - start) * CHOICES, start * _CHOICES_BYTES)
+        self._check(i, 1, data.data.cast("B"))
+        return data.reshape(-1, CHOICES)
 
     def _check(self, i: int, which: int, data: Any) -> None:
-        expected = self._read("checksums", 2, i * _CHECKSUMS)
+        expected = self._read("checksums", np.uint32, 2, i * _CHECKSUMS)
         if expected.size < 2 or zlib.crc32(data) != expected[which]:
             raise self._damaged(i)
 
-    def _read(self, name: str, count: int, offset: int) -> npt.NDArray[np.uint32]:
+    def _read(self, name: str, dtype: Any, count: int, offset: int) -> npt.NDArray[Any]:
         """Numbers from a file; fewer where it is shorter, none where it is missing."""
         try:
-            return np.fromfile(self._file(name), np.uint32, count, offset=offset)
+            return np.fromfile(self._file(name), dtype, count, offset=offset)
         except OSError:
-            return np.empty(0, np.uint32)
+            return np.empty(0, dtype)
 
     def _damaged(self, i: int) -> DFlashError:
         return DFlashError(f"{self._folder} is damaged at sequence {i}", _BUILD_AGAIN)
@@ -153,11 +161,10 @@ class FeatureCache:
                 logits, taps = self._target.forward(piece, cache, Block(piece.size), self._taps)
                 assert taps is not None
                 features.append(taps.astype(mx.bfloat16).view(mx.uint16))
-                choices.append(mx.argmax(logits, axis=-1).astype(mx.uint32))
-                mx.eval(features[-1], choices[-1], cache.arrays)
+                mx.eval(features[-1], cache.arrays)
+                choices.append(likeliest(np.array(logits.astype(mx.float32))))
                 cache.commit(range(piece.size))
-        parts = (mx.concatenate(features), mx.concatenate(choices))
-        return np.array(parts[0]).tobytes(), np.array(parts[1]).tobytes()
+        return np.array(mx.concatenate(features)).tobytes(), np.concatenate(choices).tobytes()
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{name}.bin"
@@ -170,6 +177,11 @@ class FeatureCache:
             found = self._new_folder(index_file, index)
         except (ValueError, OSError) as error:
             raise DFlashError(f"{index_file} cannot be read ({error})", _BUILD_AGAIN) from None
+        if isinstance(found, dict) and found.get("version", _VERSION) != _VERSION:
+            raise DFlashError(
+                f"{self._folder} holds features of version {found['version']}, not {_VERSION}",
+                _BUILD_AGAIN,
+            )
         if found != index:
             raise DFlashError(
                 f"{self._folder} holds features of another corpus, target or set of layers",
@@ -201,6 +213,31 @@ class FeatureCache:
             "tokens": sum(len(tokens) for tokens in self._sequences),
             "corpus": digest.hexdigest(),
         }
+
+
+def likeliest(logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    """[T, CHOICES] of CHOICE for logits [T, V], likeliest first, the first the greedy choice.
+
+    Of equal ones the lowest token comes first; which of them stay at the far end is open. Of a
+    vocabulary smaller than CHOICES, the last ones are token 0 with probability 0.
+    """
+    parts = [_likeliest(logits[start : start + _ROWS]) for start in range(0, len(logits), _ROWS)]
+    return np.concatenate(parts) if parts else np.zeros((0, CHOICES), CHOICE)
+
+
+def _likeliest(logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    count, rows = min(CHOICES, logits.shape[-1]), np.arange(len(logits))[:, None]
+    best = logits.argmax(axis=-1)
+    chosen = np.argpartition(logits, -count, axis=-1)[:, -count:]
+    missing = (chosen != best[:, None]).all(axis=-1)  # where all that are kept equal it
+    chosen[missing, 0] = best[missing]
+    chosen = chosen[rows, np.lexsort((chosen, -logits[rows, chosen]))]
+    powers = np.exp(logits - logits[rows, best[:, None]])
+    result = np.zeros((len(logits), CHOICES), CHOICE)
+    result["token"][:, :count] = chosen
+    total = powers.sum(axis=-1, keepdims=True)
+    result["probability"][:, :count] = powers[rows, chosen] / total
+    return result
 
 
 def fingerprint(target: Target) -> str:

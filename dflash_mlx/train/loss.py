@@ -15,38 +15,59 @@ _custom: Any = mx.custom_function  # whose result mypy takes for a plain object
 
 @_custom  # type: ignore[untyped-decorator]
 def _cpu_cross_entropy(
-    hidden: mx.array, head: mx.array, labels: mx.array
+    hidden: mx.array, head: mx.array, labels: mx.array, shares: mx.array
 ) -> tuple[mx.array, mx.array]:
-    p = cpu_math.softmax((hidden @ head.T).astype(mx.float32))
-    return -mx.log(mx.take_along_axis(p, labels[:, None], axis=-1)[:, 0] + 1e-30), p
+    q = cpu_math.softmax((hidden @ head.T).astype(mx.float32))
+    picked = mx.take_along_axis(q, labels, axis=-1)
+    return -(shares * mx.log(picked + 1e-30)).sum(axis=-1), q
 
 
 @_cpu_cross_entropy.vjp  # type: ignore[untyped-decorator]
 def _cpu_cross_entropy_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
-    """D loss / d logits = p - onehot(label), without passes over [N, V'] beyond these two."""
-    (_, head, labels), (cotangent, _), (_, p) = primals, cotangents, outputs
-    weights = np.asarray(cotangent)
-    gradient = np.asarray(p) * weights[:, None]
-    gradient[np.arange(weights.size), np.asarray(labels)] -= weights
-    return mx.array(gradient) @ head, mx.zeros_like(head), mx.zeros_like(labels)
+    """D loss / d logits = q - shares, without passes over [N, V'] beyond these two."""
+    (_, head, labels, shares), (cotangent, _), (_, q) = primals, cotangents, outputs
+    weights = np.asarray(cotangent)[:, None]
+    gradient = np.asarray(q) * weights
+    rows = np.arange(len(weights))[:, None]
+    np.subtract.at(gradient, (rows, np.asarray(labels)), np.asarray(shares) * weights)
+    zeros = (mx.zeros_like(a) for a in (head, labels, shares))
+    return mx.array(gradient) @ head, *zeros
 
 
 def cross_entropy(
-    hidden: mx.array, head: mx.array, labels: mx.array, softcap: float | None = None
-) -> mx.array:
-    """-log q(label) per row [N]; the head is frozen.
+    hidden: mx.array,
+    head: mx.array,
+    labels: mx.array,
+    shares: mx.array,
+    softcap: float | None = None,
+) -> tuple[mx.array, mx.array]:
+    """-sum over k of share k * log q(label k), per row [N], and q(label 0); the head is frozen.
 
     hidden: [N, d]. head: [V', d], the output head's rows of the draft vocabulary. labels:
-    [N] indices into it. softcap: logits become softcap * tanh(logits / softcap).
+    [N, K] indices into it. shares: [N, K], what the drafter should give them, 1 in all. softcap:
+    logits become softcap * tanh(logits / softcap). No gradient flows through q(label 0).
     """
     if cpu_math.applies() and softcap is None:
-        losses: mx.array = _cpu_cross_entropy(hidden, head, labels)[0]
-        return losses
+        losses, q = _cpu_cross_entropy(hidden, head, labels, shares)
+        return losses, mx.stop_gradient(mx.take_along_axis(q, labels[:, :1], axis=-1)[:, 0])
     logits = (hidden @ mx.stop_gradient(head).T).astype(mx.float32)
     if softcap is not None:
         logits = mx.tanh(logits / softcap) * softcap
-    picked = mx.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-    return mx.logsumexp(logits, axis=-1) - picked
+    picked = mx.take_along_axis(logits, labels, axis=-1)
+    picked = picked - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return -(shares * picked).sum(axis=-1), mx.stop_gradient(mx.exp(picked[:, 0]))
+
+
+def soft_shares(shares: npt.NDArray[Any], usable: npt.NDArray[Any], soft: float) -> Any:
+    """What a drafter should give tokens [N, K]: `soft` of it as the target, the rest to the first.
+
+    shares: the target's probabilities, [N, K]. usable: [N, K], which tokens are in the draft
+    vocabulary; the first of every row must be. The target's part is scaled to be 1 over those.
+    """
+    kept = np.where(usable, shares, 0.0)
+    result = soft * kept / np.maximum(kept.sum(axis=-1, keepdims=True), 1e-30)
+    result[:, 0] += 1.0 - soft
+    return result.astype(np.float32)
 
 
 def decay_weights(prefixes: npt.NDArray[Any], block_size: int, tau: float) -> npt.NDArray[Any]:
@@ -58,13 +79,13 @@ def decay_weights(prefixes: npt.NDArray[Any], block_size: int, tau: float) -> np
     return np.where(beyond >= 0, np.exp(-np.maximum(beyond, 0) / tau), 0.0).astype(np.float32)
 
 
-def dpace_weights(losses: mx.array, supervised: mx.array, alpha: float) -> mx.array:
+def dpace_weights(confidences: mx.array, supervised: mx.array, alpha: float) -> mx.array:
     """D-PACE (arXiv 2605.18810, equations 7 and 8): weights by the drafter's own confidence.
 
-    w_j = sum over m >= j of the product over i <= m of (1 - alpha) q_i + alpha, with q_i =
-    exp(-loss_i). losses, supervised: [..., B]; positions that are not supervised count as certain
-    where they precede the masked ones, and weigh nothing. No gradient flows through the weights.
+    w_j = sum over m >= j of the product over i <= m of (1 - alpha) q_i + alpha, with q_i the
+    drafter's probability of the right token. confidences, supervised: [..., B]; positions that
+    are not supervised count as certain where they precede the masked ones, and weigh nothing.
     """
-    confidence = mx.where(supervised, mx.exp(-mx.stop_gradient(losses)), 1.0)
+    confidence = mx.where(supervised, confidences, 1.0)
     reach = mx.cumprod((1 - alpha) * confidence + alpha, axis=-1) * supervised
     return mx.cumsum(reach, axis=-1, reverse=True) * supervised

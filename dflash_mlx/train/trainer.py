@@ -19,7 +19,7 @@ from dflash_mlx.target import Target
 from dflash_mlx.train.blocks import Array, Blocks, BlockSampler
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.evaluate import embed
-from dflash_mlx.train.loss import cross_entropy, decay_weights, dpace_weights
+from dflash_mlx.train.loss import cross_entropy, decay_weights, dpace_weights, soft_shares
 from dflash_mlx.train.packed import hidden_states
 
 _FLOOR = 0.02  # of the peak learning rate, where the cosine ends
@@ -29,8 +29,9 @@ _FLOOR = 0.02  # of the peak learning rate, where the cosine ends
 class Batch:
     """A step's arrays: features [S, T, m*d], anchors [S, A], x [S, A, B, d].
 
-    places: [N] indices into S*A*B of the positions that are trained on. labels: [N] in the draft
-    vocabulary. decay: [N] weights of the decay loss.
+    places: [N] indices into S*A*B of the positions that are trained on. labels: [N, K] in the
+    draft vocabulary. shares: [N, K], what the drafter should give them. decay: [N] weights of the
+    decay loss.
     """
 
     features: mx.array
@@ -38,6 +39,7 @@ class Batch:
     x: mx.array
     places: mx.array
     labels: mx.array
+    shares: mx.array
     decay: mx.array
 
 
@@ -116,15 +118,17 @@ class Trainer:
     def batch(self, blocks: Blocks) -> Batch:
         """The arrays of `blocks`."""
         config = self.network_config
-        labels = self._index[blocks.labels]
+        labels = self._index[blocks.likely].reshape(-1, blocks.likely.shape[-1])
         weights = decay_weights(blocks.prefixes, blocks.tokens.shape[-1], self.config.tau)
-        places = np.flatnonzero(blocks.supervised & (labels >= 0))
+        places = np.flatnonzero(blocks.supervised.reshape(-1) & (labels[:, 0] >= 0))
+        labels, shares = labels[places], blocks.shares.reshape(labels.shape)[places]
         return Batch(
             features=self._texts.features(blocks.rows, int(blocks.anchors.max())),
             anchors=mx.array(blocks.anchors),
             x=embed(self._target, config, blocks.inputs(config.mask_token_id)),
             places=mx.array(places),
-            labels=mx.array(labels.reshape(-1)[places]),
+            labels=mx.array(np.maximum(labels, 0)),
+            shares=mx.array(soft_shares(shares, labels >= 0, self.config.soft)),
             decay=mx.array(weights.reshape(-1)[places]),
         )
 
@@ -135,14 +139,16 @@ class Trainer:
         rows = hidden.flatten(0, 2)[batch.places] * config.output_multiplier
         if self._head.shape[1] > rows.shape[1]:  # the head has a bias
             rows = mx.concatenate([rows, mx.ones((rows.shape[0], 1))], axis=-1)
-        losses = cross_entropy(rows, self._head, batch.labels, config.final_logit_softcapping)
-        weights = batch.decay if self.config.loss == "decay" else self._dpace(batch, losses)
+        losses, confidences = cross_entropy(
+            rows, self._head, batch.labels, batch.shares, config.final_logit_softcapping
+        )
+        weights = batch.decay if self.config.loss == "decay" else self._dpace(batch, confidences)
         return (weights * losses).sum() / mx.maximum(weights.sum(), 1e-9)  # 0 / 0 without places
 
-    def _dpace(self, batch: Batch, losses: mx.array) -> mx.array:
+    def _dpace(self, batch: Batch, confidences: mx.array) -> mx.array:
         shape = batch.x.shape[:-1]
         count = math.prod(shape)
-        dense = mx.zeros(count).at[batch.places].add(mx.stop_gradient(losses)).reshape(shape)
+        dense = mx.zeros(count).at[batch.places].add(confidences).reshape(shape)
         supervised = mx.zeros(count).at[batch.places].add(1.0).reshape(shape)
         weights = dpace_weights(dense, supervised > 0, self.config.alpha)
         return weights.reshape(-1)[batch.places]
