@@ -3,11 +3,16 @@
 #
 #   scripts/train_default.sh FOLDER [PROMPTS.jsonl]
 #
-# FOLDER receives corpora, features and drafters (about 10 GB). PROMPTS.jsonl holds one prompt a
-# line ({"id", "category", "messages"}); without it the model asks itself everything. Every step
+# FOLDER receives corpora, features and drafters (1 to 2 GB for 1,000 prompts). PROMPTS.jsonl holds
+# one prompt a line ({"id", "category", "messages"}), which are added to those that are made here;
+# those of the category "code" come a second time as the documentation of a function. Every step
 # goes on where it was stopped, so kill this at any time and start it again. docs/training.md has
 # the times. Settings, from the environment:
 #
+#   FUNCTIONS=1500         programming tasks made by scripts/make_prompts.py
+#   CHATS=1500             chat instructions made by it; with 0 of both it makes nothing
+#   KEEP_CLEAR_OF=         a file of prompts kept for evaluation: nothing is made that has a function
+#                          name or 8 words in a row from it
 #   SELF_PROMPTS=500       questions of each kind that the model asks itself
 #   DFLASH_MINUTES=240     training of the first drafter
 #   SECOND_MINUTES=120     training of the variable-prefix drafter, which starts from the first
@@ -26,16 +31,24 @@ export OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
 export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=8589934592 \
     MALLOC_TOP_PAD_=268435456
 
-set -- "${2:-}"
-if [ -n "$1" ]; then
-    "$python" -m dflash_mlx.corpus --prompts "$1" --out "$folder/answers.jsonl"
+prompts=${2:-}
+made=
+if [ "${FUNCTIONS:-1500} ${CHATS:-1500}" != "0 0" ]; then
+    made=$folder/made-prompts.jsonl
+    set -- --functions "${FUNCTIONS:-1500}" --chats "${CHATS:-1500}"
+    [ -z "$prompts" ] || set -- "$@" --wrap "$prompts"
+    [ -z "${KEEP_CLEAR_OF:-}" ] || set -- "$@" --keep-clear-of "$KEEP_CLEAR_OF"
+    "$python" "$root/scripts/make_prompts.py" --out "$made" "$@"
 fi
+[ -z "$prompts" ] ||
+    "$python" -m dflash_mlx.corpus --prompts "$prompts" --out "$folder/answers.jsonl"
+[ -z "$made" ] || "$python" -m dflash_mlx.corpus --prompts "$made" --out "$folder/made.jsonl"
 for kind in code chat; do
     "$python" -m dflash_mlx.corpus --self-prompt "${SELF_PROMPTS:-500}" \
         --openings "$root/scripts/openings/$kind.json" --out "$folder/$kind.jsonl"
 done
 set --
-for corpus in answers code chat; do
+for corpus in answers made code chat; do
     [ ! -e "$folder/$corpus.jsonl" ] || set -- "$@" --corpus "$folder/$corpus.jsonl"
 done
 set -- "$@" --cache "$folder/features"

@@ -1,0 +1,1 @@
+"""What `make_prompts.py` makes prompts from: programming tasks, chat templates, a filter."""
