@@ -312,9 +312,9 @@ def test_a_folder_with_the_choices_of_version_1_is_refused_and_kept(tmp_path):
     make_version_1(tmp_path / "cache")
     before = contents(tmp_path / "cache")
     assert len(before["choices.bin"]) == sum(LENGTHS) * 4
-    with pytest.raises(DFlashError, match="cache holds features of") as failure:
+    with pytest.raises(DFlashError, match="cache holds features of version 1, not 2") as failure:
         open_cache(tmp_path / "cache")
-    assert failure.value.next_step.startswith("delete that folder")
+    assert "choose another folder with --cache" in failure.value.next_step
     assert contents(tmp_path / "cache") == before
 
 

@@ -212,6 +212,18 @@ def test_other_settings_are_refused_by_name(stopped, texts, changes, message):
     assert same(everything(trainer), before)
 
 
+def test_a_state_from_before_soft_labels_goes_on_without_them(stopped, texts):
+    file = stopped / "state" / "state.json"
+    about = json.loads(file.read_text())
+    del about["run"]["soft"]
+    file.write_text(json.dumps(about))
+    with pytest.raises(DFlashError, match="has soft 0.0, not 0.5"):
+        restore_state(stopped, trainer_of(texts), "corpus")
+    trainer = trainer_of(texts, soft=0.0)
+    restore_state(stopped, trainer, "corpus")
+    assert trainer.step == 3
+
+
 def test_another_corpus_is_refused(stopped, texts):
     with pytest.raises(DFlashError, match="has data 'corpus', not 'another'; repeat the settings"):
         restore_state(stopped, trainer_of(texts), "another")

@@ -43,11 +43,10 @@ class Blocks:
     """A blocks of each of S sequences.
 
     rows: [S], which sequences. anchors: [S, A]. tokens: [S, A, B], the true ones, 0 where the
-    text has ended. prefixes: [S, A], how many drafts after the anchor are visible. labels:
-    [S, A, B], what a drafter should draft at each position: the target's greedy choice, which is
-    the true token until the text was sampled otherwise. supervised: [S, A, B], where that is
-    known: behind the prefix, up to and with the first choice that the text does not follow.
-    likely, shares: [S, A, B, K], what else the target considered there, and its probabilities.
+    text has ended. prefixes: [S, A], how many drafts after the anchor are visible. likely, shares:
+    [S, A, B, K], the tokens that the target finds likeliest at each position, its greedy choice
+    first, and their probabilities. supervised: [S, A, B], where these are known: behind the
+    prefix, up to and with the first choice that the text does not follow.
     """
 
     rows: Array
@@ -60,7 +59,7 @@ class Blocks:
 
     @property
     def labels(self) -> Array:
-        """[S, A, B], the greedy choices."""
+        """[S, A, B], what to draft: the greedy choices, true until a text was sampled otherwise."""
         return self.likely[..., 0]
 
     def inputs(self, mask_token: int) -> Array:

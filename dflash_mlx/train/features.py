@@ -26,17 +26,14 @@ from dflash_mlx.block import Block
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.files import remove_partial, replace_text
 from dflash_mlx.target import Target
+from dflash_mlx.train.likeliest import CHOICE, CHOICES, likeliest
 from dflash_mlx.train.start import hidden_width
-
-CHOICES = 8  # next tokens that are kept
-CHOICE = np.dtype([("token", "<u4"), ("probability", "<f4")])
 
 _VERSION = 2
 _BYTES = 2  # of a bfloat16
 _CHOICES_BYTES = CHOICES * CHOICE.itemsize
 _CHECKSUMS = 8  # of a sequence's features and of its choices
 _CHUNK = 512  # tokens per target pass
-_ROWS = 64  # of logits that are sorted at once
 _BUILD_AGAIN = "delete that folder and start again; the features will be computed anew"
 
 
@@ -180,7 +177,7 @@ class FeatureCache:
         if isinstance(found, dict) and found.get("version", _VERSION) != _VERSION:
             raise DFlashError(
                 f"{self._folder} holds features of version {found['version']}, not {_VERSION}",
-                _BUILD_AGAIN,
+                f"{_BUILD_AGAIN}; or choose another folder with --cache",
             )
         if found != index:
             raise DFlashError(
@@ -213,31 +210,6 @@ class FeatureCache:
             "tokens": sum(len(tokens) for tokens in self._sequences),
             "corpus": digest.hexdigest(),
         }
-
-
-def likeliest(logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-    """[T, CHOICES] of CHOICE for logits [T, V], likeliest first, the first the greedy choice.
-
-    Of equal ones the lowest token comes first; which of them stay at the far end is open. Of a
-    vocabulary smaller than CHOICES, the last ones are token 0 with probability 0.
-    """
-    parts = [_likeliest(logits[start : start + _ROWS]) for start in range(0, len(logits), _ROWS)]
-    return np.concatenate(parts) if parts else np.zeros((0, CHOICES), CHOICE)
-
-
-def _likeliest(logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-    count, rows = min(CHOICES, logits.shape[-1]), np.arange(len(logits))[:, None]
-    best = logits.argmax(axis=-1)
-    chosen = np.argpartition(logits, -count, axis=-1)[:, -count:]
-    missing = (chosen != best[:, None]).all(axis=-1)  # where all that are kept equal it
-    chosen[missing, 0] = best[missing]
-    chosen = chosen[rows, np.lexsort((chosen, -logits[rows, chosen]))]
-    powers = np.exp(logits - logits[rows, best[:, None]])
-    result = np.zeros((len(logits), CHOICES), CHOICE)
-    result["token"][:, :count] = chosen
-    total = powers.sum(axis=-1, keepdims=True)
-    result["probability"][:, :count] = powers[rows, chosen] / total
-    return result
 
 
 def fingerprint(target: Target) -> str:

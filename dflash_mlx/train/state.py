@@ -67,7 +67,8 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
         read_header(place / "arrays.safetensors", f"delete it and {again}")
         arrays = dict(mx.load(str(place / "arrays.safetensors")))  # type: ignore[arg-type]
         step, tokens = int(about["step"]), int(about["tokens"])
-        seconds, run = float(about["seconds"]), dict(about["run"])
+        seconds = float(about["seconds"])
+        run = {"soft": 0.0, **about["run"]}  # older states learn from the choices alone
         drafter = dict(about.get("drafter", _drafter(trainer)))  # older states do not say
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DFlashError(

@@ -24,7 +24,7 @@ def least_common_multiple(a: int, b: int) -> int:
 
 
 @task(
-    "Return the n-th Fibonacci number, where the first two numbers are 0 and 1.",
+    "Return the Fibonacci number F(n), where F(0) = 0 and F(1) = 1.",
     also="fibonacci_at",
     n=partial(whole, low=1, high=15),
 )
