@@ -103,6 +103,7 @@ def test_a_wrong_function_would_be_found():
         ("longest_increase", ([3, 1, 2, 4, 4, 5],), 3),
         ("longest_increase", ([3, 2, 1],), 1),
         ("move_zeros", ([0, 1, 0, 2],), [1, 2, 0, 0]),
+        ("nth_fibonacci", (10,), 55),
         ("collatz_steps", (6,), 8),
         ("fizz_buzz", (6,), ["1", "2", "Fizz", "4", "Buzz", "Fizz"]),
         ("fizz_buzz", (1,), ["1"]),

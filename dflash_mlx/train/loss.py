@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from dflash_mlx import cpu_math
 
-Shares = npt.NDArray[np.float32]
-
 _custom: Any = mx.custom_function  # whose result mypy takes for a plain object
 
 
@@ -60,17 +58,18 @@ def cross_entropy(
     return -(shares * picked).sum(axis=-1), mx.stop_gradient(mx.exp(picked[:, 0]))
 
 
-def soft_shares(shares: npt.NDArray[Any], usable: npt.NDArray[Any], soft: float) -> Shares:
+def soft_shares(
+    shares: npt.NDArray[Any], usable: npt.NDArray[Any], soft: float
+) -> npt.NDArray[Any]:
     """What a drafter should give tokens [N, K]: `soft` of it as the target, the rest to the first.
 
     shares: the target's probabilities, [N, K]. usable: [N, K], which tokens are in the draft
     vocabulary; the first of every row must be. The target's part is scaled to be 1 over those.
     """
     kept = np.where(usable, shares, 0.0)
-    result = soft * kept / np.maximum(kept.sum(axis=-1, keepdims=True), 1e-30)
+    result: npt.NDArray[Any] = soft * kept / np.maximum(kept.sum(axis=-1, keepdims=True), 1e-30)
     result[:, 0] += 1.0 - soft
-    shares_of_labels: Shares = result.astype(np.float32)
-    return shares_of_labels
+    return result.astype(np.float32)
 
 
 def decay_weights(prefixes: npt.NDArray[Any], block_size: int, tau: float) -> npt.NDArray[Any]:
