@@ -1,13 +1,14 @@
-"""Prompts for a corpus, from reference functions and templates, without any model.
+"""Prompts for a corpus, from reference functions, templates and a file, without any model.
 
     .venv/bin/python scripts/make_prompts.py --out made.jsonl --functions 1500 --chats 1500 \
-        --wrap PROMPTS.jsonl --keep-clear-of EVALUATION.jsonl
+        --wrap PROMPTS.jsonl --written --keep-clear-of EVALUATION.jsonl
 
-Three kinds of rows, told apart by their category: "function" are programming tasks whose examples
-are computed, "template-chat" are filled templates, "doc-code" are the rows of category "code" in
-PROMPTS.jsonl with the instruction as a function's documentation. `python -m dflash_mlx.corpus
---prompts` answers them. The same options give the same file, a larger number adds to it, and a
-row's id depends on its text alone, so a corpus that was begun goes on.
+Kinds of rows, told apart by their category: "function" are programming tasks whose examples are
+computed, "template-chat" are filled templates, "doc-code" are the rows of category "code" in
+PROMPTS.jsonl with the instruction as a function's documentation. The rows of prompts/written.jsonl,
+which language models wrote for this project, keep their own categories. `python -m
+dflash_mlx.corpus --prompts` answers them. The same options give the same file, a larger number adds
+to it, and a row's id depends on its category and text alone, so a corpus that was begun goes on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,7 @@ from dflash_mlx.prompts import read_prompts
 PROGRAM = "make_prompts"
 FUNCTION, CHAT, WRAPPED = "function", "template-chat", "doc-code"
 WRAPPED_CATEGORY = "code"
+WRITTEN = Path(__file__).parent / "prompts" / "written.jsonl"
 PATIENCE = 2000  # draws in a row that bring nothing new before there is nothing new
 
 
@@ -76,8 +79,8 @@ class PromptSet:
 
     def report(self) -> str:
         """One line for people."""
-        found = list(self.categories.values())
-        counts = ", ".join(f"{found.count(kind)} {kind}" for kind in (FUNCTION, CHAT, WRAPPED))
+        found = dict.fromkeys((FUNCTION, CHAT, WRAPPED), 0) | Counter(self.categories.values())
+        counts = ", ".join(f"{count} {kind}" for kind, count in found.items())
         return f"{counts}; {len(self.dropped)} dropped for the evaluation's sake"
 
 
@@ -87,14 +90,18 @@ def main(argv: Sequence[str]) -> None:
     check(arguments)
     prompts = PromptSet(Evaluation.of(evaluation_texts(arguments.keep_clear_of)))
     instructions = [] if arguments.wrap is None else code_instructions(arguments.wrap)
+    written = read_prompts(WRITTEN, None) if arguments.written else []
     prompts.draw(FUNCTION, arguments.functions, arguments.seed, function_prompt)
     prompts.draw(CHAT, arguments.chats, arguments.seed, ChatTemplates.read().prompt)
     for instruction in instructions:
         if (text := wrapped_prompt(instruction)) is not None:
             prompts.add(WRAPPED, text)
+    for row in written:
+        prompts.add(row["category"], row["messages"][0]["content"])
     if not prompts.categories:
         raise DFlashError(
-            "there is nothing to make", "give --functions, --chats, or --wrap a file with code rows"
+            "there is nothing to make",
+            "give --functions, --chats, --written, or --wrap a file with code rows",
         )
     write_report(arguments.out, prompts.lines())
     print(prompts.report())
@@ -115,6 +122,9 @@ def parser() -> argparse.ArgumentParser:
         "--wrap", type=Path, help="a prompts file whose code rows become documentation"
     )
     result.add_argument(
+        "--written", action="store_true", help="add the prompts that were written for this project"
+    )
+    result.add_argument(
         "--keep-clear-of",
         type=Path,
         help="a prompts file; what shares a function name or 8 words in a row with it is dropped",
@@ -129,7 +139,8 @@ def check(arguments: argparse.Namespace) -> None:
         if (number := getattr(arguments, name)) < 0:
             raise DFlashError(f"--{name} is {number}", "choose 0 or more")
     cli.check_output(arguments.out)
-    for file in (arguments.wrap, arguments.keep_clear_of):
+    written = WRITTEN if arguments.written else None
+    for file in (arguments.wrap, arguments.keep_clear_of, written):
         if file is not None and file.resolve() == arguments.out.resolve():
             raise DFlashError(f"--out would replace {file}, which is read", "name another file")
 

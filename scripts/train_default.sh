@@ -10,7 +10,9 @@
 # the times. Settings, from the environment:
 #
 #   FUNCTIONS=1500         programming tasks made by scripts/make_prompts.py
-#   CHATS=1500             chat instructions made by it; with 0 of both it makes nothing
+#   CHATS=1500             chat instructions made by it
+#   WRITTEN=1              the prompts written for this project (scripts/prompts/written.jsonl); 0
+#                          leaves them out, and with 0 functions and chats, too, nothing is made
 #   KEEP_CLEAR_OF=         a file of prompts kept for evaluation: nothing is made that has a function
 #                          name or 8 words in a row from it
 #   SELF_PROMPTS=500       questions of each kind that the model asks itself
@@ -21,6 +23,7 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 . "$root/scripts/_venv.sh"
 [ $# -ge 1 ] || fail "usage: scripts/train_default.sh FOLDER [PROMPTS.jsonl]"
+case ${WRITTEN:-1} in [01]) ;; *) fail "WRITTEN is $WRITTEN; choose 1 or 0" ;; esac
 venv_ready "plot"
 mkdir -p "$1"
 folder=$(CDPATH='' cd -- "$1" && pwd -P)
@@ -33,10 +36,11 @@ export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=8589934592 \
 
 prompts=${2:-}
 made=
-if [ "${FUNCTIONS:-1500} ${CHATS:-1500}" != "0 0" ]; then
+if [ "${FUNCTIONS:-1500} ${CHATS:-1500} ${WRITTEN:-1}" != "0 0 0" ]; then
     made=$folder/made-prompts.jsonl
     set -- --functions "${FUNCTIONS:-1500}" --chats "${CHATS:-1500}"
     [ -z "$prompts" ] || set -- "$@" --wrap "$prompts"
+    [ "${WRITTEN:-1}" = 0 ] || set -- "$@" --written
     [ -z "${KEEP_CLEAR_OF:-}" ] || set -- "$@" --keep-clear-of "$KEEP_CLEAR_OF"
     "$python" "$root/scripts/make_prompts.py" --out "$made" "$@"
 fi

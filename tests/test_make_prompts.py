@@ -152,15 +152,24 @@ def test_chat_templates_have_all_their_slots_and_no_idle_ones():
     templates = chat.ChatTemplates.read()
     named = {name for template in templates.templates for name in chat.SLOT.findall(template)}
     assert named == templates.slots.keys()
-    assert len(set(templates.templates)) == len(templates.templates) == 41
+    assert len(set(templates.templates)) == len(templates.templates) == 311
+    assert all(len(set(options)) == len(options) for options in templates.slots.values())
     random = Random(0)
     prompts = [templates.prompt(random) for _ in range(2000)]
     assert not [prompt for prompt in prompts if re.search(r"[{}]", prompt)]
 
 
 def test_a_slot_that_comes_twice_is_filled_differently():
-    templates = chat.ChatTemplates(("{a} or {a}",), {"a": ("x", "y")})
-    assert {templates.prompt(Random(i)) for i in range(20)} == {"x or y", "y or x"}
+    templates = chat.ChatTemplates(("is it {a} or {a}",), {"a": ("x", "y")})
+    filled = {templates.prompt(Random(i)) for i in range(20)}
+    assert filled == {"is it x or y", "is it y or x"}
+
+
+def test_only_a_slot_that_a_template_begins_with_gets_a_capital_letter():
+    templates = ("{a} is lost", "so {a} is lost", "Is {a} lost?")
+    slots = {"a": ("my cat's DNA",)}
+    filled = [chat.ChatTemplates((text,), slots).prompt(Random(0)) for text in templates]
+    assert filled == ["My cat's DNA is lost", "so my cat's DNA is lost", "Is my cat's DNA lost?"]
 
 
 def test_an_instruction_becomes_the_documentation_of_a_function():
@@ -278,6 +287,56 @@ def test_texts_meet_in_a_name_or_in_eight_words(kept, made, meets):
     assert Evaluation.of([kept]).meets(made) is meets
 
 
+def test_written_prompts_have_texts_and_ids_of_their_own_and_several_categories():
+    rows = read_prompts(make_prompts.WRITTEN, None)
+    texts = [content(row) for row in rows]
+    assert len(rows) > 2700
+    assert len({" ".join(text.lower().split()) for text in texts}) == len(rows)
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert all(row["id"].startswith(f"written-{row['category']}-") for row in rows)
+    categories = {row["category"] for row in rows}
+    assert categories >= {"advice", "knowledge", "reasoning", "roleplay", "stub", "writing"}
+    assert categories.isdisjoint((make_prompts.FUNCTION, make_prompts.CHAT, make_prompts.WRAPPED))
+    assert rows == sorted(rows, key=lambda row: (row["category"], content(row)))
+
+
+def test_written_stubs_are_documented_functions_in_the_layout_of_programming_tasks():
+    rows = read_prompts(make_prompts.WRITTEN, None)
+    stubs = [content(row) for row in rows if row["category"] == "stub"]
+    assert len(stubs) > 600
+    assert all(prompt.startswith(f"{programming.SENTENCE}\n```python\n") for prompt in stubs)
+    for prompt in stubs:
+        function = ast.parse(code_of(prompt)).body[-1]
+        assert isinstance(function, ast.FunctionDef)
+        assert ast.get_docstring(function)
+
+
+def test_written_prompts_come_last_and_keep_their_categories(tmp_path, capsys):
+    without = make(tmp_path, "--functions", "3", "--chats", "2")
+    assert capsys.readouterr().out.startswith("3 function, 2 template-chat, 0 doc-code; 0 dropped")
+    rows = make(tmp_path, "--functions", "3", "--chats", "2", "--written")
+    written = [(r["category"], content(r)) for r in read_prompts(make_prompts.WRITTEN, None)]
+    assert rows[:5] == without
+    assert [(row["category"], content(row)) for row in rows[5:]] == written
+    stubs = sum(category == "stub" for category, _ in written)
+    assert f", {stubs} stub, " in capsys.readouterr().out
+
+
+def test_written_prompts_that_meet_the_evaluation_or_come_twice_are_left_out(
+    tmp_path, monkeypatch, capsys
+):
+    near = ("one two three four five six seven eight nine", "def near(x):\n    ...")
+    once = write(tmp_path / "w", *near, "a clear one", category="any").read_text()
+    (tmp_path / "w").write_text(once + once.replace('"any"', '"again"'))
+    monkeypatch.setattr(make_prompts, "WRITTEN", tmp_path / "w")
+    kept = write(tmp_path / "e", "Two three four five six seven eight nine.", "def near(y): pass")
+    options = ("--functions", "0", "--chats", "0", "--written")
+    assert [row["category"] for row in make(tmp_path, *options)] == ["any"] * 3
+    (row,) = make(tmp_path, *options, "--keep-clear-of", str(kept))
+    assert (row["category"], content(row)) == ("any", "a clear one")
+    assert capsys.readouterr().out.endswith("1 any; 2 dropped for the evaluation's sake\n")
+
+
 def damaged(folder: Path) -> dict[str, str]:
     (folder / "damaged.jsonl").write_text("{\n")
     (folder / "math.jsonl").write_text('{"category": "math", "prompt": "1 + 1"}\n')
@@ -289,7 +348,7 @@ def damaged(folder: Path) -> dict[str, str]:
     [
         (["--functions", "-1"], "--functions is -1; choose 0 or more"),
         (["--chats", "-5"], "--chats is -5"),
-        (["--functions", "0", "--chats", "0"], "nothing to make"),
+        (["--functions", "0", "--chats", "0"], "nothing to make; give .*--written"),
         (["--functions", "0", "--chats", "0", "--wrap", "math.jsonl"], "nothing to make"),
         (["--wrap", "damaged.jsonl"], "line 1 of .* is no JSON"),
         (["--wrap", "none.jsonl"], "none.jsonl cannot be read"),
@@ -297,6 +356,7 @@ def damaged(folder: Path) -> dict[str, str]:
         (["--keep-clear-of", "none.jsonl"], "none.jsonl cannot be read"),
         (["--wrap", "made.jsonl"], "--out would replace .*made.jsonl, which is read"),
         (["--keep-clear-of", "made.jsonl"], "--out would replace"),
+        (["--written"], "--out would replace .*made.jsonl, which is read"),
         (["--chats", "1000000"], "only [0-9]+ of 1000000 template-chat prompts"),
     ],
 )
@@ -307,6 +367,7 @@ def test_bad_input_is_refused_and_the_file_is_left_alone(tmp_path, options, mess
     files = damaged(tmp_path)
     before = write(tmp_path / "made.jsonl", "sort the words").read_bytes()
     files["made.jsonl"] = str(tmp_path / "made.jsonl")
+    monkeypatch.setattr(make_prompts, "WRITTEN", tmp_path / "made.jsonl")
     with pytest.raises(DFlashError, match=message):
         make(tmp_path, *(files.get(option, option) for option in options))
     assert (tmp_path / "made.jsonl").read_bytes() == before

@@ -29,7 +29,7 @@ if os.environ.get("FAILS", "nothing") in " ".join(sys.argv):
 if "--out" in sys.argv:
     open(sys.argv[sys.argv.index("--out") + 1], "a").close()
 """
-SETTINGS = ("FUNCTIONS", "CHATS", "KEEP_CLEAR_OF", "SELF_PROMPTS")
+SETTINGS = ("FUNCTIONS", "CHATS", "WRITTEN", "KEEP_CLEAR_OF", "SELF_PROMPTS")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_prompts_are_made_first_and_every_corpus_is_trained_on(root):
     assert calls[0] == [
         str(root.resolve() / "scripts" / "make_prompts.py"),
         *("--out", made, "--functions", "1500", "--chats", "7"),
-        *("--wrap", "my prompts.jsonl", "--keep-clear-of", "my eval.jsonl"),
+        *("--wrap", "my prompts.jsonl", "--written", "--keep-clear-of", "my eval.jsonl"),
     ]
     assert [values(call, "--prompts") for call in calls[1:3]] == [["my prompts.jsonl"], [made]]
     files = [str(out / f"{name}.jsonl") for name in ("answers", "made", "code", "chat")]
@@ -86,14 +86,31 @@ def test_without_a_prompts_file_nothing_is_wrapped(root):
     _, calls = run(root, "out")
     assert calls[0][1:] == [
         *("--out", str(root.resolve() / "out" / "made-prompts.jsonl")),
-        *("--functions", "1500", "--chats", "1500"),
+        *("--functions", "1500", "--chats", "1500", "--written"),
     ]
     names = [Path(file).stem for file in values(calls[-1], "--corpus")]
     assert names == ["made", "code", "chat"]
 
 
-def test_with_zero_of_both_kinds_nothing_is_made(root):
-    _, calls = run(root, "out", "p.jsonl", FUNCTIONS="0", CHATS="0")
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"WRITTEN": "0"}, ["--functions", "1500", "--chats", "1500"]),
+        ({"FUNCTIONS": "0", "CHATS": "0"}, ["--functions", "0", "--chats", "0", "--written"]),
+    ],
+)
+def test_written_prompts_are_made_unless_they_are_turned_off(root, settings, options):
+    _, calls = run(root, "out", **settings)
+    assert calls[0][3:] == options
+
+
+def test_another_setting_for_written_prompts_is_refused(root):
+    assert run(root, "out", WRITTEN="no") == (2, [])
+    assert not (root / "out").exists()
+
+
+def test_with_zero_of_all_kinds_nothing_is_made(root):
+    _, calls = run(root, "out", "p.jsonl", FUNCTIONS="0", CHATS="0", WRITTEN="0")
     assert "make_prompts.py" not in programs(calls)
     names = [Path(file).stem for file in values(calls[-1], "--corpus")]
     assert names == ["answers", "code", "chat"]

@@ -33,11 +33,15 @@ class ChatTemplates:
         return cls(tuple(contents["templates"]), slots)
 
     def prompt(self, random: Random) -> str:
-        """One template, filled; a slot that comes several times is filled differently each time."""
+        """One template, filled; a slot that comes several times is filled differently each time.
+
+        What fills a slot that the template begins with gets a capital letter.
+        """
         template = random.choice(self.templates)
         names = SLOT.findall(template)
         chosen = {
             name: random.sample(self.slots[name], names.count(name))
             for name in dict.fromkeys(names)
         }
-        return SLOT.sub(lambda slot: chosen[slot[1]].pop(), template)
+        text = SLOT.sub(lambda slot: chosen[slot[1]].pop(), template)
+        return text[:1].upper() + text[1:] if SLOT.match(template) else text
