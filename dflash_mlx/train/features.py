@@ -1,10 +1,9 @@
 """What the target thinks of every training sequence, computed once and kept on disk.
 
 A folder holds `index.json` (what was computed), `features.bin` (bfloat16, one row of m*d numbers
-per token, sequence after sequence, memory-mapped when read), `choices.bin` (the target's most
-likely next tokens after every token, with their probabilities) and `checksums.bin` (one CRC-32 of
-each per finished sequence). Sequences are appended, so an interrupted build goes on where it
-stopped.
+per token, sequence after sequence), `choices.bin` (the target's most likely next tokens after every
+token, with their probabilities) and `checksums.bin` (one CRC-32 of each per finished sequence).
+Sequences are appended, so an interrupted build goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -115,13 +114,11 @@ class FeatureCache:
     def features(self, i: int) -> mx.array:
         """Features [T, m*d] (bfloat16) of sequence i; DFlashError when they are damaged."""
         start, end = self._starts[i], self._starts[i + 1]
-        offset, shape = start * self.width * _BYTES, (end - start, self.width)
-        try:
-            data = np.memmap(self._file("features"), np.uint16, "r", offset=offset, shape=shape)
-        except (OSError, ValueError):
-            raise self._damaged(i) from None
-        self._check(i, 0, data.data)
-        return mx.array(data).view(mx.bfloat16)
+        count, offset = (end - start) * self.width, start * self.width * _BYTES
+        # Not mapped: a page fault may read megabytes around it, which random sequences never use.
+        data = self._read("features", np.uint16, count, offset)
+        self._check(i, 0, data.data.cast("B"))
+        return mx.array(data).view(mx.bfloat16).reshape(-1, self.width)
 
     def choices(self, i: int) -> npt.NDArray[Any]:
         """The target's most likely next tokens after every token of sequence i, likeliest first.
