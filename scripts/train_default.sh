@@ -3,11 +3,12 @@
 #
 #   scripts/train_default.sh FOLDER [PROMPTS.jsonl]
 #
-# FOLDER receives corpora, features and drafters (1 to 2 GB for 1,000 prompts). PROMPTS.jsonl holds
-# one prompt a line ({"id", "category", "messages"}), which are added to those that are made here;
-# those of the category "code" come a second time as the documentation of a function. Every step
-# goes on where it was stopped, so kill this at any time and start it again. docs/training.md has
-# the times. Settings, from the environment:
+# FOLDER receives corpora, features and drafters (1 to 2 GB for 1,000 prompts; 7,393 are made here
+# unless the settings say otherwise). PROMPTS.jsonl holds one prompt a line ({"id", "category",
+# "messages"}), which are added to those; those of the category "code" come a second time as the
+# documentation of a function. Every step goes on where it was stopped, so kill this at any time and
+# start it again, with the same version of the project: another one may make other prompts.
+# docs/training.md has the times. Settings, from the environment:
 #
 #   FUNCTIONS=1500         programming tasks made by scripts/make_prompts.py
 #   CHATS=1500             chat instructions made by it

@@ -70,10 +70,11 @@ metadata.files = files
 
 
 def run(script: str, **environment: str) -> dict[str, Any]:
+    inherited = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
     process = subprocess.run(
         [sys.executable, "-c", script],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**inherited, **environment},
         capture_output=True,
         text=True,
         timeout=120,
