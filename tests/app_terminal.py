@@ -47,6 +47,8 @@ class Terminal:
         self._main, side = pty.openpty()
         self._set_size(columns, lines)
         environment = {**os.environ, "TERM": "xterm-256color", "XDG_CACHE_HOME": str(cache)}
+        for name in ("COLUMNS", "LINES"):  # pytest-xdist's processes have them; they hide the size
+            environment.pop(name, None)
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, *arguments],
             stdin=side,
