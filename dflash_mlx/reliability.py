@@ -15,25 +15,29 @@ _SOURCES = ("", "first", "second", "lookup")
 _BINS = 10  # of confidence
 _DEPTHS = 8  # told apart; deeper nodes count as the last
 _PRIOR = 6.0  # nodes that a drafter's own confidence weighs as much as
+_CREDIT = 2.0  # promised tokens until a drafter's confidence is doubted as a whole
 _MEMORY = 300  # nodes that a cell remembers: texts differ
 
 
 class Reliability:
     """How often drafted tokens were right, by source, depth and confidence.
 
-    A cell starts at the confidence itself, as if it had been seen to hold for a few tokens.
+    A cell starts at the confidence itself, as if it had been seen to hold for a few tokens, and at
+    less or more of it where the source has kept less or more than it promised in other cells.
     """
 
     def __init__(self) -> None:
         self.tried = np.zeros((len(_SOURCES), _DEPTHS, _BINS))
         self.right = np.zeros_like(self.tried)
+        self.promised = np.zeros_like(self.tried)  # sums of confidences
 
     def chances(self, tree: Tree) -> npt.NDArray[Any]:
         """[N] estimated probability that each node is accepted, given that its parent is."""
         confidence = np.exp(np.array(tree.logprobs))
         cells = _cells(tree, range(len(tree)), confidence)
         tried, right = self.tried[cells], self.right[cells]
-        chances: npt.NDArray[Any] = (right + _PRIOR * confidence) / (tried + _PRIOR)
+        believed = confidence * self._trust()[cells[0]]
+        chances: npt.NDArray[Any] = (right + _PRIOR * believed) / (tried + _PRIOR)
         chances[0] = 1.0
         likely: npt.NDArray[Any] = np.minimum(chances, 1.0)
         return likely
@@ -44,10 +48,17 @@ class Reliability:
         tested = [i for i in range(1, len(tree)) if tree.parents[i] in path]
         confidence = np.exp(np.array([tree.logprobs[i] for i in tested]))
         cells = _cells(tree, tested, confidence)
-        for counts in (self.tried, self.right):
+        for counts in (self.tried, self.right, self.promised):
             counts[cells] *= 1 - 1 / _MEMORY
         np.add.at(self.tried, cells, 1)
         np.add.at(self.right, cells, [i in path for i in tested])
+        np.add.at(self.promised, cells, confidence)
+
+    def _trust(self) -> npt.NDArray[Any]:
+        """[sources] what each has kept of what it promised, 1 to begin with."""
+        kept, promised = (counts.sum(axis=(1, 2)) for counts in (self.right, self.promised))
+        trust: npt.NDArray[Any] = (kept + _CREDIT) / (promised + _CREDIT)
+        return trust
 
 
 def _cells(

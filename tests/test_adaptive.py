@@ -89,6 +89,21 @@ class Honest:
         return Tree(mx.array(tokens), tuple(parents), tuple(logprobs))
 
 
+class Unlucky(Honest):
+    """As honest, but its first drafts are wrong, whatever they promise."""
+
+    def __init__(self, plain, seconds, sure, clock, wrong, seed=1):
+        super().__init__("draft", plain, seconds, sure, clock)
+        self.wrong, self.rng = wrong, np.random.default_rng(seed)
+
+    def propose(self, state: State, room: int) -> Tree:
+        tree, self.wrong = super().propose(state, room), self.wrong - 1
+        if self.wrong < 0:
+            return tree
+        drafts = (tree.tokens[1:] + 5) % VOCABULARY
+        return replace(tree, tokens=mx.concatenate([tree.tokens[:1], drafts]))
+
+
 def run(target, drafter, tokens):
     config = DecodeConfig(max_tokens=tokens)
     state = State(target.new_cache(), drafter.new_context())
@@ -147,6 +162,41 @@ def test_drafts_that_never_pay_cost_little():
     assert case.seconds < 1.03 * case.plain_seconds
     tried = [i for i, accepted in enumerate(case.rounds) if "trying" in accepted.tree.reason]
     assert tried and tried[-1] > 500, "they are tried again all the same"
+
+
+def uneven(position: int) -> float:
+    return (0.2, 0.8, 0.5)[position % 3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "least", "mean"), [(1, 0.8, 0.9), (3, 0.3, 0.75)], ids=["one", "three"]
+)
+def test_drafts_that_pay_a_fifth_are_not_given_up_for_bad_luck(wrong, least, mean):
+    """Eight sessions of 150 tokens, each with so many useless drafts at its beginning."""
+    clock = Clock()
+    target = TimedTarget(clock, RISING)
+    plain = answer(run(target, NoDraft(), 150))
+    shares, start = [], clock.now
+    for seed in range(8):
+        unlucky = Unlucky(plain, 0.4, uneven, clock, wrong, seed)
+        rounds = run(target, Adaptive("toy", {"draft": unlucky}, RISING, False, clock), 150)
+        assert answer(rounds) == plain
+        shares.append(np.mean([len(accepted.tree) > 1 for accepted in rounds]))
+    assert min(shares) > least
+    assert np.mean(shares) > mean
+    assert (clock.now - start) / (8 * 150) < 0.88, "seconds per token; plain decoding takes 1"
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.0])
+def test_a_drafter_that_is_sure_and_always_wrong_is_soon_given_up(seconds):
+    clock = Clock()
+    target = TimedTarget(clock, RISING)
+    plain = answer(run(target, NoDraft(), 1000))
+    wrong = Unlucky(plain, seconds, lambda i: 0.9, clock, wrong=1000)
+    start = clock.now
+    rounds = run(target, Adaptive("toy", {"draft": wrong}, RISING, False, clock), 1000)
+    assert answer(rounds) == plain
+    assert clock.now - start < 1.03 * 1000
 
 
 def test_the_second_draft_is_made_where_it_pays_and_only_there():

@@ -110,3 +110,22 @@ def test_each_drafter_is_trusted_by_its_own_record():
     assert reliability.chances(trees["first"])[1] < 0.02
     assert reliability.chances(trees["second"])[1] > 0.98
     assert reliability.chances(trees["lookup"])[1] == pytest.approx(0.75)
+
+
+def test_a_source_that_breaks_its_word_is_doubted_where_it_was_not_tried_yet():
+    """Three drafts at 0.75 were wrong: its next at 0.35 is no longer taken at its word."""
+    trees = {
+        (source, chance): replace(
+            Tree.of([1, 2], [-1, 0]), logprobs=(0.0, float(np.log(chance))), sources=("", source)
+        )
+        for source in ("first", "lookup")
+        for chance in (0.75, 0.35)
+    }
+    reliability = Reliability()
+    for _ in range(3):
+        reliability.learn(Accepted(trees["first", 0.75], (0,), 5))
+    assert reliability.chances(trees["first", 0.35])[1] < 0.2
+    assert reliability.chances(trees["lookup", 0.35])[1] == pytest.approx(0.35)
+    for _ in range(30):
+        reliability.learn(Accepted(trees["first", 0.75], (0, 1), 5))
+    assert reliability.chances(trees["first", 0.35])[1] == pytest.approx(0.35, rel=0.3)

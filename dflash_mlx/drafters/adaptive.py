@@ -91,11 +91,12 @@ class Experience:
 
 @dataclass(frozen=True)
 class _Round:
-    """A round that was proposed: which arm, when, what, and how long it should take."""
+    """A round that was proposed: which arm, when, what, and what to expect of it."""
 
     arm: Arm
     start: float
     tree: Tree
+    tokens: float
     seconds: float
     blind: bool
 
@@ -106,8 +107,10 @@ class Adaptive:
     drafters: by name; they share the context of the last, and their trees know log-probabilities.
     Every round goes to the arm with most expected tokens per second; another is tried again as
     soon as what that may cost is `_PROBES` of the time since it was last tried, and a draft at the
-    beginning of every answer, which may be easier than the last. looks_up: n-gram continuations
-    join every tree, and a plain round; they cost no pass. clock: seconds.
+    beginning of every answer, which may be easier than the last. What counts is what the trees
+    promised, going by what became of others, not what they brought: that is mostly luck, and two
+    unlucky drafts must not park what pays. looks_up: n-gram continuations join every tree, and a
+    plain round; they cost no pass. clock: seconds.
     """
 
     def __init__(
@@ -161,13 +164,13 @@ class Adaptive:
             self._begin_answer()
         arm, reason = self._choose()
         blind = self._goes_blind(arm)
-        tree = self._draft(arm, state, room, blind)
+        tree, tokens = self._draft(arm, state, room, blind)
         mode = "plain" if len(tree) == 1 else "chain" if tree.is_chain else "tree"
         if mode == "plain" and arm.name != _PLAIN:
             reason = f"nothing drafted is worth verifying; {reason}"
         tree = replace(tree, mode=mode, reason=reason)
         seconds = arm.draft_seconds + float(self._times.of(len(tree)))
-        self._round = _Round(arm, now, tree, seconds, blind)
+        self._round = _Round(arm, now, tree, tokens, seconds, blind)
         return tree
 
     def _begin_answer(self) -> None:
@@ -179,8 +182,8 @@ class Adaptive:
         for arm in arms:
             arm.tokens.fade()
 
-    def _draft(self, arm: Arm, state: State, room: int, blind: bool) -> Tree:
-        """The arm's tree with what was looked up, cut to what pays."""
+    def _draft(self, arm: Arm, state: State, room: int, blind: bool) -> tuple[Tree, float]:
+        """The arm's tree with what was looked up, cut to what pays, and the tokens it promises."""
         start = self._clock()
         tree = Tree.chain(state.anchor)
         if arm.name != _PLAIN:
@@ -190,10 +193,11 @@ class Adaptive:
         if looks and (found := lookup(state.tokens, room - 1)).tokens:
             tree = tree.graft(found.tokens, found.logprobs, "lookup")
         if len(tree) == 1:
-            return tree
+            return tree, 1.0
         reached = reach(tree, self.experience.reliability.chances(tree))
         fixed = arm.draft_seconds + max(self._beyond.mean, 0.0)
-        return tree.only(worth_keeping(reached, self._times.of, fixed))
+        kept = worth_keeping(reached, self._times.of, fixed)
+        return tree.only(kept), float(reached[kept].sum())
 
     def _learn(self, state: State, now: float) -> None:
         """Take in how the last round went."""
@@ -203,7 +207,7 @@ class Adaptive:
         if len(last.tree) > 1:
             self.experience.reliability.learn(state.last)
         if not last.blind:
-            last.arm.tokens.add(len(state.last.path))
+            last.arm.tokens.add(last.tokens)
         took = now - last.start
         most = _OUTLIER * max(last.seconds, last.arm.seconds.mean)
         seconds = min(max(took, last.seconds / _OUTLIER), most)
