@@ -38,7 +38,7 @@ from dflash_mlx import DecodeConfig, DFlashError, Statistics
 from dflash_mlx.drafters.auto import Means
 
 # A busy machine is slow, not wrong.
-UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+UNHURRIED = settings(suppress_health_check=[HealthCheck.too_slow])
 
 # Commands
 

@@ -127,7 +127,7 @@ def masks(kind: str, B: int, H: int, N: int, T: int) -> Any:
         "additive of each sequence",
     ],
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     B=st.integers(1, 3),
     kv_heads=st.integers(1, 3),

@@ -158,7 +158,7 @@ def test_where_a_window_has_moved_on_too_far_everything_starts_over(targets):
 
 
 @given(max_tokens=st.integers(1, 30), nodes=st.integers(1, 12), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_number_of_tokens_is_exact_however_wide_the_trees_are(max_tokens, nodes, seed):
     target, rng = ToyTarget(5), np.random.default_rng(seed)
     drafter = Scripted(lambda tokens, room: random_tree(rng, min(nodes, room) - 1, 5))

@@ -77,13 +77,13 @@ TEXTS = st.text() | st.lists(
 ).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS)
 def test_decoding_gives_the_text_back(tokenizer: TokenizerWrapper, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ids=st.lists(st.integers(0, len(TOKENS) - 1)) | TEXTS)
 def test_streaming_gives_what_decoding_gives(
     tokenizer: TokenizerWrapper, ids: list[int] | str

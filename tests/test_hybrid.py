@@ -204,7 +204,7 @@ class Walk:
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @pytest.mark.parametrize("name", FEW)
 def test_passes_forks_and_ways_back_in_any_order_leave_the_state_of_the_tokens(targets, name, seed):
     walk = Walk(targets(name), seed)

@@ -136,7 +136,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     splits=st.lists(st.integers(1, 16), max_size=8).filter(lambda s: sum(s) <= 40),
     rows=st.integers(2, BLOCK),

@@ -180,7 +180,7 @@ class Sequence:
         assert mx.abs(found - unpack(pack(expected, bits), bits)).max() < 1e-6
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**16), window=st.sampled_from([None, 3, 20]))
 @pytest.mark.parametrize("bits", [None, *BITS])
 def test_whatever_happens_to_blocks_the_cache_holds_the_committed_rows(bits, seed, window):

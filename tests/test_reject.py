@@ -40,7 +40,7 @@ def law(weights):
 
 
 @given(laws, laws)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_kept_drafts_and_replacements_together_have_the_targets_law(p, q):
     """p(x) = min(p, q)(x) + (1 - sum min(p, q)) remainder(x), for every token x."""
     p, q = law(p), law(q)
@@ -52,7 +52,7 @@ def test_kept_drafts_and_replacements_together_have_the_targets_law(p, q):
 
 
 @given(laws, laws, st.integers(0, 4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_draft_is_kept_with_probability_p_over_q(p, q, token):
     p, q = law(p), law(q)
     assume(q[token] > 0)

@@ -78,7 +78,7 @@ def test_every_node_of_a_random_tree_equals_a_forward_over_its_own_path(targets,
 
 
 @given(seed=st.integers(0, 10**6), nodes=st.integers(0, 12), length=st.integers(0, 30))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @pytest.mark.parametrize("name", ["llama", "llama_sliding"])
 def test_trees_of_any_shape_behind_prompts_of_any_length(targets, name, seed, nodes, length):
     rng = np.random.default_rng(seed)

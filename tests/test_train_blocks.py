@@ -251,7 +251,7 @@ def texts(draw: st.DrawFn) -> TextTokens:
     return preferring(tokens, draw(st.integers(1, length - 1)), (greedy + noise) % 3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), some=st.lists(texts(), min_size=1, max_size=3), size=st.integers(2, 8))
 def test_blocks_are_what_a_loop_over_their_definition_gives(data, some, size):
     rows = np.array(data.draw(st.lists(st.integers(0, len(some) - 1), min_size=1, max_size=3)))

@@ -296,7 +296,7 @@ def dpace_by_loops(confidences: np.ndarray, supervised: np.ndarray, alpha: float
     return weights
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     blocks=st.lists(
         st.lists(st.tuples(st.floats(0, 1, width=32), st.booleans()), min_size=6, max_size=6),

@@ -88,7 +88,7 @@ def worst(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 2**16))
 def test_every_block_has_the_hidden_states_of_the_reference(name, seed):
     packed = Packed(CONFIGS[name], seed)
