@@ -18,6 +18,7 @@ KERNELS = ("auto", "off", "on")
 BITS = (4, 8)
 STARTS = ("target", "random")
 LOSSES = ("dpace", "decay")
+ANCHOR_LAWS = ("even", "starts")
 
 
 def option(default: Any, help: str, **argparse_keywords: Any) -> Any:
@@ -242,6 +243,11 @@ class TrainConfig:
     steps: int | None = option(None, "train for so many steps, over all runs together", type=int)
     sequences: int = option(8, "sequences per step", type=int)
     anchors: int = option(32, "blocks per sequence and step", type=int)
+    anchor_law: str = option(
+        "even",
+        "which blocks: at every token as often, or more where rounds begin more often (starts)",
+        choices=ANCHOR_LAWS,
+    )
     short_share: float = option(
         0.5, "share of the steps that train on blocks of half the size, 0 to 1", type=float
     )
@@ -266,7 +272,8 @@ class TrainConfig:
     seed: int = option(0, "decides anchors, prefixes and order", type=int)
 
     def __post_init__(self) -> None:
-        for name, allowed in (("mode", TRAIN_MODES), ("start", STARTS), ("loss", LOSSES)):
+        choices = {"mode": TRAIN_MODES, "start": STARTS, "loss": LOSSES, "anchor_law": ANCHOR_LAWS}
+        for name, allowed in choices.items():
             value = getattr(self, name)
             _require(value in allowed, name, value, f"one of {', '.join(allowed)}")
         for name in ("layers", "taps", "sequences", "anchors"):
@@ -289,6 +296,37 @@ class TrainConfig:
             _require(value >= 0, name, value, "0 or more")
         ends = (self.minutes is None) != (self.steps is None)
         _require(ends, "minutes, steps", (self.minutes, self.steps), "one of --minutes and --steps")
+
+
+@dataclass(frozen=True)
+class SelectorTraining:
+    """How a drafter's candidate selector is trained."""
+
+    minutes: float = option(10.0, "train for so long", type=float)
+    steps: int | None = option(None, "train for so many steps instead", type=int)
+    rank: int = option(32, "columns of the selector's codebooks", type=int)
+    top_k: int = option(16, "candidates per position", type=int)
+    sequences: int = option(4, "sequences per step", type=int)
+    anchors: int = option(32, "blocks per sequence and step", type=int)
+    learning_rate: float = option(2e-3, "AdamW's peak", type=float)
+    warmup: int = option(50, "steps until the peak", type=int)
+    held_out: int = option(50, "keep every so many-th row of a corpus for measuring", type=int)
+    seed: int = option(0, "decides first weights, anchors and order", type=int)
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "sequences", "anchors"):
+            value = getattr(self, name)
+            _require(value >= 1, name, value, "1 or more")
+        for name in ("top_k", "held_out"):
+            value = getattr(self, name)
+            _require(value >= 2, name, value, "2 or more")
+        for name in ("minutes", "learning_rate"):
+            value = getattr(self, name)
+            _require(0 < value < float("inf"), name, value, "a number above 0")
+        _require(self.steps is None or self.steps >= 1, "steps", self.steps, "1 or more")
+        for name in ("warmup", "seed"):
+            value = getattr(self, name)
+            _require(value >= 0, name, value, "0 or more")
 
 
 @dataclass(frozen=True)

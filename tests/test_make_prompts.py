@@ -291,18 +291,18 @@ def test_texts_meet_in_a_name_or_in_eight_words(kept, made, meets):
 
 def test_written_prompts_have_texts_and_ids_of_their_own():
     rows = read_prompts(make_prompts.WRITTEN, None)
-    assert len({" ".join(content(row).lower().split()) for row in rows}) == len(rows) == 4393
+    assert len({" ".join(content(row).lower().split()) for row in rows}) == len(rows) == 7771
     for row in rows:
         digest = hashlib.sha256(json.dumps(content(row)).encode()).hexdigest()[:12]
         assert row["id"] == f"written-{row['category']}-{digest}"
 
 
-def test_written_prompts_are_of_eight_kinds_and_in_order():
+def test_written_prompts_are_of_ten_kinds_and_in_order():
     rows = [json.loads(line) for line in make_prompts.WRITTEN.read_text("utf-8").splitlines()]
     assert rows == sorted(rows, key=lambda row: (row["category"], content(row)))
     assert Counter(row["category"] for row in rows) == {
-        **{"advice": 410, "extraction": 260, "knowledge": 480, "reasoning": 510},
-        **{"roleplay": 530, "short-math": 360, "stub": 844, "writing": 999},
+        **{"advice": 620, "coding": 80, "extraction": 370, "knowledge": 750, "math": 1201},
+        **{"reasoning": 630, "roleplay": 760, "short-math": 459, "stub": 1481, "writing": 1420},
     }
 
 
@@ -323,7 +323,7 @@ def test_written_prompts_come_last_and_keep_their_categories(tmp_path, capsys):
     written = [(r["category"], content(r)) for r in read_prompts(make_prompts.WRITTEN, None)]
     assert rows[:5] == without
     assert [(row["category"], content(row)) for row in rows[5:]] == written
-    assert ", 844 stub, " in capsys.readouterr().out
+    assert ", 1481 stub, " in capsys.readouterr().out
 
 
 def test_written_prompts_that_meet_the_evaluation_or_come_twice_are_left_out(

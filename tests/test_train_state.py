@@ -224,6 +224,24 @@ def test_a_state_from_before_soft_labels_goes_on_without_them(stopped, texts):
     assert trainer.step == 3
 
 
+def test_a_state_from_before_anchor_laws_goes_on_with_all_anchors_alike(stopped, texts):
+    file = stopped / "state" / "state.json"
+    about = json.loads(file.read_text())
+    assert about["run"].pop("anchor_law") == "even"
+    file.write_text(json.dumps(about))
+    trainer = trainer_of(texts)
+    restore_state(stopped, trainer, "corpus")
+    assert trainer.step == 3
+    with pytest.raises(DFlashError, match="has anchor_law 'even', not 'starts'"):
+        restore_state(stopped, trainer_of(texts, anchor_law="starts"), "corpus")
+
+
+def test_the_two_anchor_laws_train_on_different_blocks(texts):
+    laws = ("even", "even", "starts")
+    first, again, other = (trainer_of(texts, anchor_law=law).train_step() for law in laws)
+    assert first == again != other
+
+
 def test_another_corpus_is_refused(stopped, texts):
     with pytest.raises(DFlashError, match="has data 'corpus', not 'another'; repeat the settings"):
         restore_state(stopped, trainer_of(texts), "another")

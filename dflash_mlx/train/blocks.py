@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
+_SHARE = 0.45  # of the anchors in an epoch of `RoundStartSampler`; nearly as many open rounds
 _WINDOW = 16  # steps whose sequences are sorted by length among themselves
 
 
@@ -90,9 +91,7 @@ class BlockSampler:
         self._texts, self._block_size, self._seed = texts, block_size, seed
         self._prefix_base, self._short_share = prefix_base, short_share
         self._sequences, self._anchors = shape
-        self._groups = np.concatenate(
-            [np.full(-(-len(t.anchors) // self._anchors), i) for i, t in enumerate(texts)]
-        )
+        self._groups = np.repeat(np.arange(len(texts)), [self._groups_of(t) for t in texts])
         self.steps_per_epoch = -(-len(self._groups) // self._sequences)
         self._epoch = -1
 
@@ -115,14 +114,22 @@ class BlockSampler:
 
     def _shuffle(self, epoch: int) -> None:
         rng = np.random.default_rng([self._seed, epoch, 0])
-        parts = []
-        for text in self._texts:
-            anchors = rng.permutation(text.anchors)
-            missing = -len(anchors) % self._anchors
-            parts.append(np.concatenate([anchors, rng.choice(anchors, missing)]))
+        parts = [self._anchors_of(text, rng) for text in self._texts]
         self._anchor_groups = np.concatenate(parts).reshape(-1, self._anchors)
         self._order = self._by_length(rng.permutation(len(self._groups)), rng)
         self._epoch = epoch
+
+    def _groups_of(self, text: TextTokens) -> int:
+        """In how many groups per epoch a text's anchors come."""
+        return -(-len(text.anchors) // self._anchors)
+
+    def _anchors_of(self, text: TextTokens, rng: np.random.Generator) -> Array:
+        """An epoch's anchors of a text, as many as fill its groups."""
+        return self._filled(rng.permutation(text.anchors), self._groups_of(text), rng)
+
+    def _filled(self, anchors: Array, groups: int, rng: np.random.Generator) -> Array:
+        missing = max(0, groups * self._anchors - len(anchors))
+        return np.concatenate([anchors, rng.choice(anchors, missing)])
 
     def _by_length(self, order: Array, rng: np.random.Generator) -> Array:
         """`order` with steps of like length: less of a step is padding."""
@@ -134,6 +141,38 @@ class BlockSampler:
         parts = [part[np.argsort(lengths[part], kind="stable")] for part in parts]
         steps = np.concatenate(parts).reshape(-1, self._sequences)
         return np.concatenate([rng.permutation(steps).reshape(-1), order[whole:]])
+
+
+class RoundStartSampler(BlockSampler):
+    """As `BlockSampler`, with more of the anchors where rounds of decoding begin more often.
+
+    A round begins with a token that the draft before it missed, so hard tokens open more rounds
+    than easy ones. An epoch takes some `_SHARE` of every text's anchors, drawn without
+    replacement by `start_chances`.
+    """
+
+    def _groups_of(self, text: TextTokens) -> int:
+        return max(1, round(_SHARE * len(text.anchors) / self._anchors))
+
+    def _anchors_of(self, text: TextTokens, rng: np.random.Generator) -> Array:
+        groups = self._groups_of(text)
+        keys = np.log(start_chances(text)) + rng.gumbel(size=len(text.anchors))
+        chosen = np.argsort(-keys, kind="stable")[: groups * self._anchors]
+        return self._filled(rng.permutation(text.anchors[chosen]), groups, rng)
+
+
+def start_chances(text: TextTokens) -> Array:
+    """[anchors of `text`] how often about a round begins there, by the target's own surprise.
+
+    0.22 + 0.6 (1 - p), with p the probability that the target gave the token there, 0 where it is
+    not among the likeliest; measured in docs/training.md. A round always begins at the first.
+    """
+    before = text.anchors - 1
+    same = text.likely[before] == text.tokens[text.anchors][:, None]
+    p = np.clip((text.shares[before] * same).sum(axis=-1), 0.0, 1.0)
+    chances: Array = 0.22 + 0.6 * (1.0 - p)
+    chances[0] = 1.0
+    return chances
 
 
 def cut_blocks(

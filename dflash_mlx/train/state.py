@@ -17,6 +17,7 @@ from dflash_mlx.safetensors_header import read_header
 from dflash_mlx.train.trainer import Trainer
 
 _FREE_TO_CHANGE = ("minutes", "steps", "evaluate_minutes", "init")
+_BEFORE = {"soft": 0.0, "anchor_law": "even"}  # what states older than a setting have
 _NEXT_STEP = "repeat the settings it was started with, or choose another folder with --out"
 
 
@@ -68,7 +69,7 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
         arrays = dict(mx.load(str(place / "arrays.safetensors")))  # type: ignore[arg-type]
         step, tokens = int(about["step"]), int(about["tokens"])
         seconds = float(about["seconds"])
-        run = {"soft": 0.0, **about["run"]}  # older states learn from the choices alone
+        run = {**_BEFORE, **about["run"]}
         drafter = dict(about.get("drafter", _drafter(trainer)))  # older states do not say
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DFlashError(

@@ -16,7 +16,7 @@ import numpy as np
 from dflash_mlx.config import TrainConfig
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.target import Target
-from dflash_mlx.train.blocks import Array, Blocks, BlockSampler
+from dflash_mlx.train.blocks import Array, Blocks, BlockSampler, RoundStartSampler
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.evaluate import embed
 from dflash_mlx.train.loss import cross_entropy, decay_weights, dpace_weights, soft_shares
@@ -61,7 +61,8 @@ class Trainer:
         self.network, self.network_config, self.config = network, network_config, config
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self._target, self._texts = target, texts
-        self._sampler = BlockSampler(
+        sampler = RoundStartSampler if config.anchor_law == "starts" else BlockSampler
+        self._sampler = sampler(
             texts.sequences,
             network_config.block_size,
             (config.sequences, config.anchors),
