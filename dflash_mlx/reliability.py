@@ -36,7 +36,7 @@ class Reliability:
         confidence = np.exp(np.array(tree.logprobs))
         cells = _cells(tree, range(len(tree)), confidence)
         tried, right = self.tried[cells], self.right[cells]
-        believed = confidence * self._trust()[cells[0]]
+        believed = np.minimum(confidence * self._trust()[cells[0]], 1.0)
         chances: npt.NDArray[Any] = (right + _PRIOR * believed) / (tried + _PRIOR)
         chances[0] = 1.0
         likely: npt.NDArray[Any] = np.minimum(chances, 1.0)

@@ -35,7 +35,7 @@ def test_a_token_that_is_not_among_the_likeliest_has_no_probability():
     assert start_chances(text)[1:] == pytest.approx([0.82] * 6)
 
 
-def test_an_epoch_has_about_half_of_a_texts_anchors_each_once():
+def test_an_epoch_has_about_as_many_anchors_as_begin_rounds_each_once():
     texts = [text_of(90, 10), text_of(41, 1)]
     sampler = RoundStartSampler(texts, 4, (1, 8), seed=0)
     for epoch in range(3):

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-_SHARE = 0.45  # of the anchors in an epoch of `RoundStartSampler`; nearly as many open rounds
 _WINDOW = 16  # steps whose sequences are sorted by length among themselves
 
 
@@ -147,18 +146,21 @@ class RoundStartSampler(BlockSampler):
     """As `BlockSampler`, with more of the anchors where rounds of decoding begin more often.
 
     A round begins with a token that the draft before it missed, so hard tokens open more rounds
-    than easy ones. An epoch takes some `_SHARE` of every text's anchors, drawn without
-    replacement by `start_chances`.
+    than easy ones. An epoch takes every anchor with a probability in proportion to
+    `start_chances`, as many of a text as whole groups come next to their sum, one group at least.
     """
 
     def _groups_of(self, text: TextTokens) -> int:
-        return max(1, round(_SHARE * len(text.anchors) / self._anchors))
+        return max(1, round(float(start_chances(text).sum()) / self._anchors))
 
     def _anchors_of(self, text: TextTokens, rng: np.random.Generator) -> Array:
-        groups = self._groups_of(text)
-        keys = np.log(start_chances(text)) + rng.gumbel(size=len(text.anchors))
-        chosen = np.argsort(-keys, kind="stable")[: groups * self._anchors]
-        return self._filled(rng.permutation(text.anchors[chosen]), groups, rng)
+        groups, anchors = self._groups_of(text), rng.permutation(text.anchors)
+        chances = start_chances(text)[anchors - text.anchors[0]]
+        shares = np.minimum(chances * (groups * self._anchors / chances.sum()), 1.0)
+        # Systematic sampling: one anchor wherever the running sum passes a whole number.
+        marks = np.floor(np.cumsum(shares) + rng.random())
+        chosen = anchors[np.diff(marks, prepend=0.0) > 0]
+        return self._filled(chosen[: groups * self._anchors], groups, rng)
 
 
 def start_chances(text: TextTokens) -> Array:
