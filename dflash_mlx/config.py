@@ -308,7 +308,7 @@ class SelectorTraining:
     top_k: int = option(16, "candidates per position", type=int)
     sequences: int = option(4, "sequences per step", type=int)
     anchors: int = option(32, "blocks per sequence and step", type=int)
-    learning_rate: float = option(2e-3, "AdamW's peak", type=float)
+    learning_rate: float = option(4e-3, "AdamW's peak", type=float)
     warmup: int = option(50, "steps until the peak", type=int)
     held_out: int = option(50, "keep every so many-th row of a corpus for measuring", type=int)
     seed: int = option(0, "decides first weights, anchors and order", type=int)

@@ -47,7 +47,7 @@ from dflash_mlx.routing import Kernels
 from dflash_mlx.state import Context
 from dflash_mlx.train.start import vocabulary_size
 
-_LOGITS = BlockModel.logits
+_LOGITS, _LINKED = BlockModel.logits, BlockModel.linked
 NEEDS_TREES = DecodeConfig(method="d2sd", budget=2)
 
 
@@ -69,6 +69,13 @@ class Memory:
             self._known[key] = _LOGITS(model, context, anchor, rows, *rest)
         return self._known[key]  # type: ignore[no-any-return]
 
+    def linked(self, model: BlockModel, context: Any, anchor: mx.array, rows: int) -> Any:
+        """As `BlockModel.linked`."""
+        key = ("linked", id(model._network), id(context), rows)
+        if key not in self._known:
+            self._known[key] = _LINKED(model, context, anchor, rows)
+        return self._known[key]
+
     def rank(self, logits: mx.array, k: int, kernels: Kernels | None = None) -> Ranked:
         """As `rank`."""
         key = (id(logits), k)
@@ -83,6 +90,7 @@ def remembering() -> Iterator[Memory]:
     memory = Memory()
     with (
         mock.patch.object(BlockModel, "logits", lambda *arguments: memory.logits(*arguments)),
+        mock.patch.object(BlockModel, "linked", lambda *arguments: memory.linked(*arguments)),
         mock.patch.object(best_first, "rank", memory.rank),
         mock.patch.object(dual_diffusion, "rank", memory.rank),
     ):

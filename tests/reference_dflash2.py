@@ -67,6 +67,17 @@ def random_tensors(config: Config, seed: int = 0) -> dict[str, Array]:
     return tensors
 
 
+def idle_tensors(config: Config, seed: int = 0) -> dict[str, Array]:
+    """Draw weights as `random_tensors` does, for convolutions that give out what goes in."""
+    tensors = random_tensors(config, seed)
+    for name in tensors:
+        if "_conv." in name:
+            tensors[name] = np.zeros_like(tensors[name])
+        if name.endswith("base_kernel"):
+            tensors[name][:, 0] = 1
+    return tensors
+
+
 def states(tensors: Tensors, config: Config, x: Array, features: Array) -> Array:
     """Return the final states [B, d] of a block embedded as x [B, d] after features [T, m*d]."""
     weights = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}

@@ -24,6 +24,7 @@ from dflash_mlx.drafters.checkpoint import (
     read_drafter,
 )
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
+from dflash_mlx.drafters.network import ConvolvedLayer
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.save import save_drafter
 from dflash_mlx.drafters.selected import SelectedPath
@@ -176,6 +177,43 @@ def test_every_part_of_a_convolution_matters(drafting, name, side):
     tensors[name][side * half : (side + 1) * half] *= 0.5
     other = reference_dflash2.logits(tensors, subject.raw, subject.tables, features, 7, BLOCK)
     assert difference(subject.logits(features, 7, BLOCK), other) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("taps", [1, 2])
+def test_convolutions_that_change_nothing_are_left_out(tmp_path, target, taps):
+    raw = reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": taps})
+    tensors = reference_dflash2.idle_tensors(raw)
+    config = read_config(write_drafter_folder(tmp_path, raw, tensors))
+    network = load_network(tmp_path, config, mx.float32)
+    assert not any(isinstance(layer, ConvolvedLayer) for layer in network.layers)
+    check_logits(BlockModel(network, config, target), raw, tensors)
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
+@pytest.mark.parametrize("conv", ["attention_conv", "mlp_conv"])
+@pytest.mark.parametrize("part", ["the row itself", "the row before", "the projection"])
+def test_a_convolution_that_changes_anything_is_kept(tmp_path, target, part, conv, side):
+    raw = reference_dflash2.tiny_config()
+    tensors = reference_dflash2.idle_tensors(raw)
+    projection = tensors[f"layers.1.{conv}.kernel_projection.weight"]
+    base = tensors[f"layers.1.{conv}.base_kernel"]
+    if part == "the projection":
+        projection[side * len(projection) // 2 + 3, 5] = 0.5
+    else:
+        base[side, int(part == "the row before"), 7] = 0.25
+    config = read_config(write_drafter_folder(tmp_path, raw, tensors))
+    network = load_network(tmp_path, config, mx.float32)
+    assert [isinstance(layer, ConvolvedLayer) for layer in network.layers] == [False, True]
+    check_logits(BlockModel(network, config, target), raw, tensors)
+
+
+def check_logits(model: BlockModel, raw: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """A block's logits are those of the reference, which computes every convolution."""
+    context, features = model.new_context(), features_of(20)
+    context.append(mx.array(features))
+    table = np.array(make_model("llama").model.embed_tokens.weight)
+    expected = expected_logits(raw, tensors, (table, table), features, 7, BLOCK)
+    assert difference(np.array(model.logits(context, mx.array([7]), BLOCK)), expected) < TOLERANCE
 
 
 def test_the_published_second_version_has_the_tensors_that_its_config_asks_for():

@@ -15,13 +15,18 @@ import dflash_mlx
 import reference_dflash2
 from dflash_mlx.drafters.block_model import BlockModel
 from dflash_mlx.drafters.checkpoint import load_network, read_config
+from dflash_mlx.drafters.save import save_drafter
 from dflash_mlx.drafters.selected import SelectedPath
+from dflash_mlx.drafters.selector import SelectorConfig
 from dflash_mlx.sequence import SequenceCache
 from dflash_mlx.state import State
 from dflash_mlx.target import Target
+from dflash_mlx.train.evaluate import Drafter
+from dflash_mlx.train.maps import Maps, with_selector
 from families import make_model
 from reference_dflash import random_drafter, write_drafter_folder
 from test_load import drafter_config
+from tiny_training import make_network
 
 published: Any = pytest.importorskip(
     "dflash.model_mlx", reason="scripts/test installs dflash==0.1.0 (see CONTRIBUTING.md)"
@@ -178,3 +183,30 @@ def test_a_second_version_gives_the_reference_the_same_logits_and_path(
             anchor,
             *path[0].tolist(),
         ]
+
+
+def test_a_drafter_that_was_given_a_selector_has_the_reference_s_logits_and_path(
+    monkeypatch, tmp_path
+):
+    raw = drafter_config()
+    network, config = make_network(raw)
+    both = Tables(config.vocab_size, config.hidden_size)
+    tables: Any = both
+    maps = Maps(config.hidden_size, 8, both.embedding(), seed=0)
+    maps.predecessor = maps.predecessor * 30  # so that it changes paths
+    made = with_selector(Drafter(network, config, tables), raw, maps, SelectorConfig(8, 5))
+    save_drafter(tmp_path, made[0].network, made[1])
+    pair, detours = Both(tmp_path, monkeypatch), 0
+    for length, anchor in ((1, 3), (20, 7), (90, 96)):
+        features = pair.features(length)
+        block = pair.block(anchor), features[None]
+        theirs = pair.theirs(*block, pair.theirs.make_cache(), logits_start=1)[0]
+        path, _, _ = pair.theirs.propose(*block, pair.theirs.make_cache(), 0.0, logits_start=1)
+        state = pair.state(features, anchor)
+        ours = pair.ours.logits(state.context, state.anchor, pair.config.block_size)
+        assert float(mx.abs(ours - theirs).max()) < TOLERANCE
+        model: Any = pair.ours
+        tokens = SelectedPath(model).propose(state, 100).tokens.tolist()
+        assert tokens == [anchor, *path[0].tolist()]
+        detours += tokens[1:] != mx.argmax(ours, axis=-1).tolist()
+    assert detours

@@ -14,6 +14,9 @@ from dflash_mlx.drafters.block_diffusion import BlockDiffusion
 from dflash_mlx.drafters.block_model import BlockModel
 from dflash_mlx.drafters.checkpoint import load_network, read_config
 from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
+from dflash_mlx.drafters.grow import Ranked
+from dflash_mlx.drafters.links import along_path, conditional
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.selected import DrawnPath, SelectedPath
 from dflash_mlx.drafters.selector import CandidateSelector, SelectorConfig
@@ -80,6 +83,39 @@ def test_the_greedy_walk_is_that_of_the_reference(model, tensors, target):
         assert tree.is_chain and tree.tokens.tolist() == [anchor, *path]
         detours += path != unary.argmax(axis=-1).tolist()
     assert detours > 10, "the selector changes most paths, so that its walk is seen"
+
+
+def test_the_first_draft_of_d2sd_is_the_greedy_walk(model, tensors, target):
+    drafter = DualDiffusion(model, None, None, PaperGrowth(2))
+    for seed in range(25):
+        anchor = seed * 3 % VOCAB_SIZE
+        state = State(target.new_cache(), drafter.new_context())
+        state.context.append(mx.array(features_of(seed)))
+        state.set_anchor(anchor)
+        first, _ = drafter.drafts(state, BLOCK)
+        hidden, unary = reference(tensors, target, seed, anchor)
+        assert list(first.best) == reference_dflash2.greedy_path(
+            tensors, CONFIG, hidden, unary, anchor
+        )
+
+
+def test_behind_the_walk_candidates_stand_as_they_do_after_its_tokens():
+    rng = np.random.default_rng(0)
+    n, k, kept = 6, 5, 3
+    tokens = np.array([rng.permutation(40)[:k] for _ in range(n)])
+    logprobs = np.log(np.array([rng.dirichlet(np.ones(k)) for _ in range(n)]) * 0.9)
+    ranked, edges = Ranked(tokens, logprobs), rng.normal(size=(n, k, k)) * 2
+    edges[0] = edges[0, 0]
+    law, before, detours = conditional(ranked, edges), 0, 0
+    first = along_path(ranked, edges, kept)
+    assert first.tokens.shape == first.logprobs.shape == (n, kept)
+    for t in range(n):
+        order = np.argsort(-law[t, before])[:kept]
+        assert first.tokens[t].tolist() == tokens[t, order].tolist()
+        assert np.allclose(first.logprobs[t], law[t, before, order])
+        before = int(order[0])
+        detours += before != int(logprobs[t].argmax())
+    assert detours > 1
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 50])

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.train.trainer import Trainer
-from reference_dflash import random_drafter
+from drafter_formats import speculators, version_1
+from reference_dflash import random_drafter, write_drafter_folder
 from tiny_training import CONTEXT, Place, corpus_rows, drafter_config, files, write_target
 
 
@@ -175,6 +176,13 @@ def test_a_drafter_that_was_not_trained_yet_is_saved_as_it_was(place):
     for name, array in weights.items():
         rounded = np.array(mx.array(given[name]).astype(mx.bfloat16).astype(mx.float32))
         assert np.array_equal(array, rounded)
+
+
+def test_training_goes_on_from_a_drafter_of_speculators(place):
+    init = write_drafter_folder(place.root / "init", speculators(), random_drafter(version_1()))
+    place.train(init=init, layers=None, steps=1)
+    _, raw = place.read()
+    assert raw["architectures"] == ["DFlashDraftModel"] and raw["block_size"] == 6
 
 
 def test_a_run_that_began_with_a_drafter_is_not_continued_with_a_new_one(place):

@@ -13,8 +13,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 
 from dflash_mlx.config import TrainConfig
-from dflash_mlx.drafters.checkpoint import check_fit, parse_config
+from dflash_mlx.drafters.checkpoint import check_fit, parse_config, read_drafter
 from dflash_mlx.drafters.network import Network, NetworkConfig
+from dflash_mlx.drafters.quantized import quantize_network
+from dflash_mlx.drafters.save import save_drafter
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import load_target
 from dflash_mlx.target import Target
@@ -26,9 +28,12 @@ from dflash_mlx.train.start import (
     open_drafter,
     spread_taps,
     warm_start,
+    without_selector,
 )
+from drafter_formats import DRAFT_IDS, own_tables, speculators, version_1
 from families import FAMILIES, VOCAB_SIZE, make_model
 from reference_dflash import random_drafter, write_drafter_folder
+from reference_dflash2 import idle_tensors, random_tensors, tiny_config
 from test_load import write_model
 from tiny_training import CONTEXT, drafter_config, tiny_target
 
@@ -274,3 +279,61 @@ def test_a_drafter_of_another_target_is_refused(tmp_path: Path, changes, message
     folder = write_drafter_folder(tmp_path, raw, random_drafter(raw))
     with pytest.raises(DFlashError, match=message):
         open_drafter(folder, tiny_target())
+
+
+def test_a_second_version_without_real_convolutions_is_opened_and_becomes_a_first(tmp_path):
+    method = {"training_mode": "vp_drafter", "output_multiplier": 0.5}
+    raw = tiny_config(dflash_config=method, note="mine")
+    tensors = idle_tensors(raw)
+    found = open_drafter(write_drafter_folder(tmp_path, raw, tensors), tiny_target())
+    assert found[2] == raw and found[1] == parse_config(raw, "tiny")
+    assert "candidate_selector.successor_codebook" in arrays(found[0])
+    network, config, told = without_selector(*found)
+    plain = {name for name in tensors if "_conv." not in name and "selector" not in name}
+    assert arrays(network).keys() == plain
+    assert all(np.array_equal(arrays(network)[name], tensors[name]) for name in plain)
+    expected = {"mask_token_id": 5, "target_layer_ids": [0, 2], **method}
+    first = {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": expected}
+    assert told == {**raw, **first}
+    assert config == parse_config(told, "tiny")
+    again = without_selector(network, config, told)
+    assert again[0] is network and again[1:] == (config, told)
+
+
+def test_a_drafter_of_speculators_is_opened_with_its_config_in_z_lab_s_format(tmp_path):
+    raw = speculators()
+    folder = write_drafter_folder(tmp_path, raw, random_drafter(version_1()))
+    _, config, told = open_drafter(folder, tiny_target())
+    assert told["architectures"] == ["DFlashDraftModel"] and told["block_size"] == 6
+    assert parse_config(told, "tiny") == config
+
+
+HALF = speculators(draft_vocab_size=len(DRAFT_IDS))
+TABLES = own_tables(DRAFT_IDS)
+UNTRAINED = {
+    "convolutions": (tiny_config(), random_tensors(tiny_config())),
+    "its own vocabulary": (HALF, {**random_drafter(version_1()), **TABLES}),
+    "its own embedding": (
+        speculators(),
+        {
+            **random_drafter(version_1()),
+            "embed_tokens.weight": TABLES["embed_tokens.weight"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNTRAINED)
+def test_drafters_that_cannot_be_trained_here_are_refused(tmp_path, kind):
+    folder = write_drafter_folder(tmp_path, *UNTRAINED[kind])
+    with pytest.raises(DFlashError, match="with convolutions|with its own vocabulary"):
+        open_drafter(folder, tiny_target())
+
+
+def test_a_quantised_drafter_is_refused(tmp_path):
+    raw = drafter_config(intermediate_size=128)
+    network = read_drafter(write_drafter_folder(tmp_path, raw, random_drafter(raw))).network()
+    quantize_network(network, 8)
+    save_drafter(tmp_path / "packed", network, raw)
+    with pytest.raises(DFlashError, match="or a quantised one; choose a DFlash drafter of"):
+        open_drafter(tmp_path / "packed", tiny_target())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dflash_mlx.drafters.block_model import BlockModel
 from dflash_mlx.drafters.context import FeatureContext
 from dflash_mlx.drafters.grow import best_first, follow
+from dflash_mlx.drafters.links import follow_links
 from dflash_mlx.drafters.one_draft import OneDraft
 from dflash_mlx.drafters.rank import rank
 from dflash_mlx.state import State
@@ -16,6 +17,7 @@ TOP_K = 8  # tokens that a position can offer
 class BestFirst(OneDraft):
     """One DFlash pass; its `nodes` likeliest prefixes by the product of their probabilities.
 
+    With DFlash 2's candidate selector, every token's probability is that after the one before.
     block_size: as for any `OneDraft`.
     """
 
@@ -27,6 +29,9 @@ class BestFirst(OneDraft):
 
     def draft(self, state: State, context: FeatureContext, rows: int) -> Tree:
         """A tree of up to `nodes` nodes."""
-        logits = self._model.logits(context, state.anchor, rows)
-        ranked = rank(logits, TOP_K, self._model.kernels)
-        return best_first(follow(ranked), self._nodes).as_tree(state.anchor)
+        model = self._model
+        if model.config.selector is not None:
+            choices = follow_links(*model.linked(context, state.anchor, rows))
+        else:
+            choices = follow(rank(model.logits(context, state.anchor, rows), TOP_K, model.kernels))
+        return best_first(choices, self._nodes).as_tree(state.anchor)

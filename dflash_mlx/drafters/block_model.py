@@ -6,11 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from dflash_mlx.drafters.context import FeatureContext
+from dflash_mlx.drafters.grow import Array, Ranked
 from dflash_mlx.drafters.network import Network, NetworkConfig
-from dflash_mlx.drafters.selector import Candidates
+from dflash_mlx.drafters.rank import rank
+from dflash_mlx.drafters.selector import Candidates, predecessors
 from dflash_mlx.target import Target
+from kernels_metal.draft_head import MAX_K
 
 Prefixes = Sequence[Sequence[int]]
 
@@ -61,6 +65,20 @@ class BlockModel:
         states = self._states(context, anchor, rows, ((),))
         selector = self._network.candidate_selector
         return selector(states, self._logits(states), anchor)
+
+    def linked(self, context: FeatureContext, anchor: mx.array, rows: int) -> tuple[Ranked, Array]:
+        """The selector's candidates in a block of `rows`, ranked, and its edges between them.
+
+        [n, k] and [n, k, k], see `CandidateSelector.edges`, with k at most 16; waits for the pass.
+        """
+        assert self.config.selector is not None
+        states = self._states(context, anchor, rows, ((),))
+        k = min(self.config.selector.top_k, MAX_K)
+        ranked = rank(self._logits(states), k, self.kernels)
+        tokens = mx.array(ranked.tokens)
+        selector = self._network.candidate_selector
+        edges = selector.edges(states, predecessors(tokens, anchor), tokens)
+        return ranked, np.array(edges)
 
     def _states(
         self, context: FeatureContext, anchor: mx.array, rows: int, prefixes: Prefixes

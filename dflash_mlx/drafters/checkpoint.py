@@ -170,6 +170,7 @@ def load_network(
     network.set_dtype(dtype)
     if bits is not None and config.quantization is None:
         quantize_network(network, bits)
+    network.drop_idle_convolutions(config)
     mx.eval(network.parameters())
     return network
 

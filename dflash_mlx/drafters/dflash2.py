@@ -33,6 +33,15 @@ class DynamicConvolution(nn.Module):
         self.base_kernel = mx.zeros((2, config.kernel_size, d))
         self.kernel_projection = nn.Linear(d, 2 * config.kernel_size * self._kernel[2], bias=False)
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether what comes out is what goes in, whatever that is."""
+        now, earlier = self.base_kernel[:, 0], self.base_kernel[:, 1:]
+        if (mx.any(now != 1) | mx.any(earlier != 0)).item():
+            return False
+        deltas = self.kernel_projection(mx.eye(self.base_kernel.shape[-1]))  # packed or not
+        return not mx.any(deltas != 0).item()
+
     def before(self, x: mx.array, branches: int) -> tuple[mx.array, mx.array]:
         """The sub-layer's input from x [1, n, d], and the deltas of the convolution after it.
 

@@ -20,6 +20,7 @@ from dflash_mlx.drafters.grow import (
     merge_branches,
     mix,
 )
+from dflash_mlx.drafters.links import along_path
 from dflash_mlx.drafters.one_draft import contexts_of
 from dflash_mlx.drafters.rank import rank
 from dflash_mlx.state import State
@@ -121,11 +122,14 @@ class DualDiffusion:
 
     def drafts(self, state: State, rows: int) -> tuple[Ranked, dict[Path, Ranked]]:
         """The first draft of a block of `rows`, and the second after each prefix."""
-        contexts, kernels = contexts_of(state), self._models[0].kernels
-        first = rank(self._models[0].logits(contexts[0], state.anchor, rows), TOP_K, kernels)
+        contexts, model = contexts_of(state), self._models[0]
+        if model.config.selector is not None:
+            first = along_path(*model.linked(contexts[0], state.anchor, rows), TOP_K)
+        else:
+            first = rank(model.logits(contexts[0], state.anchor, rows), TOP_K, model.kernels)
         prefixes = self._growth.prefixes(first)
         logits = self._models[-1].logits(contexts[-1], state.anchor, rows, prefixes)
-        ranked = rank(logits, TOP_K, kernels)
+        ranked = rank(logits, TOP_K, model.kernels)
         second, start = {}, 0
         for prefix in prefixes:
             end = start + rows - 1 - len(prefix)

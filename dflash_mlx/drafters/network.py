@@ -148,6 +148,18 @@ class ConvolvedLayer(Layer):
         self.attention_conv = DynamicConvolution(config.hidden_size, convolution)
         self.mlp_conv = DynamicConvolution(config.hidden_size, convolution)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its convolutions change nothing."""
+        return self.attention_conv.is_identity and self.mlp_conv.is_identity
+
+    def plain(self, config: NetworkConfig) -> Layer:
+        """A layer without convolutions, of the same modules."""
+        layer = Layer(config)
+        for name in layer.children():
+            layer[name] = self[name]
+        return layer
+
     def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
         """[1, n, d] -> [1, n, d]."""
         branches = cache.block.branches
@@ -181,6 +193,12 @@ class Network(nn.Module):
             self.d2t = mx.zeros(config.draft_vocab_size, mx.int64)
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.vocab_size, d, config.selector)
+
+    def drop_idle_convolutions(self, config: NetworkConfig) -> None:
+        """Leave out convolutions that change nothing; see `train/maps.py`."""
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, ConvolvedLayer) and layer.is_plain:
+                self.layers[i] = layer.plain(config)
 
     def append(self, features: mx.array, cache: SequenceCache) -> None:
         """Commit the context rows of `features` [n, m*d] to `cache`."""

@@ -1,7 +1,7 @@
 """DFlash 2: one pass over a block, then a path through its candidates (see `selector.py`).
 
-Only the chains of `dflash` follow such paths. Methods that draft trees take a DFlash 2 drafter's
-plain logits: their nodes come from every position's own distribution.
+The chains of `dflash` follow such paths. The first drafts of trees take their probabilities from
+the same scores, see `links.py`.
 """
 
 from __future__ import annotations

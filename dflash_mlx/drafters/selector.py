@@ -72,7 +72,20 @@ class CandidateSelector(nn.Module):
         k = self._top_k
         tokens = mx.argpartition(logits, -k, axis=-1)[:, -k:]
         unary = mx.take_along_axis(logits, tokens, axis=-1).astype(mx.float32)
-        before = mx.concatenate([mx.repeat(anchor, k)[None].astype(tokens.dtype), tokens[:-1]])
-        context = self.predecessor_codebook[before] * self.hidden_projection(hidden)[:, None]
-        edges = context.astype(mx.float32) @ self.successor_codebook[tokens].swapaxes(-1, -2)
+        edges = self.edges(hidden, predecessors(tokens, anchor), tokens)
         return Candidates(tokens, unary[:, None] + edges)
+
+    def edges(self, hidden: mx.array, before: mx.array, tokens: mx.array) -> mx.array:
+        """[n, j, k] <A[a] * (H h_t), B[b]> in float32.
+
+        hidden: [n, d] final states. before: [n, j] tokens a. tokens: [n, k] tokens b.
+        """
+        context = self.predecessor_codebook[before] * self.hidden_projection(hidden)[:, None]
+        successors = self.successor_codebook[tokens].swapaxes(-1, -2)
+        return context.astype(mx.float32) @ successors
+
+
+def predecessors(tokens: mx.array, anchor: mx.array) -> mx.array:
+    """[n, k] what may precede each position: the anchor, then the candidates of the one before."""
+    first = mx.repeat(anchor, tokens.shape[1])[None].astype(tokens.dtype)
+    return mx.concatenate([first, tokens[:-1]])

@@ -20,7 +20,14 @@ from dflash_mlx.plotting import import_pyplot
 from dflash_mlx.resolve import resolve_folder
 from dflash_mlx.train.data import add_data_options, feature_place, read_texts
 from dflash_mlx.train.run import HISTORY, Record, Run
-from dflash_mlx.train.start import fresh_network, mask_token, new_config, open_drafter, warm_start
+from dflash_mlx.train.start import (
+    fresh_network,
+    mask_token,
+    new_config,
+    open_drafter,
+    warm_start,
+    without_selector,
+)
 from dflash_mlx.train.state import has_state, restore_state
 from dflash_mlx.train.trainer import Trainer
 
@@ -53,9 +60,8 @@ def main(argv: Sequence[str]) -> None:
 def drafter(config: TrainConfig, pair: Pair) -> tuple[Network, NetworkConfig, dict[str, Any]]:
     """The network that training starts from, its configuration, and its config.json."""
     if config.init is not None:
-        network, network_config, raw = open_drafter(
-            resolve_folder(config.init, "init"), pair.target
-        )
+        found = open_drafter(resolve_folder(config.init, "init"), pair.target)
+        network, network_config, raw = without_selector(*found)
     else:
         raw = new_config(pair.target, config, mask_token(pair.tokenizer))
         network_config = parse_config(raw, "the new drafter")

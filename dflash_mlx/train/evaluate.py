@@ -9,7 +9,9 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.drafters.block_model import embedding_scale
+from dflash_mlx.drafters.grow import Ranked
 from dflash_mlx.drafters.network import Network, NetworkConfig
+from dflash_mlx.drafters.rank import rank
 from dflash_mlx.target import Target
 from dflash_mlx.train.blocks import Array, cut_blocks
 from dflash_mlx.train.data import Texts
@@ -17,6 +19,7 @@ from dflash_mlx.train.packed import hidden_states
 
 ANCHORS = 16  # per text
 _TEXTS = 8  # drafted for at once
+_ROWS = 256  # logits ranked at once
 _CHUNK = 2048  # block tokens drafted at once
 
 
@@ -67,10 +70,41 @@ class Drafter:
         x = embed(self.target, config, blocks.inputs(config.mask_token_id))
         features = texts.features(chosen, int(anchors.max()))
         hidden = hidden_states(self.network, config, features, mx.array(anchors), x)
-        logits = self.target.head()(hidden[:, :, prefix + 1 :] * config.output_multiplier)
-        drafts = np.array(mx.argmax(logits, axis=-1))
+        before = blocks.tokens[..., prefix:-1]
+        drafts = self._drafts(hidden[:, :, prefix + 1 :], before)
         right = (drafts == blocks.labels[..., prefix + 1 :]) & blocks.supervised[..., prefix + 1 :]
         return np.cumprod(right, axis=-1)
+
+    def logits(self, states: mx.array) -> mx.array:
+        """[..., V] from final states [..., d]."""
+        logits = self.target.head()(states * self.config.output_multiplier)
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = mx.tanh(logits / cap) * cap
+        return logits
+
+    def ranked(self, states: mx.array, k: int) -> Ranked:
+        """The k likeliest tokens of final states [N, d]; a part of their logits at a time."""
+        parts = [
+            rank(self.logits(states[start : start + _ROWS]), k)
+            for start in range(0, states.shape[0], _ROWS)
+        ]
+        tokens = np.concatenate([part.tokens for part in parts])
+        return Ranked(tokens, np.concatenate([part.logprobs for part in parts]))
+
+    def _drafts(self, states: mx.array, before: Array) -> Array:
+        """[S, A, n] tokens from final states [S, A, n, d]; before: [S, A, n], what precedes them.
+
+        A selector goes by the true token before, as its own path does up to the first wrong draft,
+        behind which nothing counts.
+        """
+        if self.config.selector is None:
+            return np.array(mx.argmax(self.logits(states), axis=-1))
+        ranked = self.ranked(states.flatten(0, 2), self.config.selector.top_k)
+        tokens, selector = mx.array(ranked.tokens), self.network.candidate_selector
+        edges = selector.edges(states.flatten(0, 2), mx.array(before.reshape(-1, 1)), tokens)
+        best = (ranked.logprobs + np.array(edges)[:, 0]).argmax(axis=-1)
+        drafts: Array = np.take_along_axis(ranked.tokens, best[:, None], axis=-1)
+        return drafts.reshape(before.shape)
 
 
 def measure(drafter: Drafter, texts: Texts, prefix: int = 0) -> Acceptance:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +11,48 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from dflash_mlx.config import TrainConfig
-from dflash_mlx.drafters.checkpoint import check_fit, load_network, read_config
-from dflash_mlx.drafters.network import Network, NetworkConfig
+from dflash_mlx.drafters.checkpoint import check_fit, load_network, read_config, read_drafter
+from dflash_mlx.drafters.config_file import VERSION_1
+from dflash_mlx.drafters.network import ConvolvedLayer, Network, NetworkConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.target import Target
 
+_VERSION_2_FIELDS = ("conv_", "selector_", "block_size")
+_START_FROM = "choose a DFlash drafter of the first version, in full precision"
 _NOISE = 0.02  # standard deviation of fresh weights
 
 
 def open_drafter(folder: Path, target: Target) -> tuple[Network, NetworkConfig, dict[str, Any]]:
-    """An existing drafter, in float32, its configuration, and its config.json as written.
+    """An existing drafter, in float32, its configuration, and its config.json in z-lab's format.
 
-    Raises DFlashError for one that does not fit the target.
+    Raises DFlashError for one that does not fit the target, or cannot be trained here.
     """
     config = read_config(folder)
-    if config.convolution or config.own_head or config.own_embedding or config.quantization:
-        raise DFlashError(
-            f"{folder} holds a DFlash 2 drafter, one with its own vocabulary or a quantised one",
-            "start from a DFlash v1 drafter in full precision, or leave --init out",
-        )
     check_fit(config, describe_target(target), target.name)
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return load_network(folder, config, mx.float32), config, raw
+    if config.own_head or config.own_embedding or config.quantization:
+        raise DFlashError(
+            f"{folder} holds a drafter with its own vocabulary, or a quantised one", _START_FROM
+        )
+    network = load_network(folder, config, mx.float32)
+    if any(isinstance(layer, ConvolvedLayer) for layer in network.layers):
+        raise DFlashError(f"{folder} holds a DFlash 2 drafter with convolutions", _START_FROM)
+    return network, config, read_drafter(folder).raw
+
+
+def without_selector(
+    network: Network, config: NetworkConfig, raw: dict[str, Any]
+) -> tuple[Network, NetworkConfig, dict[str, Any]]:
+    """The same drafter as version 1: its selector was trained for the states that it had.
+
+    Arguments: as `open_drafter` gives them.
+    """
+    if config.selector is None:
+        return network, config, raw
+    method = {k: v for k, v in raw["dflash_config"].items() if not k.startswith(_VERSION_2_FIELDS)}
+    plain = {**raw, "architectures": [VERSION_1], "block_size": config.block_size}
+    network.pop("candidate_selector")
+    config = replace(config, convolution=None, selector=None)
+    return network, config, {**plain, "dflash_config": method}
 
 
 def describe_target(target: Target) -> dict[str, Any]:

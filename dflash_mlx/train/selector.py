@@ -1,0 +1,176 @@
+"""`python -m dflash_mlx.train.selector`: give a trained drafter DFlash 2's candidate selector.
+
+The drafts of one pass do not know each other. The selector (see `drafters/selector.py`) weighs
+every candidate by the token that is drafted before it. It alone is trained here, the drafter stays
+as it is. It needs answers that the drafter has not seen: on its own it is surer than elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from tqdm import tqdm
+
+from dflash_mlx import cli
+from dflash_mlx.config import ALL_BUT_MODEL, PairConfig, SelectorTraining, TrainConfig
+from dflash_mlx.drafters.save import save_drafter
+from dflash_mlx.drafters.selector import SelectorConfig
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.load import load_target
+from dflash_mlx.resolve import resolve_folder
+from dflash_mlx.train.blocks import Blocks, BlockSampler
+from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
+from dflash_mlx.train.evaluate import Drafter, embed, measure
+from dflash_mlx.train.loss import dpace_weights
+from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
+from dflash_mlx.train.packed import hidden_states
+from dflash_mlx.train.start import open_drafter, without_selector
+
+PROGRAM = "dflash_mlx.train.selector"
+_FLOOR = 0.01  # of the peak learning rate, where the cosine ends
+_LEAST = 1e-6  # probability of all other tokens together
+
+
+class SelectorTrainer:
+    """Trains the maps on blocks at random anchors of texts. drafter: without a selector."""
+
+    def __init__(self, drafter: Drafter, texts: Texts, config: SelectorTraining) -> None:
+        self.config, self.step = config, 0
+        self._drafter, self._texts = drafter, texts
+        network_config, target = drafter.config, drafter.target
+        d = network_config.hidden_size
+        rows = EmbeddingRows(target.embedding(), network_config.vocab_size)
+        self.maps = MappedSelector(d, config.rank, rows, config.seed)
+        self._optimizer = optim.AdamW(
+            learning_rate=0.0, betas=[0.9, 0.95], weight_decay=0.01, bias_correction=True
+        )
+        self._gradients = nn.value_and_grad(self.maps, self._loss)
+        shape = config.sequences, config.anchors
+        self._sampler = BlockSampler(texts.sequences, network_config.block_size, shape, config.seed)
+
+    def train_step(self, progress: float) -> float:
+        """One step; returns its loss. progress: of the run, from 0 to 1."""
+        config = self.config
+        warmup = min(1.0, (self.step + 1) / (config.warmup + 1))
+        cosine = _FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * progress)) / 2
+        self._optimizer.learning_rate = config.learning_rate * warmup * cosine
+        blocks = self._sampler.blocks(self.step)
+        loss, gradients = self._gradients(*self._batch(blocks))
+        gradients, _ = optim.clip_grad_norm(gradients, 1.0)
+        self._optimizer.update(self.maps, gradients)
+        mx.eval(self.maps.parameters(), self._optimizer.state, loss)
+        self.step += 1
+        return float(loss)
+
+    def _batch(self, blocks: Blocks) -> tuple[mx.array, ...]:
+        """What `_loss` takes, for N = S * A * (B - 1) positions."""
+        drafter = self._drafter
+        config, target = drafter.config, drafter.target
+        x = embed(target, config, blocks.inputs(config.mask_token_id))
+        features = self._texts.features(blocks.rows, int(blocks.anchors.max()))
+        states = hidden_states(drafter.network, config, features, mx.array(blocks.anchors), x)
+        states = states[:, :, 1:].flatten(0, 2)
+        ranked = drafter.ranked(states, self.config.top_k)
+        right = ranked.tokens == blocks.labels[..., 1:].reshape(-1, 1)
+        counted = blocks.supervised[..., 1:].reshape(-1, config.block_size - 1)
+        before = blocks.tokens[..., :-1].reshape(-1)
+        arrays = (before, ranked.tokens, ranked.logprobs, right, counted)
+        return states, *(mx.array(array) for array in arrays)
+
+    def _loss(
+        self,
+        states: mx.array,
+        before: mx.array,
+        tokens: mx.array,
+        logprobs: mx.array,
+        right: mx.array,
+        counted: mx.array,
+    ) -> mx.array:
+        """Cross-entropy over the candidates and all other tokens together, with D-PACE's weights.
+
+        The others keep their plain probability, so that what a tree goes by is learned as well as
+        the order of the candidates.
+        states: [N, d]. before: [N], the tokens before. tokens, logprobs, right: [N, k], the
+        candidates, and which of them is right. counted: [S * A, B - 1], the supervised positions.
+        """
+        scores = logprobs + self.maps(states, before, tokens)
+        others = mx.log(mx.maximum(1 - mx.exp(logprobs).sum(axis=-1), _LEAST))
+        whole = mx.logaddexp(mx.logsumexp(scores, axis=-1), others)
+        among = right.any(axis=-1)
+        picked = mx.where(among, mx.where(right, scores, 0.0).sum(axis=-1), others) - whole
+        chances = mx.stop_gradient(mx.exp(picked) * among).reshape(counted.shape)
+        weights = dpace_weights(chances, counted, TrainConfig.alpha).reshape(-1)
+        return -(weights * picked).sum() / mx.maximum(weights.sum(), 1e-9)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train until the time or the steps are used up. Raises DFlashError for bad input."""
+    arguments = parser().parse_args(argv)
+    place = feature_place(arguments)
+    config = cli.read_options(arguments, SelectorTraining)
+    if arguments.out.exists() and (arguments.out.is_file() or any(arguments.out.iterdir())):
+        raise DFlashError(f"{arguments.out} is there already", "choose another folder with --out")
+    pair = load_target(cli.read_pair_config(arguments).model)
+    found = open_drafter(resolve_folder(arguments.drafter, "drafter"), pair.target)
+    network, network_config, raw = without_selector(*found)
+    if config.top_k > (vocabulary := network_config.vocab_size):
+        raise DFlashError(f"top_k is {config.top_k}", f"choose 2 to {vocabulary} with --top-k")
+    texts = read_texts(arguments.corpus, pair, network_config.target_layer_ids, place)
+    train, held_out = texts.split(config.held_out)
+    drafter = Drafter(network, network_config, pair.target)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    print(f"without a selector: {describe(drafter, held_out)}", file=sys.stderr)
+    trainer = SelectorTrainer(drafter, train, config)
+    with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed} {postfix}") as bar:
+        for progress, loss in steps(trainer):
+            bar.n = round(100 * progress, 1)
+            bar.set_postfix_str(f"step {trainer.step} loss {loss:.3f}")
+    shape = SelectorConfig(config.rank, config.top_k)
+    selected, selected_raw = with_selector(drafter, raw, trainer.maps, shape)
+    print(f"with one: {describe(selected, held_out)}", file=sys.stderr)
+    save_drafter(arguments.out, selected.network, selected_raw)
+
+
+def steps(trainer: SelectorTrainer) -> Iterator[tuple[float, float]]:
+    """How far the run is, from 0 to 1, and the loss, after every step."""
+    config, started = trainer.config, time.perf_counter()
+    progress = 0.0
+    while progress < 1:
+        loss = trainer.train_step(progress)
+        if config.steps is not None:
+            progress = trainer.step / config.steps
+        else:
+            progress = (time.perf_counter() - started) / (60 * config.minutes)
+        yield min(progress, 1.0), loss
+
+
+def describe(drafter: Drafter, held_out: Texts) -> str:
+    """One line for people."""
+    measured = measure(drafter, held_out)
+    positions = " ".join(f"{share:.3f}".lstrip("0") for share in measured.by_position)
+    return f"{measured.tokens_per_round:.3f} tokens/round | by position {positions}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = cli.Parser(
+        prog=PROGRAM,
+        description="Train a candidate selector for a drafter, on answers that it has not seen.",
+    )
+    result.add_argument("--drafter", required=True, help="a DFlash drafter that fits the model")
+    result.add_argument("--out", required=True, type=Path, help="new folder for both together")
+    add_data_options(result)
+    cli.add_options(result, PairConfig, SelectorTraining, without=ALL_BUT_MODEL)
+    return result
+
+
+if __name__ == "__main__":
+    cli.run(main, PROGRAM)
