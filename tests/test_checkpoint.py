@@ -21,7 +21,7 @@ from reference_dflash import random_drafter, tiny_drafter_config, write_drafter_
 
 PUBLISHED = Path(__file__).parent / "data"
 SHIPPED = Path(dflash_mlx.__file__).parent / "data" / "smollm2-135m-dflash"
-MEGABYTES_ALLOWED = 30
+MEGABYTES_ALLOWED = 60  # both drafters together
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
@@ -199,7 +199,7 @@ def test_the_shipped_drafter_is_complete_and_small():
     check_fit(config, {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}, "default")
     read = parameters(SHIPPED)
     assert all(bool(mx.all(mx.isfinite(array)).item()) for array in read.values())
-    size = sum(file.stat().st_size for file in SHIPPED.iterdir())
+    size = sum(file.stat().st_size for file in SHIPPED.parent.rglob("*") if file.is_file())
     assert 1e6 < size < MEGABYTES_ALLOWED * 1e6
 
 

@@ -8,7 +8,7 @@ from dflash_mlx import DecodeConfig, Pair, SamplingConfig, Session, generate, lo
 from dflash_mlx.benchmark.parity import first_difference
 from dflash_mlx.block import Block
 from dflash_mlx.chat import prompt_tokens
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.selected import SelectedPath
 from dflash_mlx.stream import collect
 from dflash_mlx.tree import Tree
 
@@ -121,6 +121,6 @@ def test_the_first_delta_comes_before_the_answer_is_finished(pair):
 
 
 def test_the_drafter_takes_part_in_the_session(pair):
-    assert isinstance(Session(pair, DecodeConfig("dflash")).drafter, BlockDiffusion)
+    assert isinstance(Session(pair, DecodeConfig("dflash")).drafter, SelectedPath)
     assert (Session(pair).config.method, Session(pair).drafter.name) == ("ddtree", "ddtree")
     assert pair.drafter_name == "smollm2-135m-dflash"

@@ -22,7 +22,7 @@ from dflash_mlx.sequence import SequenceCache
 from dflash_mlx.state import State
 from dflash_mlx.target import Target
 from dflash_mlx.train.evaluate import Drafter
-from dflash_mlx.train.maps import Maps, with_selector
+from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
 from families import make_model
 from reference_dflash import random_drafter, write_drafter_folder
 from test_load import drafter_config
@@ -192,7 +192,8 @@ def test_a_drafter_that_was_given_a_selector_has_the_reference_s_logits_and_path
     network, config = make_network(raw)
     both = Tables(config.vocab_size, config.hidden_size)
     tables: Any = both
-    maps = Maps(config.hidden_size, 8, both.embedding(), seed=0)
+    rows = EmbeddingRows(both.embedding(), config.vocab_size)
+    maps = MappedSelector(config.hidden_size, 8, rows, seed=0)
     maps.predecessor = maps.predecessor * 30  # so that it changes paths
     made = with_selector(Drafter(network, config, tables), raw, maps, SelectorConfig(8, 5))
     save_drafter(tmp_path, made[0].network, made[1])
