@@ -15,9 +15,10 @@ from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, Paper
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.drafters.rank import rank
 from dflash_mlx.drafters.resample import Resample
 from dflash_mlx.drafters.selected import DrawnPath, SelectedPath
-from dflash_mlx.drafters.selector import Candidates
+from dflash_mlx.drafters.selector import Candidates, SelectorConfig, predecessors
 from law import LENGTH, VOCABULARY, answer, chi_square, enumerated_law
 from toys import ToyTarget
 
@@ -48,7 +49,7 @@ class ToyContext(FeatureContext):
 class ToyDrafter:
     """Stands for a drafter network: logits depend on the anchor, the prefix and the position."""
 
-    kernels = None
+    kernels = selector = None
 
     def __init__(self, seed: int, block_size: int = 4) -> None:
         shape = (VOCABULARY, block_size, VOCABULARY)
@@ -56,7 +57,10 @@ class ToyDrafter:
         self.config = type(
             "Config",
             (),
-            {"block_size": block_size, "target_layer_ids": (), "vocab_size": VOCABULARY},
+            {
+                **{"block_size": block_size, "target_layer_ids": (), "vocab_size": VOCABULARY},
+                "selector": self.selector,
+            },
         )()
 
     def new_context(self) -> ToyContext:
@@ -73,12 +77,21 @@ class ToyDrafter:
 class ToyPaths(ToyDrafter):
     """Stands for a DFlash 2 drafter: three candidates, scored by the token before them as well."""
 
+    selector = SelectorConfig(rank=1, top_k=3)
+
     def candidates(self, context, anchor, rows):
         logits = self.logits(context, anchor, rows)
         tokens = mx.argsort(-logits, axis=-1)[:, :3]
         before = mx.concatenate([mx.repeat(anchor, 3)[None].astype(tokens.dtype), tokens[:-1]])
         edges = mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
         return Candidates(tokens, mx.take_along_axis(logits, tokens, axis=-1)[:, None] + edges)
+
+    def linked(self, context, anchor, rows):
+        ranked = rank(self.logits(context, anchor, rows), 3)
+        tokens = mx.array(ranked.tokens)
+        before = predecessors(tokens, anchor)
+        edges = mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
+        return ranked, np.array(edges)
 
 
 class ToyHalf(ToyDrafter):
@@ -100,6 +113,8 @@ def drafter(name, sampling):
         "dflash, path, reject": lambda: DrawnPath(ToyPaths(1), None, sampling),
         "dflash, half the vocabulary, reject": lambda: DrawnBlock(ToyHalf(1), None, sampling),
         "ddtree": lambda: BestFirst(first, None, 6),
+        "ddtree, path": lambda: BestFirst(ToyPaths(1), None, 6),
+        "d2sd, path": lambda: DualDiffusion(ToyPaths(1), second, None, JointGrowth(2, 8)),
         "d2sd": lambda: DualDiffusion(first, second, None, JointGrowth(2, 8)),
         "d2sd, half the vocabulary": lambda: DualDiffusion(
             ToyHalf(1), ToyHalf(2), None, JointGrowth(2, 8)
@@ -120,7 +135,9 @@ NAMES = [
     "dflash, path, reject",
     "dflash, half the vocabulary, reject",
     "ddtree",
+    "ddtree, path",
     "d2sd",
+    "d2sd, path",
     "d2sd, half the vocabulary",
     "d2sd, published",
     "d2sd, one drafter",
