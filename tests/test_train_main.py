@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,18 +16,7 @@ from dflash_mlx.errors import DFlashError
 from dflash_mlx.train.trainer import Trainer
 from drafter_formats import speculators, version_1
 from reference_dflash import random_drafter, write_drafter_folder
-from tiny_training import CONTEXT, Place, corpus_rows, drafter_config, files, write_target
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def place(tmp_path: Path, model: Path) -> Place:
-    return Place(tmp_path, model)
-
+from tiny_training import CONTEXT, corpus_rows, drafter_config, files
 
 # What a run leaves
 

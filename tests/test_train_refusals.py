@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +13,7 @@ from dflash_mlx import cli
 from dflash_mlx.corpus.rows import Row
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.train.__main__ import main
-from tiny_training import CONTEXT, Place, corpus_rows, files, write_target
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def place(tmp_path: Path, model: Path) -> Place:
-    return Place(tmp_path, model)
+from tiny_training import CONTEXT, Place, corpus_rows, files
 
 
 def short(row: Row) -> Row:

@@ -35,20 +35,9 @@ from tiny_training import (
     make_network,
     texts_of,
     tiny_target,
-    write_target,
 )
 
 RAW = drafter_config(block_size=6)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def place(tmp_path: Path, model: Path) -> Place:
-    return Place(tmp_path, model)
 
 
 def run(place: Place, **options: Any) -> None:
@@ -57,9 +46,9 @@ def run(place: Place, **options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Place:
     """A folder that the command made from a random drafter and two answers."""
-    place = Place(tmp_path_factory.mktemp("place"), model)
+    place = Place(tmp_path_factory.mktemp("place"), tiny_model)
     save_drafter(place.root / "drafter", make_network(RAW)[0], RAW)
     run(place, steps=150, learning_rate=0.01, warmup=5, anchors=16, sequences=4)
     return place
@@ -158,12 +147,12 @@ def test_training_goes_on_from_such_a_folder_as_version_1(trained, place, mode):
     assert read_config(place.out).selector is None
 
 
-def test_a_drafter_of_speculators_gets_a_selector(place, model):
+def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):
     raw = speculators()
     write_drafter_folder(place.root / "drafter", raw, random_drafter(RAW))
     run(place)
     assert read_config(place.out).selector == SelectorConfig(16, 97)
-    dflash_mlx.load(str(model), str(place.out))
+    dflash_mlx.load(str(tiny_model), str(place.out))
 
 
 # What it refuses

@@ -19,6 +19,7 @@ from dflash_mlx.load import Pair, load_target
 from dflash_mlx.plotting import import_pyplot
 from dflash_mlx.resolve import resolve_folder
 from dflash_mlx.train.data import add_data_options, feature_place, read_texts
+from dflash_mlx.train.evaluate import shares
 from dflash_mlx.train.run import HISTORY, Record, Run
 from dflash_mlx.train.start import (
     fresh_network,
@@ -104,12 +105,11 @@ def show(run: Run, plot: Path | None) -> None:
 
 def describe(record: Record) -> str:
     """One line for people."""
-    positions = " ".join(f"{share:.3f}".lstrip("0") for share in record.by_position)
     parts = [
         f"step {record.step}",
         f"{record.minutes:.1f} min",
         f"{record.tokens_per_round:.3f} tokens/round",
-        f"by position {positions}",
+        f"by position {shares(record.by_position)}",
     ]
     if len(record.by_prefix) > 1:
         prefixes = " ".join(f"{length:.2f}" for length in record.by_prefix)

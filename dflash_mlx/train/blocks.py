@@ -1,4 +1,4 @@
-"""Which blocks a step trains on: random anchors in the answers, every anchor once an epoch."""
+"""Which blocks a step trains on: random anchors in the answers, all or where rounds begin."""
 
 from __future__ import annotations
 
@@ -151,12 +151,16 @@ class RoundStartSampler(BlockSampler):
     """
 
     def _groups_of(self, text: TextTokens) -> int:
-        return max(1, round(float(start_chances(text).sum()) / self._anchors))
+        return self._whole_groups(start_chances(text))
+
+    def _whole_groups(self, chances: Array) -> int:
+        return max(1, round(float(chances.sum()) / self._anchors))
 
     def _anchors_of(self, text: TextTokens, rng: np.random.Generator) -> Array:
-        groups, anchors = self._groups_of(text), rng.permutation(text.anchors)
-        chances = start_chances(text)[anchors - text.anchors[0]]
-        shares = np.minimum(chances * (groups * self._anchors / chances.sum()), 1.0)
+        chances = start_chances(text)
+        groups, order = self._whole_groups(chances), rng.permutation(len(chances))
+        anchors = text.anchors[order]
+        shares = np.minimum(chances[order] * (groups * self._anchors / chances.sum()), 1.0)
         # Systematic sampling: one anchor wherever the running sum passes a whole number.
         marks = np.floor(np.cumsum(shares) + rng.random())
         chosen = anchors[np.diff(marks, prepend=0.0) > 0]

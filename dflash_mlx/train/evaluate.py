@@ -137,6 +137,11 @@ def _walk_one(drafter: Drafter, texts: Texts, i: int) -> Array:
     return np.stack(rounds)
 
 
+def shares(by_position: Iterable[float]) -> str:
+    """Shares for people: .763 .497 ..."""
+    return " ".join(f"{share:.3f}".lstrip("0") for share in by_position)
+
+
 def embed(target: Target, config: NetworkConfig, inputs: Array) -> mx.array:
     """Block embeddings [..., d] in float32."""
     rows = target.embedding()(mx.array(inputs)).astype(mx.float32)

@@ -8,7 +8,6 @@ as it is. It needs answers that the drafter has not seen: on its own it is surer
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,14 +27,14 @@ from dflash_mlx.load import load_target
 from dflash_mlx.resolve import resolve_folder
 from dflash_mlx.train.blocks import Blocks, BlockSampler
 from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
-from dflash_mlx.train.evaluate import Drafter, embed, measure
+from dflash_mlx.train.evaluate import Drafter, embed, measure, shares
 from dflash_mlx.train.loss import dpace_weights
 from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
 from dflash_mlx.train.packed import hidden_states
+from dflash_mlx.train.schedule import share_of_peak
 from dflash_mlx.train.start import open_drafter, without_selector
 
 PROGRAM = "dflash_mlx.train.selector"
-_FLOOR = 0.01  # of the peak learning rate, where the cosine ends
 _LEAST = 1e-6  # probability of all other tokens together
 
 
@@ -59,9 +58,8 @@ class SelectorTrainer:
     def train_step(self, progress: float) -> float:
         """One step; returns its loss. progress: of the run, from 0 to 1."""
         config = self.config
-        warmup = min(1.0, (self.step + 1) / (config.warmup + 1))
-        cosine = _FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * progress)) / 2
-        self._optimizer.learning_rate = config.learning_rate * warmup * cosine
+        share = share_of_peak(self.step, config.warmup, progress)
+        self._optimizer.learning_rate = config.learning_rate * share
         blocks = self._sampler.blocks(self.step)
         loss, gradients = self._gradients(*self._batch(blocks))
         gradients, _ = optim.clip_grad_norm(gradients, 1.0)
@@ -155,7 +153,7 @@ def steps(trainer: SelectorTrainer) -> Iterator[tuple[float, float]]:
 def describe(drafter: Drafter, held_out: Texts) -> str:
     """One line for people."""
     measured = measure(drafter, held_out)
-    positions = " ".join(f"{share:.3f}".lstrip("0") for share in measured.by_position)
+    positions = shares(measured.by_position)
     return f"{measured.tokens_per_round:.3f} tokens/round | by position {positions}"
 
 

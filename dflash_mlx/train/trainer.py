@@ -21,8 +21,7 @@ from dflash_mlx.train.data import Texts
 from dflash_mlx.train.evaluate import embed
 from dflash_mlx.train.loss import cross_entropy, decay_weights, dpace_weights, soft_shares
 from dflash_mlx.train.packed import hidden_states
-
-_FLOOR = 0.02  # of the peak learning rate, where the cosine ends
+from dflash_mlx.train.schedule import share_of_peak
 
 
 @dataclass(frozen=True)
@@ -111,10 +110,9 @@ class Trainer:
         return float(loss)
 
     def learning_rate(self) -> float:
-        """Linear warm-up, then a cosine down to a fiftieth of the peak."""
-        warmup = min(1.0, (self.step + 1) / (self.config.warmup + 1))
-        cosine = _FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * self.progress)) / 2
-        return self.config.learning_rate * warmup * cosine
+        """Of the next step."""
+        share = share_of_peak(self.step, self.config.warmup, self.progress)
+        return self.config.learning_rate * share
 
     def batch(self, blocks: Blocks) -> Batch:
         """The arrays of `blocks`."""
