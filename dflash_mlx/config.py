@@ -225,6 +225,14 @@ class DecodeConfig:
         return unseeded or self.acceptance == "reject"
 
 
+def _anchor_law() -> Any:
+    return option(
+        "even",
+        "which blocks: at every token as often, or more where rounds begin more often (starts)",
+        choices=ANCHOR_LAWS,
+    )
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """How a drafter is trained."""
@@ -243,11 +251,7 @@ class TrainConfig:
     steps: int | None = option(None, "train for so many steps, over all runs together", type=int)
     sequences: int = option(8, "sequences per step", type=int)
     anchors: int = option(32, "blocks per sequence and step", type=int)
-    anchor_law: str = option(
-        "even",
-        "which blocks: at every token as often, or more where rounds begin more often (starts)",
-        choices=ANCHOR_LAWS,
-    )
+    anchor_law: str = _anchor_law()
     short_share: float = option(
         0.5, "share of the steps that train on blocks of half the size, 0 to 1", type=float
     )
@@ -308,12 +312,18 @@ class SelectorTraining:
     top_k: int = option(16, "candidates per position", type=int)
     sequences: int = option(4, "sequences per step", type=int)
     anchors: int = option(32, "blocks per sequence and step", type=int)
+    anchor_law: str = _anchor_law()
+    draft_vocabulary: int | None = option(
+        None, "take candidates from so many frequent tokens (default: a quarter)", type=int
+    )
     learning_rate: float = option(4e-3, "AdamW's peak", type=float)
     warmup: int = option(50, "steps until the peak", type=int)
     held_out: int = option(50, "keep every so many-th row of a corpus for measuring", type=int)
     seed: int = option(0, "decides first weights, anchors and order", type=int)
 
     def __post_init__(self) -> None:
+        laws = ", ".join(ANCHOR_LAWS)
+        _require(self.anchor_law in ANCHOR_LAWS, "anchor_law", self.anchor_law, f"one of {laws}")
         for name in ("rank", "sequences", "anchors"):
             value = getattr(self, name)
             _require(value >= 1, name, value, "1 or more")
@@ -323,7 +333,9 @@ class SelectorTraining:
         for name in ("minutes", "learning_rate"):
             value = getattr(self, name)
             _require(0 < value < float("inf"), name, value, "a number above 0")
-        _require(self.steps is None or self.steps >= 1, "steps", self.steps, "1 or more")
+        for name in ("steps", "draft_vocabulary"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "1 or more")
         for name in ("warmup", "seed"):
             value = getattr(self, name)
             _require(value >= 0, name, value, "0 or more")

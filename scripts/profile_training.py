@@ -88,7 +88,7 @@ class Shape:
     @classmethod
     def of(cls, batch: Batch, trainer: Trainer) -> Shape:
         """Of the arrays of a step."""
-        words = trainer._head.shape[0]  # of the draft vocabulary
+        words = len(trainer.vocabulary.tokens)
         return cls(*batch.x.shape[:3], batch.features.shape[1], batch.places.size, words)
 
     @property

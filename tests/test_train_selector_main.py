@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 import dflash_mlx
-from dflash_mlx.config import DecodeConfig
+from dflash_mlx.config import DecodeConfig, SelectorTraining
 from dflash_mlx.corpus.rows import Row
 from dflash_mlx.decode import decode, prefill
 from dflash_mlx.drafters.checkpoint import load_network, read_config
@@ -41,8 +41,9 @@ RAW = drafter_config(block_size=6)
 
 
 def run(place: Place, **options: Any) -> None:
-    given = {"drafter": place.root / "drafter", "layers": None, "top_k": 97, "rank": 16, **options}
-    selector.main(place.words(**given))
+    given = {"drafter": place.root / "drafter", "layers": None, "rank": 16}
+    given = {**given, "top_k": 97, "draft_vocabulary": 97}
+    selector.main(place.words(**{**given, **options}))
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +58,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Place
 def test_the_command_prints_both_figures_and_writes_a_folder(place, capsys):
     place.drafter(block_size=6)
     before = files(place.root / "drafter")
-    run(place)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "tokens/round" in line]
+    run(place, top_k=16, draft_vocabulary=None)
+    printed = capsys.readouterr().err.splitlines()
+    lines = [line for line in printed if "tokens/round" in line]
+    assert sum("the draft vocabulary covers" in line for line in printed) == 1
     assert [line.partition(":")[0] for line in lines] == ["without a selector", "with one"]
     assert all("| by position " in line for line in lines)
     assert set(files(place.out)) == {"config.json", "model.safetensors"}
@@ -99,10 +102,16 @@ def test_decoding_accepts_what_was_measured(trained, tmp_path):
     assert isinstance(drafter, SelectedPath)
     answers = [decoded(drafter, row) for row in rows]
     assert [tuple(sum(map(list, rounds), [])) for rounds in answers] == [r.answer for r in rows]
-    lengths = [len(tokens) for rounds in answers for tokens in rounds]
     walked = walk(Drafter(network, config, tiny_target()), texts_of(tmp_path, rows))
-    over = 1 + walked.hits.sum(axis=-1) - lengths  # it counts the token behind the last one
-    assert over.min() == 0 and over.max() <= 1 and over.sum() <= len(rows)
+    lengths: list[int] = []
+    for rounds, hits, row in zip(answers, walked.by_text, rows, strict=True):
+        left = len(row.answer)
+        for tokens, hit in zip(rounds, hits, strict=False):  # the ends may differ, see below
+            if left < config.block_size:
+                break  # the last rounds draft shorter blocks
+            assert len(tokens) == 1 + hit.sum()
+            lengths.append(len(tokens))
+            left -= len(tokens)
     assert len(set(lengths)) > 2, "rounds of many lengths, so that a mistake would be seen"
 
 
@@ -158,13 +167,20 @@ def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):
 # What it refuses
 
 SETTINGS = {
-    "top_k": [("1", "top_k is 1; choose 2 or more"), ("98", "top_k is 98; choose 2 to 97 with")],
+    "top_k": [
+        ("1", "top_k is 1; choose 2 or more"),
+        ("98", "top_k is 98, more than the 97 tokens of the draft"),
+    ],
     "rank": [("0", "rank is 0; choose 1 or more")],
     "minutes": [("0", "minutes is 0.0; choose a number above 0"), ("inf", "minutes is inf")],
     "learning_rate": [("0", "learning_rate is 0.0"), ("nan", "learning_rate is nan")],
     "steps": [("0", "steps is 0; choose 1 or more")],
     "sequences": [("0", "sequences is 0")],
     "anchors": [("0", "anchors is 0")],
+    "draft_vocabulary": [
+        ("0", "draft_vocabulary is 0; choose 1 or more"),
+        ("96", "top_k is 97, more than the 96 tokens of the draft vocabulary"),
+    ],
     "held_out": [("1", "held_out is 1; choose 2 or more")],
     "warmup": [("-1", "warmup is -1; choose 0 or more")],
     "seed": [("-1", "seed is -1")],
@@ -181,6 +197,11 @@ def test_bad_settings_are_refused_and_nothing_is_written(place, name, value, mes
         run(place, **{name: value})
     assert failure.value.next_step
     assert files(place.root) == before and not place.out.exists()
+
+
+def test_an_unknown_law_of_anchors_is_refused():
+    with pytest.raises(DFlashError, match="anchor_law is 'x'; choose one of even, starts"):
+        SelectorTraining(anchor_law="x")
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

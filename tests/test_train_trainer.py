@@ -1,4 +1,4 @@
-"""A training step: its batch, its draft vocabulary, its learning rate, and what it limits."""
+"""A training step: its batch, its learning rate, and what it limits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.target import Target
 from dflash_mlx.train.blocks import BlockSampler
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.trainer import Trainer
-from families import VOCAB_SIZE, make_model
-from tiny_training import CONTEXT, drafter_config, greedy_rows, make_trainer, texts_of, tiny_target
+from tiny_training import drafter_config, greedy_rows, make_trainer, texts_of, tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +29,7 @@ def weights(trainer: Trainer) -> dict[str, np.ndarray]:
 
 def logits(trainer: Trainer, hidden: mx.array) -> np.ndarray:
     """What the head of the draft vocabulary makes of final hidden states."""
-    return np.array(hidden @ trainer._head.T)
+    return np.array(hidden @ trainer.vocabulary.head.T)
 
 
 # The batch
@@ -67,7 +65,7 @@ def test_positions_whose_label_is_no_draft_word_are_left_out(texts):
     trainer = make_trainer(texts, draft_vocabulary=15)
     blocks = trainer._sampler.blocks(0)
     batch = trainer.batch(blocks)
-    words = trainer._vocabulary
+    words = trainer.vocabulary.tokens
     expected = np.flatnonzero(blocks.supervised & np.isin(blocks.labels, words))
     assert 0 < expected.size < blocks.supervised.sum()
     assert np.array(batch.places).tolist() == expected.tolist()
@@ -81,7 +79,7 @@ def test_a_batch_shares_every_label_out_among_the_draft_words_that_the_target_co
     trainer = make_trainer(texts, draft_vocabulary=15, soft=soft)
     blocks = trainer._sampler.blocks(0)
     batch = trainer.batch(blocks)
-    words, left_out = trainer._vocabulary.tolist(), 0
+    words, left_out = trainer.vocabulary.tokens.tolist(), 0
     labels, shares = np.array(batch.labels), np.array(batch.shares)
     assert labels.shape == shares.shape == (batch.places.size, 8)
     for n, place in enumerate(np.array(batch.places)):
@@ -96,34 +94,6 @@ def test_a_batch_shares_every_label_out_among_the_draft_words_that_the_target_co
         assert found == pytest.approx(expected, abs=1e-6)
         left_out += len(likely) - len(expected)
     assert left_out > 0 and labels.min() >= 0 and labels.max() < len(words)
-
-
-# The draft vocabulary
-
-
-@pytest.mark.parametrize("size", [1, 15, VOCAB_SIZE, VOCAB_SIZE + 9])
-def test_the_draft_vocabulary_is_the_most_frequent_tokens_of_answers(texts, size):
-    trainer = make_trainer(texts, draft_vocabulary=size)
-    answers = np.concatenate([text.tokens[text.prompt_length :] for text in texts.sequences])
-    counts = np.bincount(answers, minlength=VOCAB_SIZE)
-    words = trainer._vocabulary
-    assert len(set(words.tolist())) == len(words) == min(size, VOCAB_SIZE)
-    assert sorted(counts[words]) == sorted(counts)[-len(words) :]
-    assert trainer.covered == pytest.approx(np.isin(answers, words).mean())
-
-
-def test_by_default_it_is_a_quarter_of_the_table(texts):
-    assert len(make_trainer(texts, draft_vocabulary=None)._vocabulary) == VOCAB_SIZE // 4
-
-
-@pytest.mark.parametrize("name", ["llama", "mimo"], ids=["tied", "a head of its own"])
-def test_its_logits_are_the_target_s(texts, name):
-    trainer = make_trainer(texts, draft_vocabulary=15)
-    target = Target(make_model(name), CONTEXT, name)
-    trainer = Trainer(trainer.network, trainer.network_config, target, texts, trainer.config)
-    hidden = mx.random.normal((4, 64), key=mx.random.key(0))
-    expected = np.array(target.head()(hidden))[:, trainer._vocabulary]
-    assert np.allclose(logits(trainer, hidden), expected, atol=1e-5)
 
 
 # Steps

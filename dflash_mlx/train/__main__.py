@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     (arguments.out / HISTORY).touch()
     if has_state(arguments.out):
         restore_state(arguments.out, trainer, texts.name)
-    print(f"the draft vocabulary covers {trainer.covered:.1%} of the answers", file=sys.stderr)
+    print(trainer.vocabulary.describe(train), file=sys.stderr)
     run = Run(trainer, pair.target, held_out, arguments.out, raw, texts.name)
     show(run, arguments.plot)
 

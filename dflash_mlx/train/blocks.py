@@ -167,6 +167,9 @@ class RoundStartSampler(BlockSampler):
         return self._filled(chosen[: groups * self._anchors], groups, rng)
 
 
+SAMPLERS = {"even": BlockSampler, "starts": RoundStartSampler}  # by the law of their anchors
+
+
 def start_chances(text: TextTokens) -> Array:
     """[anchors of `text`] how often about a round begins there, by the target's own surprise.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -83,13 +83,8 @@ class Drafter:
         return logits
 
     def ranked(self, states: mx.array, k: int) -> Ranked:
-        """The k likeliest tokens of final states [N, d]; a part of their logits at a time."""
-        parts = [
-            rank(self.logits(states[start : start + _ROWS]), k)
-            for start in range(0, states.shape[0], _ROWS)
-        ]
-        tokens = np.concatenate([part.tokens for part in parts])
-        return Ranked(tokens, np.concatenate([part.logprobs for part in parts]))
+        """The k likeliest tokens of final states [N, d]."""
+        return rank_in_parts(self.logits, states, k)
 
     def _drafts(self, states: mx.array, before: Array) -> Array:
         """[S, A, n] tokens from final states [S, A, n, d]; before: [S, A, n], what precedes them.
@@ -105,6 +100,15 @@ class Drafter:
         best = (ranked.logprobs + np.array(edges)[:, 0]).argmax(axis=-1)
         drafts: Array = np.take_along_axis(ranked.tokens, best[:, None], axis=-1)
         return drafts.reshape(before.shape)
+
+
+def rank_in_parts(logits: Callable[[mx.array], mx.array], states: mx.array, k: int) -> Ranked:
+    """The k likeliest tokens of final states [N, d]; a part of their logits at a time."""
+    parts = [
+        rank(logits(states[start : start + _ROWS]), k) for start in range(0, len(states), _ROWS)
+    ]
+    tokens = np.concatenate([part.tokens for part in parts])
+    return Ranked(tokens, np.concatenate([part.logprobs for part in parts]))
 
 
 def measure(drafter: Drafter, texts: Texts, prefix: int = 0) -> Acceptance:

@@ -16,26 +16,28 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from tqdm import tqdm
 
 from dflash_mlx import cli
-from dflash_mlx.config import ALL_BUT_MODEL, PairConfig, SelectorTraining, TrainConfig
+from dflash_mlx.config import ALL_BUT_MODEL, PairConfig, SelectorTraining
 from dflash_mlx.drafters.save import save_drafter
 from dflash_mlx.drafters.selector import SelectorConfig
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.load import load_target
 from dflash_mlx.resolve import resolve_folder
-from dflash_mlx.train.blocks import Blocks, BlockSampler
+from dflash_mlx.train.blocks import SAMPLERS, Array, Blocks
 from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
-from dflash_mlx.train.evaluate import Drafter, embed, measure, shares
-from dflash_mlx.train.loss import dpace_weights
+from dflash_mlx.train.evaluate import Drafter, embed, measure, rank_in_parts, shares
 from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
 from dflash_mlx.train.packed import hidden_states
 from dflash_mlx.train.schedule import share_of_peak
 from dflash_mlx.train.start import open_drafter, without_selector
+from dflash_mlx.train.vocabulary import DraftVocabulary, draft_size
 
 PROGRAM = "dflash_mlx.train.selector"
 _LEAST = 1e-6  # probability of all other tokens together
+_BEHIND = 0.25  # weight of a position behind a wrong draft, where decoding seldom comes
 
 
 class SelectorTrainer:
@@ -53,7 +55,9 @@ class SelectorTrainer:
         )
         self._gradients = nn.value_and_grad(self.maps, self._loss)
         shape = config.sequences, config.anchors
-        self._sampler = BlockSampler(texts.sequences, network_config.block_size, shape, config.seed)
+        sampler = SAMPLERS[config.anchor_law]
+        self._sampler = sampler(texts.sequences, network_config.block_size, shape, config.seed)
+        self.vocabulary = DraftVocabulary(target, network_config, texts, config.draft_vocabulary)
 
     def train_step(self, progress: float) -> float:
         """One step; returns its loss. progress: of the run, from 0 to 1."""
@@ -76,11 +80,15 @@ class SelectorTrainer:
         features = self._texts.features(blocks.rows, int(blocks.anchors.max()))
         states = hidden_states(drafter.network, config, features, mx.array(blocks.anchors), x)
         states = states[:, :, 1:].flatten(0, 2)
-        ranked = drafter.ranked(states, self.config.top_k)
-        right = ranked.tokens == blocks.labels[..., 1:].reshape(-1, 1)
-        counted = blocks.supervised[..., 1:].reshape(-1, config.block_size - 1)
+        vocabulary = self.vocabulary
+        ranked = rank_in_parts(vocabulary.logits, states, self.config.top_k)
+        tokens = vocabulary.tokens[ranked.tokens]
+        labels = blocks.labels[..., 1:]
+        right = tokens == labels.reshape(-1, 1)
+        counted = blocks.supervised[..., 1:] & (vocabulary.index[labels] >= 0)
+        weights = position_weights(right[:, 0].reshape(labels.shape), counted).reshape(-1)
         before = blocks.tokens[..., :-1].reshape(-1)
-        arrays = (before, ranked.tokens, ranked.logprobs, right, counted)
+        arrays = (before, tokens, ranked.logprobs, right, weights)
         return states, *(mx.array(array) for array in arrays)
 
     def _loss(
@@ -90,23 +98,32 @@ class SelectorTrainer:
         tokens: mx.array,
         logprobs: mx.array,
         right: mx.array,
-        counted: mx.array,
+        weights: mx.array,
     ) -> mx.array:
-        """Cross-entropy over the candidates and all other tokens together, with D-PACE's weights.
+        """Weighted mean of the cross-entropy over the candidates and all other tokens together.
 
-        The others keep their plain probability, so that what a tree goes by is learned as well as
-        the order of the candidates.
+        The others keep their plain probability, as if the draft vocabulary were all there is, so
+        that what a tree goes by is learned as well as the order of the candidates.
         states: [N, d]. before: [N], the tokens before. tokens, logprobs, right: [N, k], the
-        candidates, and which of them is right. counted: [S * A, B - 1], the supervised positions.
+        candidates, and which of them is right. weights: [N].
         """
         scores = logprobs + self.maps(states, before, tokens)
         others = mx.log(mx.maximum(1 - mx.exp(logprobs).sum(axis=-1), _LEAST))
         whole = mx.logaddexp(mx.logsumexp(scores, axis=-1), others)
         among = right.any(axis=-1)
         picked = mx.where(among, mx.where(right, scores, 0.0).sum(axis=-1), others) - whole
-        chances = mx.stop_gradient(mx.exp(picked) * among).reshape(counted.shape)
-        weights = dpace_weights(chances, counted, TrainConfig.alpha).reshape(-1)
         return -(weights * picked).sum() / mx.maximum(weights.sum(), 1e-9)
+
+
+def position_weights(right: Array, counted: Array) -> Array:
+    """1 up to and with the first wrong draft of a block, `_BEHIND` after it, 0 if not counted.
+
+    right: [..., n], whether the likeliest token of the draft vocabulary is. counted: [..., n].
+    """
+    reached = np.ones(right.shape, bool)
+    reached[..., 1:] = np.cumprod(right[..., :-1], axis=-1)
+    weights: Array = np.where(reached, 1.0, _BEHIND) * counted
+    return weights.astype(np.float32)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -119,14 +136,19 @@ def main(argv: Sequence[str]) -> None:
     pair = load_target(cli.read_pair_config(arguments).model)
     found = open_drafter(resolve_folder(arguments.drafter, "drafter"), pair.target)
     network, network_config, raw = without_selector(*found)
-    if config.top_k > (vocabulary := network_config.vocab_size):
-        raise DFlashError(f"top_k is {config.top_k}", f"choose 2 to {vocabulary} with --top-k")
+    most = draft_size(config.draft_vocabulary, network_config.vocab_size)
+    if config.top_k > most:
+        raise DFlashError(
+            f"top_k is {config.top_k}, more than the {most} tokens of the draft vocabulary",
+            f"choose 2 to {most} with --top-k, or more with --draft-vocabulary",
+        )
     texts = read_texts(arguments.corpus, pair, network_config.target_layer_ids, place)
     train, held_out = texts.split(config.held_out)
     drafter = Drafter(network, network_config, pair.target)
     arguments.out.mkdir(parents=True, exist_ok=True)
     print(f"without a selector: {describe(drafter, held_out)}", file=sys.stderr)
     trainer = SelectorTrainer(drafter, train, config)
+    print(trainer.vocabulary.describe(train), file=sys.stderr)
     with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed} {postfix}") as bar:
         for progress, loss in steps(trainer):
             bar.n = round(100 * progress, 1)

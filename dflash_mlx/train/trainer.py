@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,12 +14,13 @@ import numpy as np
 from dflash_mlx.config import TrainConfig
 from dflash_mlx.drafters.network import Network, NetworkConfig
 from dflash_mlx.target import Target
-from dflash_mlx.train.blocks import Array, Blocks, BlockSampler, RoundStartSampler
+from dflash_mlx.train.blocks import SAMPLERS, Blocks
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.evaluate import embed
 from dflash_mlx.train.loss import cross_entropy, decay_weights, dpace_weights, soft_shares
 from dflash_mlx.train.packed import hidden_states
 from dflash_mlx.train.schedule import share_of_peak
+from dflash_mlx.train.vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class Trainer:
         self.network, self.network_config, self.config = network, network_config, config
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self._target, self._texts = target, texts
-        sampler = RoundStartSampler if config.anchor_law == "starts" else BlockSampler
-        self._sampler = sampler(
+        self._sampler = SAMPLERS[config.anchor_law](
             texts.sequences,
             network_config.block_size,
             (config.sequences, config.anchors),
@@ -76,9 +74,8 @@ class Trainer:
             bias_correction=True,
         )
         self.optimizer.init(network.trainable_parameters())
-        self._vocabulary, self._index = self._draft_vocabulary()
-        self._head = _head_rows(target, network_config.hidden_size, self._vocabulary)
-        mx.eval(self._head, self.optimizer.state)
+        self.vocabulary = DraftVocabulary(target, network_config, texts, config.draft_vocabulary)
+        mx.eval(self.optimizer.state)
         self._gradients = nn.value_and_grad(network, self._loss)
 
     @property
@@ -88,12 +85,6 @@ class Trainer:
             return min(1.0, self.step / self.config.steps)
         assert self.config.minutes is not None
         return min(1.0, self.seconds / (60 * self.config.minutes))
-
-    @property
-    def covered(self) -> float:
-        """Share of the answers' tokens that are in the draft vocabulary."""
-        answers = np.concatenate([s.tokens[s.prompt_length :] for s in self._texts.sequences])
-        return float((self._index[answers] >= 0).mean())
 
     def train_step(self) -> float:
         """One step; returns its loss."""
@@ -117,7 +108,7 @@ class Trainer:
     def batch(self, blocks: Blocks) -> Batch:
         """The arrays of `blocks`."""
         config = self.network_config
-        labels = self._index[blocks.likely].reshape(-1, blocks.likely.shape[-1])
+        labels = self.vocabulary.index[blocks.likely].reshape(-1, blocks.likely.shape[-1])
         weights = decay_weights(blocks.prefixes, blocks.tokens.shape[-1], self.config.tau)
         places = np.flatnonzero(blocks.supervised.reshape(-1) & (labels[:, 0] >= 0))
         labels, shares = labels[places], blocks.shares.reshape(labels.shape)[places]
@@ -135,11 +126,10 @@ class Trainer:
         """Weighted mean of the cross-entropies."""
         config = self.network_config
         hidden = hidden_states(self.network, config, batch.features, batch.anchors, batch.x)
-        rows = hidden.flatten(0, 2)[batch.places] * config.output_multiplier
-        if self._head.shape[1] > rows.shape[1]:  # the head has a bias
-            rows = mx.concatenate([rows, mx.ones((rows.shape[0], 1))], axis=-1)
+        vocabulary = self.vocabulary
+        rows = vocabulary.head_inputs(hidden.flatten(0, 2)[batch.places])
         losses, confidences = cross_entropy(
-            rows, self._head, batch.labels, batch.shares, config.final_logit_softcapping
+            rows, vocabulary.head, batch.labels, batch.shares, vocabulary.softcap
         )
         weights = batch.decay if self.config.loss == "decay" else self._dpace(batch, confidences)
         return (weights * losses).sum() / mx.maximum(weights.sum(), 1e-9)  # 0 / 0 without places
@@ -151,27 +141,3 @@ class Trainer:
         supervised = mx.zeros(count).at[batch.places].add(1.0).reshape(shape)
         weights = dpace_weights(dense, supervised > 0, self.config.alpha)
         return weights.reshape(-1)[batch.places]
-
-    def _draft_vocabulary(self) -> tuple[Any, Any]:
-        """Token ids, most frequent in the answers first, and the index of every id, -1 if none."""
-        size = self.config.draft_vocabulary or max(1, self.network_config.vocab_size // 4)
-        counts: Counter[int] = Counter()
-        for sequence in self._texts.sequences:
-            counts.update(sequence.tokens[sequence.prompt_length :].tolist())
-        chosen = sorted(counts, key=lambda token: (-counts[token], token))[:size]
-        chosen += [t for t in range(self.network_config.vocab_size) if t not in counts][
-            : max(0, size - len(chosen))
-        ]
-        index = np.full(self.network_config.vocab_size, -1)
-        index[chosen] = np.arange(len(chosen))
-        return np.array(chosen), index
-
-
-def _head_rows(target: Target, width: int, vocabulary: Array) -> mx.array:
-    """[V', d] weights of the target's head for these tokens; [V', d + 1] where it has a bias."""
-    head = target.head()
-    bias = head(mx.zeros((1, width)))
-    weights = head(mx.eye(width)) - bias
-    parts = [weights, bias] if mx.any(bias != 0).item() else [weights]
-    rows = mx.concatenate(parts).T[mx.array(vocabulary)]
-    return mx.contiguous(rows.astype(mx.float32))
