@@ -136,10 +136,12 @@ def test_the_anchors_follow_the_chosen_law():
     assert not np.array_equal(found["even"], found["starts"])
 
 
-def test_a_step_without_a_right_candidate_changes_nothing_by_nan():
-    drafter = plain_drafter()
+def test_a_step_in_which_nothing_counts_changes_nothing_by_nan():
     texts = walks(2, 0)
-    outside = [replace(text, likely=text.likely + VOCAB_SIZE) for text in texts.sequences]
-    trainer = trainer_of(drafter, replace(texts, sequences=outside))
-    assert trainer.train_step(0.0) > 0
+    trainer = trainer_of(plain_drafter(), texts, top_k=5, draft_vocabulary=10)
+    absent = int(np.flatnonzero(trainer.vocabulary.index < 0)[0])
+    outside = [replace(text, likely=np.full((41, 1), absent)) for text in texts.sequences]
+    texts = replace(texts, sequences=outside)
+    trainer = trainer_of(plain_drafter(), texts, top_k=5, draft_vocabulary=10)
+    assert trainer.train_step(0.0) == 0
     assert all(np.isfinite(array).all() for array in weights_of(trainer).values())
