@@ -103,12 +103,15 @@ def test_other_data_has_another_name_and_a_folder_of_its_own(tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 6  # the last one shares the first's
 
 
-def test_rows_that_do_not_fit_the_limit_are_left_out(tmp_path):
+def test_rows_that_do_not_fit_the_limit_are_left_out_and_told(tmp_path, capsys):
     rows = rows_of(4)
     room = 2 * len(rows[0].prompt + rows[0].answer) * len(TAPS) * 64 * 2
     texts = read(tmp_path, rows, rows_of(4, seed=1), limit=room)
     assert texts.numbers == [0, 1, 0, 1]
     assert len(texts.sequences) == len(texts.rows) == len(texts.places) == 4
+    said = capsys.readouterr().err
+    for name in ("corpus-0", "corpus-1"):
+        assert f"{name}.jsonl: 2 rows left out, no room for their features; --cache-gb" in said
 
 
 def test_a_row_fills_the_context_at_most(tmp_path, capsys):
@@ -116,7 +119,9 @@ def test_a_row_fills_the_context_at_most(tmp_path, capsys):
     full = replace(row, answer=tuple(range(CONTEXT - len(row.prompt))))
     over = replace(row, answer=(*full.answer, 1))
     assert read(tmp_path, [full, over, row]).rows == [full, row]
-    assert "corpus-0.jsonl: 1 rows left out" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"corpus-0.jsonl: 1 rows left out, longer than the context of {CONTEXT} tokens" in said
+    assert "no room" not in said
 
 
 def test_a_corpus_of_another_model_is_refused_before_anything_is_computed(tmp_path):

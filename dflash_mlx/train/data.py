@@ -101,18 +101,23 @@ def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path,
             f"no row of {path} fits the context of {context} tokens",
             "make the corpus again with shorter prompts",
         )
-    if len(usable) < len(rows):
-        print(f"{path}: {len(rows) - len(usable)} rows left out", file=sys.stderr)
+    _tell(path, len(rows) - len(usable), f"longer than the context of {context} tokens")
     tokens = [r.prompt + r.answer for r in usable]
     identity = repr((fingerprint(pair.target), taps, tokens)).encode()
     name = f"{path.name.partition('.')[0]}-{hashlib.sha256(identity).hexdigest()[:12]}"
     features = FeatureCache(cache[0] / name, tokens, pair.target, taps, cache[1])
+    _tell(path, len(usable) - len(features), "no room for their features; --cache-gb gives more")
     _fill(features, path)
     usable = usable[: len(features)]
     sequences = [text_tokens(row, features, i) for i, row in enumerate(usable)]
     places = [(features, i) for i in range(len(features))]
     name = f"{name}:{len(features)}"  # a smaller cache means other texts
     return Texts(name, sequences, usable, numbers[: len(features)], places)
+
+
+def _tell(path: Path, rows: int, why: str) -> None:
+    if rows:
+        print(f"{path}: {rows} rows left out, {why}", file=sys.stderr)
 
 
 def text_tokens(row: Row, features: FeatureCache, i: int) -> TextTokens:
