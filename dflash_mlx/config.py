@@ -306,7 +306,7 @@ class TrainConfig:
 class SelectorTraining:
     """How a drafter's candidate selector is trained."""
 
-    minutes: float = option(10.0, "train for so long", type=float)
+    minutes: float = option(20.0, "train for so long", type=float)
     steps: int | None = option(None, "train for so many steps instead", type=int)
     rank: int = option(32, "columns of the selector's codebooks", type=int)
     top_k: int = option(16, "candidates per position", type=int)
@@ -316,7 +316,7 @@ class SelectorTraining:
     draft_vocabulary: int | None = option(
         None, "take candidates from so many frequent tokens (default: a quarter)", type=int
     )
-    learning_rate: float = option(4e-3, "AdamW's peak", type=float)
+    learning_rate: float = option(1e-2, "AdamW's peak", type=float)
     warmup: int = option(50, "steps until the peak", type=int)
     held_out: int = option(50, "keep every so many-th row of a corpus for measuring", type=int)
     seed: int = option(0, "decides first weights, anchors and order", type=int)

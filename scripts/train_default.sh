@@ -19,10 +19,7 @@
 #   SELF_PROMPTS=500       questions of each kind that the model asks itself
 #   DFLASH_MINUTES=240     training of the first drafter
 #   SECOND_MINUTES=120     training of the variable-prefix drafter, which starts from the first
-#   UNSEEN=750             further tasks and as many chat instructions, for the selector, which
-#                          needs answers that the drafters have not seen (a few of the
-#                          instructions come out alike); 0 leaves it out
-#   SELECTOR_MINUTES=10    training of the selector
+#   SELECTOR_MINUTES=20    training of the first drafter's selector; 0 leaves it out
 #   OPENBLAS_NUM_THREADS   1 (default): half the speed of 2 cores, but other programs do not hurt
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
@@ -67,17 +64,11 @@ set -- "$@" --cache "$folder/features"
 "$python" -m dflash_mlx.train --mode variable-prefix --init "$folder/dflash" \
     --out "$folder/variable-prefix" --minutes "${SECOND_MINUTES:-120}" --learning-rate 5e-4 \
     --plot "$folder/variable-prefix.png" "$@"
-if [ "${UNSEEN:-750}" != 0 ]; then
-    unseen=$folder/unseen
-    "$python" "$root/scripts/make_prompts.py" --out "$unseen-prompts.jsonl" --seed 1 \
-        --functions "${UNSEEN:-750}" --chats "${UNSEEN:-750}" \
-        ${KEEP_CLEAR_OF:+--keep-clear-of "$KEEP_CLEAR_OF"}
-    "$python" -m dflash_mlx.corpus --prompts "$unseen-prompts.jsonl" --out "$unseen.jsonl"
+if [ "${SELECTOR_MINUTES:-20}" != 0 ]; then
     if [ ! "$folder/selected/config.json" -nt "$folder/dflash/model.safetensors" ]; then
         rm -rf "$folder/selected"
         "$python" -m dflash_mlx.train.selector --drafter "$folder/dflash" \
-            --out "$folder/selected" --corpus "$unseen.jsonl" --cache "$folder/features" \
-            --minutes "${SELECTOR_MINUTES:-10}"
+            --out "$folder/selected" --minutes "${SELECTOR_MINUTES:-20}" "$@"
     fi
     set -- "$@" --drafter "$folder/selected"
 fi

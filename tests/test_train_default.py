@@ -30,7 +30,7 @@ out = sys.argv[sys.argv.index("--out") + 1] if "--out" in sys.argv else None
 if out and not os.path.isdir(out):
     open(out, "a").close()
 """
-SETTINGS = ("FUNCTIONS", "CHATS", "WRITTEN", "KEEP_CLEAR_OF", "SELF_PROMPTS", "UNSEEN")
+SETTINGS = ("FUNCTIONS", "CHATS", "WRITTEN", "KEEP_CLEAR_OF", "SELF_PROMPTS", "SELECTOR_MINUTES")
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def test_prompts_are_made_first_and_every_corpus_is_trained_on(root):
     assert code == 0
     corpus, train = "dflash_mlx.corpus", "dflash_mlx.train"
     assert programs(calls) == [
-        *("make_prompts.py", *[corpus] * 4, train, train),
-        *("make_prompts.py", corpus, f"{train}.selector", f"{train}.compare"),
+        *("make_prompts.py", *[corpus] * 4),
+        *(train, train, f"{train}.selector", f"{train}.compare"),
     ]
     out = root.resolve() / "out"
     made = str(out / "made-prompts.jsonl")
@@ -83,24 +83,19 @@ def test_prompts_are_made_first_and_every_corpus_is_trained_on(root):
     assert [values(call, "--prompts") for call in calls[1:3]] == [["my prompts.jsonl"], [made]]
     files = [str(out / f"{name}.jsonl") for name in ("answers", "made", "code", "chat")]
     assert [values(call, "--out")[0] for call in calls[1:5]] == files
-    assert all(values(call, "--corpus") == files for call in (*calls[5:7], calls[-1]))
+    assert all(values(call, "--corpus") == files for call in calls[5:])
 
 
-def test_the_selector_learns_from_answers_that_the_drafters_never_see(root):
-    _, calls = run(root, "out", KEEP_CLEAR_OF="my eval.jsonl", UNSEEN="9")
+def test_the_selector_learns_from_the_drafters_answers(root):
+    _, calls = run(root, "out", SELECTOR_MINUTES="9")
     out = root.resolve() / "out"
-    prompts, answers = str(out / "unseen-prompts.jsonl"), str(out / "unseen.jsonl")
-    made, collected, trained, compared = calls[-4:]
-    assert made[1:] == [
-        *("--out", prompts, "--seed", "1", "--functions", "9", "--chats", "9"),
-        *("--keep-clear-of", "my eval.jsonl"),
-    ]
-    assert (values(collected, "--prompts"), values(collected, "--out")) == ([prompts], [answers])
-    assert (values(trained, "--corpus"), values(trained, "--minutes")) == ([answers], ["10"])
+    *_, second, trained, compared = calls
+    assert values(trained, "--corpus") == values(second, "--corpus")
+    assert values(trained, "--cache") == [str(out / "features")]
+    assert values(trained, "--minutes") == ["9"]
     drafters = [str(out / name) for name in ("dflash", "variable-prefix", "selected")]
     assert values(trained, "--drafter") == drafters[:1] and values(trained, "--out") == drafters[2:]
     assert values(compared, "--drafter") == drafters
-    assert not any(answers in call for call in calls[:-3])
 
 
 @pytest.mark.parametrize(("selector", "drafter", "trained"), [(2, 1, 0), (1, 2, 1), (None, 1, 1)])
@@ -122,9 +117,8 @@ def test_a_selector_is_trained_again_where_it_is_unfinished_or_its_drafter_newer
     assert len(values(calls[-1], "--drafter")) == 3
 
 
-def test_without_unseen_prompts_there_is_no_selector(root):
-    _, calls = run(root, "out", UNSEEN="0")
-    assert programs(calls).count("make_prompts.py") == 1
+def test_without_minutes_for_it_there_is_no_selector(root):
+    _, calls = run(root, "out", SELECTOR_MINUTES="0")
     assert "dflash_mlx.train.selector" not in programs(calls)
     assert len(values(calls[-1], "--drafter")) == 2
 
@@ -157,7 +151,7 @@ def test_another_setting_for_written_prompts_is_refused(root):
 
 
 def test_with_zero_of_all_kinds_nothing_is_made(root):
-    settings = {"FUNCTIONS": "0", "CHATS": "0", "WRITTEN": "0", "UNSEEN": "0"}
+    settings = {"FUNCTIONS": "0", "CHATS": "0", "WRITTEN": "0"}
     _, calls = run(root, "out", "p.jsonl", **settings)
     assert "make_prompts.py" not in programs(calls)
     names = [Path(file).stem for file in values(calls[-1], "--corpus")]

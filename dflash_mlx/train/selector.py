@@ -2,7 +2,8 @@
 
 The drafts of one pass do not know each other. The selector (see `drafters/selector.py`) weighs
 every candidate by the token that is drafted before it. It alone is trained here, the drafter stays
-as it is. It needs answers that the drafter has not seen: on its own it is surer than elsewhere.
+as it is. The answers should be many. They can be those that the drafter was trained on, as long as
+it is not much surer of those than of others.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = cli.Parser(
         prog=PROGRAM,
-        description="Train a candidate selector for a drafter, on answers that it has not seen.",
+        description="Train a candidate selector for a drafter; the drafter stays as it is.",
     )
     result.add_argument("--drafter", required=True, help="a DFlash drafter that fits the model")
     result.add_argument("--out", required=True, type=Path, help="new folder for both together")
