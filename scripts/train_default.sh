@@ -3,7 +3,7 @@
 #
 #   scripts/train_default.sh FOLDER [PROMPTS.jsonl]
 #
-# FOLDER receives corpora, features and drafters (1 to 2 GB for 1,000 prompts; 12,271 are made here
+# FOLDER receives corpora, features and drafters (1 to 2 GB for 1,000 prompts; 10,771 are made here
 # unless the settings say otherwise). PROMPTS.jsonl holds one prompt a line ({"id", "category",
 # "messages"}), which are added to those; those of the category "code" come a second time as the
 # documentation of a function. Every step goes on where it was stopped, so kill this at any time and
@@ -19,7 +19,8 @@
 #   SELF_PROMPTS=500       questions of each kind that the model asks itself
 #   DFLASH_MINUTES=240     training of the first drafter
 #   SECOND_MINUTES=120     training of the variable-prefix drafter, which starts from the first
-#   SELECTOR_MINUTES=20    training of the first drafter's selector; 0 leaves it out
+#   SELECTOR_MINUTES=20    training of the first drafter's selector, which begins anew when it is
+#                          stopped; 0 leaves it out
 #   OPENBLAS_NUM_THREADS   1 (default): half the speed of 2 cores, but other programs do not hurt
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)

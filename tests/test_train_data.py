@@ -111,7 +111,7 @@ def test_rows_that_do_not_fit_the_limit_are_left_out_and_told(tmp_path, capsys):
     assert len(texts.sequences) == len(texts.rows) == len(texts.places) == 4
     said = capsys.readouterr().err
     for name in ("corpus-0", "corpus-1"):
-        assert f"{name}.jsonl: 2 rows left out, no room for their features; --cache-gb" in said
+        assert f"{name}.jsonl: rows left out: 2, no room for their features; --cache-gb" in said
 
 
 def test_a_row_fills_the_context_at_most(tmp_path, capsys):
@@ -120,7 +120,7 @@ def test_a_row_fills_the_context_at_most(tmp_path, capsys):
     over = replace(row, answer=(*full.answer, 1))
     assert read(tmp_path, [full, over, row]).rows == [full, row]
     said = capsys.readouterr().err
-    assert f"corpus-0.jsonl: 1 rows left out, longer than the context of {CONTEXT} tokens" in said
+    assert f"corpus-0.jsonl: rows left out: 1, longer than the context of {CONTEXT} tokens" in said
     assert "no room" not in said
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash_mlx.config import SelectorTraining
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 SHORT_VENV = """
 venv=${root:?}/.venv
@@ -115,6 +117,11 @@ def test_a_selector_is_trained_again_where_it_is_unfinished_or_its_drafter_newer
     _, calls = run(root, "out")
     assert programs(calls).count("dflash_mlx.train.selector") == trained
     assert len(values(calls[-1], "--drafter")) == 3
+
+
+def test_the_selector_s_minutes_are_the_command_s_own_by_default(root):
+    _, calls = run(root, "out")
+    assert values(calls[-2], "--minutes") == [f"{SelectorTraining.minutes:.0f}"]
 
 
 def test_without_minutes_for_it_there_is_no_selector(root):

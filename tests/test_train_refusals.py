@@ -101,7 +101,7 @@ def test_a_share_of_soft_labels_that_is_none_ends_with_2_and_one_sentence(
 def test_rows_that_are_too_long_are_left_out(place, capsys):
     corpus = place.write("c.jsonl", [*map(short, corpus_rows()), *map(long, corpus_rows())])
     place.train(corpus=corpus)
-    assert f"{corpus}: {len(corpus_rows())} rows left out" in capsys.readouterr().err
+    assert f"{corpus}: rows left out: {len(corpus_rows())}, longer" in capsys.readouterr().err
     (index,) = place.cache.glob("c-*/index.json")
     assert json.loads(index.read_text())["sequences"] == len(corpus_rows())
 

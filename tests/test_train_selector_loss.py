@@ -136,7 +136,7 @@ def test_the_anchors_follow_the_chosen_law():
     assert not np.array_equal(found["even"], found["starts"])
 
 
-def test_a_step_in_which_nothing_counts_changes_nothing_by_nan():
+def test_a_step_in_which_nothing_counts_leaves_finite_weights():
     texts = walks(2, 0)
     trainer = trainer_of(plain_drafter(), texts, top_k=5, draft_vocabulary=10)
     absent = int(np.flatnonzero(trainer.vocabulary.index < 0)[0])

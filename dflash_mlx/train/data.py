@@ -117,7 +117,7 @@ def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path,
 
 def _tell(path: Path, rows: int, why: str) -> None:
     if rows:
-        print(f"{path}: {rows} rows left out, {why}", file=sys.stderr)
+        print(f"{path}: rows left out: {rows}, {why}", file=sys.stderr)
 
 
 def text_tokens(row: Row, features: FeatureCache, i: int) -> TextTokens:

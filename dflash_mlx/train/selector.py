@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> None:
     if config.top_k > most:
         raise DFlashError(
             f"top_k is {config.top_k}, more than the {most} tokens of the draft vocabulary",
-            f"choose 2 to {most} with --top-k, or more with --draft-vocabulary",
+            "choose fewer with --top-k, or more with --draft-vocabulary",
         )
     texts = read_texts(arguments.corpus, pair, network_config.target_layer_ids, place)
     train, held_out = texts.split(config.held_out)
