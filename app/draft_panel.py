@@ -82,7 +82,7 @@ class DraftPanel(Vertical):
         if not self.display or not self.is_mounted:
             return
         self.query_one("#tinted", Static).update(styled([tint(tuple(self._pieces), SHOWN)]))
-        self.query_one("#tinted-scroll").anchor()  # stays at its end when the tree takes its room
+        self.query_one("#tinted-scroll").scroll_end(animate=False)
         tree = self.query_one("#tree", Static)
         tree.display = self._tree is not None
         if self._tree is not None:

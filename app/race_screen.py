@@ -43,7 +43,7 @@ class Side(Vertical):
             self._drawn = shown
             self.query_one(".clock", Static).update(shown)
             self.query_one(".text", Static).update(self._text)
-            self.query_one(VerticalScroll).anchor()
+            self.query_one(VerticalScroll).scroll_end(animate=False)
 
 
 class RaceScreen(Dialog[None]):
