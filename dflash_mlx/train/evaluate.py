@@ -82,10 +82,6 @@ class Drafter:
             logits = mx.tanh(logits / cap) * cap
         return logits
 
-    def ranked(self, states: mx.array, k: int) -> Ranked:
-        """The k likeliest tokens of final states [N, d]."""
-        return rank_in_parts(self.logits, states, k)
-
     def _drafts(self, states: mx.array, before: Array) -> Array:
         """[S, A, n] tokens from final states [S, A, n, d]; before: [S, A, n], what precedes them.
 
@@ -94,7 +90,7 @@ class Drafter:
         """
         if self.config.selector is None:
             return np.array(mx.argmax(self.logits(states), axis=-1))
-        ranked = self.ranked(states.flatten(0, 2), self.config.selector.top_k)
+        ranked = rank_in_parts(self.logits, states.flatten(0, 2), self.config.selector.top_k)
         tokens, selector = mx.array(ranked.tokens), self.network.candidate_selector
         edges = selector.edges(states.flatten(0, 2), mx.array(before.reshape(-1, 1)), tokens)
         best = (ranked.logprobs + np.array(edges)[:, 0]).argmax(axis=-1)
