@@ -26,12 +26,12 @@ from dflash_mlx import (
     TextDelta,
     prompt_tokens,
 )
-from dflash_mlx.accept import Accepted
 from dflash_mlx.benchmark.parity import Difference, first_difference
-from dflash_mlx.budget import stored_times
+from dflash_mlx.core.accept import Accepted
 from dflash_mlx.drafters.auto import settle
-from dflash_mlx.load import load_pair
-from dflash_mlx.resolve import find_names
+from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.resolve import find_names
+from dflash_mlx.target.pass_times import stored_times
 
 SLICE = 1.0  # seconds that one side of a race runs before the other may
 _TAIL = 8  # tokens at the end of a prompt in which a template may open a thought

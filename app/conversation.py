@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from dflash_chat.thinking import split_thinking
-from dflash_mlx.chat import Message
+from dflash_mlx.session.chat import Message
 
 TITLE_LENGTH = 60
 LONGEST_TITLE = 200  # characters of one that the user gives; lists read them whole

@@ -26,9 +26,9 @@ from dflash_chat.picker import near_names
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.status import Progress
 from dflash_mlx import PairConfig
-from dflash_mlx.drafter_choice import DRAFTED
 from dflash_mlx.drafters.auto import AUTO
-from dflash_mlx.resolve import DEFAULT_MODEL
+from dflash_mlx.models.drafter_choice import DRAFTED
+from dflash_mlx.models.resolve import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp

@@ -9,15 +9,15 @@ import mlx.core as mx
 
 from dflash_chat.figures import gigabytes
 from dflash_mlx import DFlashError
-from dflash_mlx.compatibility import HubRepository, LocalFolder
-from dflash_mlx.compatibility.model_source import read_json
-from dflash_mlx.compatibility.target_config import quantisation
-from dflash_mlx.compatibility.weight_files import HEADROOM, Weights, check_weights
-from dflash_mlx.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
-from dflash_mlx.default_model import DEFAULT_TARGET
-from dflash_mlx.findings import Collector
-from dflash_mlx.machine import describe_machine
-from dflash_mlx.resolve import Names, shipped_folder
+from dflash_mlx.core.findings import Collector
+from dflash_mlx.models.compatibility import HubRepository, LocalFolder
+from dflash_mlx.models.compatibility.model_source import read_json
+from dflash_mlx.models.compatibility.target_config import quantisation
+from dflash_mlx.models.compatibility.weight_files import HEADROOM, Weights, check_weights
+from dflash_mlx.models.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
+from dflash_mlx.models.default_model import DEFAULT_TARGET
+from dflash_mlx.models.resolve import Names, shipped_folder
+from dflash_mlx.system.machine import describe_machine
 
 _DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
 

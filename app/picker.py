@@ -15,13 +15,14 @@ from huggingface_hub.errors import CacheNotFound
 
 from dflash_chat import memory
 from dflash_chat.figures import gigabytes
-from dflash_mlx import DFlashError, PairConfig, registry
-from dflash_mlx.compatibility import LocalFolder, check_drafter, check_pair, describe_target
-from dflash_mlx.compatibility.model_source import read_json
-from dflash_mlx.compatibility.target_config import is_drafter, language_model
-from dflash_mlx.compatibility.whole import TARGET_WEIGHTS, is_whole
-from dflash_mlx.pair_folder import is_pair_folder
-from dflash_mlx.resolve import DEFAULT_MODEL, find_names, shipped_folder
+from dflash_mlx import DFlashError, PairConfig
+from dflash_mlx.models import registry
+from dflash_mlx.models.compatibility import LocalFolder, check_drafter, check_pair, describe_target
+from dflash_mlx.models.compatibility.model_source import read_json
+from dflash_mlx.models.compatibility.target_config import is_drafter, language_model
+from dflash_mlx.models.compatibility.whole import TARGET_WEIGHTS, is_whole
+from dflash_mlx.models.pair_folder import is_pair_folder
+from dflash_mlx.models.resolve import DEFAULT_MODEL, find_names, shipped_folder
 
 
 @dataclass(frozen=True)

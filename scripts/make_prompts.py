@@ -27,10 +27,10 @@ from prompts.chat import ChatTemplates
 from prompts.evaluation import Evaluation
 from prompts.programming import function_prompt, wrapped_prompt
 
-from dflash_mlx import cli
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.files import write_report
-from dflash_mlx.prompts import read_prompts
+from dflash_mlx.cli import options as cli
+from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.system.files import write_report
 
 PROGRAM = "make_prompts"
 FUNCTION, CHAT, WRAPPED = "function", "template-chat", "doc-code"

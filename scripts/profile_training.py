@@ -23,13 +23,13 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
-from dflash_mlx import cli  # isort: skip  # loads the BLAS before MLX
+from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS before MLX
 
 import mlx.core as mx
 
-from dflash_mlx.config import ALL_BUT_MODEL, PairConfig, TrainConfig
-from dflash_mlx.drafters.network import NetworkConfig
-from dflash_mlx.load import load_target
+from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig, TrainConfig
+from dflash_mlx.drafters.dflash.network import NetworkConfig
+from dflash_mlx.models.load import load_target
 from dflash_mlx.train import trainer as trainer_module
 from dflash_mlx.train.__main__ import drafter
 from dflash_mlx.train.data import add_data_options, feature_place, read_texts

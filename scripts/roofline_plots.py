@@ -9,7 +9,7 @@ from typing import Any
 from roofline import CONTEXT, ROWS, Traffic, chain, pass_time, speedup
 from roofline_data import MACHINES, TARGETS
 
-from dflash_mlx.plotting import import_pyplot
+from dflash_mlx.cli.plotting import import_pyplot
 
 SHOWN = ("M1 Max", "M4 Max", "M5 Max")
 RANGE = (0.6, 1.6)  # of the assumed share of the arithmetic peak, 0.3 to 0.8

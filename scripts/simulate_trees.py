@@ -22,29 +22,29 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from dflash_mlx import cli  # isort: skip  # loads the BLAS before MLX
+from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS before MLX
 
 import mlx.core as mx
 from tqdm import tqdm
 
-from dflash_mlx.accept import Choose, accept
 from dflash_mlx.benchmark.selection import PLAIN, read_methods
-from dflash_mlx.block import Block
-from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
-from dflash_mlx.corpus.rows import Row, read_rows
+from dflash_mlx.core.accept import Choose, accept
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import best_first, dual_diffusion
-from dflash_mlx.drafters.base import Drafter
-from dflash_mlx.drafters.block_model import BlockModel
-from dflash_mlx.drafters.context import DualContext, FeatureContext
-from dflash_mlx.drafters.grow import Ranked
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.context import DualContext, FeatureContext
+from dflash_mlx.drafters.growth.grow import Ranked
+from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoContext
-from dflash_mlx.drafters.rank import rank
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.files import write_report
-from dflash_mlx.load import Pair, load_pair
-from dflash_mlx.routing import Kernels
-from dflash_mlx.state import Context
+from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.state import Context
+from dflash_mlx.models.load import Pair, load_pair
+from dflash_mlx.system.files import write_report
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.routing import Kernels
+from dflash_mlx.train.corpus.rows import Row, read_rows
 from dflash_mlx.train.start import vocabulary_size
 
 _LOGITS, _LINKED = BlockModel.logits, BlockModel.linked

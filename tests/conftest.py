@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from dflash_mlx import blas
+from dflash_mlx.system import blas
 
 blas.preload()
 settings.register_profile("suite", deadline=None)  # processes side by side may have to wait
@@ -16,7 +16,7 @@ settings.load_profile("suite")
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny random target, for command lines that train."""
-    from tiny_training import write_target  # imports MLX
+    from support.tiny_training import write_target  # imports MLX
 
     return write_target(tmp_path_factory.mktemp("model"))
 
@@ -24,6 +24,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(tmp_path: Path, tiny_model: Path) -> Any:
     """A `Place` for one run with that target."""
-    from tiny_training import Place
+    from support.tiny_training import Place
 
     return Place(tmp_path, tiny_model)

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx import cli
 from dflash_mlx.benchmark.figures import summarise
 from dflash_mlx.benchmark.measure import run_all
 from dflash_mlx.benchmark.plots import draw_all
@@ -17,15 +16,16 @@ from dflash_mlx.benchmark.prompts import Question, describe_lengths, questions, 
 from dflash_mlx.benchmark.rounds import separate_rows
 from dflash_mlx.benchmark.selection import Sweep, name_blocks, read_methods, settle_all
 from dflash_mlx.benchmark.tables import format_report
-from dflash_mlx.budget import PassTimes, stored_times
-from dflash_mlx.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.cli import options as cli
+from dflash_mlx.cli.plotting import import_pyplot
+from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.ngram import DEFAULT_SIZE
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.files import write_report
-from dflash_mlx.load import Pair
-from dflash_mlx.machine import describe_machine, describe_versions
-from dflash_mlx.plotting import import_pyplot
-from dflash_mlx.prompts import read_prompts
+from dflash_mlx.models.load import Pair
+from dflash_mlx.system.files import write_report
+from dflash_mlx.system.machine import describe_machine, describe_versions
+from dflash_mlx.target.pass_times import PassTimes, stored_times
 
 PROGRAM = "dflash_mlx.benchmark"
 CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair, in its own report

@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_mlx.benchmark.measure import TERMS, Run
 from dflash_mlx.benchmark.rounds import committed, merging, reliability
-from dflash_mlx.budget import PassTimes
+from dflash_mlx.target.pass_times import PassTimes
 
 
 def summarise(runs: Sequence[Run], times: PassTimes | None = None) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from dflash_mlx.benchmark.parity import Difference, first_difference
 from dflash_mlx.benchmark.prompts import Question
 from dflash_mlx.benchmark.rounds import Round
 from dflash_mlx.benchmark.selection import PLAIN
-from dflash_mlx.config import DecodeConfig
-from dflash_mlx.load import Pair
-from dflash_mlx.observer import RoundTimer
-from dflash_mlx.statistics import Statistics
-from dflash_mlx.stream import Answer, Session, collect
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.observer import RoundTimer
+from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.models.load import Pair
+from dflash_mlx.session.stream import Answer, Session, collect
 
 TERMS = ("draft", "verify", "commit", "overhead")
 

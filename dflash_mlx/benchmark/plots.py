@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.benchmark.selection import AUTO
-from dflash_mlx.plotting import import_pyplot
+from dflash_mlx.cli.plotting import import_pyplot
 
 
 def draw_all(report: dict[str, Any], folder: Path) -> list[Path]:

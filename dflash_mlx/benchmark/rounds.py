@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from math import exp
 from typing import Any
 
-from dflash_mlx.accept import Accepted
-from dflash_mlx.budget import PassTimes
-from dflash_mlx.config import DecodeConfig
-from dflash_mlx.stream import TextDelta
+from dflash_mlx.core.accept import Accepted
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.session.stream import TextDelta
+from dflash_mlx.target.pass_times import PassTimes
 
 BINS = 10  # of confidence, equally wide
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dflash_mlx.config import CONTROLS, METHODS, DecodeConfig
+from dflash_mlx.core.config import CONTROLS, METHODS, DecodeConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.auto import Means, settle
-from dflash_mlx.errors import DFlashError
 
 PLAIN = "none"
 AUTO = "auto"  # the budget that pays on this machine; the method that a pair is best used with

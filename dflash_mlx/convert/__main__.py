@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dflash_mlx import cli
+from dflash_mlx.cli import options as cli
 from dflash_mlx.convert.plan import Request, check_spaces, make_plan
 from dflash_mlx.convert.run import convert, report
 from dflash_mlx.convert.settings import ConvertConfig

@@ -12,17 +12,17 @@ import mlx.core as mx
 from dflash_mlx.convert.conversion import DRAFTER, Conversion, describe_numbers
 from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.convert.source import Source
-from dflash_mlx.drafters.checkpoint import DrafterFolder, read_config, read_drafter
-from dflash_mlx.drafters.quantized import quantization_of, quantize_network
-from dflash_mlx.drafters.tensors import (
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.checkpoint import DrafterFolder, read_config, read_drafter
+from dflash_mlx.drafters.dflash.quantized import quantization_of, quantize_network
+from dflash_mlx.drafters.dflash.tensors import (
     DOWNLOAD_AGAIN,
     drafter_files,
     make_network,
     parameters_of,
     plain_names,
 )
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.safetensors_header import read_header
+from dflash_mlx.system.safetensors_header import read_header
 
 _FLOATING = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 

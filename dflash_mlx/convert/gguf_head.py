@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 from gguf import GGMLQuantizationType as Type
 
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.gguf_header import GgufTensor, read_gguf_header
-from dflash_mlx.gguf_target import GROUP, READABLE
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.formats.gguf_header import GgufTensor, read_gguf_header
+from dflash_mlx.models.formats.gguf_target import GROUP, READABLE
 
 _PLAIN = {Type.F32: mx.float32, Type.F16: mx.float16}
 _PACKED_BITS = {Type.Q4_0: 4, Type.Q4_1: 4, Type.Q8_0: 8}

@@ -15,13 +15,13 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
 from tqdm.auto import tqdm
 
-from dflash_mlx.compatibility import HubRepository
-from dflash_mlx.compatibility.weight_files import INDEX
-from dflash_mlx.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
 from dflash_mlx.convert.staging import check_space
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.findings import in_one_line
-from dflash_mlx.safetensors_header import TensorHeader, read_header
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.models.compatibility import HubRepository
+from dflash_mlx.models.compatibility.weight_files import INDEX
+from dflash_mlx.models.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
+from dflash_mlx.system.safetensors_header import TensorHeader, read_header
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "LICENSE*")
 CHOOSE_ANOTHER = "choose another model"

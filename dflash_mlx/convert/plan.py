@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_mlx import pair_folder
-from dflash_mlx.compatibility import check_drafter, check_pair, check_target
-from dflash_mlx.compatibility.target_config import language_model
 from dflash_mlx.convert import hub
 from dflash_mlx.convert.conversion import DRAFTER, TARGET, Conversion
 from dflash_mlx.convert.drafter import plan_drafter
@@ -17,8 +14,11 @@ from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.convert.source import Source, open_source
 from dflash_mlx.convert.staging import check_space, resolve_destination
 from dflash_mlx.convert.target import plan_target
-from dflash_mlx.drafters.checkpoint import check_fit, read_config
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.checkpoint import check_fit, read_config
+from dflash_mlx.models import pair_folder
+from dflash_mlx.models.compatibility import check_drafter, check_pair, check_target
+from dflash_mlx.models.compatibility.target_config import language_model
 
 ALONE = ""  # the part of a conversion that makes no pair: DST itself is its folder
 

@@ -9,16 +9,16 @@ from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
-from dflash_mlx import pair_folder
 from dflash_mlx.convert import hub
 from dflash_mlx.convert.plan import ALONE, Plan, Request, check_spaces, make_plan, plan_sources
 from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.convert.source import fetch
 from dflash_mlx.convert.staging import gigabytes, staged
 from dflash_mlx.convert.tensors import write_shards
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.findings import in_one_line
-from dflash_mlx.machine import describe_versions
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.models import pair_folder
+from dflash_mlx.system.machine import describe_versions
 
 
 def convert(request: Request, settings: ConvertConfig) -> Path:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_mlx.config import option
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.core.config import option
+from dflash_mlx.core.errors import DFlashError
 
 MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from dflash_mlx import pair_folder
-from dflash_mlx.compatibility import LocalFolder
-from dflash_mlx.compatibility.model_source import ModelSource, read_json
-from dflash_mlx.compatibility.target_config import is_drafter
 from dflash_mlx.convert import hub
 from dflash_mlx.convert.conversion import DRAFTER, TARGET
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models import pair_folder
+from dflash_mlx.models.compatibility import LocalFolder
+from dflash_mlx.models.compatibility.model_source import ModelSource, read_json
+from dflash_mlx.models.compatibility.target_config import is_drafter
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _GIVE = "give a Hugging Face id like owner/name, a local folder or a GGUF file"

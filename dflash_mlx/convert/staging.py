@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dflash_mlx.errors import DFlashError
+from dflash_mlx.core.errors import DFlashError
 
 MARGIN = 16_000_000  # bytes left free beside what is written
 

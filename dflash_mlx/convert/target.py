@@ -18,8 +18,8 @@ from dflash_mlx.convert.conversion import TARGET, Conversion, describe_numbers
 from dflash_mlx.convert.gguf_head import read_head
 from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.convert.source import Source
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.findings import in_one_line
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import in_one_line
 
 GROUP_SIZE = 64  # mlx-lm's for affine
 BYTES_PER_TOKEN = 100  # of a tokenizer.json, about
@@ -138,7 +138,7 @@ def _open_folder(source: Source) -> Opened:
 
 
 def _open_gguf(source: Source, dtype: str | None) -> Opened:
-    from dflash_mlx.gguf_target import build_model, build_tokenizer, read_file
+    from dflash_mlx.models.formats.gguf_target import build_model, build_tokenizer, read_file
 
     file = source.path
     tensors, metadata = read_head(file) if source.heads_only else read_file(file)

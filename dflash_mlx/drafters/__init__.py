@@ -1,1 +1,1 @@
-"""Drafters: objects that propose prefix trees. One file each."""
+"""What is guessed: one file a method. `methods.py` has the table of `--method`."""

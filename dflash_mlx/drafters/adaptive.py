@@ -11,13 +11,13 @@ from statistics import median
 
 import mlx.core as mx
 
-from dflash_mlx.budget import PassTimes
-from dflash_mlx.drafters.base import Drafter
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.growth.reliability import Reliability, reach, worth_keeping
 from dflash_mlx.drafters.ngram import lookup
-from dflash_mlx.reliability import Reliability, reach, worth_keeping
-from dflash_mlx.state import Context, State
-from dflash_mlx.target import Target
-from dflash_mlx.tree import Tree
+from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.state import Context, State
+from dflash_mlx.target.model import Target
+from dflash_mlx.target.pass_times import PassTimes
 
 _PLAIN = "plain decoding"
 _MEMORY = 24  # rounds that an average remembers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dflash_mlx.config import DecodeConfig
-from dflash_mlx.registry import Advice
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.models.registry import Advice
 
 AUTO = "auto"
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dflash_mlx.drafters.block_model import BlockModel
-from dflash_mlx.drafters.context import FeatureContext
-from dflash_mlx.drafters.grow import best_first, follow
-from dflash_mlx.drafters.links import follow_links
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.growth.grow import best_first, follow
+from dflash_mlx.drafters.growth.links import follow_links
+from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.one_draft import OneDraft
-from dflash_mlx.drafters.rank import rank
-from dflash_mlx.state import State
-from dflash_mlx.tree import Tree
+from dflash_mlx.engine.state import State
 
 TOP_K = 8  # tokens that a position can offer
 

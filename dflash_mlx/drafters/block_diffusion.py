@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.context import FeatureContext
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.one_draft import OneDraft
-from dflash_mlx.state import State
-from dflash_mlx.tree import Tree
+from dflash_mlx.engine.state import State
 
 
 class BlockDiffusion(OneDraft):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from dflash_mlx.config import SamplingConfig
-from dflash_mlx.drafters.block_model import BlockModel
-from dflash_mlx.drafters.context import FeatureContext
+from dflash_mlx.core.config import SamplingConfig
+from dflash_mlx.core.sampling import Sampler, tempered
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.one_draft import OneDraft
-from dflash_mlx.reject import DRAFT, DrawnChain
-from dflash_mlx.sampling import Sampler, tempered
-from dflash_mlx.state import State
-from dflash_mlx.tree import Tree
+from dflash_mlx.engine.reject import DRAFT, DrawnChain
+from dflash_mlx.engine.state import State
 
 
 class DrawnBlock(OneDraft):

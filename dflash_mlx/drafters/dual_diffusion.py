@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.best_first import TOP_K
-from dflash_mlx.drafters.block_model import BlockModel
-from dflash_mlx.drafters.checkpoint import check_block_size
-from dflash_mlx.drafters.context import DualContext
-from dflash_mlx.drafters.grow import (
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import check_block_size
+from dflash_mlx.drafters.dflash.context import DualContext
+from dflash_mlx.drafters.growth.grow import (
     Path,
     Prefixes,
     Ranked,
@@ -20,11 +21,10 @@ from dflash_mlx.drafters.grow import (
     merge_branches,
     mix,
 )
-from dflash_mlx.drafters.links import along_path
+from dflash_mlx.drafters.growth.links import along_path
+from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.one_draft import contexts_of
-from dflash_mlx.drafters.rank import rank
-from dflash_mlx.state import State
-from dflash_mlx.tree import Tree
+from dflash_mlx.engine.state import State
 
 
 class Growth(Protocol):

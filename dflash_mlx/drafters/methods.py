@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dflash_mlx.budget import stored_times
-from dflash_mlx.config import DecodeConfig
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.adaptive import Adaptive
 from dflash_mlx.drafters.auto import settle
-from dflash_mlx.drafters.base import Drafter
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion
-from dflash_mlx.drafters.block_model import BlockModel
+from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.drawn import DrawnBlock
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, Growth, JointGrowth, PaperGrowth
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.resample import Resample
 from dflash_mlx.drafters.selected import DrawnPath, SelectedPath
-from dflash_mlx.load import Pair, require_drafter
+from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.models.load import Pair, require_drafter
+from dflash_mlx.target.pass_times import stored_times
 
 MOST_NODES = 48  # of a tree that the budget then cuts
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.none import NoContext
-from dflash_mlx.state import State
-from dflash_mlx.tree import Tree
+from dflash_mlx.engine.state import State
 
 LONGEST = 8  # tokens of a suffix that is looked up
 SHORTEST = 2

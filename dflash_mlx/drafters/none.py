@@ -6,8 +6,8 @@ import sys
 
 import mlx.core as mx
 
-from dflash_mlx.state import State
-from dflash_mlx.tree import Tree
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.engine.state import State
 
 
 class NoContext:

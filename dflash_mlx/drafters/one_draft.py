@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol, cast
 
-from dflash_mlx.drafters.block_model import BlockModel
-from dflash_mlx.drafters.checkpoint import check_block_size
-from dflash_mlx.drafters.context import FeatureContext
-from dflash_mlx.state import State
-from dflash_mlx.tree import Tree
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import check_block_size
+from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.engine.state import State
 
 
 class _Contexts(Protocol):

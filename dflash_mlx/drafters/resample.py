@@ -5,12 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafters.block_model import BlockModel
-from dflash_mlx.drafters.context import FeatureContext
-from dflash_mlx.drafters.grow import Array, Prefixes
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.growth.grow import Array, Prefixes
 from dflash_mlx.drafters.one_draft import OneDraft
-from dflash_mlx.state import State
-from dflash_mlx.tree import Tree
+from dflash_mlx.engine.state import State
 
 
 class Resample(OneDraft):

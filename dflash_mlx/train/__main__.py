@@ -10,14 +10,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dflash_mlx import cli
-from dflash_mlx.config import ALL_BUT_MODEL, PairConfig, TrainConfig
-from dflash_mlx.drafters.checkpoint import parse_config
-from dflash_mlx.drafters.network import Network, NetworkConfig
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.load import Pair, load_target
-from dflash_mlx.plotting import import_pyplot
-from dflash_mlx.resolve import resolve_folder
+from dflash_mlx.cli import options as cli
+from dflash_mlx.cli.plotting import import_pyplot
+from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig, TrainConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.checkpoint import parse_config
+from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.models.load import Pair, load_target
+from dflash_mlx.models.resolve import resolve_folder
 from dflash_mlx.train.data import add_data_options, feature_place, read_texts
 from dflash_mlx.train.evaluate import shares
 from dflash_mlx.train.run import HISTORY, Record, Run

@@ -14,10 +14,10 @@ import numpy as np
 import platformdirs
 from tqdm import tqdm
 
-from dflash_mlx.corpus.rows import Row, check_header, read_rows
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.load import Pair
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.load import Pair
 from dflash_mlx.train.blocks import Array, TextTokens
+from dflash_mlx.train.corpus.rows import Row, check_header, read_rows
 from dflash_mlx.train.features import FeatureCache, fingerprint
 from dflash_mlx.train.start import vocabulary_size
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafters.block_model import embedding_scale
-from dflash_mlx.drafters.grow import Ranked
-from dflash_mlx.drafters.network import Network, NetworkConfig
-from dflash_mlx.drafters.rank import rank
-from dflash_mlx.target import Target
+from dflash_mlx.drafters.dflash.block_model import embedding_scale
+from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.drafters.growth.grow import Ranked
+from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import Array, cut_blocks
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.packed import hidden_states

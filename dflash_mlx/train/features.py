@@ -22,11 +22,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from dflash_mlx import cpu_math
-from dflash_mlx.block import Block
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.files import remove_partial, replace_text
-from dflash_mlx.target import Target
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.system import cpu_math
+from dflash_mlx.system.files import remove_partial, replace_text
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.model import Target
 from dflash_mlx.train.likeliest import CHOICE, CHOICES, likeliest
 from dflash_mlx.train.start import hidden_width
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from dflash_mlx import cpu_math
+from dflash_mlx.system import cpu_math
 
 _custom: Any = mx.custom_function  # whose result mypy takes for a plain object
 

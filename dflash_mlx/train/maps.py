@@ -12,11 +12,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from dflash_mlx.drafters.checkpoint import parse_config
-from dflash_mlx.drafters.config_file import VERSION_2
-from dflash_mlx.drafters.network import Network
-from dflash_mlx.drafters.selector import CandidateSelector, SelectorConfig
-from dflash_mlx.drafters.tensors import parameters_of
+from dflash_mlx.drafters.dflash.checkpoint import parse_config
+from dflash_mlx.drafters.dflash.config_file import VERSION_2
+from dflash_mlx.drafters.dflash.network import Network
+from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
+from dflash_mlx.drafters.dflash.tensors import parameters_of
 from dflash_mlx.train.evaluate import Drafter
 
 _ROWS = 4096  # of a codebook that are computed at once

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from dflash_mlx import cpu_math
-from dflash_mlx.drafters.network import Attention, Network, NetworkConfig
+from dflash_mlx.drafters.dflash.network import Attention, Network, NetworkConfig
+from dflash_mlx.system import cpu_math
 
 _HIDDEN = -1e9  # an attention score that leaves no weight
 

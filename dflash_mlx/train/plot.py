@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_mlx.plotting import import_pyplot
+from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.train.run import Record
 
 

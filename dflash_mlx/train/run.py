@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from dflash_mlx.drafters.save import save_drafter
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.files import replace_text
-from dflash_mlx.target import Target
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.save import save_drafter
+from dflash_mlx.system.files import replace_text
+from dflash_mlx.target.model import Target
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.evaluate import Drafter, measure
 from dflash_mlx.train.state import save_state

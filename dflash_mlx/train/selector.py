@@ -20,13 +20,13 @@ import mlx.optimizers as optim
 import numpy as np
 from tqdm import tqdm
 
-from dflash_mlx import cli
-from dflash_mlx.config import ALL_BUT_MODEL, PairConfig, SelectorTraining
-from dflash_mlx.drafters.save import save_drafter
-from dflash_mlx.drafters.selector import SelectorConfig
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.load import load_target
-from dflash_mlx.resolve import resolve_folder
+from dflash_mlx.cli import options as cli
+from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig, SelectorTraining
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.save import save_drafter
+from dflash_mlx.drafters.dflash.selector import SelectorConfig
+from dflash_mlx.models.load import load_target
+from dflash_mlx.models.resolve import resolve_folder
 from dflash_mlx.train.blocks import SAMPLERS, Array, Blocks
 from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
 from dflash_mlx.train.evaluate import Drafter, embed, measure, rank_in_parts, shares

@@ -10,12 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from dflash_mlx.config import TrainConfig
-from dflash_mlx.drafters.checkpoint import check_fit, load_network, read_config, read_drafter
-from dflash_mlx.drafters.config_file import VERSION_1
-from dflash_mlx.drafters.network import ConvolvedLayer, Network, NetworkConfig
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.target import Target
+from dflash_mlx.core.config import TrainConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.checkpoint import check_fit, load_network, read_config, read_drafter
+from dflash_mlx.drafters.dflash.config_file import VERSION_1
+from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
+from dflash_mlx.target.model import Target
 
 _VERSION_2_FIELDS = ("conv_", "selector_", "block_size")
 _START_FROM = "choose a DFlash drafter of the first version, in full precision"

@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.files import replace_safetensors, replace_text
-from dflash_mlx.safetensors_header import read_header
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.system.files import replace_safetensors, replace_text
+from dflash_mlx.system.safetensors_header import read_header
 from dflash_mlx.train.trainer import Trainer
 
 _FREE_TO_CHANGE = ("minutes", "steps", "evaluate_minutes", "init")

@@ -11,9 +11,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 
-from dflash_mlx.config import TrainConfig
-from dflash_mlx.drafters.network import Network, NetworkConfig
-from dflash_mlx.target import Target
+from dflash_mlx.core.config import TrainConfig
+from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import SAMPLERS, Blocks
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.evaluate import embed

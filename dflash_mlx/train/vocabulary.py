@@ -7,8 +7,8 @@ from collections import Counter
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafters.network import NetworkConfig
-from dflash_mlx.target import Target
+from dflash_mlx.drafters.dflash.network import NetworkConfig
+from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import Array
 from dflash_mlx.train.data import Texts
 

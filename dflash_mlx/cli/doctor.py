@@ -1,0 +1,246 @@
+"""`python -m dflash_mlx.doctor`: what this machine is, whether a pair fits, and its kernels.
+
+With `--model`, `--drafter` or both the pair is checked from its configurations and the heads of its
+weight files, here or on the Hugging Face hub: exit code 2 when it cannot be used.
+
+With `--kernels` every kernel runs against its reference at random shapes: on a Mac on its GPU, with
+the race that decides which is used; elsewhere in the emulator, which knows no speed. Exit code 1
+when a kernel is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.cli import options as cli
+
+import mlx.core as mx  # isort: skip  # after the BLAS, which dflash_mlx loads
+import platformdirs
+from tqdm import tqdm
+
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.default_model import DEFAULT_TARGET
+from dflash_mlx.models.pair_report import check_named, lines
+from dflash_mlx.system.machine import describe_machine, describe_versions
+from dflash_mlx.target.kernels import kernel_choices
+from dflash_mlx.target.pass_times import PassTimes, read_times
+from kernels_metal.dispatch import Choice, Dispatch, gpu_family
+from kernels_metal.emulator import EmulatorError, emulated
+from kernels_metal.emulator.compiler import find_compiler
+from kernels_metal.sweep import Trial, error, trials
+
+PROGRAM = "dflash_mlx.doctor"
+WRONG = 1  # exit code
+TRIALS, EMULATED_TRIALS = 12, 3  # of each operation; a multiple of the three dtypes
+SHOWN_ROWS = (8, 16, 32, 64)
+_NAMES = {"model", "drafter", "second_drafter"}  # the settings that say which pair
+SCALE = "an error of 1 is what rounding explains"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One trial: how far kernel and reference are apart, or the fault that stopped it.
+
+    error: as `sweep.error`, infinite with a fault. choice: what dispatch made of it, on Metal.
+    """
+
+    trial: Trial
+    error: float
+    fault: str = ""
+    choice: Choice | None = None
+
+    @property
+    def right(self) -> bool:
+        """Within what rounding explains."""
+        return self.error <= 1
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the report.
+
+    Raises SystemExit(1) when a kernel is wrong, SystemExit(2) for a pair that cannot be used, and
+    DFlashError for names that no model can have.
+    """
+    arguments = parser().parse_args(argv)
+    print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))), flush=True)
+    given = {name: value for name, value in vars(arguments).items() if name in _NAMES}
+    if not _is_usable(PairConfig(**given)):
+        raise SystemExit(cli.BAD_INPUT)
+    if not arguments.kernels:
+        print("kernels\n  not tried; --kernels runs each against its reference")
+        return
+    metal = mx.metal.is_available()
+    each = arguments.trials or (TRIALS if metal else EMULATED_TRIALS)
+    print("\n".join(introduction(metal, each)), flush=True)
+    results = list(check_kernels(metal, arguments.seed, each))
+    print("\n".join(verdict(results, "on Metal" if metal else "in the emulator")))
+    if not all(result.right for result in results):
+        raise SystemExit(WRONG)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = cli.Parser(
+        prog=PROGRAM,
+        description="What this machine is, whether a pair fits, and whether its kernels are right.",
+    )
+    others = {field.name for field in fields(PairConfig)} - _NAMES
+    cli.add_options(result, PairConfig, without=tuple(others))
+    result.add_argument(
+        "--kernels", action="store_true", help="run every Metal kernel against its reference"
+    )
+    result.add_argument(
+        "--trials",
+        type=_count,
+        help=f"random shapes of each operation (default: {TRIALS}, emulated {EMULATED_TRIALS})",
+    )
+    result.add_argument("--seed", type=int, default=0, help="another one gives other shapes")
+    return result
+
+
+def _is_usable(config: PairConfig) -> bool:
+    """Whether the pair that was named, if one was, has no errors; prints all about it."""
+    if config == PairConfig():
+        print("pair\n  not checked; --model and --drafter name one")
+        return True
+    report = check_named(config)
+    print("\n".join(lines(report)), flush=True)
+    return not report.errors
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def about(cache: Path) -> list[str]:
+    """Machine, versions, backend and what `cache` holds, as lines."""
+    machine = describe_machine()
+    blas = machine.pop("blas")
+    device = machine.pop("device")
+    machine["memory"] = f"{machine.pop('memory_bytes') / 2**30:.1f} GiB"
+    metal = gpu_family() if mx.metal.is_available() else "not on this machine"
+    return [
+        *_section("machine", machine),
+        *_section("versions", describe_versions()),
+        *_section("backend", {"device": device, "metal": metal, "blas": blas}),
+        *_section("cache folders", _folders(cache)),
+        *_section("stored calibration", _calibrations(cache / "timing")),
+        "stored kernel choices",
+        *_stored_choices(cache / "kernels"),
+    ]
+
+
+def _section(title: str, rows: Mapping[str, Any]) -> list[str]:
+    width = max(map(len, rows))
+    return [title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
+
+
+def _folders(cache: Path) -> dict[str, str]:
+    model = cache / DEFAULT_TARGET.file_name
+    return {
+        "all": str(cache),
+        "default model": "here" if model.is_file() else "not fetched yet",
+        **{name: _size(cache / name) for name in ("timing", "kernels", "features", "emulator")},
+    }
+
+
+def _size(folder: Path) -> str:
+    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+    return f"{len(sizes)} files, {sum(sizes) / 1e6:.1f} MB" if sizes else "empty"
+
+
+def _calibrations(folder: Path) -> dict[str, str]:
+    """One line for each target that was timed here; its name is hashed with all it depends on."""
+    found = {}
+    for file in sorted(folder.glob("*.json")):
+        day = datetime.fromtimestamp(file.stat().st_mtime).date()
+        try:
+            found[file.stem] = f"{day}  {_pass_times(read_times(file))}"
+        except (OSError, ValueError, KeyError, TypeError):
+            found[file.stem] = f"{day}  unreadable, will be measured again"
+    return found or {"none": "decoding with an automatic budget measures it once"}
+
+
+def _pass_times(times: PassTimes) -> str:
+    one = float(times.of(1))
+    wider = (f"{rows} rows {float(times.of(rows)) / one:.2f} x" for rows in SHOWN_ROWS)
+    return ", ".join([f"1 row {one * 1e3:.1f} ms", *wider])
+
+
+def _stored_choices(folder: Path) -> list[str]:
+    """One line for each case of each model that was raced here."""
+    lines = []
+    for model, choices in kernel_choices(folder).items():
+        lines.append(f"  {model}")
+        lines += [f"  {_choice_line(choice, case)}" for case, choice in choices.items()]
+    return lines or ["  none: the first answer of a model on Metal makes them"]
+
+
+def introduction(metal: bool, each: int) -> list[str]:
+    """Where the kernels are about to run. DFlashError where they cannot even be emulated."""
+    if metal:
+        words = [f"on Metal ({gpu_family()}), {each} random shapes of each operation; {SCALE}"]
+        return ["kernels", *(f"  {line}" for line in words)]
+    try:
+        compiler = find_compiler().version.splitlines()[0]
+    except EmulatorError as problem:
+        raise DFlashError(
+            f"no Metal on this machine, and the kernels cannot be emulated ({problem})",
+            "run the doctor on a Mac, or install the compiler",
+        ) from None
+    words = [
+        "no Metal on this machine: decoding uses the references, and no kernel ran on a GPU.",
+        f"Emulated instead: the kernels' Metal source, compiled with {compiler},",
+        "on this processor, with checks of bounds, races, divergence and uninitialised memory;",
+        f"{each} random shapes of each operation. {SCALE.capitalize()}. Speed is not emulated.",
+    ]
+    return ["kernels", *(f"  {line}" for line in words)]
+
+
+def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
+    """Run `each` trials of every operation, on Metal or in the emulator."""
+    kernels = Dispatch()
+    with nullcontext() if metal else emulated():
+        for trial in tqdm(list(trials(seed, each)), desc="kernels", leave=False, disable=None):
+            yield _check(trial, kernels if metal else None)
+
+
+def _check(trial: Trial, kernels: Dispatch | None) -> Result:
+    choice = kernels.choose(trial.operation, *trial.arguments) if kernels else None
+    try:
+        return Result(trial, error(trial), choice=choice)
+    except (EmulatorError, RuntimeError, ValueError) as fault:  # Metal or this GPU refuses it
+        return Result(trial, float("inf"), str(fault).strip().partition("\n")[0], choice)
+
+
+def verdict(results: Sequence[Result], where: str) -> list[str]:
+    """The worst trial of each operation, the choices, every wrong trial, and a sentence."""
+    names = dict.fromkeys(result.trial.operation.name for result in results)
+    lines = ["  worst error of each operation, and where"]
+    for name in names:
+        worst = max((r for r in results if r.trial.operation.name == name), key=lambda r: r.error)
+        lines.append(f"  {worst.error:8.3f}  {worst.trial.label}")
+    chosen = [(result.choice, result.trial.label) for result in results if result.choice]
+    if chosen:
+        lines.append("  what dispatch chooses here")
+        lines += [_choice_line(choice, label) for choice, label in chosen]
+    wrong = [result for result in results if not result.right]
+    lines += [f"  WRONG {r.error:.3g}  {r.trial.label}  {r.fault}".rstrip() for r in wrong]
+    return [*lines, f"  {len(wrong)} of {len(results)} trials wrong {where}"]
+
+
+def _choice_line(choice: Choice, case: str) -> str:
+    return f"  {'kernel' if choice.kernel else 'stock':<7} {choice.reason}  ({case})"
+
+
+if __name__ == "__main__":
+    cli.run(main, PROGRAM)

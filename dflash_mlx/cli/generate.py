@@ -1,0 +1,61 @@
+"""`python -m dflash_mlx.generate`: one answer on stdout, statistics on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.cli import options as cli
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.session.chat import check_prompt, prompt_tokens, read_messages
+from dflash_mlx.session.stream import Session, TextDelta, collect
+
+PROGRAM = "dflash_mlx.generate"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Answer one prompt. Raises DFlashError for bad input."""
+    arguments = parser().parse_args(argv)
+    config = cli.read_decode_config(arguments)
+    prompt = cli.read_stdin() if arguments.prompt == "-" else arguments.prompt
+    if arguments.messages is not None:
+        prompt = read_messages(arguments.messages)
+    check_prompt(prompt, arguments.system, arguments.raw)
+    pair = cli.open_pair(arguments, config)
+    tokens = prompt_tokens(pair.tokenizer, prompt, arguments.system, arguments.raw)
+    deltas = Session(pair, config).stream(tokens)
+    if arguments.json:
+        print(json.dumps(as_json(deltas), ensure_ascii=False))
+    else:
+        cli.print_stream(deltas)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = cli.Parser(prog=PROGRAM, description="Answer one prompt with speculative decoding.")
+    source = result.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the text to answer, - reads standard input")
+    source.add_argument("--messages", type=Path, help="a JSON file with the conversation so far")
+    result.add_argument("--system", help="system prompt")
+    result.add_argument("--raw", action="store_true", help="use no chat template")
+    result.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig)
+    return result
+
+
+def as_json(deltas: Iterator[TextDelta]) -> dict[str, Any]:
+    """The finished answer as one object."""
+    answer = collect(deltas)
+    return {
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "finish_reason": answer.finish_reason,
+        **answer.statistics.as_dict(),
+    }
+
+
+if __name__ == "__main__":
+    cli.run(main, PROGRAM)

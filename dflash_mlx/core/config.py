@@ -1,0 +1,378 @@
+"""Every setting with its default and its help text; command lines are generated from these."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from dflash_mlx.core.errors import DFlashError
+
+METHODS = ("auto", "none", "dflash", "ddtree", "d2sd", "ngram")
+CONTROLS = ("resample",)  # methods for comparison in the benchmark only
+GROWTHS = ("joint", "paper")
+TRAIN_MODES = ("dflash", "variable-prefix")
+ACCEPTANCES = ("auto", "match", "reject")
+KERNELS = ("auto", "off", "on")
+BITS = (4, 8)
+STARTS = ("target", "random")
+LOSSES = ("dpace", "decay")
+ANCHOR_LAWS = ("even", "starts")
+
+
+def option(default: Any, help: str, **argparse_keywords: Any) -> Any:
+    """A dataclass field that carries its own help text and argparse keywords."""
+    return field(default=default, metadata={"help": help, "argparse": argparse_keywords})
+
+
+def _number_or_auto(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number") from None
+
+
+def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
+    if not condition:
+        raise DFlashError(f"{name} is {value!r}", f"choose {allowed}")
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """Which target and which drafter to load."""
+
+    model: str | None = option(
+        None, "target: a Hugging Face id or a local folder (default: the embedded SmolLM2-135M)"
+    )
+    drafter: str | None = option(
+        None,
+        "drafter: a Hugging Face id or a local folder (default: the one that is known for the "
+        "model; without one, --method auto looks up n-grams)",
+    )
+    second_drafter: str | None = option(
+        None,
+        "d2sd's variable-prefix drafter, likewise; none lets the first one continue its own drafts "
+        "(default: the one that fits the model)",
+    )
+    kernels: str = option(
+        "auto",
+        "Metal kernels of the loaded models: auto uses each where it agrees with MLX and is faster "
+        "on this machine, which is tried once; on wherever one can run; without Metal, none can",
+        choices=KERNELS,
+    )
+    drafter_bits: int | None = option(
+        None,
+        "quantise the drafters' weights to 4 or 8 bits when they are loaded: less memory, a few "
+        "more wrong guesses, the same answers",
+        type=int,
+        choices=BITS,
+    )
+    kv_bits: int | None = option(
+        None,
+        "keep the keys and values of target and drafters in 4 or 8 bits: less memory for long "
+        "conversations; the target computes with rounded numbers then, so answers change, with and "
+        "without drafts alike",
+        type=int,
+        choices=BITS,
+    )
+    draft_window: int | None = option(
+        None,
+        "how many tokens back the drafters see, the current one included: bounds the memory of "
+        "their context; the same answers (default: as they were trained)",
+        type=int,
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
+        for name in ("drafter_bits", "kv_bits"):
+            value = getattr(self, name)
+            _require(value is None or value in BITS, name, value, "4 or 8, or leave it out")
+        window_ok = self.draft_window is None or self.draft_window >= 2
+        _require(window_ok, "draft_window", self.draft_window, "2 or more")
+
+
+ALL_BUT_MODEL = tuple(f.name for f in fields(PairConfig) if f.name != "model")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen from the target's logits; temperature 0 is greedy."""
+
+    temperature: float = option(0.0, "0 is greedy, higher is more random", type=float)
+    top_p: float = option(1.0, "keep the smallest set with this probability mass", type=float)
+    top_k: int = option(0, "keep the k most likely tokens, 0 keeps all", type=int)
+    min_p: float = option(0.0, "drop tokens below this share of the likeliest one", type=float)
+    repetition_penalty: float = option(1.0, "divide logits of recent tokens, 1 is off", type=float)
+    repetition_context: int = option(20, "how many recent tokens are penalised", type=int)
+    seed: int | None = option(None, "random seed (default: a new one each time)", type=int)
+
+    def __post_init__(self) -> None:
+        finite = 0 <= self.temperature < float("inf")
+        _require(finite, "temperature", self.temperature, "a finite number, 0 or above")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0 and up to 1")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 or a positive whole number")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
+        positive = 0 < self.repetition_penalty < float("inf")
+        _require(positive, "repetition_penalty", self.repetition_penalty, "a number above 0")
+        _require(
+            self.repetition_context >= 1,
+            "repetition_context",
+            self.repetition_context,
+            "a positive whole number",
+        )
+        seed_ok = self.seed is None or 0 <= self.seed < 2**32
+        _require(seed_ok, "seed", self.seed, "a whole number from 0 to 4294967295")
+
+    def with_seed(self) -> SamplingConfig:
+        """These settings with a seed, a random one if none was given."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How one answer is decoded."""
+
+    method: str = option(
+        "auto",
+        "how tokens are drafted: none is plain decoding, auto what the pair is best used with",
+        choices=METHODS,
+    )
+    block_size: int | None = option(
+        None,
+        "tokens per draft block, the anchor included (default: for dflash what models.toml advises "
+        "for the pair, else the drafter's)",
+        type=int,
+    )
+    branches: int = option(
+        4,
+        "d2sd: prefixes that the second drafter continues; another number than the default makes "
+        "auto d2sd where the target can verify trees",
+        type=int,
+    )
+    budget: int | None = option(
+        None,
+        "ddtree, d2sd: tokens that a pass verifies, the anchor included, or auto: as many as pay "
+        "on this machine, and no draft where none pays (default: auto)",
+        type=_number_or_auto,
+    )
+    lookup: bool = option(
+        True,
+        "ddtree, d2sd without --budget: let what followed the last words before join the drafts",
+        action=argparse.BooleanOptionalAction,
+    )
+    recalibrate: bool = option(False, "time this machine again, for --budget", action="store_true")
+    growth: str = option(
+        "joint", "d2sd: best-first over both drafts, or as published", choices=GROWTHS
+    )
+    acceptance: str = option(
+        "auto",
+        "dflash with a temperature above 0: match keeps a draft that equals what the target draws, "
+        "and one seed gives one answer with and without drafting; reject draws the drafts too and "
+        "keeps each with probability min(1, p/q), which follows the same law and accepts more, but "
+        "gives other answers for a seed; auto rejects where no seed is given",
+        choices=ACCEPTANCES,
+    )
+    exact: bool = option(
+        False,
+        "decide near-ties as plain decoding does, so that greedy answers are its answers token by "
+        "token; takes memory for a second cache, time for every near-tie, and computes a whole "
+        "conversation anew for every answer",
+        action="store_true",
+    )
+    max_tokens: int = option(512, "stop after this many tokens", type=int)
+    stop: tuple[str, ...] = option(
+        (), "stop before this text appears; may be given several times", action="append"
+    )
+    prefill_step: int = option(512, "prompt tokens per target pass", type=int)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def __post_init__(self) -> None:
+        known = self.method in METHODS + CONTROLS
+        _require(known, "method", self.method, f"one of {', '.join(METHODS)}")
+        block_ok = self.block_size is None or self.block_size >= 2
+        _require(block_ok, "block_size", self.block_size, "2 or more")
+        _require(self.growth in GROWTHS, "growth", self.growth, f"one of {', '.join(GROWTHS)}")
+        _require(
+            self.acceptance in ACCEPTANCES,
+            "acceptance",
+            self.acceptance,
+            f"one of {', '.join(ACCEPTANCES)}",
+        )
+        _require(1 <= self.branches <= 32, "branches", self.branches, "1 to 32")
+        budget_ok = self.budget is None or 2 <= self.budget <= 96
+        _require(budget_ok, "budget", self.budget, "2 to 96, or auto")
+        greedy = self.sampling.temperature == 0
+        _require(greedy or not self.exact, "exact", self.exact, "temperature 0 for greedy decoding")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        _require(self.prefill_step >= 1, "prefill_step", self.prefill_step, "1 or more")
+        _require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
+        _require("" not in self.stop, "stop", "", "a text of at least one character")
+
+    @property
+    def guarded(self) -> bool:
+        """Whether near-ties are decided again; plain decoding has nothing to decide."""
+        return self.exact and self.method != "none"
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether the drafter draws its tokens, for rejection sampling."""
+        if self.method != "dflash" or self.sampling.temperature == 0:
+            return False
+        unseeded = self.acceptance == "auto" and self.sampling.seed is None
+        return unseeded or self.acceptance == "reject"
+
+
+def _anchor_law() -> Any:
+    return option(
+        "even",
+        "which blocks: at every token as often, or more where rounds begin more often (starts)",
+        choices=ANCHOR_LAWS,
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a drafter is trained."""
+
+    mode: str = option("dflash", "which drafter to train", choices=TRAIN_MODES)
+    init: str | None = option(
+        None, "drafter to start from: a Hugging Face id or a local folder (default: a new one)"
+    )
+    start: str = option(
+        "target", "a new drafter starts as the target's last layers, or random", choices=STARTS
+    )
+    layers: int = option(3, "layers of a new drafter", type=int)
+    taps: int = option(5, "target layers that a new drafter reads", type=int)
+    block_size: int = option(8, "tokens per block of a new drafter, the anchor included", type=int)
+    minutes: float | None = option(None, "train for so long, over all runs together", type=float)
+    steps: int | None = option(None, "train for so many steps, over all runs together", type=int)
+    sequences: int = option(8, "sequences per step", type=int)
+    anchors: int = option(32, "blocks per sequence and step", type=int)
+    anchor_law: str = _anchor_law()
+    short_share: float = option(
+        0.5, "share of the steps that train on blocks of half the size, 0 to 1", type=float
+    )
+    draft_vocabulary: int | None = option(
+        None, "train on the logits of so many frequent tokens (default: a quarter)", type=int
+    )
+    loss: str = option("dpace", "how positions in a block are weighted", choices=LOSSES)
+    soft: float = option(
+        0.5, "how much of every label is the target's own distribution, 0 to 1", type=float
+    )
+    tau: float = option(4.0, "decay loss: positions until the weight is 1/e", type=float)
+    alpha: float = option(0.5, "dpace loss: smoothing of the confidences", type=float)
+    prefix_base: float = option(
+        0.8, "variable-prefix: each visible token more is so many times as likely", type=float
+    )
+    learning_rate: float = option(8e-4, "AdamW's peak", type=float)
+    warmup: int = option(100, "steps until the peak", type=int)
+    weight_decay: float = option(0.01, "AdamW's decay of the weights", type=float)
+    clip: float = option(1.0, "largest norm of a gradient", type=float)
+    held_out: int = option(50, "keep every so many-th row of a corpus for measuring", type=int)
+    evaluate_minutes: float = option(5.0, "minutes between measurements and saves", type=float)
+    seed: int = option(0, "decides anchors, prefixes and order", type=int)
+
+    def __post_init__(self) -> None:
+        choices = {"mode": TRAIN_MODES, "start": STARTS, "loss": LOSSES, "anchor_law": ANCHOR_LAWS}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            _require(value in allowed, name, value, f"one of {', '.join(allowed)}")
+        for name in ("layers", "taps", "sequences", "anchors"):
+            value = getattr(self, name)
+            _require(value >= 1, name, value, "1 or more")
+        for name in ("block_size", "held_out"):
+            value = getattr(self, name)
+            _require(value >= 2, name, value, "2 or more")
+        for name in ("tau", "learning_rate", "clip", "evaluate_minutes", "prefix_base"):
+            value = getattr(self, name)
+            _require(0 < value < float("inf"), name, value, "a number above 0")
+        for name in ("minutes", "steps", "draft_vocabulary"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, value, "a number above 0")
+        _require(0 < self.alpha <= 1, "alpha", self.alpha, "a number above 0 and up to 1")
+        _require(0 <= self.short_share <= 1, "short_share", self.short_share, "0 to 1")
+        _require(0 <= self.soft <= 1, "soft", self.soft, "0 to 1")
+        for name in ("warmup", "weight_decay", "seed"):
+            value = getattr(self, name)
+            _require(value >= 0, name, value, "0 or more")
+        ends = (self.minutes is None) != (self.steps is None)
+        _require(ends, "minutes, steps", (self.minutes, self.steps), "one of --minutes and --steps")
+
+
+@dataclass(frozen=True)
+class SelectorTraining:
+    """How a drafter's candidate selector is trained."""
+
+    minutes: float = option(20.0, "train for so long", type=float)
+    steps: int | None = option(None, "train for so many steps instead", type=int)
+    rank: int = option(32, "columns of the selector's codebooks", type=int)
+    top_k: int = option(16, "candidates per position", type=int)
+    sequences: int = option(4, "sequences per step", type=int)
+    anchors: int = option(32, "blocks per sequence and step", type=int)
+    anchor_law: str = _anchor_law()
+    draft_vocabulary: int | None = option(
+        None, "take candidates from so many frequent tokens (default: a quarter)", type=int
+    )
+    learning_rate: float = option(1e-2, "AdamW's peak", type=float)
+    warmup: int = option(50, "steps until the peak", type=int)
+    held_out: int = option(50, "keep every so many-th row of a corpus for measuring", type=int)
+    seed: int = option(0, "decides first weights, anchors and order", type=int)
+
+    def __post_init__(self) -> None:
+        laws = ", ".join(ANCHOR_LAWS)
+        _require(self.anchor_law in ANCHOR_LAWS, "anchor_law", self.anchor_law, f"one of {laws}")
+        for name in ("rank", "sequences", "anchors"):
+            value = getattr(self, name)
+            _require(value >= 1, name, value, "1 or more")
+        for name in ("top_k", "held_out"):
+            value = getattr(self, name)
+            _require(value >= 2, name, value, "2 or more")
+        for name in ("minutes", "learning_rate"):
+            value = getattr(self, name)
+            _require(0 < value < float("inf"), name, value, "a number above 0")
+        for name in ("steps", "draft_vocabulary"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "1 or more")
+        for name in ("warmup", "seed"):
+            value = getattr(self, name)
+            _require(value >= 0, name, value, "0 or more")
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """How the target's own answers are collected, as training data for drafters."""
+
+    greedy_share: float = option(0.5, "share of prompts answered greedily, 0 to 1", type=float)
+    temperature: float = option(0.6, "of the other answers", type=float)
+    top_p: float = option(0.95, "of the other answers", type=float)
+    max_tokens: int = option(220, "cut answers after this many tokens", type=int)
+    batch_size: int = option(128, "answers decoded at once", type=int)
+    seed: int = option(0, "decides the order, which answers are greedy, and every draw", type=int)
+    limit: int | None = option(None, "answer only the first N prompts of that order", type=int)
+    system: str | None = option(None, "system prompt")
+    self_prompt: int | None = option(
+        None, "let the model write N user turns itself and answer those", type=int
+    )
+    opening: tuple[str, ...] = option(
+        (), "how a user turn begins; may be given several times, taken in turn", action="append"
+    )
+    self_temperature: float = option(0.9, "of the user turns that the model writes", type=float)
+    self_top_p: float = option(0.95, "of the user turns that the model writes", type=float)
+    self_max_tokens: int = option(200, "drop user turns that are longer", type=int)
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.greedy_share <= 1, "greedy_share", self.greedy_share, "0 to 1")
+        for name in ("temperature", "self_temperature"):
+            value = getattr(self, name)
+            _require(0 < value < float("inf"), name, value, "a finite number above 0")
+        for name in ("top_p", "self_top_p"):
+            value = getattr(self, name)
+            _require(0 < value <= 1, name, value, "a number above 0 and up to 1")
+        for name in ("max_tokens", "batch_size", "limit", "self_prompt", "self_max_tokens"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "1 or more")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
+        _require(not isinstance(self.opening, str), "opening", self.opening, "a tuple of texts")

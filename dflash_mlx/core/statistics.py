@@ -1,0 +1,86 @@
+"""What one answer cost and gained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from dflash_mlx.core.accept import Accepted, NearTies
+
+
+@dataclass
+class Statistics:
+    """Counts and seconds of one answer; derived numbers are properties.
+
+    generated_tokens: a stop token included, tokens cut off behind a stop excluded.
+    drafted, accepted: how often a token was drafted, and accepted, at each position of the block.
+    modes: rounds by the mode that a budget chose ("plain", "chain", "tree"), see `Tree`.
+    near_ties: what `--exact` took, None without it.
+    """
+
+    method: str
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    rounds: int = 0
+    prefill_seconds: float = 0.0
+    time_to_first_token: float = 0.0
+    decode_seconds: float = 0.0
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+    modes: Counter[str] = field(default_factory=Counter)
+    near_ties: NearTies | None = None
+
+    def add_round(self, accepted: Accepted) -> None:
+        """Count a round."""
+        self.rounds += 1
+        self.drafted.update(set(accepted.tree.depths) - {0})
+        self.accepted.update(range(1, len(accepted.path)))
+        if accepted.tree.mode:
+            self.modes[accepted.tree.mode] += 1
+        if accepted.near_ties is not None:
+            self.near_ties = (self.near_ties or NearTies()) + accepted.near_ties
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding, without the prompt."""
+        return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def mean_accepted(self) -> float:
+        """Tokens per round, the target's own included."""
+        return self.generated_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of drafted positions that were accepted."""
+        drafted = self.drafted.total()
+        return self.accepted.total() / drafted if drafted else 0.0
+
+    @property
+    def accepted_by_position(self) -> list[float]:
+        """The same share for block positions 1, 2, ..."""
+        return [self.accepted[k] / self.drafted[k] for k in sorted(self.drafted)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: counts, seconds, and the derived numbers."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "generated_tokens": self.generated_tokens,
+            "method": self.method,
+            "prefill_seconds": self.prefill_seconds,
+            "time_to_first_token": self.time_to_first_token,
+            "decode_seconds": self.decode_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "rounds": self.rounds,
+            "mean_accepted": self.mean_accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "accepted_by_position": self.accepted_by_position,
+            "modes": dict(self.modes),
+            **{f"guard_{name}": n for name, n in asdict(self.near_ties or NearTies()).items()},
+            "peak_memory_bytes": mx.get_peak_memory(),
+        }

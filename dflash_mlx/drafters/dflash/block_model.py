@@ -1,0 +1,125 @@
+"""A drafter network bound to its target: logits of blocks, whatever tree they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.drafters.dflash.selector import Candidates, predecessors
+from dflash_mlx.drafters.growth.grow import Array, Ranked
+from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.target.model import Target
+from kernels_metal.draft_head import MAX_K
+
+Prefixes = Sequence[Sequence[int]]
+
+
+class BlockModel:
+    """A drafter network with an embedding and a head: its own, or those of its target.
+
+    Logits are always over the target's vocabulary, so what is drafted from them needs to know
+    nothing of a draft vocabulary: tokens outside it have -inf. That costs writing [n, V] numbers
+    once a draft; the product with the head, which costs much more, stays as small as its own.
+    Raises DFlashError for a target whose embedding cannot be found.
+    """
+
+    def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:
+        self.config = config
+        self.kernels = target.kernels
+        self._network = network
+        self._kv_bits = target.kv_bits
+        self._embed: Any = network.embed_tokens if config.own_embedding else target.embedding()
+        self._scale = config.input_embedding_scale * (
+            1.0 if config.own_embedding else embedding_scale(target)
+        )
+        self._head: Callable[[mx.array], mx.array]
+        self._head = network.lm_head if config.own_head else target.head()
+        self._ids: mx.array | None = None
+        if config.draft_vocab_size is not None:
+            self._ids = mx.arange(config.draft_vocab_size) + network.d2t
+        target.tap(config.target_layer_ids)
+
+    def new_context(self) -> FeatureContext:
+        """An empty context for one sequence."""
+        windows = self.config.layer_windows
+        return FeatureContext(self._network, windows, self.kernels, self._kv_bits)
+
+    def logits(
+        self, context: FeatureContext, anchor: mx.array, rows: int, prefixes: Prefixes = ((),)
+    ) -> mx.array:
+        """[n, V] for what follows each prefix in a block of `rows`, one prefix after the other.
+
+        anchor: [1]. prefixes: drafted tokens that the block shows unmasked (D2SD's second draft,
+        arXiv 2606.04446, 3.3); a prefix of l tokens has rows - 1 - l masks. All blocks go through
+        the network in one pass over the one context.
+        """
+        return self._logits(self._states(context, anchor, rows, prefixes))
+
+    def candidates(self, context: FeatureContext, anchor: mx.array, rows: int) -> Candidates:
+        """What DFlash 2's selector can choose from in a block of `rows`."""
+        states = self._states(context, anchor, rows, ((),))
+        selector = self._network.candidate_selector
+        return selector(states, self._logits(states), anchor)
+
+    def linked(self, context: FeatureContext, anchor: mx.array, rows: int) -> tuple[Ranked, Array]:
+        """The selector's candidates in a block of `rows`, ranked, and its edges between them.
+
+        [n, k] and [n, k, k], see `CandidateSelector.edges`, with k at most 16; waits for the pass.
+        """
+        assert self.config.selector is not None
+        states = self._states(context, anchor, rows, ((),))
+        k = min(self.config.selector.top_k, MAX_K)
+        ranked = rank(self._logits(states), k, self.kernels)
+        tokens = mx.array(ranked.tokens)
+        selector = self._network.candidate_selector
+        edges = selector.edges(states, predecessors(tokens, anchor), tokens)
+        return ranked, np.array(edges)
+
+    def _states(
+        self, context: FeatureContext, anchor: mx.array, rows: int, prefixes: Prefixes
+    ) -> mx.array:
+        """[n, d] final states of the masks."""
+        config = self.config
+        blocks: list[mx.array] = []
+        masked: list[int] = []
+        for i, prefix in enumerate(prefixes):
+            masks = [config.mask_token_id] * (rows - 1 - len(prefix))
+            hidden = mx.array([*prefix, *masks], dtype=anchor.dtype)
+            blocks += [anchor, hidden]
+            masked += range(i * rows + 1 + len(prefix), (i + 1) * rows)
+        x = self._embed(mx.concatenate(blocks)[None]) * self._scale
+        states = self._network(x, context.cache, branches=len(prefixes)).astype(x.dtype)
+        return states[0, 1:] if len(masked) == x.shape[1] - 1 else states[0, mx.array(masked)]
+
+    def _logits(self, states: mx.array) -> mx.array:
+        """[n, V] from final states [n, d]."""
+        logits = self._head(states * self.config.output_multiplier)
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = mx.tanh(logits / cap) * cap
+        if self._ids is None:
+            return logits
+        whole = mx.full((logits.shape[0], self.config.vocab_size), -mx.inf, dtype=logits.dtype)
+        whole[:, self._ids] = logits
+        return whole
+
+
+def embedding_scale(target: Target) -> float:
+    """The factor that a target keeps beside its embedding as `embed_scale`, else 1.
+
+    As z-lab's MLX module does: families that multiply in their forward pass have no such attribute.
+    """
+    embedding = target.embedding()
+    beside = (
+        module
+        for module in target.model.modules()
+        if any(child is embedding for child in module.values())
+    )
+    for holder in (embedding, next(beside, embedding)):
+        if (scale := getattr(holder, "embed_scale", None)) is not None:
+            return float(scale)
+    return 1.0

@@ -1,0 +1,263 @@
+"""The config.json of z-lab's DFlash and DFlash 2 folders, and of ours, field by field.
+
+Fields of the method are in `dflash_config`; older and newer files have some of them beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig
+from dflash_mlx.drafters.dflash.network import NetworkConfig
+from dflash_mlx.drafters.dflash.quantized import Quantization
+from dflash_mlx.drafters.dflash.selector import SelectorConfig
+
+VERSION_1, VERSION_2 = "DFlashDraftModel", "DFlash2DraftModel"
+MAX_LAYERS = 1024  # published drafters have 5 to 8
+MAX_SIZE = 2**31 - 1  # MLX keeps a dimension in 32 bits with a sign
+ACTIVATION, PROJECTOR = "silu", "dflash"
+
+Fields = dict[str, Any]
+
+
+def architecture(raw: Any) -> str:
+    """What the config.json says that it describes."""
+    names = raw.get("architectures") if isinstance(raw, dict) else None
+    return str(names[0])[:80] if isinstance(names, list) and names else "unknown"
+
+
+def parse_fields(raw: Fields) -> NetworkConfig:
+    """The configuration in a config.json of either version.
+
+    Raises KeyError for a missing field, ValueError or TypeError for one of the wrong kind or size.
+    """
+    dflash = raw["dflash_config"]
+    if not isinstance(dflash, dict):
+        raise ValueError(f"dflash_config is {dflash!r}")
+    _check_kind(raw, dflash)
+    windows = _layer_windows(raw)
+    if flag(dflash, "use_swa") and not any(windows):
+        raise ValueError("dflash_config.use_swa is true, but layer_types has no sliding_attention")
+    width, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
+    version_2 = architecture(raw) == VERSION_2
+    return NetworkConfig(
+        hidden_size=width,
+        intermediate_size=_size(raw, "intermediate_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=_size(raw, "num_key_value_heads", heads),
+        head_dim=_size(raw, "head_dim", width // heads),
+        rms_norm_eps=_positive(raw, "rms_norm_eps"),
+        rope=_rope(raw),
+        max_position_embeddings=_size(raw, "max_position_embeddings"),
+        layer_windows=windows,
+        layer_causal=_layer_causal(raw, dflash, windows),
+        attention_bias=flag(raw, "attention_bias"),
+        block_size=_whole(dflash if "block_size" in dflash else raw, "block_size"),
+        mask_token_id=_whole(dflash, "mask_token_id"),
+        target_layer_ids=_taps(dflash),
+        num_target_layers=_target_layers(raw),
+        vocab_size=_size(raw, "vocab_size"),
+        input_embedding_scale=_positive(dflash, "input_embedding_scale", 1.0),
+        output_multiplier=_positive(dflash, "output_multiplier", 1.0),
+        final_logit_softcapping=_softcap(raw, dflash),
+        draft_vocab_size=_size(raw, "draft_vocab_size", 0) or None,
+        own_embedding=flag(dflash, "own_embedding"),
+        own_head=flag(dflash, "own_head"),
+        convolution=_convolution({**raw, **dflash}) if version_2 else None,
+        selector=_selector({**raw, **dflash}) if version_2 else None,
+        quantization=_quantization(raw),
+        notes=_notes(raw),
+    )
+
+
+def problems(config: NetworkConfig) -> list[str]:
+    """Why the fields contradict each other; empty where they do not."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    taps, vocabulary = config.target_layer_ids, config.vocab_size
+    layers = max(*taps, 0) + 1 if config.num_target_layers is None else config.num_target_layers
+    found = {
+        f"{heads} attention heads do not divide by {kv_heads} key/value heads": heads % kv_heads,
+        f"block_size is {config.block_size}": config.block_size < 2,
+        f"mask_token_id is {config.mask_token_id}, outside the vocabulary of {vocabulary}":
+            not 0 <= config.mask_token_id < vocabulary,
+        f"target_layer_ids are {list(taps)}, outside the {layers} layers of the target":
+            not taps or not all(0 <= tap < layers for tap in taps),
+        **_vocabulary_problems(config),
+        **_second_version_problems(config),
+        **_product_problems(config),
+    }  # fmt: skip
+    return [problem for problem, wrong in found.items() if wrong]
+
+
+def _vocabulary_problems(config: NetworkConfig) -> dict[str, bool]:
+    own, vocabulary = config.draft_vocab_size, config.vocab_size
+    if own is None:
+        return {}
+    what = f"draft_vocab_size is {own}"
+    return {
+        f"{what}, not less than the vocabulary of {vocabulary}": own >= vocabulary,
+        f"{what}, but own_head is false": not config.own_head,
+        f"{what}, but the selector needs the vocabulary of {vocabulary}":
+            config.selector is not None,
+    }  # fmt: skip
+
+
+def _second_version_problems(config: NetworkConfig) -> dict[str, bool]:
+    if config.convolution is None or config.selector is None:
+        return {}
+    width, taps, top_k = config.hidden_size, config.convolution.kernel_size, config.selector.top_k
+    group, block, vocabulary = config.convolution.group_size, config.block_size, config.vocab_size
+    return {
+        f"hidden_size {width} does not divide by conv_group_size {group}": width % group != 0,
+        f"conv_kernel_size is {taps}, more than the block_size {block}": taps > block,
+        f"selector_top_k is {top_k}, more than the vocabulary of {vocabulary}": top_k > vocabulary,
+    }
+
+
+def _product_problems(config: NetworkConfig) -> dict[str, bool]:
+    """Dimensions that MLX cannot have although each of their factors can be one."""
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    width, taps = config.hidden_size, len(config.target_layer_ids)
+    products = {
+        f"{heads} attention heads of {dim}": heads * dim,
+        f"{kv_heads} key/value heads of {dim}": kv_heads * dim,
+        f"{taps} tapped layers of hidden_size {width}": taps * width,
+    }
+    if (conv := config.convolution) is not None:
+        groups = max(1, width // conv.group_size)
+        what = f"two convolutions of conv_kernel_size {conv.kernel_size} over {groups} groups"
+        products[what] = 2 * conv.kernel_size * groups
+    return {f"{what} are more than {MAX_SIZE}": n > MAX_SIZE for what, n in products.items()}
+
+
+def _check_kind(raw: Fields, dflash: Fields) -> None:
+    """Raise ValueError for another activation and for drafters that only look like this one."""
+    if (activation := raw.get("hidden_act", ACTIVATION)) != ACTIVATION:
+        raise ValueError(f"hidden_act is {activation!r}, supported is {ACTIVATION!r}")
+    for fields in (raw, dflash):
+        if (kind := fields.get("projector_type") or PROJECTOR) != PROJECTOR:
+            raise ValueError(f"projector_type is {kind!r}, supported is {PROJECTOR!r}")
+        if flag(fields, "shift_label"):
+            raise ValueError(
+                "shift_label is true, supported is false: only drafters that predict masks"
+            )
+
+
+def flag(raw: Fields, name: str, default: bool = False) -> bool:
+    """A field that is true, false or absent; ValueError for anything else."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, not true or false")
+    return default if value is None else value
+
+
+def _positive(raw: Fields, name: str, default: float | None = None) -> float:
+    if (value := _number(raw, name, default)) <= 0:
+        raise ValueError(f"{name} is {value!r}, not above 0")
+    return value
+
+
+def _number(raw: Fields, name: str, default: float | None = None) -> float:
+    value = raw[name] if default is None else raw.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r}, not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}, not a finite number")
+    return value
+
+
+def _whole(raw: Fields, name: str, default: int | None = None) -> int:
+    value = _number(raw, name, default)
+    if value != int(value):
+        raise ValueError(f"{name} is {value!r}, not a whole number")
+    return int(value)
+
+
+def _size(raw: Fields, name: str, default: int | None = None) -> int:
+    value = _whole(raw, name, default)
+    if value < 1 and not (value == default and raw.get(name) is None):
+        raise ValueError(f"{name} is {value!r}, not from 1 on")
+    if value > MAX_SIZE:
+        raise ValueError(f"{name} is {value!r}, not up to {MAX_SIZE}")
+    return value
+
+
+def _target_layers(raw: Fields) -> int | None:
+    return None if raw["num_target_layers"] is None else _size(raw, "num_target_layers")
+
+
+def _taps(dflash: Fields) -> tuple[int, ...]:
+    taps = dflash["target_layer_ids"]
+    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
+        raise ValueError(f"target_layer_ids are {taps!r}")
+    return tuple(taps)
+
+
+def _softcap(raw: Fields, dflash: Fields) -> float | None:
+    given = dflash if "final_logit_softcapping" in dflash else raw
+    return _number(given, "final_logit_softcapping", 0.0) or None
+
+
+def _rope(raw: Fields) -> dict[str, Any]:
+    """`rope_parameters` (newer files), or rope_theta beside an optional `rope_scaling`."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"rope_parameters are {given!r}")
+    for name, value in given.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} of the rope is {value!r}, not a finite number")
+    rope = dict(given)
+    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    if _number(rope, "rope_theta") <= 0:
+        raise ValueError(f"rope_theta is {rope['rope_theta']!r}")
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def _layer_windows(raw: Fields) -> tuple[int | None, ...]:
+    if (layers := _size(raw, "num_hidden_layers")) > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
+    types = raw.get("layer_types") or ["full_attention"] * layers
+    if len(types) != layers:
+        raise ValueError(f"layer_types: {len(types)} entries for {layers} layers")
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types holds {unknown.pop()!r}")
+    return tuple(_size(raw, "sliding_window") if t == "sliding_attention" else None for t in types)
+
+
+def _layer_causal(raw: Fields, dflash: Fields, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """`is_causal` for all layers, or `causal` as vLLM has it; else sliding layers alone are."""
+    given, name = (dflash, "causal") if raw.get("is_causal") is None else (raw, "is_causal")
+    return tuple(flag(given, name, default=window is not None) for window in windows)
+
+
+def _convolution(raw: Fields) -> ConvolutionConfig:
+    return ConvolutionConfig(_size(raw, "conv_kernel_size"), _size(raw, "conv_group_size"))
+
+
+def _selector(raw: Fields) -> SelectorConfig:
+    return SelectorConfig(_size(raw, "selector_rank"), _size(raw, "selector_top_k"))
+
+
+def _quantization(raw: Fields) -> Quantization | None:
+    given = raw.get("quantization")
+    if given is None and raw.get("quantization_config") is None:
+        return None
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"quantization_config is {raw.get('quantization_config')!r}, not MLX's own"
+        )
+    if given.get("mode", "affine") != "affine":
+        raise ValueError(f"quantization.mode is {given['mode']!r}")
+    return Quantization(_size(given, "group_size"), _size(given, "bits"))
+
+
+def _notes(raw: Fields) -> tuple[str, ...]:
+    """What a conversion to our format had to assume."""
+    given = raw.get("notes") or []
+    if not isinstance(given, list) or not all(isinstance(note, str) for note in given):
+        raise ValueError(f"notes are {given!r}")
+    return tuple(given)

@@ -1,0 +1,126 @@
+"""What block-diffusion drafters remember of a sequence: keys and values of its features."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+
+from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.target.cache import LayerCache
+from dflash_mlx.target.routing import Kernels
+from dflash_mlx.target.sequence import SequenceCache
+
+_MOST_WAITING = 64  # rows of features
+
+
+def limit_windows(config: NetworkConfig, most: int | None) -> NetworkConfig:
+    """The drafter's configuration with no layer's window above `most`; None leaves it as it is.
+
+    Full attention becomes a sliding window, which counts as in layers that have one anyway: from
+    each row's own position, itself included. Positions stay those of the whole sequence.
+    """
+    if most is None:
+        return config
+    windows = tuple(min(window or most, most) for window in config.layer_windows)
+    return replace(config, layer_windows=windows)
+
+
+class FeatureContext:
+    """The drafter's keys and values of the committed tokens' features, per layer.
+
+    Features wait until a draft needs them: rounds without one must not pay for its context.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        windows: tuple[int | None, ...],
+        kernels: Kernels | None = None,
+        kv_bits: int | None = None,
+    ) -> None:
+        self._network = network
+        self._cache = SequenceCache([LayerCache(window, kernels, kv_bits) for window in windows])
+        self._waiting: list[mx.array] = []
+
+    @property
+    def contexts(self) -> tuple[FeatureContext, ...]:
+        """One per drafter."""
+        return (self,)
+
+    @property
+    def cache(self) -> SequenceCache:
+        """Keys and values, up to date."""
+        if self._waiting:
+            self._network.append(mx.concatenate(self._waiting), self._cache)
+            self._waiting.clear()
+        return self._cache
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return self._cache.length + self._rows
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Keys and values of all layers."""
+        return self.cache.arrays
+
+    def append(self, features: mx.array) -> None:
+        """Take in the features [n, m*d] of the next n committed tokens."""
+        self._waiting.append(features)
+        if self._rows >= _MOST_WAITING:
+            _ = self.cache
+
+    def refill_from(self, length: int) -> int:
+        """From where on features have to be appended again for drafts at `length`."""
+        return self.cache.refill_from(length)
+
+    def trim(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        self.cache.trim(length)
+
+    @property
+    def _rows(self) -> int:
+        return sum(features.shape[0] for features in self._waiting)
+
+
+class DualContext:
+    """The contexts of both drafters, fed from one set of features.
+
+    columns: which of the m tapped layers, of width d each, either drafter reads.
+    """
+
+    def __init__(
+        self, contexts: tuple[FeatureContext, ...], columns: tuple[tuple[int, ...], ...], taps: int
+    ) -> None:
+        self.contexts = contexts
+        self._columns, self._taps = columns, taps
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return self.contexts[0].length
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Keys and values of all layers of both."""
+        return [array for context in self.contexts for array in context.arrays]
+
+    def append(self, features: mx.array) -> None:
+        """Take in the features [n, m*d] of the next n committed tokens."""
+        for context, columns in zip(self.contexts, self._columns, strict=True):
+            if columns == tuple(range(self._taps)):
+                context.append(features)
+            else:
+                parts = mx.split(features, self._taps, axis=-1)
+                context.append(mx.concatenate([parts[i] for i in columns], axis=-1))
+
+    def refill_from(self, length: int) -> int:
+        """From where on either needs features appended again for drafts at `length`."""
+        return min(context.refill_from(length) for context in self.contexts)
+
+    def trim(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        for context in self.contexts:
+            context.trim(length)

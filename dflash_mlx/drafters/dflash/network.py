@@ -1,0 +1,243 @@
+"""The DFlash drafter network (arXiv 2602.06036, section 3), of the first or second version.
+
+A few decoder layers whose queries come from the block only. The target's features enter every
+layer as extra keys and values and never pass through the residual stream. Embedding and output
+head are the target's, except in drafters that bring their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig, DynamicConvolution
+from dflash_mlx.drafters.dflash.quantized import Quantization
+from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.cache import LayerCache
+from dflash_mlx.target.rope import rotate
+from dflash_mlx.target.sequence import SequenceCache
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Shapes of a DFlash drafter; names as in its config.json.
+
+    layer_windows: sliding window per layer, None for full attention; a window of w reaches w - 1
+    positions back, and as many ahead inside the block. layer_causal: whether the layer's block
+    rows see only rows before them. target_layer_ids: target layers (0-based) whose outputs are the
+    features. num_target_layers: None where the folder does not say. The scales and the cap are 1, 1
+    and None in most drafters.
+
+    draft_vocab_size: tokens that its own head knows, None for all of the target's. own_embedding,
+    own_head: whether it brings these itself. convolution, selector: of DFlash 2. quantization: of
+    the weights in its files. notes: what reading the folder had to assume.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    max_position_embeddings: int
+    layer_windows: tuple[int | None, ...]
+    layer_causal: tuple[bool, ...]
+    attention_bias: bool
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int | None
+    vocab_size: int
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    own_head: bool = False
+    convolution: ConvolutionConfig | None = None
+    selector: SelectorConfig | None = None
+    quantization: Quantization | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Attention(nn.Module):
+    """Attention of block rows to the committed context and to the block."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        from mlx_lm.models.rope_utils import initialize_rope
+
+        super().__init__()
+        d, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = dim
+        self.q_proj = nn.Linear(d, config.num_attention_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(d, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(d, config.num_key_value_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, d, bias=bias)
+        self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
+        self.rope = initialize_rope(
+            dim,
+            config.rope["rope_theta"],
+            False,
+            config.rope,
+            config.max_position_embeddings,
+        )
+
+    def _heads(self, x: mx.array) -> mx.array:
+        return mx.unflatten(x, -1, (-1, self.head_dim)).swapaxes(1, 2)
+
+    def remember(self, rows: mx.array, cache: LayerCache) -> tuple[mx.array, mx.array]:
+        """Write keys and values of `rows` [1, n, d] into `cache`; return all that are visible."""
+        keys = rotate(self.rope, self.k_norm(self._heads(self.k_proj(rows))), cache.offset)
+        return cache.update_and_fetch(keys, self._heads(self.v_proj(rows)))
+
+    def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
+        """Attend from block rows x [1, n, d]."""
+        queries = rotate(self.rope, self.q_norm(self._heads(self.q_proj(x))), cache.offset)
+        keys, values = self.remember(x, cache)
+        out = cache.attend(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
+        return self.o_proj(out.swapaxes(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        d, hidden = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(d, hidden, bias=False)
+        self.up_proj = nn.Linear(d, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, d, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., d] -> [..., d]."""
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm decoder layer."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        d, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(d, eps)
+        self.post_attention_layernorm = nn.RMSNorm(d, eps)
+
+    def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
+        """[1, n, d] -> [1, n, d]."""
+        x = x + self.self_attn(self.input_layernorm(x), mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class ConvolvedLayer(Layer):
+    """DFlash 2's layer: both sub-layers between two convolutions over the block's rows.
+
+    The context's rows are not convolved: they enter as keys and values only.
+    """
+
+    def __init__(self, config: NetworkConfig, convolution: ConvolutionConfig) -> None:
+        super().__init__(config)
+        self.attention_conv = DynamicConvolution(config.hidden_size, convolution)
+        self.mlp_conv = DynamicConvolution(config.hidden_size, convolution)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its convolutions change nothing."""
+        return self.attention_conv.is_identity and self.mlp_conv.is_identity
+
+    def plain(self, config: NetworkConfig) -> Layer:
+        """A layer without convolutions, of the same modules."""
+        layer = Layer(config)
+        for name in layer.children():
+            layer[name] = self[name]
+        return layer
+
+    def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
+        """[1, n, d] -> [1, n, d]."""
+        branches = cache.block.branches
+        inner, after = self.attention_conv.before(self.input_layernorm(x), branches)
+        x = x + self.attention_conv.after(self.self_attn(inner, mask, cache), after, branches)
+        inner, after = self.mlp_conv.before(self.post_attention_layernorm(x), branches)
+        return x + self.mlp_conv.after(self.mlp(inner), after, branches)
+
+
+class Network(nn.Module):
+    """c = RMSNorm(W_fc [h_1; ...; h_m]) feeds keys and values of every layer.
+
+    Its parameters have the names of the tensors in a drafter folder. embed_tokens, lm_head, d2t
+    (what to add to a draft id for the target's), candidate_selector: only where the config asks
+    for them.
+    """
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
+        self.hidden_norm = nn.RMSNorm(d, config.rms_norm_eps)
+        self.layers = [_layer(config) for _ in config.layer_windows]
+        self.norm = nn.RMSNorm(d, config.rms_norm_eps)
+        self._causal = config.layer_causal
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, d)
+        if config.own_head:
+            self.lm_head = nn.Linear(d, config.draft_vocab_size or config.vocab_size, bias=False)
+        if config.draft_vocab_size is not None:
+            self.d2t = mx.zeros(config.draft_vocab_size, mx.int64)
+        if config.selector is not None:
+            self.candidate_selector = CandidateSelector(config.vocab_size, d, config.selector)
+
+    def drop_idle_convolutions(self, config: NetworkConfig) -> None:
+        """Leave out convolutions that change nothing; see `train/maps.py`."""
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, ConvolvedLayer) and layer.is_plain:
+                self.layers[i] = layer.plain(config)
+
+    def append(self, features: mx.array, cache: SequenceCache) -> None:
+        """Commit the context rows of `features` [n, m*d] to `cache`."""
+        rows = self.hidden_norm(self.fc(features[None].astype(self.norm.weight.dtype)))
+        cache.extend(Block(features.shape[0]))
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            layer.self_attn.remember(rows, layer_cache)
+        cache.commit(range(features.shape[0]))
+
+    def __call__(self, x: mx.array, cache: SequenceCache, branches: int = 1) -> mx.array:
+        """Final hidden states [1, n, d] of one block, or of several side by side.
+
+        x: [1, n, d], the embeddings of `branches` blocks of n / branches rows, all of which begin
+        behind the committed context, share it, and do not see each other. The blocks' keys and
+        values are used and discarded.
+        """
+        x = x.astype(self.norm.weight.dtype)  # another than the target's where that one overflows
+        cache.extend(Block(x.shape[1], branches=branches))
+        masks: dict[tuple[bool, int | None], mx.array | None] = {}
+        for layer, causal, layer_cache in zip(self.layers, self._causal, cache.layers, strict=True):
+            kind = causal, layer_cache.window
+            if kind not in masks:
+                masks[kind] = _block_mask(causal, layer_cache)
+            x = layer(x, masks[kind], layer_cache)
+        cache.discard()
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def _layer(config: NetworkConfig) -> Layer:
+    if config.convolution is None:
+        return Layer(config)
+    return ConvolvedLayer(config, config.convolution)
+
+
+def _block_mask(causal: bool, cache: LayerCache) -> mx.array | None:
+    """What each row of a block sees of the context and of the block; None for everything."""
+    block = cache.block
+    if cache.window is None and not causal and block.is_run:
+        return None
+    apart = block.depths[:, None] - block.depths
+    inside = apart >= 0 if causal else np.abs(apart) < (cache.window or block.rows)
+    return cache.attention_mask(inside & block.same_branch, cache.window)

@@ -1,0 +1,219 @@
+"""How draft distributions become prefix trees: pure functions of tokens and probabilities."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from dflash_mlx.core.tree import Tree
+
+Path = tuple[int, ...]  # drafted tokens from the root on
+Array = npt.NDArray[Any]
+
+_LEAST = 1e-300  # a probability whose logarithm is finite
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The likeliest tokens of consecutive positions, best first.
+
+    tokens, logprobs: [positions, k].
+    """
+
+    tokens: Array
+    logprobs: Array
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def after(self, positions: int) -> Ranked:
+        """Without the first `positions`."""
+        return Ranked(self.tokens[positions:], self.logprobs[positions:])
+
+    @property
+    def best(self) -> Path:
+        """The likeliest token of each position."""
+        return tuple(self.tokens[:, 0].tolist())
+
+    @property
+    def confidences(self) -> Array:
+        """[positions] probability of the likeliest token."""
+        return np.exp(self.logprobs[:, 0])
+
+
+@dataclass
+class Prefixes:
+    """A prefix tree under construction: node 0 is the root, equal prefixes are one node.
+
+    logprobs: per node, of its token given the tokens before it, as its drafter sees it. sources:
+    per node, which drafter, see `Tree`.
+    """
+
+    tokens: list[int] = field(default_factory=lambda: [0])
+    parents: list[int] = field(default_factory=lambda: [-1])
+    logprobs: list[float] = field(default_factory=lambda: [0.0])
+    sources: list[str] = field(default_factory=lambda: [""])
+    _children: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int, logprob: float, source: str = "first") -> int:
+        """The child of `parent` that carries `token`, new or old; its node id."""
+        if (node := self._children.get((parent, token))) is not None:
+            return node
+        node = self._children[parent, token] = len(self)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.logprobs.append(logprob)
+        self.sources.append(source)
+        return node
+
+    def as_tree(self, anchor: mx.array) -> Tree:
+        """The finished tree; its root carries `anchor` [1]."""
+        drafted = mx.array(self.tokens[1:], dtype=anchor.dtype)
+        tokens = mx.concatenate([anchor, drafted])
+        return Tree(tokens, tuple(self.parents), tuple(self.logprobs), tuple(self.sources))
+
+    def add_path(
+        self, path: Sequence[int], logprobs: Sequence[float], source: str = "first"
+    ) -> int:
+        """Add a chain from the root on; its last node's id."""
+        node = 0
+        for token, logprob in zip(path, logprobs, strict=True):
+            node = self.add(node, token, logprob, source)
+        return node
+
+    def continued(self, prefixes: Iterable[Path]) -> Prefixes:
+        """The same tree, its nodes behind one of `prefixes` marked as the second drafter's."""
+        starts = set(prefixes) - {()}
+        paths: list[Path] = [()]
+        behind = [False]
+        for node in range(1, len(self)):
+            parent = self.parents[node]
+            paths.append((*paths[parent], self.tokens[node]))
+            behind.append(behind[parent] or paths[parent] in starts)
+            self.sources[node] = "second" if behind[node] else "first"
+        return self
+
+
+def rejection_boundaries(confidences: Array) -> Array:
+    """r(i) for i = 0 .. gamma - 2: probability that exactly i drafts are accepted.
+
+    r(i) = c_1 ... c_i (1 - c_{i+1}); confidences: [gamma - 1] c_1, c_2, ... (D2SD, arXiv
+    2606.04446, section 3.2).
+    """
+    reach = np.concatenate([[1.0], np.cumprod(confidences)[:-1]])
+    result: Array = reach * (1 - confidences)
+    return result
+
+
+def likely_prefixes(confidences: Array, branches: int) -> list[int]:
+    """The lengths i with the largest r(i), at most `branches` of them, likeliest first."""
+    r = rejection_boundaries(confidences)
+    return np.argsort(-r, kind="stable")[:branches].tolist()  # type: ignore[no-any-return]
+
+
+def likely_boundaries(first: Ranked, branches: int) -> list[Path]:
+    """The paths with the largest posterior of being accepted exactly as far as they go.
+
+    r(path) = q(path) (1 - c), with c the confidence in the position behind it; for paths through
+    the best tokens alone this is `rejection_boundaries`. At most `branches` paths, likeliest first.
+    """
+    tree = best_first(follow(first), 4 * branches)
+    paths: list[Path] = [()]
+    reach = [0.0]
+    for token, parent, logprob in zip(tree.tokens, tree.parents, tree.logprobs, strict=True):
+        if parent >= 0:
+            paths.append((*paths[parent], token))
+            reach.append(reach[parent] + logprob)
+    open_ended = [i for i, path in enumerate(paths) if len(path) < len(first)]
+    missed = 1 - first.confidences
+    ranked = sorted(open_ended, key=lambda i: -float(np.exp(reach[i])) * missed[len(paths[i])])
+    return [paths[i] for i in ranked[:branches]]
+
+
+def best_first(choices: Callable[[Path], tuple[Array, Array] | None], nodes: int) -> Prefixes:
+    """The `nodes` likeliest prefixes, the root included (DDTree, arXiv 2604.12989).
+
+    choices(path): tokens [k] and log-probabilities [k], best first, of what may follow `path`;
+    None where nothing is known. A prefix is as likely as the product of its tokens. Each node
+    taken offers its next sibling and its first child, so parents come before children and
+    likelier siblings before others.
+    """
+    tree, order = Prefixes(), count()
+    heap: list[tuple[float, int, int, Path, int, tuple[Array, Array]]] = []
+
+    def offer(score: float, parent: int, path: Path, rank: int, found: Any) -> None:
+        if found is not None and rank < len(found[0]) and np.isfinite(found[1][rank]):
+            total = score + float(found[1][rank])
+            heapq.heappush(heap, (-total, next(order), parent, path, rank, found))
+
+    offer(0.0, 0, (), 0, choices(()))
+    while heap and len(tree) < nodes:
+        negative, _, parent, path, rank, found = heapq.heappop(heap)
+        token, logprob = int(found[0][rank]), float(found[1][rank])
+        node = tree.add(parent, token, logprob)
+        offer(-negative - logprob, parent, path, rank + 1, found)
+        offer(-negative, node, (*path, token), 0, choices((*path, token)))
+    return tree
+
+
+def follow(ranked: Ranked) -> Callable[[Path], tuple[Array, Array] | None]:
+    """Choices by depth alone: what one draft pass knows."""
+    return lambda path: (
+        (ranked.tokens[len(path)], ranked.logprobs[len(path)]) if len(path) < len(ranked) else None
+    )
+
+
+def follow_nearest(
+    drafts: Mapping[Path, Ranked],
+) -> Callable[[Path], tuple[Array, Array] | None]:
+    """Choices from the draft with the longest prefix in common, of those that know the position.
+
+    drafts: by the prefix that was visible to the drafter; () must be among them.
+    """
+    longest = max(len(prefix) for prefix in drafts)
+
+    def choices(path: Path) -> tuple[Array, Array] | None:
+        for length in range(min(longest, len(path)), -1, -1):
+            ranked = drafts.get(path[:length])
+            if ranked is not None and len(path) - length < len(ranked):
+                return ranked.tokens[len(path) - length], ranked.logprobs[len(path) - length]
+        return None
+
+    return choices
+
+
+def mix(first: Ranked, second: Ranked, share: float) -> Ranked:
+    """(1 - share) first + share second, position by position, over the tokens that either ranks."""
+    k = first.tokens.shape[1]
+    tokens, logprobs = [], []
+    for i in range(min(len(first), len(second))):
+        mass: dict[int, float] = {}
+        for ranked, weight in ((first, 1 - share), (second, share)):
+            for token, logprob in zip(ranked.tokens[i], ranked.logprobs[i], strict=True):
+                mass[int(token)] = mass.get(int(token), 0.0) + weight * math.exp(logprob)
+        best = sorted(mass, key=lambda token: (-mass[token], token))[:k]
+        tokens.append(best)
+        logprobs.append([math.log(max(mass[token], _LEAST)) for token in best])
+    return Ranked(np.array(tokens), np.array(logprobs))
+
+
+def merge_branches(first: Ranked, branches: Mapping[Path, Ranked]) -> Prefixes:
+    """D2SD's published tree: the first draft and a continuation of each prefix, merged."""
+    tree = Prefixes()
+    tree.add_path(first.best, first.logprobs[:, 0].tolist())
+    for prefix, ranked in branches.items():
+        kept = first.logprobs[: len(prefix), 0].tolist()
+        known = [*kept, *ranked.logprobs[:, 0].tolist()]
+        tree.add_path((*prefix, *ranked.best), known, "second")
+    return tree

@@ -1,0 +1,242 @@
+"""Greedy answers that are plain decoding's token by token: near-ties are decided again.
+
+A pass over several rows adds its floating-point numbers in another order than a pass over one, so
+its logits differ a little from plain decoding's: through the pass itself, and through the keys and
+values that earlier passes of that kind left in the cache. Where the best two logits are closer
+than that, their order means nothing. Such a node is decided by a pass over its token alone behind
+its ancestors; where that is too close as well, given what the cache carries, all tokens since the
+last such case are computed again one by one, as plain decoding computed them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from dflash_mlx.core.accept import Accepted, NearTies, accept
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.sampling import Sampler, penalise
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.engine.rules import Match
+from dflash_mlx.engine.state import State
+from dflash_mlx.engine.verify import Verdict
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.model import Target
+from dflash_mlx.target.sequence import SequenceCache
+
+SAFETY = 2.0  # times the largest difference that was measured
+_TOKENS = 32  # of the prompt and of the answer that are measured
+_WIDTHS = (2, 4, 8, 16, 48)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """By how much the difference of two logits can be off from plain decoding's.
+
+    wide: in a pass over several rows. cache: in a pass over one row behind keys and values that
+    came from wider passes.
+    """
+
+    wide: float
+    cache: float
+
+
+def noise_of(target: Target) -> Noise:
+    """As `measure_noise`; measured once per loaded target, which remembers it."""
+    if target.noise is None:
+        target.noise = measure_noise(target)
+    noise: Noise = target.noise
+    return noise
+
+
+def measure_noise(target: Target) -> Noise:
+    """Compare passes of 2 to 48 rows with one-row passes along a short greedy answer.
+
+    Takes about 50 one-row passes. Both figures are SAFETY times the largest spread of the
+    differences over the vocabulary, over all compared rows.
+    """
+    tokens = min(_TOKENS, target.context_length // 4)
+    start = _prompt_cache(target, tokens)
+    answer, plain = _greedy(target, start.fork(), tokens)
+    cache, wide, behind = start.fork(), 0.0, 0.0
+    for logits, at in _wide_passes(target, cache, answer):
+        end = at + logits.shape[0]
+        wide = max(wide, _spread(logits, plain[at:end]))
+        for i in range(at | 1, end, 2):
+            fork = cache.fork()
+            fork.commit(range(i - at))
+            row, _ = target.forward(mx.array([answer[i]]), fork, Block(1))
+            behind = max(behind, _spread(row, plain[i : i + 1]))
+    return Noise(SAFETY * max(wide, behind), SAFETY * behind)
+
+
+def _prompt_cache(target: Target, tokens: int) -> SequenceCache:
+    """Behind tokens from all over the vocabulary, which are nobody's words."""
+    cache = target.new_cache()
+    vocabulary = target.forward(mx.zeros(1, mx.int32), cache, Block(1))[0].shape[-1]
+    prompt = mx.arange(tokens) * vocabulary // tokens
+    target.forward(prompt, cache, Block(tokens))
+    cache.commit(range(tokens))
+    mx.eval(cache.arrays)
+    return cache
+
+
+def _greedy(target: Target, cache: SequenceCache, tokens: int) -> tuple[list[int], mx.array]:
+    """A plain answer from token 0 on, and the logits [tokens, V] after each of its tokens."""
+    answer, rows = [0], []
+    for _ in range(tokens):
+        logits, _ = target.forward(mx.array(answer[-1:]), cache, Block(1))
+        cache.commit([0])
+        rows.append(logits)
+        answer.append(mx.argmax(logits, axis=-1).item())  # type: ignore[arg-type]
+    return answer, mx.concatenate(rows)
+
+
+def _wide_passes(
+    target: Target, cache: SequenceCache, answer: list[int]
+) -> Iterator[tuple[mx.array, int]]:
+    """Commit the answer by passes of several rows.
+
+    Yields the logits of the rows that will stay and where in the answer they begin, before the
+    pass is committed.
+    """
+    at, last, number = 0, len(answer) - 1, 0
+    room = target.context_length - cache.length - last
+    while at < last:
+        width = min(_WIDTHS[number % len(_WIDTHS)], room)
+        kept = min(max(1, width // 4), last - at)
+        rows = [*answer[at : at + kept], *range(width - kept)]
+        logits, _ = target.forward(mx.array(rows), cache, _block(target, kept, width))
+        yield logits[:kept], at
+        cache.commit(range(kept))
+        at, number = at + kept, number + 1
+
+
+def _block(target: Target, kept: int, width: int) -> Block:
+    """A tree whose first rows are the answer's; a chain where trees cannot be verified."""
+    try:
+        target.check_trees()
+    except DFlashError:
+        return Block(width)
+    parents = [*range(-1, kept - 1), *((i - 1) // 2 for i in range(kept, width))]
+    return Block.of(Tree(mx.zeros(width), tuple(parents)))
+
+
+def _spread(logits: mx.array, plain: mx.array) -> float:
+    """Largest amount by which a difference of two logits of one row is off."""
+    off = mx.nan_to_num(logits.astype(mx.float32) - plain.astype(mx.float32))
+    return (off.max(axis=-1) - off.min(axis=-1)).max().item()  # type: ignore[return-value]
+
+
+def lead(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """The best token of logits [..., V] and by how much it leads the second, [...] each."""
+    logits = logits.astype(mx.float32)
+    best = mx.argmax(logits, axis=-1, keepdims=True)
+    others = mx.put_along_axis(logits, best, mx.array(-mx.inf), axis=-1)
+    return best[..., 0], logits.max(axis=-1) - others.max(axis=-1)
+
+
+class PlainTwin:
+    """The same sequence in a cache that only one-row passes have written since the prompt."""
+
+    def __init__(self, target: Target, cache: SequenceCache) -> None:
+        self._target = target
+        self._cache = cache.fork()
+
+    def catch_up(self, tokens: list[int]) -> tuple[mx.array, int]:
+        """Logits [V] after `tokens`, all of the sequence, and how many passes that took."""
+        new = tokens[self._cache.length :]
+        for token in new:
+            logits, _ = self._target.forward(mx.array([token]), self._cache, Block(1))
+            self._cache.commit([0])
+            mx.eval(self._cache.arrays)
+        return logits[0], len(new)
+
+
+class NearTieGuard:
+    """The acceptance rule of `--exact`, for greedy decoding.
+
+    Plain decoding from the same prompt cache gives the same tokens, as long as the noise is no
+    larger than was measured. Only forks of the state's cache are written.
+    """
+
+    def __init__(self, target: Target, state: State, sampler: Sampler, noise: Noise) -> None:
+        self.target, self.sampler, self.noise = target, sampler, noise
+        self.twin = PlainTwin(target, state.cache)
+        self._match = Match(sampler)
+        self._plain_rows = state.position
+
+    def accept(self, verdict: Verdict, state: State) -> Accepted:
+        """As `Match`, with every near-tie decided as plain decoding decides it."""
+        untouched = state.position == self._plain_rows
+        if untouched and len(verdict.tree) == 1:
+            self._plain_rows += 1
+            return replace(self._match.accept(verdict, state), near_ties=NearTies())
+        look = _CloserLook(self, verdict, state, untouched)
+        accepted = accept(verdict.tree, look.choose)
+        return replace(accepted, near_ties=look.ties)
+
+
+class _CloserLook:
+    """One round of a guard. untouched: whether all rows in the cache are plain decoding's."""
+
+    def __init__(
+        self, guard: NearTieGuard, verdict: Verdict, state: State, untouched: bool
+    ) -> None:
+        self.ties = NearTies()
+        self._guard, self._verdict, self._state = guard, verdict, state
+        self._untouched = untouched
+        self._leads = lead(verdict.logits)
+        mx.eval(self._leads)
+
+    def choose(self, path: tuple[int, ...]) -> int:
+        """Plain decoding's token after the nodes in `path`."""
+        token, margin = self._lead(path)
+        noise, alone = self._guard.noise, len(self._verdict.tree) == 1
+        if margin >= self._scaled(noise.cache if alone else noise.wide):
+            return token
+        start, passes, replays, again = time.perf_counter(), 0, 0, token
+        if not alone:
+            again, margin = self._best(self._one_row(path), path)
+            passes = 1
+        if not (self._untouched and len(path) == 1) and margin < self._scaled(noise.cache):
+            logits, replayed = self._guard.twin.catch_up(self._before(path))
+            again, _ = self._best(logits, path)
+            passes, replays = passes + replayed, 1
+        seconds = time.perf_counter() - start
+        self.ties += NearTies(1, passes, replays, int(again != token), seconds)
+        return again
+
+    def _lead(self, path: tuple[int, ...]) -> tuple[int, float]:
+        """The token after `path` as the verdict sees it, and its lead."""
+        if self._guard.sampler.needs_history:
+            return self._best(self._verdict.logits[path[-1]], path)
+        tokens, margins = self._leads
+        return tokens[path[-1]].item(), margins[path[-1]].item()  # type: ignore[return-value]
+
+    def _best(self, logits: mx.array, path: tuple[int, ...]) -> tuple[int, float]:
+        """The greedy choice from logits [V] and its lead over the second."""
+        if self._guard.sampler.needs_history:
+            logits = penalise(logits, self._before(path), self._guard.sampler.config)
+        token, margin = lead(logits)
+        return token.item(), margin.item()  # type: ignore[return-value]
+
+    def _scaled(self, noise: float) -> float:
+        """A repetition penalty multiplies some logits, and their noise."""
+        penalty = self._guard.sampler.config.repetition_penalty
+        return noise * max(penalty, 1 / penalty)
+
+    def _one_row(self, path: tuple[int, ...]) -> mx.array:
+        """Logits [V] after the path's last token, by a pass over it alone."""
+        fork = self._state.cache.fork()
+        fork.commit(path[:-1])
+        tokens = self._verdict.tree.tokens[path[-1] :][:1]
+        return self._guard.target.forward(tokens, fork, Block(1))[0][0]
+
+    def _before(self, path: tuple[int, ...]) -> list[int]:
+        """All tokens up to the path's last."""
+        drafted = self._verdict.tree.drafted
+        return [*self._state.tokens, *(drafted[node - 1] for node in path[1:])]

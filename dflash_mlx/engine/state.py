@@ -1,0 +1,122 @@
+"""Everything that one conversation remembers between rounds and between turns."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Protocol
+
+import mlx.core as mx
+
+from dflash_mlx.core.accept import Accepted
+from dflash_mlx.target.sequence import SequenceCache
+
+
+class Context(Protocol):
+    """What a drafter remembers of one sequence's committed tokens."""
+
+    @property
+    def length(self) -> int:
+        """Committed tokens it holds."""
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What has to be evaluated for it to be up to date."""
+
+    def append(self, features: mx.array) -> None:
+        """Take in the features [n, m*d] of the next n committed tokens."""
+
+    def refill_from(self, length: int) -> int:
+        """From where on tokens have to be taken in again for drafts behind `length` tokens.
+
+        `length`, where it can go back there without that.
+        """
+
+    def trim(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+
+
+class State:
+    """The committed tokens' caches, and the anchor: the newest token, not in any cache yet.
+
+    cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated. last: the
+    round of this answer that was committed last.
+    """
+
+    def __init__(self, cache: SequenceCache, context: Context) -> None:
+        self.cache = cache
+        self.context = context
+        self.anchor = mx.array([], dtype=mx.int32)
+        self.last: Accepted | None = None
+        self._tokens: list[int] = []
+        self._unread: list[Accepted] = []
+
+    @property
+    def position(self) -> int:
+        """The anchor's position: the number of committed tokens."""
+        return self.cache.length
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens, the anchor last; waits for rounds that are still running."""
+        for accepted in self._unread:
+            self._tokens.extend(accepted.tokens)
+        self._unread.clear()
+        return self._tokens
+
+    def commit(self, accepted: Accepted, features: mx.array | None) -> None:
+        """Keep an accepted path in every cache and make the target's token the anchor.
+
+        features: [N, m*d] of the verified nodes, or None for a drafter that reads none.
+        """
+        self.cache.commit(accepted.path)
+        if features is not None:
+            self.context.append(_rows(features, accepted.path))
+        self.anchor = accepted.next_anchor
+        self.last = accepted
+        self._unread.append(accepted)
+
+    def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:
+        """Keep the rows of a prefill pass over `tokens`."""
+        self.cache.commit(range(len(tokens)))
+        if features is not None:
+            self.context.append(features)
+        self._tokens.extend(tokens)
+        mx.eval(*self.cache.arrays, *self.context.arrays)
+
+    def set_anchor(self, token: int) -> None:
+        """Make the last token of a prompt the anchor; the next prompt may go back to here."""
+        self.cache.mark()
+        self.last = None
+        self.anchor = mx.array([token])
+        self._tokens.append(token)
+
+    def reuse(self, prompt: list[int]) -> int:
+        """Go back to the longest prefix shared with `prompt`; return its length.
+
+        The last token of `prompt` is never reused: it becomes the anchor. Where a sliding window
+        or a recurrent state has no way back to that prefix, less of it is reused, or none. A
+        drafter's window is no more to be computed again than it is long.
+        """
+        known = zip(self.tokens[: self.position], prompt[:-1], strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], known))
+        self.trim(min(shared, self.context.length))
+        return self.position
+
+    def trim(self, length: int) -> None:
+        """Forget the tokens from `length` on, and as many before as the caches cannot do without.
+
+        The next prompt gives a new anchor.
+        """
+        length = self.cache.nearest(length)
+        if (refilled := self.context.refill_from(length)) < length:
+            length = self.cache.nearest(refilled)
+        self.cache.trim(length)
+        self.context.trim(length)
+        del self.tokens[length:]
+
+
+def _rows(features: mx.array, path: tuple[int, ...]) -> mx.array:
+    """Rows of `features` on `path`; a leading run is a view."""
+    if path == tuple(range(len(path))):
+        return features[: len(path)]
+    return features[mx.array(path)]

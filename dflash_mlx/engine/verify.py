@@ -1,0 +1,94 @@
+"""One target pass over a tree, and the target's token after any of its paths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import mlx.core as mx
+
+from dflash_mlx.core.accept import Accepted, Choose, accept
+from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.engine.state import State
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.model import Target
+from dflash_mlx.target.routing import Kernels
+from kernels_metal.operations import TREE_WALK
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target says of a tree's N nodes.
+
+    logits: [N, V] for the token after each node. features: [N, m*d] tapped states or None.
+    kernels: the target's.
+    """
+
+    tree: Tree
+    logits: mx.array
+    features: mx.array | None
+    kernels: Kernels | None = None
+
+    @cached_property
+    def argmax(self) -> mx.array:
+        """[N] the greedy choice after each node."""
+        return mx.argmax(self.logits, axis=-1)
+
+    def choices(self, sampler: Sampler, state: State) -> Choose:
+        """The target's token after a path, as `accept` asks for it.
+
+        Starts the pass. With drafts to compare this waits for it; after a lone root it does not.
+        """
+        mx.async_eval(self.argmax if sampler.is_argmax else self.logits)
+        if not sampler.is_argmax:
+            return self._sampled(sampler, state)
+        if len(self.tree) == 1:
+            return lambda path: self.argmax
+        greedy: list[int] = self.argmax.tolist()  # type: ignore[assignment]
+        return lambda path: greedy[path[-1]]
+
+    def greedy_walk(self) -> Accepted | None:
+        """As `accept` with the greedy choices, on the device; None where that is not faster."""
+        if self.kernels is None or not self.kernels.active or len(self.tree) == 1:
+            return None
+        parents = mx.array(self.tree.parents)
+        result = self.kernels.run(WALK, self.argmax, self.tree.tokens, parents)
+        if result is None:
+            return None
+        length, token, *path = result.tolist()
+        return Accepted(self.tree, tuple(path[:length]), token)
+
+    def _sampled(self, sampler: Sampler, state: State) -> Choose:
+        """Draw at a node only when it is reached."""
+        before = state.tokens if sampler.needs_history else []
+        position = state.position + 1
+        if len(self.tree) > 1:
+            mx.eval(self.logits)
+
+        def choose(path: tuple[int, ...]) -> mx.array:
+            drafts = [self.tree.drafted[node - 1] for node in path[1:]]
+            return sampler.sample(self.logits[path[-1]], position + len(drafts), [*before, *drafts])
+
+        return choose
+
+
+def verify(target: Target, state: State, tree: Tree, taps: tuple[int, ...]) -> Verdict:
+    """Prepare the target's pass over all nodes of `tree` at once, behind the committed tokens.
+
+    Nothing is evaluated yet, so that this can be done while the draft is still running.
+    """
+    logits, features = target.forward(tree.tokens, state.cache, Block.of(tree), taps)
+    return Verdict(tree, logits, features, target.kernels)
+
+
+def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:
+    """The loop of `accept`, as `tree_walk` is called: what the kernel has to be faster than."""
+    greedy: list[int] = choices.tolist()  # type: ignore[assignment]
+    above: list[int] = parents.tolist()  # type: ignore[assignment]
+    found = accept(Tree(tokens, tuple(above)), lambda path: greedy[path[-1]])
+    unused = [-1] * (len(greedy) - len(found.path))
+    return mx.array([len(found.path), found.token, *found.path, *unused])
+
+
+WALK = replace(TREE_WALK, reference=_walk_on_host)

@@ -1,0 +1,7 @@
+"""`python -m dflash_mlx.generate`: one answer on the command line."""
+
+from dflash_mlx.cli import options
+from dflash_mlx.cli.generate import PROGRAM, main
+
+if __name__ == "__main__":
+    options.run(main, PROGRAM)

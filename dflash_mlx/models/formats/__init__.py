@@ -1,0 +1,1 @@
+"""GGUF files, as the default target comes in one."""

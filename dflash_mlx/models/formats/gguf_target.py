@@ -1,0 +1,222 @@
+"""Load a llama-architecture GGUF file: weights by MLX, model by mlx-lm, tokenizer from metadata."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import mlx.nn as nn
+from gguf import Keys
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.formats.gguf_header import read_gguf_header
+from dflash_mlx.models.formats.gguf_metadata import (
+    ARCHITECTURE,
+    MAX_WHOLE,
+    Metadata,
+    real,
+    text,
+    token_ids,
+    vocabulary,
+    whole,
+)
+from dflash_mlx.models.formats.gguf_tokenizer import check_tokenizer, end_tokens, make_tokenizer
+
+GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
+READABLE = "F32, F16, Q4_0, Q4_1 or Q8_0"
+ELSEWHERE = "choose another GGUF file, or the same model as a Hugging Face folder"
+
+Arrays = dict[str, mx.array]
+Packing = dict[str, dict[str, Any]]  # nn.quantize's keywords of each packed layer
+
+
+def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """Return the model, the tokenizer and the Hugging Face style config of a GGUF file.
+
+    `dequantize` makes every weight float32, the fast path on a CPU; otherwise quantised matrices
+    stay packed and all other weights take their dtype. Raises `DFlashError` for a file that is
+    missing, damaged, of another architecture, or made with a feature that is not supported.
+    """
+    tensors, metadata = read_file(path)
+    model, config = build_model(path, tensors, metadata, dequantize)
+    tokenizer = build_tokenizer(path, metadata)
+    mx.eval(model.parameters())
+    return model, tokenizer, config
+
+
+def build_model(
+    path: Path,
+    tensors: Arrays,
+    metadata: Metadata,
+    dequantize: bool,
+    dtype: mx.Dtype | None = None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and its config from what was read of the file; no weight is evaluated.
+
+    dtype: of what is not packed, instead of what `load_gguf` takes.
+    """
+    with _usable(path):
+        config = _config(metadata, tied="output.weight" not in tensors)
+        _check_blocks(tensors, config["num_hidden_layers"])
+        check_tokenizer(metadata)
+        model = llama.Model(llama.ModelArgs.from_dict(config))
+        weights = _named_for(model, tensors, config)
+        _fill(model, weights, dequantize, dtype)
+        return model, config
+
+
+def build_tokenizer(path: Path, metadata: Metadata) -> TokenizerWrapper:
+    """The tokenizer from the file's metadata."""
+    with _usable(path):
+        return make_tokenizer(metadata)
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OverflowError) as error:
+        raise DFlashError(f"{path.name} cannot be used: {error}", ELSEWHERE) from error
+
+
+def read_file(path: Path) -> tuple[Arrays, Metadata]:
+    """Tensors as MLX names them, and metadata as plain Python values; raises as `load_gguf`."""
+    if not path.is_file():
+        raise DFlashError(f"there is no file {path}", "check the path")
+    read_gguf_header(path)  # MLX trusts what it reads
+    try:
+        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
+        tensors, metadata = loaded
+        with open(path, "rb") as file:
+            (stored,) = struct.unpack("<8xQ", file.read(16))
+    except (RuntimeError, ValueError, OSError, struct.error) as error:
+        raise DFlashError(
+            f"{path.name} cannot be read as a GGUF file ({error})", "download or copy it again"
+        ) from error
+    # MLX stops without a word at the first tensor whose type it does not know.
+    readable = sum(not name.endswith((".scales", ".biases")) for name in tensors)
+    if readable != stored:
+        raise DFlashError(
+            f"MLX reads {readable} of the {stored} tensors of {path.name}",
+            f"choose a GGUF file of type {READABLE}",
+        )
+    plain = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in metadata.items()}
+    return tensors, plain
+
+
+def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
+    architecture = metadata.get(Keys.General.ARCHITECTURE)
+    if architecture != ARCHITECTURE:
+        raise ValueError(f"its architecture is {architecture!r}, supported is {ARCHITECTURE!r}")
+    if whole(metadata, Keys.LLM.EXPERT_COUNT, 0):
+        raise ValueError("it is a mixture of experts, which is not supported")
+    hidden = whole(metadata, Keys.LLM.EMBEDDING_LENGTH)
+    heads = whole(metadata, Keys.Attention.HEAD_COUNT)
+    kv_heads = whole(metadata, Keys.Attention.HEAD_COUNT_KV, heads)
+    head_dim = whole(metadata, Keys.Attention.KEY_LENGTH, max(hidden // heads, 1))
+    _check_rope(metadata, head_dim)
+    if heads % kv_heads or heads * head_dim > MAX_WHOLE:
+        raise ValueError(
+            f"it has {heads} attention heads of {head_dim} on {kv_heads} key/value heads, which "
+            f"must divide them, and at most {MAX_WHOLE} in all"
+        )
+    return {
+        "model_type": ARCHITECTURE,
+        "hidden_size": hidden,
+        "num_hidden_layers": whole(metadata, Keys.LLM.BLOCK_COUNT),
+        "intermediate_size": whole(metadata, Keys.LLM.FEED_FORWARD_LENGTH),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": real(metadata, Keys.Attention.LAYERNORM_RMS_EPS),
+        "rope_theta": real(metadata, Keys.Rope.FREQ_BASE, 10000.0),
+        "max_position_embeddings": whole(metadata, Keys.LLM.CONTEXT_LENGTH),
+        "vocab_size": len(vocabulary(metadata)),
+        "tie_word_embeddings": tied,
+        "bos_token_id": token_ids(metadata, Keys.Tokenizer.BOS_ID).get(Keys.Tokenizer.BOS_ID),
+        "eos_token_id": end_tokens(metadata),
+    }
+
+
+def _check_rope(metadata: Metadata, head_dim: int) -> None:
+    scaling = text(metadata, Keys.Rope.SCALING_TYPE, "none")
+    factor = real(metadata, "{arch}.rope.scale_linear", 1.0)  # older files
+    if scaling != "none" or factor != 1.0:
+        raise ValueError(f"its rope scaling {scaling!r} is not supported")
+    rotated = whole(metadata, Keys.Rope.DIMENSION_COUNT, head_dim)
+    if rotated != head_dim or head_dim % 2:
+        raise ValueError(f"rotating {rotated} of {head_dim} dimensions is not supported")
+
+
+def _check_blocks(tensors: Arrays, count: int) -> None:
+    """Before mlx-lm makes as many layers as the metadata say."""
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    if len(blocks) != count:
+        key = Keys.LLM.BLOCK_COUNT.format(arch=ARCHITECTURE)
+        raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
+
+
+def _named_for(model: Any, tensors: Arrays, config: dict[str, Any]) -> Arrays:
+    """The file's tensors under the names, and in the row order, of mlx-lm's llama model."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    left, weights = dict(tensors), {}
+    for parameter in dict(tree_flatten(model.parameters())):
+        module = parameter.rpartition(".")[0]
+        stored = names.get_name(module)
+        if f"{stored}.weight" not in left:
+            raise ValueError(f"the tensor {stored}.weight is missing")
+        for part in ("weight", "scales", "biases"):
+            if (value := left.pop(f"{stored}.{part}", None)) is not None:
+                split_by = heads.get(module.rpartition(".")[2])
+                weights[f"{module}.{part}"] = _halves(value, split_by) if split_by else value
+    if left:
+        raise ValueError(f"the tensor {min(left)} is not supported")
+    return weights
+
+
+def _halves(rows: mx.array, heads: int) -> mx.array:
+    """Undo llama.cpp's row order: each head's [D/2, 2] rows, rotated as pairs, become [2, D/2]."""
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _fill(model: Any, weights: Arrays, dequantize: bool, dtype: mx.Dtype | None) -> None:
+    """Give `model` its weights, all in one floating dtype, and the packed layers they need."""
+    packing = _packing(weights)
+    if dequantize:
+        weights = _dequantized(weights, packing)
+        dtype = dtype or mx.float32
+    else:
+        nn.quantize(model, class_predicate=lambda name, _: packing.get(name, False))
+        embedding = weights["model.embed_tokens.weight"]
+        dtype = dtype or weights.get("model.embed_tokens.scales", embedding).dtype
+    typed = {k: v if v.dtype == mx.uint32 else v.astype(dtype) for k, v in weights.items()}
+    model.load_weights(list(typed.items()), strict=True)
+    model.eval()
+
+
+def _packing(weights: Arrays) -> Packing:
+    """Bits and group size of each packed matrix, the bits read from shapes."""
+    packing: Packing = {}
+    for name in (key.removesuffix(".scales") for key in weights if key.endswith(".scales")):
+        words, groups = (weights[f"{name}.{part}"].shape[-1] for part in ("weight", "scales"))
+        packing[name] = {"group_size": GROUP, "bits": 32 * words // (GROUP * groups)}
+    return packing
+
+
+def _dequantized(weights: Arrays, packing: Packing) -> Arrays:
+    plain = {k: v for k, v in weights.items() if k.rpartition(".")[0] not in packing}
+    for name, keywords in packing.items():
+        # Scales first become float32, so that no product is rounded to float16.
+        scales, biases = (weights[f"{name}.{p}"].astype(mx.float32) for p in ("scales", "biases"))
+        packed = weights[f"{name}.weight"]
+        plain[f"{name}.weight"] = mx.dequantize(packed, scales, biases, **keywords)
+    return plain

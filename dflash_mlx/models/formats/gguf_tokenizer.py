@@ -1,0 +1,100 @@
+"""A byte-level BPE tokenizer from a GGUF file's metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gguf import Keys, TokenType
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dflash_mlx.models.formats.gguf_metadata import (
+    Metadata,
+    flag,
+    merges,
+    text,
+    token_ids,
+    token_types,
+    vocabulary,
+)
+
+MODEL = "gpt2"  # of tokenizer.ggml.model, for any byte-level BPE
+# Values of tokenizer.ggml.pre. llama.cpp splits with GPT-2's pattern, the second group after
+# cutting every digit off. Its "default" is neither: a stand-in for files that do not say.
+GPT2_SPLIT = ("gpt-2", "mpt", "olmo")
+GPT2_SPLIT_AND_DIGITS = ("smollm", "starcoder", "refact", "codeshell")
+WHOLE = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)  # never split or merged
+ROLES = {
+    "bos_token": Keys.Tokenizer.BOS_ID,
+    "eos_token": Keys.Tokenizer.EOS_ID,
+    "unk_token": Keys.Tokenizer.UNK_ID,
+    "pad_token": Keys.Tokenizer.PAD_ID,
+}
+ENDS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
+
+
+def check_tokenizer(metadata: Metadata) -> None:
+    """ValueError for what no tokenizer can be made of; the contents of lists are not looked at."""
+    if (model := text(metadata, Keys.Tokenizer.MODEL)) != MODEL:
+        raise ValueError(f"its tokenizer is {model!r}, supported is {MODEL!r} (byte-level BPE)")
+    _pre_tokenizer(text(metadata, Keys.Tokenizer.PRE))
+    merges(metadata), token_types(metadata)
+    token_ids(metadata, *ROLES.values(), *ENDS)
+    text(metadata, Keys.Tokenizer.CHAT_TEMPLATE, "")
+    flag(metadata, Keys.Tokenizer.ADD_BOS), flag(metadata, Keys.Tokenizer.ADD_EOS)
+
+
+def make_tokenizer(metadata: Metadata) -> TokenizerWrapper:
+    """The tokenizer with its chat template; ValueError where it cannot be made."""
+    check_tokenizer(metadata)
+    tokens: Any = vocabulary(metadata)
+    backend = _byte_level_bpe(metadata, tokens)
+    ids = token_ids(metadata, *ROLES.values())
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        add_bos_token=flag(metadata, Keys.Tokenizer.ADD_BOS),
+        add_eos_token=flag(metadata, Keys.Tokenizer.ADD_EOS),
+        chat_template=metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
+        **{role: tokens[ids[key]] for role, key in ROLES.items() if key in ids},
+    )
+    # mlx-lm's BPE detokenizer drops a leading space and garbles the byte 0; this one does not.
+    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, end_tokens(metadata))
+
+
+def _byte_level_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
+    ids = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(ids, _merges(metadata, ids)))
+    backend.pre_tokenizer = _pre_tokenizer(metadata[Keys.Tokenizer.PRE])
+    backend.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, token_types(metadata), strict=False):
+        if kind in WHOLE:
+            special = kind != TokenType.USER_DEFINED
+            backend.add_tokens([AddedToken(token, special=special, normalized=False)])
+    return backend
+
+
+def _merges(metadata: Metadata, ids: dict[str, int]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in merges(metadata):
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= ids.keys():
+            raise ValueError(f"the merge {merge!r} uses tokens that its vocabulary lacks")
+        pairs.append((left, right))
+    return pairs
+
+
+def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if kind in GPT2_SPLIT:
+        return byte_level
+    if kind in GPT2_SPLIT_AND_DIGITS:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    known = ", ".join(GPT2_SPLIT + GPT2_SPLIT_AND_DIGITS)
+    raise ValueError(f"{Keys.Tokenizer.PRE} is {kind!r}, supported are {known}")
+
+
+def end_tokens(metadata: Metadata) -> list[int]:
+    """The tokens that end an answer."""
+    return sorted(set(token_ids(metadata, *ENDS).values()))

@@ -1,0 +1,75 @@
+"""Folders that hold a target with the drafters that fit it, as `dflash_mlx.convert` writes them.
+
+target/ is an mlx-lm model folder, drafter/ a drafter folder, second-drafter/, where there is one,
+D2SD's variable-prefix drafter. pair.json has the layout's version, what each was made from, and
+what wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.core.errors import DFlashError
+
+FILE = "pair.json"
+VERSION = 1
+MAX_BYTES = 2**20
+TARGET, DRAFTER, SECOND_DRAFTER = "target", "drafter", "second-drafter"
+
+_CONVERT_AGAIN = "convert the pair again with python -m dflash_mlx.convert"
+
+
+@dataclass(frozen=True)
+class PairFolder:
+    """The folders of a pair, and what each was made from (by the folder's name)."""
+
+    target: Path
+    drafter: Path
+    second_drafter: Path | None
+    names: dict[str, str]
+
+
+def is_pair_folder(folder: Path) -> bool:
+    """Whether `folder` holds a pair, readable or not; a folder that cannot be entered does not."""
+    return os.path.isfile(folder / FILE)  # where `Path.is_file` would raise
+
+
+def read(folder: Path) -> PairFolder:
+    """What is in a pair folder; DFlashError where its pair.json or one of its folders is missing.
+
+    The models themselves are not looked at.
+    """
+    names = _names(folder / FILE)
+    folders = {part: folder / part for part in names}
+    for part in folders.values():
+        if not os.path.isdir(part):
+            raise DFlashError(f"{folder} lacks the folder {part.name}", _CONVERT_AGAIN)
+    return PairFolder(folders[TARGET], folders[DRAFTER], folders.get(SECOND_DRAFTER), names)
+
+
+def _names(file: Path) -> dict[str, str]:
+    try:
+        if not os.path.isfile(file) or file.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it is no file of up to {MAX_BYTES} bytes")
+        raw: Any = json.loads(file.read_text(encoding="utf-8"))
+        version, names = raw["version"], raw["made_from"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be read ({error})"
+        raise DFlashError(f"{file} {reason}", _CONVERT_AGAIN) from None
+    if version != VERSION:
+        shown = repr(version)[:80]
+        raise DFlashError(f"{file} has version {shown}, supported is {VERSION}", _CONVERT_AGAIN)
+    known, needed = {TARGET, DRAFTER, SECOND_DRAFTER}, {TARGET, DRAFTER}
+    if not isinstance(names, dict) or not needed <= names.keys() <= known:
+        raise DFlashError(f"made_from in {file} is {repr(names)[:200]}", _CONVERT_AGAIN)
+    return {str(part): str(name) for part, name in names.items()}
+
+
+def write(folder: Path, names: dict[str, str], made_with: dict[str, str]) -> None:
+    """Write pair.json. names: what each folder was made from; made_with: versions of packages."""
+    text = json.dumps({"version": VERSION, "made_from": names, "made_with": made_with}, indent=2)
+    (folder / FILE).write_text(text + "\n", encoding="utf-8")

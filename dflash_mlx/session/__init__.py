@@ -1,0 +1,1 @@
+"""Conversations: prompts through chat templates, streamed answers, caches that turns share."""

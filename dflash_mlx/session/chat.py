@@ -1,0 +1,84 @@
+"""Messages to prompt tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from dflash_mlx.core.errors import DFlashError
+
+Message = dict[str, str]
+Prompt = str | Sequence[Message]
+
+_SHAPE = 'a JSON list of objects like {"role": "user", "content": "..."}'
+
+
+def check_prompt(prompt: Prompt, system: str | None, raw: bool) -> None:
+    """Raise DFlashError for a prompt that no model could answer; needs no model."""
+    if not prompt or (isinstance(prompt, str) and not prompt.strip() and not raw):
+        raise DFlashError(
+            "the prompt is empty", "give some text with --prompt or on standard input"
+        )
+    if raw and (system is not None or not isinstance(prompt, str)):
+        raise DFlashError("--raw works on plain text alone", "leave --raw out")
+    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+    for text in [*texts, system or ""]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise DFlashError(
+                f"the prompt is not UTF-8: {text[:40]!r}", "convert it, with iconv for example"
+            ) from None
+
+
+def prompt_tokens(
+    tokenizer: Any, prompt: Prompt, system: str | None = None, raw: bool = False
+) -> list[int]:
+    """Token ids of `prompt`: a user's text or a conversation, through the model's chat template.
+
+    system: put before the conversation. raw: encode the text as it is, without a template.
+    Raises DFlashError for a prompt that `check_prompt` refuses, and where the model's template is
+    missing or refuses the conversation.
+    """
+    check_prompt(prompt, system, raw)
+    if raw:
+        return list(tokenizer.encode(prompt))
+    if not tokenizer.has_chat_template:
+        raise DFlashError("this model has no chat template", "add --raw to send plain text")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    except TemplateError as error:
+        raise DFlashError(
+            f"the model's chat template refuses the conversation ({error})",
+            "leave --system out, or let user and assistant take turns",
+        ) from None
+
+
+def read_messages(file: Path) -> list[Message]:
+    """The conversation in a JSON file; DFlashError when it is missing or of another shape."""
+    try:
+        messages = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DFlashError(f"{file} cannot be read ({reason})", f"give {_SHAPE}") from None
+    except ValueError as error:
+        raise DFlashError(f"{file} is no JSON text ({error})", f"give {_SHAPE}") from None
+    return check_messages(messages, str(file))
+
+
+def check_messages(messages: Any, source: str) -> list[Message]:
+    """`messages` if it is a list of role and content texts; DFlashError naming `source` if not."""
+    if not isinstance(messages, list) or not messages:
+        raise DFlashError(f"{source} holds no messages", f"give {_SHAPE}")
+    for i, message in enumerate(messages):
+        texts = isinstance(message, dict) and (message.get("role"), message.get("content"))
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise DFlashError(f"message {i} in {source} is {message!r}", f"give {_SHAPE}")
+    return messages

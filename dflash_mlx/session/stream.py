@@ -1,0 +1,233 @@
+"""Rounds of tokens to text: streaming, stop tokens and stop texts, conversations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_mlx.core.accept import Accepted
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.drafters.auto import settle
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.exact import noise_of
+from dflash_mlx.engine.state import State
+from dflash_mlx.models.load import Pair
+from dflash_mlx.session.chat import Prompt, prompt_tokens
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """What one round added to the answer.
+
+    text: may be empty while a character or a stop text is incomplete. tokens: a stop token
+    included. accepted: the round's tree and path. finish_reason: None until the last delta, then
+    "stop" (stop token or text), "length" (max_tokens) or "context" (the model's context is full).
+    statistics: of the answer so far; one object that goes on counting.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    accepted: Accepted
+    finish_reason: str | None
+    statistics: Statistics
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    statistics: Statistics
+
+
+class Session:
+    """One conversation with one pair: turns reuse the caches of the turns before.
+
+    config: settings of every turn, with a method in place of `auto` once it is made. Raises
+    DFlashError where the method does not fit the pair.
+    """
+
+    def __init__(self, pair: Pair, config: DecodeConfig | None = None) -> None:
+        self.pair = pair
+        self.config = settle(config or DecodeConfig(), pair.means)
+        self.drafter = make_drafter(pair, self.config)
+        if self.config.guarded:
+            noise_of(pair.target)  # now, not in the time of the first answer
+        self.state = State(pair.target.new_cache(), self.drafter.new_context())
+
+    def stream(
+        self, tokens: Sequence[int], observer: Observer | None = None
+    ) -> Iterator[TextDelta]:
+        """Answer the prompt `tokens`: the whole conversation so far, one delta per round.
+
+        What the caches hold of it is not computed again. The caller may stop at any time and call
+        again. Raises DFlashError when the prompt is empty or does not fit the context.
+        """
+        prompt = list(tokens)
+        self.check(prompt)
+        return self._whole_or_nothing(self._answer(prompt, observer or Observer()))
+
+    def _whole_or_nothing(self, deltas: Iterator[TextDelta]) -> Iterator[TextDelta]:
+        """Start over with empty caches where a round broke off, as with an interrupt inside it."""
+        try:
+            yield from deltas
+        except GeneratorExit:  # the caller has stopped between two rounds
+            raise
+        except BaseException:
+            self.state = State(self.pair.target.new_cache(), self.drafter.new_context())
+            raise
+
+    def _answer(self, prompt: list[int], observer: Observer) -> Iterator[TextDelta]:
+        statistics = Statistics(self.drafter.name, prompt_tokens=len(prompt))
+        text = StopText(self.pair.tokenizer, self.config.stop)
+        begin = time.perf_counter()
+        target, state = self.pair.target, self.state
+        if self.config.guarded:
+            state.trim(0)  # rows that passes over several rows have written are not plain ones
+        statistics.reused_tokens = prefill(
+            target, self.drafter, state, prompt, self.config, observer
+        )
+        statistics.prefill_seconds = time.perf_counter() - begin
+        resumed = time.perf_counter()
+        for accepted in decode(target, self.drafter, state, self.config, observer):
+            kept = text.take(accepted.tokens)
+            statistics.add_round(accepted)
+            statistics.generated_tokens += len(kept)
+            if statistics.rounds == 1:
+                statistics.time_to_first_token = time.perf_counter() - begin
+            reason = self._finish_reason(
+                text, len(prompt) + statistics.generated_tokens, statistics
+            )
+            if reason is not None:
+                state.trim(len(prompt) + statistics.generated_tokens - 1)
+            piece = text.read(reason is not None)
+            statistics.decode_seconds += time.perf_counter() - resumed
+            yield TextDelta(piece, kept, accepted, reason, statistics)
+            if reason is not None:
+                return
+            resumed = time.perf_counter()
+
+    def _finish_reason(self, text: StopText, length: int, statistics: Statistics) -> str | None:
+        if text.stopped:
+            return "stop"
+        if statistics.generated_tokens >= self.config.max_tokens:
+            return "length"
+        return "context" if length >= self.pair.target.context_length else None
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Raise DFlashError for a prompt that is empty or leaves no room for an answer."""
+        limit = self.pair.target.context_length
+        if not prompt:
+            raise DFlashError("the prompt is empty", "give at least one token")
+        if len(prompt) >= limit:
+            raise DFlashError(
+                f"the prompt has {len(prompt)} tokens, but {self.pair.target.name} can hold "
+                f"{limit} with the answer",
+                "shorten the prompt or begin a new conversation",
+            )
+
+
+class StopText:
+    """Turns tokens into text and cuts it where plain decoding would stop.
+
+    Stop tokens end the answer and are not part of its text. A stop text is cut off together with
+    all that follows; text that may be the beginning of one is held back.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self.stopped = False
+        self._stop_ids = tokenizer.eos_token_ids
+        self._stops = tuple(stops)
+        self._detokenizer = tokenizer.detokenizer
+        self._sent = 0
+        self._cut: int | None = None
+
+    def take(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Read the tokens of a round; return those up to the one that ends the answer."""
+        for i, token in enumerate(tokens):
+            if token in self._stop_ids:
+                self.stopped = True
+            else:
+                self._detokenizer.add_token(token)
+                self._find_stop_text()
+            if self.stopped:
+                return tuple(tokens[: i + 1])
+        return tuple(tokens)
+
+    def read(self, finished: bool) -> str:
+        """The text that became certain since the last call; all of it when `finished`."""
+        if finished:
+            self._detokenizer.finalize()
+            self._find_stop_text()
+        text = self._detokenizer.text
+        end = len(text) if finished else len(text) - self._held_back(text)
+        end = min(end, self._cut) if self._cut is not None else end
+        begin, self._sent = self._sent, max(self._sent, end)
+        return str(text[begin:end])
+
+    def _find_stop_text(self) -> None:
+        # Read after every token: mlx-lm's detokenizer loses an incomplete character behind a
+        # newline when both arrive between two reads.
+        text = self._detokenizer.text
+        found = [
+            at for stop in self._stops if (at := text.find(stop, self._search_from(stop))) >= 0
+        ]
+        if found and self._cut is None:
+            self._cut, self.stopped = min(found), True
+
+    def _search_from(self, stop: str) -> int:
+        """Earlier text was searched before; a stop text may still begin inside what was held."""
+        return max(0, self._sent - len(stop))
+
+    def _held_back(self, text: str) -> int:
+        """How many of the last characters may be the beginning of a stop text."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for n in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self._stops):
+                return n
+        return 0
+
+
+def stream(
+    pair: Pair,
+    prompt: Prompt,
+    config: DecodeConfig | None = None,
+    system: str | None = None,
+    observer: Observer | None = None,
+) -> Iterator[TextDelta]:
+    """Answer one prompt, a delta per round.
+
+    prompt: a user's text, or a conversation as messages with "role" and "content".
+    Raises DFlashError for an empty or too long prompt and for settings that do not fit the pair.
+    For conversations with reused caches see `Session`.
+    """
+    tokens = prompt_tokens(pair.tokenizer, prompt, system, raw=False)
+    return Session(pair, config).stream(tokens, observer)
+
+
+def collect(deltas: Iterator[TextDelta]) -> Answer:
+    """Run a stream to its end."""
+    texts: list[str] = []
+    tokens: list[int] = []
+    for delta in deltas:
+        texts.append(delta.text)
+        tokens.extend(delta.tokens)
+    return Answer("".join(texts), tuple(tokens), delta.finish_reason or "", delta.statistics)
+
+
+def generate(
+    pair: Pair,
+    prompt: Prompt,
+    config: DecodeConfig | None = None,
+    system: str | None = None,
+) -> Answer:
+    """The whole answer to one prompt; arguments and errors as for `stream`."""
+    return collect(stream(pair, prompt, config, system))

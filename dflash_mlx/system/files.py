@@ -1,0 +1,69 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+
+from dflash_mlx.core.errors import DFlashError
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """A name to write to, which takes the place of `file` once all is written."""
+    partial = file.with_name(f".new-{os.getpid()}-{file.name}")
+    try:
+        yield partial
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what programs that were killed while writing into `folder` have left of that."""
+    for file in folder.glob(".new-*"):
+        file.unlink(missing_ok=True)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write `text` to `file` at once, down to the disk, or leave what is there.
+
+    Raises OSError where that cannot be done.
+    """
+    with _replacing(file) as partial, open(partial, "w", encoding="utf-8") as output:
+        output.write(text)
+        output.flush()
+        os.fsync(output.fileno())
+
+
+def replace_safetensors(file: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
+    """Write `arrays` to `file` at once, or leave what is there; OSError when the disk is full."""
+    with _replacing(file) as partial:
+        try:
+            mx.save_safetensors(str(partial), arrays, metadata)
+        except RuntimeError as error:
+            raise OSError(f"{file} cannot be written ({error})") from None
+        if partial.stat().st_size < sum(array.nbytes for array in arrays.values()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
+
+
+def keep_text(file: Path, text: str) -> None:
+    """Write `text` to `file` of a cache folder; what cannot be kept is done without."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, text)
+    except OSError:
+        pass
+
+
+def write_report(file: Path, text: str) -> None:
+    """Write `text` to a file that the user named; DFlashError where that cannot be done."""
+    try:
+        replace_text(file, text)
+    except OSError as error:
+        raise DFlashError(f"{file} cannot be written ({error})", "name another file") from None

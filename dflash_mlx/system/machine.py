@@ -1,0 +1,68 @@
+"""What a measurement was made on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dflash_mlx.system import blas
+
+_PACKAGES = ("dflash-chat", "mlx", "mlx-lm", "numpy", "transformers", "cmeel-openblas")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory, system, MLX's device, and the BLAS in use on Linux."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "device": str(mx.default_device()),
+        "blas": _blas(),
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Python and the packages that matter."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def model_key(name: str, parameters: Iterable[tuple[str, mx.array]], *settings: object) -> str:
+    """A name for what was measured of a model: with this machine, these versions and settings.
+
+    name, parameters: of the model. Weights count by their names, shapes and types.
+    """
+    weights = [(path, array.shape, str(array.dtype)) for path, array in parameters]
+    about = (describe_machine(), describe_versions(), name, weights, *settings)
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+
+
+def _blas() -> str:
+    status = blas.preload()
+    return f"{status.library}, {status.threads} threads" if status.library else "as built into mlx"
+
+
+def _processor() -> str:
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

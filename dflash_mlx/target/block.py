@@ -1,0 +1,76 @@
+"""The rows of one target or drafter pass: where they are and what they see of each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from dflash_mlx.core.tree import Tree
+from kernels_metal.cascade_attention import Visibility
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rows of one pass: consecutive tokens, the nodes of a tree, or branches side by side.
+
+    branches: how many runs of rows / branches tokens begin at the same position and do not see
+    each other (a forest).
+    """
+
+    rows: int
+    tree: Tree | None = None
+    branches: int = 1
+
+    @classmethod
+    def of(cls, tree: Tree) -> Block:
+        """A chain needs no explicit positions or mask; any other tree does."""
+        return cls(len(tree), None if tree.is_chain else tree)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the rows are consecutive tokens."""
+        return self.tree is None and self.branches == 1
+
+    @cached_property
+    def depths(self) -> npt.NDArray[np.int32]:
+        """[rows] distance of each row from the first position."""
+        if self.tree is not None:
+            return np.array(self.tree.depths, np.int32)
+        return np.arange(self.rows, dtype=np.int32) % (self.rows // self.branches)
+
+    @cached_property
+    def same_branch(self) -> npt.NDArray[np.bool_]:
+        """[rows, rows] which rows are in the same branch of a forest."""
+        branch = np.arange(self.rows) // (self.rows // self.branches)
+        same: npt.NDArray[np.bool_] = branch[:, None] == branch
+        return same
+
+    @cached_property
+    def visible(self) -> npt.NDArray[np.bool_]:
+        """[rows, rows] which rows of the block a causal row may attend to."""
+        if self.tree is not None:
+            return self.tree.ancestors
+        return (self.depths[:, None] >= self.depths) & self.same_branch
+
+    @cached_property
+    def _meanings(self) -> dict[object, tuple[mx.array | str | None, Visibility]]:
+        return {}
+
+    def remember(self, mask: mx.array, seen: Visibility) -> None:
+        """Note what a mask of this block stands for."""
+        self._meanings[id(mask)] = mask, seen  # which keeps the mask, and so its id
+
+    def seen(self, mask: mx.array | str | None, keys: int) -> Visibility | None:
+        """What the rows see of `keys` keys under this mask; None for a mask made elsewhere."""
+        if isinstance(mask, mx.array):
+            known = self._meanings.get(id(mask))
+            return known[1] if known is not None and known[1].keys == keys else None
+        if (mask, keys) not in self._meanings:
+            local = np.tri(self.rows, dtype=np.bool_) if mask == "causal" else np.True_
+            local = np.broadcast_to(local, (self.rows, self.rows))
+            self._meanings[mask, keys] = mask, Visibility(keys - self.rows, local)
+        return self._meanings[mask, keys][1]

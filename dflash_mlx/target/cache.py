@@ -1,0 +1,216 @@
+"""Keys and values of committed tokens, and of the block under verification behind them.
+
+One cache serves full attention and sliding windows. Slots are contiguous and in order of
+position; the block's rows are written in place after the committed ones and either committed
+(a path of them) or discarded. `LayerCache` answers the calls that mlx-lm's attention layers and
+mask helpers make of a cache: `offset`, `make_mask` and `update_and_fetch`; it also attends, since
+it knows what a mask stands for and a kernel does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.kv_packing import pack, unpack
+from dflash_mlx.target.routing import Kernels
+from kernels_metal.cache_commit import accepted_rows_reference, cache_commit
+from kernels_metal.cascade_attention import MAX_ROWS, Visibility
+from kernels_metal.operations import CACHE_COMMIT, CASCADE_ATTENTION
+
+STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
+SLACK = 64  # positions kept behind a window, so that the last rounds can be taken back
+
+
+class LayerCache:
+    """Keys and values of one attention layer, [1, heads, slots, dim] each.
+
+    window: how many positions a query sees, itself included; None for all of them. kernels: of the
+    model whose keys and values these are; None for stock MLX. kv_bits: what they are quantised to,
+    4 or 8, the block's rows included; attention sees what is stored.
+    """
+
+    def __init__(
+        self,
+        window: int | None = None,
+        kernels: Kernels | None = None,
+        kv_bits: int | None = None,
+    ) -> None:
+        self.window = window
+        self.kernels = kernels
+        self.kv_bits = kv_bits
+        self.length = 0
+        self.block = Block(0)
+        self._start = 0
+        self._stored: list[mx.array] = []  # of the keys, then as many of the values
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of the block's first row, or of every row where they are not consecutive."""
+        if self.block.is_run:
+            return self.length
+        return self.length + mx.array(self.block.depths)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What has to be evaluated for this cache to be up to date."""
+        return list(self._stored)
+
+    @property
+    def _first(self) -> int:
+        """Oldest committed position that the block's first row sees."""
+        return max(self._start, self._oldest(self.length))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the block's rows after the committed ones; return all that its rows may see."""
+        rows = keys.shape[2]
+        parts = [*pack(keys, self.kv_bits), *pack(values, self.kv_bits)]
+        self._reserve(rows, parts)
+        at, first = self.length - self._start, self._first - self._start
+        for stored, part in zip(self._stored, parts, strict=True):
+            stored[..., at : at + rows, :] = part
+        seen = [stored[..., first : at + rows, :] for stored in self._stored]
+        half = len(seen) // 2
+        return unpack(seen[:half], self.kv_bits), unpack(seen[half:], self.kv_bits)
+
+    def make_mask(
+        self, rows: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        """The mask mlx-lm asks for: None, "causal", or bool [rows, visible + rows]."""
+        window = window_size or self.window
+        if window is None or self.length - self._first + rows <= window:
+            if rows == 1:
+                return None
+            if self.block.is_run and not return_array:
+                return "causal"
+        return self.attention_mask(self.block.visible, window)
+
+    def attention_mask(self, visible: npt.NDArray[np.bool_], window: int | None) -> mx.array:
+        """Bool [rows, visible + rows]: the committed positions, then the block's own rows.
+
+        visible: [rows, rows] which rows of the block each row sees. The window counts from each
+        row's own position.
+        """
+        prefix, depths = self.length - self._first, self.block.depths
+        first = np.zeros_like(depths)
+        if window is not None:
+            first = np.clip(prefix + depths - window + 1, 0, prefix)
+            visible = visible & (depths > depths[:, None] - window)
+        before = mx.arange(prefix) >= mx.array(first)[:, None]
+        mask = mx.concatenate([before, mx.array(visible)], axis=1)
+        if self.kernels is not None and self.kernels.active and len(depths) <= MAX_ROWS:
+            self.block.remember(mask, Visibility(prefix, visible, tuple(first.tolist())))
+        return mask
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attention of the block's rows to what `update_and_fetch` returned.
+
+        queries: [1, heads, rows, D]. mask: from `make_mask` or `attention_mask`, or any that MLX's
+        own attention takes, which then computes it.
+        """
+        kernels, rows = self.kernels, queries.shape[2]
+        if kernels is not None and kernels.active and rows == self.block.rows <= MAX_ROWS:
+            seen = self.block.seen(mask, keys.shape[2])
+            if seen is None:
+                kernels.note(CASCADE_ATTENTION.name, "some layers make masks of their own")
+            else:
+                given = (queries, keys, values, seen, scale, sinks)
+                if (out := kernels.run(CASCADE_ATTENTION, *given)) is not None:
+                    return out  # type: ignore[no-any-return]
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the rows in `path` (increasing), moved to consecutive slots, and drop the others."""
+        commit_layers([self], path)
+
+    def discard(self) -> None:
+        """Drop the block's rows."""
+        self.block = Block(0)
+
+    def can_trim(self, length: int) -> bool:
+        """Whether the positions that a query at `length` sees are still stored."""
+        return length == 0 or self._oldest(length) >= self._start
+
+    def refill_from(self, length: int) -> int:
+        """The position to go back to, so that rows from there to `length` make good what is gone.
+
+        `length` itself where `can_trim`.
+        """
+        return length if self.can_trim(length) else self._oldest(length)
+
+    def trim(self, length: int) -> None:
+        """Forget the committed positions from `length` on, and all where not `can_trim`."""
+        if not self.can_trim(length):
+            self._start = length
+        self.length = min(self.length, length)
+        self._start = min(self._start, self.length)
+        self.discard()
+
+    def fork(self) -> LayerCache:
+        """A copy that goes on by itself; storage is shared until either of them writes."""
+        other = copy(self)
+        other._stored = [mx.array(stored) for stored in self._stored]
+        return other
+
+    def _oldest(self, length: int) -> int:
+        """The oldest position that a query at `length` sees."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def _reserve(self, rows: int, parts: Sequence[mx.array]) -> None:
+        """Make room for `rows` more; slots that no window reaches any more are given up."""
+        if not self._stored:
+            self._stored = [_empty(rows, part) for part in parts]
+            return
+        if self.length - self._start + rows <= self._stored[0].shape[2]:
+            return
+        start = max(self._start, self._first - SLACK) if self.window is not None else 0
+        kept = slice(start - self._start, self.length - self._start)
+        self._start = start
+        self._stored = [
+            mx.concatenate([stored[..., kept, :], _empty(rows, part)], axis=2)
+            for stored, part in zip(self._stored, parts, strict=True)
+        ]
+
+
+def commit_layers(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
+    """Keep the rows in `path`, in all layers at once."""
+    arrays = [array for layer in layers for array in layer.arrays]
+    first = [layer.length - layer._start for layer in layers for _ in layer.arrays]
+    kernels = layers[0].kernels
+    if kernels is not None and kernels.active and layers[0].kv_bits is not None:
+        kernels.note(CACHE_COMMIT.name, "keys and values are quantised")
+        kernels = None
+    cache_commit(arrays, path, first, partial(_accepted_rows, kernels))
+    for layer in layers:
+        layer.length += len(path)
+        layer.block = Block(0)
+
+
+def _accepted_rows(
+    kernels: Kernels | None, caches: Sequence[mx.array], path: Sequence[int], first: Sequence[int]
+) -> list[mx.array]:
+    rows = None if kernels is None else kernels.run(CACHE_COMMIT, caches, path, first)
+    return accepted_rows_reference(caches, path, first) if rows is None else rows
+
+
+def _empty(rows: int, like: mx.array) -> mx.array:
+    """Zeroed slots for at least `rows` more rows of the shape and type of `like`."""
+    slots = -(-rows // STEP) * STEP
+    return mx.zeros((*like.shape[:2], slots, like.shape[3]), like.dtype)

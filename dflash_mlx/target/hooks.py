@@ -1,0 +1,149 @@
+"""Calls of single modules routed elsewhere: parameters and other instances stay as they were.
+
+A hook gives one module instance a class of its own, which inherits all but the methods it replaces.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.target.cache import LayerCache
+from dflash_mlx.target.routing import Kernels
+from kernels_metal.operations import CASCADE_ATTENTION, VERIFY_QMM
+from kernels_metal.verify_qmm import MAX_ROWS, Packing
+
+_ROUTE = "_routed_through"  # in the class of a hooked module: what its calls go through
+_ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
+
+
+def override(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Route calls of this one module through `call(module, original, *args, **kwargs)`.
+
+    Where they go through the same `call` already, they stay as they are.
+    """
+    original = type(module)
+    if any(call in vars(kind).get(_ROUTE, ()) for kind in original.__mro__):
+        return
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(self, original.__call__, *args, **kwargs)
+
+    _replace(module, "__call__", __call__)
+    setattr(type(module), _ROUTE, (call,))
+
+
+class KernelHooks:
+    """Attention and quantised layers of a model that ask `kernels` first, until removed."""
+
+    def __init__(self, model: Any, kernels: Kernels) -> None:
+        self._originals: list[tuple[Any, type]] = []
+        for layer in model.layers:
+            attending = [m for m in layer.modules() if m is not layer and _attends(m)]
+            for module in attending:
+                self._replace(module, "__call__", _rebound(type(module).__call__))
+            if not attending and any(_keeps_keys(m) for m in layer.modules()):
+                family = type(layer).__module__.rpartition(".")[2]
+                reason = f"{family} computes the attention of some layers itself"
+                kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
+        for module in model.modules():
+            if (name := _product_of(module)) is not None:
+                self._product(module, name, kernels)
+
+    def remove(self) -> None:
+        """Give every module its own class back."""
+        for module, original in self._originals:
+            module.__class__ = original
+        self._originals.clear()
+
+    def _replace(self, module: Any, name: str, method: Callable[..., Any]) -> None:
+        self._originals.append((module, type(module)))
+        _replace(module, name, method)
+
+    def _product(self, module: Any, name: str, kernels: Kernels) -> None:
+        try:
+            if module.mode != "affine":
+                raise ValueError(f"mode is {module.mode}, but must be affine")
+            packing = Packing(module.bits, module.group_size)
+        except ValueError as error:
+            kernels.note(f"{VERIFY_QMM.name} of {module.bits} bits", str(error))
+            return
+        stock = getattr(type(module), name)
+        self._replace(module, name, _few_rows(stock, kernels, packing))
+
+
+def _replace(module: Any, name: str, method: Callable[..., Any]) -> None:
+    original = type(module)
+    module.__class__ = type(original.__name__, (original,), {name: method})
+
+
+def _attends(module: Any) -> bool:
+    """Whether a module's own call is Python that calls mlx-lm's attention by its usual name."""
+    call = type(module).__call__
+    if not inspect.isfunction(call) or _ATTENTION not in call.__code__.co_names:
+        return False
+    return call.__globals__.get(_ATTENTION) is _stock_attention()
+
+
+def _keeps_keys(module: Any) -> bool:
+    """Whether a module's own call writes keys and values into a cache."""
+    call = type(module).__call__
+    return inspect.isfunction(call) and "update_and_fetch" in call.__code__.co_names
+
+
+def _rebound(call: Any) -> FunctionType:
+    """The same code, in which the name of mlx-lm's attention means `_attention`."""
+    names = {**call.__globals__, _ATTENTION: _attention}
+    copy = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    copy.__kwdefaults__ = call.__kwdefaults__
+    return copy
+
+
+def _attention(  # noqa: PLR0913  # the signature of mlx-lm's
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's attention, which one of our caches computes itself."""
+    if not isinstance(cache, LayerCache):
+        stock = _stock_attention()
+        return stock(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+    return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def _stock_attention() -> Callable[..., mx.array]:
+    from mlx_lm.models import base  # not before a model is loaded: it takes seconds
+
+    return base.scaled_dot_product_attention
+
+
+def _product_of(module: Any) -> str | None:
+    """The method in which a module multiplies by its quantised weights, if it is of MLX's own."""
+    if type(module) is nn.QuantizedLinear:
+        return "__call__"
+    return "as_linear" if type(module) is nn.QuantizedEmbedding else None
+
+
+def _few_rows(
+    stock: Callable[..., mx.array], kernels: Kernels, packing: Packing
+) -> Callable[..., mx.array]:
+    def product(self: Any, x: mx.array) -> mx.array:
+        if not kernels.active or x.size > MAX_ROWS * x.shape[-1]:
+            return stock(self, x)
+        rows = x.reshape(-1, x.shape[-1])
+        y = kernels.run(VERIFY_QMM, rows, self["weight"], self["scales"], self["biases"], packing)
+        if y is None:
+            return stock(self, x)
+        y = y.reshape(*x.shape[:-1], -1)
+        return y + self["bias"] if "bias" in self else y  # type: ignore[no-any-return]
+
+    return product

@@ -1,0 +1,177 @@
+"""Any mlx-lm model as a target: tree positions, tree masks and tapped features.
+
+Three hooks make a model verify a tree, none of them specific to a family. Its caches are ours, so
+positions, masks and storage are (see `block.py` and `cache.py`); its rope modules accept one
+position per row; and the decoder layers that a drafter reads keep their outputs. Where Metal
+kernels are used, attention and quantised layers ask for them first (see `hooks.py`). Models with
+recurrent layers verify chains; what is kept of their passes is in `recurrent.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.cache import LayerCache
+from dflash_mlx.target.hooks import KernelHooks, override
+from dflash_mlx.target.kernels import Table
+from dflash_mlx.target.layouts import is_recurrent, layout_of, new_sequence
+from dflash_mlx.target.rope import rotate
+from dflash_mlx.target.routing import Kernels
+from dflash_mlx.target.sequence import SequenceCache
+from kernels_metal.dispatch import Mode
+
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
+_HEADS = ("lm_head", "embed_out")
+# They use the cache's offset for more than rope, as one number for the whole pass.
+ONE_OFFSET = ("gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
+_ONE_OFFSET_ROPES = ("DynamicNTKScalingRoPE",)
+
+
+class Target:
+    """A language model that can verify prefix trees, or chains where it has recurrent layers.
+
+    model: an mlx-lm model. context_length: the most tokens a sequence may have.
+    name: what to call it on screen. Raises DFlashError for layers that no draft can be taken back
+    from.
+    """
+
+    def __init__(self, model: Any, context_length: int, name: str) -> None:
+        self.model = model
+        self.context_length = context_length
+        self.name = name
+        self._layout = layout_of(model, name)
+        self._tapped: set[int] = set()
+        self._outputs: dict[int, mx.array] = {}
+        self._ropes = 0
+        self.pass_times: Any = None  # measured when a budget needs them, see `budget.py`
+        self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
+        self.kv_bits: int | None = None  # of caches made from now on, see `kv_packing.py`
+        self.kernels = Kernels(Table(name, self.parameters))
+        self._hooks: KernelHooks | None = None
+        for module in model.modules():
+            if isinstance(rope := module.get("rope"), nn.Module):
+                override(rope, _rope_at_positions)
+                self._ropes += 1
+        if self.is_recurrent:
+            from dflash_mlx.target.recurrent import keep_calls  # needs mlx-lm, which takes seconds
+
+            keep_calls(model, name)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers keep a recurrent state, so that drafts have to be chains."""
+        return is_recurrent(self._layout)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.model.layers)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of hidden states."""
+        return self.embedding()(mx.array([0])).dtype  # type: ignore[no-any-return]
+
+    def parameters(self) -> list[tuple[str, mx.array]]:
+        """The model's weights with their names."""
+        return tree_flatten(self.model.parameters())  # type: ignore[return-value]
+
+    def new_cache(self) -> SequenceCache:
+        """An empty cache for one sequence."""
+        return new_sequence(
+            self._layout, lambda window: LayerCache(window, self.kernels, self.kv_bits)
+        )
+
+    def use_kernels(self, mode: Mode) -> None:
+        """Switch this model's Metal kernels: auto, on or off, as it is at first.
+
+        Caches that exist follow at once. What was measured with other kernels is forgotten. Raises
+        ValueError for another mode.
+        """
+        self.kernels.switch(mode)
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = None if mode == "off" else KernelHooks(self.model, self.kernels)
+        self.pass_times = self.noise = None
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Keep the outputs of these decoder layers (0-based) in every pass from now on."""
+        for i in set(layers) - self._tapped:
+            override(self.model.layers[i], self._keep_output(i))
+        self._tapped.update(layers)
+
+    def forward(
+        self, tokens: mx.array, cache: SequenceCache, block: Block, taps: tuple[int, ...] = ()
+    ) -> tuple[mx.array, mx.array | None]:
+        """One pass over the rows of `block`, whose keys and values go behind the committed ones.
+
+        tokens: [N]. Returns logits [N, V] and features [N, len(taps) * d] (None without taps):
+        the states after the tapped layers, side by side. Nothing is evaluated here.
+        """
+        cache.extend(block)
+        self._outputs.clear()
+        logits = self.model(tokens[None], cache=cache.layers)[0]
+        if not taps:
+            return logits, None
+        return logits, mx.concatenate([self._outputs[i][0] for i in taps], axis=-1)
+
+    def check_trees(self) -> None:
+        """Raise DFlashError for a model that cannot have its rows at positions of their own."""
+        kind = type(self.model).__module__.rpartition(".")[2]
+        if self.is_recurrent:
+            raise DFlashError(
+                f"{self.name} ({kind}) has layers with a recurrent state, which cannot follow the "
+                "branches of a tree",
+                "use --method dflash or --method ngram, which draft chains",
+            )
+        ropes = {base.__name__ for m in self.model.modules() for base in type(m).__mro__}
+        if not self._ropes or kind in ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
+            raise DFlashError(
+                f"{self.name} ({kind}) computes with one position for all rows of a pass, "
+                "so it cannot verify trees",
+                "use --method dflash or --method ngram, which draft chains",
+            )
+
+    def embedding(self) -> Any:
+        """The token embedding module, which the drafter shares."""
+        return _find_module(self.model, _EMBEDDINGS, self.name)
+
+    def head(self) -> Callable[[mx.array], mx.array]:
+        """The map from final hidden states [..., d] to logits [..., V], shared by the drafter."""
+        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
+        if names.isdisjoint(_HEADS):
+            embedding = self.embedding()
+            return lambda states: embedding.as_linear(states)  # as it is then: hooks come and go
+        return _find_module(self.model, _HEADS, self.name)  # type: ignore[no-any-return]
+
+    def _keep_output(self, i: int) -> Callable[..., Any]:
+        def call(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = forward(layer, *args, **kwargs)
+            self._outputs[i] = output[0] if isinstance(output, tuple) else output
+            return output
+
+        return call
+
+
+def _rope_at_positions(
+    rope: Any, forward: Callable[..., mx.array], x: mx.array, offset: Any = 0, **kwargs: Any
+) -> mx.array:
+    return rotate(partial(forward, rope), x, offset, **kwargs)
+
+
+def _find_module(model: Any, names: tuple[str, ...], model_name: str) -> Any:
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in names:
+            return module
+    raise DFlashError(
+        f"{model_name} has no module called {' or '.join(names)}",
+        "use --method none, or a model of another family",
+    )

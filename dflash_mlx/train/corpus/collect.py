@@ -1,0 +1,116 @@
+"""From prompts to rows: queue what a file lacks, decode it, append every answer at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dflash_mlx.core.config import CorpusConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.load import Pair
+from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.train.corpus.batch import BatchDecoder, Done
+from dflash_mlx.train.corpus.jobs import Question, answer_job, answer_row
+from dflash_mlx.train.corpus.rows import Row
+from dflash_mlx.train.corpus.self_prompt import TurnWriter
+from dflash_mlx.train.corpus.writer import CorpusFile
+
+
+class Collection:
+    """One run: answers go into `file` as they finish.
+
+    Whether a prompt is answered greedily, and the seed of its draws, depend on `config.seed` and
+    the prompt's id alone, so a run that was killed continues as if it had not been.
+    """
+
+    def __init__(self, pair: Pair, config: CorpusConfig, file: CorpusFile) -> None:
+        self.decoder = BatchDecoder(pair.target, config.batch_size)
+        self.finishes = Counter(row.finish for row in file.rows)
+        self.skipped = 0  # prompts that are too long
+        self._pair = pair
+        self._config = config
+        self._file = file
+        self._done = {row.id: row for row in file.rows}
+        self._turns: TurnWriter | None = None
+
+    @property
+    def rejected(self) -> int:
+        """User turns of the model's own that were no good."""
+        return 0 if self._turns is None else self._turns.rejected
+
+    def ask(self, prompts: Sequence[dict[str, Any]]) -> int:
+        """Queue what `prompts` (rows of `read_prompts`) still lack; returns how many.
+
+        Raises DFlashError for an id that comes twice or was given to another prompt, and where
+        no prompt fits the context.
+        """
+        shuffled = list(prompts)
+        random.Random(self._config.seed).shuffle(shuffled)
+        asked = [self._question(prompt) for prompt in shuffled[: self._config.limit]]
+        repeated = [name for name, count in Counter(q.id for q in asked).items() if count > 1]
+        if repeated:
+            raise DFlashError(f"two prompts have the id {repeated[0]!r}", "give each its own")
+        room = self._pair.target.context_length
+        fitting = [question for question in asked if len(question.tokens) < room]
+        self.skipped = len(asked) - len(fitting)
+        if not fitting:
+            raise DFlashError(
+                f"none of the {len(asked)} prompts fits the model's context of {room} tokens",
+                "give shorter ones",
+            )
+        missing = [question for question in fitting if not self._is_done(question)]
+        for question in missing:
+            self.decoder.waiting.append(answer_job(question, self._pair, self._config))
+        return len(missing)
+
+    def ask_itself(self, wanted: int) -> int:
+        """Let the model write user turns until `wanted` are answered; returns how many to go."""
+        self._turns = TurnWriter(self._pair, self._config, self._file.rows)
+        missing = max(wanted - len(self._file.rows), 0)
+        self.decoder.waiting.extend(self._turns.start(missing))
+        return missing
+
+    def run(self) -> Iterator[list[Row]]:
+        """Decode all that is queued, step by step; rows are in the file when they are yielded."""
+        for finished in self.decoder.run():
+            rows = [self._finish(done) for done in finished]
+            yield [row for row in rows if row is not None]
+
+    def _finish(self, done: Done) -> Row | None:
+        """Append an answer, or queue what a written user turn asks for."""
+        question = done.job.key
+        if not isinstance(question, Question):
+            self._ask_turn(done)
+            return None
+        row = answer_row(question, done)
+        self._file.append(row)
+        self.finishes[row.finish] += 1
+        return row
+
+    def _ask_turn(self, done: Done) -> None:
+        """Queue the answer to a user turn, or another turn where this one is no good."""
+        assert self._turns is not None
+        question = self._turns.question(done)
+        if question is None:
+            self.decoder.waiting.extend(self._turns.start(1))
+        else:
+            self.decoder.waiting.appendleft(answer_job(question, self._pair, self._config))
+
+    def _question(self, prompt: dict[str, Any]) -> Question:
+        messages = prompt["messages"]
+        digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
+        tokens = prompt_tokens(self._pair.tokenizer, messages, self._config.system)
+        return Question(str(prompt.get("id", digest[:16])), prompt["category"], tuple(tokens))
+
+    def _is_done(self, question: Question) -> bool:
+        row = self._done.get(question.id)
+        if row is not None and row.prompt != question.tokens:
+            raise DFlashError(
+                f"{self._file.path} has an answer to another prompt with the id {question.id!r}",
+                "give prompts ids of their own, or name another file with --out",
+            )
+        return row is not None

@@ -1,0 +1,222 @@
+"""Corpus files: a header line and one answer a line, as JSON; read, checked, never guessed at."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.core.errors import DFlashError
+
+FORMAT = "dflash-corpus"
+VERSION = 1
+
+_MAKE_ANEW = "make the corpus again with python -m dflash_mlx.corpus"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What all rows of a file have in common.
+
+    tokenizer: `fingerprint` of the vocabulary. settings: all that decides the answers, and that a
+    run which continues the file must therefore share.
+    """
+
+    model: str
+    vocab_size: int
+    tokenizer: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def as_line(self) -> str:
+        """The first line of a corpus file, without its newline."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
+
+    @staticmethod
+    def begins_with(line: bytes) -> bool:
+        """Whether `line` may be the beginning of such a line, cut by a kill."""
+        begin = json.dumps({"format": FORMAT, "version": VERSION})[:-1].encode()
+        return begin.startswith(line[: len(begin)])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer of the target.
+
+    prompt: token ids through the chat template. answer: token ids, the stop token included where
+    the target ended by itself. finish: "stop", "length" (max_tokens), "loop" (cut where it began
+    to repeat itself) or "" (an older file does not say). messages: the conversation, where the
+    prompt is of the target's own making.
+    """
+
+    id: str
+    category: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    temperature: float
+    top_p: float = 1.0
+    seed: int | None = None
+    finish: str = ""
+    messages: tuple[dict[str, str], ...] = ()
+
+    def as_line(self) -> str:
+        """A line of a corpus file, without its newline."""
+        fields: dict[str, Any] = {
+            "id": self.id,
+            "category": self.category,
+            "p": self.prompt,
+            "o": self.answer,
+            "t": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "finish": self.finish,
+        }
+        if self.messages:
+            fields["messages"] = self.messages
+        return json.dumps(fields)
+
+
+def read_rows(path: Path, vocab_size: int | None = None) -> tuple[Header | None, list[Row]]:
+    """The header, if any, and the rows of a corpus file, plain or gzip.
+
+    vocab_size: token ids must be below it; the header's by default. A last line that a killed
+    process left incomplete is ignored. Raises DFlashError for a file that cannot be read, holds
+    no rows, or has a damaged line.
+    """
+    header, rows = parse(path, _contents(path), vocab_size)
+    if not rows:
+        raise DFlashError(f"{path} holds no rows", _MAKE_ANEW)
+    return header, rows
+
+
+def parse(
+    path: Path, contents: bytes, vocab_size: int | None = None
+) -> tuple[Header | None, list[Row]]:
+    """As `read_rows`, from what has been read of `path`; rows may be missing."""
+    lines = contents.split(b"\n")
+    objects = {i: _object(path, i, line, i == len(lines)) for i, line in enumerate(lines, 1)}
+    header = None
+    if isinstance(first := objects.get(1), dict) and "format" in first:
+        header = _header(path, objects.pop(1))
+        vocab_size = header.vocab_size if vocab_size is None else vocab_size
+    rows = [_row(path, i, values) for i, values in objects.items() if values is not None]
+    for i, row in zip((i for i, v in objects.items() if v is not None), rows, strict=True):
+        if vocab_size is not None and max(row.prompt + row.answer) >= vocab_size:
+            raise DFlashError(
+                f"line {i} of {path} holds the token {max(row.prompt + row.answer)}, but the "
+                f"model has only {vocab_size}",
+                "use the corpus with the model that made it, or " + _MAKE_ANEW,
+            )
+    return header, rows
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """SHA-256 over the sorted vocabulary: the same for tokenizers whose ids mean the same."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+
+def check_header(
+    header: Header | None, tokenizer: Any, vocab_size: int, source: str = "the corpus"
+) -> None:
+    """Raise DFlashError for a corpus of another tokenizer; older files do not say whose they are.
+
+    source: the file, for the message.
+    """
+    if header is None:
+        return
+    if header.vocab_size != vocab_size:
+        difference = f"has {header.vocab_size} tokens, but this model has {vocab_size}"
+    elif header.tokenizer != fingerprint(tokenizer):
+        difference = "has other tokens than this model's"
+    else:
+        return
+    raise DFlashError(
+        f"{source} was made with {header.model}, whose vocabulary {difference}",
+        f"use it with {header.model}, or {_MAKE_ANEW}",
+    )
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        contents = path.read_bytes()
+        return gzip.decompress(contents) if path.suffix == ".gz" else contents
+    except (OSError, EOFError, zlib.error) as error:
+        raise DFlashError(f"{path} cannot be read ({error})", "name a corpus file") from None
+
+
+def _object(path: Path, i: int, line: bytes, is_last: bool) -> Any:
+    """The JSON value of a line, None for a blank one; the last may have been cut by a kill."""
+    try:
+        return json.loads(line) if line.strip() else None
+    except ValueError as error:
+        if is_last:
+            return None
+        raise DFlashError(
+            f"line {i} of {path} is no JSON ({error})", f"delete that line, or {_MAKE_ANEW}"
+        ) from None
+
+
+def _header(path: Path, values: dict[str, Any]) -> Header:
+    if values["format"] != FORMAT or values.get("version") != VERSION:
+        raise DFlashError(
+            f"{path} has the format {values['format']!r}, version {values.get('version')!r}, "
+            f"instead of {FORMAT!r}, version {VERSION}",
+            "update dflash-chat, or " + _MAKE_ANEW,
+        )
+    kinds = {"model": str, "vocab_size": int, "tokenizer": str, "settings": dict}
+    for name, kind in kinds.items():
+        value = values.get(name, {} if name == "settings" else None)
+        if not isinstance(value, kind):
+            raise _damaged(path, 1, name, value)
+    return Header(**{name: values[name] for name in kinds if name in values})
+
+
+def _row(path: Path, i: int, values: Any) -> Row:
+    if not isinstance(values, dict):
+        raise DFlashError(f"line {i} of {path} is no row", f"delete that line, or {_MAKE_ANEW}")
+    temperature, top_p = values.get("t"), values.get("top_p", 1.0)
+    for name, number in (("t", temperature), ("top_p", top_p)):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise _damaged(path, i, name, number)
+    texts = {name: values.get(name, default) for name, default in _texts(i).items()}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise _damaged(path, i, name, text)
+    seed, messages = values.get("seed"), values.get("messages", [])
+    if seed is not None and type(seed) is not int:
+        raise _damaged(path, i, "seed", seed)
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise _damaged(path, i, "messages", messages)
+    return Row(
+        prompt=_ids(path, i, "p", values),
+        answer=_ids(path, i, "o", values),
+        temperature=float(temperature),  # type: ignore[arg-type]
+        top_p=float(top_p),
+        seed=seed,
+        messages=tuple(messages),
+        **texts,
+    )
+
+
+def _texts(i: int) -> dict[str, str]:
+    return {"id": f"line-{i}", "category": "", "finish": ""}
+
+
+def _ids(path: Path, i: int, name: str, values: dict[str, Any]) -> tuple[int, ...]:
+    ids = values.get(name)
+    whole = isinstance(ids, list) and ids and all(type(token) is int for token in ids)
+    if not whole or min(ids) < 0:  # type: ignore[arg-type]
+        raise _damaged(path, i, name, ids)
+    return tuple(ids)  # type: ignore[arg-type]
+
+
+def _damaged(path: Path, i: int, name: str, value: Sequence[Any] | Any) -> DFlashError:
+    shown = "missing" if value is None else repr(value)[:60]
+    return DFlashError(
+        f"field {name!r} in line {i} of {path} is {shown}", f"delete that line, or {_MAKE_ANEW}"
+    )

@@ -1,0 +1,154 @@
+"""User turns that the model writes itself, through its own chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from dflash_mlx.core.config import CorpusConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.load import Pair
+from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.train.corpus.batch import Done, Job
+from dflash_mlx.train.corpus.jobs import Question, lot
+from dflash_mlx.train.corpus.rows import Row
+
+_MARK = "dflash4c7a1e"  # stands for the user's text
+_PATIENCE = 20  # user turns rejected for each good one
+
+
+class TurnWriter:
+    """Jobs that make the model write user turns, and the questions that come of them.
+
+    Turns are numbered; a number's opening and seed never change, so a run that was killed goes on
+    with the numbers that the file lacks. rows: what the file holds.
+    """
+
+    def __init__(self, pair: Pair, config: CorpusConfig, rows: Sequence[Row]) -> None:
+        self.rejected = 0
+        self._pair = pair
+        self._config = config
+        self._template = TurnTemplate(pair.tokenizer, config.system)
+        self._openings = [text.rstrip(" ") for text in config.opening] or [""]
+        self._seen = {message["content"] for row in rows for message in row.messages}
+        done = {row.id for row in rows}
+        self._numbers = (n for n in count() if self._id(n) not in done)
+
+    def start(self, turns: int) -> list[Job]:
+        """Jobs for the next user turns. Raises DFlashError where hardly any turn was any good."""
+        if self.rejected > _PATIENCE * (len(self._seen) + 1):
+            raise DFlashError(
+                f"of {self.rejected + len(self._seen)} user turns that the model wrote, "
+                f"{self.rejected} were empty, too long or had been there before",
+                "give more openings, or ask for fewer with --self-prompt",
+            )
+        return [self._job(n) for n in islice(self._numbers, turns)]
+
+    def question(self, done: Done) -> Question | None:
+        """The prompt that a written turn makes; None for one that is no good or not new."""
+        n = done.job.key
+        text = self._template.text(self._opening(n), done.tokens, done.finish)
+        if text is not None and text not in self._seen:
+            message = {"role": "user", "content": text}
+            tokens = prompt_tokens(self._pair.tokenizer, [message], self._config.system)
+            if len(tokens) < self._pair.target.context_length:
+                self._seen.add(text)
+                return Question(self._id(n), "self", tuple(tokens), (message,))
+        self.rejected += 1
+        return None
+
+    def _job(self, n: int) -> Job:
+        config = self._config
+        prompt = self._template.prompt(self._opening(n))
+        room = self._pair.target.context_length - len(prompt)
+        if room < 1:
+            raise DFlashError(f"opening {self._opening(n)[:40]!r} fills the context", "shorten it")
+        return Job(
+            key=n,
+            prompt=prompt,
+            stops=self._template.stops,
+            max_tokens=min(config.self_max_tokens, room),
+            temperature=config.self_temperature,
+            top_p=config.self_top_p,
+            seed=lot(config.seed, f"turn {n}")[1],
+        )
+
+    def _opening(self, n: int) -> str:
+        return self._openings[n % len(self._openings)]
+
+    def _id(self, n: int) -> str:
+        return f"self-{self._config.seed}-{n}"
+
+
+class TurnTemplate:
+    """What stands before and behind a user's text in a model's chat template.
+
+    The template is rendered around a mark: the model continues the text before it, and the text
+    behind it ends the turn. Raises DFlashError for a template that has no such place.
+    """
+
+    def __init__(self, tokenizer: Any, system: str | None) -> None:
+        next_step = "give --prompts instead of --self-prompt"
+        if not tokenizer.has_chat_template:
+            raise DFlashError("this model has no chat template", next_step)
+        messages = [{"role": "user", "content": _MARK}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        try:
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except TemplateError as error:
+            raise DFlashError(
+                f"the model's chat template refuses the conversation ({error})",
+                "leave --system out, or " + next_step,
+            ) from None
+        self._before, mark, behind = text.partition(_MARK)
+        if not mark:
+            raise DFlashError("the model's chat template changes the user's text", next_step)
+        self._tokenizer = tokenizer
+        self._end = behind.strip().split("\n")[0]
+        eos = frozenset(tokenizer.eos_token_ids)
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = eos | {number for number, token in added if token.special}
+        self.stops = eos | self._special & set(self._encode(behind)[:1])
+
+    def prompt(self, opening: str) -> tuple[int, ...]:
+        """Token ids for the model to continue.
+
+        opening: without a space at its end, which most vocabularies keep with the next word.
+        """
+        return tuple(self._encode(self._before + opening))
+
+    def text(self, opening: str, tokens: Sequence[int], finish: str) -> str | None:
+        """The user's text; None where it is empty, did not end or holds special tokens."""
+        said = list(tokens)
+        if said and said[-1] in self.stops:
+            said.pop()
+        text = str(self._tokenizer.decode(said))
+        if self._end and self._end in text:  # the end of a turn may be plain text
+            text, finish = text.partition(self._end)[0], "stop"
+        if finish != "stop" or not text.strip() or self._special & set(said):
+            return None
+        return (opening + text).strip()
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def read_openings(file: Path) -> tuple[str, ...]:
+    """The openings in a JSON file; DFlashError when it is missing or holds something else."""
+    shape = 'give a JSON list of texts like ["Explain", "Write a story about"]'
+    try:
+        openings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DFlashError(f"{file} cannot be read ({error})", shape) from None
+    if not isinstance(openings, list) or not openings:
+        raise DFlashError(f"{file} holds no openings", shape)
+    for opening in openings:
+        if not isinstance(opening, str):
+            raise DFlashError(f"{file} holds {opening!r}", shape)
+    return tuple(openings)

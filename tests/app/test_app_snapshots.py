@@ -1,0 +1,223 @@
+"""Pictures of the chat, compared character by character and colour by colour.
+
+After a change that is meant, look at the new pictures and keep them:
+
+    DFLASH_CHAT_SNAPSHOTS=write scripts/test tests/test_app_snapshots.py
+
+The pictures in docs/ are those that the README and docs/chat.md show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from textual.widgets import OptionList
+
+from dflash_chat.conversation import Conversation, Turn
+from dflash_chat.messages import Verdict
+from dflash_chat.picker import Candidate
+from dflash_chat.race_screen import RaceScreen
+from dflash_mlx import DFlashError, PairConfig
+from support.app_scripts import ANSWER, ScriptedBackend, race_of, scripted_app, until
+
+ROOT = Path(__file__).parents[2]
+PICTURES = {True: ROOT / "docs", False: Path(__file__).parents[1] / "snapshots"}
+PATIENCE = 15.0  # seconds until a screen that looks otherwise is taken for changed
+LARGE, SMALL, TINY = (120, 40), (80, 24), (40, 12)
+QUESTION = "Which two rivers meet in Mainz? Add a Python function that lists them."
+THOUGHT = "<think>Mainz lies where the Main flows into the Rhine.</think>"
+VERDICT = Verdict(
+    "All 19 tokens are the same. 2.00 times as fast as plain decoding on this question.", True
+)
+
+
+async def ask(app, pilot, text=QUESTION):
+    before = len(app.conversation.turns)
+    app.prompt.text = text
+    await pilot.press("enter")
+    await until(lambda: app.listener.job is None and len(app.conversation.turns) > before, pilot)
+
+
+async def stream(app, pilot, rounds):
+    """Ask, and stop the scripted engine after so many rounds."""
+    app.prompt.text = QUESTION
+    await pilot.press("enter")
+    app._backend.gate.release(rounds)
+    await until(lambda: app.status.figures and app.status.figures.rounds == rounds, pilot)
+    await until(lambda: not app.listener.dirty, pilot)
+
+
+async def command(app, pilot, line):
+    app.prompt.text = line
+    await pilot.press("enter")
+    await pilot.pause()
+
+
+async def idle(app, pilot):
+    pass
+
+
+async def streaming(app, pilot):
+    await ask(app, pilot, "Hello!")
+    app._backend.gate = threading.Semaphore(0)
+    await stream(app, pilot, 5)
+
+
+async def draft_view(app, pilot):
+    await pilot.press("f2")
+    app._backend.gate = threading.Semaphore(0)
+    await stream(app, pilot, 4)
+
+
+async def race(app, pilot):
+    app._backend.race_steps = [*race_of(ANSWER, 19), VERDICT]
+    await command(app, pilot, f"/race {QUESTION}")
+    await until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over, pilot)
+
+
+async def error(app, pilot):
+    await ask(app, pilot)
+    app._backend.loads = [
+        DFlashError(
+            "'Qwen/Qwen3-4b' is neither a folder nor a public model",
+            "give a local folder or a Hugging Face id like owner/name with --model",
+        )
+    ]
+    await command(app, pilot, "/model Qwen/Qwen3-4b")
+    await until(lambda: app.query(".notice"), pilot)
+
+
+async def answered(app, pilot):
+    await ask(app, pilot)
+
+
+async def prefill(app, pilot):
+    app._backend.prefills = [(1536, 4096)]
+    app.prompt.text = QUESTION
+    await pilot.press("enter")
+    await until(lambda: app.query_one("#progress").display, pilot)
+
+
+async def conversations(app, pilot):
+    for day, title in (("01", "Rivers of Germany"), ("02", "A function for primes")):
+        turns = [Turn("user", title), Turn("assistant", "Gladly.")]
+        app.store.save(Conversation(f"2026-01-{day}T10-30-00-000000", "", "M", turns))
+    for age, file in enumerate(sorted(app.store.folder.iterdir())):
+        os.utime(file, (1000 + age, 1000 + age))
+    await command(app, pilot, "/open")
+
+
+async def models(app, pilot):
+    await command(app, pilot, "/model")
+    await until(lambda: app.screen.query_one(OptionList).option_count, pilot)
+
+
+# name, size, what to do, theme, and whether the picture is shown in the documentation
+CASES = [
+    ("chat-idle", LARGE, idle, "dark", True),
+    ("chat-streaming", LARGE, streaming, "dark", True),
+    ("chat-draft-view", LARGE, draft_view, "dark", True),
+    ("chat-race", LARGE, race, "dark", True),
+    ("chat-error", LARGE, error, "dark", True),
+    ("chat-80x24", SMALL, answered, "light", True),
+    ("streaming-80x24", SMALL, streaming, "dark", False),
+    ("draft-view-80x24", SMALL, draft_view, "light", False),
+    ("prefill-80x24", SMALL, prefill, "dark", False),
+    ("conversations-80x24", SMALL, conversations, "dark", False),
+    ("models-80x24", SMALL, models, "dark", False),
+    ("answered-40x12", TINY, answered, "dark", False),
+]
+
+
+@pytest.fixture(autouse=True)
+def same_machine(monkeypatch, tmp_path):
+    """What would differ from one machine to the next."""
+    listed = [
+        Candidate("SmolLM2-135M-Instruct", PairConfig(), "built in", 720_000_000),
+        Candidate(
+            "Qwen/Qwen3-8B",
+            PairConfig("Qwen/Qwen3-8B"),
+            "Hugging Face cache",
+            18_000_000_000,
+            "drafter z-lab/Qwen3-8B-DFlash-b16",
+        ),
+    ]
+    monkeypatch.setattr("dflash_chat.picker_screen.candidates", lambda here: listed)
+    monkeypatch.setattr("dflash_chat.memory.available", lambda: 16_000_000_000)
+    monkeypatch.chdir(tmp_path)
+
+
+def picture(app) -> str:
+    """The screen as SVG, without the fonts that it would fetch from elsewhere."""
+    svg = app.export_screenshot(title="dflash-chat")
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    return re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE)
+
+
+async def settled_picture(app, pilot, expected: str | None) -> str:
+    """The picture that stays, with every text scrolled to its end.
+
+    A busy machine can make the screen rest half-way, so another picture than `expected` gets
+    more time.
+    """
+
+    def at_end():
+        scrolls = app.screen.query("#tinted-scroll, .side VerticalScroll")
+        return all(scroll.scroll_y >= scroll.max_scroll_y for scroll in scrolls)
+
+    seen: list[str] = []
+    late = time.monotonic() + PATIENCE
+    while True:
+        await until(at_end, pilot)
+        await pilot.wait_for_animation()
+        seen.append(picture(app))
+        rests = len(seen) >= 3 and len(set(seen[-3:])) == 1
+        if rests and (expected in (None, seen[-1]) or time.monotonic() > late):
+            return seen[-1]
+        assert len(seen) < 1000, "the screen does not come to rest"
+        await pilot.pause(0.05)
+
+
+async def take(size, steps, theme, folder, expected) -> str:
+    backend = ScriptedBackend([THOUGHT + ANSWER])
+    app, _ = scripted_app(folder, backend, theme=theme)
+    async with app.run_test(size=size) as pilot:
+        await until(lambda: not app.listener.waiting, pilot)
+        app.prompt.cursor_blink = False
+        await steps(app, pilot)
+        result = await settled_picture(app, pilot, expected)
+        await app.action_stop()
+        backend.held.set()
+        if backend.gate is not None:
+            backend.gate.release(1000)
+        await until(lambda: app.listener.job is None, pilot)
+    return result
+
+
+@pytest.mark.parametrize(("name", "size", "steps", "theme", "shown"), CASES)
+def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, shown, tmp_path):
+    file = PICTURES[shown] / f"{name}.svg"
+    writes = os.environ.get("DFLASH_CHAT_SNAPSHOTS") == "write"
+    expected = None if writes else file.read_text(encoding="utf-8")
+    now = asyncio.run(take(size, steps, theme, tmp_path / "talks", expected))
+    if writes:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(now, encoding="utf-8")
+    elif now != expected:
+        other = tmp_path / file.name
+        other.write_text(now, encoding="utf-8")
+        pytest.fail(f"{file.name} has changed, see {other}; the module's head says how to keep it")
+
+
+def test_no_picture_is_large_or_fetches_anything():
+    files = [PICTURES[shown] / f"{name}.svg" for name, *_, shown in CASES]
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert len(text) < 200_000
+        assert "url(" not in text.replace("url(#", "")

@@ -1,0 +1,109 @@
+"""Prompts are padded with the text of others, and the report says how long they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from dflash_mlx.benchmark.prompts import describe_lengths, pad, questions, read_contexts
+from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.session.chat import prompt_tokens
+from support.models import write_model
+
+TEXTS = ["how are you today?", "write a function", "a much longer question than the others", "2+2?"]
+ROWS = [
+    {"id": str(i), "category": "ab"[i % 2], "messages": [{"role": "user", "content": text}]}
+    for i, text in enumerate(TEXTS)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = write_model(tmp_path_factory.mktemp("model"))
+    return load_tokenizer(folder)
+
+
+def plain(tokenizer: Any, row: dict[str, Any]) -> list[int]:
+    return prompt_tokens(tokenizer, row["messages"], None, raw=False)
+
+
+@pytest.mark.parametrize("length", [60, 100, 333])
+@pytest.mark.parametrize("row", ROWS, ids=TEXTS)
+def test_a_padded_prompt_has_its_length_and_ends_in_its_own_question(tokenizer, row, length):
+    tokens = pad(tokenizer, row, length, ROWS)
+    assert length - 2 <= len(tokens) <= length  # a space at the filler's end is dropped
+    text = tokenizer.decode(tokens)
+    assert text.count(row["messages"][0]["content"]) == 1
+    end = tokenizer.decode(plain(tokenizer, row))[len("<|im_start|>user\n") :]
+    assert text.endswith("\n\n" + end)
+
+
+def test_the_padding_is_the_text_of_the_other_prompts_in_order_and_again(tokenizer):
+    text = tokenizer.decode(pad(tokenizer, ROWS[1], 300, ROWS))
+    others = "\n\n".join([TEXTS[2], TEXTS[3], TEXTS[0]])
+    assert text.startswith(f"<|im_start|>user\n{others}\n\n{others}")
+
+
+def test_a_prompt_that_is_longer_already_stays_as_it_is(tokenizer):
+    for length in (1, len(plain(tokenizer, ROWS[0]))):
+        assert pad(tokenizer, ROWS[0], length, ROWS) == plain(tokenizer, ROWS[0])
+
+
+def test_a_prompt_too_short_of_room_for_any_padding_is_not_made_longer(tokenizer):
+    own = plain(tokenizer, ROWS[0])
+    for more in (1, 2, 3, 4):
+        assert len(pad(tokenizer, ROWS[0], len(own) + more, ROWS)) <= len(own) + more
+
+
+def test_without_a_context_prompts_are_as_they_are(tokenizer):
+    found = questions(tokenizer, ROWS, [], ROWS)
+    assert [question.tokens for question in found] == [plain(tokenizer, row) for row in ROWS]
+    assert [question.category for question in found] == ["a", "b", "a", "b"]
+    assert describe_lengths(found)["asked"] == []
+
+
+def test_one_context_keeps_the_categories_and_several_take_their_place(tokenizer):
+    one = questions(tokenizer, ROWS[:2], [100], ROWS)
+    assert [question.category for question in one] == ["a", "b"]
+    several = questions(tokenizer, ROWS[:2], [40, 100], ROWS)
+    assert [q.category for q in several] == ["40 tokens", "100 tokens"] * 2
+    assert [q.id for q in several] == ["0", "0", "1", "1"]
+
+
+def test_the_lengths_say_what_was_reached(tokenizer):
+    found = questions(tokenizer, ROWS, [50, 120], ROWS)
+    lengths = [len(question.tokens) for question in found]
+    longer = sum(n > 50 for n in lengths[::2])
+    assert 0 < longer < len(ROWS)
+    assert describe_lengths(found) == {
+        "asked": [50, 120],
+        "longer_than_asked": longer,
+        "shortest": min(lengths),
+        "longest": max(lengths),
+    }
+
+
+def test_padding_needs_other_text(tokenizer):
+    with pytest.raises(DFlashError, match="no other prompt to pad with"):
+        pad(tokenizer, ROWS[0], 100, [ROWS[0], dict(ROWS[0])])
+
+
+def test_contexts_are_whole_numbers():
+    assert read_contexts(None) == []
+    assert read_contexts("128, 4096") == [128, 4096]
+    for text in ("", "0", "-4", "many", "128,", "²"):
+        with pytest.raises(DFlashError, match="the context is"):
+            read_contexts(text)
+
+
+def test_a_row_may_hold_any_character_that_json_allows(tmp_path):
+    text = "one\u2028two\x85three"
+    row = {**ROWS[0], "messages": [{"role": "user", "content": text}]}
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_prompts(file, None) == [row]

@@ -1,0 +1,401 @@
+"""The command lines: what they print, and how they refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from dflash_chat import main as chat
+from dflash_mlx.cli import options as cli
+from dflash_mlx.models import resolve
+from support.models import TEMPLATE, write_drafter, write_model
+
+generate = import_module("dflash_mlx.cli.generate")
+
+CONTEXT = 160
+KEYS = {
+    "text",
+    "tokens",
+    "prompt_tokens",
+    "generated_tokens",
+    "finish_reason",
+    "method",
+    "prefill_seconds",
+    "time_to_first_token",
+    "decode_seconds",
+    "tokens_per_second",
+    "rounds",
+    "mean_accepted",
+    "acceptance_rate",
+    "accepted_by_position",
+    "peak_memory_bytes",
+}
+# As many published templates do, this one has no place for a system prompt.
+STRICT_TEMPLATE = (
+    "{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+
+Command = Callable[..., Result]
+
+
+class Stdin(io.TextIOWrapper):
+    """Standard input: a pipe with these bytes, or a terminal."""
+
+    def __init__(self, contents: bytes = b"", terminal: bool = False) -> None:
+        super().__init__(io.BytesIO(contents), "utf-8")
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the real hub; what is downloaded is what a test puts in its place."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("cli")
+    small = {"max_position_embeddings": CONTEXT}
+    return {
+        "model": str(write_model(root / "model", **small)),
+        "drafter": str(write_drafter(root / "drafter")),
+        "strict": str(write_model(root / "strict", template=STRICT_TEMPLATE, **small)),
+        "bare": str(write_model(root / "bare", template=None, **small)),
+        "wide": str(write_drafter(root / "wide", hidden_size=128)),
+    }
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command line in this process."""
+
+    def refuse(name: str, **_: Any) -> str:
+        raise FileNotFoundError(f"no network, asked for {name}")
+
+    monkeypatch.setattr(resolve, "snapshot_download", refuse)
+
+    def run(main: Callable[[Sequence[str]], None], *argv: str, stdin: bytes = b"") -> Result:
+        monkeypatch.setattr(sys, "argv", ["program", *argv])
+        monkeypatch.setattr(sys, "stdin", Stdin(stdin))
+        with pytest.raises(SystemExit) as left:
+            cli.run(main, "program")
+        return Result(int(left.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def ask(command: Command, folders: dict[str, str]) -> Command:
+    """Run dflash_mlx.generate on the tiny pair; later options win over these."""
+
+    def run(*argv: str, stdin: bytes = b"") -> Result:
+        pair = ["--model", folders["model"], "--drafter", folders["drafter"]]
+        options = [*pair, "--method", "dflash", "--max-tokens", "24"]
+        return command(generate.main, *options, *argv, stdin=stdin)
+
+    return run
+
+
+# What is printed
+
+
+@pytest.mark.parametrize("method", ["none", "dflash"])
+def test_the_text_that_streams_is_the_text_in_the_json_object(ask, method):
+    plain = ask("--prompt", "hello", "--method", method)
+    answer = ask("--prompt", "hello", "--method", method, "--json").answer
+    assert plain.code == 0
+    assert plain.out == answer["text"] + "\n"
+    assert len(answer["text"]) > 10
+    assert plain.err.count("\n") == 1 and "tok/s" in plain.err
+
+
+def test_both_methods_print_the_same_answer(ask):
+    plain = ask("--prompt", "hello", "--method", "none", "--json").answer
+    drafted = ask("--prompt", "hello", "--method", "dflash", "--json").answer
+    assert (plain["text"], plain["tokens"]) == (drafted["text"], drafted["tokens"])
+    assert (plain["method"], drafted["method"]) == ("none", "dflash")
+
+
+@pytest.mark.parametrize("method", ["none", "dflash"])
+def test_the_json_object_has_the_promised_keys_and_is_alone_on_stdout(ask, method):
+    result = ask("--prompt", "hello", "--method", method, "--json")
+    assert result.out.count("\n") == 1 and result.err == ""
+    answer = result.answer
+    assert answer.keys() >= KEYS
+    assert answer["finish_reason"] == "length"
+    assert answer["generated_tokens"] == len(answer["tokens"]) == 24
+    assert answer["prompt_tokens"] == len("<user\nhello><assistant\n")
+    assert answer["mean_accepted"] == 24 / answer["rounds"]
+    assert answer["tokens_per_second"] == pytest.approx(24 / answer["decode_seconds"])
+    assert 0 < answer["prefill_seconds"] < answer["time_to_first_token"]
+    assert len(answer["accepted_by_position"]) == (7 if method == "dflash" else 0)
+    assert answer["peak_memory_bytes"] > 1e5
+
+
+def test_a_prompt_may_come_from_standard_input(ask):
+    expected = ask("--prompt", "hello", "--json").answer
+    assert ask("--prompt", "-", "--json", stdin=b"hello").answer["text"] == expected["text"]
+
+
+def test_a_conversation_may_come_from_a_file(ask, tmp_path):
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps([{"role": "user", "content": "hello"}]))
+    expected = ask("--prompt", "hello", "--json").answer
+    assert ask("--messages", str(file), "--json").answer["tokens"] == expected["tokens"]
+    file.write_text(
+        json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}])
+    )
+    answer = ask("--messages", str(file), "--json").answer
+    assert answer["prompt_tokens"] == len("<user\na><assistant\nbcd><assistant\n")
+
+
+def test_a_system_prompt_is_put_first(ask, tmp_path):
+    file = tmp_path / "messages.json"
+    conversation = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
+    file.write_text(json.dumps(conversation))
+    expected = ask("--messages", str(file), "--json").answer
+    answer = ask("--prompt", "hello", "--system", "be", "--json").answer
+    assert answer["tokens"] == expected["tokens"]
+    assert answer["prompt_tokens"] == expected["prompt_tokens"]
+    assert answer["tokens"] != ask("--prompt", "hello", "--json").answer["tokens"]
+
+
+def test_raw_leaves_the_template_out(ask, folders):
+    answer = ask("--prompt", "hello", "--raw", "--json").answer
+    assert answer["prompt_tokens"] == len("hello")
+    other = ask("--prompt", "hello", "--raw", "--json", "--model", folders["bare"]).answer
+    assert other["tokens"] == answer["tokens"]
+
+
+def test_the_answer_ends_before_the_first_of_several_stop_texts(ask):
+    text = ask("--prompt", "hello", "--json").answer["text"]
+    late, early = text[14:16], text[7:9]
+    end = min(text.index(late), text.index(early))
+    options = ["--prompt", "hello", "--stop", late, "--stop", early]
+    answer = ask(*options, "--json").answer
+    assert answer["text"] == text[:end]
+    assert answer["finish_reason"] == "stop"
+    assert ask(*options).out == text[:end] + "\n"
+
+
+def test_a_seed_makes_a_random_answer_come_again_whatever_drafts(ask):
+    def tokens(*argv: str) -> list[int]:
+        options = ["--prompt", "hello", "--temperature", "1", "--json"]
+        return ask(*options, *argv).answer["tokens"]
+
+    first = tokens("--seed", "3")
+    assert tokens("--seed", "3") == first
+    assert tokens("--seed", "3", "--method", "none") == first
+    assert tokens("--seed", "4") != first
+    assert tokens() != tokens()
+
+
+def test_an_answer_stops_where_the_context_is_full(ask):
+    prompt = "x" * (CONTEXT - 10)
+    answer = ask("--prompt", prompt, "--raw", "--max-tokens", "1000", "--json").answer
+    assert (answer["finish_reason"], answer["generated_tokens"]) == ("context", 10)
+
+
+def test_a_smaller_block_is_used(ask):
+    answer = ask("--prompt", "hello", "--block-size", "3", "--json").answer
+    assert len(answer["accepted_by_position"]) == 2
+
+
+# What is refused
+
+
+def messages(contents: str) -> Callable[[Path], list[str]]:
+    def write(folder: Path) -> list[str]:
+        (folder / "messages.json").write_text(contents)
+        return ["--messages", str(folder / "messages.json")]
+
+    return write
+
+
+PROMPT = ["--prompt", "hello"]
+REFUSED: dict[str, tuple[Any, str]] = {
+    "an unknown option": ([*PROMPT, "--sped", "1"], "--sped"),
+    "no prompt": ([], "--prompt"),
+    "two prompts": ([*PROMPT, "--messages", "x.json"], "--messages"),
+    "an empty prompt": (["--prompt", ""], "the prompt is empty"),
+    "a blank prompt": (["--prompt", " \n"], "the prompt is empty"),
+    "an empty raw prompt": (["--prompt", "", "--raw"], "the prompt is empty"),
+    "an empty standard input": (["--prompt", "-"], "the prompt is empty"),
+    "a prompt that is no text": (["--prompt", "hel\udcfflo"], "UTF-8"),
+    "a raw conversation": (
+        lambda folder: [*messages('[{"role": "user", "content": "a"}]')(folder), "--raw"],
+        "--raw works on plain text alone",
+    ),
+    "a raw system prompt": ([*PROMPT, "--raw", "--system", "be brief"], "--raw works on plain"),
+    "a block of one": ([*PROMPT, "--block-size", "1"], "block_size is 1"),
+    "a block too large": ([*PROMPT, "--block-size", "9"], "block_size is 9"),
+    "a block in words": ([*PROMPT, "--block-size", "two"], "--block-size"),
+    "a negative temperature": ([*PROMPT, "--temperature", "-1"], "temperature is -1.0"),
+    "a temperature that is no number": ([*PROMPT, "--temperature", "nan"], "temperature is nan"),
+    "an infinite temperature": ([*PROMPT, "--temperature", "inf"], "temperature is inf"),
+    "a top_p of nothing": ([*PROMPT, "--top-p", "0"], "top_p is 0.0"),
+    "a top_p that is no number": ([*PROMPT, "--top-p", "nan"], "top_p is nan"),
+    "a negative top_k": ([*PROMPT, "--top-k", "-1"], "top_k is -1"),
+    "a min_p above one": ([*PROMPT, "--min-p", "2"], "min_p is 2.0"),
+    "a repetition penalty of nothing": (
+        [*PROMPT, "--repetition-penalty", "0"],
+        "repetition_penalty is 0.0",
+    ),
+    "an empty repetition context": (
+        [*PROMPT, "--repetition-context", "0"],
+        "repetition_context is 0",
+    ),
+    "no tokens": ([*PROMPT, "--max-tokens", "0"], "max_tokens is 0"),
+    "an empty prefill step": ([*PROMPT, "--prefill-step", "0"], "prefill_step is 0"),
+    "an empty stop text": ([*PROMPT, "--stop", ""], "stop is ''"),
+    "a negative seed": ([*PROMPT, "--seed", "-1"], "seed is -1"),
+    "a seed too large": ([*PROMPT, "--seed", "4294967296"], "seed is 4294967296"),
+    "an unknown method": ([*PROMPT, "--method", "magic"], "magic"),
+    "messages that are missing": (["--messages", "nowhere.json"], "nowhere.json cannot be read"),
+    "messages in a folder": (["--messages", "."], "cannot be read"),
+    "messages that are no JSON": (messages("hello"), "is no JSON text"),
+    "messages that are no list": (messages('{"role": "user"}'), "holds no messages"),
+    "no messages": (messages("[]"), "holds no messages"),
+    "messages that are texts": (messages('["hello"]'), "message 0"),
+    "messages without content": (messages('[{"role": "user"}]'), "message 0"),
+    "messages with a number": (messages('[{"role": "user", "content": 3}]'), "message 0"),
+    "a prompt too long": (["--prompt", "x" * 300], "the prompt has 318 tokens"),
+    "a raw prompt too long": (["--prompt", "x" * CONTEXT, "--raw"], f"has {CONTEXT} tokens"),
+    "a prompt too long, as JSON": (["--prompt", "x" * 300, "--json"], "the prompt has 318 tokens"),
+    "an unknown model": ([*PROMPT, "--model", "./nowhere/at/all"], "no folder './nowhere/at/all'"),
+    "a model that cannot be had": ([*PROMPT, "--model", "owner/name"], "could not be downloaded"),
+    "an unknown drafter": ([*PROMPT, "--drafter", "/nowhere/x"], "no folder '/nowhere/x'"),
+    "a drafter that cannot be had": (
+        [*PROMPT, "--drafter", "owner/name"],
+        "could not be downloaded",
+    ),
+}
+
+
+def assert_refused(result: Result, message: str) -> None:
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.count("\n") == 1 and result.err.endswith("\n")
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_one_sentence_and_nothing_on_stdout(
+    ask, case, tmp_path, monkeypatch, use_real_names
+):
+    monkeypatch.chdir(tmp_path)
+    argv, message = REFUSED[case]
+    assert_refused(ask(*(argv(tmp_path) if callable(argv) else argv)), message)
+
+
+@pytest.fixture
+def use_real_names(command, monkeypatch):
+    """Names that cannot be hub ids are refused by the hub's own check, which needs no network."""
+    from huggingface_hub.utils import validate_repo_id
+
+    def snapshot_download(name: str, **_: Any) -> str:
+        validate_repo_id(name)
+        raise FileNotFoundError("no network")
+
+    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter", "options", "message"),
+    [
+        ("model", "wide", [], "hidden_size 128, but"),
+        ("model", "model", [], "is a target, not a drafter"),
+        ("bare", "drafter", [], "this model has no chat template; add --raw"),
+        ("strict", "drafter", ["--system", "be brief"], "System role not supported"),
+    ],
+    ids=["another drafter", "no drafter", "no template", "a template that refuses"],
+)
+def test_a_pair_that_does_not_serve_is_one_sentence(ask, folders, model, drafter, options, message):
+    pair = ["--model", folders[model], "--drafter", folders[drafter]]
+    assert_refused(ask(*PROMPT, *pair, *options), message)
+
+
+def test_a_method_that_needs_a_drafter_is_refused_where_none_is_known(command, folders):
+    result = command(generate.main, *PROMPT, "--model", folders["model"], "--method", "ddtree")
+    assert_refused(result, "no drafter is known for")
+
+
+@pytest.mark.parametrize("main", [generate.main, chat.run], ids=["generate", "chat"])
+def test_a_model_without_a_known_drafter_looks_up_n_grams_and_says_so_in_one_line(
+    command, folders, main
+):
+    options = [*PROMPT, "--model", folders["model"], "--max-tokens", "24"]
+    result = command(main, *options)
+    said, figures = result.err.splitlines()
+    assert result.code == 0 and "tok/s" in figures
+    assert said.startswith(f"no drafter is known for {folders['model']}, so ")
+    assert "n-gram" in said and "--drafter" in said
+    chosen = command(main, *options, "--method", "ngram")
+    assert (chosen.out, len(chosen.err.splitlines())) == (result.out, 1)
+
+
+def test_standard_input_that_is_not_utf8_is_one_sentence_with_the_byte(ask):
+    result = ask("--prompt", "-", stdin=b"hello \xff")
+    assert_refused(result, "standard input is not UTF-8: byte 0xff at position 6")
+
+
+def test_a_folder_without_weights_is_one_sentence(ask, tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    assert_refused(ask(*PROMPT, "--model", str(folder)), "No safetensors found")
+
+
+# The chat without a terminal
+
+
+def test_one_prompt_on_the_command_line_is_answered_and_nothing_asked(command, ask, folders):
+    pair = ["--model", folders["model"], "--drafter", folders["drafter"]]
+    pair += ["--method", "dflash", "--max-tokens", "24"]
+    expected = ask("--prompt", "hello").out
+    assert command(chat.run, *pair, "--prompt", "hello").out == expected
+    assert command(chat.run, *pair, "--prompt", "-", stdin=b"hello").out == expected
+    assert command(chat.run, *pair, stdin=b"hello").out == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sped", "1"], "--sped"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x" * 300], "the prompt has 318 tokens"),
+        (["--prompt", "hello", "--top-p", "0"], "top_p is 0.0"),
+        (["--prompt", "hello", "--block-size", "9"], "block_size is 9"),
+        (["--prompt", "hello", "--model", "owner/name"], "could not be downloaded"),
+        ([], "the prompt is empty"),
+    ],
+)
+def test_the_chat_refuses_bad_input_with_one_sentence(command, folders, options, message):
+    pair = ["--model", folders["model"], "--drafter", folders["drafter"]]
+    assert_refused(command(chat.run, *pair, *options), message)

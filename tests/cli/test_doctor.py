@@ -1,0 +1,239 @@
+"""The doctor: what it says of a machine, of kernels that are right, and of one that is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from huggingface_hub import constants
+
+from dflash_mlx import load
+from dflash_mlx.cli import doctor
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models import pair_report, sources
+from dflash_mlx.target.kernels import Table
+from dflash_mlx.target.pass_times import ROWS
+from kernels_metal import sweep
+from kernels_metal.dispatch import Choice, Dispatch
+from kernels_metal.emulator import EmulatorError, emulated
+from support.families import make_model
+from support.models import write_drafter, write_model
+from support.recurrent_families import UNSUPPORTED
+
+
+@pytest.fixture
+def without_metal(monkeypatch):
+    """As on Linux, also where these tests run on a Mac."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+
+
+def change(monkeypatch, name, **changes):
+    """Let the sweep run an operation with another kernel or reference."""
+
+    def changed(seed, each):
+        for trial in sweep.trials(seed, each):
+            same = trial.operation.name != name
+            yield trial if same else replace(trial, operation=replace(trial.operation, **changes))
+
+    monkeypatch.setattr(doctor, "trials", changed)
+
+
+def results(**choice):
+    """One right trial of each operation."""
+    return [doctor.Result(trial, 0.5, **choice) for trial in sweep.trials(0, 1)]
+
+
+def test_the_report_names_machine_versions_backend_and_folders(tmp_path):
+    lines = doctor.about(tmp_path)
+    titles = [line for line in lines if not line.startswith(" ")]
+    stored = ["stored calibration", "stored kernel choices"]
+    assert titles == ["machine", "versions", "backend", "cache folders", *stored]
+    text = "\n".join(lines)
+    for word in ("processor", "GiB", f"mlx             {mx.__version__}", "Device(", "blas"):
+        assert word in text
+    assert str(tmp_path) in text
+    assert "default model  not fetched yet" in text
+    assert "emulator       empty" in text
+    assert "none  decoding with an automatic budget measures it once" in text
+    assert "none: the first answer of a model on Metal makes them" in text
+
+
+def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
+    timing = tmp_path / "timing"
+    timing.mkdir()
+    seconds = [0.05 * (1 + rows / 64) for rows in ROWS]
+    (timing / "good.json").write_text(json.dumps({"rows": ROWS, "seconds": seconds}))
+    (timing / "half.json").write_text('{"rows": [1')
+    text = "\n".join(doctor.about(tmp_path))
+    assert "1 row 50.8 ms, 8 rows 1.11 x, 16 rows 1.23 x, 32 rows 1.48 x, 64 rows 1.97 x" in text
+    assert "half  " in text
+    assert "unreadable, will be measured again" in text
+    assert "timing         2 files" in text
+
+
+def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
+    made = Dispatch(table={"draft_head/8/32000x4/16/float16/g15s": Choice(False, "not faster")})
+    Table("tiny", lambda: [], tmp_path / "kernels").save(made.to_json())
+    lines = doctor.about(tmp_path)
+    assert lines[-2:] == [
+        "  tiny",
+        "    stock   not faster  (draft_head/8/32000x4/16/float16/g15s)",
+    ]
+
+
+def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
+    doctor.main(["--kernels", "--trials", "1", "--seed", "3"])
+    out = capsys.readouterr().out
+    assert "metal   not on this machine" in out
+    assert "no Metal on this machine: decoding uses the references" in out
+    assert "no kernel ran on a GPU" in out
+    assert "Speed is not emulated" in out
+    for name in ("cascade_attention", "draft_head", "tree_walk", "cache_commit", "verify_qmm"):
+        assert f"  {name} float32: " in out
+    assert "0 of 5 trials wrong in the emulator" in out
+    assert "chooses" not in out
+
+
+def test_a_reference_that_differs_is_reported_and_ends_with_1(without_metal, monkeypatch, capsys):
+    made = sweep.operations.TREE_WALK
+    change(monkeypatch, "tree_walk", reference=lambda *a: made.reference(*a) + 1)
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(["--kernels", "--trials", "1"])
+    assert stop.value.code == 1
+    out = capsys.readouterr().out
+    assert "WRONG inf  tree_walk float32: nodes" in out
+    assert "1 of 5 trials wrong in the emulator" in out
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        EmulatorError("race", "on s", "verify_qmm"),
+        RuntimeError("cannot compile\nat 3"),
+        ValueError("Thread group size (256) is greater than the maximum allowed"),
+    ],
+)
+def test_a_kernel_that_does_not_run_is_wrong_with_its_reason(without_metal, monkeypatch, fault):
+    def faulty(*arguments):
+        raise fault
+
+    change(monkeypatch, "verify_qmm", kernel=faulty)
+    found = list(doctor.check_kernels(False, 0, 1))
+    assert [result.right for result in found] == [True] * 4 + [False]
+    (line,) = [line for line in doctor.verdict(found, "here") if "WRONG" in line]
+    assert line.startswith("  WRONG inf  verify_qmm float32: rows ")
+    assert line.endswith(str(fault).partition("\n")[0])
+
+
+def test_the_choices_are_made_by_dispatch_where_kernels_run():
+    with emulated():
+        found = list(doctor.check_kernels(True, 1, 1))
+    assert {result.choice for result in found} == {Choice(True, "not on Metal, so not raced")}
+
+
+def test_choices_are_printed_with_their_reasons():
+    quick = results(choice=Choice(True, "faster: 20 us against 30 us"))
+    slow = results(choice=Choice(False, "not faster: 30 us against 20 us"))
+    lines = doctor.verdict(quick[:1] + slow[1:2], "on Metal")
+    label = quick[0].trial.label
+    assert f"  kernel  faster: 20 us against 30 us  ({label})" in lines
+    assert f"  stock   not faster: 30 us against 20 us  ({slow[1].trial.label})" in lines
+    assert lines[-1] == "  0 of 2 trials wrong on Metal"
+
+
+def test_the_worst_trial_of_each_operation_is_shown():
+    first = results()[0]
+    worse = replace(first, error=0.75, trial=replace(first.trial, label="the worse"))
+    lines = doctor.verdict([first, worse], "here")
+    assert "     0.750  the worse" in lines
+    assert not any(first.trial.label in line for line in lines)
+
+
+def test_no_compiler_is_one_sentence_and_not_a_wrong_kernel(without_metal, monkeypatch):
+    def none():
+        raise EmulatorError("compile", "no clang", "")
+
+    monkeypatch.setattr(doctor, "find_compiler", none)
+    with pytest.raises(DFlashError, match="cannot be emulated .*no clang.*; run the doctor on a"):
+        doctor.main(["--kernels"])
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many", "1.5"])
+def test_trials_must_be_a_number_from_1_on(count, capsys):
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(["--kernels", f"--trials={count}"])
+    assert stop.value.code == 2
+    assert f"{count!r} is no number from 1 on" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_mlx.doctor"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("machine\n")
+    assert done.stdout.endswith("not tried; --kernels runs each against its reference\n")
+    assert done.stderr == ""
+
+
+def test_a_pair_that_cannot_be_used_ends_with_2_and_every_next_step(tmp_path, capsys):
+    model, drafter = write_model(tmp_path / "model"), write_drafter(tmp_path / "drafter")
+    doctor.main(["--model", str(model), "--drafter", str(drafter)])
+    assert "  can be used\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(["--model", str(drafter), "--drafter", str(model)])
+    assert stop.value.code == 2
+    out = capsys.readouterr().out
+    assert (
+        f"error    {drafter} is a drafter, not a target\n           give it with --drafter" in out
+    )
+    assert f"error    {model} is a target, not a drafter\n           give it with --model" in out
+    assert out.endswith("  cannot be used\n")
+
+
+def test_a_drafter_of_the_registry_that_cannot_be_had_is_a_warning(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    model = str(write_model(tmp_path / "Qwen3-4B-4bit"))
+    doctor.main(["--model", model])
+    out = capsys.readouterr().out
+    assert "  drafter  none, so drafts are looked up in the text\n" in out
+    assert "  warning  the drafter z-lab/Qwen3-4B-DFlash-b16 cannot be used (" in out
+    assert "the hub cannot be reached" in out
+    assert "), so drafts are n-gram lookups\n           name another one with --drafter" in out
+    assert "  can be used\n" in out
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(["--model", model, "--drafter", "z-lab/Qwen3-4B-DFlash-b16"])
+    assert stop.value.code == 2
+
+
+def test_a_drafter_of_the_registry_that_does_not_fit_is_a_warning(tmp_path, monkeypatch):
+    wide = write_drafter(tmp_path / "wide", hidden_size=128)
+    monkeypatch.setattr(sources, "whole_snapshot", lambda name, pattern: wide)
+    model = write_model(tmp_path / "Qwen3-4B-4bit")
+    report = pair_report.check_named(PairConfig(str(model)))
+    (found,) = report.findings
+    assert (found.severity, report.drafters) == ("warning", ())
+    assert "made for a target with hidden_size 128, but" in found.what
+    (model / "config.json").write_text("{")
+    assert [f.severity for f in pair_report.check_named(PairConfig(str(model))).findings[:1]] == [
+        "error"
+    ]
+
+
+def test_a_target_whose_state_cannot_be_taken_back_is_refused_as_by_loading(tmp_path):
+    settings = UNSUPPORTED["baichuan_m1"]
+    write_model(tmp_path, model=make_model("baichuan_m1"), **settings)
+    with pytest.raises(DFlashError) as loading:
+        load(str(tmp_path))
+    (found,) = pair_report.check_named(PairConfig(str(tmp_path))).errors
+    assert found.what == loading.value.what and "gives its recurrent state" in found.what
+
+
+def test_a_name_of_nothing_is_bad_input():
+    with pytest.raises(DFlashError, match="there is no folder '/nowhere/at/all'.*--model"):
+        doctor.main(["--model", "/nowhere/at/all"])

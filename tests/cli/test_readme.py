@@ -1,0 +1,28 @@
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.mark.real
+def test_the_examples_in_the_readme_run_and_print_their_answers(capsys):
+    codes = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(codes) == 2
+    for code in codes:
+        exec(compile(code, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "sky" in printed
+    assert re.search(r"\d\.\d\d tokens per round", printed)
+    assert re.search(r"\d+ tokens in the caches", printed)
+
+
+def test_the_readme_holds_no_placeholder():
+    assert not re.findall(r"\b[A-Z]{3,}\d\b|TODO|TBD", README.read_text(encoding="utf-8"))
+
+
+def test_every_file_that_the_readme_links_to_exists():
+    links = re.findall(r"\]\((?!https?:)([^)]+)\)", README.read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if not (README.parent / link).exists()] == []

@@ -1,0 +1,266 @@
+"""Conversions of Hugging Face ids, against a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from huggingface_hub import constants
+
+from dflash_mlx.convert.__main__ import main
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models import pair_folder
+from support.converted import assert_same_tensors, tensors
+from support.hub_server import Hub, etag, serve
+from support.models import write_drafter, write_model
+from support.speculators import speculators, write
+
+FILES = 4  # of the target: config, tokenizer, its config, weights
+
+
+def in_bfloat16(drafter: Path) -> Path:
+    weights = {name: array.astype(mx.bfloat16) for name, array in tensors(drafter).items()}
+    mx.save_safetensors(str(drafter / "model.safetensors"), weights)
+    return drafter
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with a target and a drafter, and an empty cache."""
+    repositories = {
+        "owner/model": write_model(tmp_path / "hub" / "model"),
+        "owner/drafter": in_bfloat16(write_drafter(tmp_path / "hub" / "drafter")),
+        "owner/speculators": write(tmp_path / "hub" / "speculators", speculators()),
+    }
+    with serve(repositories) as served:
+        template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", served.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        (tmp_path / "out").mkdir()
+        yield served
+
+
+def weight_requests(hub: Hub) -> list[str | None]:
+    """The Range headers of what was fetched of weight files."""
+    return [
+        part for method, file, part in hub.requests if method == "GET" and "safetensors" in file
+    ]
+
+
+def test_a_repository_converts_as_the_folder_it_serves(hub, tmp_path):
+    main(["owner/model", str(tmp_path / "out" / "dst")])
+    main([str(hub.repositories["owner/model"]), str(tmp_path / "out" / "local")])
+    local = {f.name: f.read_bytes() for f in (tmp_path / "out" / "local").iterdir()}
+    remote = {f.name: f.read_bytes() for f in (tmp_path / "out" / "dst").iterdir()}
+    assert remote == local
+    assert len(remote) == FILES + 1  # the index
+
+
+def test_a_pair_of_repositories_converts_and_keeps_their_names(hub, tmp_path):
+    main(["owner/model", str(tmp_path / "out" / "dst"), "--pair", "owner/drafter"])
+    pair = pair_folder.read(tmp_path / "out" / "dst")
+    assert pair.names == {"target": "owner/model", "drafter": "owner/drafter"}
+    assert_same_tensors(tensors(pair.drafter), tensors(hub.repositories["owner/drafter"]))
+
+
+def test_what_is_in_the_cache_is_not_fetched_again(hub, tmp_path):
+    main(["owner/model", str(tmp_path / "out" / "first")])
+    hub.requests.clear()
+    main(["owner/model", str(tmp_path / "out" / "second")])
+    assert hub.requests == []
+
+
+def test_a_download_that_broke_off_goes_on_where_it_stopped(hub, tmp_path, monkeypatch):
+    """The hub's client tries again itself; what it has by then is not fetched twice."""
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
+    hub.cut = 300_000
+    main(["owner/model", str(tmp_path / "out" / "dst")])
+    ranges = [part for part in weight_requests(hub) if part != "bytes=0-100000"]
+    assert ranges == [None, "bytes=300000-"]
+    stored = tensors(hub.repositories["owner/model"])
+    assert_same_tensors(tensors(tmp_path / "out" / "dst"), stored)
+
+
+def test_a_download_that_was_killed_keeps_the_files_that_were_whole(hub, tmp_path):
+    """The hub's client begins the file anew in which it was killed."""
+    folder = hub.repositories["owner/model"]
+    weights = tensors(folder)
+    (folder / "model.safetensors").unlink()
+    small, large = {"model.norm.weight": weights.pop("model.norm.weight")}, weights
+    for i, part in enumerate((small, large), start=1):
+        mx.save_safetensors(str(folder / f"model-{i:05d}-of-00002.safetensors"), part)
+    hub.cut, hub.stall = 200_000, threading.Event()
+    arguments = ["owner/model", str(tmp_path / "out" / "dst")]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "dflash_mlx.convert", *arguments],
+        env={
+            **os.environ,
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "TMPDIR": str(tmp_path),
+        },
+        stderr=subprocess.DEVNULL,
+    )
+    blob = tmp_path / "cache" / "models--owner--model" / "blobs"
+    wait_for(lambda: (blob / etag(folder / "model-00001-of-00002.safetensors")).is_file())
+    wait_for(lambda: ("GET", "model-00002-of-00002.safetensors", None) in hub.requests)
+    child.kill()
+    child.wait()
+    hub.stall.set()
+    assert list((tmp_path / "out").iterdir()) == []
+    hub.requests.clear()
+    main(arguments)
+    whole = [f for method, f, part in hub.requests if method == "GET" and part is None]
+    assert whole.count("model-00002-of-00002.safetensors") == 1
+    assert "model-00001-of-00002.safetensors" not in whole
+    assert_same_tensors(tensors(tmp_path / "out" / "dst"), tensors(folder))
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# A dry run
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("owner/model", "target    owner/model: llama in float32"),
+        ("owner/drafter", "drafter   owner/drafter: DFlashDraftModel in bfloat16, blocks of 8"),
+        ("owner/speculators", "drafter   owner/speculators: DFlashDraftModel in float32"),
+    ],
+)
+def test_a_dry_run_fetches_heads_only_and_says_what_would_be_done(
+    hub, tmp_path, capsys, name, words
+):
+    main([name, str(tmp_path / "out" / "dst"), "--check"])
+    printed = capsys.readouterr().out
+    assert printed.startswith(words)
+    stored = hub.repositories[name] / "model.safetensors"
+    assert "download  " in printed and "memory    at most about" in printed
+    assert weight_requests(hub) == ["bytes=0-100000"]
+    cached = [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
+    assert stored.stat().st_size not in [file.stat().st_size for file in cached]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_dry_run_foretells_the_size_of_a_drafter_from_the_types_in_its_heads(
+    hub, tmp_path, capsys
+):
+    main(["owner/drafter", str(tmp_path / "out" / "dst"), "--check"])
+    size = sum(array.nbytes for array in tensors(hub.repositories["owner/drafter"]).values())
+    assert capsys.readouterr().out.splitlines()[0].endswith(f", {size / 1000:.2f} kB")
+
+
+def test_weight_files_that_are_not_fetched_are_not_looked_at(hub, tmp_path):
+    folder = hub.repositories["owner/drafter"]
+    shutil.copyfile(folder / "model.safetensors", folder / "optimizer.safetensors")
+    main(["owner/drafter", str(tmp_path / "out" / "dst")])
+    (folder / "optimizer.safetensors").unlink()
+    assert_same_tensors(tensors(tmp_path / "out" / "dst"), tensors(folder))
+
+
+def test_a_target_without_a_tokenizer_is_refused_before_it_is_fetched(hub, tmp_path):
+    (hub.repositories["owner/model"] / "tokenizer.json").unlink()
+    for options in ([], ["--check"]):
+        with pytest.raises(
+            DFlashError, match="owner/model cannot be loaded, it has no tokenizer .tokenizer.json"
+        ):
+            main(["owner/model", str(tmp_path / "out" / "dst"), *options])
+    assert None not in weight_requests(hub)
+
+
+def test_a_dry_run_foretells_the_size_of_a_quantised_destination(hub, tmp_path, capsys):
+    arguments = ["owner/model", str(tmp_path / "out" / "dst"), "--bits", "4"]
+    main([*arguments, "--check"])
+    foretold = capsys.readouterr().out.splitlines()[0]
+    main(arguments)
+    size = sum(array.nbytes for array in tensors(tmp_path / "out" / "dst").values())
+    assert f"{size / 1000:.2f} kB" in foretold
+    assert "4 bits (affine, groups of 64)" in foretold
+
+
+def test_a_download_that_does_not_fit_is_refused_before_it_begins(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    with pytest.raises(DFlashError, match=r"the download needs .* MB, but only 1\.00 MB are free"):
+        main(["owner/model", str(tmp_path / "out" / "dst")])
+    assert weight_requests(hub) == ["bytes=0-100000"]
+
+
+# What cannot be had
+
+
+def test_a_repository_that_is_not_there_is_one_sentence(hub, tmp_path):
+    with pytest.raises(DFlashError, match="'owner/nonesuch' is neither a folder nor a public mode"):
+        main(["owner/nonesuch", str(tmp_path / "out" / "dst")])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_without_a_network_what_is_in_the_cache_still_converts(hub, tmp_path, monkeypatch):
+    folder = hub.repositories["owner/model"]
+    shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
+    (folder / "original").mkdir()
+    (folder / "original" / "params.json").write_text("{}")
+    main(["owner/model", str(tmp_path / "out" / "online")])
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    nowhere = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", nowhere)
+    main(["owner/model", str(tmp_path / "out" / "offline")])
+    assert_same_tensors(tensors(tmp_path / "out" / "offline"), tensors(tmp_path / "out" / "online"))
+    with pytest.raises(DFlashError, match=r"the hub cannot be reached .*; check the network"):
+        main(["owner/drafter", str(tmp_path / "out" / "other")])
+
+
+def pickle_it(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def ask_for_code(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_file": "own.py"}))
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(file.read_text()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (pickle_it, "owner/model holds pickled weights only .pytorch_model.bin"),
+        (ask_for_code, "owner/model asks to run its own Python file 'own.py'"),
+        (truncate, "owner/model/config.json is no readable config.json"),
+        (lambda folder: (folder / "config.json").unlink(), "owner/model has no config.json"),
+    ],
+    ids=["pickled", "code", "damaged config", "no config"],
+)
+def test_what_is_refused_of_a_folder_is_refused_before_it_is_fetched(
+    hub, tmp_path, damage, message
+):
+    damage(hub.repositories["owner/model"])
+    with pytest.raises(DFlashError, match=message):
+        main(["owner/model", str(tmp_path / "out" / "dst")])
+    assert None not in weight_requests(hub)
+
+
+def test_other_libraries_copies_of_the_weights_are_not_fetched(hub, tmp_path):
+    folder = hub.repositories["owner/model"]
+    shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
+    main(["owner/model", str(tmp_path / "out" / "dst")])
+    assert not any("consolidated" in file for _, file, _ in hub.requests)

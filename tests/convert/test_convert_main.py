@@ -1,0 +1,260 @@
+"""The conversion's command line: what it says, what it refuses, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import llama
+
+from dflash_mlx.convert.__main__ import main
+from dflash_mlx.convert.conversion import RUNTIME
+from dflash_mlx.convert.settings import ConvertConfig
+from dflash_mlx.core.errors import DFlashError
+from support.converted import config, convert
+from support.families import FAMILIES
+from support.gguf_files import F32, Q4_0, Q4_1, Q5_0, Q8_0
+from support.gguf_files import make_model as make_gguf_model
+from support.gguf_files import write as write_gguf
+from support.models import DAMAGES, write_drafter, write_model
+
+
+def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dflash_mlx.convert", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_conversion_says_where_it_wrote_and_shows_its_progress(tmp_path):
+    done = run(write_model(tmp_path / "model"), tmp_path / "dst", "--bits", "4")
+    assert (done.returncode, done.stdout) == (0, f"wrote {tmp_path / 'dst'}\n")
+    assert "converting: 100%" in done.stderr
+    assert "4.500 bits per weight" not in done.stdout  # mlx-lm's own words go to stderr
+    assert config(tmp_path / "dst")["quantization"]["bits"] == 4
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
+    done = run(tmp_path / "nowhere", tmp_path / "dst")
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("dflash_mlx.convert: there is no file or folder")
+    assert done.stdout == ""
+
+
+def test_options_that_do_not_exist_are_refused_by_the_parser(capsys, tmp_path):
+    with pytest.raises(SystemExit) as left:
+        main([str(tmp_path), str(tmp_path / "dst"), "--bits", "7"])
+    assert left.value.code == 2
+    assert "choose from 2, 3, 4, 5, 6, 8" in capsys.readouterr().err
+
+
+# A dry run of what is here
+
+
+def test_a_dry_run_of_a_pair_names_both_and_what_they_need(tmp_path, capsys):
+    model, drafter = write_model(tmp_path / "model"), write_drafter(tmp_path / "drafter")
+    main([str(model), str(tmp_path / "dst"), "--pair", str(drafter), "--bits", "8", "--check"])
+    target, drafts, disk, memory = capsys.readouterr().out.splitlines()
+    assert target.startswith(f"target    {model}: llama in 8 bits (affine, groups of 64)")
+    assert drafts.startswith(f"drafter   {drafter}: DFlashDraftModel in float32, blocks of 8")
+    assert f" in {tmp_path / 'dst'}; " in disk and disk.endswith("free")
+    assert memory.startswith("memory    at most about 450.")
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_dry_run_reads_no_weights(tmp_path, monkeypatch, capsys):
+    folder = write_model(tmp_path / "model")
+    drafter = write_drafter(tmp_path / "drafter")
+    mx.reset_peak_memory()
+    active = mx.get_active_memory()
+    main([str(folder), str(tmp_path / "dst"), "--bits", "4", "--pair", str(drafter), "--check"])
+    largest = max(array.nbytes for array in mx.load(str(folder / "model.safetensors")).values())  # type: ignore[union-attr]
+    assert mx.get_peak_memory() - active < largest
+
+
+def test_a_dry_run_refuses_what_the_conversion_would_refuse(tmp_path):
+    model, drafter = write_model(tmp_path / "model"), write_drafter(tmp_path / "drafter")
+    with pytest.raises(DFlashError, match="is a target, not a drafter"):
+        main([str(model), str(tmp_path / "dst"), "--pair", str(model), "--check"])
+    with pytest.raises(DFlashError, match="is a drafter, not a target"):
+        main([str(drafter), str(tmp_path / "dst"), "--pair", str(drafter), "--check"])
+    (tmp_path / "dst" / "full").mkdir(parents=True)
+    with pytest.raises(DFlashError, match="dst is not empty"):
+        main([str(model), str(tmp_path / "dst"), "--check"])
+
+
+@pytest.mark.parametrize("kinds", [{"": F32}, {"": Q4_0}, {"": Q4_1, "token_embd": Q8_0}])
+def test_a_dry_run_of_a_gguf_file_foretells_what_is_written(tmp_path, capsys, kinds):
+    file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), kinds)
+    main([str(file), str(tmp_path / "dst"), "--check"])
+    foretold = capsys.readouterr().out.splitlines()[0]
+    weights = mx.load(str(convert(file, tmp_path / "dst") / "model.safetensors"))
+    size = sum(array.nbytes for array in weights.values())  # type: ignore[union-attr]
+    assert f", {size / 1000:.2f} kB" in foretold
+
+
+# Memory
+
+
+def write_wide(folder: Path, **changes: int) -> Path:
+    """A llama of these sizes, of which nothing stays in memory."""
+    settings = llama.ModelArgs.from_dict({**FAMILIES["llama"], **changes})
+    return write_model(folder, llama.Model(settings), **changes)
+
+
+def test_converting_holds_few_tensors_at_a_time(tmp_path):
+    """Twelve layers, of which no two are in memory at once; the measured figures are in docs."""
+    source = write_wide(
+        tmp_path / "model", num_hidden_layers=12, hidden_size=256, intermediate_size=1024
+    )
+    total = (source / "model.safetensors").stat().st_size
+    layer = total // 12
+    for options in ([], ["--bits", "4"], ["--dtype", "bfloat16"]):
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        convert(source, tmp_path / f"dst{len(list(tmp_path.iterdir()))}", *options)
+        assert mx.get_peak_memory() - before < layer, options
+
+
+def test_the_memory_that_a_dry_run_foretells_grows_with_the_largest_tensor(tmp_path, capsys):
+    source = write_wide(tmp_path / "model", hidden_size=512, intermediate_size=4096)
+    main([str(source), str(tmp_path / "dst"), "--check"])
+    largest = 4 * 512 * 4096
+    assert f"at most about {(RUNTIME + 2 * largest) / 1e6:.2f} MB" in capsys.readouterr().out
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_target_is_refused_with_the_reason(tmp_path, monkeypatch, case):
+    damage, message = DAMAGES[case]
+    folder = write_model(tmp_path / "model")
+    damage(folder)
+    monkeypatch.chdir(tmp_path)
+    if case == "no context length":
+        message = "max_position_embeddings"
+    with pytest.raises(DFlashError, match=message) as failure:
+        main([str(folder), str(tmp_path / "dst")])
+    assert "\n" not in str(failure.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def overlap(folder: Path) -> None:
+    """Let the second tensor begin where the first one does."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    first, second = sorted(k for k in header if k != "__metadata__" and "layernorm" in k)[:2]
+    header[second]["data_offsets"] = header[first]["data_offsets"]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def pickle_it(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def map_to_own_code(folder: Path) -> None:
+    file = folder / "config.json"
+    own = {"auto_map": {"AutoModel": "own.Model"}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+
+
+@pytest.mark.parametrize("write", [write_model, write_drafter])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (overlap, "model.safetensors is damaged .*data_offsets|model.safetensors is damaged"),
+        (pickle_it, "holds pickled weights only .pytorch_model.bin"),
+        (map_to_own_code, "asks to run its own Python classes .auto_map"),
+    ],
+    ids=["overlapping", "pickled", "code"],
+)
+def test_what_could_run_code_or_is_inconsistent_is_refused(tmp_path, write, damage, message):
+    folder = write(tmp_path / "source")
+    damage(folder)
+    with pytest.raises(DFlashError, match=message):
+        main([str(folder), str(tmp_path / "dst")])
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_gguf_file_that_cannot_be_converted_says_what_can(tmp_path):
+    for name, options, message in (
+        ("other.gguf", {"architecture": "qwen2"}, "architecture is 'qwen2', supported is 'llama'"),
+        ("split.gguf", {"tokenizer__ggml__pre": "llama-bpe"}, "tokenizer.ggml.pre is 'llama-bpe'"),
+        ("kind.gguf", {"tokenizer__ggml__model": "llama"}, "its tokenizer is 'llama', supported"),
+        ("end.gguf", {"tokenizer__ggml__eos_token_id": 9999}, "special token 9999 is outside"),
+        ("types.gguf", {"kinds": {"": Q5_0}}, "Q5_0.*choose a GGUF file of type F32, F16, Q4_0"),
+    ):
+        file = write_gguf(tmp_path / name, make_gguf_model(), **options)
+        with pytest.raises(DFlashError, match=message):
+            main([str(file), str(tmp_path / "dst")])
+        with pytest.raises(DFlashError, match=message):
+            main([str(file), str(tmp_path / "dst"), "--check"])
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_drafter_for_another_model_makes_no_pair_with_a_gguf_file(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", make_gguf_model())
+    drafter = write_drafter(tmp_path / "drafter")
+    with pytest.raises(DFlashError, match=r"made for a target with vocab_size 97, but .*gguf has"):
+        main([str(file), str(tmp_path / "dst"), "--pair", str(drafter)])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: (p / "x.bin").write_bytes(b"PK"), "x.bin is pickled, .*; give safetensors"),
+        (lambda p: (p / "x.safetensors").write_bytes(b"{}"), "is one file of a model; give its fo"),
+        (lambda p: (p / "x.gguf").write_bytes(b"GGML"), "is no GGUF file, it begins with b'GGML'"),
+        (lambda p: (p / "x").mkdir(), "x has no config.json; give a Hugging Face id"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_what_would_be(tmp_path, make, message):
+    make(tmp_path)
+    (path,) = tmp_path.iterdir()
+    with pytest.raises(DFlashError, match=message):
+        main([str(path), str(tmp_path / "dst")])
+
+
+def test_a_folder_of_gguf_files_leads_to_the_file(tmp_path):
+    write_gguf(tmp_path / "model.gguf", make_gguf_model())
+    with pytest.raises(DFlashError, match=r"no config.json; give the GGUF file .*model\.gguf"):
+        main([str(tmp_path), str(tmp_path.parent / "dst-of-none")])
+
+
+def test_a_pair_folder_is_no_source(tmp_path):
+    model, drafter = write_model(tmp_path / "model"), write_drafter(tmp_path / "drafter")
+    pair = convert(model, tmp_path / "pair", "--pair", str(drafter))
+    with pytest.raises(DFlashError, match="holds a pair; give its target or drafter folder"):
+        convert(pair, tmp_path / "dst")
+
+
+@pytest.mark.parametrize("name", ["nowhere.gguf", "a/b/c", "~nobody-of-this-name/x", "x" * 300])
+def test_a_name_that_can_be_nothing_is_reported_without_the_network(tmp_path, name):
+    with pytest.raises(DFlashError, match="there is no file or folder"):
+        main([name, str(tmp_path / "dst")])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 7}, "bits is 7; choose one of 2, 3, 4, 5, 6, 8"),
+        ({"mode": "gptq"}, "mode is 'gptq'; choose one of affine"),
+        ({"recipe": "mixed_3_6", "bits": 4}, "sets bits and mode itself"),
+        ({"recipe": "mixed_3_6", "mode": "mxfp4"}, "sets bits and mode itself"),
+        ({"group_size": 32}, "group_size is 32, but nothing is quantised; add --bits"),
+        ({"dtype": "int8"}, "dtype is 'int8'; choose one of float16"),
+        ({"drafter_bits": 6}, "drafter_bits is 6; choose one of 4, 8"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_when_made(settings, message):
+    with pytest.raises(DFlashError, match=message):
+        ConvertConfig(**settings)

@@ -1,0 +1,198 @@
+"""Targets that were converted decode as before, and have the numbers that mlx-lm gives them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.convert import convert as convert_by_mlx_lm
+from mlx_lm.utils import load_model
+
+from dflash_mlx import DecodeConfig, load
+from dflash_mlx.convert.tensors import write_shards
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.formats.gguf_target import load_gguf
+from dflash_mlx.session.stream import generate
+from support.converted import assert_same_tensors, config, convert, tensors
+from support.families import FAMILIES, make_model
+from support.gguf_files import F16, F32, Q4_0, Q4_1, Q8_0
+from support.gguf_files import make_model as make_gguf_model
+from support.gguf_files import write as write_gguf
+from support.models import write_model
+
+CLOSE = 1e-4
+PROMPT = mx.array([[7, 3, 11, 2, 29, 5]])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("source") / "model")
+
+
+def logits(folder: Path) -> mx.array:
+    return load_model(folder)[0](PROMPT)
+
+
+def greedy(model: Any, count: int = 12) -> list[int]:
+    tokens = PROMPT
+    for _ in range(count):
+        tokens = mx.concatenate([tokens, mx.argmax(model(tokens)[:, -1:], axis=-1)], axis=1)
+    return tokens[0].tolist()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmo3", "gpt_oss", "mixtral"])
+def test_a_converted_target_gives_the_logits_and_tokens_of_the_original(tmp_path, family):
+    original = make_model(family)
+    source = write_model(tmp_path / "source", original, **FAMILIES[family])
+    converted, _ = load_model(convert(source, tmp_path / "dst"))
+    assert mx.abs(converted(PROMPT) - original(PROMPT)).max().item() <= CLOSE
+    assert greedy(converted) == greedy(original)
+
+
+def test_a_converted_target_decodes_through_model(model, tmp_path):
+    convert(model, tmp_path / "dst")
+    plainly = DecodeConfig(method="none", max_tokens=12)
+    before, after = (
+        generate(load(model=str(folder)), "hello", plainly) for folder in (model, tmp_path / "dst")
+    )
+    assert before.tokens == after.tokens
+    assert before.text == after.text
+
+
+def test_the_files_of_the_tokenizer_are_copied_as_they_are(model, tmp_path):
+    (tmp_path / "dst").mkdir()
+    convert(model, tmp_path / "dst")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "dst" / name).read_bytes() == (model / name).read_bytes()
+
+
+OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "as it is": ([], {}),
+    "4 bits": (["--bits", "4"], {"quantize": True, "q_bits": 4}),
+    "8 bits in small groups": (
+        ["--bits", "8", "--group-size", "32"],
+        {"quantize": True, "q_bits": 8, "q_group_size": 32},
+    ),
+    "mxfp4": (["--mode", "mxfp4"], {"quantize": True, "q_mode": "mxfp4"}),
+    "a recipe": (
+        ["--recipe", "mixed_3_6"],
+        {"quantize": True, "quant_predicate": "mixed_3_6", "q_group_size": 64},
+    ),
+    "float16": (["--dtype", "float16"], {"dtype": "float16"}),
+    "4 bits on bfloat16": (
+        ["--bits", "4", "--dtype", "bfloat16"],
+        {"quantize": True, "q_bits": 4, "dtype": "bfloat16"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_numbers_and_quantisation_are_those_of_mlx_lm(model, tmp_path, case):
+    ours, theirs = OPTIONS[case]
+    convert(model, tmp_path / "ours", *ours)
+    convert_by_mlx_lm(str(model), str(tmp_path / "theirs"), **theirs)
+    assert_same_tensors(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
+    assert config(tmp_path / "ours").get("quantization") == config(tmp_path / "theirs").get(
+        "quantization"
+    )
+    assert bool(mx.array_equal(logits(tmp_path / "ours"), logits(tmp_path / "theirs")))
+
+
+def test_the_dtype_that_the_checkpoint_names_is_taken_as_mlx_lm_takes_it(tmp_path):
+    source = write_model(tmp_path / "source", torch_dtype="bfloat16")
+    convert(source, tmp_path / "dst")
+    assert {array.dtype for array in tensors(tmp_path / "dst").values()} == {mx.bfloat16}
+
+
+def test_a_cast_target_names_its_new_dtype(tmp_path):
+    source = write_model(tmp_path / "source", torch_dtype="bfloat16")
+    first = convert(source, tmp_path / "first", "--dtype", "float16")
+    second = convert(first, tmp_path / "second")
+    assert_same_tensors(tensors(first), tensors(second))
+
+
+def test_a_quantised_target_is_quantised_anew_only_after_dequantising(model, tmp_path):
+    four = convert(model, tmp_path / "four", "--bits", "4", "--group-size", "32")
+    with pytest.raises(DFlashError, match="already quantised to 4 bits; add --dequantize"):
+        convert(four, tmp_path / "eight", "--bits", "8")
+    plain = convert(four, tmp_path / "plain", "--dequantize")
+    assert "quantization" not in config(plain)
+    assert mx.abs(logits(plain) - logits(four)).max().item() <= CLOSE
+    eight = convert(four, tmp_path / "eight", "--dequantize", "--bits", "8")
+    assert config(eight)["quantization"]["bits"] == 8
+    assert_same_tensors(tensors(convert(plain, tmp_path / "again", "--bits", "8")), tensors(eight))
+
+
+def test_weights_may_fill_several_files(model, tmp_path):
+    class Bar:
+        done = 0
+
+        def update(self, size: int) -> None:
+            self.done += size
+
+    weights, bar = tensors(model), Bar()
+    (tmp_path / "dst").mkdir()
+    write_shards(tmp_path / "dst", dict(weights), bar, gigabytes=0)
+    files = sorted(file.name for file in tmp_path.glob("dst/*.safetensors"))
+    assert len(files) == len(weights)
+    assert files[0] == f"model-00001-of-{len(weights):05d}.safetensors"
+    assert_same_tensors(tensors(tmp_path / "dst"), weights)
+    index = json.loads((tmp_path / "dst/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == weights.keys()
+    assert index["metadata"]["total_size"] == bar.done == sum(w.nbytes for w in weights.values())
+
+
+def test_every_type_and_shape_comes_back_as_it_was_written(tmp_path):
+    written = {
+        "scalar": mx.array(3.5, mx.float32),
+        "none": mx.zeros((0, 4), mx.float16),
+        "columns": mx.arange(12, dtype=mx.int64).reshape(3, 4).T,
+        "flags": mx.array([True, False, True]),
+        "half": mx.array([1.5, -2.25], mx.bfloat16),
+        "packed": mx.array([[2**32 - 1, 7]], mx.uint32),
+    }
+    write_shards(tmp_path, dict(written), _Quiet())
+    assert_same_tensors(tensors(tmp_path), written)
+
+
+class _Quiet:
+    def update(self, size: int) -> None:
+        pass
+
+
+# GGUF
+
+
+@pytest.mark.parametrize(
+    "kinds", [{"": F32}, {"": F16}, {"": Q4_0}, {"": Q4_1, "token_embd": Q8_0}, {"": Q8_0}]
+)
+def test_a_converted_gguf_file_gives_the_logits_and_tokens_of_the_file(tmp_path, kinds):
+    file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), kinds)
+    original, _, _ = load_gguf(file, dequantize=True)
+    converted, _ = load_model(convert(file, tmp_path / "dst", "--dtype", "float32"))
+    assert mx.abs(converted(PROMPT) - original(PROMPT)).max().item() <= CLOSE
+    assert greedy(converted) == greedy(original)
+
+
+def test_a_gguf_file_stays_packed_unless_it_is_dequantised(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), {"": Q4_0})
+    packed = convert(file, tmp_path / "packed")
+    assert config(packed)["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
+    plain = tensors(convert(file, tmp_path / "plain", "--dequantize"))
+    assert {array.dtype for array in plain.values()} == {mx.float16}
+
+
+def test_the_tokenizer_of_a_gguf_file_becomes_a_folder_s(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), {"": F32})
+    _, tokenizer, _ = load_gguf(file, dequantize=True)
+    pair = load(model=str(convert(file, tmp_path / "dst")))
+    text = "hello <|im_end|> w12 é"
+    assert pair.tokenizer.encode(text) == tokenizer.encode(text)
+    assert pair.tokenizer.eos_token_ids == tokenizer.eos_token_ids
+    messages = [{"role": "user", "content": "hello"}]
+    assert pair.tokenizer.apply_chat_template(
+        messages, tokenize=False
+    ) == tokenizer.apply_chat_template(messages, tokenize=False)

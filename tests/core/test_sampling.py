@@ -1,0 +1,120 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.sampling import Sampler, filter_logprobs, penalise
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.none import NoDraft
+from support.law import LENGTH, VOCABULARY, answer, chi_square, enumerated_law
+from support.toys import Scripted, ToyTarget, random_tree
+
+LOGITS = mx.log(mx.array([0.4, 0.3, 0.2, 0.1]))
+DRAWS = 2000
+
+
+def kept(logprobs: mx.array) -> list[int]:
+    return [i for i, value in enumerate(logprobs.tolist()) if value > -float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_p": 0.7}, [0, 1]),
+        ({"top_p": 0.71}, [0, 1, 2]),
+        ({"top_k": 1}, [0]),
+        ({"top_k": 3}, [0, 1, 2]),
+        ({"top_k": 4}, [0, 1, 2, 3]),
+        ({"top_k": 99}, [0, 1, 2, 3]),
+        ({"min_p": 0.5}, [0, 1, 2]),
+        ({"min_p": 0.6}, [0, 1]),
+        ({"top_p": 0.95, "top_k": 2}, [0, 1]),
+    ],
+)
+def test_filters_keep_the_tokens_their_definitions_name(settings, tokens):
+    settings = {k: v - 1e-6 if k == "min_p" and v == 0.5 else v for k, v in settings.items()}
+    assert kept(filter_logprobs(LOGITS, SamplingConfig(temperature=1.0, **settings))) == tokens
+
+
+def test_filtering_works_on_probabilities_whatever_constant_the_logits_carry():
+    config = SamplingConfig(temperature=1.0, top_p=0.7)
+    shifted = filter_logprobs(LOGITS + 50, config)
+    assert np.allclose(shifted, filter_logprobs(LOGITS, config), atol=1e-4)
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_recent_tokens():
+    config = SamplingConfig(repetition_penalty=2.0, repetition_context=2)
+    logits = penalise(mx.array([4.0, -4.0, 4.0, 4.0]), [0, 1, 2], config)
+    assert logits.tolist() == [4.0, -8.0, 2.0, 4.0]
+
+
+def test_a_token_depends_on_seed_and_position_and_nothing_else():
+    sampler = Sampler(SamplingConfig(temperature=1.0, seed=3))
+    logits = mx.zeros(1000)
+    token = sampler.sample(logits, 7, []).item()
+    mx.random.seed(99)
+    sampler.sample(logits, 8, [])
+    assert sampler.sample(logits, 7, [1, 2]).item() == token
+    assert sampler.sample(logits, 8, []).item() != token
+    other = Sampler(SamplingConfig(temperature=1.0, seed=4))
+    assert other.sample(logits, 7, []).item() != token
+
+
+def test_without_a_seed_every_answer_has_its_own():
+    seeds = {Sampler(SamplingConfig(temperature=1.0)).config.seed for _ in range(5)}
+    assert len(seeds) == 5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.6, "top_p": 0.8}, {"repetition_penalty": 1.7, "repetition_context": 2}],
+    ids=["plain", "filtered", "penalised"],
+)
+def test_sampled_answers_follow_the_enumerated_law_whatever_was_drafted(settings):
+    target = ToyTarget(VOCABULARY)
+    rng = np.random.default_rng(1)
+    drafter = Scripted(lambda tokens, room: random_tree(rng, min(room, 6) - 1, VOCABULARY))
+    sampling = {"temperature": 1.0, **settings}
+    law = enumerated_law(target, SamplingConfig(**sampling))
+    answers = [
+        answer(
+            target,
+            drafter,
+            DecodeConfig(max_tokens=LENGTH, sampling=SamplingConfig(seed=i, **sampling)),
+        )
+        for i in range(DRAWS)
+    ]
+    assert chi_square(law, answers) < 4
+
+
+def test_the_law_test_notices_a_rule_that_favours_drafts(monkeypatch):
+    target = ToyTarget(VOCABULARY)
+    monkeypatch.setattr(Tree, "child", favour_the_draft)
+    drafter = Scripted(lambda tokens, room: ([1], [0]) if room > 1 else ([], []))
+    law = enumerated_law(target, SamplingConfig(temperature=1.0))
+    answers = [
+        answer(
+            target,
+            drafter,
+            DecodeConfig(max_tokens=LENGTH, sampling=SamplingConfig(temperature=1.0, seed=i)),
+        )
+        for i in range(600)
+    ]
+    assert chi_square(law, answers) > 4
+
+
+def favour_the_draft(tree: Tree, node: int, token: int) -> int | None:
+    """Accept a drafted 1 for a chosen 2 as well."""
+    return 1 if node == 0 and token in (1, 2) else None
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"repetition_penalty": 1.3}])
+def test_one_seed_gives_one_answer_with_and_without_drafts(settings):
+    target = ToyTarget(VOCABULARY)
+    rng = np.random.default_rng(2)
+    drafter = Scripted(lambda tokens, room: random_tree(rng, min(room, 8) - 1, VOCABULARY))
+    for seed in range(20):
+        sampling = SamplingConfig(temperature=0.9, seed=seed, **settings)
+        config = DecodeConfig(max_tokens=12, sampling=sampling)
+        assert answer(target, drafter, config) == answer(target, NoDraft(), config)

@@ -1,0 +1,77 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_mlx.core.tree import Tree
+
+#      0
+#    1   2
+#   3 4   5
+#         6
+BRANCHES = Tree.of([10, 11, 12, 13, 14, 15, 16], [-1, 0, 0, 1, 1, 2, 5])
+
+parent_lists = st.lists(st.integers(0, 30), max_size=30).map(
+    lambda numbers: [-1, *(n % (i + 1) for i, n in enumerate(numbers))]
+)
+
+
+def test_a_chain_is_a_tree_with_one_branch():
+    chain = Tree.chain(mx.array([7, 8, 9]))
+    assert chain.parents == (-1, 0, 1)
+    assert chain.is_chain
+    assert chain.depths == (0, 1, 2)
+    assert not BRANCHES.is_chain
+
+
+def test_depths_paths_and_drafted_tokens_follow_the_parents():
+    assert BRANCHES.depths == (0, 1, 1, 2, 2, 2, 3)
+    assert BRANCHES.path_to(6) == (0, 2, 5, 6)
+    assert BRANCHES.path_to(0) == (0,)
+    assert BRANCHES.drafted == (11, 12, 13, 14, 15, 16)
+
+
+@pytest.mark.parametrize(
+    ("node", "token", "child"), [(0, 12, 2), (1, 14, 4), (1, 15, None), (6, 1, None), (0, 10, None)]
+)
+def test_a_child_is_found_by_its_token(node, token, child):
+    assert BRANCHES.child(node, token) == child
+
+
+def test_only_inner_nodes_have_children():
+    assert [BRANCHES.has_children(n) for n in range(7)] == [True] * 3 + [False] * 2 + [True, False]
+
+
+@given(parent_lists)
+def test_ancestors_are_exactly_the_nodes_on_the_path(parents):
+    tree = Tree.of(range(len(parents)), parents)
+    for node in range(len(tree)):
+        on_path = np.zeros(len(tree), dtype=bool)
+        on_path[list(tree.path_to(node))] = True
+        assert (tree.ancestors[node] == on_path).all()
+        assert tree.depths[node] == on_path.sum() - 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents"),
+    [([], []), ([1], [0]), ([1, 2], [-1, 1]), ([1, 2], [-1, -1]), ([1, 2], [-1]), ([1], [-1, 0])],
+)
+def test_parents_that_make_no_tree_are_refused(tokens, parents):
+    with pytest.raises(ValueError, match="not a tree"):
+        Tree.of(tokens, parents)
+
+
+def test_a_grafted_chain_shares_what_the_tree_has_already():
+    tree = Tree(mx.array([9, 1, 2]), (-1, 0, 0), (0.0, -1.0, -2.0), ("", "first", "first"))
+    grown = tree.graft([2, 5, 6], [-1.5, -3.0, -3.0], "lookup")
+    assert grown.tokens.tolist() == [9, 1, 2, 5, 6]
+    assert grown.parents == (-1, 0, 0, 2, 3)
+    assert grown.logprobs == (0.0, -1.0, -1.5, -3.0, -3.0)
+    assert grown.sources == ("", "first", "lookup", "lookup", "lookup")
+
+
+def test_a_lone_root_can_be_grafted_on_and_nothing_changes_nothing():
+    root = Tree.chain(mx.array([9]))
+    assert root.graft([4, 5], [-1.0, -1.0], "lookup").parents == (-1, 0, 1)
+    assert root.graft([], [], "lookup").tokens.tolist() == [9]

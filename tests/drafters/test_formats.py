@@ -1,0 +1,346 @@
+"""Drafter folders in every published format: read, renamed, and drafting what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.drafters.best_first import BestFirst
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import (
+    load_network,
+    parse_config,
+    read_config,
+    read_drafter,
+)
+from dflash_mlx.drafters.dflash.network import ConvolvedLayer
+from dflash_mlx.drafters.dflash.save import save_drafter
+from dflash_mlx.drafters.dflash.tensors import Header, wanted_headers
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.drafters.selected import SelectedPath
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.state import State
+from dflash_mlx.models.compatibility import check_drafter
+from dflash_mlx.target.model import Target
+from support import reference_dflash2
+from support.drafter_formats import (
+    DRAFT_IDS,
+    FORMATS,
+    HALVES,
+    SLIDING,
+    WIDTH,
+    body,
+    expected_logits,
+    speculators,
+    write_shards,
+)
+from support.families import VOCAB_SIZE, make_model
+from support.reference_dflash import write_drafter_folder
+
+DATA = Path(__file__).parents[1] / "data"
+TOLERANCE = 1e-4
+BLOCK = 6
+
+
+class Drafting:
+    """A drafter folder and a model of it, bound to a tiny target."""
+
+    def __init__(self, folder: Path, name: str, target: Target, is_sharded: bool) -> None:
+        self.raw, self.tensors = FORMATS[name]
+        self.folder = folder
+        write = write_shards if is_sharded else write_drafter_folder
+        write(folder, self.raw, self.tensors)
+        self.config = read_config(folder)
+        network = load_network(folder, self.config, mx.float32)
+        self.model = BlockModel(network, self.config, target)
+        table = np.array(target.embedding().weight)
+        self.tables = table, table
+        self.target = target
+
+    def expected(self, features: np.ndarray, anchor: int, rows: int) -> np.ndarray:
+        return expected_logits(self.raw, self.tensors, self.tables, features, anchor, rows)
+
+    def logits(self, features: np.ndarray, anchor: int, rows: int) -> np.ndarray:
+        context = self.model.new_context()
+        context.append(mx.array(features))
+        return np.array(self.model.logits(context, mx.array([anchor]), rows))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target(make_model("llama"), 512, "llama")
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory, target):
+    made = {}
+
+    def get(name: str, is_sharded: bool = False) -> Drafting:
+        if (name, is_sharded) not in made:
+            folder = tmp_path_factory.mktemp("drafter")
+            made[name, is_sharded] = Drafting(folder, name, target, is_sharded)
+        return made[name, is_sharded]
+
+    return get
+
+
+def features_of(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(length, WIDTH)).astype(np.float32)
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest, where both are finite; they must be so in the same places."""
+    assert a.shape == b.shape
+    assert np.array_equal(np.isfinite(a), np.isfinite(b))
+    return float(np.abs(np.where(np.isfinite(a), a, 0) - np.where(np.isfinite(b), b, 0)).max())
+
+
+# What is read
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("length", "anchor", "rows"), [(1, 0, 2), (23, 7, BLOCK), (40, 96, 3)])
+def test_a_block_has_the_logits_of_the_reference(drafting, name, length, anchor, rows):
+    subject, features = drafting(name), features_of(length, rows)
+    expected = subject.expected(features, anchor, rows)
+    assert expected.shape == (rows - 1, VOCAB_SIZE)
+    assert difference(subject.logits(features, anchor, rows), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["version 1", "version 2", "speculators, draft vocabulary"])
+def test_the_weights_may_be_in_several_files(drafting, name):
+    subject, features = drafting(name, is_sharded=True), features_of(20)
+    assert len(list(subject.folder.glob("*.safetensors"))) == 3
+    expected = subject.expected(features, 7, BLOCK)
+    assert difference(subject.logits(features, 7, BLOCK), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["version 2", "speculators, version 2"])
+def test_the_codebooks_of_the_selector_may_be_named_as_embeddings(drafting, tmp_path, name):
+    subject = drafting(name)
+    renamed = {
+        f"{n}.weight" if n.endswith("codebook") else n: t for n, t in subject.tensors.items()
+    }
+    assert len(renamed.keys() - subject.tensors.keys()) == 2
+    write_drafter_folder(tmp_path, subject.raw, renamed)
+    assert not check_drafter(tmp_path).errors
+    read, expected = read_drafter(tmp_path).tensors, read_drafter(subject.folder).tensors
+    assert read.keys() == expected.keys()
+    assert all(bool(mx.array_equal(read[part], expected[part])) for part in read)
+    write_drafter_folder(tmp_path, subject.raw, renamed | subject.tensors)
+    with pytest.raises(DFlashError, match=r"codebook.weight in .* no such tensor"):
+        read_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["version 2", "version 2, three taps", "version 2, sliding"])
+def test_blocks_side_by_side_are_not_convolved_with_each_other(drafting, name):
+    subject, features = drafting(name), features_of(20)
+    context = subject.model.new_context()
+    context.append(mx.array(features))
+    prefixes = [(), (3,), (9, 4)]
+    together = np.array(subject.model.logits(context, mx.array([7]), BLOCK, prefixes))
+    method = subject.config
+    assert method.convolution is not None
+    alone = [
+        reference_dflash2.logits(
+            subject.tensors, subject.raw, subject.tables, features, 7, BLOCK, prefix
+        )
+        for prefix in prefixes
+    ]
+    assert difference(together, np.concatenate(alone)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.attention_conv.base_kernel",
+        "layers.0.attention_conv.kernel_projection.weight",
+        "layers.1.mlp_conv.base_kernel",
+        "layers.1.mlp_conv.kernel_projection.weight",
+    ],
+)
+@pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
+def test_every_part_of_a_convolution_matters(drafting, name, side):
+    subject, features = drafting("version 2"), features_of(20)
+    tensors = {**subject.tensors, name: subject.tensors[name].copy()}
+    half = len(tensors[name]) // 2
+    tensors[name][side * half : (side + 1) * half] *= 0.5
+    other = reference_dflash2.logits(tensors, subject.raw, subject.tables, features, 7, BLOCK)
+    assert difference(subject.logits(features, 7, BLOCK), other) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("taps", [1, 2])
+def test_convolutions_that_change_nothing_are_left_out(tmp_path, target, taps):
+    raw = reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": taps})
+    tensors = reference_dflash2.idle_tensors(raw)
+    config = read_config(write_drafter_folder(tmp_path, raw, tensors))
+    network = load_network(tmp_path, config, mx.float32)
+    assert not any(isinstance(layer, ConvolvedLayer) for layer in network.layers)
+    check_logits(BlockModel(network, config, target), raw, tensors)
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
+@pytest.mark.parametrize("conv", ["attention_conv", "mlp_conv"])
+@pytest.mark.parametrize("part", ["the row itself", "the row before", "the projection"])
+def test_a_convolution_that_changes_anything_is_kept(tmp_path, target, part, conv, side):
+    raw = reference_dflash2.tiny_config()
+    tensors = reference_dflash2.idle_tensors(raw)
+    projection = tensors[f"layers.1.{conv}.kernel_projection.weight"]
+    base = tensors[f"layers.1.{conv}.base_kernel"]
+    if part == "the projection":
+        projection[side * len(projection) // 2 + 3, 5] = 0.5
+    else:
+        base[side, int(part == "the row before"), 7] = 0.25
+    config = read_config(write_drafter_folder(tmp_path, raw, tensors))
+    network = load_network(tmp_path, config, mx.float32)
+    assert [isinstance(layer, ConvolvedLayer) for layer in network.layers] == [False, True]
+    check_logits(BlockModel(network, config, target), raw, tensors)
+
+
+def check_logits(model: BlockModel, raw: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """A block's logits are those of the reference, which computes every convolution."""
+    context, features = model.new_context(), features_of(20)
+    context.append(mx.array(features))
+    table = np.array(make_model("llama").model.embed_tokens.weight)
+    expected = expected_logits(raw, tensors, (table, table), features, 7, BLOCK)
+    assert difference(np.array(model.logits(context, mx.array([7]), BLOCK)), expected) < TOLERANCE
+
+
+def test_the_published_second_version_has_the_tensors_that_its_config_asks_for():
+    raw = json.loads((DATA / "dflash2-config.json").read_text())
+    published = json.loads((DATA / "dflash2-header.json").read_text())
+    found = {name: Header.of(h["dtype"], tuple(h["shape"])) for name, h in published.items()}
+    assert wanted_headers(parse_config(raw, "published")) == found
+    assert {h["dtype"] for h in published.values()} == {"BF16"} and raw["dtype"] == "bfloat16"
+    assert reference_dflash2.shapes(raw) == {name: h.shape for name, h in found.items()}
+
+
+def test_the_published_second_version_is_read():
+    config = parse_config(json.loads((DATA / "dflash2-config.json").read_text()), "published")
+    assert (config.block_size, config.mask_token_id) == (16, 201818)
+    assert (config.final_logit_softcapping, config.output_multiplier) == (20.0, 26**-0.5)
+    assert config.layer_windows == (2048,) * 5 and config.layer_causal == (False,) * 5
+    assert config.convolution is not None and config.selector is not None
+    assert (config.convolution.kernel_size, config.convolution.group_size) == (2, 16)
+    assert (config.selector.rank, config.selector.top_k) == (256, 16)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
+def test_speculators_folders_may_have_any_rope_that_mlx_lm_knows(tmp_path, target, kind):
+    rope = {"rope_theta": 1e4, "rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    logits = {}
+    for name, given in (("plain", {"rope_theta": 1e4, "rope_type": "default"}), ("scaled", rope)):
+        raw = speculators(transformer_layer_config={"rope_parameters": given})
+        write_drafter_folder(tmp_path, raw, body(raw))
+        config = read_config(tmp_path)
+        assert config.rope == given
+        model = BlockModel(load_network(tmp_path, config, mx.float32), config, target)
+        context = model.new_context()
+        context.append(mx.array(features_of(30)))
+        logits[name] = np.array(model.logits(context, mx.array([7]), BLOCK))
+    assert difference(logits["plain"], logits["scaled"]) > 10 * TOLERANCE
+
+
+def test_a_rope_for_each_kind_of_layer_is_read_as_the_library_does(tmp_path):
+    rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
+    raw = speculators(transformer_layer_config={"rope_parameters": rope, **SLIDING})
+    assert parse_config(raw, "tiny").rope["rope_theta"] == 2e4
+
+
+@pytest.mark.parametrize(
+    ("fields", "causal"),
+    [
+        ({}, (True, False)),
+        ({"sliding_window_non_causal": True}, (False, False)),
+        ({"sliding_window_non_causal": False}, (True, False)),
+    ],
+)
+def test_sliding_layers_of_speculators_are_causal_unless_the_config_says_otherwise(fields, causal):
+    raw = {**speculators(transformer_layer_config=SLIDING), **fields}
+    config = parse_config(raw, "tiny")
+    assert (config.layer_windows, config.layer_causal) == ((4, None), causal)
+
+
+def test_tap_ids_of_speculators_number_hidden_states_and_a_note_says_so():
+    config = parse_config(speculators(), "tiny")
+    assert config.target_layer_ids == (0, 2)
+    assert config.notes == (
+        "aux_hidden_state_layer_ids [1, 3] are taken to number hidden states, so the drafter "
+        "reads the outputs of layers [0, 2], counted from 0",
+    )
+
+
+def test_a_speculators_config_can_give_layers_itself():
+    config = parse_config(speculators(dflash_config={"target_layer_ids": [1, 2]}), "tiny")
+    assert (config.target_layer_ids, config.notes) == ((1, 2), ())
+
+
+# Conversion to our folders
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_folder_saved_in_our_layout_is_read_as_the_same_drafter(drafting, tmp_path, name):
+    subject = drafting(name)
+    drafter = read_drafter(subject.folder)
+    assert drafter.tensors.keys() == subject.tensors.keys() - {"t2d", "verifier_norm.weight"}
+    save_drafter(tmp_path, drafter.network(), {**drafter.raw, "auto_map": {"AutoModel": "x.Y"}})
+    assert read_config(tmp_path) == drafter.config
+    assert "auto_map" not in read_drafter(tmp_path).raw
+    for part, array in drafter.tensors.items():
+        saved = dict(read_drafter(tmp_path).tensors)[part]
+        if mx.issubdtype(array.dtype, mx.floating):
+            array = array.astype(mx.bfloat16)
+        assert mx.array_equal(saved, array), part
+
+
+# Decoding
+
+
+def generate(target: Target, drafter: Any, count: int) -> tuple[list[int], int]:
+    """Greedy tokens after a prompt, and the rounds that they took."""
+    state = State(target.new_cache(), drafter.new_context())
+    config = DecodeConfig(max_tokens=count)
+    prefill(target, drafter, state, [3, 1, 4, 1, 5, 9, 2, 6], config, Observer())
+    rounds = list(decode(target, drafter, state, config, Observer()))
+    return [token for accepted in rounds for token in accepted.tokens], len(rounds)
+
+
+def drafters_of(model: BlockModel) -> list[Any]:
+    chain = BlockDiffusion if model.config.selector is None else SelectedPath
+    return [
+        chain(model),
+        BestFirst(model, None, 12),
+        DualDiffusion(model, None, None, JointGrowth(2, 12)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["version 2", "version 2, sliding", HALVES, "speculators, own tables"]
+)
+def test_greedy_answers_are_the_targets_own(drafting, target, name):
+    expected, _ = generate(target, NoDraft(), 40)
+    for drafter in drafters_of(drafting(name).model):
+        assert generate(target, drafter, 40)[0] == expected, drafter.name
+
+
+def test_drafts_of_a_draft_vocabulary_hold_no_other_token(drafting):
+    subject = drafting(HALVES)
+    state = State(subject.target.new_cache(), subject.model.new_context())
+    state.context.append(mx.array(features_of(12)))
+    for anchor in range(0, VOCAB_SIZE, 5):
+        state.set_anchor(anchor)
+        for drafter in drafters_of(subject.model)[:2]:
+            drafted = drafter.propose(state, 100).drafted
+            assert drafted and set(drafted) <= set(DRAFT_IDS.tolist())
+    assert not set(range(40)) <= set(DRAFT_IDS.tolist()), "draft ids are not the target's"

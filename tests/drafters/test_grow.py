@@ -1,0 +1,175 @@
+"""Draft distributions become the trees that the papers describe."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx.drafters.growth.grow import (
+    Prefixes,
+    Ranked,
+    best_first,
+    follow,
+    follow_nearest,
+    likely_boundaries,
+    likely_prefixes,
+    merge_branches,
+    mix,
+    rejection_boundaries,
+)
+from dflash_mlx.drafters.growth.rank import rank
+
+VOCABULARY = 20
+
+
+def ranked(seed: int, positions: int, k: int = 4) -> Ranked:
+    """The k best of a random law per position."""
+    logits = np.random.default_rng(seed).normal(size=(positions, VOCABULARY)) * 2
+    return rank(mx.array(logits.astype(np.float32)), k)
+
+
+def paths_of(tree: Prefixes) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
+
+
+def likelihood(tree: Prefixes) -> list[float]:
+    total = [0.0]
+    for logprob, parent in zip(tree.logprobs[1:], tree.parents[1:], strict=True):
+        total.append(total[parent] + logprob)
+    return total
+
+
+def test_rank_gives_the_best_tokens_of_the_softmax_in_order():
+    logits = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
+    found = rank(mx.array(logits), 5)
+    law = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = np.argsort(-law, axis=-1)[:, :5]
+    assert (found.tokens == expected).all()
+    np.testing.assert_allclose(
+        np.exp(found.logprobs), np.take_along_axis(law, expected, -1), rtol=1e-5
+    )
+
+
+@given(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=7))
+def test_the_boundary_posterior_is_the_probability_of_exactly_so_many_acceptances(confidences):
+    """Enumerate which drafts are right; exactly i are accepted when the first wrong one is i+1."""
+    expected = np.zeros(len(confidences) + 1)
+    for right in product([True, False], repeat=len(confidences)):
+        mass = np.prod([c if ok else 1 - c for c, ok in zip(confidences, right, strict=True)])
+        accepted = right.index(False) if False in right else len(right)
+        expected[accepted] += mass
+    np.testing.assert_allclose(rejection_boundaries(np.array(confidences)), expected[:-1])
+
+
+def test_the_likeliest_boundaries_come_first():
+    confidences = np.array([0.9, 0.2, 0.5])  # r = 0.1, 0.72, 0.09
+    assert likely_prefixes(confidences, 2) == [1, 0]
+    assert likely_prefixes(confidences, 9) == [1, 0, 2]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 6))
+@settings(max_examples=60)
+def test_best_first_takes_the_likeliest_prefixes_and_no_others(seed, nodes, positions):
+    draft = ranked(seed, positions)
+    tree = best_first(follow(draft), nodes)
+    every = [
+        (sum(float(draft.logprobs[d, r]) for d, r in enumerate(ranks)), ranks)
+        for length in range(1, positions + 1)
+        for ranks in product(range(4), repeat=length)
+    ]
+    best = sorted(every, key=lambda item: -item[0])[: nodes - 1]
+    expected = {tuple(int(draft.tokens[d, r]) for d, r in enumerate(ranks)) for _, ranks in best}
+    paths = paths_of(tree)
+    assert len(paths) == min(nodes, len(every) + 1)
+    assert set(paths[1:]) == expected
+    assert len(set(paths)) == len(paths), "two siblings carry one token"
+    order = likelihood(tree)
+    assert all(a >= b - 1e-9 for a, b in zip(order[1:], order[2:], strict=False))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5))
+@settings(max_examples=40)
+def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes(seed, count):
+    first = ranked(seed, 6)
+    prefixes = [first.best[:i] for i in likely_prefixes(first.confidences, count)]
+    second = {prefix: ranked(seed + i + 1, 6 - len(prefix)) for i, prefix in enumerate(prefixes)}
+    chains = [first.best, *((*prefix, *draft.best) for prefix, draft in second.items())]
+    expected = {chain[:n] for chain in chains for n in range(len(chain) + 1)}
+    paths = paths_of(merge_branches(first, second))
+    assert set(paths) == expected
+    assert len(paths) == len(expected), "equal prefixes are not merged"
+
+
+def test_boundaries_along_the_best_path_are_those_of_the_paper():
+    sure = Ranked(np.array([[1], [2], [3]]), np.log(np.array([[0.9], [0.2], [0.5]])))
+    assert likely_boundaries(sure, 2) == [(1,), ()]  # one candidate per position: no other paths
+
+
+def test_a_likely_second_choice_can_be_a_place_to_start_again():
+    first = Ranked(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.5, 0.45], [0.3, 0.2]])))
+    assert likely_boundaries(first, 3) == [(), (1,), (2,)]
+
+
+def test_choices_come_from_the_draft_that_saw_most_of_the_path():
+    first, second, third = ranked(1, 4), ranked(2, 3), ranked(3, 2)
+    a, b = first.best[:2]
+    choices = follow_nearest({(): first, (a,): second, (a, b): third})
+
+    def expect(path, draft, position):
+        tokens, _ = choices(path)
+        assert (tokens == draft.tokens[position]).all()
+
+    expect((), first, 0)
+    expect((b,), first, 1)
+    expect((a,), second, 0)
+    expect((a, a), second, 1)
+    expect((a, b, a), third, 1)
+    assert choices((a, b, a, b)) is None
+
+
+def test_a_draft_that_ends_early_gives_way_to_the_one_before():
+    long, short = ranked(1, 4), ranked(2, 1)
+    choices = follow_nearest({(): long, (5,): short})
+    assert (choices((5, 6))[0] == long.tokens[2]).all()
+
+
+def test_mixing_adds_probabilities_and_keeps_the_order():
+    first = Ranked(np.array([[1, 2]]), np.log(np.array([[0.6, 0.2]])))
+    second = Ranked(np.array([[2, 3]]), np.log(np.array([[0.8, 0.1]])))
+    both = mix(first, second, 0.5)
+    assert both.tokens.tolist() == [[2, 1]]
+    np.testing.assert_allclose(np.exp(both.logprobs), [[0.5, 0.3]])
+
+
+def test_the_joint_tree_without_second_drafts_is_ddtree():
+    first = ranked(4, 5)
+    joint = best_first(follow_nearest({(): first}), 12)
+    single = best_first(follow(first), 12)
+    assert (joint.tokens, joint.parents) == (single.tokens, single.parents)
+
+
+def test_a_finished_tree_carries_the_anchor_and_what_the_drafters_thought():
+    tree = best_first(follow(ranked(4, 3)), 6)
+    finished = tree.as_tree(mx.array([17]))
+    assert finished.tokens.tolist() == [17, *tree.tokens[1:]]
+    assert finished.parents == tuple(tree.parents)
+    assert finished.logprobs == tuple(tree.logprobs)
+
+
+def test_probabilities_that_vanish_do_not_confuse_the_order():
+    first = Ranked(np.array([[1, 2]]), np.array([[0.0, -150.0]], np.float32))
+    both = mix(first, Ranked(np.array([[1, 3]]), np.array([[0.0, -900.0]])), 0.5)
+    assert np.isfinite(both.logprobs).all()
+    tree = best_first(follow(Ranked(first.tokens, np.array([[0.0, -np.inf]]))), 5)
+    assert tree.tokens[1:] == [1]
+
+
+def test_a_vocabulary_smaller_than_the_ranking_is_ranked_whole():
+    assert rank(mx.array([[1.0, 3.0, 2.0]]), 8).tokens.tolist() == [[1, 2, 0]]

@@ -1,0 +1,262 @@
+"""Trees that follow DFlash 2's selector: their law, their nodes, and what is decoded with them."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.drafters.best_first import BestFirst
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.growth.grow import Array, Path, Prefixes, Ranked, best_first, follow
+from dflash_mlx.drafters.growth.links import conditional, follow_links
+from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.state import State
+from dflash_mlx.models.load import Pair
+from dflash_mlx.target.model import Target
+from support import reference_dflash2
+from support.families import VOCAB_SIZE, make_model
+from support.reference_dflash import write_drafter_folder
+
+VOCABULARY, K = 11, 4
+Nodes = dict[tuple[int, ...], float]  # the log-probability of every node, by its path
+
+
+def case(seed: int, positions: int, size: float = 2.0) -> tuple[Array, Ranked, Array]:
+    """Random logits [n, V], their K best tokens, and random edges; all in float64.
+
+    The edges of the first position are alike, as there is one anchor.
+    """
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(positions, VOCABULARY)) * 2
+    law = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    tokens = np.argsort(-law, axis=-1)[:, :K]
+    edges = rng.normal(size=(positions, K, K)) * size
+    edges[0] = edges[0, 0]
+    return logits, Ranked(tokens, np.take_along_axis(law, tokens, axis=-1)), edges
+
+
+def whole_law(logits: Array, tokens: Array, edges: Array) -> Array:
+    """[V] log-softmax of logits [V] after edges [k] were added to those of `tokens` [k]."""
+    scores = np.asarray(logits, np.float64).copy()
+    scores[tokens] += edges
+    return scores - np.logaddexp.reduce(scores)
+
+
+# The law
+
+
+@pytest.mark.parametrize("size", [0.3, 2.0, 40.0, 2000.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_candidates_and_all_other_tokens_share_one_law(seed, size):
+    logits, ranked, edges = case(seed, 3, size)
+    found = conditional(ranked, edges)
+    assert found.shape == (3, K, K)
+    for t, a in product(range(3), range(K)):
+        law = whole_law(logits[t], ranked.tokens[t], edges[t, a])
+        assert np.allclose(found[t, a], law[ranked.tokens[t]], rtol=1e-12, atol=1e-9)
+        others = np.exp(np.delete(law, ranked.tokens[t])).sum()
+        assert np.exp(found[t, a]).sum() + others == pytest.approx(1)
+
+
+def test_without_edges_the_law_is_that_of_the_draft_alone():
+    _, ranked, edges = case(0, 3)
+    found = conditional(ranked, 0 * edges)
+    assert np.abs(found - ranked.logprobs[:, None]).max() < 1e-12
+
+
+@pytest.mark.parametrize("size", [1.0, 2000.0])
+@pytest.mark.parametrize("over", [0.0, 1e-6], ids=["exact", "rounded up"])
+def test_candidates_that_are_the_whole_vocabulary_leave_nothing_to_others(size, over):
+    ranked = Ranked(np.array([[4, 9, 2]]), np.log(np.array([[0.5, 0.25, 0.25 + over]])))
+    edges = -size * np.array([[[1.0, 1.0, 1.5]] * 3])
+    found = np.exp(conditional(ranked, edges)[0, 0])
+    weights = np.array([0.5, 0.25, 0.25 * np.exp(-size / 2)])
+    assert found == pytest.approx(weights / weights.sum(), abs=1e-5)
+
+
+def test_candidates_that_cannot_be_are_not_made_possible():
+    logprobs = np.array([[np.log(0.7), np.log(0.3), -np.inf]])
+    ranked = Ranked(np.array([[4, 9, 2]]), logprobs)
+    edges = np.array([[[0.0, 1.0, 5.0]] * 3])
+    weights = np.array([0.7, 0.3 * np.e, 0])
+    found = conditional(ranked, edges)
+    assert np.exp(found[0, 0]) == pytest.approx(weights / weights.sum())
+    assert found[0, 0, 2] == -np.inf
+    assert best_first(follow_links(ranked, edges), 9).tokens[1:] == [9, 4]
+
+
+# Trees
+
+
+def nodes_of(tree: Any) -> Nodes:
+    """Every node's log-probability given its path, the root's left out."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(list(tree.tokens)[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], int(token)))
+    assert len(set(paths)) == len(paths), "two siblings carry one token"
+    return dict(zip(paths[1:], tree.logprobs[1:], strict=True))
+
+
+def every_path(law: Any, tokens: Array) -> Nodes:
+    """Every path's log-probability; law(t, a, b): of the b-th candidate after the a-th."""
+    found: Nodes = {}
+    for length in range(1, len(tokens) + 1):
+        for ranks in product(range(tokens.shape[1]), repeat=length):
+            before = (0, *ranks)
+            total = sum(law(t, before[t], b) for t, b in enumerate(ranks))
+            found[tuple(int(tokens[t, b]) for t, b in enumerate(ranks))] = total
+    return found
+
+
+def along(nodes: Nodes, path: tuple[int, ...]) -> float:
+    return sum(nodes[path[:length]] for length in range(1, len(path) + 1))
+
+
+def check_likeliest(nodes: Nodes, every: Nodes, tolerance: float) -> None:
+    """The nodes are as many of the likeliest of all paths."""
+    best = sorted(every.values(), reverse=True)[: len(nodes)]
+    totals = sorted((along(nodes, path) for path in nodes), reverse=True)
+    assert np.allclose(totals, best, atol=tolerance)
+    for path in nodes:
+        assert abs(along(nodes, path) - every[path]) < tolerance
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("nodes", "positions"), [(1, 2), (7, 1), (6, 3), (25, 4), (400, 3)])
+def test_a_tree_holds_the_likeliest_prefixes_and_no_others(seed, nodes, positions):
+    logits, ranked, edges = case(seed, positions)
+    laws = [
+        [whole_law(logits[t], ranked.tokens[t], edges[t, a])[ranked.tokens[t]] for a in range(K)]
+        for t in range(positions)
+    ]
+    every = every_path(lambda t, a, b: float(laws[t][a][b]), ranked.tokens)
+    found = nodes_of(best_first(follow_links(ranked, edges), nodes))
+    assert len(found) == min(nodes - 1, len(every))
+    check_likeliest(found, every, 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_without_edges_the_tree_is_that_of_the_draft_alone(seed):
+    _, ranked, edges = case(seed, 4)
+    linked = best_first(follow_links(ranked, 0 * edges), 20)
+    plain = best_first(follow(ranked), 20)
+    assert (linked.tokens, linked.parents) == (plain.tokens, plain.parents)
+    assert np.allclose(linked.logprobs, plain.logprobs)
+
+
+def test_choices_are_the_likeliest_first_and_end_with_the_block():
+    _, ranked, edges = case(3, 2)
+    choices = follow_links(ranked, edges)
+
+    def offered(path: Path) -> Array:
+        found = choices(path)
+        assert found is not None and (np.diff(found[1]) <= 0).all()
+        assert set(found[0]) == set(ranked.tokens[len(path)])
+        return found[0]
+
+    offered(())
+    orders = {tuple(offered((int(token),))) for token in ranked.tokens[0]}
+    assert len(orders) > 1, "the token before decides the order"
+    assert choices(tuple(ranked.tokens[:, 0].tolist())) is None
+
+
+# Drafting
+
+METHOD = {"selector_top_k": 4, "block_size": 5}
+SCALED = {"final_logit_softcapping": 3.0, "output_multiplier": 0.5}
+WIDTH = 128
+
+
+class Drafting:
+    """A random DFlash 2 drafter of the tiny llama, and the law of its trees by NumPy."""
+
+    def __init__(self, folder: Any, **method: Any) -> None:
+        self.raw = reference_dflash2.tiny_config(dflash_config={**METHOD, **method})
+        self.tensors = reference_dflash2.random_tensors(self.raw)
+        write_drafter_folder(folder, self.raw, self.tensors)
+        config = read_config(folder)
+        network = load_network(folder, config, mx.float32)
+        self.target = Target(make_model("llama"), 512, "llama")
+        self.pair = Pair(self.target, None, network, config)
+        self.model = BlockModel(network, config, self.target)
+
+    def tree(self, drafter: BestFirst, features: Array, anchor: int) -> Any:
+        state = State(self.target.new_cache(), drafter.new_context())
+        state.context.append(mx.array(features))
+        state.set_anchor(anchor)
+        return drafter.propose(state, 100)
+
+    def every_path(self, features: Array, anchor: int, rows: int) -> Nodes:
+        table = np.array(self.target.embedding().weight)
+        block = (table, table), features, anchor, rows
+        hidden = reference_dflash2.draft_states(self.tensors, self.raw, *block)
+        unary = reference_dflash2.logits(self.tensors, self.raw, *block)
+        tokens = np.array(reference_dflash2.offers(self.raw, unary))
+
+        def edge(t: int, a: int, b: int) -> float:
+            before = tokens[t - 1, a] if t else anchor
+            state, nothing = hidden[t], np.zeros(VOCAB_SIZE)
+            return reference_dflash2.score(self.tensors, state, nothing, before, tokens[t, b])
+
+        k = tokens.shape[1]
+        edges = [[[edge(t, a, b) for b in range(k)] for a in range(k)] for t in range(rows - 1)]
+        laws = [
+            [whole_law(unary[t], tokens[t], edges[t][a])[tokens[t]] for a in range(k)]
+            for t in range(rows - 1)
+        ]
+        return every_path(lambda t, a, b: float(laws[t][a][b]), tokens)
+
+
+@pytest.mark.parametrize("method", [{}, SCALED], ids=["plain", "scaled and capped"])
+def test_a_drafter_s_tree_is_that_of_the_reference(tmp_path, method):
+    drafting, detours = Drafting(tmp_path, **method), 0
+    drafter = BestFirst(drafting.model, None, 14)
+    for seed in range(5):
+        features = np.random.default_rng(seed).normal(size=(9, WIDTH)).astype(np.float32)
+        tree, anchor = None, seed * 20 % VOCAB_SIZE
+        tree = drafting.tree(drafter, features, anchor)
+        assert len(tree) == 14 and tree.tokens.tolist()[0] == anchor
+        found = nodes_of(Prefixes(tree.tokens.tolist(), list(tree.parents), list(tree.logprobs)))
+        check_likeliest(found, drafting.every_path(features, anchor, 5), 1e-3)
+        context = drafting.model.new_context()
+        context.append(mx.array(features))
+        plain = rank(drafting.model.logits(context, mx.array([anchor]), 5), 4)
+        detours += nodes_of(best_first(follow(plain), 14)).keys() != found.keys()
+    assert detours == 5, "the selector changes every tree, so that it is seen"
+
+
+@pytest.mark.parametrize(("top_k", "offered"), [(3, 3), (40, 16)])
+def test_a_position_offers_the_selector_s_candidates_and_16_at_most(tmp_path, top_k, offered):
+    drafting = Drafting(tmp_path, selector_top_k=top_k)
+    context = drafting.model.new_context()
+    context.append(mx.array(np.ones((3, WIDTH), np.float32)))
+    ranked, edges = drafting.model.linked(context, mx.array([7]), 4)
+    assert ranked.tokens.shape == (3, offered) and edges.shape == (3, offered, offered)
+    assert (np.diff(ranked.logprobs) <= 0).all()
+    assert (edges[0] == edges[0, 0]).all(), "before the first position there is the anchor alone"
+
+
+def answer(drafting: Drafting, drafter: Any, count: int) -> list[int]:
+    state = State(drafting.target.new_cache(), drafter.new_context())
+    config = DecodeConfig(max_tokens=count)
+    prefill(drafting.target, drafter, state, [3, 1, 4, 1, 5, 9], config, Observer())
+    rounds = decode(drafting.target, drafter, state, config, Observer())
+    return [token for accepted in rounds for token in accepted.tokens]
+
+
+@pytest.mark.parametrize("budget", [2, 12, 40])
+def test_greedy_answers_of_linked_trees_are_the_target_s_own(tmp_path, budget):
+    drafting = Drafting(tmp_path)
+    drafter = make_drafter(drafting.pair, DecodeConfig("ddtree", budget=budget))
+    assert isinstance(drafter, BestFirst)
+    assert answer(drafting, drafter, 25) == answer(drafting, NoDraft(), 25)

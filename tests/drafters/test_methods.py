@@ -1,0 +1,187 @@
+"""Every method drafts trees that fit, and none of them changes the answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.drafters import methods
+from dflash_mlx.drafters.methods import METHODS, make_drafter
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.state import State
+from dflash_mlx.models.load import Pair
+from dflash_mlx.target.model import Target
+from dflash_mlx.target.pass_times import PassTimes
+from support.drafter_folders import drafter_folder
+from support.families import POSITION_DEPENDENT, VOCAB_SIZE, make_model
+
+CASES = {
+    "none": {},
+    "ngram": {},
+    "dflash": {},
+    "dflash, block of 3": {"block_size": 3},
+    "ddtree": {"budget": 12},
+    "ddtree, as many as pay": {},
+    "ddtree, one draft": {"budget": 2},
+    "d2sd": {"budget": 12, "branches": 3},
+    "d2sd, many branches": {"budget": 40, "branches": 20},
+    "d2sd, as many as pay": {},
+    "d2sd, published": {"growth": "paper"},
+    "d2sd, published, alone": {"growth": "paper", "second": False},
+    "d2sd, alone": {"second": False},
+    "d2sd, block of 2": {"block_size": 2},
+    "resample": {"branches": 3},
+}
+TREES = [name for name in CASES if name.startswith(("ddtree", "d2sd", "resample"))]
+
+
+@pytest.fixture(autouse=True)
+def known_times(monkeypatch):
+    """No machine is timed, and nothing is written to the user's cache."""
+    times = PassTimes((1, 96), (1.0, 3.0))
+    monkeypatch.setattr(methods, "stored_times", lambda target, again: times)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    target = Target(make_model("llama"), 200, "tiny")
+    first = drafter_folder(tmp_path_factory.mktemp("first"), [0, 2], 1)
+    second = drafter_folder(tmp_path_factory.mktemp("second"), [1], 2)
+    return Pair(target, None, first[0], first[1], "tiny", second[0], second[1])
+
+
+def config_of(name, **changes):
+    options = {k: v for k, v in CASES[name].items() if k != "second"}
+    return DecodeConfig(method=name.partition(",")[0], **{**options, **changes})
+
+
+def drafter_of(pair, name, **changes):
+    if not CASES[name].get("second", True):
+        pair = replace(pair, second_network=None, second_config=None)
+    return make_drafter(pair, config_of(name, **changes))
+
+
+def rounds(pair, drafter, config, prompt):
+    state = State(pair.target.new_cache(), drafter.new_context())
+    prefill(pair.target, drafter, state, prompt, config, Observer())
+    return list(decode(pair.target, drafter, state, config, Observer()))
+
+
+def answer(found):
+    return [token for accepted in found for token in accepted.tokens]
+
+
+def prompt_of(length=24):
+    words = np.random.default_rng(3).integers(VOCAB_SIZE, size=length // 2).tolist()
+    return [*words, *words]
+
+
+def test_there_is_a_case_for_every_method():
+    assert {name.partition(",")[0] for name in CASES} == set(METHODS)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_method_gives_the_answer_of_plain_decoding(pair, name, temperature):
+    sampling = SamplingConfig(temperature=temperature, seed=11)
+    config = config_of(name, max_tokens=40, sampling=sampling)
+    plain = DecodeConfig(method="none", max_tokens=40, sampling=sampling)
+    expected = answer(rounds(pair, make_drafter(pair, plain), plain, prompt_of()))
+    found = answer(rounds(pair, drafter_of(pair, name), config, prompt_of()))
+    assert found[:40] == expected[:40]
+    assert len(found) == 40
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_tree_is_larger_or_deeper_than_allowed(pair, name):
+    config = config_of(name, max_tokens=9)
+    drafter = drafter_of(pair, name)
+    left = 9
+    for accepted in rounds(pair, drafter, config, prompt_of()):
+        deepest = 16 if "lookup" in accepted.tree.sources else (config.block_size or 16) - 1
+        assert max(accepted.tree.depths) <= min(left - 1, deepest)
+        if name in TREES and config.growth == "joint":
+            assert len(accepted.tree) <= (config.budget or methods.MOST_NODES)
+        left -= len(accepted.tokens)
+    assert left == 0
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_have_no_two_siblings_with_one_token(pair, name):
+    for accepted in rounds(pair, drafter_of(pair, name), config_of(name, max_tokens=20), [1, 2, 3]):
+        edges = list(zip(accepted.tree.parents[1:], accepted.tree.drafted, strict=True))
+        assert len(set(edges)) == len(edges)
+
+
+def test_the_published_tree_has_a_branch_for_every_prefix(pair):
+    drafter = drafter_of(pair, "d2sd, published")
+    tree = rounds(pair, drafter, config_of("d2sd, published", max_tokens=30), prompt_of())[0].tree
+    leaves = set(range(len(tree))) - set(tree.parents)
+    assert 2 <= len(leaves) <= 5
+    assert all(tree.depths[leaf] == drafter.block_size - 1 for leaf in leaves)
+
+
+def test_the_second_drafter_reads_its_own_layers(pair):
+    """Both drafters' contexts together equal those of each one alone."""
+    drafter = drafter_of(pair, "d2sd")
+    assert drafter.taps == (0, 1, 2)
+    features = mx.random.normal((7, 3 * 64), key=mx.random.key(0))
+    context = drafter.new_context()
+    context.append(features)
+    parts = mx.split(features, 3, axis=-1)
+    alone = drafter._models[1].new_context()
+    alone.append(parts[1])
+    assert mx.array_equal(context.contexts[1].arrays[0], alone.arrays[0])
+    both = drafter._models[0].new_context()
+    both.append(mx.concatenate([parts[0], parts[2]], axis=-1))
+    assert mx.array_equal(context.contexts[0].arrays[0], both.arrays[0])
+
+
+@pytest.mark.parametrize("family", sorted(POSITION_DEPENDENT))
+def test_trees_are_refused_where_rows_cannot_have_positions_of_their_own(family):
+    target = Target(make_model(family), 100, family)
+    with pytest.raises(DFlashError, match="cannot verify trees"):
+        target.check_trees()
+
+
+def test_trees_are_not_refused_elsewhere():
+    Target(make_model("llama"), 100, "llama").check_trees()
+
+
+def test_a_model_without_the_usual_ropes_is_refused():
+    class Other:
+        def __init__(self) -> None:
+            self.layers: list[object] = []
+
+        def modules(self):
+            return []
+
+        def make_cache(self):
+            return []
+
+    with pytest.raises(DFlashError, match="cannot verify trees"):
+        Target(Other(), 100, "other").check_trees()
+
+
+@pytest.mark.parametrize("changes", [{}, {"branches": 2}, {"block_size": 3}, {"lookup": False}])
+def test_sessions_share_what_they_learn_as_long_as_the_settings_are_the_same(pair, changes):
+    first = drafter_of(pair, "d2sd, as many as pay")
+    other = drafter_of(pair, "d2sd, as many as pay", **changes)
+    assert (other.experience is first.experience) == (not changes)
+
+
+def test_what_was_learned_with_other_kernels_is_not_used(pair):
+    before = drafter_of(pair, "ddtree, as many as pay").experience
+    mode = pair.target.kernels.mode
+    pair.target.use_kernels("on" if mode != "on" else "off")
+    try:
+        pair.target.pass_times = PassTimes((1, 96), (1.0, 3.0))
+        assert drafter_of(pair, "ddtree, as many as pay").experience is not before
+    finally:
+        pair.target.use_kernels(mode)

@@ -1,0 +1,338 @@
+"""The drafter network drafts what the NumPy reference drafts, however its context grew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.engine.decode import prefill
+from dflash_mlx.engine.state import State
+from dflash_mlx.target.model import Target
+from support.families import VOCAB_SIZE, make_model
+from support.reference_dflash import (
+    draft_logits,
+    random_drafter,
+    tiny_drafter_config,
+    write_drafter_folder,
+)
+
+TOLERANCE = 1e-4
+TAPS = (0, 2)
+WIDTH = 64 * len(TAPS)
+BLOCK = 8
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    """Of a drafter for the tiny llama: three layers, taps after the first and the last."""
+    config = tiny_drafter_config(
+        num_target_layers=3, dflash_config={"mask_token_id": 5, "target_layer_ids": list(TAPS)}
+    )
+    config["dflash_config"].update(changes.pop("dflash_config", {}))
+    return {**config, **changes}
+
+
+def sliding(pattern: str, window: int) -> dict[str, Any]:
+    names = {"S": "sliding_attention", "F": "full_attention"}
+    return {
+        "num_hidden_layers": len(pattern),
+        "layer_types": [names[letter] for letter in pattern],
+        "sliding_window": window,
+    }
+
+
+NEWER_ROPE = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+
+CONFIGS = {
+    "full": config_of(),
+    "full and causal": config_of(is_causal=True),
+    "sliding": config_of(**sliding("SS", 12)),
+    "sliding, shorter than the block": config_of(**sliding("SS", 3)),
+    "sliding over one position": config_of(**sliding("SS", 1)),
+    "sliding, not causal": config_of(**sliding("SS", 12), is_causal=False),
+    "sliding, shorter than the block, not causal": config_of(**sliding("SS", 3), is_causal=False),
+    "mixed": config_of(**sliding("SFS", 6)),
+    "mixed and causal": config_of(**sliding("FSF", 6), is_causal=True),
+    "newer rope": {
+        k: v for k, v in config_of(**NEWER_ROPE).items() if k not in ("rope_theta", "rope_scaling")
+    },
+    "scaled and capped": config_of(
+        dflash_config={
+            "input_embedding_scale": 3.0,
+            "output_multiplier": 0.4,
+            "final_logit_softcapping": 2.0,
+        }
+    ),
+    "block size inside": config_of(dflash_config={"block_size": 6}),
+}
+
+
+class Drafting:
+    """One drafter of `config`, and the reference with the same weights and target."""
+
+    def __init__(self, folder: Any, config: dict[str, Any], target: Target) -> None:
+        self.config, self.target = config, target
+        self.tensors = random_drafter(config)
+        write_drafter_folder(folder, config, self.tensors)
+        self.network_config = read_config(folder)
+        self.network = load_network(folder, self.network_config, mx.float32)
+        self.model = BlockModel(self.network, self.network_config, target)
+        self.drafter = BlockDiffusion(self.model)
+        self.embedding = np.array(target.embedding().weight)
+        head = target.model if hasattr(target.model, "lm_head") else None
+        self.head = self.embedding if head is None else np.array(head.lm_head.weight)
+
+    def state(self, features: np.ndarray, splits: list[int], anchor: int) -> State:
+        """A state whose drafter context took the features in at these lengths."""
+        state = State(self.target.new_cache(), self.drafter.new_context())
+        at = 0
+        for length in splits:
+            state.context.append(mx.array(features[at : at + length]))
+            at += length
+        state.set_anchor(anchor)
+        return state
+
+    def logits(self, state: State, rows: int) -> np.ndarray:
+        return np.array(self.model.logits(state.context, state.anchor, rows))
+
+    def reference(self, features: np.ndarray, anchor: int, rows: int) -> np.ndarray:
+        return draft_logits(
+            self.tensors, self.config, self.embedding, self.head, features, anchor, rows
+        )
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory):
+    target, made = Target(make_model("llama"), 512, "llama"), {}
+
+    def get(name: str) -> Drafting:
+        if name not in made:
+            made[name] = Drafting(tmp_path_factory.mktemp("drafter"), CONFIGS[name], target)
+        return made[name]
+
+    return get
+
+
+def random_features(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(length, WIDTH)).astype(np.float32)
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    assert a.shape == b.shape
+    return float(np.abs(a - b).max())
+
+
+# Against the reference
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=20)
+@given(
+    splits=st.lists(st.integers(1, 16), max_size=8).filter(lambda s: sum(s) <= 40),
+    rows=st.integers(2, BLOCK),
+    anchor=st.integers(0, VOCAB_SIZE - 1),
+    seed=st.integers(0, 2**16),
+)
+def test_a_block_has_the_logits_of_the_reference(drafting, name, splits, rows, anchor, seed):
+    subject, features = drafting(name), random_features(sum(splits), seed)
+    state = subject.state(features, splits, anchor)
+    expected = subject.reference(features, anchor, rows)
+    assert expected.shape == (rows - 1, VOCAB_SIZE)
+    assert difference(subject.logits(state, rows), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_block_has_the_logits_of_the_reference_after_windows_have_moved_on(drafting, name):
+    subject, features = drafting(name), random_features(530)
+    splits = [250, 30, 1, 249]  # cache slots come in steps of 256
+    state = subject.state(features, splits, 7)
+    assert difference(subject.logits(state, 8), subject.reference(features, 7, 8)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("full", {"is_causal": True}),
+        ("full and causal", {"is_causal": False}),
+        ("sliding", {"sliding_window": 13}),
+        ("sliding", {"is_causal": False}),
+        ("sliding, shorter than the block, not causal", {"sliding_window": 4}),
+        ("mixed", {"layer_types": ["full_attention"] * 3}),
+        ("full", {"rope_theta": 20000.0}),
+        ("newer rope", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+        ("scaled and capped", {"dflash_config": config_of()["dflash_config"]}),
+    ],
+)
+def test_the_comparison_notices_another_config(drafting, name, changes):
+    subject, features = drafting(name), random_features(20)
+    state = subject.state(features, [20], 7)
+    other = draft_logits(
+        subject.tensors,
+        {**subject.config, **changes},
+        subject.embedding,
+        subject.head,
+        features,
+        7,
+        8,
+    )
+    assert difference(subject.logits(state, 8), other) > 100 * TOLERANCE
+
+
+def test_the_embedding_and_the_head_are_those_of_the_target(tmp_path):
+    target = Target(make_model("mimo"), 512, "mimo")
+    subject = Drafting(tmp_path, CONFIGS["full"], target)
+    assert difference(subject.embedding, subject.head) > 0.1
+    features = random_features(9)
+    logits = subject.logits(subject.state(features, [9], 7), 8)
+    assert difference(logits, subject.reference(features, 7, 8)) < TOLERANCE
+
+
+# Trees
+
+
+@pytest.mark.parametrize("room", [1, 2, 5, 8, 100])
+def test_a_block_is_proposed_as_a_chain_that_fits_the_room(drafting, room):
+    subject, features = drafting("full"), random_features(11)
+    tree = subject.drafter.propose(subject.state(features, [11], 7), room)
+    rows = min(room, BLOCK)
+    assert tree.is_chain and len(tree) == rows
+    expected = [] if rows == 1 else subject.reference(features, 7, rows).argmax(-1).tolist()
+    assert tree.tokens.tolist() == [7, *expected]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_smaller_block_may_be_asked_for(drafting, size):
+    subject, features = drafting("full"), random_features(11)
+    drafter = BlockDiffusion(subject.model, size)
+    tree = drafter.propose(subject.state(features, [11], 7), 100)
+    assert tree.drafted == tuple(subject.reference(features, 7, size).argmax(-1).tolist())
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1, 9])
+def test_a_block_that_the_drafter_was_not_trained_for_is_refused(drafting, size):
+    subject = drafting("full")
+    with pytest.raises(DFlashError, match=f"block_size is {size}, .* blocks of 8; choose 2 to 8"):
+        BlockDiffusion(subject.model, size)
+
+
+# The context
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_rows_of_a_block_never_reach_the_context(drafting, name):
+    subject, features = drafting(name), random_features(30)
+    state = subject.state(features[:20], [20], 7)
+    first = subject.logits(state, 8)
+    assert state.context.length == 20
+    assert np.array_equal(subject.logits(state, 8), first)
+    state.context.append(mx.array(features[20:]))
+    fresh = subject.state(features, [20, 10], 7)
+    found, expected = subject.logits(state, 5), subject.logits(fresh, 5)
+    assert np.allclose(found, expected, rtol=1e-4, atol=1e-4), "sums in another order at most"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("length", [0, 1, 13, 29, 30])
+def test_a_trimmed_context_that_grows_again_equals_a_fresh_one(drafting, name, length):
+    subject, features = drafting(name), random_features(30)
+    other = np.concatenate([features[:length], random_features(10, seed=1)])
+    state = subject.state(features, [17, 13], 7)
+    assert state.context.refill_from(length) == length
+    state.context.trim(length)
+    assert state.context.length == length
+    state.context.append(mx.array(other[length:]))
+    expected = subject.reference(other, 7, 8)
+    assert difference(subject.logits(state, 8), expected) < TOLERANCE
+
+
+def test_a_context_goes_back_no_further_than_its_windows_reach(drafting):
+    subject, features = drafting("sliding"), random_features(300)
+    context = subject.state(features, [250, 50], 7).context
+    assert [context.refill_from(length) for length in (299, 0)] == [299, 0]
+    assert context.refill_from(100) < 100
+    assert drafting("full").state(features, [250, 50], 7).context.refill_from(100) == 100
+
+
+# The target's features
+
+
+def layer_outputs(model: Any, tokens: list[int]) -> list[np.ndarray]:
+    """The states after every layer of a tiny llama, one layer after the other."""
+    hidden, outputs = model.model.embed_tokens(mx.array([tokens])), []
+    for layer in model.model.layers:
+        hidden = layer(hidden, "causal")
+        outputs.append(np.array(hidden[0]))
+    return outputs
+
+
+def prompt_of(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(VOCAB_SIZE, size=length).tolist()
+
+
+class Recorder:
+    """Passes what a drafter's context is given on to it, and remembers it."""
+
+    def __init__(self, context: Any) -> None:
+        self.context, self.features = context, []
+
+    def append(self, features: mx.array) -> None:
+        self.features.append(np.array(features))
+        self.context.append(features)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.context, name)
+
+
+@pytest.mark.parametrize("step", [1, 5, 512])
+def test_prefill_gives_the_drafter_the_outputs_of_the_tapped_layers(drafting, step):
+    subject, prompt = drafting("full"), prompt_of(23)
+    recorder = Recorder(subject.drafter.new_context())
+    state = State(subject.target.new_cache(), recorder)
+    config = DecodeConfig(prefill_step=step)
+    prefill(subject.target, subject.drafter, state, prompt, config, Observer())
+    outputs = layer_outputs(make_model("llama"), prompt[:-1])
+    expected = np.concatenate([outputs[tap] for tap in TAPS], axis=-1)
+    assert difference(np.concatenate(recorder.features), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["full", "mixed"])
+def test_a_prefilled_block_has_the_logits_of_the_reference(drafting, name):
+    subject, prompt = drafting(name), prompt_of(31)
+    state = State(subject.target.new_cache(), subject.drafter.new_context())
+    config = DecodeConfig(prefill_step=7)
+    assert prefill(subject.target, subject.drafter, state, prompt, config, Observer()) == 0
+    assert (state.position, state.context.length) == (30, 30)
+    outputs = layer_outputs(make_model("llama"), prompt[:-1])
+    features = np.concatenate([outputs[tap] for tap in TAPS], axis=-1)
+    expected = subject.reference(features, prompt[-1], 8)
+    assert difference(subject.logits(state, 8), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_drafted_side_by_side_equal_blocks_drafted_alone(drafting, name):
+    subject = drafting(name)
+    rng = np.random.default_rng(7)
+    features = rng.normal(size=(30, WIDTH)).astype(np.float32)
+    state = subject.state(features, [30], anchor=9)
+    rows = subject.network_config.block_size
+    prefixes = [(), (3,), tuple(rng.integers(VOCAB_SIZE, size=rows - 2).tolist()), (3, 4)]
+    together = np.array(subject.model.logits(state.context, state.anchor, rows, prefixes))
+    alone = [
+        np.array(subject.model.logits(state.context, state.anchor, rows, [prefix]))
+        for prefix in prefixes
+    ]
+    assert [len(part) for part in alone] == [rows - 1 - len(prefix) for prefix in prefixes]
+    assert np.abs(together - np.concatenate(alone)).max() < TOLERANCE
+    other = np.array(subject.model.logits(state.context, state.anchor, rows, [(4,)]))
+    seen = np.abs(other - alone[1]).max() > TOLERANCE
+    assert seen == (name != "sliding over one position"), "a mask sees the prefix before it"

@@ -1,0 +1,146 @@
+"""Drafters with packed matrices: what is packed, what is kept, and what a folder of them says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import (
+    load_network,
+    parse_config,
+    read_config,
+    read_drafter,
+)
+from dflash_mlx.drafters.dflash.network import Network
+from dflash_mlx.drafters.dflash.quantized import Quantization, quantization_of, quantize_network
+from dflash_mlx.drafters.dflash.save import save_drafter
+from dflash_mlx.drafters.dflash.tensors import parameters_of
+from dflash_mlx.target.model import Target
+from support import reference_dflash2
+from support.drafter_formats import DRAFT_IDS, WIDTH, own_tables, speculators, version_1
+from support.families import make_model
+from support.reference_dflash import random_drafter, write_drafter_folder
+
+WIDE = {"intermediate_size": 128}
+VERSION_1, VERSION_2 = version_1(**WIDE), reference_dflash2.tiny_config(**WIDE)
+HALF = speculators(draft_vocab_size=len(DRAFT_IDS), transformer_layer_config=WIDE)
+FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "version 1": (VERSION_1, random_drafter(VERSION_1)),
+    "version 2": (VERSION_2, reference_dflash2.random_tensors(VERSION_2)),
+    "draft vocabulary": (HALF, {**random_drafter(VERSION_1), **own_tables(DRAFT_IDS)}),
+}
+
+
+@pytest.fixture(params=FOLDERS)
+def folder(request, tmp_path):
+    return write_drafter_folder(tmp_path / "plain", *FOLDERS[request.param])
+
+
+def saved(folder, tmp_path, bits: int, group_size: int):
+    """A folder of the same drafter, packed."""
+    drafter = read_drafter(folder)
+    network = drafter.network()
+    network.set_dtype(mx.bfloat16)
+    quantize_network(network, bits, group_size)
+    save_drafter(tmp_path / "packed", network, drafter.raw)
+    return tmp_path / "packed", network
+
+
+def logits(network: Network, folder, target: Target) -> np.ndarray:
+    network.set_dtype(mx.float32)
+    model = BlockModel(network, read_config(folder), target)
+    context = model.new_context()
+    features = np.random.default_rng(0).normal(size=(20, WIDTH)).astype(np.float32)
+    context.append(mx.array(features))
+    return np.array(model.logits(context, mx.array([7]), 6))
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 32)])
+def test_a_packed_folder_is_read_as_it_was_written(folder, tmp_path, bits, group_size):
+    packed, network = saved(folder, tmp_path, bits, group_size)
+    config = read_config(packed)
+    assert config.quantization == Quantization(group_size, bits)
+    loaded = load_network(packed, config, mx.bfloat16)
+    assert quantization_of(loaded) == config.quantization
+    written, read = parameters_of(network), parameters_of(loaded)
+    assert written.keys() == read.keys()
+    assert all(mx.array_equal(read[name], written[name]) for name in written)
+
+
+def test_only_matrices_are_packed_and_the_selector_is_not(folder, tmp_path):
+    _, network = saved(folder, tmp_path, 4, 32)
+    packed = {path for path, module in network.named_modules() if hasattr(module, "scales")}
+    matrices = {
+        path
+        for path, module in read_drafter(folder).network().named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and "candidate_selector" not in path
+    }
+    assert packed == matrices and {"fc", "layers.0.self_attn.q_proj"} <= packed
+    kept = {name.rpartition(".")[0] for name in parameters_of(network)} - packed
+    assert {"norm", "layers.1.self_attn.k_norm"} <= kept
+
+
+def test_a_packed_drafter_drafts_nearly_the_same(folder, tmp_path):
+    target = Target(make_model("llama"), 512, "llama")
+    whole = logits(read_drafter(folder).network(), folder, target)
+    whole = np.where(np.isfinite(whole), whole, 0)
+    errors = []
+    for bits in (8, 4):
+        network = load_network(folder, read_config(folder), mx.float32, bits)
+        found = logits(network, folder, target)
+        errors.append(float(np.abs(np.where(np.isfinite(found), found, 0) - whole).mean()))
+    assert 0 < errors[0] < 0.05 * whole.std(), "8 bits"
+    assert errors[0] < errors[1] < whole.std(), "4 bits"
+
+
+def test_bits_at_load_leave_a_packed_drafter_as_it_is(folder, tmp_path):
+    packed, _ = saved(folder, tmp_path, 8, 32)
+    network = load_network(packed, read_config(packed), mx.float32, bits=4)
+    assert quantization_of(network) == Quantization(32, 8)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "message"),
+    [
+        (3, 64, r"bits of a quantised drafter is 3; choose one of \(4, 8\)"),
+        (16, 64, "bits of a quantised drafter is 16"),
+        (4, 48, r"group_size of a quantised drafter is 48; choose one of \(32, 64, 128\)"),
+        (4, 128, r"down_proj has rows of 96 numbers, which groups of 128 do not divide"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(bits, group_size, message):
+    network = Network(parse_config(version_1(), "tiny"))
+    with pytest.raises(DFlashError, match=message):
+        quantize_network(network, bits, group_size)
+    assert quantization_of(network) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 8}, r"fc.scales|fc.weight in .* of packed numbers, .* of packed numbers"),
+        ({"group_size": 64}, r"fc.biases in .* is \(64, 4\), .* asks for \(64, 2\)"),
+        (None, r"fc.biases in .* is .* no such tensor"),
+    ],
+    ids=["other bits", "other groups", "not packed"],
+)
+def test_a_packed_folder_whose_config_says_otherwise_is_refused(tmp_path, change, message):
+    plain = write_drafter_folder(tmp_path / "plain", *FOLDERS["version 1"])
+    folder, _ = saved(plain, tmp_path, 4, 32)
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw["quantization"] == {"group_size": 32, "bits": 4}
+    if change is None:
+        del raw["quantization"]
+    else:
+        raw["quantization"].update(change)
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(DFlashError, match=message) as failure:
+        load_network(folder, read_config(folder), mx.float32)
+    assert "--drafter" in failure.value.next_step

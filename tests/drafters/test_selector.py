@@ -1,0 +1,240 @@
+"""DFlash 2's paths: the greedy one is the reference's, drawn ones follow its law."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.sampling import tempered
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
+from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
+from dflash_mlx.drafters.growth.grow import Ranked
+from dflash_mlx.drafters.growth.links import along_path, conditional
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.selected import DrawnPath, SelectedPath
+from dflash_mlx.engine.reject import DrawnChain
+from dflash_mlx.engine.state import State
+from dflash_mlx.models.load import Pair
+from dflash_mlx.target.model import Target
+from support import reference_dflash2
+from support.families import VOCAB_SIZE, make_model
+from support.law import chi_square
+from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+
+CONFIG = reference_dflash2.tiny_config(dflash_config={"selector_top_k": 3, "block_size": 4})
+BLOCK, TOP_K, WIDTH = 4, 3, 128
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Any]:
+    return reference_dflash2.random_tensors(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(make_model("llama"), 512, "llama")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tensors, target) -> BlockModel:
+    folder = write_drafter_folder(tmp_path_factory.mktemp("drafter"), CONFIG, tensors)
+    config = read_config(folder)
+    return BlockModel(load_network(folder, config, mx.float32), config, target)
+
+
+def features_of(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(9, WIDTH)).astype(np.float32)
+
+
+def state_of(model: BlockModel, target: Target, seed: int, anchor: int) -> State:
+    state = State(target.new_cache(), model.new_context())
+    state.context.append(mx.array(features_of(seed)))
+    state.set_anchor(anchor)
+    return state
+
+
+def reference(tensors: Any, target: Target, seed: int, anchor: int) -> tuple[Any, Any]:
+    """Final states and logits of a block."""
+    table = np.array(target.embedding().weight)
+    block = features_of(seed), anchor, BLOCK
+    hidden = reference_dflash2.draft_states(tensors, CONFIG, (table, table), *block)
+    return hidden, reference_dflash2.logits(tensors, CONFIG, (table, table), *block)
+
+
+# Greedy
+
+
+def test_the_greedy_walk_is_that_of_the_reference(model, tensors, target):
+    drafter, detours = SelectedPath(model), 0
+    for seed in range(25):
+        anchor = seed * 3 % VOCAB_SIZE
+        state = state_of(model, target, seed, anchor)
+        hidden, unary = reference(tensors, target, seed, anchor)
+        tree = drafter.propose(state, 100)
+        path = reference_dflash2.greedy_path(tensors, CONFIG, hidden, unary, anchor)
+        assert tree.is_chain and tree.tokens.tolist() == [anchor, *path]
+        detours += path != unary.argmax(axis=-1).tolist()
+    assert detours > 10, "the selector changes most paths, so that its walk is seen"
+
+
+def test_the_first_draft_of_d2sd_is_the_greedy_walk(model, tensors, target):
+    drafter = DualDiffusion(model, None, None, PaperGrowth(2))
+    for seed in range(25):
+        anchor = seed * 3 % VOCAB_SIZE
+        state = State(target.new_cache(), drafter.new_context())
+        state.context.append(mx.array(features_of(seed)))
+        state.set_anchor(anchor)
+        first, _ = drafter.drafts(state, BLOCK)
+        hidden, unary = reference(tensors, target, seed, anchor)
+        assert list(first.best) == reference_dflash2.greedy_path(
+            tensors, CONFIG, hidden, unary, anchor
+        )
+
+
+def test_behind_the_walk_candidates_stand_as_they_do_after_its_tokens():
+    rng = np.random.default_rng(0)
+    n, k, kept = 6, 5, 3
+    tokens = np.array([rng.permutation(40)[:k] for _ in range(n)])
+    logprobs = np.log(np.array([rng.dirichlet(np.ones(k)) for _ in range(n)]) * 0.9)
+    ranked, edges = Ranked(tokens, logprobs), rng.normal(size=(n, k, k)) * 2
+    edges[0] = edges[0, 0]
+    law, before, detours = conditional(ranked, edges), 0, 0
+    first = along_path(ranked, edges, kept)
+    assert first.tokens.shape == first.logprobs.shape == (n, kept)
+    for t in range(n):
+        order = np.argsort(-law[t, before])[:kept]
+        assert first.tokens[t].tolist() == tokens[t, order].tolist()
+        assert np.allclose(first.logprobs[t], law[t, before, order])
+        before = int(order[0])
+        detours += before != int(logprobs[t].argmax())
+    assert detours > 1
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 4, 50])
+def test_a_path_fits_the_room(model, target, room):
+    tree = SelectedPath(model).propose(state_of(model, target, 0, 7), room)
+    assert len(tree) == min(room, BLOCK)
+
+
+def test_scores_are_those_of_the_equation_for_every_pair_of_candidates():
+    rng = np.random.default_rng(0)
+    vocabulary, d, rank, n, k = 11, 6, 4, 5, 3
+    selector = CandidateSelector(vocabulary, d, SelectorConfig(rank, k))
+    weights = {
+        f"candidate_selector.{name}": rng.normal(size=shape).astype(np.float32)
+        for name, shape in {
+            "predecessor_codebook": (vocabulary, rank),
+            "successor_codebook": (vocabulary, rank),
+            "hidden_projection.weight": (rank, d),
+        }.items()
+    }
+    named = {name.partition(".")[2]: mx.array(array) for name, array in weights.items()}
+    selector.load_weights(list(named.items()))
+    hidden = rng.normal(size=(n, d)).astype(np.float32)
+    unary = rng.normal(size=(n, vocabulary)).astype(np.float32)
+    found = selector(mx.array(hidden), mx.array(unary), mx.array([8]))
+    tokens, scores = np.array(found.tokens), np.array(found.scores)
+    assert scores.shape == (n, k, k)
+    for t in range(n):
+        assert set(tokens[t]) == set(np.argsort(-unary[t])[:k])
+        for i in range(k):
+            before = 8 if t == 0 else tokens[t - 1, i]
+            for j in range(k):
+                expected = reference_dflash2.score(
+                    weights, hidden[t], unary[t], before, tokens[t, j]
+                )
+                assert abs(scores[t, i, j] - expected) < 1e-5
+
+
+# Drawn
+
+
+def drawn_path(model: BlockModel, state: State, temperature: float, seed: int) -> DrawnChain:
+    sampling = SamplingConfig(seed=seed, temperature=temperature)
+    tree = DrawnPath(model, None, sampling).propose(state, 100)
+    assert isinstance(tree, DrawnChain)
+    return tree
+
+
+def test_drawn_paths_follow_the_law_of_the_walk(model, tensors, target, monkeypatch):
+    state = state_of(model, target, 1, 7)
+    hidden, unary = reference(tensors, target, 1, 7)
+    law = reference_dflash2.path_law(tensors, CONFIG, hidden, unary, 7, 1.3)
+    assert len(law) == TOP_K ** (BLOCK - 1) and abs(sum(law.values()) - 1) < 1e-9
+    found = model.candidates(state.context, state.anchor, BLOCK)
+    monkeypatch.setattr(
+        model, "candidates", lambda *block: found
+    )  # the pass itself is always alike
+    draws = [drawn_path(model, state, 1.3, seed).drafted for seed in range(1500)]
+    assert chi_square(law, draws) < 4
+    flat = {path: 1 / len(law) for path in law}
+    assert chi_square(flat, draws) > 4, "the test notices another law"
+
+
+def test_q_is_the_law_of_each_token_after_those_drawn_before(model, tensors, target):
+    state = state_of(model, target, 2, 9)
+    hidden, unary = reference(tensors, target, 2, 9)
+    for seed in range(5):
+        tree = drawn_path(model, state, 0.8, seed)
+        q = np.array(tree.q)
+        assert q.shape == (BLOCK - 1, VOCAB_SIZE) and np.allclose(q.sum(axis=-1), 1)
+        before = 9
+        for t, token in enumerate(tree.drafted):
+            candidates = reference_dflash2.offers(CONFIG, unary)[t]
+            scores = [
+                reference_dflash2.score(tensors, hidden[t], unary[t], before, b) for b in candidates
+            ]
+            weights = np.exp((np.array(scores) - max(scores)) / 0.8)
+            expected = np.zeros(VOCAB_SIZE)
+            expected[candidates] = weights / weights.sum()
+            assert np.abs(q[t] - expected).max() < 1e-4
+            before = token
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.6}, {"min_p": 0.5}], ids=str)
+def test_the_targets_filters_apply_to_the_candidates(model, target, filters):
+    state = state_of(model, target, 3, 11)
+    sampling = SamplingConfig(temperature=1.0, seed=4, **filters)
+    tree = DrawnPath(model, None, sampling).propose(state, 100)
+    q, found = np.array(tree.q), model.candidates(state.context, state.anchor, BLOCK)
+    path = [np.array(found.tokens)[t].tolist().index(k) for t, k in enumerate(tree.drafted)]
+    kept = np.isfinite(np.array(tempered(found.scores_along(mx.array(path)), sampling)))
+    assert (q > 0).sum(axis=-1).tolist() == kept.sum(axis=-1).tolist()
+    assert kept.sum() < kept.size
+
+
+# The method
+
+
+@pytest.mark.parametrize(
+    ("is_second", "sampling", "expected"),
+    [
+        (False, {}, BlockDiffusion),
+        (True, {}, SelectedPath),
+        (False, {"temperature": 0.7}, DrawnBlock),
+        (True, {"temperature": 0.7}, DrawnPath),
+    ],
+)
+def test_the_dflash_method_takes_the_paths_of_drafters_that_have_them(
+    tmp_path, model, tensors, target, is_second, sampling, expected
+):
+    plain = tiny_drafter_config(num_target_layers=3, dflash_config={**CONFIG["dflash_config"]})
+    raw, weights = (CONFIG, tensors) if is_second else (plain, random_drafter(plain))
+    folder = write_drafter_folder(tmp_path, raw, weights)
+    config = read_config(folder)
+    network = load_network(folder, config, mx.float32)
+    pair = Pair(target, None, network=network, network_config=config)
+    use = DecodeConfig(
+        method="dflash",
+        acceptance="reject" if sampling else "match",
+        sampling=SamplingConfig(**sampling),
+    )
+    assert type(make_drafter(pair, use)) is expected

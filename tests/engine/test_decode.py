@@ -1,0 +1,210 @@
+"""The loop on tiny real models: equality with plain decoding, limits, abandoning, turns."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.observer import Observer, RoundTimer
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.state import State
+from dflash_mlx.target.model import Target
+from support.families import VOCAB_SIZE, make_model
+from support.toys import Scripted, ToyTarget, random_tree
+
+FAMILIES = ["llama", "llama_sliding", "gemma3_text", "gpt_oss", "qwen3_moe"]
+
+
+@pytest.fixture(scope="module")
+def targets():
+    return {name: Target(make_model(name), 1000, name) for name in FAMILIES}
+
+
+def start(target, drafter, prompt, config):
+    state = State(target.new_cache(), drafter.new_context())
+    prefill(target, drafter, state, prompt, config, Observer())
+    return state
+
+
+def run(target, drafter, state, config):
+    return [
+        token
+        for accepted in decode(target, drafter, state, config, Observer())
+        for token in accepted.tokens
+    ]
+
+
+def answer(target, drafter, prompt, config):
+    return run(target, drafter, start(target, drafter, prompt, config), config)
+
+
+def prompt_of(seed, length=20):
+    return np.random.default_rng(seed).integers(VOCAB_SIZE, size=length).tolist()
+
+
+def foretold(prompt, plain, seed=0, width=9):
+    """Trees that hold a run of the plain answer, of random length, beside random branches."""
+    rng = np.random.default_rng(seed)
+
+    def script(tokens, room):
+        ahead = plain[len(tokens) - len(prompt) :][: int(rng.integers(room))]
+        others, parents = random_tree(rng, min(width, room - 1 - len(ahead)), VOCAB_SIZE)
+        if ahead and ahead[0] in others:  # keep siblings apart
+            others, parents = [], []
+        below = [p + len(ahead) if p else 0 for p in parents]
+        return [*ahead, *others], [*range(len(ahead)), *below]
+
+    return Scripted(script)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_answers_equal_plain_decoding_for_drafts_right_and_wrong(targets, name):
+    target, prompt = targets[name], prompt_of(1)
+    config = DecodeConfig(max_tokens=40, prefill_step=7)
+    plain = answer(target, NoDraft(), prompt, config)
+    for seed in range(3):
+        assert answer(target, foretold(prompt, plain, seed), prompt, config) == plain
+    assert len(plain) == 40
+
+
+def test_right_drafts_save_rounds(targets):
+    target, prompt = targets["llama"], prompt_of(1)
+    config = DecodeConfig(max_tokens=40)
+    plain = answer(target, NoDraft(), prompt, config)
+    drafter = Scripted(lambda tokens, room: chain(plain[len(tokens) - 20 :][: min(room - 1, 7)]))
+    state = start(target, drafter, prompt, config)
+    rounds = list(decode(target, drafter, state, config, Observer()))
+    assert [len(r.tokens) for r in rounds] == [8] * 5
+    assert [t for r in rounds for t in r.tokens] == plain
+
+
+def chain(tokens):
+    return list(tokens), list(range(len(tokens)))
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"repetition_penalty": 1.5}, {"top_k": 5}])
+def test_sampled_answers_equal_plain_decoding_with_the_same_seed(targets, settings):
+    target, prompt = targets["llama"], prompt_of(2)
+    sampling = SamplingConfig(temperature=0.8, seed=11, **settings)
+    config = DecodeConfig(max_tokens=30, sampling=sampling)
+    plain = answer(target, NoDraft(), prompt, config)
+    assert answer(target, foretold(prompt, plain), prompt, config) == plain
+    other = DecodeConfig(max_tokens=30, sampling=SamplingConfig(temperature=0.8, seed=12))
+    assert answer(target, NoDraft(), prompt, other) != plain
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("drafting", [False, True])
+def test_an_abandoned_answer_can_be_continued(targets, name, drafting):
+    target, prompt = targets[name], prompt_of(3)
+    config = DecodeConfig(max_tokens=40)
+    plain = answer(target, NoDraft(), prompt, config)
+    drafter = foretold(prompt, plain) if drafting else NoDraft()
+    state = start(target, drafter, prompt, config)
+    said = []
+    for accepted in decode(target, drafter, state, config, Observer()):
+        said += accepted.tokens
+        if len(said) >= 10:
+            break
+    assert state.tokens[: len(prompt) + len(said)] == prompt + said
+    assert len(state.tokens) == state.position + 1
+    more = prompt + said + prompt_of(4, 5)
+    prefill(target, drafter, state, more, config, Observer())
+    continued = run(target, NoDraft(), state, config)
+    assert continued == answer(target, NoDraft(), more, config)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_sliding"])
+def test_a_second_turn_computes_only_what_is_new(targets, name):
+    target, prompt = targets[name], prompt_of(5)
+    config = DecodeConfig(max_tokens=10)
+    state = start(target, NoDraft(), prompt, config)
+    said = run(target, NoDraft(), state, config)
+    more = prompt + said + prompt_of(6, 8)
+    reused = prefill(target, NoDraft(), state, more, config, Observer())
+    assert reused == len(prompt) + len(said) - 1
+    assert run(target, NoDraft(), state, config) == answer(target, NoDraft(), more, config)
+
+
+def test_an_edited_conversation_goes_back_to_where_it_differs(targets):
+    target, prompt = targets["llama"], prompt_of(7)
+    config = DecodeConfig(max_tokens=5)
+    state = start(target, NoDraft(), prompt, config)
+    run(target, NoDraft(), state, config)
+    edited = [*prompt[:12], (prompt[12] + 1) % VOCAB_SIZE, *prompt[13:]]
+    assert prefill(target, NoDraft(), state, edited, config, Observer()) == 12
+    assert run(target, NoDraft(), state, config) == answer(target, NoDraft(), edited, config)
+
+
+def test_the_same_prompt_again_leaves_one_token_to_compute(targets):
+    target, prompt = targets["llama"], prompt_of(8)
+    config = DecodeConfig(max_tokens=5)
+    state = start(target, NoDraft(), prompt, config)
+    first = run(target, NoDraft(), state, config)
+    assert prefill(target, NoDraft(), state, prompt, config, Observer()) == len(prompt) - 1
+    assert run(target, NoDraft(), state, config) == first
+
+
+def test_where_a_window_has_moved_on_too_far_everything_starts_over(targets):
+    target, long = targets["llama_sliding"], prompt_of(9, 600)
+    config = DecodeConfig(max_tokens=5, prefill_step=100)
+    state = start(target, NoDraft(), long, config)
+    short = long[:60]
+    assert prefill(target, NoDraft(), state, short, config, Observer()) == 0
+    assert run(target, NoDraft(), state, config) == answer(target, NoDraft(), short, config)
+
+
+@given(max_tokens=st.integers(1, 30), nodes=st.integers(1, 12), seed=st.integers(0, 99))
+@settings(max_examples=60)
+def test_the_number_of_tokens_is_exact_however_wide_the_trees_are(max_tokens, nodes, seed):
+    target, rng = ToyTarget(5), np.random.default_rng(seed)
+    drafter = Scripted(lambda tokens, room: random_tree(rng, min(nodes, room) - 1, 5))
+    assert len(answer(target, drafter, [0, 1], DecodeConfig(max_tokens=max_tokens))) == max_tokens
+
+
+@pytest.mark.parametrize("drafter", [NoDraft(), Scripted(lambda t, room: chain([1] * (room - 1)))])
+def test_the_context_is_filled_and_never_overrun(drafter):
+    target = ToyTarget(3, context_length=32)
+    prompt = [0] * 20
+    config = DecodeConfig(max_tokens=1000)
+    state = start(target, drafter, prompt, config)
+    assert len(run(target, drafter, state, config)) == 32 - len(prompt)
+    assert len(state.tokens) == 32
+
+
+def test_plain_decoding_runs_one_round_ahead_and_drafting_none():
+    target, config = ToyTarget(5), DecodeConfig(max_tokens=8)
+    for drafter, ahead in [(NoDraft(), 1), (Scripted(lambda t, room: ([], [])), 0)]:
+        state = start(target, drafter, [0, 1, 2], config)
+        rounds = decode(target, drafter, state, config, Observer())
+        next(rounds)
+        assert state.position == 2 + 1 + ahead
+
+
+def test_an_observer_changes_no_token_and_sees_every_term(targets):
+    target, prompt = targets["llama"], prompt_of(1)
+    config = DecodeConfig(max_tokens=12)
+    plain = answer(target, NoDraft(), prompt, config)
+    timer = RoundTimer()
+    state = start(target, NoDraft(), prompt, config)
+    rounds = decode(target, NoDraft(), state, config, timer)
+    assert [t for accepted in rounds for t in accepted.tokens] == plain
+    assert {"draft", "verify", "commit"} <= set(timer.seconds)
+    assert all(seconds >= 0 for seconds in timer.seconds.values())
+
+
+def test_prefill_reports_its_progress(targets):
+    class Progress(Observer):
+        seen: list[tuple[int, int]] = []
+
+        def prefilled(self, tokens: int, total: int) -> None:
+            self.seen.append((tokens, total))
+
+    target, config = targets["llama"], DecodeConfig(prefill_step=8)
+    state = State(target.new_cache(), NoDraft().new_context())
+    prefill(target, NoDraft(), state, prompt_of(1), config, Progress())
+    assert Progress.seen == [(0, 19), (8, 19), (16, 19), (19, 19)]
+    assert mx.array(state.anchor).tolist() == prompt_of(1)[-1:]

@@ -1,0 +1,267 @@
+"""Greedy answers with --exact are plain decoding's, on targets whose passes differ by width."""
+
+import mlx.core as mx
+import pytest
+
+from dflash_mlx.cli.options import summary
+from dflash_mlx.core.accept import Accepted, NearTies
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.exact import SAFETY, Noise, lead, measure_noise, noise_of
+from dflash_mlx.engine.state import State
+from dflash_mlx.engine.verify import verify
+from dflash_mlx.models.load import Pair
+from dflash_mlx.session.stream import Session, TextDelta, collect
+from dflash_mlx.target.block import Block
+from support.letters import Letters
+from support.rounding import (
+    EXACT,
+    FAMILIES,
+    LOOSE,
+    TOKENS,
+    Rounding,
+    answer,
+    drafted_answer,
+    foretold,
+    plain_answer,
+    prompt_of,
+    start,
+)
+from support.toys import Scripted
+
+SEEDS = range(3)
+
+
+def assert_same_rows(state, other):
+    """Both states hold the same committed tokens, keys and values."""
+    assert state.tokens == other.tokens
+    assert state.position == other.position
+    for a, b in zip(state.cache.arrays, other.cache.arrays, strict=True):
+        assert mx.array_equal(a[..., : state.position, :], b[..., : state.position, :])
+
+
+def test_answers_are_plain_decodings_with_the_guard_and_not_without(target):
+    loose = checks = changed = 0
+    for seed in SEEDS:
+        plain = plain_answer(target, seed)
+        loose += drafted_answer(target, seed, LOOSE)[0] == plain
+        tokens, statistics = drafted_answer(target, seed, EXACT)
+        assert tokens == plain
+        checks += statistics.near_ties.checks
+        changed += statistics.near_ties.changed
+        assert statistics.rounds < TOKENS / 2
+    assert loose < len(SEEDS)
+    assert 0 < changed <= checks < len(SEEDS) * TOKENS
+
+
+def test_one_row_passes_alone_are_not_enough_behind_a_cache_that_wide_passes_wrote():
+    """Without replays the cache's own noise turns tokens."""
+    target = Rounding("llama", 0.01)
+    target.noise = Noise(measure_noise(target).wide, 0.0)
+    answers = [drafted_answer(target, seed, EXACT) for seed in SEEDS]
+    assert all(statistics.near_ties.passes > 0 for _, statistics in answers)
+    assert all(statistics.near_ties.replays == 0 for _, statistics in answers)
+    assert any(tokens != plain_answer(target, seed) for seed, (tokens, _) in enumerate(answers))
+
+
+def test_the_noise_bounds_what_wide_passes_and_their_keys_and_values_do(target):
+    noise = measure_noise(target)
+    assert 0 < noise.cache <= noise.wide
+    prompt, plain = prompt_of(2), plain_answer(target, 2)
+    caches = [start(target, NoDraft(), prompt).cache for _ in range(2)]
+    anchor = prompt[-1]
+    for at in range(0, 24, 4):
+        rows = mx.array([anchor, *plain[at : at + 3]])
+        behind, _ = target.forward(rows[:1], caches[1].fork(), Block(1))
+        wide, _ = target.forward(rows, caches[1], Block(4))
+        caches[1].commit(range(4))
+        narrow = []
+        for row in range(4):
+            narrow.append(target.forward(rows[row : row + 1], caches[0], Block(1))[0])
+            caches[0].commit([0])
+        off = wide - mx.concatenate(narrow)
+        assert (off.max(axis=-1) - off.min(axis=-1)).max().item() < noise.wide
+        off = behind - narrow[0]
+        assert (off.max() - off.min()).item() < noise.cache
+        anchor = plain[at + 3]
+
+
+def test_where_width_changes_nothing_there_is_no_noise_and_nothing_to_decide_again():
+    target = Rounding("llama", 0.0)
+    assert noise_of(target).wide < 1e-4
+    tokens, statistics = drafted_answer(target, 0, EXACT)
+    assert tokens == plain_answer(target, 0)
+    assert statistics.near_ties.checks == 0
+
+
+def test_the_noise_is_measured_once_per_target():
+    target = Rounding("llama", 0.01)
+    first = noise_of(target)
+    passes = len(target.rows)
+    assert noise_of(target) is first
+    assert len(target.rows) == passes
+    assert target.rows.count(1) < 60
+
+
+def test_twice_the_rounding_is_twice_the_noise():
+    small, large = (measure_noise(Rounding("llama", size)) for size in (0.001, 0.01))
+    assert 4 < large.wide / small.wide < 25
+    assert SAFETY >= 2
+
+
+def test_plain_decoding_is_left_alone(target):
+    config = DecodeConfig(method="none", exact=True, max_tokens=12)
+    plain = plain_answer(target, 1)[:12]
+    before = len(target.rows)
+    state = start(target, NoDraft(), prompt_of(1))
+    tokens, statistics = answer(target, NoDraft(), state, config)
+    assert tokens == plain
+    assert statistics.near_ties is None
+    assert target.rows[before:].count(1) == 12
+
+
+def test_rounds_without_drafts_are_plain_decodings_until_the_first_wide_pass(target):
+    noise_of(target)
+    before = len(target.rows)
+    drafter = Scripted(lambda tokens, room: ([], []))
+    tokens, statistics = answer(target, drafter, start(target, drafter, prompt_of(1)), EXACT)
+    assert tokens == plain_answer(target, 1)
+    assert statistics.near_ties.checks == 0
+    assert len(target.rows) - before == 1 + TOKENS  # the prompt, then one pass per token
+
+
+def test_a_lone_root_behind_wide_rows_is_checked_too(target):
+    """Drafts in the first rounds only: later passes have one row, but noisy rows before it."""
+    checks = 0
+    for seed in SEEDS:
+        plain = plain_answer(target, seed)
+
+        def script(tokens, room, plain=plain):
+            ahead = plain[len(tokens) - 20 :][:4] if len(tokens) < 36 else []
+            return ahead, list(range(len(ahead)))
+
+        drafter = Scripted(script)
+        state = start(target, drafter, prompt_of(seed))
+        said = []
+        for accepted in decode(target, drafter, state, EXACT, Observer()):
+            said += accepted.tokens
+            checks += accepted.near_ties.checks if len(accepted.tree) == 1 else 0
+        assert said == plain
+    assert checks > 0
+
+
+def test_a_repetition_penalty_is_part_of_the_choice(target):
+    sampling = SamplingConfig(repetition_penalty=1.3)
+    config = DecodeConfig(max_tokens=40, sampling=sampling)
+    exact = DecodeConfig(max_tokens=40, sampling=sampling, exact=True)
+    prompt = prompt_of(0)
+    plain, _ = answer(target, NoDraft(), start(target, NoDraft(), prompt), config)
+    assert plain != plain_answer(target, 0)[:40]
+    drafter = foretold(prompt, plain)
+    assert answer(target, drafter, start(target, drafter, prompt), exact)[0] == plain
+
+
+def test_the_checks_write_nothing_into_the_state(target):
+    """Rows, lengths and anchor are those of the same rounds without a guard."""
+    target.noise = Noise(1e9, 1e9)  # every node is a near-tie
+    state = start(target, NoDraft(), prompt_of(2))
+    drafter = foretold(prompt_of(2), plain_answer(target, 2), 3)
+    rounds = [next(decode(target, drafter, state, EXACT, Observer())) for _ in range(3)]
+    target.noise = None
+    assert all(accepted.near_ties.checks == len(accepted.tokens) for accepted in rounds)
+    again = start(target, NoDraft(), prompt_of(2))
+    for accepted in rounds:
+        verify(target, again, accepted.tree, ())
+        again.commit(accepted, None)
+    assert_same_rows(state, again)
+
+
+def test_an_answer_abandoned_after_a_near_tie_can_be_continued(target):
+    """With the answer that plain decoding gives behind the same cache."""
+    drafter = foretold(prompt_of(0), plain_answer(target, 0))
+    state = start(target, drafter, prompt_of(0))
+    said = []
+    for accepted in decode(target, drafter, state, EXACT, Observer()):
+        said += accepted.tokens
+        if accepted.near_ties.checks:
+            break
+    assert 0 < len(said) < TOKENS
+    more = prompt_of(0) + said + prompt_of(5, 4)
+    assert prefill(target, drafter, state, more, LOOSE, Observer()) == 20 + len(said) - 1
+    other = State(state.cache.fork(), NoDraft().new_context())
+    other.set_anchor(more[-1])
+    expected, _ = answer(target, NoDraft(), other, LOOSE)
+    assert answer(target, foretold(more, expected), state, EXACT)[0] == expected
+
+
+def test_an_interrupt_inside_a_check_leaves_the_cache_as_it_was(target, monkeypatch):
+    prompt = prompt_of(1)
+    drafter = foretold(prompt, plain_answer(target, 1), 1)
+    state = start(target, drafter, prompt)
+    target.noise = Noise(1e9, 1e9)
+    rounds = decode(target, drafter, state, EXACT, Observer())
+    first = next(rounds)
+    forward = target.forward
+
+    def interrupted(tokens, cache, block, taps=()):
+        if block.rows == 1:
+            raise KeyboardInterrupt
+        return forward(tokens, cache, block, taps)
+
+    monkeypatch.setattr(target, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(rounds)
+    monkeypatch.undo()
+    target.noise = None
+    again = start(target, NoDraft(), prompt)
+    verify(target, again, first.tree, ())
+    again.commit(first, None)
+    assert_same_rows(state, again)
+
+
+def test_statistics_add_up_the_checks_and_say_so_in_json_and_in_the_summary():
+    statistics = Statistics("dflash")
+    assert statistics.as_dict()["guard_checks"] == 0
+    assert "near-ties" not in summary(TextDelta("", (), None, "stop", statistics))
+    for near_ties in (NearTies(2, 3, 1, 1, 0.5), NearTies(), NearTies(1, 1, 0, 0, 0.25)):
+        statistics.add_round(Accepted(Tree.of([1], [-1]), (0,), 5, near_ties))
+    counts = {k: v for k, v in statistics.as_dict().items() if k.startswith("guard_")}
+    assert counts == {
+        "guard_checks": 3,
+        "guard_passes": 4,
+        "guard_replays": 1,
+        "guard_changed": 1,
+        "guard_seconds": 0.75,
+    }
+    line = summary(TextDelta("", (), None, "stop", statistics))
+    assert line.endswith("3 near-ties in 0.75 s, 1 changed")
+
+
+def test_the_lead_is_the_distance_of_the_best_two():
+    tokens, margins = lead(mx.array([[1.0, 4.0, 2.5], [3.0, 3.0, -mx.inf]]))
+    assert tokens.tolist() == [1, 0]
+    assert margins.tolist() == [1.5, 0.0]
+
+
+def test_sampling_with_exact_is_refused():
+    with pytest.raises(DFlashError, match="exact is True; choose temperature 0"):
+        DecodeConfig(exact=True, sampling=SamplingConfig(temperature=0.7))
+
+
+def test_every_turn_of_a_conversation_equals_plain_decoding_from_scratch():
+    """Rows that earlier answers left behind came from passes over several rows."""
+    target = Rounding("llama", FAMILIES["llama"])
+    repeats = prompt_of(5, 12) * 2
+    plain_config = DecodeConfig(method="none", max_tokens=24)
+    exact_config = DecodeConfig(method="ngram", exact=True, max_tokens=24)
+    pair = Pair(target, Letters())
+    session, prompt = Session(pair, exact_config), repeats
+    for _ in range(3):
+        plain = collect(Session(pair, plain_config).stream(prompt)).tokens
+        assert collect(session.stream(prompt)).tokens == plain
+        prompt = [*prompt, *plain, *repeats]

@@ -1,0 +1,251 @@
+"""Conversations with targets that have recurrent layers: turns, stops, edits, methods, training."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.benchmark.parity import first_difference
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.dflash.context import limit_windows
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.exact import measure_noise
+from dflash_mlx.models.load import Pair
+from dflash_mlx.session.stream import Session
+from dflash_mlx.target import pass_times as budget
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.model import Target
+from dflash_mlx.target.sequence import TAIL
+from dflash_mlx.train.features import FeatureCache
+from support.families import VOCAB_SIZE, make_model
+from support.hybrids import (
+    difference,
+    go_on,
+    oracle,
+    plain_answer,
+    rounds,
+    run,
+    some_right,
+    start,
+    tokens_of,
+)
+from support.letters import Letters
+from support.recurrent_families import RECURRENT
+from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+
+FEW = ["falcon_h1", "lfm2", "qwen3_5"]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture(scope="module", params=FEW)
+def target(request):
+    return Target(make_model(request.param), 1024, request.param)
+
+
+@pytest.fixture
+def pair(target, tmp_path):
+    config = tiny_drafter_config(num_target_layers=target.num_layers)
+    config["dflash_config"]["target_layer_ids"] = [0, 1, 2]
+    folder = write_drafter_folder(tmp_path, config, random_drafter(config, 1))
+    network_config = read_config(folder)
+    network = load_network(folder, network_config, mx.float32)
+    return Pair(target, Letters(), network, network_config, "tiny")
+
+
+def answer(session, prompt):
+    return [token for delta in session.stream(prompt) for token in delta.tokens]
+
+
+def assert_state_is_that_of_its_tokens(session):
+    state = session.state
+    committed = state.tokens[: state.position]
+    assert difference(session.pair.target, state.cache, committed) < TOLERANCE
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "dflash"])
+def test_turns_of_a_session_equal_plain_decoding_from_the_beginning(pair, method):
+    session = Session(pair, DecodeConfig(method=method, max_tokens=12))
+    said, held = tokens_of(0, 45), 0
+    for turn in range(3):
+        plain = plain_answer(pair.target, said, 12)
+        *_, last = session.stream(said)
+        assert last.statistics.reused_tokens == held
+        assert session.state.tokens == said + plain[:-1]
+        assert_state_is_that_of_its_tokens(session)
+        held = session.state.position
+        assert held == len(said) + 11
+        said = said + plain + tokens_of(turn + 1, 9)
+    assert session.state.context.length >= session.state.position
+
+
+def test_a_stop_token_amid_a_round_leaves_the_state_of_what_was_said(target):
+    prompt = tokens_of(2, 40)
+    plain = plain_answer(target, prompt, 30)
+    for stop in (1, 2, 3, 4, 9):
+        drafter = oracle(prompt, plain, lambda: (4, 4))
+        state = start(target, drafter, prompt)
+        next(rounds(target, drafter, state, 30))
+        end = len(prompt) + stop - 1
+        state.trim(end)
+        assert state.position == min(end, len(prompt) + 4)
+        assert difference(target, state.cache, (prompt + plain)[: state.position]) < TOLERANCE
+        more = (prompt + plain)[:end] + tokens_of(3, 4)
+        held = state.position
+        assert go_on(target, drafter, state, more) == held
+        assert run(target, NoDraft(), state, 8) == plain_answer(target, more, 8)
+
+
+def test_a_drafters_window_is_computed_again_where_the_target_can_go_back_that_far(pair):
+    pair = replace(pair, network_config=limit_windows(pair.network_config, 16))
+    session = Session(pair, DecodeConfig(method="dflash", max_tokens=8, prefill_step=100))
+    prompt = tokens_of(14, 60)
+    list(session.stream(prompt))
+    list(session.stream(prompt + tokens_of(15, 400)))
+    *_, last = session.stream(prompt)
+    assert last.statistics.reused_tokens == 59 - 15
+    assert session.state.tokens == prompt + plain_answer(pair.target, prompt, 8)[:-1]
+    assert_state_is_that_of_its_tokens(session)
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "dflash"])
+def test_a_stop_token_of_a_session_is_where_its_next_turn_goes_on(pair, method):
+    prompt = tokens_of(4, 40)
+    plain = plain_answer(pair.target, prompt, 30)
+    pair.tokenizer.eos_token_ids = {plain[9]}
+    at = plain.index(plain[9])
+    session = Session(pair, DecodeConfig(method=method, max_tokens=30))
+    assert answer(session, prompt) == plain[: at + 1]
+    assert session.state.position == len(prompt) + at
+    assert_state_is_that_of_its_tokens(session)
+
+
+def test_an_abandoned_answer_can_be_continued(target):
+    prompt = tokens_of(5, 40)
+    plain = plain_answer(target, prompt, 40)
+    drafter = oracle(prompt, plain, some_right(0))
+    state, said = start(target, drafter, prompt), []
+    for accepted in rounds(target, drafter, state, 40):
+        said += accepted.tokens
+        if len(said) >= 10:
+            break
+    more = prompt + said + tokens_of(6, 5)
+    assert go_on(target, drafter, state, more) == len(prompt) + len(said) - 1
+    assert run(target, NoDraft(), state, 10) == plain_answer(target, more, 10)
+
+
+@pytest.mark.parametrize(("dropped", "reused"), [(0, 99), (3, 96), (20, 79), (TAIL, 67), (60, 0)])
+def test_a_prompt_whose_end_is_left_out_of_the_next_turn_is_reused_up_to_there(
+    target, dropped, reused
+):
+    """As chat templates do with the tag that begins a thought."""
+    prompt = tokens_of(7, 100)
+    state = start(target, NoDraft(), prompt, prefill_step=40)
+    run(target, NoDraft(), state, 15)
+    edited = [*prompt[: 99 - dropped], *((t + 1) % VOCAB_SIZE for t in prompt[99 - dropped :]), 5]
+    assert go_on(target, NoDraft(), state, edited, prefill_step=40) == reused
+    assert difference(target, state.cache, edited[:-1]) < TOLERANCE
+
+
+def test_the_prompt_before_the_last_one_can_be_gone_back_to(target):
+    prompt = tokens_of(8, 50)
+    state = start(target, NoDraft(), prompt)
+    said = run(target, NoDraft(), state, 10)
+    go_on(target, NoDraft(), state, prompt + said + tokens_of(9, 50))
+    run(target, NoDraft(), state, 10)
+    other = [*prompt, (said[0] + 1) % VOCAB_SIZE, 3, 1]
+    assert go_on(target, NoDraft(), state, other) == len(prompt) - 1
+    assert run(target, NoDraft(), state, 10) == plain_answer(target, other, 10)
+
+
+def test_sampled_answers_equal_plain_decoding_with_the_same_seed(target):
+    prompt = tokens_of(10, 20)
+    sampling = SamplingConfig(temperature=0.8, seed=11)
+    answers = []
+    pair = Pair(target, Letters())
+    for method in ("none", "ngram"):
+        config = DecodeConfig(method=method, max_tokens=30, sampling=sampling)
+        answers.append(answer(Session(pair, config), prompt * 2))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("method", ["ddtree", "resample", "d2sd"])
+def test_methods_that_draft_branches_are_refused(pair, method):
+    with pytest.raises(DFlashError, match="recurrent state.*--method dflash or --method ngram"):
+        Session(pair, DecodeConfig(method=method))
+
+
+def test_exact_answers_are_plain_decodings_and_probes_leave_the_state_alone(pair):
+    noise = measure_noise(pair.target)
+    assert 0 < noise.cache <= noise.wide < 0.1
+    prompt = tokens_of(11, 40)
+    session = Session(pair, DecodeConfig(method="dflash", max_tokens=20, exact=True))
+    plain = plain_answer(pair.target, prompt, 20)
+    assert answer(session, prompt) == plain
+    assert_state_is_that_of_its_tokens(session)
+    assert first_difference(pair.target, prompt, plain, plain) is None
+    wrong = [*plain[:5], (plain[5] + 1) % VOCAB_SIZE]
+    assert first_difference(pair.target, prompt, plain, wrong).position == 5
+
+
+def test_noise_is_measured_behind_every_second_token_of_a_hybrids_answer(target, monkeypatch):
+    forward, rows = target.forward, []
+
+    def counted(tokens, cache, block, taps=()):
+        rows.append(block.rows)
+        return forward(tokens, cache, block, taps)
+
+    monkeypatch.setattr(target, "forward", counted)
+    measure_noise(target)
+    assert rows.count(1) == 1 + 32 + 16  # the size of the vocabulary, the answer, half of it again
+
+
+def test_the_whole_of_an_exact_answer_can_be_decided_by_one_row_passes(pair):
+    """Every token a near-tie: each is decided again behind its ancestors, then from the prompt."""
+    pair.target.noise = type(measure_noise(pair.target))(wide=1e9, cache=1e9)
+    prompt = tokens_of(12, 20)
+    try:
+        session = Session(pair, DecodeConfig(method="ngram", max_tokens=12, exact=True))
+        assert answer(session, prompt * 2) == plain_answer(pair.target, prompt * 2, 12)
+        assert_state_is_that_of_its_tokens(session)
+    finally:
+        pair.target.noise = None
+
+
+def test_pass_times_of_trees_are_not_measured(target):
+    with pytest.raises(DFlashError, match="recurrent state"):
+        budget.measure(target)
+
+
+def test_training_features_are_those_of_one_pass_over_the_sequence(target, tmp_path, monkeypatch):
+    monkeypatch.setattr("dflash_mlx.train.features._CHUNK", 7)
+    tokens, taps = tokens_of(13, 30), (0, 2)
+    cache = FeatureCache(tmp_path / "features", [tokens], target, taps, 10**6)
+    assert list(cache.fill()) == [30]
+    target.tap(taps)
+    logits, features = target.forward(mx.array(tokens), target.new_cache(), Block(30), taps)
+    ours, scale = cache.features(0).astype(mx.float32), mx.abs(features).max()
+    assert (mx.abs(ours - features).max() / scale).item() < 2**-7  # of bfloat16
+    choices, p = cache.choices(0), mx.softmax(logits.astype(mx.float32), axis=-1)
+    assert np.array_equal(choices["token"][:, 0], np.array(mx.argmax(logits, axis=-1)))
+    largest = np.sort(np.array(p))[:, ::-1][:, : choices.shape[1]]
+    assert np.allclose(choices["probability"], largest, rtol=1e-2)
+
+
+def test_kernels_take_the_attention_of_every_family_that_leaves_it_to_mlx_lm():
+    without = set()
+    for name in sorted(RECURRENT):
+        target = Target(make_model(name), 512, name)
+        target.use_kernels("auto")
+        reasons = [choice.reason for choice in target.kernels.choices.values()]
+        without.update(name for reason in reasons if "computes the attention" in reason)
+    assert without == {"plamo2"}

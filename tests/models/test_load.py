@@ -1,0 +1,252 @@
+"""Local model folders written here load, decode losslessly, and are refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
+from mlx_lm.utils import quantize_model
+
+from dflash_mlx import DecodeConfig, DFlashError, load
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.drafters.dflash.checkpoint import read_drafter
+from dflash_mlx.drafters.dflash.quantized import quantize_network
+from dflash_mlx.drafters.dflash.save import save_drafter
+from dflash_mlx.models import resolve
+from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.resolve import resolve_folder
+from dflash_mlx.session.stream import generate
+from support.families import FAMILIES, make_model
+from support.models import (
+    DAMAGES,
+    EOS,
+    edit_config,
+    write_drafter,
+    write_model,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the real hub; what is downloaded is what a test puts in its place."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("pair")
+    return str(write_model(root / "model")), str(write_drafter(root / "drafter"))
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **_: Any) -> str:
+        raise AssertionError(f"asked the hub for {name}")
+
+    monkeypatch.setattr(resolve, "snapshot_download", refuse)
+
+
+def greedy_by_model_alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1]).item()))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+# What loads
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_local_pair_decodes_what_the_model_alone_decodes(folders):
+    model, drafter = folders
+    pair = load(model=model, drafter=drafter)
+    prompt = pair.tokenizer.encode("<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n")
+    expected = greedy_by_model_alone(make_model("llama"), prompt, 30)
+    for method in ("none", "dflash"):
+        answer = generate(pair, "hello", DecodeConfig(method=method, max_tokens=30))
+        assert list(answer.tokens) == expected
+        assert answer.text == pair.tokenizer.decode(expected)
+        assert answer.statistics.method == method
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_pair_says_what_it_was_loaded_from(folders):
+    model, drafter = folders
+    pair = load(model=model, drafter=drafter)
+    assert (pair.target.name, pair.drafter_name) == (model, drafter)
+    assert pair.target.context_length == 512
+    assert pair.target.dtype == mx.float32
+    assert pair.tokenizer.eos_token_ids == {EOS}
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_model_without_a_drafter_decodes_plainly_and_nothing_else(folders):
+    pair = load(model=folders[0])
+    assert generate(pair, "hello", DecodeConfig(method="none", max_tokens=5)).tokens
+    with pytest.raises(DFlashError, match=r"no drafter is known for .*--drafter.*--method none"):
+        generate(pair, "hello", DecodeConfig(method="dflash"))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.usefixtures("no_hub")
+def test_a_quantised_folder_gives_the_logits_of_the_quantised_model(tmp_path, bits):
+    quantised, config = quantize_model(make_model("llama"), FAMILIES["llama"], 32, bits)
+    folder = write_model(tmp_path / "model", quantised, quantization=config["quantization"])
+    pair = load(model=str(folder), drafter=str(write_drafter(tmp_path / "drafter")))
+    tokens = mx.array([[5, 7, 11, 13]])
+    assert np.allclose(np.array(pair.target.model(tokens)), np.array(quantised(tokens)), atol=1e-3)
+    assert not np.allclose(
+        np.array(quantised(tokens)), np.array(make_model("llama")(tokens)), atol=1e-3
+    )
+    plain = generate(pair, "hello", DecodeConfig(method="none", max_tokens=20))
+    assert generate(pair, "hello", DecodeConfig("dflash", max_tokens=20)).tokens == plain.tokens
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_half_precision_weights_are_read(tmp_path):
+    model = make_model("llama")
+    model.set_dtype(mx.bfloat16)
+    pair = load(model=str(write_model(tmp_path / "model", model)))
+    tokens = mx.array([[5, 7, 11]])
+    difference = mx.abs(pair.target.model(tokens) - make_model("llama")(tokens)).max()
+    assert 0 < float(difference.item()) < 0.2
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_the_shape_of_a_multimodal_target_is_that_of_its_language_model(tmp_path):
+    folder = write_model(tmp_path / "model")
+    edit_config(folder, hidden_size=32, text_config={"hidden_size": 64, "vocab_size": 90})
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DFlashError, match="vocab_size 97, but .* has 90"):
+        load(model=str(folder), drafter=str(write_drafter(tmp_path / "drafter")))
+
+
+def test_hub_ids_go_to_the_hub_and_what_it_returns_is_loaded(folders, monkeypatch):
+    asked = {}
+
+    def snapshot_download(name: str, **patterns: list[str]) -> str:
+        asked[name] = patterns
+        return folders[1] if name == "owner/drafter" else folders[0]
+
+    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
+    pair = load(model="owner/model", drafter="owner/drafter")
+    assert set(asked) == {"owner/model", "owner/drafter"}
+    assert (pair.target.name, pair.drafter_name) == ("owner/model", "owner/drafter")
+    assert (
+        generate(pair, "hello", DecodeConfig("dflash", max_tokens=5)).statistics.method == "dflash"
+    )
+
+
+def test_only_files_that_cannot_run_are_asked_of_the_hub(folders, monkeypatch):
+    asked = {}
+
+    def snapshot_download(name: str, **patterns: list[str]) -> str:
+        asked.update(patterns)
+        return folders[0]
+
+    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
+    resolve_folder("owner/model", "model")
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
+    unwanted = ["modeling.py", "pytorch_model.bin", "model.pt", "original/model.safetensors"]
+    assert list(filter_repo_objects(wanted + unwanted, **asked)) == wanted
+
+
+# What is in the folder but cannot be used
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(case, tmp_path, monkeypatch):
+    damage, message = DAMAGES[case]
+    folder = write_model(tmp_path / "model")
+    damage(folder)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DFlashError, match=message) as failure:
+        load(model=str(folder))
+    assert str(folder) in str(failure.value)
+    assert "choose" in failure.value.next_step
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "hidden_size 64, but .* has 32"),
+        ({"vocab_size": 98}, "vocab_size 97, but .* has 98"),
+        ({"num_hidden_layers": 4}, "layers 3, but .* has 4"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused_before_weights_are_read(tmp_path, changes, message):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**FAMILIES["llama"], **changes}))
+    drafter = write_drafter(tmp_path / "drafter")
+    (drafter / "model.safetensors").unlink()
+    with pytest.raises(DFlashError, match=message):
+        load(model=str(folder), drafter=str(drafter))
+
+
+def test_a_drafter_of_another_target_is_refused_before_the_default_model_is_fetched(
+    tmp_path, monkeypatch
+):
+    def fetch() -> Path:
+        raise AssertionError("fetched")
+
+    monkeypatch.setattr("dflash_mlx.models.default_model.fetch", fetch)
+    with pytest.raises(DFlashError, match="hidden_size 64, but .* has 576"):
+        load(drafter=str(write_drafter(tmp_path / "drafter")))
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_drafter_that_is_no_drafter_is_refused(folders):
+    message = r"is a target, not a drafter; give it with --model.*--drafter"
+    with pytest.raises(DFlashError, match=message):
+        load(model=folders[0], drafter=folders[0])
+    with pytest.raises(DFlashError, match=message):
+        load(model=folders[1], drafter=folders[0])
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_config_that_would_never_end_is_not_read(folders, tmp_path):
+    drafter = write_drafter(tmp_path / "drafter")
+    (drafter / "config.json").unlink()
+    os.mkfifo(drafter / "config.json")
+    result = []
+
+    def attempt() -> None:
+        try:
+            load(model=folders[0], drafter=str(drafter))
+        except DFlashError as error:
+            result.append(str(error))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert result and "has no config.json" in result[0]
+
+
+def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
+    model, drafter = folders
+    packed = tmp_path / "packed"
+    read = read_drafter(Path(drafter))
+    network = read.network()
+    quantize_network(network, 8)
+    save_drafter(packed, network, read.raw)
+    notes = {
+        bits: load_pair(PairConfig(model, str(packed), drafter_bits=bits)).notes
+        for bits in (None, 4, 8)
+    }
+    assert "packed in 8 bits already" in " ".join(notes[4])
+    assert "packed" not in " ".join((*notes[None], *notes[8]))

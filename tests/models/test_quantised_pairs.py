@@ -1,0 +1,380 @@
+"""Settings of a pair that save memory: where they are given, what they do, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from dflash_chat import main as chat
+from dflash_chat.backend import Backend
+from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, generate
+from dflash_mlx.benchmark import __main__ as benchmark
+from dflash_mlx.benchmark.parity import first_difference
+from dflash_mlx.benchmark.tables import format_report
+from dflash_mlx.cli import generate as generating
+from dflash_mlx.cli import options as cli
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.dflash.context import limit_windows
+from dflash_mlx.drafters.dflash.quantized import Quantization, quantization_of
+from dflash_mlx.models.load import Pair, load_pair
+from dflash_mlx.models.numeric_range import RangeCheck
+from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.model import Target
+from support.app_scripts import ScriptedBackend, drive, notices, until
+from support.families import FAMILIES, make_model
+from support.models import write_drafter, write_model
+from support.reference_dflash import (
+    draft_logits,
+    random_drafter,
+    tiny_drafter_config,
+    write_drafter_folder,
+)
+
+HEAD_DIM = 32
+DFLASH = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
+ROW = {"id": "a", "category": "chat", "messages": [{"role": "user", "content": "hello"}]}
+PROGRAMS = {
+    "generate": (generating.main, ["--prompt", "hello"]),
+    "benchmark": (benchmark.main, ["--prompts", "rows.jsonl"]),
+    "chat": (chat.run, ["--prompt", "hello"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A tiny pair whose keys and values can be quantised."""
+    root = tmp_path_factory.mktemp("pair")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "llama", {**FAMILIES["llama"], "head_dim": HEAD_DIM})
+        model = write_model(root / "model", make_model("llama"))
+    drafter = write_drafter(root / "drafter", head_dim=HEAD_DIM, intermediate_size=128)
+    return str(model), str(drafter)
+
+
+def pair_of(folders: tuple[str, str], **settings: Any) -> Pair:
+    return load_pair(PairConfig(*folders, **settings))
+
+
+def stored_bytes(arrays: list[mx.array]) -> int:
+    return sum(array.nbytes for array in arrays)
+
+
+# What they do
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"kv_bits": 8}, {"kv_bits": 4}, {"drafter_bits": 8}, {"drafter_bits": 4}, {"draft_window": 9}]
+    + [{"kv_bits": 8, "drafter_bits": 4, "draft_window": 9}],
+    ids=str,
+)
+def test_answers_with_drafts_are_plain_decodings_under_every_setting(folders, settings):
+    pair = pair_of(folders, **settings)
+    plain = generate(pair, "hello", DecodeConfig(method="none", max_tokens=24))
+    for method in ({"method": "dflash"}, {"method": "ddtree", "budget": 12}):
+        drafted = generate(pair, "hello", DecodeConfig(**method, max_tokens=24))
+        assert drafted.tokens == plain.tokens
+    if "kv_bits" not in settings:
+        usual = generate(pair_of(folders), "hello", DecodeConfig(method="none", max_tokens=24))
+        assert plain.tokens == usual.tokens
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bits_for_keys_and_values_shrink_both_caches(folders, bits):
+    sizes = {}
+    for kv_bits in (None, bits):
+        session = Session(pair_of(folders, kv_bits=kv_bits), DecodeConfig(max_tokens=8))
+        list(session.stream(list(range(40))))
+        state = session.state
+        sizes[kv_bits] = stored_bytes(state.cache.arrays), stored_bytes(state.context.arrays)
+    share = (bits + 2 * 32 / HEAD_DIM) / 32  # a scale and a bias for each head's row
+    for small, large in zip(sizes[bits], sizes[None], strict=True):
+        assert small / large == pytest.approx(share)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bits_of_the_drafter_pack_its_matrices_and_nothing_of_the_target(folders, bits):
+    pair, usual = pair_of(folders, drafter_bits=bits), pair_of(folders)
+    kinds = {type(module) for _, module in pair.network.named_modules()}
+    assert nn.QuantizedLinear in kinds and nn.Linear not in kinds
+    assert pair.network.layers[0].mlp.up_proj.bits == bits
+    packed, full = (
+        stored_bytes([a for _, a in tree_flatten(p.network.parameters())]) for p in (pair, usual)
+    )
+    assert packed < 0.5 * full
+    assert not any(isinstance(m, nn.QuantizedLinear) for m in pair.target.model.modules())
+
+
+@pytest.mark.parametrize(("width", "group"), [(128, 64), (96, 32)])
+def test_groups_are_as_large_as_all_the_drafters_matrices_allow(tmp_path, width, group):
+    folder = write_drafter(tmp_path / "drafter", intermediate_size=width)
+    network = load_network(folder, read_config(folder), mx.float32, bits=4)
+    assert quantization_of(network) == Quantization(group, 4)
+
+
+def test_a_drafter_that_no_groups_fit_is_refused_with_the_option_that_asked(tmp_path):
+    folder = write_drafter(tmp_path / "drafter", intermediate_size=80)
+    expected = "down_proj has rows of 80 numbers, .* of 32 do not divide; leave out --drafter-bits"
+    with pytest.raises(DFlashError, match=expected):
+        load_network(folder, read_config(folder), mx.float32, bits=8)
+
+
+def test_a_drafter_in_8_bits_drafts_nearly_what_it_did(folders):
+    logits = []
+    for bits in (None, 8, 4):
+        pair = pair_of(folders, drafter_bits=bits)
+        model = BlockModel(pair.network, pair.network_config, pair.target)
+        context = model.new_context()
+        context.append(mx.random.normal((20, 128), key=mx.random.key(0)))
+        logits.append(model.logits(context, mx.array([7]), 8))
+    errors = [mx.abs(found - logits[0]).mean().item() for found in logits[1:]]
+    assert 0 < errors[0] < 0.05 and errors[0] < errors[1]
+
+
+# The window
+
+
+def limited(folder: Path, most: int | None, **changes: Any) -> tuple[BlockModel, dict[str, Any]]:
+    """A drafter whose windows are limited, and what to ask the reference for."""
+    raw = tiny_drafter_config(num_target_layers=3, dflash_config=DFLASH, **changes)
+    config = read_config(write_drafter_folder(folder, raw, random_drafter(raw)))
+    target = Target(make_model("llama"), 4000, "llama")
+    network = load_network(folder, config, mx.float32)
+    return BlockModel(network, limit_windows(config, most), target), raw
+
+
+def features_of(length: int) -> np.ndarray:
+    return np.random.default_rng(length).normal(size=(length, 128)).astype(np.float32)
+
+
+def block_after(model: BlockModel, features: np.ndarray, step: int = 50) -> np.ndarray:
+    context = model.new_context()
+    for at in range(0, len(features), step):
+        context.append(mx.array(features[at : at + step]))
+    assert context.length == len(features)
+    return np.array(model.logits(context, mx.array([7]), 8))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("most", "length"), [(12, 5), (12, 40), (12, 700), (3, 40)])
+def test_a_limited_window_is_the_sliding_window_of_a_drafter_that_has_one(
+    tmp_path, most, length, causal
+):
+    model, raw = limited(tmp_path, most, is_causal=causal)
+    sliding = {**raw, "layer_types": ["sliding_attention"] * 2, "sliding_window": most}
+    embedding = np.array(make_model("llama").model.embed_tokens.weight)
+    features = features_of(length)
+    found = block_after(model, features)
+
+    def expected(config: dict[str, Any]) -> np.ndarray:
+        return draft_logits(random_drafter(raw), config, embedding, embedding, features, 7, 8)
+
+    assert np.abs(found - expected(sliding)).max() < 1e-4
+    if length + 8 > most:
+        assert np.abs(found - expected(raw)).max() > 1e-2
+
+
+def test_windows_that_are_shorter_anyway_stay():
+    config = read_config_of(layer_types=["sliding_attention", "full_attention"], sliding_window=6)
+    assert limit_windows(config, 20).layer_windows == (6, 20)
+    assert limit_windows(config, 4).layer_windows == (4, 4)
+    assert limit_windows(config, None) is config
+    assert limit_windows(config, 20).layer_causal == config.layer_causal
+
+
+def read_config_of(**changes: Any):
+    from dflash_mlx.drafters.dflash.checkpoint import parse_config
+
+    return parse_config(tiny_drafter_config(dflash_config=DFLASH, **changes), "here")
+
+
+def test_a_window_bounds_the_memory_of_the_context(tmp_path):
+    sizes = {}
+    for most in (None, 16):
+        model, _ = limited(tmp_path, most)
+        context, sizes[most] = model.new_context(), []
+        for _ in range(12):
+            context.append(mx.array(features_of(256)))
+            sizes[most].append(stored_bytes(context.arrays))
+    assert sizes[None][-1] > 10 * sizes[None][0]
+    assert max(sizes[16][2:]) == min(sizes[16][2:]) < 2 * sizes[16][0]
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+@pytest.mark.parametrize(("changes", "most", "window"), [({}, 20, 20), (MIXED, 20, 20)])
+@pytest.mark.parametrize("length", [9, 300])
+def test_a_context_that_cannot_go_back_is_as_before_once_a_window_is_appended_again(
+    tmp_path, changes, most, window, length
+):
+    model, _ = limited(tmp_path, most, **changes)
+    features = features_of(700)
+    context = model.new_context()
+    for at in range(0, 700, 50):
+        context.append(mx.array(features[at : at + 50]))
+    start = context.refill_from(length)
+    assert start == max(0, length - window + 1)
+    for stop in (start + 3, length):  # interrupted, and then begun again
+        context.trim(start)
+        assert context.length == start
+        context.append(mx.array(features[start:stop]))
+        mx.eval(model.logits(context, mx.array([7]), 8))  # sees what there is
+    assert context.refill_from(length) == length
+    found = np.array(model.logits(context, mx.array([7]), 8))
+    assert np.abs(found - block_after(model, features[:length])).max() < 1e-4
+    context.append(mx.array(features[length : length + 100]))
+    found = np.array(model.logits(context, mx.array([7]), 8))
+    assert np.abs(found - block_after(model, features[: length + 100])).max() < 1e-4
+
+
+def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_question(folders):
+    pair = pair_of(folders, draft_window=16)
+    config = DecodeConfig(method="dflash", max_tokens=12, prefill_step=100)
+    prompt, more = (np.random.default_rng(n).integers(97, size=n).tolist() for n in (60, 400))
+    sessions, answers = [Session(pair, config), Session(pair, config)], []
+    list(sessions[0].stream(prompt + more))
+    for session, reused in zip(sessions, (59 - 15, 0), strict=True):
+        *_, last = session.stream(prompt)
+        assert last.statistics.reused_tokens == reused
+        answers.append((session.state.tokens, last.statistics.rounds))
+    assert answers[0] == answers[1]
+    model = BlockModel(pair.network, pair.network_config, pair.target)
+    ours, theirs = (model.logits(s.state.context, mx.array([7]), 8) for s in sessions)
+    assert mx.abs(ours - theirs).max().item() < 1e-4
+
+
+# Where they are given
+
+
+def test_the_settings_are_checked_when_made():
+    assert (PairConfig().drafter_bits, PairConfig().kv_bits, PairConfig().draft_window) == (
+        None,
+    ) * 3
+    for settings, words in (
+        ({"drafter_bits": 3}, "drafter_bits is 3; choose 4 or 8"),
+        ({"kv_bits": 16}, "kv_bits is 16; choose 4 or 8"),
+        ({"draft_window": 1}, "draft_window is 1; choose 2 or more"),
+    ):
+        with pytest.raises(DFlashError, match=words):
+            PairConfig(**settings)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--drafter-bits", "3", "invalid choice: 3"),
+        ("--kv-bits", "two", "invalid int value: 'two'"),
+        ("--draft-window", "long", "invalid int value: 'long'"),
+        ("--draft-window", "1", "draft_window is 1; choose 2 or more"),
+    ],
+)
+def test_bad_values_are_refused_in_one_sentence(
+    program, option, value, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    main, arguments = PROGRAMS[program]
+    monkeypatch.setattr("sys.argv", [program, *arguments, option, value])
+    with pytest.raises(SystemExit) as left:
+        cli.run(main, program)
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("program", ["generate", "chat"])
+def test_a_model_whose_heads_cannot_be_quantised_is_refused_when_it_is_loaded(
+    program, tmp_path, monkeypatch, capsys
+):
+    main, arguments = PROGRAMS[program]
+    narrow = str(write_model(tmp_path / "model"))
+    monkeypatch.setattr("sys.argv", [program, *arguments, "--model", narrow, "--kv-bits", "8"])
+    with pytest.raises(SystemExit) as left:
+        cli.run(main, program)
+    assert left.value.code == 2
+    assert "16 numbers wide" in capsys.readouterr().err
+
+
+def test_the_benchmark_says_what_was_quantised(folders, tmp_path, capsys):
+    prompts, report = tmp_path / "rows.jsonl", tmp_path / "report.json"
+    prompts.write_text(json.dumps(ROW) + "\n")
+    given = ["--prompts", str(prompts), "--json", str(report), "--methods", "dflash"]
+    given += ["--model", folders[0], "--drafter", folders[1], "--max-tokens", "8"]
+    benchmark.main([*given, "--kv-bits", "8", "--drafter-bits", "4", "--draft-window", "20"])
+    pair = json.loads(report.read_text())["pair"]
+    changed = {"drafter_bits": 4, "kv_bits": 8, "draft_window": 20}
+    assert {**pair, **changed} == pair and pair["notes"] == []
+    assert "With drafter_bits 4, kv_bits 8, draft_window 20." in capsys.readouterr().out
+    plain = {**json.loads(report.read_text()), "pair": {"target": "a", "drafter": "b"}}
+    assert "With drafter_bits" not in format_report(plain)
+
+
+# In the chat
+
+
+class Noting(ScriptedBackend):
+    """A backend whose pairs were changed when they were loaded."""
+
+    def load(self, config: PairConfig):
+        return replace(super().load(config), notes=("it computes in float32",))
+
+
+def test_the_chat_says_what_loading_changed_and_another_model_keeps_the_settings(tmp_path):
+    async def steps(app, pilot, backend):
+        assert notices(app) == ["it computes in float32."]
+        kept = {"kv_bits": 4, "draft_window": 64, "kernels": "off"}
+        app.pair_config = PairConfig(**kept)
+        app.load(PairConfig("owner/other", "owner/drafter"))
+        await until(lambda: app.info.name == "owner/other", pilot)
+        given = PairConfig(
+            "owner/other", "owner/drafter", kv_bits=4, draft_window=64, kernels="off"
+        )
+        assert backend.loaded[-1] == given
+
+    drive(steps, tmp_path, Noting())
+
+
+def test_what_loading_changed_is_said_by_backend_and_command_line(folders, monkeypatch, capsys):
+    class Range(RangeCheck):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.notes.append("it computes in float32")
+
+    monkeypatch.setattr(import_module("dflash_mlx.models.load"), "RangeCheck", Range)
+    assert Backend().load(PairConfig(*folders)).notes == ("it computes in float32",)
+    generating.main(["--prompt", "a", "--max-tokens", "2", "--model", folders[0]])
+    assert "it computes in float32\n" in capsys.readouterr().err
+
+
+# The default pair
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_default_pairs_answers_are_plain_decodings_with_the_same_bits(bits):
+    pair = load_pair(PairConfig(kv_bits=bits, draft_window=64))
+    prompt = "Janet has 3 apples and buys 5 more. How many apples does she have?"
+    tokens = prompt_tokens(pair.tokenizer, prompt, None, raw=False)
+    plain = generate(pair, prompt, DecodeConfig("none", max_tokens=16))
+    drafted = generate(pair, prompt, DecodeConfig("dflash", max_tokens=16))
+    difference = first_difference(pair.target, tokens, plain.tokens, drafted.tokens)
+    assert difference is None or difference.is_near_tie
+    assert drafted.statistics.rounds < 0.8 * plain.statistics.rounds
+    rows, logits = mx.array(tokens), []
+    for kv_bits in (bits, None):
+        pair.target.kv_bits = kv_bits
+        logits.append(pair.target.forward(rows, pair.target.new_cache(), Block(len(tokens)))[0])
+    assert mx.abs(logits[0] - logits[1]).mean() > 1e-3

@@ -1,0 +1,389 @@
+"""Which drafter a target gets by its name alone, and that no other model gets it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_mlx import DFlashError, PairConfig, Session, load
+from dflash_mlx.core.config import METHODS, DecodeConfig, SamplingConfig
+from dflash_mlx.drafters.auto import Means, settle
+from dflash_mlx.drafters.dflash.checkpoint import read_config
+from dflash_mlx.models import registry, resolve
+from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.pair_folder import write
+from dflash_mlx.models.registry import Advice, entries, find
+from dflash_mlx.models.resolve import DEFAULT_MODEL, SHIPPED, Names, find_names
+from dflash_mlx.session.stream import generate
+from support.models import write_drafter, write_model
+from support.responses import Response
+
+ENTRIES = entries()
+TARGETS = [target for entry in ENTRIES for target in entry.targets]
+OWNERS = ("", "mlx-community/", "lmstudio-community/", "unsloth/", "someone/", "/home/me/models/")
+QUANTISATIONS = (
+    "4bit", "8-bit", "6.5bit", "3bits", "MLX-4bit", "mlx-8bit", "bf16", "fp16", "float32", "FP8",
+    "MXFP4", "MXFP4-Q8", "mxfp8", "nvfp4", "int4", "4bit-DWQ", "4bit-DWQ-053125", "4bit-AWQ",
+    "8bit-gs32", "OptiQ-4bit", "MLX",
+)  # fmt: skip
+OTHERS = (
+    "Instruct-2507", "Thinking-2507", "Base", "Instruct-2507-4bit", "VL", "Coder", "abliterated",
+    "heretic-8bit", "distill-mlx-4bit", "MTP", "2507", "v2", "LoRA-fp16", "reasoning-4bit", "4b",
+)  # fmt: skip
+
+
+def spelled(draw: Any) -> tuple[str, str]:
+    """A target of the registry, and another way to write it."""
+    target = draw(st.sampled_from(TARGETS))
+    name = target.split("/")[1]
+    for suffix in draw(st.lists(st.sampled_from(QUANTISATIONS), max_size=2)):
+        name += draw(st.sampled_from("-_")) + suffix
+    case = draw(st.sampled_from([str, str.lower, str.upper]))
+    return target, draw(st.sampled_from(OWNERS)) + case(name)
+
+
+def test_every_pair_is_complete_and_named_once():
+    names = [target.split("/")[1].lower() for target in TARGETS]
+    assert len(set(names)) == len(names) > 15
+    for entry in ENTRIES:
+        assert all(target.count("/") == 1 for target in entry.targets)
+        assert entry.method in METHODS
+        assert entry.block_size is None or 2 <= entry.block_size <= 16
+        for drafter in (entry.drafter, entry.second_drafter or entry.drafter):
+            assert drafter.count("/") == 1 or read_config(SHIPPED / drafter)
+
+
+@given(st.data())
+def test_a_target_is_found_under_every_owner_and_quantisation(data):
+    target, name = data.draw(st.composite(spelled)())
+    found = find(name)
+    assert found is not None
+    assert target in found.targets
+
+
+@given(st.data())
+def test_another_model_that_is_named_after_a_target_is_not_taken_for_it(data):
+    _, name = data.draw(st.composite(spelled)())
+    other = data.draw(st.sampled_from(OTHERS))
+    assert find(f"{name}-{other}") is None
+    assert find(f"{data.draw(st.sampled_from(['my-', 'Deep', 'x']))}{name.split('/')[-1]}") is None
+
+
+@given(st.text(st.characters(categories=("L", "N")), min_size=1, max_size=40))
+def test_unknown_names_are_unknown(name):
+    assert find(name) is None
+    assert find(f"Qwen/{name}") is None
+    assert find(f"Qwen3-4B/{name}") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("/c/hub/models--mlx-community--Qwen3-8B-4bit/snapshots/0ab1", "Qwen/Qwen3-8B"),
+        ("./Qwen3-4B-4bit/", "Qwen/Qwen3-4B"),
+        ("C:\\models\\qwen3.5-9b-mlx-4bit", "Qwen/Qwen3.5-9B"),
+        ("mlx-community/Meta-Llama-3.1-8B-Instruct-8bit", "meta-llama/Llama-3.1-8B-Instruct"),
+        (DEFAULT_MODEL, "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("Qwen/Qwen3-4B-Instruct-2507", None),
+        ("Qwen/Qwen3-14B", None),
+        ("google/gemma-4-31B", None),
+        ("", None),
+        ("/", None),
+    ],
+)
+def test_names_that_are_folders_or_close_to_a_target(name, target):
+    found = find(name)
+    assert (found and found.name) == target
+
+
+# What `auto` means
+
+WARM = SamplingConfig(temperature=0.7)
+CHOICES = [
+    ({}, Means(0), "ngram"),
+    ({}, Means(1), "ddtree"),
+    ({}, Means(2), "d2sd"),
+    ({}, Means(2, advice=Advice("ddtree")), "ddtree"),
+    ({}, Means(1, trees=False), "dflash"),
+    ({}, Means(2, False, Advice("ddtree")), "dflash"),
+    ({}, Means(1, advice=Advice("dflash")), "dflash"),
+    ({"growth": "paper"}, Means(1, advice=Advice("ddtree")), "d2sd"),
+    ({"acceptance": "reject"}, Means(1), "ddtree"),
+    ({"acceptance": "reject", "sampling": WARM}, Means(2), "dflash"),
+    ({"acceptance": "reject", "sampling": WARM}, Means(0), "ngram"),
+    ({"sampling": WARM}, Means(1), "ddtree"),
+    ({"exact": True}, Means(1), "ddtree"),
+]
+
+
+@pytest.mark.parametrize(("options", "means", "method"), CHOICES)
+def test_auto_is_what_the_pair_can_and_the_settings_ask_for(options, means, method):
+    assert settle(DecodeConfig(**options), means) == DecodeConfig(method, **options)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "auto"])
+def test_a_method_that_was_chosen_stays(method):
+    config = DecodeConfig(method, block_size=3)
+    for means in (Means(0), Means(1), Means(2, False, Advice("ddtree", 5))):
+        assert settle(config, means) == config
+
+
+def test_the_block_that_pays_is_of_dflash_where_none_was_asked_for():
+    means = Means(1, False, Advice("dflash", 5))
+    assert settle(DecodeConfig(), means).block_size == 5
+    assert settle(DecodeConfig("dflash"), means).block_size == 5
+    assert settle(DecodeConfig(block_size=3), means).block_size == 3
+    assert settle(DecodeConfig("ngram"), means).block_size is None
+
+
+def test_settings_that_only_one_method_has_choose_it_whatever_is_advised():
+    means = Means(2, advice=Advice("ddtree"))
+    assert settle(DecodeConfig(), means).method == "ddtree"
+    assert settle(DecodeConfig(branches=8), means).method == "d2sd"
+    assert settle(DecodeConfig(branches=8), Means(2, False, Advice("ddtree"))).method == "dflash"
+
+
+def test_what_is_settled_stays_so():
+    for options, means, _ in CHOICES:
+        settled = settle(DecodeConfig(**options), means)
+        assert settle(settled, means) == settled
+
+
+# From names to parts
+
+
+def test_the_default_pair_is_shipped_whole():
+    names = find_names(PairConfig())
+    assert names.model is None
+    assert names.shown == DEFAULT_MODEL
+    assert (names.drafter, names.second_drafter) == (
+        "smollm2-135m-dflash",
+        "smollm2-135m-variable-prefix",
+    )
+    assert names.advice.method == "ddtree"
+    assert find_names(PairConfig(second_drafter="none")).second_drafter is None
+
+
+def test_what_is_asked_for_by_name_goes_before_the_registry():
+    known = find_names(PairConfig("Qwen/Qwen3-4B"))
+    assert (known.drafter, known.asks_first) == ("z-lab/Qwen3-4B-DFlash-b16", False)
+    own = find_names(PairConfig("Qwen/Qwen3-4B", "own/drafter"))
+    assert (own.drafter, own.asks_first, own.asks_second) == ("own/drafter", True, False)
+    second = find_names(PairConfig("Qwen/Qwen3-4B", second_drafter="own/second"))
+    assert (second.drafter, second.second_drafter) == (known.drafter, "own/second")
+    assert (second.asks_first, second.asks_second) == (False, True)
+    assert second.advice.method == "d2sd"
+    assert find_names(PairConfig("owner/unknown")) == Names("owner/unknown", "owner/unknown")
+    with pytest.raises(DFlashError, match="a second drafter needs a first one"):
+        find_names(PairConfig("owner/unknown", second_drafter="own/second"))
+
+
+def test_advice_is_of_a_target_with_the_drafter_that_it_was_measured_with():
+    target, drafter = "mlx-community/Qwen3.6-27B-4bit", "z-lab/Qwen3.6-27B-DFlash"
+    assert find_names(PairConfig(target)).advice == Advice("auto", 5)
+    assert find_names(PairConfig(target, drafter)).advice == Advice("auto", 5)
+    assert find_names(PairConfig(target, "own/drafter")).advice == Advice()
+    assert find_names(PairConfig("owner/unknown", drafter)).advice == Advice()
+    assert find_names(PairConfig(None, "own/drafter")).advice == Advice()
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the real hub; what is downloaded is what a test puts in its place."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub with what is put into it: folders, or errors to raise."""
+    shelf: dict[str, Any] = {}
+
+    def snapshot_download(name: str, **_: Any) -> str:
+        found = shelf.get(name, FileNotFoundError(f"asked for {name}"))
+        if isinstance(found, Exception):
+            raise found
+        return str(found)
+
+    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
+    shelf["Qwen/Qwen3-4B"] = write_model(tmp_path / "target")
+    return shelf
+
+
+DRAFTER = "z-lab/Qwen3-4B-DFlash-b16"
+
+
+def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
+    hub[DRAFTER] = write_drafter(tmp_path / "drafter")
+    pair = load("Qwen/Qwen3-4B")
+    assert (pair.target.name, pair.drafter_name) == ("Qwen/Qwen3-4B", DRAFTER)
+    assert pair.means == Means(1, True, Advice())
+    assert pair.fallback == ""
+
+
+@pytest.mark.parametrize(
+    ("drafter", "reason"),
+    [
+        (FileNotFoundError("no network"), "could not be downloaded (no network)"),
+        (GatedRepoError("403 Client Error", response=Response()), "is gated"),
+        ({"hidden_size": 128}, "hidden_size 128"),
+        ({"architectures": ["Other"]}, "Other"),
+    ],
+    ids=["offline", "gated", "of another target", "of another kind"],
+)
+def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
+    hub, tmp_path, drafter, reason
+):
+    if isinstance(drafter, dict):
+        drafter = write_drafter(tmp_path / "drafter", **drafter)
+    hub[DRAFTER] = drafter
+    for uses in ((), (DecodeConfig(),), (DecodeConfig("none"), DecodeConfig())):
+        pair = load_pair(PairConfig("Qwen/Qwen3-4B"), *uses)
+        assert pair.means.drafters == 0
+        assert reason in pair.undrafted and DRAFTER in pair.undrafted
+        assert pair.fallback.endswith("so drafts are n-gram lookups")
+    answer = generate(pair, "hello", DecodeConfig(max_tokens=5))
+    assert answer.statistics.method == "ngram"
+    with pytest.raises(DFlashError, match=r"z-lab/Qwen3-4B-DFlash-b16.*--drafter"):
+        generate(pair, "hello", DecodeConfig("ddtree"))
+    for config, use in (
+        (PairConfig("Qwen/Qwen3-4B"), DecodeConfig("dflash")),
+        (PairConfig("Qwen/Qwen3-4B", DRAFTER), DecodeConfig()),
+    ):
+        with pytest.raises(DFlashError):
+            load_pair(config, use)
+
+
+@pytest.fixture
+def with_second(monkeypatch):
+    """The registry has a second drafter for the pair."""
+    entry = registry.Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second", block_size=5)
+    monkeypatch.setattr(registry, "entries", lambda: (entry,))
+
+
+BAD_SECONDS = {"missing": None, "of another target": {"hidden_size": 128}}
+
+
+@pytest.mark.parametrize("case", BAD_SECONDS)
+@pytest.mark.parametrize("uses", [(), (DecodeConfig(),)], ids=["any use", "auto"])
+def test_only_the_second_drafter_of_the_registry_is_left_out_where_the_first_can_be_had(
+    hub, tmp_path, with_second, case, uses
+):
+    hub[DRAFTER] = write_drafter(tmp_path / "drafter")
+    if BAD_SECONDS[case]:
+        hub["z-lab/second"] = write_drafter(tmp_path / "second", **BAD_SECONDS[case])
+    pair = load_pair(PairConfig("Qwen/Qwen3-4B"), *uses)
+    assert (pair.drafter_name, pair.means.drafters, pair.undrafted) == (DRAFTER, 1, "")
+    (note,) = pair.notes
+    assert "the second drafter z-lab/second cannot be used" in note and "alone" in note
+    with pytest.raises(DFlashError):
+        load_pair(PairConfig("Qwen/Qwen3-4B"), DecodeConfig("d2sd"))
+
+
+@pytest.mark.parametrize("case", BAD_SECONDS)
+def test_a_second_drafter_that_was_asked_for_is_not_done_without(hub, tmp_path, case):
+    hub[DRAFTER] = write_drafter(tmp_path / "drafter")
+    if BAD_SECONDS[case]:
+        hub["own/second"] = write_drafter(tmp_path / "second", **BAD_SECONDS[case])
+    asked = PairConfig("Qwen/Qwen3-4B", second_drafter="own/second")
+    for uses in ((), (DecodeConfig(),)):
+        with pytest.raises(DFlashError, match="own/second"):
+            load_pair(asked, *uses)
+    with pytest.raises(DFlashError, match="there is no folder '/nowhere/second'"):
+        load_pair(replace(asked, second_drafter="/nowhere/second"), DecodeConfig())
+
+
+def test_a_second_drafter_that_was_asked_for_needs_the_first_one(hub, tmp_path):
+    hub["own/second"] = write_drafter(tmp_path / "second")
+    with pytest.raises(DFlashError, match=DRAFTER):
+        load_pair(PairConfig("Qwen/Qwen3-4B", second_drafter="own/second"), DecodeConfig())
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_no_drafter_is_fetched_for_methods_that_need_none(hub, method):
+    hub[DRAFTER] = AssertionError("fetched")
+    pair = load_pair(PairConfig("Qwen/Qwen3-4B"), DecodeConfig(method))
+    assert pair.network is None
+    assert generate(pair, "hello", DecodeConfig(method, max_tokens=3)).statistics.method == method
+    with pytest.raises(DFlashError, match=r"no drafter was loaded.*--drafter"):
+        generate(pair, "hello", DecodeConfig("dflash"))
+
+
+def test_a_target_that_nobody_knows_is_loaded_alone(hub, tmp_path):
+    hub["owner/name"] = hub["Qwen/Qwen3-4B"]
+    pair = load("owner/name")
+    assert pair.undrafted == "no drafter is known for owner/name"
+    assert generate(pair, "hello", DecodeConfig(max_tokens=5)).statistics.method == "ngram"
+
+
+def test_a_name_that_is_no_folder_is_refused_before_a_drafter_is_fetched(hub):
+    hub[DRAFTER] = AssertionError("fetched")
+    with pytest.raises(DFlashError, match=r"there is no folder '\./models/Qwen3-4B'"):
+        load("./models/Qwen3-4B")
+
+
+# Pair folders
+
+
+@pytest.fixture
+def pair_of(tmp_path):
+    folder = tmp_path / "pair"
+    write_model(folder / "target")
+    write_drafter(folder / "drafter")
+    made_from = {"target": "Qwen/Qwen3-4B", "drafter": DRAFTER}
+    write(folder, made_from, {})
+    return folder, made_from
+
+
+def test_a_pair_folder_is_a_model_with_its_drafter(pair_of, hub):
+    folder, _ = pair_of
+    pair = load(str(folder))
+    assert pair.target.name == str(folder)
+    assert pair.drafter_name == str(folder / "drafter")
+    assert pair.means == Means(1)
+    own = find_names(PairConfig(str(folder), "own/drafter"))
+    assert (own.model, own.drafter) == (str(folder / "target"), "own/drafter")
+
+
+def test_a_converted_pair_is_used_as_advised_for_what_it_was_made_from(pair_of):
+    folder, _ = pair_of
+    made_from = {"target": "Qwen/Qwen3.6-27B", "drafter": "z-lab/Qwen3.6-27B-DFlash"}
+    write(folder, made_from, {})
+    assert find_names(PairConfig(str(folder))).advice == Advice("auto", 5)
+    assert find_names(PairConfig(str(folder), "own/drafter")).advice == Advice()
+    write(folder, {**made_from, "drafter": "my-drafter"}, {})
+    assert find_names(PairConfig(str(folder))).advice == Advice()
+
+
+@pytest.mark.parametrize(("largest", "block"), [(4, 4), (8, 5)])
+def test_no_block_is_advised_beyond_the_drafters_own(hub, with_second, tmp_path, largest, block):
+    hub[DRAFTER] = write_drafter(tmp_path / "drafter", block_size=largest)
+    pair = load("Qwen/Qwen3-4B")
+    assert Session(pair, DecodeConfig("dflash")).config.block_size == block
+
+
+def test_the_second_drafter_of_a_pair_folder_is_used(pair_of, hub):
+    folder, made_from = pair_of
+    write_drafter(folder / "second-drafter")
+    write(folder, {**made_from, "second-drafter": "own"}, {})
+    pair = load(str(folder))
+    assert pair.means == Means(2)
+    assert settle(DecodeConfig(), pair.means).method == "d2sd"
+    assert load_pair(PairConfig(str(folder)), DecodeConfig("ddtree")).means == Means(1)
+
+
+def test_a_pair_folder_without_its_drafter_is_an_error(pair_of, hub):
+    folder, _ = pair_of
+    (folder / "drafter").rename(folder / "elsewhere")
+    with pytest.raises(DFlashError, match="lacks the folder drafter"):
+        load(str(folder))
+
+
+def test_registered_methods_are_those_of_the_command_line():
+    assert {replace(DecodeConfig(), method=e.method).method for e in ENTRIES} <= set(METHODS)
+    assert registry.find("Qwen/Qwen3.6-27B").advice == Advice("auto", 5)

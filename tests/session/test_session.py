@@ -1,0 +1,123 @@
+"""The drafter's context stays in step with the target's cache, whatever happens to an answer.
+
+Emitted tokens are the target's own, so a wrong context would show in none of them; it would only
+be accepted less. So the contexts themselves are compared with fresh ones.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.models.load import Pair
+from dflash_mlx.session.stream import Session
+from dflash_mlx.target.model import Target
+from support.families import VOCAB_SIZE, make_model
+from support.letters import Letters
+from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+@pytest.fixture(params=["llama", "gemma3_text"])
+def target_name(request):
+    return request.param
+
+
+@pytest.fixture(params=[{}, SLIDING], ids=["full", "sliding"])
+def pair(request, target_name, tmp_path):
+    target = Target(make_model(target_name), 512, target_name)
+    config = tiny_drafter_config(num_target_layers=target.num_layers, **request.param)
+    config["dflash_config"]["target_layer_ids"] = [0, 1, 2]
+    folder = write_drafter_folder(tmp_path, config, random_drafter(config, 1))
+    network_config = read_config(folder)
+    network = load_network(folder, network_config, mx.float32)
+    return Pair(target, Letters(), network, network_config, "tiny")
+
+
+def tokens_of(seed, length):
+    return np.random.default_rng(seed).integers(VOCAB_SIZE, size=length).tolist()
+
+
+def assert_in_step(session):
+    """The context has every committed token and drafts what a fresh one would."""
+    state = session.state
+    committed = state.tokens[: state.position]
+    assert state.context.length == state.position == len(committed)
+    fresh = Session(session.pair, session.config)
+    anchor = 7
+    next(fresh.stream([*committed, anchor], Observer()))
+    fresh.state.trim(len(committed))
+    for either in (state, fresh.state):
+        either.anchor = mx.array([anchor])
+    model = BlockModel(session.pair.network, session.pair.network_config, session.pair.target)
+    ours = np.array(model.logits(state.context, state.anchor, 8))
+    expected = np.array(model.logits(fresh.state.context, fresh.state.anchor, 8))
+    assert np.abs(ours - expected).max() < 1e-4
+
+
+def test_after_a_whole_answer(pair):
+    session = Session(pair, DecodeConfig("dflash", max_tokens=30))
+    list(session.stream(tokens_of(0, 25)))
+    assert session.state.position == 25 + 29
+    assert_in_step(session)
+
+
+def test_after_an_abandoned_answer_and_its_continuation(pair):
+    session = Session(pair, DecodeConfig("dflash", max_tokens=30))
+    prompt, said = tokens_of(0, 25), []
+    for delta in session.stream(prompt):
+        said += delta.tokens
+        if len(said) >= 7:
+            break
+    assert_in_step(session)
+    list(session.stream(prompt + said + tokens_of(1, 9)))
+    assert_in_step(session)
+
+
+def test_after_a_stop_token_or_a_stop_text(pair):
+    prompt = tokens_of(0, 25)
+    whole = [
+        t
+        for d in Session(pair, DecodeConfig("dflash", max_tokens=30)).stream(prompt)
+        for t in d.tokens
+    ]
+    text = pair.tokenizer.decode([whole[9]])
+    stopped = Session(pair, DecodeConfig("dflash", max_tokens=30, stop=(text,)))
+    list(stopped.stream(prompt))
+    assert_in_step(stopped)
+    pair.tokenizer.eos_token_ids = {whole[9]}
+    ended = Session(pair, DecodeConfig("dflash", max_tokens=30))
+    list(ended.stream(prompt))
+    assert_in_step(ended)
+    at = whole.index(whole[9])
+    assert ended.state.position == stopped.state.position == len(prompt) + at
+
+
+def test_after_an_edited_conversation(pair):
+    session = Session(pair, DecodeConfig("dflash", max_tokens=12))
+    prompt = tokens_of(0, 25)
+    list(session.stream(prompt))
+    edited = [*prompt[:20], *tokens_of(2, 8)]
+    (*_, last) = session.stream(edited)
+    assert last.statistics.reused_tokens in (0, 20)
+    assert_in_step(session)
+
+
+def test_after_an_interrupt_inside_a_round(pair, monkeypatch):
+    session = Session(pair, DecodeConfig("dflash", max_tokens=12))
+    deltas = session.stream(tokens_of(0, 25))
+    next(deltas)
+    monkeypatch.setattr(type(session.state.context), "append", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(deltas)
+    monkeypatch.undo()
+    list(session.stream(tokens_of(0, 25)))
+    assert_in_step(session)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt

@@ -1,0 +1,171 @@
+"""Tiny random drafters in every published format, and what NumPy says that they draft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from support import reference_dflash, reference_dflash2
+from support.families import VOCAB_SIZE
+from support.reference_dflash import Array, Config, tiny_drafter_config, write_drafter_folder
+
+TAPS = [0, 2]
+WIDTH = 64 * len(TAPS)
+DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(VOCAB_SIZE)[:40])
+
+
+def version_1(**changes: Any) -> dict[str, Any]:
+    """z-lab's first layout, for the tiny llama: three layers, taps after the first and the last."""
+    method = {"mask_token_id": 5, "target_layer_ids": TAPS, **changes.pop("dflash_config", {})}
+    return tiny_drafter_config(num_target_layers=3, dflash_config=method, **changes)
+
+
+def speculators(kind: str = "dflash", **changes: Any) -> dict[str, Any]:
+    """The layout of the library's releases: the network under `transformer_layer_config`."""
+    version_2 = kind == "dflash2"
+    layers = reference_dflash2.tiny_config() if version_2 else version_1()
+    method = layers.pop("dflash_config")
+    layers = {k: v for k, v in layers.items() if k not in ("block_size", "num_target_layers")}
+    layers["rope_parameters"] = {"rope_theta": layers.pop("rope_theta"), "rope_type": "default"}
+    del layers["rope_scaling"], layers["architectures"]
+    layers.update(changes.pop("transformer_layer_config", {}))
+    sizes = {k: v for k, v in method.items() if k.startswith(("conv_", "selector_"))}
+    verifier = {"architectures": ["LlamaForCausalLM"], "name_or_path": "tiny/llama"}
+    return {
+        "architectures": ["DFlash2DraftModel" if version_2 else "DFlashDraftModel"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in TAPS],
+        "block_size": 6,
+        "draft_vocab_size": layers["vocab_size"],
+        "dtype": "float32",
+        "mask_token_id": 5,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": version_2,
+        "speculators_config": {"algorithm": kind, "verifier": verifier},
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None,
+        "transformer_layer_config": layers,
+        **sizes,
+        **changes,
+    }
+
+
+def as_version_1(config: Config) -> dict[str, Any]:
+    """What a speculators config says, written by hand in z-lab's layout."""
+    layers = config["transformer_layer_config"]
+    method = {"mask_token_id": config["mask_token_id"], "target_layer_ids": TAPS}
+    return {
+        **layers,
+        "block_size": config["block_size"],
+        "dflash_config": {
+            **method,
+            **{k: v for k, v in config.items() if k.startswith(("conv_", "selector_"))},
+        },
+    }
+
+
+def own_tables(draft_ids: Array | None, seed: int = 5) -> dict[str, Array]:
+    """An embedding and a head of the drafter's own, the head over a draft vocabulary if given."""
+    rng = np.random.default_rng(seed)
+    rows = VOCAB_SIZE if draft_ids is None else len(draft_ids)
+    tables = {
+        "embed_tokens.weight": rng.standard_normal((VOCAB_SIZE, 64)).astype(np.float32),
+        "lm_head.weight": (rng.standard_normal((rows, 64)) / 8).astype(np.float32),
+    }
+    if draft_ids is not None:
+        tables["d2t"] = np.asarray(draft_ids - np.arange(rows), np.int64)
+        tables["t2d"] = np.isin(np.arange(VOCAB_SIZE), draft_ids)
+    return tables
+
+
+def write_shards(folder: Path, config: Config, tensors: Mapping[str, Array]) -> Path:
+    """As `write_drafter_folder`, in three files and an index."""
+    write_drafter_folder(folder, config, {})
+    (folder / "model.safetensors").unlink()
+    names, places = sorted(tensors), {}
+    for i, part in enumerate((names[:4], names[4:5], names[5:]), start=1):
+        file = f"model-{i:05}-of-00003.safetensors"
+        save_file({name: np.ascontiguousarray(tensors[name]) for name in part}, folder / file)
+        places.update(dict.fromkeys(part, file))
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def expected_logits(
+    config: Config, tensors: Mapping[str, Array], tables: tuple[Array, Array], *block: Any
+) -> Array:
+    """[n, V] over the target's vocabulary, in NumPy. block: features, anchor, rows."""
+    if "transformer_layer_config" in config:
+        config = as_version_1(config)
+    embedding = tensors.get("embed_tokens.weight", tables[0])
+    head = tensors.get("lm_head.weight", tables[1])
+    if "conv_kernel_size" in config["dflash_config"]:
+        logits = reference_dflash2.logits(tensors, config, (embedding, head), *block)
+    else:
+        logits = reference_dflash.draft_logits(tensors, config, embedding, head, *block)
+    if "d2t" not in tensors:
+        return logits
+    whole = np.full((len(logits), VOCAB_SIZE), -np.inf)
+    for draft_id, offset in enumerate(tensors["d2t"]):
+        whole[:, draft_id + offset] = logits[:, draft_id]
+    return whole
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+SCALES = {
+    "final_logit_softcapping": 3.0,
+    "input_embedding_scale": 2.0,
+    "output_multiplier": 0.5,
+}
+
+
+def body(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Random tensors of the network itself."""
+    if config.get("speculators_model_type"):
+        config = {**config["transformer_layer_config"], "dflash_config": config}
+        config["dflash_config"] = {**config["dflash_config"], "target_layer_ids": [0, 2]}
+    if "conv_kernel_size" in config["dflash_config"]:
+        return reference_dflash2.random_tensors(config)
+    return reference_dflash.random_drafter(config)
+
+
+def case(config: dict[str, Any], **more: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
+    return config, {**body(config), **more}
+
+
+FULL = own_tables(None)
+REDUCED = own_tables(DRAFT_IDS)
+VERIFIER = {"verifier_norm.weight": np.ones(64, np.float32)}
+HALF = speculators(draft_vocab_size=len(DRAFT_IDS))
+
+FORMATS = {
+    "version 1": case(version_1()),
+    "version 1, variable prefix": case(version_1(dflash_config={"training_mode": "vp_drafter"})),
+    "version 1, sliding": case(version_1(**SLIDING)),
+    "version 1, causal": case(version_1(is_causal=True)),
+    "version 2": case(reference_dflash2.tiny_config()),
+    "version 2, sliding": case(reference_dflash2.tiny_config(**SLIDING, is_causal=False)),
+    "version 2, three taps": case(
+        reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": 3, "conv_group_size": 64})
+    ),
+    "version 2, scaled and capped": case(reference_dflash2.tiny_config(dflash_config=SCALES)),
+    "speculators": case(speculators()),
+    "speculators, own tables": case(speculators(), **FULL),
+    "speculators, own embedding": case(
+        speculators(), **{"embed_tokens.weight": FULL["embed_tokens.weight"]}, **VERIFIER
+    ),
+    "speculators, draft vocabulary": case(HALF, **REDUCED),
+    "speculators, draft vocabulary, no embedding": case(
+        HALF, **{name: REDUCED[name] for name in ("lm_head.weight", "d2t", "t2d")}
+    ),
+    "speculators, sliding": case(speculators(transformer_layer_config=SLIDING)),
+    "speculators, version 2": case(speculators("dflash2")),
+}
+
+HALVES = "speculators, draft vocabulary"

@@ -1,0 +1,301 @@
+"""Damaged model folders, each loaded as users load it; runs in a process of its own.
+
+`python tests/fuzzing.py SEED FIRST LAST` prints one JSON line for each case: its subject and what
+became of it. A case may end as "refused" (DFlashError) or "loaded" with exactly the numbers that
+are in its files; anything else is a fault. The process may not take more than GROWTH bytes beside
+what it has when all is imported, nor may a case allocate more than its files justify.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+import tempfile
+import traceback
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any
+
+from dflash_mlx import DFlashError
+from dflash_mlx.system import blas
+
+blas.preload()
+
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+from huggingface_hub import constants  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+
+from dflash_mlx.core.config import DecodeConfig, PairConfig  # noqa: E402
+from dflash_mlx.models import pair_folder  # noqa: E402
+from dflash_mlx.models.compatibility import HubRepository, check_drafter  # noqa: E402
+from dflash_mlx.models.formats.gguf_target import load_gguf  # noqa: E402
+from dflash_mlx.models.load import Pair, load_pair  # noqa: E402
+from support import gguf_files, reference_dflash2  # noqa: E402
+from support.drafter_formats import (  # noqa: E402
+    DRAFT_IDS,
+    own_tables,
+    speculators,
+    version_1,
+    write_shards,
+)
+from support.hub_server import serve  # noqa: E402
+from support.models import (  # noqa: E402
+    drafter_config,
+    write_drafter,
+    write_model,
+    write_tokenizer,
+)
+from support.mutations import mutate_bytes, mutate_json, mutate_safetensors  # noqa: E402
+from support.reference_dflash import random_drafter, write_drafter_folder  # noqa: E402
+
+GROWTH = 3 * 2**30  # bytes of address space
+ALLOWED, FACTOR = 64 * 2**20, 64  # a case may allocate ALLOWED + FACTOR x the size of its files
+SECONDS = 20  # a case that takes longer hangs
+
+REPOSITORY = "owner/drafter"
+CONFIG, WEIGHTS, TOKENS = "config.json", "model.safetensors", "tokenizer.json"
+
+Files = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something to damage. files: of a sound folder; damaged: one of them; load: as users do."""
+
+    name: str
+    files: Files
+    damaged: str
+    load: Callable[[Path], None]
+
+
+class Hang(BaseException):
+    """A case took too long."""
+
+
+def run(subjects: list[Subject], seed: int, case: int) -> dict[str, Any]:
+    """One case and its outcome."""
+    random = Random(f"{seed}/{case}")
+    subject = random.choice(subjects)
+    files = {**subject.files, subject.damaged: _damage(subject, random)}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, contents in files.items():
+            Path(folder, name).write_bytes(contents)
+        allowed = ALLOWED + FACTOR * sum(map(len, files.values()))
+        outcome = _outcome(subject, Path(folder), allowed)
+    return {"case": case, "subject": subject.name, **outcome}
+
+
+def _damage(subject: Subject, random: Random) -> bytes:
+    contents = subject.files[subject.damaged]
+    if subject.damaged.endswith(".json"):
+        return mutate_json(json.loads(contents), random)
+    if subject.damaged.endswith(".safetensors"):
+        return mutate_safetensors(contents, random)
+    return mutate_bytes(contents[:4096], random) + contents[4096:]
+
+
+def _outcome(subject: Subject, folder: Path, allowed: int) -> dict[str, Any]:
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    tracemalloc.start()
+    try:
+        with _alarm():
+            subject.load(folder)
+        found = {"outcome": "loaded", "why": ""}
+    except DFlashError as error:
+        found = {"outcome": "refused", "why": _clear(str(error), folder, subject.damaged)}
+        if found["why"].startswith("FAULT"):
+            found["outcome"] = "unclear"
+    except Hang:
+        found = {"outcome": "hang", "why": ""}
+    except BaseException as error:  # whatever it is, it is the finding
+        found = {"outcome": type(error).__name__, "why": traceback.format_exc()[-1500:]}
+    peak = tracemalloc.get_traced_memory()[1] + mx.get_peak_memory() - before
+    tracemalloc.stop()
+    return {**found, "outcome": "memory", "why": str(peak)} if peak > allowed else found
+
+
+def _clear(sentence: str, folder: Path, damaged: str) -> str:
+    """The sentence without the folder's name, or why it is none."""
+    problems = {
+        "more than one line": "\n" in sentence.strip(),
+        "too long": len(sentence) > 1500,
+        "no next step": "; " not in sentence,
+        "no file, folder or option": not any(
+            name in sentence for name in (str(folder), damaged or "no file", "--")
+        ),
+    }
+    wrong = [problem for problem, found in problems.items() if found]
+    return f"FAULT {wrong}: {sentence}" if wrong else sentence.replace(str(folder), "FOLDER")
+
+
+@contextmanager
+def _alarm() -> Iterator[None]:
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise Hang
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def load_drafter(model: Path) -> Callable[[Path], None]:
+    """Damaged as the drafter of a sound target; its numbers must be those of the files."""
+
+    def load(folder: Path) -> None:
+        _same(_load(str(model), str(folder)).network, folder)
+
+    return load
+
+
+def load_alone(folder: Path) -> None:
+    """Damaged as a target without drafters."""
+    _same(_load(str(folder)).target.model, folder)
+
+
+def load_target_of(drafter: Path) -> Callable[[Path], None]:
+    """Damaged as the target of a sound drafter."""
+
+    def load(folder: Path) -> None:
+        _same(_load(str(folder), str(drafter)).target.model, folder)
+
+    return load
+
+
+def load_pair_folder(model: Path, drafter: Path) -> Callable[[Path], None]:
+    """Damaged as the description of a sound pair."""
+
+    def load(folder: Path) -> None:
+        (folder / pair_folder.TARGET).symlink_to(model)
+        (folder / pair_folder.DRAFTER).symlink_to(drafter)
+        pair = _load(str(folder))
+        _same(pair.target.model, model)
+        _same(pair.network, drafter)
+
+    return load
+
+
+def check_on_hub(repositories: dict[str, Path]) -> Callable[[Path], None]:
+    """A drafter's head on a hub that serves `repositories`; it must be judged as one here is."""
+
+    def check(folder: Path) -> None:
+        repositories[REPOSITORY] = folder
+        there, here = check_drafter(HubRepository(REPOSITORY)), check_drafter(folder)
+        sentences = [str(finding).replace(str(folder), REPOSITORY) for finding in here.findings]
+        assert [str(finding) for finding in there.findings] == sentences
+        here.raise_first()
+
+    return check
+
+
+def _load(*names: str) -> Pair:
+    return load_pair(PairConfig(*names), DecodeConfig())
+
+
+def load_file_alone(folder: Path) -> None:
+    """A GGUF file."""
+    load_gguf(folder / "model.gguf", dequantize=True)
+
+
+def _same(model: Any, folder: Path) -> None:
+    """Raise AssertionError unless the model's numbers are those of the files."""
+    stored = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    for name, array in tree_flatten(model.parameters()):
+        held, wanted = np.array(array, dtype=np.float64), stored[name].astype(np.float64)
+        assert np.array_equal(held, wanted, equal_nan=True), name
+
+
+def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
+    """All that is damaged, made in `root`. repositories: those of a hub."""
+    model, version_2 = write_model(root / "model"), reference_dflash2.tiny_config()
+    drafter = write_drafter(root / "1")
+    drafters = {
+        "DFlash": drafter,
+        "DFlash 2": write_drafter_folder(
+            root / "2", version_2, reference_dflash2.random_tensors(version_2)
+        ),
+        "speculators": _speculators(root / "3"),
+    }
+    shards = write_shards(root / "shards", drafter_config(), random_drafter(drafter_config()))
+    gguf_files.write(root / "model.gguf")
+    gguf = {"model.gguf": (root / "model.gguf").read_bytes()}
+    pair_folder.write(root, {"target": "owner/model", "drafter": REPOSITORY}, {"mlx": "1.0"})
+    described = {pair_folder.FILE: (root / pair_folder.FILE).read_bytes()}
+    tokenizer = write_drafter(root / "4")
+    write_tokenizer(tokenizer)
+    load = load_drafter(model)
+    found = [
+        Subject(f"{name} {damaged}", _files(folder), damaged, load)
+        for name, folder in drafters.items()
+        for damaged in (CONFIG, WEIGHTS)
+    ]
+    return [
+        *found,
+        Subject("drafter tokenizer.json", _files(tokenizer), TOKENS, load),
+        Subject("drafter on the hub", _files(drafter), WEIGHTS, check_on_hub(repositories)),
+        Subject("index", _files(shards), "model.safetensors.index.json", load),
+        *(Subject(f"target {f}", _files(model), f, load_alone) for f in (CONFIG, WEIGHTS, TOKENS)),
+        Subject("target of a pair", _files(model), CONFIG, load_target_of(drafter)),
+        Subject("pair.json", described, pair_folder.FILE, load_pair_folder(model, drafter)),
+        Subject("GGUF", gguf, "model.gguf", load_file_alone),
+    ]
+
+
+def _speculators(folder: Path) -> Path:
+    """With an embedding and a head over a draft vocabulary of its own."""
+    tensors = {**random_drafter(version_1()), **own_tables(DRAFT_IDS)}
+    return write_drafter_folder(folder, speculators(draft_vocab_size=len(DRAFT_IDS)), tensors)
+
+
+def _files(folder: Path) -> Files:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def limit_memory() -> None:
+    """Let allocations beyond GROWTH fail; on Linux, where the system keeps to that."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        now = int(statm.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + GROWTH, resource.RLIM_INFINITY))
+
+
+@contextmanager
+def hub(root: Path) -> Iterator[dict[str, Path]]:
+    """The repositories of a hub on this machine, which is asked instead of the public one."""
+    with serve({}) as served:
+        constants.ENDPOINT = served.url
+        template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
+        constants.HUGGINGFACE_CO_URL_TEMPLATE = template
+        constants.HF_HUB_CACHE = str(root / "cache")
+        yield served.repositories
+
+
+def main(seed: int, first: int, last: int) -> None:
+    """Cases `first` to `last` - 1 of a seed."""
+    with tempfile.TemporaryDirectory() as root, hub(Path(root)) as repositories:
+        all_subjects = subjects(Path(root), repositories)
+        for subject in all_subjects:  # sound, all load; this imports what loading imports
+            with tempfile.TemporaryDirectory() as folder:
+                for name, contents in subject.files.items():
+                    Path(folder, name).write_bytes(contents)
+                subject.load(Path(folder))
+        limit_memory()
+        for case in range(first, last):
+            print(json.dumps({"begin": case}), flush=True)
+            print(json.dumps(run(all_subjects, seed, case)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]))

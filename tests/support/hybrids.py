@@ -1,0 +1,105 @@
+"""What tests of targets with recurrent layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.state import State
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.model import Target
+from dflash_mlx.target.sequence import SequenceCache
+from support.families import VOCAB_SIZE
+from support.toys import Scripted
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(VOCAB_SIZE, size=count).tolist()
+
+
+def start(target, drafter, prompt: list[int], prefill_step: int = 512) -> State:
+    state = State(target.new_cache(), drafter.new_context())
+    go_on(target, drafter, state, prompt, prefill_step)
+    return state
+
+
+def go_on(target, drafter, state: State, prompt: list[int], prefill_step: int = 512) -> int:
+    """Prefill; returns how much of the prompt was reused."""
+    config = DecodeConfig(prefill_step=prefill_step)
+    return prefill(target, drafter, state, prompt, config, Observer())
+
+
+def rounds(target, drafter, state: State, max_tokens: int):
+    return decode(target, drafter, state, DecodeConfig(max_tokens=max_tokens), Observer())
+
+
+def run(target, drafter, state: State, max_tokens: int) -> list[int]:
+    return [t for accepted in rounds(target, drafter, state, max_tokens) for t in accepted.tokens]
+
+
+def plain_answer(target, prompt: list[int], max_tokens: int) -> list[int]:
+    return run(target, NoDraft(), start(target, NoDraft(), prompt), max_tokens)
+
+
+def forward(target: Target, cache: SequenceCache, tokens: Sequence[int]) -> mx.array:
+    return target.forward(mx.array(tokens), cache, Block(len(tokens)))[0]
+
+
+def fresh(target: Target, tokens: Sequence[int]) -> SequenceCache:
+    """A cache that one pass over `tokens` has written."""
+    cache = target.new_cache()
+    if tokens:
+        mx.eval(forward(target, cache, tokens))
+        cache.commit(range(len(tokens)))
+    return cache
+
+
+def difference(target: Target, cache: SequenceCache, tokens: Sequence[int]) -> float:
+    """By how much a cache is off from one fresh pass over `tokens`.
+
+    The largest of: any number of a recurrent state, over that of the state's largest (or 1), and
+    any logit of two more tokens; no number, where any of these is none.
+    """
+    assert cache.length == len(tokens)
+    expected = fresh(target, tokens)
+    ours, theirs = (c._recurrent.arrays for c in (cache, expected))
+    assert len(ours) == len(theirs)
+    off = [
+        np.abs(np.array(a) - np.array(b)).max() / max(1.0, np.abs(np.array(b)).max())
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    logits = [np.array(forward(target, c.fork(), [3, 5])) for c in (cache, expected)]
+    return float(np.max([*off, np.abs(logits[0] - logits[1]).max()]))
+
+
+def oracle(prompt: list[int], plain: list[int], case: Callable[[], tuple[int, int]]) -> Scripted:
+    """Chains of plain decoding's tokens, all wrong behind the first few.
+
+    case: how many tokens to draft and how many of them are right, round after round.
+    """
+
+    def script(tokens: list[int], room: int) -> tuple[list[int], list[int]]:
+        at = len(tokens) - len(prompt)
+        drafted, right = case()
+        ahead = plain[at : at + min(drafted, room - 1)]
+        ahead = ahead[:right] + [(token + 1) % VOCAB_SIZE for token in ahead[right:]]
+        return ahead, list(range(len(ahead)))
+
+    return Scripted(script)
+
+
+def some_right(seed: int) -> Callable[[], tuple[int, int]]:
+    """One to four drafts, of which none, one, some or all are right, by chance."""
+    rng = np.random.default_rng(seed)
+
+    def case() -> tuple[int, int]:
+        drafted = int(rng.integers(1, 5))
+        return drafted, int(rng.choice([0, 1, rng.integers(drafted + 1), drafted]))
+
+    return case

@@ -1,0 +1,64 @@
+"""The law of a toy target's sampled answers, enumerated, and how far answers are from it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.state import State
+from support.toys import ToyTarget
+
+PROMPT, LENGTH, VOCABULARY = [0, 1, 2], 3, 4
+
+
+def conditional(target: ToyTarget, before: list[int], config: SamplingConfig) -> np.ndarray:
+    """The law of the next token in NumPy: filter, then temperature, then normalise."""
+    logits = target.table[before[-2], before[-1]].astype(float)
+    if config.repetition_penalty != 1:
+        for token in set(before[-config.repetition_context :]):
+            factor = config.repetition_penalty
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    p = np.exp(logits) / np.exp(logits).sum()
+    order = np.argsort(-p)
+    keep = np.zeros(len(p), dtype=bool)
+    keep[order[: np.searchsorted(np.cumsum(p[order]), config.top_p) + 1]] = True
+    if 0 < config.top_k < len(p):
+        keep[order[config.top_k :]] = False
+    weights = np.where(keep, p ** (1 / config.temperature), 0)
+    return weights / weights.sum()
+
+
+def enumerated_law(target: ToyTarget, config: SamplingConfig) -> dict[tuple[int, ...], float]:
+    law = {}
+    for answer in itertools.product(range(VOCABULARY), repeat=LENGTH):
+        chance = 1.0
+        for i, token in enumerate(answer):
+            chance *= conditional(target, [*PROMPT, *answer[:i]], config)[token]
+        law[answer] = chance
+    return law
+
+
+def answer(target: ToyTarget, drafter, config: DecodeConfig) -> tuple[int, ...]:
+    state = State(target.new_cache(), drafter.new_context())
+    prefill(target, drafter, state, PROMPT, config, Observer())
+    rounds = decode(target, drafter, state, config, Observer())
+    return tuple(token for accepted in rounds for token in accepted.tokens)
+
+
+def chi_square(law: dict[tuple[int, ...], float], answers: list[tuple[int, ...]]) -> float:
+    """How many standard deviations chi-square is above its mean (Wilson-Hilferty)."""
+    cells = {a: chance for a, chance in law.items() if chance * len(answers) >= 5}
+    expected = np.array([*cells.values(), 1 - sum(cells.values())]) * len(answers)
+    observed = np.array([answers.count(a) for a in cells], dtype=float)
+    observed = np.append(observed, len(answers) - observed.sum())
+    if expected[-1] < 1e-9:
+        assert observed[-1] == 0
+        expected, observed = expected[:-1], observed[:-1]
+    degrees = len(expected) - 1
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    spread = 2 / (9 * degrees)
+    return ((statistic / degrees) ** (1 / 3) - (1 - spread)) / np.sqrt(spread)

@@ -1,0 +1,202 @@
+"""A tiny target, answers of its own, and drafters for it: what the tests of training share."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from dflash_mlx.core.config import TrainConfig
+from dflash_mlx.drafters.dflash.checkpoint import load_network, parse_config, read_config
+from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.models.load import load_target
+from dflash_mlx.target.model import Target
+from dflash_mlx.train.__main__ import main
+from dflash_mlx.train.corpus.rows import Header, Row, fingerprint
+from dflash_mlx.train.data import Texts, text_tokens
+from dflash_mlx.train.features import FeatureCache
+from dflash_mlx.train.trainer import Trainer
+from support.families import VOCAB_SIZE, make_model
+from support.models import write_model
+from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+
+TAPS = (0, 2)
+WIDTH = 64
+CONTEXT = 96
+
+
+@cache
+def tiny_target(seed: int = 0) -> Target:
+    """The tiny llama; another seed gives another one."""
+    return Target(make_model("llama", seed), CONTEXT, "tiny")
+
+
+@cache
+def greedy_rows(count: int, answer: int, prompt: int = 6, seed: int = 0) -> tuple[Row, ...]:
+    """Random prompts and what the tiny target answers to them."""
+    rng = np.random.default_rng([seed, count])
+    tokens = mx.array(rng.integers(VOCAB_SIZE, size=(count, prompt)))
+    for _ in range(answer):
+        best = mx.argmax(tiny_target().model(tokens)[:, -1:], axis=-1)
+        tokens = mx.concatenate([tokens, best.astype(tokens.dtype)], axis=1)
+    return tuple(
+        Row(f"row-{i}", "tiny", tuple(text[:prompt]), tuple(text[prompt:]), 0.0)
+        for i, text in enumerate(tokens.tolist())
+    )
+
+
+def sampled_row(name: str, row: Row, seed: int = 0) -> Row:
+    """`row` with two tokens of its answer replaced, as a sampler might have chosen them."""
+    rng = np.random.default_rng(seed)
+    answer = list(row.answer)
+    for at in rng.choice(len(answer), 2, replace=False):
+        answer[at] = (answer[at] + 1) % VOCAB_SIZE
+    return Row(name, row.category, row.prompt, tuple(answer), 0.6)
+
+
+def write_corpus(file: Path, rows: Sequence[Row], header: Header | None = None) -> Path:
+    """A corpus file."""
+    lines = [*([header.as_line()] if header else []), *(row.as_line() for row in rows)]
+    file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def drafter_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a drafter for the tiny target; `dflash_config` is merged."""
+    dflash = {"mask_token_id": 5, "target_layer_ids": list(TAPS), **changes.pop("dflash", {})}
+    return tiny_drafter_config(**{"num_target_layers": 3, "dflash_config": dflash, **changes})
+
+
+def sliding(pattern: str, window: int) -> dict[str, Any]:
+    """Fields of a config.json: S for sliding-window layers, F for full ones."""
+    names = {"S": "sliding_attention", "F": "full_attention"}
+    return {
+        "num_hidden_layers": len(pattern),
+        "layer_types": [names[letter] for letter in pattern],
+        "sliding_window": window,
+    }
+
+
+def make_network(raw: dict[str, Any], seed: int = 0) -> tuple[Network, NetworkConfig]:
+    """The drafter of a config.json with random weights."""
+    config = parse_config(raw, "tiny")
+    network = Network(config)
+    weights = random_drafter(raw, seed)
+    network.load_weights([(name, mx.array(array)) for name, array in weights.items()])
+    return network, config
+
+
+def texts_of(folder: Path, rows: Sequence[Row], taps: tuple[int, ...] = TAPS) -> Texts:
+    """`rows` with the tiny target's features, kept in `folder`."""
+    tokens = [row.prompt + row.answer for row in rows]
+    features = FeatureCache(folder, tokens, tiny_target(), taps, 1 << 30)
+    for _ in features.fill():
+        pass
+    return Texts(
+        name=folder.name,
+        sequences=[text_tokens(row, features, i) for i, row in enumerate(rows)],
+        rows=list(rows),
+        numbers=list(range(len(rows))),
+        places=[(features, i) for i in range(len(rows))],
+    )
+
+
+def make_trainer(texts: Texts, raw: dict[str, Any] | None = None, **settings: Any) -> Trainer:
+    """A trainer of a random drafter; `settings` are TrainConfig's."""
+    network, config = make_network(raw or drafter_config())
+    given = {"steps": 10, "sequences": 2, "anchors": 4, "draft_vocabulary": VOCAB_SIZE, "warmup": 2}
+    return Trainer(network, config, tiny_target(), texts, TrainConfig(**{**given, **settings}))
+
+
+@cache
+def corpus_rows() -> tuple[Row, ...]:
+    """Six greedy answers and a sampled one."""
+    rows = greedy_rows(6, 20)
+    return (*rows, sampled_row("sampled", rows[1]))
+
+
+def write_target(folder: Path, seed: int = 0) -> Path:
+    """The tiny target with a tokenizer that has a mask token."""
+    write_model(folder, make_model("llama", seed), max_position_embeddings=CONTEXT)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "mask_token": "$"}))
+    return folder
+
+
+class Place:
+    """A target, a corpus and a drafter in a folder, and commands that train there."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self.root, self.model = root, model
+        self.out, self.cache = root / "out", root / "cache"
+        self.header = Header("tiny", VOCAB_SIZE, fingerprint(load_target(str(model)).tokenizer))
+        self.corpus = self.write("corpus.jsonl", corpus_rows())
+
+    def write(self, name: str, rows: Any, header: Header | None = None) -> Path:
+        return write_corpus(self.root / name, rows, header or self.header)
+
+    def words(self, **options: object) -> list[str]:
+        """A command line; `options` replaces and adds, None leaves out."""
+        given = {
+            "model": self.model,
+            "corpus": self.corpus,
+            "cache": self.cache,
+            "out": self.out,
+            "steps": 4,
+            "sequences": 2,
+            "anchors": 4,
+            "layers": 1,
+            "held_out": 3,
+            **options,
+        }
+        return [
+            str(word)
+            for name, value in given.items()
+            if value is not None
+            for word in ("--" + name.replace("_", "-"), value)
+        ]
+
+    def train(self, **options: object) -> None:
+        """Run the trainer's command line."""
+        main(self.words(**options))
+
+    def drafter(self, **changes: Any) -> Path:
+        """A folder with a random drafter of that config."""
+        raw = drafter_config(**changes)
+        return write_drafter_folder(self.root / "drafter", raw, random_drafter(raw))
+
+    def read(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The drafter in the out folder: its weights and its config.json."""
+        network = load_network(self.out, read_config(self.out), mx.float32)
+        weights = {name: np.array(a) for name, a in tree_flatten(network.parameters())}
+        return weights, json.loads((self.out / "config.json").read_text())
+
+    def history(self) -> list[dict[str, Any]]:
+        """The measurements in the out folder."""
+        lines = (self.out / "history.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    found = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in found}
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file grows beyond `size` bytes; a write is cut there, as on a disk that fills up."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,0 +1,105 @@
+"""A target whose law can be enumerated, and drafters that propose whatever a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.none import NoContext
+from dflash_mlx.engine.state import State
+from dflash_mlx.target.block import Block
+
+
+class ToyCache:
+    """Stores tokens where a model's cache stores keys and values."""
+
+    arrays: list[mx.array] = []
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.pending: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def commit(self, path: Sequence[int]) -> None:
+        self.tokens += [self.pending[row] for row in path]
+
+    tail = 0
+
+    def mark(self) -> None:
+        pass
+
+    def nearest(self, length: int) -> int:
+        return min(length, self.length)
+
+    def trim(self, length: int) -> None:
+        del self.tokens[length:]
+
+
+class ToyTarget:
+    """Logits for the next token depend on the last two: `table` [V, V, V]."""
+
+    name = "toy"
+    kernels = None
+
+    def __init__(self, vocabulary: int, context_length: int = 64, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.table = rng.normal(size=(vocabulary,) * 3).astype(np.float32) * 1.5
+        self.context_length = context_length
+
+    def new_cache(self) -> ToyCache:
+        return ToyCache()
+
+    def check_trees(self) -> None:
+        """It takes them."""
+
+    def forward(
+        self, tokens: mx.array, cache: ToyCache, block: Block, taps: tuple[int, ...] = ()
+    ) -> tuple[mx.array, None]:
+        cache.pending = tokens.tolist()
+        parents = block.tree.parents if block.tree is not None else range(-1, block.rows - 1)
+        rows = []
+        for token, parent in zip(cache.pending, parents, strict=True):
+            before = cache.pending[parent] if parent >= 0 else ([0, *cache.tokens])[-1]
+            rows.append(self.table[before, token])
+        return mx.array(np.stack(rows)), None
+
+
+class Scripted:
+    """A drafter that proposes what `script(tokens, room)` returns below the anchor.
+
+    script gives tokens and parents of nodes 1..N-1 (parents count the anchor as node 0).
+    """
+
+    name = "scripted"
+    taps: tuple[int, ...] = ()
+    rounds_ahead = 0
+
+    def __init__(self, script: Callable[[list[int], int], tuple[list[int], list[int]]]) -> None:
+        self.script = script
+
+    def new_context(self) -> NoContext:
+        return NoContext()
+
+    def propose(self, state: State, room: int) -> Tree:
+        tokens, parents = self.script(state.tokens, room)
+        return Tree.of([state.tokens[-1], *tokens], [-1, *parents])
+
+
+def random_tree(
+    rng: np.random.Generator, nodes: int, vocabulary: int
+) -> tuple[list[int], list[int]]:
+    """Tokens and parents of up to `nodes` drafted nodes; no two siblings carry one token."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for _ in range(nodes):
+        parent, token = int(rng.integers(len(tokens) + 1)), int(rng.integers(vocabulary))
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            tokens.append(token)
+            parents.append(parent)
+    return tokens, parents

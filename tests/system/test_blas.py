@@ -1,0 +1,161 @@
+"""`blas.preload` must run before MLX is imported, so each case is a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the BLAS is only replaced on Linux; macOS has Accelerate"
+)
+
+# The module on its own: its package would import MLX and much else after it.
+ALONE = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("blas", "dflash_mlx/system/blas.py")
+sys.modules["blas"] = blas = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(blas)
+"""
+
+CALL = """
+import json, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    status = blas.preload()
+warned = [str(w.message) for w in caught if w.category is RuntimeWarning]
+"""
+
+PRELOAD = ALONE + CALL
+
+REPORT = """
+print(json.dumps({"library": status.library, "notice": status.notice, "warned": warned}))
+"""
+
+PRODUCT = """
+import mlx.core as mx, numpy as np
+a, b = (np.random.default_rng(s).standard_normal((1024, 1024), dtype=np.float32) for s in (0, 1))
+error = np.abs(np.array(mx.array(a) @ mx.array(b).T) - a.astype(np.float64) @ b.T).max()
+assert error < 1e-3, error
+"""
+
+DIRECT_LOADING_FAILS = """
+import ctypes
+real, refused = ctypes.CDLL, []
+def picky(name, *args, **keywords):
+    if "libopenblas" in str(name) and not refused:
+        refused.append(name)
+        raise OSError("libgfortran.so.5: cannot open shared object file")
+    return real(name, *args, **keywords)
+ctypes.CDLL = picky
+"""
+
+NO_PACKAGE = """
+import importlib.metadata as metadata
+real_files = metadata.files
+def files(name):
+    if name in MISSING:
+        raise metadata.PackageNotFoundError(name)
+    return real_files(name)
+metadata.files = files
+"""
+
+
+def run(script: str, **environment: str) -> dict[str, Any]:
+    inherited = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+    process = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+    report: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return report
+
+
+def test_mlx_binds_its_matrix_product_to_openblas(tmp_path: Path) -> None:
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("only the GNU loader can list its symbol bindings")
+    log = tmp_path / "bindings"
+    package = "from dflash_mlx import blas"
+    report = run(package + CALL + PRODUCT + REPORT, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(log))
+    lines = "".join(p.read_text(errors="replace") for p in tmp_path.glob("bindings.*")).split("\n")
+    bound = [line for line in lines if "libmlx" in line and "`cblas_sgemm'" in line]
+    assert bound, "MLX never resolved cblas_sgemm"
+    assert all(f" to {report['library']} " in line for line in bound), bound
+
+
+def test_the_global_cblas_sgemm_is_the_one_in_openblas() -> None:
+    resolve = """
+import ctypes
+class Info(ctypes.Structure):
+    _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p),
+                ("symbol", ctypes.c_char_p), ("address", ctypes.c_void_p)]
+everything, info = ctypes.CDLL(None), Info()
+everything.dladdr(everything.cblas_sgemm, ctypes.byref(info))
+assert info.file.decode() == status.library, info.file
+assert status.library in open("/proc/self/maps").read()
+"""
+    report = run(PRELOAD + PRODUCT + resolve + REPORT)
+    assert report["notice"] is None
+    assert report["warned"] == []
+
+
+def test_a_second_call_neither_loads_nor_warns_again() -> None:
+    again = """
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert blas.preload() is status
+"""
+    report = run("MISSING = ['cmeel-openblas']" + NO_PACKAGE + PRELOAD + again + REPORT)
+    assert report["notice"]
+
+
+def test_importing_mlx_first_gives_a_notice_and_still_works() -> None:
+    report = run("import mlx.core\n" + PRELOAD + REPORT)
+    assert report["library"] is None
+    assert "import dflash_mlx first" in report["notice"]
+    assert report["warned"] == [report["notice"]]
+
+
+def test_a_missing_package_gives_a_notice_that_names_it() -> None:
+    report = run("MISSING = ['cmeel-openblas']" + NO_PACKAGE + PRELOAD + PRODUCT + REPORT)
+    assert report["library"] is None
+    assert "50 times slower" in report["notice"]
+    assert "pip install cmeel-openblas" in report["notice"]
+    assert report["warned"] == [report["notice"]]
+
+
+@pytest.mark.parametrize("missing", [[], ["mlx-cpu"]], ids=["mlx-cpu", "numpy"])
+def test_a_bundled_libgfortran_is_used_where_the_system_has_none(missing: list[str]) -> None:
+    check = """
+assert refused
+assert "memfd:libgfortran" in open("/proc/self/maps").read()
+"""
+    hide = f"MISSING = {missing!r}" + NO_PACKAGE
+    report = run(hide + DIRECT_LOADING_FAILS + PRELOAD + PRODUCT + check + REPORT)
+    assert report["notice"] is None
+    assert report["library"].endswith("libopenblas.so")
+
+
+def test_no_libgfortran_anywhere_gives_a_notice() -> None:
+    hide = "MISSING = ['mlx-cpu', 'numpy']" + NO_PACKAGE
+    report = run(hide + DIRECT_LOADING_FAILS + PRELOAD + REPORT)
+    assert report["library"] is None
+    assert "libgfortran5" in report["notice"]
+
+
+def test_other_systems_are_left_alone() -> None:
+    report = run(ALONE + "sys.platform = 'darwin'" + CALL + REPORT)
+    assert report == {"library": None, "notice": None, "warned": []}

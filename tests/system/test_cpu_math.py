@@ -1,0 +1,233 @@
+"""NumPy's exponentials give the values and gradients of MLX's own functions."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx.system import cpu_math
+from support.families import make_model
+
+pytestmark = pytest.mark.skipif(
+    not cpu_math.applies(), reason="MLX computes on a GPU here, by its own functions"
+)
+HARD = [-1e4, -200.0, -88.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 88.0, 200.0, 1e4]
+
+
+def own_softmax(x: mx.array) -> mx.array:
+    return mx.softmax(x, axis=-1)
+
+
+def own_swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    return nn.silu(gate) * x
+
+
+PAIRS = {
+    "softmax": (cpu_math.softmax, own_softmax, 1),
+    "silu": (cpu_math.silu, nn.silu, 1),
+    "swiglu": (cpu_math.swiglu, own_swiglu, 2),
+}
+
+
+def random(*shape: int, seed: int = 0, scale: float = 3.0) -> mx.array:
+    return mx.array(np.random.default_rng(seed).normal(size=shape) * scale, mx.float32)
+
+
+def gradients(function: Any, *arrays: mx.array) -> tuple[mx.array, ...]:
+    """Of a sum with uneven weights, so that no row's gradients cancel."""
+
+    def weighted(*inputs: mx.array) -> mx.array:
+        result = function(*inputs)
+        return (result * random(*result.shape, seed=9)).sum()
+
+    found = mx.grad(weighted, argnums=tuple(range(len(arrays))))(*arrays)
+    return tuple(found)
+
+
+def same(a: mx.array, b: mx.array, tolerance: float = 1e-5) -> bool:
+    assert a.shape == b.shape and a.dtype == b.dtype
+    x, y = (np.array(array.astype(mx.float32)) for array in (a, b))
+    return bool(np.isfinite(x).all()) and float(np.abs(x - y).max()) <= tolerance
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 4, 5), (1, 1)])
+def test_values_and_gradients_are_those_of_mlx(name, shape):
+    ours, own, count = PAIRS[name]
+    arrays = [random(*shape, seed=i) for i in range(count)]
+    assert same(ours(*arrays), own(*arrays))
+    for mine, theirs in zip(gradients(ours, *arrays), gradients(own, *arrays), strict=True):
+        assert same(mine, theirs)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_values_and_gradients_stay_right_where_exponentials_overflow(name):
+    ours, own, count = PAIRS[name]
+    arrays = [mx.array([HARD]), random(1, len(HARD))][:count]
+    assert same(ours(*arrays), own(*arrays), 1e-3)
+    for mine, theirs in zip(gradients(ours, *arrays), gradients(own, *arrays), strict=True):
+        assert same(mine, theirs, 1e-3)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_the_type_of_the_input_is_kept(name, dtype):
+    ours, own, count = PAIRS[name]
+    arrays = [random(4, 6, seed=i).astype(dtype) for i in range(count)]
+    assert same(ours(*arrays), own(*arrays), 0.05)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_elsewhere_the_functions_are_mlx_own(name, monkeypatch):
+    ours, own, count = PAIRS[name]
+    monkeypatch.setattr(cpu_math, "applies", lambda: False)
+    monkeypatch.setattr(cpu_math.np, "exp", lambda *_, **__: pytest.fail("NumPy was used"))
+    arrays = [random(3, 7, seed=i) for i in range(count)]
+    assert same(ours(*arrays), own(*arrays), 0.0)
+
+
+# Attention
+
+
+def heads(B: int, H: int, N: int, D: int, seed: int) -> mx.array:
+    return random(B, H, N, D, seed=seed, scale=1.0)
+
+
+def masks(kind: str, B: int, H: int, N: int, T: int) -> Any:
+    rng = np.random.default_rng(5)
+    visible = rng.random((B, H, N, T)) < 0.6
+    visible[..., 0] = True
+    return {
+        "none": None,
+        "causal": "causal",
+        "one": mx.array(visible[0, 0]),
+        "one of each sequence": mx.array(visible[:, :1]),
+        "one of each head": mx.array(visible),
+        "additive": random(N, T),
+        "additive of each sequence": random(B, 1, N, T),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "none",
+        "causal",
+        "one",
+        "one of each sequence",
+        "one of each head",
+        "additive",
+        "additive of each sequence",
+    ],
+)
+@settings(max_examples=8)
+@given(
+    B=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    N=st.integers(1, 5),
+    before=st.integers(0, 6),
+)
+def test_attention_is_that_of_mlx(kind, B, kv_heads, groups, N, before):
+    H, T, D = kv_heads * groups, N + before, 8
+    q, k, v = heads(B, H, N, D, 0), heads(B, kv_heads, T, D, 1), heads(B, kv_heads, T, D, 2)
+    mask = masks(kind, B, H, N, T)
+    own = mx.fast.scaled_dot_product_attention
+
+    def run(function: Any) -> Any:
+        return lambda *qkv: function(*qkv, scale=0.3, mask=mask)
+
+    assert same(run(cpu_math.attention)(q, k, v), run(own)(q, k, v))
+    ours, theirs = gradients(run(cpu_math.attention), q, k, v), gradients(run(own), q, k, v)
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert same(mine, expected, 1e-4)
+
+
+def test_attention_with_sinks_is_left_to_mlx():
+    q, sinks = heads(1, 2, 3, 8, 0), mx.array([0.5, -0.5])
+    expected = mx.fast.scaled_dot_product_attention(q, q, q, scale=1.0, sinks=sinks)
+    with cpu_math.vectorised():
+        found = mx.fast.scaled_dot_product_attention(q, q, q, scale=1.0, sinks=sinks)
+    assert same(found, expected, 0.0)
+    assert not same(found, cpu_math.attention(q, q, q, scale=1.0))
+
+
+@pytest.mark.parametrize("axis", [None, 0, -1, (0, 2)])
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_logsumexp_is_that_of_mlx(axis, keepdims):
+    x = random(3, 4, 5, scale=100.0)
+    own = mx.logsumexp(x, axis, keepdims)
+    assert same(cpu_math.logsumexp(x, axis, keepdims), own, 1e-4)
+    assert same(cpu_math.logsumexp(x, axis=axis, keepdims=keepdims), own, 1e-4)
+
+
+# In mlx-lm's models
+
+
+def patched() -> dict[str, Any]:
+    """Every place where mlx-lm's models look the functions up."""
+    modules = ["activations", "llama", "qwen3", "switch_layers"]
+    found = {name: import_module(f"mlx_lm.models.{name}") for name in modules}
+    places = {name: getattr(module, "swiglu", None) for name, module in found.items()}
+    own = {"attention": mx.fast.scaled_dot_product_attention, "logsumexp": mx.logsumexp}
+    return {**places, **own}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_sliding", "qwen3", "gemma3_text", "gpt_oss"])
+def test_a_model_has_the_same_logits_in_vectorised(name, monkeypatch):
+    model, tokens = make_model(name), mx.array([[5, 7, 11, 13, 17, 19, 23, 29, 31, 37]] * 2)
+    expected = model(tokens)
+    calls = []
+    attention = cpu_math.attention
+    monkeypatch.setattr(
+        cpu_math, "attention", lambda *a, **k: calls.append(1) or attention(*a, **k)
+    )
+    with cpu_math.vectorised():
+        assert same(model(tokens), expected, 1e-4)
+    assert len(calls) == len(model.layers)
+
+
+def test_the_functions_are_back_after_vectorised():
+    before = patched()
+    with cpu_math.vectorised():
+        inside = patched()
+        with cpu_math.vectorised():
+            assert patched() == inside
+        assert patched() == inside
+        assert inside["attention"] is cpu_math.attention
+        assert inside["logsumexp"] is cpu_math.logsumexp
+        assert inside["llama"] is inside["activations"] is cpu_math.swiglu
+    assert patched() == before
+
+
+def test_the_functions_are_back_after_an_exception():
+    before = patched()
+    with pytest.raises(KeyError), cpu_math.vectorised():
+        raise KeyError
+    assert patched() == before
+
+
+def test_the_functions_are_back_after_an_abandoned_generator():
+    def work() -> Any:
+        with cpu_math.vectorised():
+            yield
+
+    before, working = patched(), work()
+    next(working)
+    assert patched() != before
+    working.close()
+    assert patched() == before
+
+
+def test_elsewhere_vectorised_changes_nothing(monkeypatch):
+    monkeypatch.setattr(cpu_math, "applies", lambda: False)
+    before = patched()
+    with cpu_math.vectorised():
+        assert patched() == before

@@ -1,0 +1,274 @@
+"""Heads of safetensors and GGUF files: what is read, and every sentence of what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+from safetensors.numpy import save_file
+
+from dflash_mlx import DFlashError
+from dflash_mlx.core.findings import Refused
+from dflash_mlx.models.formats.gguf_header import read_gguf_header
+from dflash_mlx.models.formats.gguf_target import load_gguf
+from dflash_mlx.system.safetensors_header import READ_BY_MLX, read_header
+from support import gguf_files
+
+A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+B = {"dtype": "F16", "shape": [2, 2], "data_offsets": [8, 16]}
+
+
+def write(folder: Path, header: Any, data: int = 16, size: int | None = None) -> Path:
+    """A file with this header, a text or a document, and so many bytes of data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    length = len(text) if size is None else size
+    file = folder / "x.safetensors"
+    file.write_bytes(length.to_bytes(8, "little") + text + bytes(data))
+    return file
+
+
+# What is read
+
+
+def test_every_tensor_is_read_with_type_shape_and_place(tmp_path):
+    tensors = {"a": np.zeros((3, 5), np.float32), "b": np.zeros((7,), np.int64)}
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    found = read_header(tmp_path / "x.safetensors")
+    assert {name: (t.dtype, t.shape, t.nbytes, t.size) for name, t in found.items()} == {
+        "a": ("F32", (3, 5), 60, 15),
+        "b": ("I64", (7,), 56, 7),
+    }
+
+
+def test_a_file_without_tensors_and_tensors_without_numbers_are_read(tmp_path):
+    assert read_header(write(tmp_path, {}, 0)) == {}
+    empty = {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]}
+    assert read_header(write(tmp_path, {"a": empty}, 0))["a"].size == 0
+
+
+@pytest.mark.parametrize("dtype", READ_BY_MLX)
+def test_mlx_reads_every_type_that_is_let_through(tmp_path, dtype):
+    size = READ_BY_MLX[dtype] // 8 * 3
+    file = write(tmp_path, {"a": {"dtype": dtype, "shape": [3], "data_offsets": [0, size]}}, size)
+    assert read_header(file)["a"].dtype == dtype
+    loaded: Any = mx.load(str(file))
+    assert loaded["a"].shape == (3,)
+
+
+# What is refused
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "size field over the file": ({}, {"size": 1 << 40}, "header should have 1099511627776 bytes"),
+    "size field by one": ({}, {"size": 19}, "should have 19 bytes, there can be 18"),
+    "not UTF-8": (b'{"\xff": 1}', {}, "its header is not UTF-8 at byte 2"),
+    "no JSON": (b"{", {}, "its header is not JSON"),
+    "nested": (b"[" * 100_000, {}, "its header is not JSON"),
+    "a list": ([], {}, "its header is a JSON list, not an object"),
+    "text behind it": (b"{} x", {}, "its header is not JSON"),
+    "a name twice": (
+        f'{{"a": {json.dumps(A)}, "a": {json.dumps(A)}}}'.encode(),
+        {"data": 8},
+        "its header has 'a' twice",
+    ),
+    "a field twice": (
+        b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [2], "data_offsets": [0, 8]}}',
+        {"data": 8},
+        "its header has 'dtype' twice",
+    ),
+    "no object": ({"a": 1}, {}, "its tensor 'a' is 1"),
+    "no dtype": ({"a": {**A, "dtype": None}}, {}, "dtype of its tensor 'a' is None, not one of"),
+    "another dtype": ({"a": {**A, "dtype": "F64"}}, {}, "dtype of its tensor 'a' is 'F64'"),
+    "a negative shape": ({"a": {**A, "shape": [-2]}}, {}, "shape of its tensor 'a' is [-2], not"),
+    "a shape of fractions": ({"a": {**A, "shape": [2.0]}}, {}, "shape of its tensor 'a' is [2.0]"),
+    "a shape of flags": ({"a": {**A, "shape": [True]}}, {}, "shape of its tensor 'a' is [True]"),
+    "a dimension over 31 bits": (
+        {"a": {"dtype": "F32", "shape": [0, 1 << 31], "data_offsets": [0, 0]}},
+        {"data": 0},
+        "shape of its tensor 'a' is [0, 2147483648], not up to 32 numbers from 0 to 2147483647",
+    ),
+    "too many dimensions": ({"a": {**A, "shape": [1] * 33}}, {}, "shape of its tensor 'a'"),
+    "no offsets": ({"a": {**A, "data_offsets": [0]}}, {}, "data_offsets of its tensor 'a' is [0]"),
+    "backwards": ({"a": {**A, "data_offsets": [8, 0]}}, {}, "is [8, 0], not a begin and an end"),
+    "dtype x shape": (
+        {"a": {**A, "shape": [3]}, "b": B},
+        {},
+        "data_offsets of its tensor 'a' is [0, 8], not of 12 bytes, which F32 of shape [3] takes",
+    ),
+    "an overlap": (
+        {"a": A, "b": {**B, "data_offsets": [4, 12]}},
+        {"data": 12},
+        "its tensor 'b' overlaps the one before it: it begins at byte 4, not at 8",
+    ),
+    "a gap": (
+        {"a": A, "b": {**B, "data_offsets": [12, 20]}},
+        {"data": 20},
+        "its tensor 'b' leaves a gap: it begins at byte 12, not at 8",
+    ),
+    "truncated": (
+        {"a": A, "b": B},
+        {"data": 15},
+        "it is truncated: its tensors take 16 bytes, it has 15",
+    ),
+    "longer": (
+        {"a": A, "b": B},
+        {"data": 17},
+        "it has bytes that are no tensor's: its tensors take 16 bytes, it has 17",
+    ),
+    "metadata of another kind": ({"__metadata__": {"a": 1}, "a": A}, {"data": 8}, "expected a str"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_header_that_is_refused_names_field_and_both_values(tmp_path, case):
+    header, changes, sentence = REFUSED[case]
+    file = write(tmp_path, header, **changes)
+    with pytest.raises(Refused) as failure:
+        read_header(file, "do so")
+    assert str(failure.value).startswith(f"{file} is damaged (")
+    assert sentence in failure.value.what
+    assert failure.value.next_step == "do so"
+    assert failure.value.finding.file == str(file)
+
+
+def test_both_values_are_in_the_finding(tmp_path):
+    with pytest.raises(Refused) as failure:
+        read_header(write(tmp_path, {"a": A, "b": B}, 15))
+    finding = failure.value.finding
+    assert (finding.field, finding.found, finding.expected) == ("data_offsets", "15", "16")
+
+
+def test_what_is_no_file_is_said_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "none", "."):
+        with pytest.raises(DFlashError, match="it is no file"):
+            read_header(tmp_path / name)
+        with pytest.raises(DFlashError, match="it is no file"):
+            read_gguf_header(tmp_path / name)
+
+
+def test_reading_a_header_takes_no_more_than_a_multiple_of_it(tmp_path):
+    entries = {
+        str(i): {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(5000)
+    }
+    many = write(tmp_path, entries, 5000).rename(tmp_path / "many.safetensors")
+    claims = write(tmp_path, {"a": A}, 0, size=1 << 32)
+    os.truncate(claims, 1 << 33)  # a hole of 8 GiB, so that so large a header could be there
+    tracemalloc.start()
+    with pytest.raises(DFlashError, match="header should have 4294967296 bytes"):
+        read_header(claims)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    assert len(read_header(many)) == 5000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 32 * many.stat().st_size
+
+
+# GGUF
+
+
+def header(entries: bytes = b"", count: int = 0, tensors: int = 0, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, count) + entries
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def tensor(shape: tuple[int, ...] = (2,), kind: int = 0, offset: int = 0, name: str = "t") -> bytes:
+    dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return text(name) + dimensions + struct.pack("<IQ", kind, offset)
+
+
+def entry(kind: int, value: bytes, name: str = "k") -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+ARRAY, STRING, UINT32 = 9, 8, 4
+
+GGUF_REFUSED: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "it has 0 bytes, its first fields take 24"),
+    "another magic": (b"GGML" + bytes(40), "it begins with b'GGML', not with b'GGUF'"),
+    "another version": (header(version=1), "its version is 1, supported are (2, 3)"),
+    "more entries than bytes": (header(count=1 << 60), "takes 8 bytes, 0 are left"),
+    "more tensors than bytes": (header(tensors=1 << 60), "takes 8 bytes, 0 are left"),
+    "a name beyond the end": (header(struct.pack("<Q", 1 << 62), 1), "are left"),
+    "an unknown type": (header(entry(77, b""), 1), "the type of 'k' is 77, which is none"),
+    "a long array": (
+        header(entry(ARRAY, struct.pack("<IQ", UINT32, 1 << 60)), 1),
+        "is an array of 1152921504606846976 UINT32, up to",
+    ),
+    "an array beyond the end": (
+        header(entry(ARRAY, struct.pack("<IQ", UINT32, 100)), 1),
+        "the array 'k' takes 400 bytes, 0 are left",
+    ),
+    "an array of arrays": (header(entry(ARRAY, struct.pack("<IQ", ARRAY, 1)), 1), "1 ARRAY"),
+    "a name twice": (header(entry(UINT32, bytes(4)) * 2, 2), "the metadata 'k' is there twice"),
+    "text that is none": (header(entry(STRING, struct.pack("<Q", 1) + b"\xff"), 1), "utf-8"),
+    "alignment 0": (
+        header(entry(UINT32, bytes(4), "general.alignment"), 1),
+        "its alignment is 0, not a power of two",
+    ),
+    "no dimensions": (header(tensor(()), tensors=1), "'t' has 0 dimensions, 1 to 4 can be"),
+    "too many dimensions": (header(tensor((1,) * 9), tensors=1), "'t' has 9 dimensions"),
+    "a huge dimension": (
+        header(tensor((1 << 40,)), tensors=1),
+        "the shape of 't' is [1099511627776]",
+    ),
+    "an unknown kind": (header(tensor(kind=999), tensors=1), "the type of 't' is 999"),
+    "broken blocks": (
+        header(tensor((33,), kind=2), tensors=1),
+        "rows of 33, Q4_0 has blocks of 32",
+    ),
+    "askew": (header(tensor(offset=4), tensors=1), "'t' begins at byte 4, aligned to 32"),
+    "a tensor twice": (header(tensor() * 2, tensors=2), "the tensor 't' is there twice"),
+    "an overlap": (
+        header(tensor((64,)) + tensor(offset=32, name="u"), tensors=2) + bytes(400),
+        "'u' begins at byte 32, inside another tensor",
+    ),
+    "truncated": (
+        header(tensor((64,)), tensors=1),
+        "its tensors end at byte 256 of the data, it has 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GGUF_REFUSED)
+def test_a_gguf_file_that_is_refused_says_why(tmp_path, case):
+    contents, sentence = GGUF_REFUSED[case]
+    file = tmp_path / "x.gguf"
+    file.write_bytes(contents)
+    with pytest.raises(Refused) as failure:
+        read_gguf_header(file)
+    assert str(failure.value).startswith("x.gguf cannot be read as a GGUF file (")
+    assert sentence in failure.value.what
+    with pytest.raises(DFlashError, match="cannot be read as a GGUF file"):
+        load_gguf(file, True)
+
+
+def test_a_sound_gguf_file_has_its_metadata_and_tensors(tmp_path):
+    gguf_files.write(tmp_path / "x.gguf")
+    found = read_gguf_header(tmp_path / "x.gguf")
+    assert found.metadata["llama.block_count"] == 2
+    assert len(found.metadata["tokenizer.ggml.tokens"]) == len(gguf_files.TOKENS)
+    assert found.tensors["token_embd.weight"].shape == (64, len(gguf_files.TOKENS))
+    assert found.tensors["token_embd.weight"].nbytes == 4 * 64 * len(gguf_files.TOKENS)
+
+
+def test_another_alignment_is_kept_to(tmp_path):
+    writer = GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_custom_alignment(64)
+    writer.add_tensor("a", np.zeros(3, np.float32))
+    writer.add_tensor("b", np.zeros(3, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert read_gguf_header(tmp_path / "x.gguf").tensors["b"].offset == 64

@@ -1,0 +1,81 @@
+"""Pass times are measured once and kept."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.target import pass_times as budget
+from dflash_mlx.target.model import Target
+from dflash_mlx.target.pass_times import PassTimes, measure, stored_times
+from support.families import VOCAB_SIZE, make_model
+
+FLAT = PassTimes((1, 96), (1.0, 1.0))
+
+
+def test_times_are_interpolated_and_never_fall():
+    times = PassTimes((1, 2, 4), (1.0, 3.0, 2.0))
+    assert times.of(np.array([1, 2, 3, 4, 9])).tolist() == [1.0, 3.0, 3.0, 3.0, 3.0]
+
+
+@pytest.fixture
+def target():
+    return Target(make_model("llama"), 200, "tiny")
+
+
+def test_a_target_can_be_timed_and_is_as_it_was_afterwards(target, monkeypatch):
+    monkeypatch.setattr(budget, "ROWS", (1, 3))
+    tokens = mx.array([1, 2, 3]) % VOCAB_SIZE
+    before = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
+    times = measure(target)
+    assert times.rows == (1, 3) and min(times.seconds) > 0
+    after = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
+    assert mx.array_equal(before, after)
+
+
+def test_times_are_kept_and_measured_again_only_when_asked(target, monkeypatch, tmp_path):
+    calls = []
+
+    def fake(measured):
+        calls.append(measured)
+        return PassTimes((1, 2), (1.0, float(len(calls))))
+
+    monkeypatch.setattr(budget, "ROWS", (1, 2))
+    monkeypatch.setattr(budget, "measure", fake)
+    first = stored_times(target, folder=tmp_path)
+    assert stored_times(target, folder=tmp_path) == first and len(calls) == 1
+    assert stored_times(target, again=True, folder=tmp_path).seconds == (1.0, 2.0)
+    other = Target(make_model("llama"), 200, "another")
+    stored_times(other, folder=tmp_path)
+    assert len(calls) == 3, "another model has times of its own"
+
+
+DAMAGES = [
+    "",
+    "{",
+    "[]",
+    json.dumps({"rows": [1]}),
+    json.dumps({"rows": [1, 96], "seconds": [1.0]}),
+    json.dumps({"rows": [1, 96], "seconds": [0.0, 1.0]}),
+    json.dumps({"rows": [1, 2], "seconds": [1.0, 1.0]}),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_times_are_measured_anew(target, monkeypatch, tmp_path, damage):
+    monkeypatch.setattr(budget, "ROWS", FLAT.rows)
+    monkeypatch.setattr(budget, "measure", lambda measured: FLAT)
+    stored_times(target, folder=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage)
+    assert stored_times(target, folder=tmp_path) == FLAT
+    assert stored_times(target, folder=tmp_path) == FLAT
+
+
+def test_times_that_cannot_be_kept_are_used_all_the_same(target, monkeypatch, tmp_path):
+    monkeypatch.setattr(budget, "measure", lambda measured: FLAT)
+    (tmp_path / "file").write_text("")
+    assert stored_times(target, folder=tmp_path / "file") == FLAT

@@ -1,0 +1,395 @@
+"""Targets with recurrent layers: what is not accepted is taken back, and nothing drifts.
+
+mx.compile is off but for one test: on a CPU it would first build every family's functions with a
+C++ compiler.
+"""
+
+from itertools import islice
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.engine.exact import lead
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.hooks import override
+from dflash_mlx.target.layouts import Recurrent, is_recurrent, may_be_recurrent
+from dflash_mlx.target.model import Target, recurrent
+from support.families import FAMILIES, VOCAB_SIZE, make_model
+from support.hybrids import (
+    difference,
+    forward,
+    fresh,
+    oracle,
+    plain_answer,
+    rounds,
+    some_right,
+    start,
+    tokens_of,
+)
+from support.recurrent_families import RECURRENT, UNSUPPORTED
+
+NAMES = sorted(RECURRENT)
+LONG = ["falcon_h1", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next"]  # 200 rounds
+SHORT = sorted(set(NAMES) - set(LONG))
+FEW = ["falcon_h1", "gear", "nemotron_h", "recurrent_gemma", "rwkv7"]
+TOLERANCE = 1e-4
+MARGIN = 1e-3  # by which every token of the plain answers leads, so that rounding decides none
+PROMPTS = {"bailing_hybrid": 2, "falcon_h1": 6, "granitemoehybrid": 2, "lfm2": 2, "qwen3_5": 4}
+PROMPTS |= {"qwen3_next": 2}  # seeds of prompts with such answers; 1 for the others
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture(scope="module")
+def targets():
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = Target(make_model(name), 4096, name)
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "count"), [(n, 200) for n in LONG] + [(n, 20) for n in SHORT])
+def test_greedy_answers_equal_plain_decoding_and_the_state_does_not_drift(targets, name, count):
+    target, prompt = targets(name), tokens_of(PROMPTS.get(name, 1), 20)
+    case = some_right(2)
+    tokens = sum(1 + right for _, right in (case() for _ in range(count)))
+    plain = plain_answer(target, prompt, tokens)
+    logits = forward(target, target.new_cache(), prompt + plain[:-1])
+    assert lead(logits[len(prompt) - 1 :])[1].min().item() > MARGIN
+    drafter = oracle(prompt, plain, some_right(2))
+    state = start(target, drafter, prompt)
+    made = list(islice(rounds(target, drafter, state, 2 * tokens), count))
+    assert [token for accepted in made for token in accepted.tokens] == plain
+    kept = [(len(accepted.path) - 1, len(accepted.tree) - 1) for accepted in made]
+    assert {right for right, _ in kept} == {0, 1, 2, 3, 4}
+    assert sum(right == drafted for right, drafted in kept) > count // 4
+    assert sum(0 < right < drafted for right, drafted in kept) > count // 10
+    assert difference(target, state.cache, prompt + plain[:-1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_accepted_rows_equals_computing_them_alone(targets, name):
+    target, prompt, rows = targets(name), tokens_of(3, 12), tokens_of(4, 5)
+    start = fresh(target, prompt)
+    for kept in range(6):
+        cache = start.fork()
+        forward(target, cache, rows)
+        cache.commit(range(kept))
+        assert difference(target, cache, prompt + rows[:kept]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_5"])
+def test_quantised_weights_keys_and_values_are_replayed_as_well(name, monkeypatch):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    monkeypatch.setitem(RECURRENT, name, {**RECURRENT[name], **heads})
+    model = make_model(name)
+    nn.quantize(model, group_size=32, bits=4)
+    target, prompt, rows = Target(model, 512, name), tokens_of(3, 12), tokens_of(4, 5)
+    target.kv_bits = 8
+    for kept in (0, 2, 5):
+        cache = fresh(target, prompt)
+        forward(target, cache, rows)
+        cache.commit(range(kept))
+        assert difference(target, cache, prompt + rows[:kept]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "lfm2", "qwen3_5", "rwkv7"])
+@pytest.mark.parametrize("fault", ["nothing is replayed", "all rows are", "one row too few is"])
+def test_a_wrong_replay_is_noticed(targets, name, fault, monkeypatch):
+    again = recurrent.Call.again
+    faults = {
+        "nothing is replayed": lambda *args: None,
+        "all rows are": lambda call, state, rows, kept: again(call, state, rows, rows),
+        "one row too few is": lambda call, state, rows, kept: again(call, state, rows, kept - 1),
+    }
+    monkeypatch.setattr(recurrent.Call, "again", faults[fault])
+    target, prompt, rows = targets(name), tokens_of(3, 12), tokens_of(4, 5)
+    cache = fresh(target, prompt)
+    forward(target, cache, rows)
+    cache.commit(range(3))
+    assert difference(target, cache, prompt + rows[:3]) > 0.01
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
+def test_a_state_that_is_not_put_back_is_noticed(targets, name, monkeypatch):
+    monkeypatch.setattr(recurrent.RecurrentStates, "_put_back", lambda states, back: None)
+    target, prompt, rows = targets(name), tokens_of(3, 12), tokens_of(4, 5)
+    cache = fresh(target, prompt)
+    forward(target, cache, rows)
+    cache.discard()
+    assert difference(target, cache, prompt) > 0.01
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_answers_equal_those_of_mlx_lm(targets, name):
+    target, prompt = targets(name), tokens_of(5, 20)
+    plain = plain_answer(target, prompt, 25)
+    steps = generate_step(mx.array(prompt), make_model(name), max_tokens=25)
+    assert plain == [token for token, _ in steps]
+
+
+class Walk:
+    """Random passes, forks and ways back of one sequence, beside the tokens it should hold."""
+
+    def __init__(self, target, seed):
+        self.target, self.rng = target, np.random.default_rng(seed)
+        self.tokens, self.cache = [], target.new_cache()
+
+    def some(self, most):
+        return self.rng.integers(VOCAB_SIZE, size=int(self.rng.integers(1, most + 1))).tolist()
+
+    def accept(self):
+        rows = self.some(5)
+        forward(self.target, self.cache, rows)
+        kept = int(self.rng.integers(len(rows) + 1))
+        self.cache.commit(range(kept))
+        self.tokens += rows[:kept]
+
+    def discard(self):
+        forward(self.target, self.cache, self.some(5))
+        self.cache.discard()
+
+    def abandon(self):
+        """A pass that nobody commits or discards, as after an interrupt."""
+        forward(self.target, self.cache, self.some(5))
+
+    def prompt(self):
+        rows = self.some(12)
+        forward(self.target, self.cache, rows)
+        self.cache.commit(range(len(rows)))
+        self.tokens += rows
+        self.cache.mark()
+
+    def back(self):
+        asked = int(self.rng.integers(len(self.tokens) + 1))
+        nearest = self.cache.nearest(asked)
+        assert nearest <= asked
+        assert self.cache.can_trim(asked) == (nearest == asked)
+        self.cache.trim(nearest)
+        self.tokens = self.tokens[:nearest]
+
+    def fork_amid_a_pass(self):
+        """Either copy keeps its own part of the pass; goes on with one of them."""
+        rows = self.some(5)
+        forward(self.target, self.cache, rows)
+        caches = [self.cache, self.cache.fork()]
+        kept = [int(self.rng.integers(len(rows) + 1)) for _ in caches]
+        for cache, part in zip(caches, kept, strict=True):
+            cache.commit(range(part))
+        other = int(self.rng.integers(2))
+        forward(self.target, caches[other], self.some(3))
+        caches[other].commit([0])
+        self.cache, self.tokens = caches[1 - other], self.tokens + rows[: kept[1 - other]]
+
+    def step(self):
+        steps = (self.accept, self.discard, self.abandon, self.prompt, self.back)
+        self.rng.choice([*steps, self.accept, self.fork_amid_a_pass])()
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=5)
+@pytest.mark.parametrize("name", FEW)
+def test_passes_forks_and_ways_back_in_any_order_leave_the_state_of_the_tokens(targets, name, seed):
+    walk = Walk(targets(name), seed)
+    for _ in range(10):
+        walk.step()
+    walk.cache.discard()
+    assert difference(walk.target, walk.cache, walk.tokens) < TOLERANCE
+
+
+def test_there_are_ways_back_to_every_length_of_the_last_rounds_and_to_marked_ones(targets):
+    target, prompt = targets("lfm2"), tokens_of(6, 40)
+    cache = fresh(target, prompt[:30])
+    forward(target, cache, prompt[30:])
+    cache.commit(range(10))
+    cache.mark()
+    said = []
+    for i in range(20):
+        rows = tokens_of(i, 4)
+        forward(target, cache, rows)
+        cache.commit(range(3))
+        said += rows[:3]
+    tokens = prompt + said
+    for length in [*range(30, 41), *range(91, 101)]:
+        assert cache.can_trim(length)
+        copy = cache.fork()
+        copy.trim(length)
+        assert difference(target, copy, tokens[:length]) < TOLERANCE
+    assert [cache.nearest(length) for length in (90, 60, 29, 0)] == [40, 40, 0, 0]
+    with pytest.raises(ValueError, match="no way back from 100 tokens to 60"):
+        cache.trim(60)
+
+
+def test_what_is_kept_for_going_back_does_not_grow(targets):
+    target = targets("qwen3_5")
+    cache = target.new_cache()
+    forward(target, cache, tokens_of(0, recurrent.MOST_ROWS + 1))
+    assert cache._recurrent._running.calls is None
+    cache.commit(range(recurrent.MOST_ROWS + 1))
+    for i in range(30):
+        forward(target, cache, tokens_of(i, 2))
+        cache.commit([0])
+        if i % 5 == 0:
+            cache.mark()
+        assert len(cache._recurrent._passes) <= 5
+
+
+def test_a_long_pass_is_kept_whole_or_not_at_all(targets):
+    target, prompt = targets("nemotron_h"), tokens_of(7, 20)
+    cache = fresh(target, prompt)
+    rows = recurrent.MOST_ROWS + 1
+    forward(target, cache, tokens_of(0, rows))
+    with pytest.raises(ValueError, match=f"a pass of {rows} rows can only be kept whole"):
+        cache.commit([0])
+    cache.discard()
+    assert difference(target, cache, prompt) < TOLERANCE
+
+
+def test_branches_and_rows_out_of_order_are_refused(targets):
+    target = targets("qwen3_next")
+    with pytest.raises(DFlashError, match=r"qwen3_next .* recurrent state.*; use --method dflash"):
+        target.check_trees()
+    cache = fresh(target, tokens_of(8, 5))
+    tree = Tree(mx.zeros(3, mx.int32), (-1, 0, 0))
+    with pytest.raises(DFlashError, match="cannot follow the branches"):
+        target.forward(tree.tokens, cache, Block.of(tree))
+    forward(target, cache, [1, 2, 3])
+    with pytest.raises(ValueError, match=r"first rows of a pass, not \[0, 2\]"):
+        cache.commit([0, 2])
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_models_whose_state_is_in_no_module_of_its_own_are_refused(name):
+    with pytest.raises(DFlashError, match=f"layer 0 of {name} gives its recurrent state to no"):
+        Target(make_model(name), 512, name)
+
+
+def test_caches_of_other_kinds_are_refused_with_the_layer_and_their_class(monkeypatch):
+    from mlx_lm.models.cache import ChunkedKVCache
+
+    model = make_model("llama")
+    monkeypatch.setattr(type(model), "make_cache", lambda m: [ChunkedKVCache(8)], raising=False)
+    with pytest.raises(DFlashError, match="layer 0 of llama keeps its state in a ChunkedKVCache"):
+        Target(model, 512, "llama")
+
+
+def test_a_hook_leaves_parameters_and_other_modules_alone():
+    from mlx.utils import tree_flatten
+
+    hooked, other = make_model("qwen3_5"), make_model("qwen3_5")
+    Target(hooked, 512, "hooked")
+    names = [[name for name, _ in tree_flatten(m.parameters())] for m in (hooked, other)]
+    assert names[0] == names[1]
+    changed = {
+        name
+        for (name, ours), (_, theirs) in zip(
+            hooked.named_modules(), other.named_modules(), strict=True
+        )
+        if type(ours) is not type(theirs)
+    }
+    mixers = {f"language_model.model.layers.{i}.linear_attn" for i in (0, 2)}
+    assert changed == {*mixers, "language_model.model.layers.1.self_attn.rope"}
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_two_targets_on_one_model_take_drafts_back_alike(name):
+    model, prompt, rows = make_model(name), tokens_of(3, 12), tokens_of(4, 5)
+    for target in [Target(model, 512, name) for _ in range(2)]:
+        cache = fresh(target, prompt)
+        forward(target, cache, rows)
+        assert len(cache._recurrent._running.calls) == len(cache._recurrent.layers)
+        cache.commit(range(3))
+        assert difference(target, cache, prompt + rows[:3]) < TOLERANCE
+
+
+def test_compiled_functions_take_drafts_back_alike():
+    mx.enable_compile()
+    try:
+        target, prompt, rows = Target(make_model("qwen3_5"), 512, ""), tokens_of(3, 12), [5, 7, 9]
+        cache = fresh(target, prompt)
+        forward(target, cache, rows)
+        cache.commit([0, 1])
+        assert difference(target, cache, prompt + rows[:2]) < TOLERANCE
+    finally:
+        mx.disable_compile()
+
+
+def change_states_in_place(model):
+    """Make mixers write their new state into the array that held the old one."""
+
+    def call(mixer, forward, x, mask=None, cache=None):
+        before = list(cache.cache)
+        output = forward(mixer, x, mask=mask, cache=cache)
+        for i, array in enumerate(before):
+            if array is not None:
+                array += cache[i] - array
+                cache[i] = array
+        return output
+
+    for mixer in recurrent._mixers(model, "in place"):
+        override(mixer, call)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_states_that_are_changed_in_place_can_be_taken_back_too(name):
+    model, prompt, rows = make_model(name), tokens_of(3, 12), tokens_of(4, 5)
+    change_states_in_place(model)
+    target = Target(model, 512, name)
+    start = fresh(target, prompt)
+    for kept in (0, 2, 5):
+        cache = start.fork()
+        forward(target, cache, rows)
+        cache.commit(range(kept))
+        assert difference(target, cache, prompt + rows[:kept]) < TOLERANCE
+        cache.trim(12)
+        assert difference(target, cache, prompt) < TOLERANCE
+
+
+def test_a_model_is_used_as_before_outside_the_target(targets):
+    target, tokens = targets("nemotron_h"), mx.array([tokens_of(9, 12)])
+    other = make_model("nemotron_h")
+    caches = [m.make_cache() for m in (target.model, other)]
+    ours, theirs = (m(tokens, cache=c) for m, c in zip((target.model, other), caches, strict=True))
+    assert mx.array_equal(ours, theirs)
+
+
+def test_the_family_alone_tells_whether_there_can_be_recurrent_layers(targets):
+    for name, config in {**FAMILIES, **RECURRENT}.items():
+        assert may_be_recurrent(config["model_type"]) == (name in RECURRENT)
+    assert may_be_recurrent("qwen3_5_moe") and may_be_recurrent("falcon_mamba")
+    assert may_be_recurrent("mistral") is False
+    assert may_be_recurrent("no_such_family") is may_be_recurrent("../cache") is None
+    assert not is_recurrent(Target(make_model("llama"), 512, "llama")._layout)
+    assert Recurrent(2) in targets("qwen3_5")._layout
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1", "qwen3_5"])
+def test_tapped_features_of_passes_in_parts_equal_those_of_one_pass(targets, name):
+    target, tokens = targets(name), tokens_of(10, 24)
+    taps = (0, 1, target.num_layers - 1)
+    target.tap(taps)
+    _, whole = target.forward(mx.array(tokens), target.new_cache(), Block(24), taps)
+    cache, parts = target.new_cache(), []
+    for at in range(0, 24, 8):
+        rows = mx.array([*tokens[at : at + 8], 1, 2])
+        _, features = target.forward(rows, cache, Block(10), taps)
+        parts.append(features[:8])
+        cache.commit(range(8))
+    off = mx.abs(whole - mx.concatenate(parts)).max() / mx.abs(whole).max()
+    assert off.item() < TOLERANCE

@@ -1,0 +1,377 @@
+"""Caches that hold keys and values quantised: exact moves, exact trees, plain decoding's text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.state import State
+from dflash_mlx.target import pass_times as budget
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.cache import SLACK, LayerCache
+from dflash_mlx.target.kv_packing import pack, unpack
+from dflash_mlx.target.model import Target
+from kernels_metal.emulator import emulated
+from support.families import FAMILIES, VOCAB_SIZE, make_model
+from support.recurrent_families import RECURRENT
+from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+from support.rounding import EXACT, Rounding, drafted_answer, plain_answer
+from support.toys import Scripted, random_tree
+
+BITS = [4, 8]
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+# Families with head dims that can be quantised, and what is special about each.
+WIDE = {
+    "llama": {"head_dim": 64},
+    "llama_sliding": {"head_dim": 32},
+    "gemma2": {"head_dim": 32},  # computes its attention itself
+    "gemma3_text": {"head_dim": 32},
+    "gpt_oss": {"head_dim": 32},  # sinks
+    "gemma4_text_shared_kv": {"head_dim": 32},  # layers that read the cache of another
+    "deepseek_v3": {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32},  # compressed, two widths
+}
+
+
+def random_rows(count: int, width: int = 64, heads: int = 2, seed: int = 0) -> mx.array:
+    return mx.random.normal((1, heads, count, width), key=mx.random.key(seed))
+
+
+def wide_target(name: str, bits: int | None) -> Target:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, name, {**FAMILIES[name], **WIDE[name]})
+        target = Target(make_model(name), 512, name)
+    target.kv_bits = bits
+    return target
+
+
+@pytest.fixture(scope="module")
+def targets():
+    made: dict[tuple[str, int | None], Target] = {}
+
+    def get(name: str, bits: int | None) -> Target:
+        if (name, bits) not in made:
+            made[name, bits] = wide_target(name, bits)
+        return made[name, bits]
+
+    return get
+
+
+def prefilled(target: Target, tokens: list[int], step: int = 9):
+    cache = target.new_cache()
+    for at in range(0, len(tokens), step):
+        chunk = tokens[at : at + step]
+        target.forward(mx.array(chunk), cache, Block(len(chunk)))
+        cache.commit(range(len(chunk)))
+    return cache
+
+
+def prompt_of(seed: int, length: int = 20) -> list[int]:
+    return np.random.default_rng(seed).integers(VOCAB_SIZE, size=length).tolist()
+
+
+# What is stored
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_row_is_stored_alike_by_passes_of_any_width(bits, dtype):
+    keys, values = random_rows(24).astype(dtype), random_rows(24, seed=1).astype(dtype)
+    stored = []
+    for width in (1, 8, 24):
+        cache = LayerCache(kv_bits=bits)
+        for at in range(0, 24, width):
+            cache.block = Block(width)
+            rows = slice(at, at + width)
+            cache.update_and_fetch(keys[:, :, rows], values[:, :, rows])
+            cache.commit(range(width))
+        stored.append(cache.arrays)
+    for narrow, wide in zip(stored[0], stored[1], strict=True):
+        assert mx.array_equal(narrow[:, :, :24], wide[:, :, :24])
+    for narrow, wide in zip(stored[0], stored[2], strict=True):
+        assert mx.array_equal(narrow[:, :, :24], wide[:, :, :24])
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("width", [32, 64, 96, 128, 576])
+def test_attention_sees_what_is_stored_close_to_what_was_written(bits, width):
+    rows = random_rows(5, width)
+    cache = LayerCache(kv_bits=bits)
+    cache.block = Block(5)
+    keys, _ = cache.update_and_fetch(rows, rows)
+    assert keys.shape == rows.shape and keys.dtype == rows.dtype
+    assert mx.array_equal(keys, unpack(pack(rows, bits), bits))
+    group = 64 if width % 64 == 0 else 32
+    step = rows.reshape(1, 2, 5, -1, group)
+    step = (step.max(-1) - step.min(-1)) / (2**bits - 1)
+    error = mx.abs(keys - rows).reshape(1, 2, 5, -1, group).max(-1)
+    assert (error <= step).all() and error.max() > 0  # the grid is moved so that 0 stays 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "share"),
+    [(mx.float32, 8, 9 / 32), (mx.float32, 4, 5 / 32)]
+    + [(dtype, bits, (bits + 0.5) / 16) for dtype in DTYPES[1:] for bits in BITS],
+)
+def test_stored_bytes_fall_to_the_bits_and_a_scale_and_bias_for_each_group(dtype, bits, share):
+    rows = random_rows(300).astype(dtype)
+    sizes = []
+    for kv_bits in (bits, None):
+        cache = LayerCache(kv_bits=kv_bits)
+        cache.update_and_fetch(rows, rows)
+        sizes.append(sum(array.nbytes for array in cache.arrays))
+    assert sizes[0] / sizes[1] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("width", [16, 80])
+def test_widths_that_no_group_divides_are_refused_with_the_width(width):
+    rows = random_rows(1, width)
+    expected = rf"are {width} numbers wide, .* no multiple of 32.*; leave out --kv-bits"
+    with pytest.raises(DFlashError, match=expected):
+        LayerCache(kv_bits=8).update_and_fetch(rows, rows)
+    LayerCache().update_and_fetch(rows, rows)
+
+
+# Commit, discard, trim and fork
+
+
+@dataclass
+class Sequence:
+    """A cache, and in a list what its committed rows should be."""
+
+    cache: LayerCache
+    rows: list[mx.array] = field(default_factory=list)
+
+    def step(self, rng: np.random.Generator) -> None:
+        """A block, of which nothing or a path is kept; sometimes some rows are taken back."""
+        count = int(rng.integers(1, 9))
+        block = random_rows(count, 32, seed=int(rng.integers(2**30)))
+        self.cache.block = Block(count)
+        keys, values = self.cache.update_and_fetch(block, -block)
+        self.check(keys, block)
+        self.check(-values, block)
+        path = [i for i in range(count) if rng.random() < 0.6]
+        if not path:
+            self.cache.discard()
+            return
+        self.cache.commit(path)
+        self.rows += [block[:, :, i] for i in path]
+        length = len(self.rows) - int(rng.integers(4))
+        if rng.random() < 0.3 and length > 0 and self.cache.can_trim(length):
+            self.cache.trim(length)
+            del self.rows[length:]
+
+    def check(self, found: mx.array, block: mx.array) -> None:
+        bits, window = self.cache.kv_bits, self.cache.window
+        before = self.rows if window is None else self.rows[max(0, len(self.rows) - window + 1) :]
+        expected = mx.concatenate([mx.stack(before, axis=2), block], axis=2) if before else block
+        assert mx.abs(found - unpack(pack(expected, bits), bits)).max() < 1e-6
+
+
+@settings(max_examples=12)
+@given(seed=st.integers(0, 2**16), window=st.sampled_from([None, 3, 20]))
+@pytest.mark.parametrize("bits", [None, *BITS])
+def test_whatever_happens_to_blocks_the_cache_holds_the_committed_rows(bits, seed, window):
+    rng = np.random.default_rng(seed)
+    sequence = Sequence(LayerCache(window, kv_bits=bits))
+    for _ in range(6):
+        sequence.step(rng)
+    other = Sequence(sequence.cache.fork(), list(sequence.rows))
+    for _ in range(3):
+        other.step(rng)
+        sequence.step(rng)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_committing_a_path_moves_the_stored_numbers_themselves(bits):
+    rows = random_rows(7)
+    cache = LayerCache(kv_bits=bits)
+    cache.block = Block(7)
+    cache.update_and_fetch(rows, rows)
+    before = [array[:, :, mx.array([0, 2, 3, 6])] for array in cache.arrays]
+    cache.commit([0, 2, 3, 6])
+    assert cache.length == 4 and len(before) == 6
+    for array, moved in zip(cache.arrays, before, strict=True):
+        assert mx.array_equal(array[:, :, :4], moved)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_window_gives_quantised_slots_up_as_well(bits):
+    cache = LayerCache(window=8, kv_bits=bits)
+    for _ in range(40):
+        cache.block = Block(50)
+        cache.update_and_fetch(random_rows(50), random_rows(50))
+        cache.commit(range(50))
+    assert {array.shape[2] for array in cache.arrays} <= {256 + 7 + SLACK}
+    assert cache.can_trim(2000 - SLACK) and not cache.can_trim(1000)
+
+
+# Targets
+
+
+def worst_node(target: Target, seed: int) -> float:
+    """How far a tree's logits are from those of one-row passes over each node's own path."""
+    rng = np.random.default_rng(seed)
+    tokens, parents = random_tree(rng, 5, VOCAB_SIZE)
+    tree = Tree.of([7, *tokens], [-1, *parents])
+    cache = prefilled(target, prompt_of(seed))
+    start, off = cache.fork(), []
+    logits, _ = target.forward(tree.tokens, cache, Block.of(tree))
+    for leaf in set(range(len(tree))) - set(tree.parents):
+        alone = start.fork()
+        for node in tree.path_to(leaf):
+            expected, _ = target.forward(tree.tokens[node : node + 1], alone, Block(1))
+            alone.commit([0])
+            off.append(logits[node] - expected[0])
+    worst = mx.abs(mx.stack(off)).max().item()
+    assert np.isfinite(worst)
+    return worst
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", WIDE)
+def test_every_node_of_a_tree_equals_its_own_path_token_by_token(targets, name, bits):
+    """In two of three trees: a number on the edge between two steps may be rounded either way."""
+    worst = [worst_node(targets(name, bits), seed) for seed in range(3)]
+    assert sorted(worst)[1] < 1e-4
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_fewer_bits_change_more_of_what_the_target_computes(targets, name):
+    tokens, logits = mx.array(prompt_of(0)), {}
+    for bits in (None, *BITS):
+        target = targets(name, bits)
+        logits[bits] = target.forward(tokens, target.new_cache(), Block(len(tokens)))[0]
+    errors = [mx.abs(logits[bits] - logits[None]).mean().item() for bits in (8, 4)]
+    assert 1e-3 < errors[0] < errors[1]
+
+
+def test_the_comparison_of_trees_notices_a_causal_mask(targets, monkeypatch):
+    causal = property(lambda block: np.tri(block.rows, dtype=bool))
+    monkeypatch.setattr(Block, "visible", causal)
+    assert sorted(worst_node(targets("llama", 8), seed) for seed in range(3))[1] > 0.05
+
+
+def answer(target: Target, drafter, prompt: list[int], tokens: int = 28) -> tuple[list[int], int]:
+    state = State(target.new_cache(), drafter.new_context())
+    config = DecodeConfig(max_tokens=tokens)
+    prefill(target, drafter, state, prompt, config, Observer())
+    rounds = list(decode(target, drafter, state, config, Observer()))
+    return [token for accepted in rounds for token in accepted.tokens], len(rounds)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", ["llama", "llama_sliding", "gpt_oss"])
+def test_greedy_answers_with_drafts_are_those_without_them(targets, name, bits):
+    target = targets(name, bits)
+    for seed in range(2):
+        prompt, rng = prompt_of(seed), np.random.default_rng(seed)
+        plain, rounds = answer(target, NoDraft(), prompt)
+
+        def script(tokens, room, rng=rng, plain=plain, prompt=prompt):
+            ahead = plain[len(tokens) - len(prompt) :][: int(rng.integers(6))][: room - 1]
+            others = [int(t) for t in rng.permutation(VOCAB_SIZE)[:4] if t not in ahead[:1]]
+            others = others[: room - 1 - len(ahead)]
+            return [*ahead, *others], [*range(len(ahead)), *(0 for _ in others)]
+
+        drafted, fewer = answer(target, Scripted(script), prompt)
+        assert drafted == plain
+        assert fewer < 0.7 * rounds
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_exact_answers_are_plain_ones_though_passes_of_other_widths_round_otherwise(
+    bits, monkeypatch
+):
+    """Quantising makes small differences larger now and then, which the guard has measured."""
+    monkeypatch.setitem(FAMILIES, "llama", {**FAMILIES["llama"], **WIDE["llama"]})
+    target = Rounding("llama", 0.003)
+    target.kv_bits = bits
+    changed = 0
+    for seed in range(2):
+        plain = plain_answer(target, seed)
+        exact, statistics = drafted_answer(target, seed, EXACT)
+        assert exact == plain
+        changed += statistics.near_ties.changed
+    assert changed > 0
+
+
+@pytest.fixture
+def interpreted():
+    """On a CPU mx.compile would build a hybrid's functions with a C++ compiler first."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_hybrid_target_quantises_its_attention_layers_and_keeps_its_states(monkeypatch):
+    monkeypatch.setitem(RECURRENT, "qwen3_5", {**RECURRENT["qwen3_5"], "head_dim": 32})
+    target = Target(make_model("qwen3_5"), 512, "qwen3_5")
+    target.kv_bits = 8
+    prompt, rng = prompt_of(0), np.random.default_rng(0)
+    cache = prefilled(target, prompt)
+    attention = [layer for layer in cache.layers if isinstance(layer, LayerCache)]
+    assert attention and len(attention) < target.num_layers
+    assert all(len(layer.arrays) == 6 for layer in attention)
+    plain, rounds = answer(target, NoDraft(), prompt)
+
+    def script(tokens, room):
+        ahead = plain[len(tokens) - len(prompt) :][: int(rng.integers(4))]
+        ahead = [*ahead, 1][: room - 1]
+        return ahead, list(range(len(ahead)))
+
+    drafted, fewer = answer(target, Scripted(script), prompt)
+    assert drafted == plain and fewer < 0.7 * rounds
+
+
+def test_the_attention_kernel_takes_what_is_stored_and_the_commit_says_why_it_cannot(targets):
+    target, tree = wide_target("llama", 4), Tree.of([3, 1, 4, 1], [-1, 0, 0, 1])
+    cache = prefilled(target, prompt_of(2))
+    stock, _ = target.forward(tree.tokens, cache.fork(), Block.of(tree))
+    target.use_kernels("on")
+    with emulated() as run:
+        ours, _ = target.forward(tree.tokens, cache, Block.of(tree))
+        mx.eval(ours)
+        cache.commit([0, 2])
+    assert run.of("cascade_attention") and not run.of("cache_commit")
+    assert mx.abs(ours - stock).max() < 1e-4
+    assert target.kernels.choices["cache_commit"].reason == "keys and values are quantised"
+
+
+def test_pass_times_are_not_shared_between_kinds_of_storage(targets):
+    keys = {budget._key(targets("llama", bits)) for bits in (None, 4, 8)}
+    assert len(keys) == 3
+
+
+# The drafter's context
+
+
+def test_the_drafters_context_is_stored_in_the_same_bits(tmp_path, targets):
+    dflash = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
+    raw = tiny_drafter_config(num_target_layers=3, head_dim=32, dflash_config=dflash)
+    config = read_config(write_drafter_folder(tmp_path, raw, random_drafter(raw)))
+    network = load_network(tmp_path, config, mx.float32)
+    features = mx.random.normal((40, 128), key=mx.random.key(3))
+    logits = {}
+    for bits in (None, *BITS):
+        model = BlockModel(network, config, targets("llama", bits))
+        context = model.new_context()
+        context.append(features)
+        logits[bits] = model.logits(context, mx.array([7]), 8)
+        packed = [array for array in context.arrays if array.dtype == mx.uint32]
+        assert len(packed) == (0 if bits is None else 2 * len(config.layer_windows))
+    errors = [mx.abs(logits[bits] - logits[None]).max().item() for bits in (8, 4)]
+    assert 0 < errors[0] < 0.1 and errors[0] < errors[1] < 2

@@ -1,0 +1,207 @@
+"""Every mlx-lm attention family as a target: trees, windows, commits, taps."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.cache import SLACK
+from dflash_mlx.target.model import Target
+from support.families import FAMILIES, POSITION_DEPENDENT, SLIDING, VOCAB_SIZE, make_model
+from support.toys import random_tree
+
+TREE_FAMILIES = sorted(set(FAMILIES) - set(POSITION_DEPENDENT))
+PROMPT_LENGTH = 20
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def targets():
+    made = {}
+
+    def get(name: str) -> Target:
+        if name not in made:
+            made[name] = Target(make_model(name), 512, name)
+        return made[name]
+
+    return get
+
+
+def tokens_of(rng, count):
+    return rng.integers(VOCAB_SIZE, size=count).tolist()
+
+
+def prefilled(target, tokens, step=9):
+    cache = target.new_cache()
+    for at in range(0, len(tokens), step):
+        chunk = tokens[at : at + step]
+        mx.eval(target.forward(mx.array(chunk), cache, Block(len(chunk)))[0])
+        cache.commit(range(len(chunk)))
+    return cache
+
+
+def plain_logits(target, tokens):
+    """Logits after the last of `tokens`, by the model alone."""
+    return np.array(target.model(mx.array([tokens]))[0, -1])
+
+
+def some_tree(rng, nodes=8):
+    tokens, parents = random_tree(rng, nodes, VOCAB_SIZE)
+    return Tree.of([int(rng.integers(VOCAB_SIZE)), *tokens], [-1, *parents])
+
+
+def tokens_on(tree, path):
+    return [int(tree.tokens[node].item()) for node in path]
+
+
+def worst_node(target, cache, prompt, tree):
+    logits, _ = target.forward(tree.tokens, cache, Block.of(tree))
+    logits = np.array(logits)
+    off = [
+        logits[n] - plain_logits(target, prompt + tokens_on(tree, tree.path_to(n)))
+        for n in range(len(tree))
+    ]
+    return np.abs(off).max()  # no number, where any of these is none
+
+
+@pytest.mark.parametrize("name", TREE_FAMILIES)
+def test_every_node_of_a_random_tree_equals_a_forward_over_its_own_path(targets, name):
+    rng = np.random.default_rng(0)
+    target, prompt = targets(name), tokens_of(rng, PROMPT_LENGTH)
+    cache = prefilled(target, prompt)
+    for _ in range(2):
+        assert worst_node(target, cache, prompt, some_tree(rng)) < TOLERANCE
+        cache.discard()
+
+
+@given(seed=st.integers(0, 10**6), nodes=st.integers(0, 12), length=st.integers(0, 30))
+@settings(max_examples=25)
+@pytest.mark.parametrize("name", ["llama", "llama_sliding"])
+def test_trees_of_any_shape_behind_prompts_of_any_length(targets, name, seed, nodes, length):
+    rng = np.random.default_rng(seed)
+    target, prompt = targets(name), tokens_of(rng, length)
+    assert worst_node(target, prefilled(target, prompt), prompt, some_tree(rng, nodes)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_the_node_test_notices_a_causal_mask_in_place_of_the_ancestors(targets, name, monkeypatch):
+    rng = np.random.default_rng(0)
+    target, prompt = targets(name), tokens_of(rng, PROMPT_LENGTH)
+    cache = prefilled(target, prompt)
+    causal = property(lambda block: mx.tril(mx.full((block.rows, block.rows), True)))
+    monkeypatch.setattr(Block, "visible", causal)
+    assert worst_node(target, cache, prompt, some_tree(rng)) > 0.1
+
+
+@pytest.mark.parametrize("name", TREE_FAMILIES)
+def test_committing_a_path_equals_computing_it_from_scratch(targets, name):
+    rng = np.random.default_rng(3)
+    target, committed = targets(name), tokens_of(rng, 6)
+    cache = prefilled(target, committed)
+    for _ in range(12):  # far enough for windows of 8 to wrap
+        tree = some_tree(rng)
+        target.forward(tree.tokens, cache, Block.of(tree))
+        path = tree.path_to(int(rng.integers(len(tree))))
+        cache.commit(path)
+        committed = committed + tokens_on(tree, path)
+    assert cache.length == len(committed)
+    assert worst_node(target, cache, committed, some_tree(rng)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_chains_need_no_positions_per_row_and_work_on_every_family(targets, name):
+    rng = np.random.default_rng(4)
+    target, committed = targets(name), tokens_of(rng, 11)
+    cache = prefilled(target, committed)
+    for rows, accepted in [(5, 2), (1, 1), (7, 7), (3, 1)]:
+        tree = Tree.chain(mx.array(tokens_of(rng, rows)))
+        logits, _ = target.forward(tree.tokens, cache, Block.of(tree))
+        path = tuple(range(accepted))
+        cache.commit(path)
+        committed = committed + tokens_on(tree, path)
+        expected = plain_logits(target, committed)
+        assert np.abs(np.array(logits[accepted - 1]) - expected).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(set(SLIDING) - set(POSITION_DEPENDENT)))
+def test_a_wrapped_window_goes_back_only_as_far_as_its_slots_reach(targets, name):
+    rng = np.random.default_rng(5)
+    target, committed = targets(name), tokens_of(rng, 600)
+    cache = prefilled(target, committed, step=100)
+    assert not cache.can_trim(40)
+    back = 600 - SLACK
+    assert cache.can_trim(back)
+    cache.trim(back)
+    assert worst_node(target, cache, committed[:back], some_tree(rng)) < TOLERANCE
+    cache.trim(0)
+    assert worst_node(target, cache, [], some_tree(rng)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4_text_shared_kv", "qwen3_moe", "cohere2"])
+def test_tapped_features_are_the_outputs_of_the_layers(targets, name):
+    target = targets(name)
+    tokens = mx.array(tokens_of(np.random.default_rng(6), 12))
+    last = target.num_layers - 1
+    taps = (0, last, 1)
+    target.tap(taps)
+    _, features = target.forward(tokens, target.new_cache(), Block(12), taps)
+    width = features.shape[1] // 3
+    assert features.shape == (12, 3 * width)
+    inner = target.model.model
+    normed = inner.norm(features[:, width : 2 * width])
+    direct = inner(tokens[None])[0]
+    assert np.abs(np.array(normed - direct)).max() < TOLERANCE
+
+
+def test_the_tapped_layer_is_the_one_that_was_named(targets):
+    target = targets("llama")
+    tokens = mx.array(tokens_of(np.random.default_rng(7), 5))
+    target.tap((0, 1))
+    _, features = target.forward(tokens, target.new_cache(), Block(5), (0, 1))
+    model = target.model.model
+    first = model.layers[0](model.embed_tokens(tokens[None]), "causal")
+    second = model.layers[1](first, "causal")
+    expected = mx.concatenate([first[0], second[0]], axis=-1)
+    assert np.abs(np.array(features - expected)).max() < TOLERANCE
+
+
+def test_tapping_a_layer_again_adds_no_second_hook(targets):
+    target = targets("qwen2")
+    target.tap((0, 1))
+    hooked = type(target.model.layers[0])
+    target.tap((1, 0))
+    assert type(target.model.layers[0]) is hooked
+
+
+def test_two_targets_on_one_model_are_both_right(targets):
+    rng = np.random.default_rng(8)
+    model, tokens = make_model("llama_sliding"), mx.array(tokens_of(rng, PROMPT_LENGTH))
+    both = {(0, 2): Target(model, 512, "first"), (2, 1): Target(model, 512, "second")}
+    for taps, target in both.items():
+        target.tap(taps)
+    assert type(model.layers[0].self_attn.rope).__mro__[1] is type(
+        make_model("llama_sliding").layers[0].self_attn.rope
+    )
+    alone = targets("llama_sliding")
+    for taps, target in both.items():
+        cache = prefilled(target, tokens.tolist())
+        assert worst_node(target, cache, tokens.tolist(), some_tree(rng)) < TOLERANCE
+        alone.tap(taps)
+        ours, theirs = (
+            t.forward(tokens, t.new_cache(), Block(len(tokens)), taps)[1] for t in (target, alone)
+        )
+        assert mx.array_equal(ours, theirs)
+
+
+def test_hooks_leave_parameters_and_other_instances_alone():
+    from mlx.utils import tree_flatten
+
+    hooked, other = make_model("llama"), make_model("llama")
+    names = [name for name, _ in tree_flatten(hooked.parameters())]
+    Target(hooked, 512, "llama").tap((0,))
+    assert [name for name, _ in tree_flatten(hooked.parameters())] == names
+    assert type(hooked.layers[0]) is not type(other.layers[0])
+    assert type(other.layers[0]).__call__ is type(other.layers[1]).__call__

@@ -1,0 +1,390 @@
+"""Which calls of a loaded model go through kernels: by its own setting, and as before without."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import base, cache, gpt_oss, llama
+
+from dflash_mlx.cli import options as cli
+from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.engine.verify import WALK, Verdict
+from dflash_mlx.models.load import load_pair, load_target
+from dflash_mlx.system import cpu_math
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.cache import LayerCache
+from dflash_mlx.target.model import Target, routing
+from dflash_mlx.target.sequence import SequenceCache
+from kernels_metal.emulator import emulated
+from kernels_metal.operations import TREE_WALK
+from kernels_metal.tree_walk import tree_walk_reference
+from support.families import FAMILIES, make_model
+from support.models import write_model
+from support.toys import random_tree
+
+TREE = Tree.of([3, 1, 4, 1, 5, 9], [-1, 0, 0, 1, 2, 2])
+PROMPT = mx.arange(11)
+# Head dims that the kernel takes, and what is special about each family.
+ROUTED = {
+    "llama": {"head_dim": 64},
+    "llama_sliding": {"head_dim": 64},
+    "gemma3_text": {"head_dim": 64},  # windows in some layers only
+    "gpt_oss": {"head_dim": 64},  # sinks and windows
+    "phi3": {"hidden_size": 256},  # one product for queries, keys and values
+}
+
+
+def make_target(monkeypatch: pytest.MonkeyPatch, name: str, bits: int | None = None) -> Target:
+    changes = {"num_attention_heads": 4, "num_key_value_heads": 2, **ROUTED.get(name, {})}
+    monkeypatch.setitem(FAMILIES, name, {**FAMILIES[name], **changes})
+    model = make_model(name)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    return Target(model, 200, name)
+
+
+def pass_over(target: Target, tree: Tree = TREE) -> mx.array:
+    """Logits of a tree's nodes behind the prompt."""
+    sequence = target.new_cache()
+    target.forward(PROMPT, sequence, Block(len(PROMPT)))
+    sequence.commit(range(len(PROMPT)))
+    logits = target.forward(tree.tokens, sequence, Block.of(tree))[0]
+    mx.eval(logits)
+    return logits
+
+
+def ran(target: Target) -> set[str]:
+    """The kernels of one pass."""
+    with emulated() as run:
+        pass_over(target)
+    return {counters.kernel for counters in run.counters}
+
+
+def classes(target: Target) -> list[type]:
+    return [type(module) for module in target.model.modules()]
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_families_attend_through_the_kernel_and_agree_with_stock_mlx(monkeypatch, name):
+    target = make_target(monkeypatch, name)
+    stock = pass_over(target)
+    target.use_kernels("on")
+    with emulated() as run:
+        ours = pass_over(target)
+    assert len(run.of("cascade_attention")) == 2 * target.num_layers
+    assert mx.abs(ours - stock).max().item() < 1e-4
+    assert all(choice.kernel for choice in target.kernels.choices.values())
+
+
+def test_a_wrong_window_would_be_noticed(monkeypatch):
+    """The control of the test above."""
+    target = make_target(monkeypatch, "llama_sliding")
+    stock = pass_over(target)
+    target.use_kernels("on")
+    original = Block.remember
+
+    def remember(block: Block, mask: mx.array, seen: Any) -> None:
+        original(block, mask, type(seen)(seen.prefix, seen.local))
+
+    monkeypatch.setattr(Block, "remember", remember)
+    with emulated():
+        assert mx.abs(pass_over(target) - stock).max().item() > 1e-3
+
+
+def test_what_the_kernels_do_not_take_is_left_to_stock_mlx_with_the_reason(monkeypatch):
+    narrow = make_target(monkeypatch, "qwen2")
+    softcapped = make_target(monkeypatch, "gemma2")
+    three_bits = make_target(monkeypatch, "llama", bits=3)
+    expected = [pass_over(target) for target in (narrow, softcapped)]
+    for target in (narrow, softcapped, three_bits):
+        target.use_kernels("on")
+    with emulated() as run:
+        found = [pass_over(target) for target in (narrow, softcapped)]
+    assert run.counters == []
+    assert all(mx.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+    reasons = {choice.reason for choice in narrow.kernels.choices.values()}
+    assert reasons == {"the head dim of queries is 16, but must be one of 64, 80, 96, 128, 256"}
+    (choice,) = softcapped.kernels.choices.values()
+    assert choice.reason == "gemma2 computes the attention of some layers itself"
+    (choice,) = three_bits.kernels.choices.values()
+    assert choice.reason == "bits is 3, but must be one of 4, 8"
+    three_bits.use_kernels("off")
+    assert three_bits.kernels.choices == {}
+
+
+def test_weights_packed_otherwise_are_left_to_stock_mlx_with_the_reason(monkeypatch):
+    target = make_target(monkeypatch, "qwen2")
+    nn.quantize(target.model, group_size=32, bits=4, mode="mxfp4")
+    stock = pass_over(target)
+    target.use_kernels("on")
+    with emulated() as run:
+        assert mx.array_equal(pass_over(target), stock)
+    assert run.counters == []
+    reasons = {choice.reason for choice in target.kernels.choices.values()}
+    assert "mode is mxfp4, but must be affine" in reasons
+
+
+def test_quantised_layers_and_a_tied_head_go_through_their_kernel(monkeypatch):
+    target = make_target(monkeypatch, "llama", bits=8)
+    assert isinstance(target.embedding(), nn.QuantizedEmbedding)
+    stock = pass_over(target)
+    target.use_kernels("on")
+    with emulated() as run:
+        ours = pass_over(target)
+    assert len(run.of("verify_qmm")) == 2 * (7 * target.num_layers + 1)
+    assert mx.abs(ours - stock).max().item() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_models_of_half_precision_go_through_every_kernel(monkeypatch, dtype):
+    target = make_target(monkeypatch, "llama", bits=4)
+    target.model.set_dtype(dtype)
+    stock = pass_over(target)
+    exact = make_target(monkeypatch, "llama", bits=4)
+    exact.model.set_dtype(dtype)
+    exact.model.set_dtype(mx.float32)
+    logits = pass_over(exact)
+    target.use_kernels("on")
+    with emulated() as run:
+        ours = pass_over(target)
+    assert {"cascade_attention", "verify_qmm"} <= {counters.kernel for counters in run.counters}
+    assert all(choice.kernel for choice in target.kernels.choices.values())
+    assert ours.dtype == dtype
+    error, stock_error = (mx.abs(found - logits).max().item() for found in (ours, stock))
+    assert error < 2 * stock_error
+
+
+def test_a_bias_is_added_to_the_kernels_product(monkeypatch):
+    target = make_target(monkeypatch, "qwen2", bits=4)
+    assert "bias" in target.model.layers[0].self_attn.q_proj
+    stock = pass_over(target)
+    target.use_kernels("on")
+    with emulated() as run:
+        ours = pass_over(target)
+    assert run.of("verify_qmm")
+    assert mx.abs(ours - stock).max().item() < 1e-4
+
+
+def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkeypatch):
+    target = make_target(monkeypatch, "llama", bits=4)
+    target.tap((1,))
+    before, stock = classes(target), pass_over(target)
+    target.use_kernels("on")
+    assert classes(target) != before
+    sequence, head = target.new_cache(), target.head()
+    assert ran(target) == {"cascade_attention", "cascade_merge", "verify_qmm"}
+    target.use_kernels("off")
+    assert classes(target) == before
+    with emulated() as run:
+        target.forward(PROMPT, sequence, Block(len(PROMPT)))
+        mx.eval(head(mx.zeros((1, 64))))
+        assert mx.array_equal(pass_over(target), stock)
+    assert run.counters == []
+    assert target.kernels.choices == {}
+
+
+def test_switching_twice_hooks_once(monkeypatch):
+    target = make_target(monkeypatch, "llama", bits=4)
+    before = classes(target)
+    target.use_kernels("on")
+    target.use_kernels("auto")
+    with emulated() as run:
+        pass_over(target)
+    assert len(run.of("cascade_attention")) == 2 * target.num_layers
+    target.use_kernels("off")
+    assert classes(target) == before
+
+
+def test_what_was_measured_with_other_kernels_is_forgotten(monkeypatch):
+    target = make_target(monkeypatch, "llama")
+    target.pass_times = target.noise = object()
+    target.use_kernels("auto")
+    assert (target.pass_times, target.noise) == (None, None)
+
+
+def test_two_models_of_one_family_have_settings_of_their_own(monkeypatch):
+    names = [(base, "scaled_dot_product_attention"), (llama, "scaled_dot_product_attention")]
+    names += [(gpt_oss, "scaled_dot_product_attention"), (mx.fast, "scaled_dot_product_attention")]
+    names += [(mx, "quantized_matmul"), (llama.Attention, "__call__")]
+    names += [(nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear")]
+    before = [getattr(owner, name) for owner, name in names]
+    on, off = (make_target(monkeypatch, "llama", bits=4) for _ in "12")
+    on.use_kernels("on")
+    off.use_kernels("off")
+    assert ran(on) == {"cascade_attention", "cascade_merge", "verify_qmm"}
+    assert ran(off) == set()
+    assert on.kernels.choices and not off.kernels.choices
+    assert [getattr(owner, name) for owner, name in names] == before
+
+
+def test_mlx_lms_own_caches_still_work_with_a_hooked_model(monkeypatch):
+    target = make_target(monkeypatch, "llama")
+    stock = target.model(PROMPT[None], cache=cache.make_prompt_cache(target.model))
+    target.use_kernels("on")
+    with emulated() as run:
+        hooked = target.model(PROMPT[None], cache=cache.make_prompt_cache(target.model))
+        assert mx.array_equal(hooked, stock)
+    assert run.counters == []
+
+
+def test_a_mask_from_elsewhere_is_left_to_stock_mlx():
+    target = Target(make_model("llama"), 200, "tiny")
+    target.use_kernels("on")
+    layer = target.new_cache().layers[0]
+    layer.block = Block(4)
+    x = mx.random.normal((1, 2, 4, 64), key=mx.random.key(0))
+    mask = mx.random.normal((4, 4), key=mx.random.key(1))
+    stock = mx.fast.scaled_dot_product_attention(x, x, x, scale=0.1, mask=mask)
+    with emulated() as run:
+        assert mx.array_equal(layer.attend(x, x, x, scale=0.1, mask=mask), stock)
+    assert run.counters == []
+    (choice,) = target.kernels.choices.values()
+    assert choice.reason == "some layers make masks of their own"
+
+
+# Without anything that runs kernels, `auto` makes the calls that `off` makes.
+
+
+class Calls:
+    """Counts and remembers what MLX is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[Any, ...]] = []
+        for owner, name in (
+            (mx.fast, "scaled_dot_product_attention"),
+            (mx, "quantized_matmul"),
+            (mx, "concatenate"),
+            (mx, "argpartition"),
+        ):
+            monkeypatch.setattr(owner, name, self._spy(name, getattr(owner, name)))
+
+    def _spy(self, name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            described = {key: getattr(value, "shape", value) for key, value in kwargs.items()}
+            self.made.append((name, [getattr(a, "shape", a) for a in args], described))
+            return original(*args, **kwargs)
+
+        return call
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[Any]:
+    with monkeypatch.context() as patch:
+        calls = Calls(patch)
+        work()
+    return [(name, [str(a) for a in args], str(kwargs)) for name, args, kwargs in calls.made]
+
+
+@pytest.fixture
+def no_metal(monkeypatch):
+    """As on Linux."""
+    monkeypatch.setattr(routing, "executor", lambda: None)
+
+
+@pytest.mark.usefixtures("no_metal")
+@pytest.mark.parametrize("mode", ["auto", "on"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_without_metal_a_pass_makes_the_same_calls_as_with_kernels_off(monkeypatch, mode, bits):
+    target = make_target(monkeypatch, "llama_sliding", bits)
+    stock, calls = pass_over(target), calls_of(monkeypatch, lambda: pass_over(target))
+    assert len(calls) > 2 * target.num_layers
+    target.use_kernels(mode)
+    assert calls_of(monkeypatch, lambda: pass_over(target)) == calls
+    assert mx.array_equal(pass_over(target), stock)
+    assert target.kernels.choices == {}
+
+
+@pytest.mark.usefixtures("no_metal")
+def test_without_metal_ranking_and_walking_stay_on_the_host(monkeypatch):
+    monkeypatch.setattr(cpu_math, "applies", lambda: True)
+    target = make_target(monkeypatch, "llama")
+    target.use_kernels("on")
+    logits = mx.random.normal((4, 50), key=mx.random.key(0))
+    monkeypatch.setattr(mx, "argpartition", None)  # MLX's, which the host does without
+    found, expected = rank(logits, 5, target.kernels), rank(logits, 5)
+    assert np.array_equal(found.tokens, expected.tokens)
+    assert np.array_equal(found.logprobs, expected.logprobs)
+    tree = Tree.of([3, 1], [-1, 0])
+    assert Verdict(tree, mx.zeros((2, 9)), None, target.kernels).greedy_walk() is None
+
+
+@pytest.mark.usefixtures("no_metal")
+def test_without_metal_a_commit_is_one_index_and_one_gather_for_each_array(monkeypatch):
+    layers = [LayerCache() for _ in range(3)]
+    sequence = SequenceCache(layers)
+    sequence.extend(Block(6))
+    for layer in layers:
+        layer.update_and_fetch(mx.ones((1, 1, 6, 4)), mx.ones((1, 1, 6, 4)))
+    gathered: list[Any] = []
+
+    class Spy:
+        """Stands for an array of keys or values."""
+
+        def __init__(self) -> None:
+            self.shape = (1, 1, 6, 4)
+
+        def __getitem__(self, key: Any) -> Any:
+            gathered.append(key[1])
+            return self
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            pass
+
+    for layer in layers:
+        layer._stored = [Spy(), Spy()]  # type: ignore[list-item]
+    sequence.commit([0, 2, 5])
+    assert len(gathered) == 6
+    assert len({id(index) for index in gathered}) == 1
+    assert gathered[0].tolist() == [2, 5]
+
+
+def test_the_walk_has_to_be_faster_than_the_loop_on_the_host_which_gives_the_same():
+    rng = np.random.default_rng(0)
+    for nodes in (2, 3, 9, 40):
+        tokens, parents = random_tree(rng, nodes, 3)
+        tree = Tree.of([0, *tokens], [-1, *parents])
+        choices = mx.array(rng.integers(0, 3, len(tree)).astype(np.uint32))
+        arguments = choices, tree.tokens, mx.array(tree.parents)
+        assert mx.array_equal(WALK.reference(*arguments), tree_walk_reference(*arguments))
+    assert WALK.kernel is TREE_WALK.kernel
+
+
+# The setting.
+
+
+def test_the_setting_is_checked_when_made():
+    assert PairConfig().kernels == "auto"
+    with pytest.raises(DFlashError, match="kernels is 'fast'; choose one of auto, off, on"):
+        PairConfig(kernels="fast")
+    with pytest.raises(ValueError, match="kernels is 'fast'"):
+        Target(make_model("llama"), 9, "tiny").use_kernels("fast")  # type: ignore[arg-type]
+
+
+def test_every_command_line_that_loads_a_pair_has_the_option():
+    parser = argparse.ArgumentParser()
+    cli.add_options(parser, PairConfig, DecodeConfig)
+    given = cli.read_pair_config(parser.parse_args(["--kernels", "on"]))
+    assert given == PairConfig(kernels="on")
+    assert cli.read_pair_config(parser.parse_args([])) == PairConfig()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield str(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("mode", ["auto", "off", "on"])
+def test_a_pair_is_loaded_with_its_setting(folder, mode):
+    assert load_pair(PairConfig(folder, kernels=mode)).target.kernels.mode == mode
+
+
+def test_a_target_for_training_has_no_kernels(folder):
+    assert load_target(folder).target.kernels.mode == "off"

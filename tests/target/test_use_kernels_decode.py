@@ -1,0 +1,149 @@
+"""Whole answers through emulated kernels, token by token those of stock MLX."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.growth import rank
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.state import State
+from dflash_mlx.models.load import Pair
+from dflash_mlx.target.model import Target, cache
+from kernels_metal.emulator import Run, emulated
+from support.families import FAMILIES, make_model
+from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+
+HEAD_DIM = 64  # the least that the attention kernel takes
+VOCABULARY = 16  # so small that random drafters are often right, and not by their first choice
+TOKENS = 32
+LAYERS = 2
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+METHODS = {
+    "none": DecodeConfig(method="none", max_tokens=TOKENS),
+    "dflash": DecodeConfig(method="dflash", max_tokens=TOKENS),
+    "d2sd": DecodeConfig(method="d2sd", max_tokens=TOKENS, budget=16, branches=3),
+}
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    paths: list[tuple[int, ...]]
+
+
+def model(monkeypatch: pytest.MonkeyPatch, bits: int | None) -> nn.Module:
+    """Two layers; quantised, embedding and head included, if there are bits."""
+    small = {"head_dim": HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small |= {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "intermediate_size": 64}
+    monkeypatch.setitem(FAMILIES, "small", {**FAMILIES["qwen3"], **small})
+    made = make_model("small")
+    if bits is not None:
+        nn.quantize(made, group_size=32, bits=bits)
+    return made
+
+
+def network(folder: Path, taps: list[int], seed: int, **changes: Any) -> tuple[Any, Any]:
+    """A drafter of one layer."""
+    config = tiny_drafter_config(
+        num_target_layers=LAYERS,
+        num_hidden_layers=1,
+        head_dim=HEAD_DIM,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+        block_size=5,
+        dflash_config={"mask_token_id": 5, "target_layer_ids": taps},
+        **changes,
+    )
+    write_drafter_folder(folder, config, random_drafter(config, seed))
+    read = read_config(folder)
+    return load_network(folder, read, mx.float32), read
+
+
+def make_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bits: int | None) -> Pair:
+    target = Target(model(monkeypatch, bits), 200, "tiny")
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 12}
+    first, second = network(tmp_path / "1", [0, 1], 1), network(tmp_path / "2", [1], 2, **window)
+    return Pair(target, None, first[0], first[1], "tiny", second[0], second[1])
+
+
+def answer(pair: Pair, config: DecodeConfig) -> Answer:
+    drafter = make_drafter(pair, config)
+    state = State(pair.target.new_cache(), drafter.new_context())
+    prefill(pair.target, drafter, state, PROMPT, config, Observer())
+    found = list(decode(pair.target, drafter, state, config, Observer()))
+    tokens = [token for accepted in found for token in accepted.tokens]
+    return Answer(tokens[:TOKENS], [accepted.path for accepted in found])
+
+
+@contextmanager
+def only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Every kernel is emulated, and what it stands for cannot be called."""
+
+    def stock(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("stock MLX was called")
+
+    with monkeypatch.context() as patch, emulated() as run:
+        patch.setattr(mx.fast, "scaled_dot_product_attention", stock)
+        patch.setattr(mx, "quantized_matmul", stock)
+        patch.setattr(rank, "_rank_on_host", stock)
+        patch.setattr(rank, "draft_head_reference", stock)
+        patch.setattr(cache, "accepted_rows_reference", stock)
+        patch.setattr(Tree, "child", stock)  # with which the host walks a tree
+        yield run
+
+
+def passes(found: Answer, drafters: int) -> tuple[int, int]:
+    """Target passes, the prompt's included, and drafter passes: none where one token is left."""
+    last_is_alone = sum(map(len, found.paths[:-1])) == TOKENS - 1
+    drafts = len(found.paths) - last_is_alone
+    return 1 + len(found.paths), drafters * drafts
+
+
+CASES = [("none", None), ("dflash", None), ("d2sd", None), ("dflash", 4), ("d2sd", 4)]
+
+
+@pytest.mark.parametrize(("method", "bits"), CASES)
+def test_answers_through_emulated_kernels_are_those_of_stock_mlx(
+    monkeypatch, tmp_path, method, bits
+):
+    pair, config = make_pair(monkeypatch, tmp_path, bits), METHODS[method]
+    expected = answer(pair, config)
+    pair.target.use_kernels("on")
+    with only_kernels(monkeypatch) as run:
+        found = answer(pair, config)
+    assert found == expected
+    assert len(found.tokens) == TOKENS
+
+    ran = Counter(counters.kernel for counters in run.counters)
+    target_passes, drafts = passes(found, {"none": 0, "dflash": 1, "d2sd": 2}[method])
+    moved = [path for path in found.paths if path != tuple(range(len(path)))]
+    products = 7 * LAYERS * target_passes + target_passes + drafts  # the head serves both
+    ranked = drafts if method == "d2sd" else 0
+    layers = LAYERS * target_passes + drafts
+    expected_launches = {
+        "cascade_attention": layers,
+        "cascade_merge": layers,
+        "verify_qmm": products if bits else 0,
+        "draft_head": ranked,
+        "draft_head_merge": ranked,
+        "tree_walk": drafts // 2 if method == "d2sd" else drafts,
+        "cache_commit": len(moved),
+    }
+    assert ran == Counter({name: times for name, times in expected_launches.items() if times})
+    assert (method == "d2sd") == bool(moved)
+    assert all(choice.kernel for choice in pair.target.kernels.choices.values())

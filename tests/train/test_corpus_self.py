@@ -1,0 +1,232 @@
+"""User turns that the model writes itself, through any chat template."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from dflash_mlx import Pair, load
+from dflash_mlx.core.config import CorpusConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.train.corpus.batch import Done
+from dflash_mlx.train.corpus.rows import Row, read_rows
+from dflash_mlx.train.corpus.self_prompt import TurnTemplate, TurnWriter
+from support.models import EOS, TEMPLATE, write_model
+
+corpus = import_module("dflash_mlx.train.corpus.__main__")
+
+OPENINGS = ("Say ", "def f():\n\n")
+# As Llama 2's: no token of its own ends the user's turn.
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] | trim }} [/INST]"
+    "{% elif m['role'] == 'system' %}<<{{ m['content'] }}>>{% endif %}{% endfor %}"
+)
+SHOUTING = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+REFUSING = "{{ raise_exception('System role not supported') }}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("self")
+    write_model(root / "model")
+    for name, template in (("plain", PLAIN_TEMPLATE), ("shouting", SHOUTING), ("none", None)):
+        write_model(root / name, template=template)
+    return root
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Pair:
+    return load(str(folder / "model"))
+
+
+def run(folder: Path, out: Path, wanted: int, *more: str) -> list[Row]:
+    options = [
+        *("--model", str(folder / "model")),
+        *("--out", str(out)),
+        *("--self-prompt", str(wanted)),
+        *("--max-tokens", "4"),
+        *("--batch-size", "6"),
+        *("--self-max-tokens", "60"),
+        *more,
+    ]
+    corpus.main(options)
+    return read_rows(out)[1]
+
+
+WITH_OPENINGS = [option for opening in OPENINGS for option in ("--opening", opening)]
+
+
+@pytest.fixture(scope="module")
+def asked(folder: Path) -> list[Row]:
+    return run(folder, folder / "asked.jsonl", 10, *WITH_OPENINGS)
+
+
+def number(row: Row) -> int:
+    return int(row.id.removeprefix("self-0-"))
+
+
+def test_as_many_turns_as_wanted_are_answered_each_with_its_text(asked, pair):
+    assert (
+        len({row.id for row in asked}) == len({row.messages[0]["content"] for row in asked}) == 10
+    )
+    for row in asked:
+        expected = pair.tokenizer.apply_chat_template(
+            list(row.messages), add_generation_prompt=True
+        )
+        assert row.prompt == tuple(expected)
+        assert [message["role"] for message in row.messages] == ["user"]
+        assert row.category == "self"
+
+
+def test_openings_are_taken_in_turn_and_continued(asked):
+    for row in asked:
+        begin = OPENINGS[number(row) % 2].rstrip(" ")
+        text = row.messages[0]["content"]
+        assert text.startswith(begin) and len(text) > len(begin)
+    assert {number(row) % 2 for row in asked} == {0, 1}
+
+
+def test_bad_turns_are_replaced_and_counted(folder, tmp_path, capsys):
+    rows = run(folder, tmp_path / "c", 5, "--self-max-tokens", "25")
+    assert len(rows) == 5 and max(map(number, rows)) >= 5
+    assert "user turns were empty, too long or not new" in capsys.readouterr().out
+
+
+def test_a_stopped_run_goes_on_with_the_same_turns(folder, tmp_path, asked):
+    whole = (folder / "asked.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "c").write_bytes(b"".join(whole[:4]) + whole[4][:30])
+    rows = run(folder, tmp_path / "c", 10, *WITH_OPENINGS)
+    assert len({row.id for row in rows}) == len({row.messages[0]["content"] for row in rows}) == 10
+    assert rows[:3] == asked[:3]
+    again = {row.id: row for row in asked}
+    both = [row for row in rows[3:] if row.id in again]
+    assert both and [again[row.id] for row in both] == both
+
+
+def test_more_turns_may_be_asked_for_later(folder, tmp_path, asked):
+    (tmp_path / "c").write_bytes((folder / "asked.jsonl").read_bytes())
+    assert run(folder, tmp_path / "c", 10, *WITH_OPENINGS) == asked
+    rows = run(folder, tmp_path / "c", 12, *WITH_OPENINGS)
+    assert rows[:10] == asked and len({row.id for row in rows}) == 12
+
+
+def test_other_openings_do_not_continue_a_file(folder, asked):
+    with pytest.raises(DFlashError, match="opening .*, not "):
+        run(folder, folder / "asked.jsonl", 10, "--opening", "Shout")
+
+
+def test_openings_come_from_a_file_too(folder, tmp_path):
+    (tmp_path / "o.json").write_text(json.dumps(["x\ny"]))
+    (row,) = run(folder, tmp_path / "c", 1, "--openings", str(tmp_path / "o.json"))
+    assert row.messages[0]["content"].startswith("x\ny")
+
+
+def test_a_model_that_repeats_itself_is_given_up_on(folder, tmp_path):
+    always = ["--self-temperature", "0.001", "--opening", "Say"]
+    with pytest.raises(DFlashError, match="user turns that the model wrote.*more openings"):
+        run(folder, tmp_path / "c", 3, *always)
+
+
+# Which turns are good
+
+
+def writer(pair: Pair, rows: tuple[Row, ...] = ()) -> TurnWriter:
+    return TurnWriter(pair, CorpusConfig(self_prompt=4, opening=("Say",)), rows)
+
+
+def written(turns: TurnWriter, pair: Pair, text: str, finish: str = "stop") -> Done:
+    (job,) = turns.start(1)
+    tokens = pair.tokenizer.encode(text, add_special_tokens=False)
+    return Done(job, tuple(tokens), finish)
+
+
+def test_a_turn_is_good_once(pair):
+    turns = writer(pair)
+    question = turns.question(written(turns, pair, " it!<|im_end|>"))
+    assert question is not None and question.messages[0]["content"] == "Say it!"
+    assert turns.question(written(turns, pair, " it! \n<|im_end|>")) is None
+    row = Row("self-9-0", "self", (5,), (5,), 0.0, messages=question.messages)
+    resumed = writer(pair, (row,))
+    assert resumed.question(written(resumed, pair, " it!<|im_end|>")) is None
+    assert (turns.rejected, resumed.rejected) == (1, 1)
+
+
+def test_the_numbers_that_a_file_has_are_not_written_again(pair):
+    rows = tuple(Row(f"self-0-{n}", "self", (5,), (5,), 0.0) for n in (0, 2, 3))
+    assert [job.key for job in writer(pair, rows).start(3)] == [1, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "finish"),
+    [
+        ("<|im_end|>", "stop"),
+        (" \n<|im_end|>", "stop"),
+        (" it", "length"),
+        (" it it it", "loop"),
+        (" it<|im_start|>user<|im_end|>", "stop"),
+        (" it<|pad|> now<|im_end|>", "stop"),
+    ],
+)
+def test_a_turn_that_is_empty_unfinished_or_holds_special_tokens_is_no_good(pair, text, finish):
+    turns = writer(pair)
+    assert turns.question(written(turns, pair, text, finish)) is None
+    assert turns.rejected == 1
+
+
+def test_a_turn_that_does_not_fit_the_context_is_no_good(pair):
+    turns = writer(pair)
+    assert turns.question(written(turns, pair, "x" * 600 + "<|im_end|>")) is None
+
+
+# Chat templates
+
+
+def test_the_template_is_cut_at_the_users_text(pair):
+    template = TurnTemplate(pair.tokenizer, "Be brief.")
+    begin = "<|im_start|>system\nBe brief.<|im_end|><|im_start|>user\nSay"
+    assert pair.tokenizer.decode(template.prompt("Say")) == begin
+    assert template.stops == {EOS}
+
+
+def test_the_end_of_a_turn_may_be_plain_text(folder):
+    tokenizer = load(str(folder / "plain")).tokenizer
+    template = TurnTemplate(tokenizer, None)
+    assert tokenizer.decode(template.prompt("Say")) == "[INST] Say"
+    tokens = tokenizer.encode(" it! [/INST] Yes", add_special_tokens=False)
+    assert template.text("Say", tokens, "length") == "Say it!"
+    assert template.text("Say", tokens[:8], "length") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("shouting", "changes the user's text"), ("none", "no chat template")],
+)
+def test_a_template_without_a_place_for_the_users_text_is_refused(folder, name, message):
+    with pytest.raises(DFlashError, match=message):
+        TurnTemplate(load(str(folder / name)).tokenizer, None)
+
+
+def test_a_template_that_refuses_a_system_prompt_says_so(tmp_path):
+    template = "{% if messages[0]['role'] == 'system' %}" + REFUSING + "{% endif %}" + TEMPLATE
+    tokenizer = load(str(write_model(tmp_path / "strict", template=template))).tokenizer
+    TurnTemplate(tokenizer, None)
+    with pytest.raises(DFlashError, match="System role not supported"):
+        TurnTemplate(tokenizer, "Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [("{", "cannot be read"), ("[]", "no openings"), ('"Say"', "no openings"), ("[1]", "holds 1")],
+)
+def test_a_damaged_openings_file_is_refused(folder, tmp_path, contents, message):
+    (tmp_path / "o.json").write_text(contents)
+    with pytest.raises(DFlashError, match=message):
+        run(folder, tmp_path / "c", 1, "--openings", str(tmp_path / "o.json"))
+
+
+def test_an_opening_that_fills_the_context_is_refused(folder, tmp_path):
+    with pytest.raises(DFlashError, match="fills the context"):
+        run(folder, tmp_path / "c", 1, "--opening", "x" * 600)

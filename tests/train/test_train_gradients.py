@@ -1,0 +1,234 @@
+"""The gradients of a training step are those of the loss, worked out in NumPy float64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from dflash_mlx.system import cpu_math
+from dflash_mlx.train.blocks import Blocks, cut_blocks
+from dflash_mlx.train.data import Texts
+from support.dpace import dpace_by_loops
+from support.families import VOCAB_SIZE
+from support.reference_dflash import hidden_states, random_drafter
+from support.tiny_training import (
+    drafter_config,
+    greedy_rows,
+    make_trainer,
+    sampled_row,
+    sliding,
+    texts_of,
+    tiny_target,
+)
+
+BLOCK = 5
+ENTRIES = 2  # drawn in every tensor, beside the one with the largest gradient
+STEP = 1e-4
+ANCHORS = np.array([[5, 9, 17], [12, 7, 29]])  # the last block passes the end of its text
+PREFIXES = {
+    "dflash": np.zeros((2, 3), np.int64),
+    "variable-prefix": np.array([[0, 3, 1], [2, 0, 1]]),
+}
+
+SOFT = 0.5  # where a case does not say
+CASES = {
+    "decay": {"loss": "decay"},
+    "decay, labels all soft": {"loss": "decay", "soft": 1.0},
+    "decay, variable prefix": {"loss": "decay", "mode": "variable-prefix"},
+    "dpace": {"loss": "dpace"},
+    "dpace, variable prefix": {"loss": "dpace", "mode": "variable-prefix"},
+    "dpace, hard labels": {"loss": "dpace", "soft": 0.0},
+    "a small draft vocabulary": {"loss": "dpace", "draft_vocabulary": 20, "soft": 0.7},
+}
+CONFIGS = {
+    "full": drafter_config(block_size=BLOCK),
+    "mixed, scaled and capped": drafter_config(
+        block_size=BLOCK,
+        **sliding("SF", 4),
+        dflash={
+            "input_embedding_scale": 2.0,
+            "output_multiplier": 0.6,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    greedy, other = greedy_rows(2, 26)
+    return texts_of(tmp_path_factory.mktemp("features"), [greedy, sampled_row("b", other)])
+
+
+class Loss:
+    """The loss of some blocks in float64, as a function of the drafter's weights."""
+
+    def __init__(self, raw: dict[str, Any], texts: Texts, blocks: Blocks, **settings: Any) -> None:
+        self.raw, self.texts, self.blocks, self.settings = raw, texts, blocks, settings
+        self.tensors = {k: v.astype(np.float64) for k, v in random_drafter(raw).items()}
+        self.embedding = np.array(tiny_target().embedding().weight, np.float64)
+        answers = [int(t) for s in texts.sequences for t in s.tokens[s.prompt_length :]]
+        counts = Counter(answers)
+        by_frequency = sorted(range(VOCAB_SIZE), key=lambda token: (-counts[token], token))
+        self.words = by_frequency[: settings.get("draft_vocabulary", VOCAB_SIZE)]
+        self.trained = blocks.supervised & np.isin(blocks.labels, self.words)
+        self.weights = self._weights(np.exp(-self.losses(soft=0.0)))
+
+    def losses(self, soft: float | None = None) -> np.ndarray:
+        """- sum of p(word) * log q(word) where it is trained, 0 elsewhere; [S, A, B]."""
+        dflash, result = self.raw["dflash_config"], np.zeros(self.trained.shape)
+        inputs = self.blocks.inputs(dflash["mask_token_id"])
+        for s, a in np.ndindex(self.blocks.anchors.shape):
+            anchor = int(self.blocks.anchors[s, a])
+            features = np.array(self.texts.features([s], anchor)[0], np.float64)
+            x = self.embedding[inputs[s, a]] * dflash.get("input_embedding_scale", 1.0)
+            hidden = hidden_states(self.tensors, self.raw, x, features)
+            logits = hidden @ self.embedding[self.words].T * dflash.get("output_multiplier", 1.0)
+            if cap := dflash.get("final_logit_softcapping"):
+                logits = np.tanh(logits / cap) * cap
+            for k in np.flatnonzero(self.trained[s, a]):
+                for word, share in self.shares((s, a, k), soft).items():
+                    log_q = logits[k, self.words.index(word)] - np.log(np.exp(logits[k]).sum())
+                    result[s, a, k] -= share * log_q
+        return result
+
+    def shares(self, at: tuple[int, int, int], soft: float | None) -> dict[int, float]:
+        """What the drafter should give the words at a position: all of them, 1."""
+        soft = self.settings.get("soft", SOFT) if soft is None else soft
+        likely, p = self.blocks.likely[at].tolist(), self.blocks.shares[at].tolist()
+        kept = {word: share for word, share in zip(likely, p, strict=True) if word in self.words}
+        result = {word: soft * share / sum(kept.values()) for word, share in kept.items()}
+        result[likely[0]] += 1 - soft
+        return result
+
+    def __call__(self) -> float:
+        """The weighted mean; the weights stay those of the weights given first."""
+        return float((self.weights * self.losses()).sum() / self.weights.sum())
+
+    def slope(self, name: str, at: tuple[int, ...]) -> float:
+        """D loss / d weight by a central difference."""
+        tensor, values = self.tensors[name], []
+        before = tensor[at]
+        for step in (STEP, -STEP):
+            tensor[at] = before + step
+            values.append(self())
+        tensor[at] = before
+        return (values[0] - values[1]) / (2 * STEP)
+
+    def _weights(self, confidences: np.ndarray) -> np.ndarray:
+        result = np.zeros(confidences.shape)
+        for s, a in np.ndindex(self.blocks.anchors.shape):
+            trained, first = self.trained[s, a], self.blocks.prefixes[s, a] + 1
+            if self.settings["loss"] == "decay":
+                result[s, a] = np.exp(-(np.arange(trained.size) - first) / 4.0) * trained
+            else:
+                result[s, a] = dpace_by_loops(confidences[s, a], trained, 0.5)
+        return result
+
+
+def blocks_of(texts: Texts, settings: dict[str, Any], size: int = BLOCK) -> Blocks:
+    prefixes = PREFIXES[settings.get("mode", "dflash")]
+    return cut_blocks(texts.sequences, np.array([0, 1]), ANCHORS, size, prefixes)
+
+
+def gradients(
+    texts: Texts, raw: dict[str, Any], settings: dict[str, Any], blocks: Blocks | None = None
+) -> tuple[float, Any]:
+    """The loss of a training step, and its gradient for every tensor."""
+    trainer = make_trainer(texts, raw, **{"soft": SOFT, **settings})
+    loss, found = trainer._gradients(trainer.batch(blocks or blocks_of(texts, settings)))
+    return float(loss), {name: np.array(array) for name, array in tree_flatten(found)}
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [*((case, "full") for case in CASES), ("dpace, variable prefix", "mixed, scaled and capped")],
+)
+def test_gradients_are_the_slopes_of_the_loss(texts, config, case):
+    settings = CASES[case]
+    value, found = gradients(texts, CONFIGS[config], settings)
+    loss = Loss(CONFIGS[config], texts, blocks_of(texts, settings), **settings)
+    assert abs(value - loss()) < 1e-5
+    assert found.keys() == loss.tensors.keys()
+    rng = np.random.default_rng(0)
+    for name, gradient in found.items():
+        largest = np.unravel_index(np.abs(gradient).argmax(), gradient.shape)
+        places = [tuple(rng.integers(gradient.shape)) for _ in range(ENTRIES)]
+        assert abs(gradient[largest]) > 1e-5
+        for at in [largest, *places]:
+            error = abs(loss.slope(name, at) - gradient[at])
+            assert error < 1e-3 * abs(gradient[largest]), (name, at)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mlx_own_functions_give_the_same_gradients(texts, case, monkeypatch):
+    value, found = gradients(texts, CONFIGS["full"], CASES[case])
+    monkeypatch.setattr(cpu_math, "applies", lambda: False)
+    other_value, other = gradients(texts, CONFIGS["full"], CASES[case])
+    assert abs(value - other_value) < 1e-5
+    for name, gradient in found.items():
+        assert np.abs(gradient - other[name]).max() < 1e-4 * np.abs(gradient).max(), name
+
+
+@pytest.mark.parametrize("case", ["decay", "dpace, variable prefix", "a small draft vocabulary"])
+def test_without_softness_only_the_greedy_choices_are_learnt_from(texts, case):
+    settings = {**CASES[case], "soft": 0.0}
+    blocks = blocks_of(texts, settings)
+    greedy = replace(blocks, likely=blocks.likely[..., :1], shares=blocks.shares[..., :1])
+    value, found = gradients(texts, CONFIGS["full"], settings, blocks)
+    for soft in (0.0, 1.0):  # of a single word
+        other_value, other = gradients(texts, CONFIGS["full"], {**settings, "soft": soft}, greedy)
+        assert value == other_value
+        assert all(np.array_equal(found[name], other[name]) for name in found)
+    soft_value, _ = gradients(texts, CONFIGS["full"], {**settings, "soft": 0.5}, blocks)
+    assert abs(value - soft_value) > 1e-3
+
+
+def test_the_loss_is_a_line_between_the_hard_and_the_soft_one(texts):
+    values = [
+        gradients(texts, CONFIGS["full"], {"loss": "dpace", "soft": soft})[0]
+        for soft in (0.0, 0.25, 1.0)
+    ]
+    assert abs(values[0] - values[2]) > 1e-2
+    assert values[1] == pytest.approx(0.75 * values[0] + 0.25 * values[2], abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["decay", "dpace"])
+def test_a_shorter_block_has_the_loss_of_its_own_positions(texts, loss):
+    blocks = blocks_of(texts, {}, size=3)
+    value, _ = gradients(texts, CONFIGS["full"], {"loss": loss}, blocks)
+    assert abs(value - Loss(CONFIGS["full"], texts, blocks, loss=loss)()) < 1e-5
+
+
+def test_blocks_that_have_nothing_to_learn_change_nothing(texts):
+    last = np.array([[len(text.tokens) - 2] * 3 for text in texts.sequences])
+    behind = np.full(last.shape, 2)
+    blocks = cut_blocks(texts.sequences, np.array([0, 1]), last, BLOCK, behind)
+    value, found = gradients(texts, CONFIGS["full"], {}, blocks)
+    assert not blocks.supervised.any()
+    assert value == 0.0
+    assert not any(gradient.any() for gradient in found.values())
+
+
+def test_positions_that_are_not_supervised_change_nothing(texts):
+    trainer = make_trainer(texts, CONFIGS["full"], loss="decay")
+    blocks = blocks_of(texts, {})
+    assert 0 < blocks.supervised[1].sum() < blocks.supervised[0].sum()  # the text leaves the path
+    supervised = blocks.supervised[..., None]
+    other = replace(
+        blocks,
+        likely=np.where(supervised, blocks.likely, (blocks.likely + 1) % VOCAB_SIZE),
+        shares=np.where(supervised, blocks.shares, blocks.shares[..., ::-1]),
+    )
+    assert (other.labels != blocks.labels).any() and (other.shares != blocks.shares).any()
+    loss, found = trainer._gradients(trainer.batch(blocks))
+    other_loss, others = trainer._gradients(trainer.batch(other))
+    assert loss.item() == other_loss.item()
+    for (name, a), (_, b) in zip(tree_flatten(found), tree_flatten(others), strict=True):
+        assert mx.array_equal(a, b).item(), name

@@ -1,0 +1,158 @@
+"""A tiny drafter learns twenty answers by heart, and what is measured is what decoding accepts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.dflash.save import save_drafter
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.state import State
+from dflash_mlx.models.load import Pair
+from dflash_mlx.train import evaluate
+from dflash_mlx.train.blocks import cut_blocks
+from dflash_mlx.train.corpus.rows import Row
+from dflash_mlx.train.data import Texts
+from dflash_mlx.train.evaluate import ANCHORS, Drafter, measure, walk
+from dflash_mlx.train.trainer import Trainer
+from support.reference_dflash import hidden_states
+from support.tiny_training import (
+    drafter_config,
+    greedy_rows,
+    make_trainer,
+    sampled_row,
+    texts_of,
+    tiny_target,
+)
+
+RAW = drafter_config()
+BLOCK = RAW["block_size"]
+ANSWER = 40
+
+
+def known() -> tuple[Row, ...]:
+    return greedy_rows(20, ANSWER)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    return texts_of(tmp_path_factory.mktemp("features"), known())
+
+
+@pytest.fixture(scope="module")
+def trained(texts: Texts) -> Trainer:
+    """A drafter that knows twenty answers, in about 1,000 blocks of each."""
+    shape = {"sequences": 10, "anchors": 16}
+    trainer = make_trainer(texts, RAW, steps=200, learning_rate=8e-3, warmup=10, **shape)
+    while trainer.progress < 1:
+        trainer.train_step()
+    return trainer
+
+
+def drafter_of(trainer: Trainer) -> Drafter:
+    return Drafter(trainer.network, trainer.network_config, tiny_target())
+
+
+def test_a_drafter_overfits_twenty_sequences(trained, texts):
+    assert measure(drafter_of(make_trainer(texts, RAW)), texts).tokens_per_round < 1.5
+    assert measure(drafter_of(trained), texts).tokens_per_round > 6
+    assert walk(drafter_of(trained), texts).tokens_per_round > 6
+
+
+def decoded(drafter: Any, row: Row) -> list[tuple[int, ...]]:
+    """The tokens of every round of a greedy answer, decoded."""
+    target, settings = tiny_target(), DecodeConfig(max_tokens=ANSWER)
+    state = State(target.new_cache(), drafter.new_context())
+    prefill(target, drafter, state, list(row.prompt), settings, Observer())
+    return [round.tokens for round in decode(target, drafter, state, settings, Observer())]
+
+
+def test_decoding_accepts_what_was_measured(trained, texts, tmp_path):
+    save_drafter(tmp_path, trained.network, RAW)
+    config = read_config(tmp_path)
+    network = load_network(tmp_path, config, mx.float32)
+    drafter = make_drafter(Pair(tiny_target(), None, network, config), DecodeConfig("dflash"))
+    answers = [decoded(drafter, row) for row in known()]
+    assert [tuple(sum(map(list, rounds), [])) for rounds in answers] == [
+        row.answer for row in known()
+    ]
+    lengths = [len(tokens) for rounds in answers for tokens in rounds]
+    walked = 1 + walk(Drafter(network, config, tiny_target()), texts).hits.sum(axis=-1)
+    over = walked - lengths  # a walk counts the token behind an answer's last one
+    assert over.min() == 0 and over.max() == 1 and over.sum() <= len(known())
+    assert np.mean(lengths) > 6
+
+
+# Measuring
+
+
+def hits_by_loops(trainer: Trainer, texts: Texts, prefix: int) -> np.ndarray:
+    """Text after text, anchor after anchor, by the NumPy drafter."""
+    weights = tree_flatten(trainer.network.parameters())
+    tensors = {name: np.array(array) for name, array in weights}
+    table = np.array(tiny_target().embedding().weight)
+    result = []
+    for i, text in enumerate(texts.sequences):
+        anchors = text.anchors[: max(1, len(text.anchors) - prefix)]
+        spread = np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)
+        for anchor in anchors[spread]:
+            features = np.array(texts.features([i], int(anchor))[0])
+            tokens = [int(t) for t in text.tokens[anchor : anchor + 1 + prefix]]
+            tokens += [0] * (prefix + 1 - len(tokens)) + [5] * (BLOCK - 1 - prefix)
+            logits = hidden_states(tensors, RAW, table[tokens], features) @ table.T
+            hits = []
+            for k in range(prefix + 1, BLOCK):
+                at = anchor + k
+                right = at < len(text.tokens) and logits[k].argmax() == text.choices[at - 1]
+                hits.append(bool(right) and all(hits))
+                if at < len(text.tokens) and text.tokens[at] != text.choices[at - 1]:
+                    hits += [False] * (BLOCK - 1 - prefix - len(hits))
+                    break
+            result.append(hits)
+    return np.array(result, float)
+
+
+@pytest.mark.parametrize("prefix", [0, 2, BLOCK - 2])
+def test_a_measurement_is_what_loops_over_texts_and_anchors_find(trained, tmp_path, prefix):
+    rows = [*known()[:3], *greedy_rows(12, 9, seed=1)[:6], sampled_row("s", known()[4])]
+    texts = texts_of(tmp_path / "cache", rows)  # more than one batch, known texts and new ones
+    found = measure(drafter_of(trained), texts, prefix)
+    expected = hits_by_loops(trained, texts, prefix)
+    assert 0 < expected.mean() < 1
+    assert np.array_equal(found.hits, expected)
+    assert found.tokens_per_round == pytest.approx(1 + expected.sum(axis=-1).mean())
+    assert found.by_position == pytest.approx(expected.mean(axis=0))
+
+
+@pytest.mark.parametrize("chunk", [2048, 24])
+def test_a_walk_begins_every_round_where_the_one_before_ended(
+    trained, tmp_path, monkeypatch, chunk
+):
+    monkeypatch.setattr(evaluate, "_CHUNK", chunk)
+    texts = texts_of(tmp_path / "cache", [*known()[:2], greedy_rows(12, 9, seed=1)[0]])
+    walked, rounds = walk(drafter_of(trained), texts).hits, []
+    for i, text in enumerate(texts.sequences):
+        place = 0
+        while place < len(text.anchors):
+            anchor = text.anchors[place : place + 1][None]
+            rounds.append(drafter_of(trained).hits(texts, np.array([i]), anchor)[0, 0])
+            place += 1 + int(rounds[-1].sum())
+    assert np.array_equal(walked, rounds)
+
+
+def test_behind_a_token_that_the_target_did_not_choose_nothing_counts(trained, texts, tmp_path):
+    others = texts_of(tmp_path / "cache", [sampled_row("s", known()[0])])
+    chosen, anchors = np.array([0]), others.sequences[0].anchors[None]
+    greedy = drafter_of(trained).hits(texts, chosen, anchors)
+    found = drafter_of(trained).hits(others, chosen, anchors)
+    assert found.sum() < greedy.sum()
+    blocks = cut_blocks(others.sequences, chosen, anchors, BLOCK, np.zeros(anchors.shape, int))
+    assert (found <= blocks.supervised[..., 1:]).all()

@@ -1,0 +1,339 @@
+"""What training starts from: the target's last layers, noise, or a drafter that fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import quantize_model
+
+from dflash_mlx.core.config import TrainConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.checkpoint import check_fit, parse_config, read_drafter
+from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.drafters.dflash.quantized import quantize_network
+from dflash_mlx.drafters.dflash.save import save_drafter
+from dflash_mlx.models.load import load_target
+from dflash_mlx.target.model import Target
+from dflash_mlx.train.start import (
+    describe_target,
+    fresh_network,
+    mask_token,
+    new_config,
+    open_drafter,
+    spread_taps,
+    warm_start,
+    without_selector,
+)
+from support.drafter_formats import DRAFT_IDS, own_tables, speculators, version_1
+from support.families import FAMILIES, VOCAB_SIZE, make_model
+from support.models import write_model
+from support.reference_dflash import random_drafter, write_drafter_folder
+from support.reference_dflash2 import idle_tensors, random_tensors, tiny_config
+from support.tiny_training import CONTEXT, drafter_config, tiny_target
+
+MATRICES = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+MATRICES += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+NORMS = ["input_layernorm", "post_attention_layernorm"]
+
+
+def new_drafter(target: Target, **settings: Any) -> tuple[Network, NetworkConfig]:
+    """A new drafter of the target's widths: noise, unless settings say more."""
+    config = TrainConfig(**{"steps": 1, "layers": 2, "taps": 3, **settings})
+    parsed = parse_config(new_config(target, config, mask_token_id=5), "new")
+    return fresh_network(parsed, config.seed), parsed
+
+
+def arrays(network: Network) -> dict[str, np.ndarray]:
+    flat: list[tuple[str, mx.array]] = tree_flatten(network.parameters())
+    return {name: np.array(array) for name, array in flat}
+
+
+# Which layers are read
+
+
+def test_thirty_layers_are_read_as_published_drafters_read_them():
+    assert spread_taps(30, 5) == (1, 8, 14, 20, 27)
+    assert spread_taps(36, 5) == (1, 9, 17, 25, 33)
+    assert spread_taps(30, 1) == (27,)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_taps_are_layers_of_the_target_in_order(count):
+    for layers in range(1, 80):
+        taps = spread_taps(layers, count)
+        assert 1 <= len(taps) <= count
+        assert list(taps) == sorted(set(taps))
+        assert taps[0] >= 0 and taps[-1] < layers
+        if layers >= count + 3:
+            assert len(taps) == count
+            assert taps[-1] == layers - 3
+            assert count == 1 or taps[0] == 1
+
+
+# The mask token
+
+
+class Words:
+    """A tokenizer whose conversations consist of the tokens `template`."""
+
+    def __init__(self, special: list[int], template: list[int] | None, mask: int | None) -> None:
+        self.all_special_ids, self.mask_token_id, self._template = special, mask, template
+        self.eos_token_ids, self.bos_token_id, self.pad_token_id = {2, 3}, 1, None
+        self.has_chat_template = template is not None
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = False
+    ) -> list[int]:
+        assert self._template is not None
+        roles = {message["role"] for message in messages} | {"user"}
+        if add_generation_prompt:
+            roles.add("assistant")
+        return [*self._template, *([7] if "assistant" in roles else [])]
+
+
+@pytest.mark.parametrize(
+    ("special", "template", "mask", "expected"),
+    [
+        ([1, 2, 3, 9], [5], 4, 4),
+        ([1, 2, 3, 5, 8, 9], [5], None, 9),
+        ([9, 8, 1, 2, 3, 5], [5, 9], None, 8),
+        ([1, 2, 3, 6, 7], [5], None, 6),
+        ([1, 2, 3, 6], None, None, 6),
+        ([0, 1, 2, 3], [5], 0, 0),
+    ],
+    ids=["its own", "a spare one", "the last", "no role's", "no template", "token 0"],
+)
+def test_the_mask_is_a_token_that_no_conversation_contains(special, template, mask, expected):
+    assert mask_token(Words(special, template, mask)) == expected
+
+
+def test_a_tokenizer_without_a_token_to_spare_is_refused(tmp_path):
+    with pytest.raises(DFlashError, match="no special token to spare for the mask.*--init"):
+        mask_token(Words([1, 2, 3, 5, 7], [5], None))
+    tokenizer = load_target(str(write_model(tmp_path / "model"))).tokenizer
+    with pytest.raises(DFlashError, match="no special token to spare"):
+        mask_token(tokenizer)
+
+
+def test_a_real_tokenizer_has_a_mask(tmp_path):
+    folder = write_model(tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "additional_special_tokens": ["<|im_start|>", "#"]}))
+    tokenizer = load_target(str(folder)).tokenizer
+    assert tokenizer.decode([mask_token(tokenizer)]) == "#"  # <|im_start|> is in every prompt
+    file.write_text(json.dumps({**config, "mask_token": "$"}))
+    tokenizer = load_target(str(folder)).tokenizer
+    assert tokenizer.decode([mask_token(tokenizer)]) == "$"
+
+
+# A new drafter
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3_rope", "qwen2", "qwen3", "gemma2", "olmo2"])
+def test_a_new_drafter_has_the_widths_of_the_target(name):
+    target = Target(make_model(name), CONTEXT, name)
+    config = TrainConfig(steps=1, layers=2, taps=3, block_size=6)
+    parsed = parse_config(new_config(target, config, 5), "new")
+    check_fit(parsed, describe_target(target), name)
+    given = FAMILIES[name]
+    for field in ("hidden_size", "intermediate_size", "num_key_value_heads", "vocab_size"):
+        assert getattr(parsed, field) == given[field]
+    assert (parsed.head_dim, parsed.num_attention_heads) == (16, 4)
+    assert parsed.rope["rope_theta"] == given["rope_theta"]
+    assert parsed.rope["rope_type"] == (given.get("rope_scaling") or {}).get("rope_type", "default")
+    assert (parsed.block_size, parsed.mask_token_id) == (6, 5)
+    assert parsed.layer_windows == (None, None) and parsed.layer_causal == (False, False)
+    assert parsed.target_layer_ids == spread_taps(given["num_hidden_layers"], 3)
+
+
+def test_a_target_that_does_not_say_its_widths_is_refused():
+    target = Target(make_model("llama"), CONTEXT, "tiny")
+    del target.model.args.intermediate_size
+    with pytest.raises(DFlashError, match="tiny does not say how wide its layers are.*--init"):
+        new_config(target, TrainConfig(steps=1), 5)
+
+
+def test_noise_depends_on_the_seed_alone():
+    first, again, other = (arrays(new_drafter(tiny_target(), seed=s)[0]) for s in (3, 3, 4))
+    for name, array in first.items():
+        assert np.array_equal(array, again[name])
+        if array.ndim == 1:
+            assert (array == 1).all()
+        else:
+            assert not np.array_equal(array, other[name])
+            assert 0.01 < array.std() < 0.03
+    matrices = [array.tobytes() for array in first.values() if array.ndim == 2]
+    assert len(set(matrices)) == len(matrices)
+
+
+# The target's last layers
+
+
+def linear(module: Any) -> np.ndarray:
+    """The matrix that a layer, quantised or not, multiplies with, found by using it."""
+    inputs = module.scales.shape[-1] * module.group_size if "scales" in module else None
+    width = inputs or module.weight.shape[-1]
+    product = module(mx.eye(width)) - module(mx.zeros((1, width)))
+    return np.array(product).T
+
+
+def module_at(layer: Any, path: str) -> Any:
+    for name in path.split("."):
+        layer = layer[name]
+    return layer
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_warm_start_takes_over_the_last_layers_and_the_final_norm(name):
+    target = Target(make_model(name), CONTEXT, name)
+    network, _ = new_drafter(target)
+    warm_start(network, target)
+    for layer, source in zip(network.layers, target.model.layers[-2:], strict=True):
+        for path in MATRICES:
+            found = np.array(module_at(layer, path).weight)
+            assert np.abs(found - linear(module_at(source, path))).max() < 1e-6
+        for path in NORMS:
+            assert mx.array_equal(layer[path].weight, source[path].weight).item()
+        for path in ("q_norm", "k_norm"):
+            given = source.self_attn[path].weight if name == "qwen3" else mx.ones(16)
+            assert mx.array_equal(layer.self_attn[path].weight, given).item()
+    assert mx.array_equal(network.norm.weight, target.model.model.norm.weight).item()
+
+
+def test_a_warm_start_passes_the_last_tap_through():
+    config = parse_config(drafter_config(dflash={"target_layer_ids": [0, 1, 2]}), "new")
+    network = fresh_network(config, seed=0)
+    before, d = network.fc.weight, config.hidden_size
+    warm_start(network, tiny_target())
+    assert network.fc.weight.shape == (d, 3 * d)
+    assert mx.array_equal(network.fc.weight[:, -d:], mx.eye(d)).item()
+    assert mx.array_equal(network.fc.weight[:, :-d], before[:, :-d]).item()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_warm_start_takes_the_numbers_that_quantised_layers_stand_for(bits):
+    model, _ = quantize_model(make_model("llama"), dict(FAMILIES["llama"]), 32, bits)
+    target = Target(model, CONTEXT, "quantised")
+    network, _ = new_drafter(target)
+    warm_start(network, target)
+    for layer, source in zip(network.layers, target.model.layers[-2:], strict=True):
+        for path in MATRICES:
+            found = np.array(module_at(layer, path).weight)
+            assert "scales" in module_at(source, path)
+            assert np.abs(found - linear(module_at(source, path))).max() < 1e-5
+    assert {array.dtype for array in arrays(network).values()} == {np.dtype(np.float32)}
+
+
+def test_a_warm_start_from_bfloat16_is_float32():
+    model = make_model("llama")
+    model.set_dtype(mx.bfloat16)
+    target = Target(model, CONTEXT, "tiny")
+    network, _ = new_drafter(target)
+    warm_start(network, target)
+    assert {array.dtype for array in arrays(network).values()} == {np.dtype(np.float32)}
+
+
+def test_layers_that_are_built_otherwise_are_refused():
+    target = Target(make_model("starcoder2"), CONTEXT, "starcoder2")
+    network, _ = new_drafter(tiny_target())
+    with pytest.raises(DFlashError, match="of starcoder2 are not built like.*--start random"):
+        warm_start(network, target)
+
+
+def test_more_layers_than_the_target_has_are_refused():
+    network, _ = new_drafter(tiny_target(), layers=4)
+    with pytest.raises(DFlashError, match="layers is 4, but tiny has only 3; .*--layers"):
+        warm_start(network, tiny_target())
+
+
+# An existing drafter
+
+
+def test_a_drafter_is_opened_in_float32_with_its_config_as_written(tmp_path):
+    raw = drafter_config(note="mine")
+    folder = write_drafter_folder(tmp_path, raw, random_drafter(raw))
+    network, config, found = open_drafter(folder, tiny_target())
+    assert found == raw
+    assert config == parse_config(raw, "tiny")
+    weights = random_drafter(raw)
+    assert all(np.array_equal(array, weights[name]) for name, array in arrays(network).items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "a target with hidden_size 32, but tiny has 64"),
+        ({"vocab_size": 98}, f"a target with vocab_size 98, but tiny has {VOCAB_SIZE}"),
+        ({"num_target_layers": 30}, "number of target layers 30, but tiny has 3"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(tmp_path: Path, changes, message):
+    raw = {**drafter_config(), **changes}
+    folder = write_drafter_folder(tmp_path, raw, random_drafter(raw))
+    with pytest.raises(DFlashError, match=message):
+        open_drafter(folder, tiny_target())
+
+
+def test_a_second_version_without_real_convolutions_is_opened_and_becomes_a_first(tmp_path):
+    method = {"training_mode": "vp_drafter", "output_multiplier": 0.5}
+    raw = tiny_config(dflash_config=method, note="mine")
+    tensors = idle_tensors(raw)
+    found = open_drafter(write_drafter_folder(tmp_path, raw, tensors), tiny_target())
+    assert found[2] == raw and found[1] == parse_config(raw, "tiny")
+    assert "candidate_selector.successor_codebook" in arrays(found[0])
+    network, config, told = without_selector(*found)
+    plain = {name for name in tensors if "_conv." not in name and "selector" not in name}
+    assert arrays(network).keys() == plain
+    assert all(np.array_equal(arrays(network)[name], tensors[name]) for name in plain)
+    expected = {"mask_token_id": 5, "target_layer_ids": [0, 2], **method}
+    first = {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": expected}
+    assert told == {**raw, **first}
+    assert config == parse_config(told, "tiny")
+    again = without_selector(network, config, told)
+    assert again[0] is network and again[1:] == (config, told)
+
+
+def test_a_drafter_of_speculators_is_opened_with_its_config_in_z_lab_s_format(tmp_path):
+    raw = speculators()
+    folder = write_drafter_folder(tmp_path, raw, random_drafter(version_1()))
+    _, config, told = open_drafter(folder, tiny_target())
+    assert told["architectures"] == ["DFlashDraftModel"] and told["block_size"] == 6
+    assert parse_config(told, "tiny") == config
+
+
+HALF = speculators(draft_vocab_size=len(DRAFT_IDS))
+TABLES = own_tables(DRAFT_IDS)
+UNTRAINED = {
+    "convolutions": (tiny_config(), random_tensors(tiny_config())),
+    "its own vocabulary": (HALF, {**random_drafter(version_1()), **TABLES}),
+    "its own embedding": (
+        speculators(),
+        {
+            **random_drafter(version_1()),
+            "embed_tokens.weight": TABLES["embed_tokens.weight"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNTRAINED)
+def test_drafters_that_cannot_be_trained_here_are_refused(tmp_path, kind):
+    folder = write_drafter_folder(tmp_path, *UNTRAINED[kind])
+    with pytest.raises(DFlashError, match="with convolutions|with its own vocabulary"):
+        open_drafter(folder, tiny_target())
+
+
+def test_a_quantised_drafter_is_refused(tmp_path):
+    raw = drafter_config(intermediate_size=128)
+    network = read_drafter(write_drafter_folder(tmp_path, raw, random_drafter(raw))).network()
+    quantize_network(network, 8)
+    save_drafter(tmp_path / "packed", network, raw)
+    with pytest.raises(DFlashError, match="or a quantised one; choose a DFlash drafter of"):
+        open_drafter(tmp_path / "packed", tiny_target())
