@@ -39,8 +39,9 @@ from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context
-from dflash_mlx.models.load import Pair, load_pair
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.system.files import write_report
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.routing import Kernels

@@ -22,7 +22,7 @@ from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.ngram import DEFAULT_SIZE
-from dflash_mlx.models.load import Pair
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.system.files import write_report
 from dflash_mlx.system.machine import describe_machine, describe_versions
 from dflash_mlx.target.pass_times import PassTimes, stored_times
@@ -96,8 +96,7 @@ def settings(
 
 def largest_block(pair: Pair) -> int:
     """The largest block that every drafter of the pair was trained for."""
-    configs = [c for c in (pair.network_config, pair.second_config) if c is not None]
-    return min((config.block_size for config in configs), default=DEFAULT_SIZE)
+    return min((model.block_size for model in pair.drafters), default=DEFAULT_SIZE)
 
 
 def merge_times(pair: Pair, methods: Mapping[str, DecodeConfig]) -> PassTimes | None:

@@ -14,7 +14,7 @@ from dflash_mlx.benchmark.selection import PLAIN
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import RoundTimer
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.models.load import Pair
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.stream import Answer, Session, collect
 
 TERMS = ("draft", "verify", "commit", "overhead")

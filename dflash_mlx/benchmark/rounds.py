@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.drafters.dual_diffusion import BRANCHES
 from dflash_mlx.session.stream import TextDelta
 from dflash_mlx.target.pass_times import PassTimes
 
@@ -56,11 +57,10 @@ def separate_rows(config: DecodeConfig, block: int) -> int | None:
     D2SD continues K prefixes of the first draft, of which a block has block - 1; a lone anchor has
     nothing to branch from.
     """
-    if config.method == "resample":
-        branches = config.branches
-    elif config.method == "d2sd" and config.growth == "paper":
-        branches = min(config.branches, block - 1)
-    else:
+    branches = config.branches or BRANCHES
+    if config.method == "d2sd" and config.growth == "paper":
+        branches = min(branches, block - 1)
+    elif config.method != "resample":
         return None
     return (branches + 1) * block if block > 1 else 1
 

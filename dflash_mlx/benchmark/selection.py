@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dflash_mlx.core.config import CONTROLS, METHODS, DecodeConfig
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.auto import Means, settle
+from dflash_mlx.drafters.methods import METHODS, find_method, settle, takers
+from dflash_mlx.engine.pair import Means
 
 PLAIN = "none"
 AUTO = "auto"  # the budget that pays on this machine; the method that a pair is best used with
@@ -27,11 +28,6 @@ _DEFAULTS = {
     "block": ("2", "3", "4", "6", "8", "12", "16"),
     "branches": ("1", "2", "4", "6", "8"),
     "budget": (AUTO, "4", "8", "16", "32", "48"),
-}
-_TAKERS: dict[str, tuple[str, ...]] = {
-    "block": ("dflash", "ddtree", "d2sd", "ngram", "resample"),
-    "branches": ("d2sd", "resample"),
-    "budget": ("ddtree", "d2sd"),
 }
 
 
@@ -72,6 +68,8 @@ def _own(name: str) -> set[str]:
 def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
     """A method, a block size or key=value behind each colon."""
     method, *details = name.split(":")
+    if method != AUTO:
+        find_method(method)
     given: dict[str, Any] = {}
     for detail in details:
         key, equals, value = detail.partition("=")
@@ -79,7 +77,8 @@ def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
             key, value = "block", detail
         if key not in _FIELDS:
             raise DFlashError(f"{name!r} sets {key!r}", f"choose from {', '.join(_FIELDS)}")
-        if method in METHODS + CONTROLS and method not in _TAKERS.get(key, (method,)):
+        owners = takers(_FIELDS[key])
+        if method in METHODS and owners and method not in owners:
             raise DFlashError(
                 f"{name!r} sets {key!r}, which {method} does not have", "leave it out"
             )
@@ -150,13 +149,13 @@ class Sweep:
         if not lines:
             raise DFlashError(
                 f"no method has a {self.setting} to sweep over",
-                f"add one of {', '.join(_TAKERS[self.setting])} to --methods",
+                f"add one of {', '.join(takers(_FIELDS[self.setting]))} to --methods",
             )
         return expanded, lines
 
     def _applies(self, name: str, config: DecodeConfig) -> bool:
         published = self.setting == "budget" and config.growth == "paper"
-        takes = config.method in (AUTO, *_TAKERS[self.setting]) and not published
+        takes = config.method in (AUTO, *takers(_FIELDS[self.setting])) and not published
         return takes and _FIELDS[self.setting] not in _own(name)
 
     def _values(self, largest_block: int) -> tuple[str, ...]:

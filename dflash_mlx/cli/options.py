@@ -13,10 +13,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.auto import AUTO
-from dflash_mlx.models.load import Pair, load_pair
+from dflash_mlx.drafters.methods import check_given, choices, why_auto
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.stream import TextDelta
 
 _Settings = TypeVar("_Settings")
@@ -42,11 +43,12 @@ def add_options(
     for settings_class in settings:
         for field in fields(settings_class):
             if "help" in field.metadata and field.name not in without:
+                more = {"choices": choices()} if field.name == "method" else {}
                 parser.add_argument(
                     "--" + field.name.replace("_", "-"),
                     default=argparse.SUPPRESS,
                     help=_help(field.metadata["help"], field.default),
-                    **field.metadata["argparse"],
+                    **{**field.metadata["argparse"], **more},
                 )
 
 
@@ -65,7 +67,9 @@ def read_options(arguments: argparse.Namespace, settings_class: type[_Settings])
 def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
     """Decoding and sampling settings together."""
     sampling = read_options(arguments, SamplingConfig)
-    return replace(read_options(arguments, DecodeConfig), sampling=sampling)
+    config = replace(read_options(arguments, DecodeConfig), sampling=sampling)
+    check_given(config)
+    return config
 
 
 def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
@@ -79,6 +83,7 @@ def open_pair(arguments: argparse.Namespace, *uses: DecodeConfig) -> Pair:
     notes = list(pair.notes)
     if pair.fallback and any(use.method == AUTO for use in uses):
         notes.append(f"{pair.fallback}; --drafter names a drafter")
+    notes += [why for use in uses if (why := why_auto(use, pair.means))]
     for note in notes:
         print(note, file=sys.stderr)
     return pair

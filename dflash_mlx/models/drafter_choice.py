@@ -8,14 +8,13 @@ from pathlib import Path
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.auto import Means, settle
 from dflash_mlx.drafters.dflash.network import NetworkConfig
+from dflash_mlx.drafters.methods import needs_drafter, settle
+from dflash_mlx.engine.pair import Means
 from dflash_mlx.models.compatibility import DrafterFacts, LocalFolder, TargetFacts, check_drafter
 from dflash_mlx.models.compatibility import check_pair as check_compatible
 from dflash_mlx.models.resolve import Names, local_folder, shipped_folder
 from dflash_mlx.models.sources import fetched, find_source
-
-DRAFTED = ("dflash", "ddtree", "d2sd", "resample")  # methods that need a drafter network
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
         if name is not None and shipped_folder(name) is None:
             local_folder(name, option)
     methods = {settle(use, Means(2, advice=names.advice)).method for use in uses}
-    if uses and not methods & set(DRAFTED):
+    if uses and not any(map(needs_drafter, methods)):
         return Choice(missing="no drafter was loaded, since no method that was asked for needs one")
     if names.drafter is None:
         return Choice(missing=f"no drafter is known for {names.shown}")
@@ -103,7 +102,7 @@ def _wanted(names: Names, uses: Sequence[DecodeConfig], needs_second: bool) -> I
     asked_methods = {use.method for use in uses}
     second, second_asked = names.second_drafter, names.asks_second or "d2sd" in asked_methods
     has_second = second is not None and needs_second
-    first_asked = names.asks_first or bool(asked_methods & set(DRAFTED))
+    first_asked = names.asks_first or any(map(needs_drafter, asked_methods))
     assert names.drafter is not None
     yield Wanted(names.drafter, "drafter", first_asked or (has_second and second_asked))
     if second is not None and has_second:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.auto import Means, settle
-from dflash_mlx.drafters.dflash.checkpoint import check_block_size, load_network
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import load_network
 from dflash_mlx.drafters.dflash.context import limit_windows
-from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.drafters.methods import check_uses
+from dflash_mlx.engine.pair import Means, Pair
 from dflash_mlx.models.drafter_choice import (
-    DRAFTED,
-    Choice,
     already_packed,
     checked,
     choose,
@@ -22,49 +18,9 @@ from dflash_mlx.models.drafter_choice import (
     fitting,
 )
 from dflash_mlx.models.numeric_range import RangeCheck
-from dflash_mlx.models.registry import Advice
-from dflash_mlx.models.resolve import Names, find_names, target_names
+from dflash_mlx.models.resolve import find_names, target_names
 from dflash_mlx.models.target_loading import find_target
-from dflash_mlx.target.model import Target
 from kernels_metal.dispatch import Mode
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A target with its tokenizer, and the drafter networks that fit it, if any.
-
-    tokenizer: mlx-lm's TokenizerWrapper. second_network: D2SD's variable-prefix drafter.
-    experience: what sessions have learned about drafting, by method and settings. undrafted: why
-    there is no drafter, where none was found. advice: how the pair is best used.
-    notes: what loading had to change, a sentence each.
-    """
-
-    target: Target
-    tokenizer: Any
-    network: Network | None = None
-    network_config: NetworkConfig | None = None
-    drafter_name: str | None = None
-    second_network: Network | None = None
-    second_config: NetworkConfig | None = None
-    experience: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    undrafted: str = ""
-    advice: Advice = Advice()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def fallback(self) -> str:
-        """What `auto` does for want of a drafter, "" where there is one."""
-        return f"{self.undrafted}, so drafts are n-gram lookups" if self.undrafted else ""
-
-    @property
-    def means(self) -> Means:
-        """What there is to draft with; no block is advised beyond the drafter's own."""
-        networks = (self.network is not None) + (self.second_network is not None)
-        advice = self.advice
-        if advice.block_size is not None and self.network_config is not None:
-            most = min(advice.block_size, self.network_config.block_size)
-            advice = replace(advice, block_size=most)
-        return Means(networks, _takes_trees(self.target), advice)
 
 
 def load(model: str | None = None, drafter: str | None = None) -> Pair:
@@ -88,7 +44,8 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     """
     names = find_names(config)
     drafters = choose(names, uses).each(checked)
-    _check_uses(uses, drafters, names)
+    means = Means(len(drafters.configs), advice=names.advice)
+    check_uses(uses, [c.block_size for c in drafters.configs], means, drafters.missing)
     files = find_target(names)
     drafters = drafters.each(fitting(files.facts))
     files.facts.raise_first()
@@ -104,13 +61,9 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     target.use_kernels(cast(Mode, config.kernels))
     packed = already_packed(drafters, config.drafter_bits)
     notes = (*drafters.notes, *packed, *ranges.notes)
-    pair = Pair(target, tokenizer, undrafted=drafters.missing, advice=names.advice, notes=notes)
-    if loaded:
-        pair = replace(pair, network=loaded[0], network_config=configs[0])
-        pair = replace(pair, drafter_name=names.drafter)
-    if len(loaded) > 1:
-        pair = replace(pair, second_network=loaded[1], second_config=configs[1])
-    return pair
+    models = tuple(BlockModel(n, c, target) for n, c in zip(loaded, configs, strict=True))
+    name = names.drafter if models else None
+    return Pair(target, tokenizer, models, name, drafters.missing, names.advice, notes)
 
 
 def load_target(name: str | None = None) -> Pair:
@@ -119,31 +72,3 @@ def load_target(name: str | None = None) -> Pair:
     Its kernels are off: they have no gradients, and batch work has more rows than they take.
     """
     return Pair(*find_target(target_names(name)).load())
-
-
-def require_drafter(config: NetworkConfig | None, problem: str) -> NetworkConfig:
-    """The drafter's configuration, or DFlashError with the problem where there is no drafter."""
-    if config is None:
-        raise DFlashError(problem, "name one with --drafter, or use --method none")
-    return config
-
-
-def _check_uses(uses: Sequence[DecodeConfig], drafters: Choice, names: Names) -> None:
-    """Raise DFlashError for settings that need a drafter, or other blocks than there are."""
-    configs = drafters.configs
-    for use in uses:
-        if use.method in DRAFTED:
-            require_drafter(next(iter(configs), None), drafters.missing)
-        method = settle(use, Means(len(configs), advice=names.advice)).method
-        if method in DRAFTED:
-            check_block_size(use.block_size, configs[0])
-        if method == "d2sd":
-            check_block_size(use.block_size, configs[-1])
-
-
-def _takes_trees(target: Target) -> bool:
-    try:
-        target.check_trees()
-    except DFlashError:
-        return False
-    return True

@@ -15,8 +15,8 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.pair import Advice
 from dflash_mlx.models import pair_folder, registry
-from dflash_mlx.models.registry import Advice
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 SHIPPED = Path(__file__).parents[1] / "data"

@@ -15,7 +15,7 @@ import platformdirs
 from tqdm import tqdm
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.load import Pair
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.blocks import Array, TextTokens
 from dflash_mlx.train.corpus.rows import Row, check_header, read_rows
 from dflash_mlx.train.features import FeatureCache, fingerprint

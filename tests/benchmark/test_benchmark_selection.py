@@ -7,8 +7,7 @@ import pytest
 from dflash_mlx.benchmark.selection import Sweep, name_blocks, read_methods, settle_all
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.auto import Means
-from dflash_mlx.models.registry import Advice
+from dflash_mlx.engine.pair import Advice, Means
 
 
 def methods(names: str, **settings: object) -> dict[str, DecodeConfig]:

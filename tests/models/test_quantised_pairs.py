@@ -26,7 +26,8 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.quantized import Quantization, quantization_of
-from dflash_mlx.models.load import Pair, load_pair
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.numeric_range import RangeCheck
 from dflash_mlx.session.chat import prompt_tokens
 from dflash_mlx.target.block import Block

@@ -16,8 +16,8 @@ from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.load import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.rows import Row
 from support.families import make_model

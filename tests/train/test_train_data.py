@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.load import Pair
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.rows import Header, Row, fingerprint
 from dflash_mlx.train.data import Texts, read_texts

@@ -15,8 +15,8 @@ from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.load import Pair
 from dflash_mlx.train import evaluate
 from dflash_mlx.train.blocks import cut_blocks
 from dflash_mlx.train.corpus.rows import Row

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from dflash_mlx.drafters.selected import SelectedPath
 
 import dflash_mlx
 from dflash_mlx.core.config import DecodeConfig, SelectorTraining
@@ -17,10 +18,9 @@ from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.drafters.selected import SelectedPath
 from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.load import Pair
 from dflash_mlx.train import compare, selector
 from dflash_mlx.train.corpus.rows import Row
 from dflash_mlx.train.evaluate import Drafter, measure, walk

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
@@ -77,11 +76,10 @@ class Prefixes:
         self.sources.append(source)
         return node
 
-    def as_tree(self, anchor: mx.array) -> Tree:
-        """The finished tree; its root carries `anchor` [1]."""
-        drafted = mx.array(self.tokens[1:], dtype=anchor.dtype)
-        tokens = mx.concatenate([anchor, drafted])
-        return Tree(tokens, tuple(self.parents), tuple(self.logprobs), tuple(self.sources))
+    def as_tree(self) -> Tree:
+        """The finished tree."""
+        drafted = tuple(self.tokens[1:])
+        return Tree(drafted, tuple(self.parents), tuple(self.logprobs), tuple(self.sources))
 
     def add_path(
         self, path: Sequence[int], logprobs: Sequence[float], source: str = "first"

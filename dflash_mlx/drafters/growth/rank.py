@@ -11,6 +11,8 @@ from dflash_mlx.target.routing import Kernels
 from kernels_metal.draft_head import DraftHead, draft_head_reference
 from kernels_metal.operations import DRAFT_HEAD
 
+TOP_K = 8  # tokens that a position can offer
+
 
 def rank(logits: mx.array, k: int, kernels: Kernels | None = None) -> Ranked:
     """The k likeliest tokens of each row of logits [n, V]; waits for the pass."""
