@@ -50,9 +50,14 @@ class Statistics:
         return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
-    def mean_accepted(self) -> float:
+    def acceptance_length(self) -> float:
         """Tokens per round, the target's own included."""
         return self.generated_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_accepted(self) -> float:
+        """The older name of `acceptance_length`."""
+        return self.acceptance_length
 
     @property
     def acceptance_rate(self) -> float:
@@ -77,6 +82,7 @@ class Statistics:
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": self.tokens_per_second,
             "rounds": self.rounds,
+            "acceptance_length": self.acceptance_length,
             "mean_accepted": self.mean_accepted,
             "acceptance_rate": self.acceptance_rate,
             "accepted_by_position": self.accepted_by_position,
