@@ -12,6 +12,7 @@ from typing import Any
 
 GOOD = ("refused", "loaded")
 START, EACH = 120, 25  # seconds: imports, and a case, whose own alarm rings earlier
+PROGRAM = ["-m", "support.fuzzing"]
 _TESTS = Path(__file__).parents[1]
 
 
@@ -31,7 +32,7 @@ def outcomes(seed: int, first: int, last: int) -> Iterator[dict[str, Any]]:
 
 
 def _run(seed: int, first: int, last: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "support.fuzzing", str(seed), str(first), str(last)]
+    command = [sys.executable, *PROGRAM, str(seed), str(first), str(last)]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(_TESTS)}
     limit = START + EACH * (last - first)
     try:
