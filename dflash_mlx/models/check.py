@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Checked, Collector, Finding, Refused, errors
+from dflash_mlx.core.findings import Checked, Collector, Finding
 from dflash_mlx.drafters.dflash.checkpoint import misfits, parse_config
 from dflash_mlx.drafters.dflash.network import NetworkConfig
 from dflash_mlx.drafters.dflash.tensors import (
@@ -27,10 +27,10 @@ from dflash_mlx.drafters.dflash.tensors import (
 from dflash_mlx.models.source import CONFIG, TARGET_WEIGHTS, WEIGHTS, Source
 from dflash_mlx.models.target_config import (
     check_code,
+    check_family,
     check_numbers,
     check_sizes,
     context_length,
-    family_findings,
     is_drafter,
     language_model,
     quantisation,
@@ -60,12 +60,10 @@ class TargetFacts(ModelFacts):
     """What a target is; empty or 0 where its folder does not tell.
 
     source: None for the embedded target. config: config.json with the language model's part on top.
-    chains_only: why it verifies chains but no trees, "" where it can.
     """
 
     config: Mapping[str, Any]
     context_length: int
-    chains_only: str
 
 
 @dataclass(frozen=True)
@@ -105,17 +103,15 @@ def check_target(folder: Path | Source, name: str = "") -> TargetFacts:
     weights = check_weights(source, TARGET_WEIGHTS, found, CHOOSE_TARGET, group_size)
     if weights.tensors:
         found.add(check_sizes(source, raw, weights))
-    chains_only = ""
     if raw and not found.errors:  # mlx-lm makes lists of as many layers as it is told
-        chains_only, findings = family_findings(source, raw)
-        found.add(findings)
-    facts = (found.result(), name or source.name, source, weights, words, config)
-    return TargetFacts(*facts, context_length(config), chains_only)
+        found.add(check_family(source, raw))
+    facts = (found.result(), name or source.name, source, weights, words)
+    return TargetFacts(*facts, config, context_length(config))
 
 
 def describe_target(config: Mapping[str, Any], name: str) -> TargetFacts:
     """A target of which only some numbers are known; `config` names them as config.json does."""
-    return TargetFacts((), name, None, Weights({}), "", config, context_length(config), "")
+    return TargetFacts((), name, None, Weights({}), "", config, context_length(config))
 
 
 def check_drafter(folder: Path | Source, name: str = "") -> DrafterFacts:
@@ -124,12 +120,12 @@ def check_drafter(folder: Path | Source, name: str = "") -> DrafterFacts:
     readable, config = not found.errors, None
     words, group_size = quantisation(raw)
     weights = check_weights(source, WEIGHTS, found, DOWNLOAD_AGAIN, group_size)
-    too_large = errors(check_sizes(source, raw, weights)) if weights.tensors else ()
+    too_large = [*check_sizes(source, raw, weights)] if weights.tensors else []
     found.add(too_large)
     if readable and not too_large:
         config = found.attempt(_network_config, source, raw, weights)
     if config is not None:
-        found.add(_notes(source, config))
+        found.add(_notes(config))
         if weights.tensors or not found.errors:
             found.attempt(found.add, _check_tensors(source, config, weights))
     return DrafterFacts(found.result(), name or source.name, source, weights, words, config)
@@ -154,7 +150,7 @@ def _wrong_way(source: Source, is_one: bool, wanted: bool) -> Iterator[Finding]:
     option, other = ("--model", "--drafter") if wanted else ("--drafter", "--model")
     what = f"{source.name} is {is_what}, not {not_what}"
     step = f"give it with {option}, and choose {not_what} with {other}"
-    yield Finding("error", what, step, source.place(CONFIG), "", is_what, not_what)
+    yield Finding("error", what, step)
 
 
 def _network_config(source: Source, raw: Mapping[str, Any], weights: Weights) -> NetworkConfig:
@@ -166,11 +162,11 @@ def _network_config(source: Source, raw: Mapping[str, Any], weights: Weights) ->
     return config
 
 
-def _notes(source: Source, config: NetworkConfig) -> Iterator[Finding]:
+def _notes(config: NetworkConfig) -> Iterator[Finding]:
     """What reading the configuration had to assume."""
     for note in config.notes:
         step = "if nothing is accepted, compare it with how the drafter was trained"
-        yield Finding("note", note, step, source.place(CONFIG))
+        yield Finding("note", note, step)
 
 
 def _check_tensors(source: Source, config: NetworkConfig, weights: Weights) -> Iterator[Finding]:
@@ -180,14 +176,14 @@ def _check_tensors(source: Source, config: NetworkConfig, weights: Weights) -> I
     """
     if not weights.tensors:
         what = f"the .safetensors files in {source.name} hold no tensors"
-        yield Finding("error", what, DOWNLOAD_AGAIN, source.name, "", "none", "a drafter's")
+        yield Finding("error", what, DOWNLOAD_AGAIN)
         return
     wanted = wanted_headers(config, source.name)
     plain = plain_names(weights.tensors)
     found = {plain[name]: Header.of(t.dtype, t.shape) for name, t in weights.tensors.items()}
     for name, has, needs in differences(found, wanted, optional_headers(config)):
         what = f"tensor {name} in {source.name} is {has}, but its config.json asks for {needs}"
-        yield Finding("error", what, DOWNLOAD_AGAIN, source.name, name, has, needs)
+        yield Finding("error", what, DOWNLOAD_AGAIN)
 
 
 def fetched(facts: _Facts, check: Callable[[Source, str], _Facts]) -> _Facts:
@@ -216,11 +212,10 @@ def _check_fit(target: TargetFacts, drafter: DrafterFacts) -> Iterator[Finding]:
     """Each number of the two configurations that differs; nothing where one cannot be read."""
     if drafter.config is None or not target.config:
         return
-    place = drafter.source.place(CONFIG)
-    for what, field, made_for, has, unit in misfits(drafter.config, target.config):
-        shown = str(has)[:80]
-        what = f"the drafter {drafter.name} {what}, but {target.name} has {shown}{unit}"
-        yield Finding("error", what, CHOOSE_DRAFTER, place, field, str(made_for), shown)
+    for misfit in misfits(drafter.config, target.config):
+        has = f"{str(misfit.has)[:80]}{misfit.unit}"
+        what = f"the drafter {drafter.name} {misfit.what}, but {target.name} has {has}"
+        yield Finding("error", what, CHOOSE_DRAFTER)
 
 
 def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
@@ -231,26 +226,22 @@ def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
     other = {token for token, index in theirs.items() if ours.get(token, index) != index}
     if other or theirs.keys().isdisjoint(ours):
         token = min(other or theirs, key=lambda token: theirs[token])
-        found, expected = str(theirs[token])[:80], str(ours.get(token, "none"))[:80]
-        place = drafter.place(TOKENIZER)
-        what = (
-            f"token {token[:40]!r} has the id {found} in {place}, "
-            f"but {expected} in {target.place(TOKENIZER)}"
-        )
-        yield Finding("error", what, CHOOSE_DRAFTER, place, token[:40], found, expected)
+        has, wanted = str(theirs[token])[:80], str(ours.get(token, "none"))[:80]
+        what = f"token {token[:40]!r} has the id {has} in {drafter.place(TOKENIZER)}"
+        what += f", but {wanted} in {target.place(TOKENIZER)}"
+        yield Finding("error", what, CHOOSE_DRAFTER)
 
 
 def _vocabulary(source: Source) -> dict[str, int]:
     """All tokens of a tokenizer.json with their ids, added ones included.
 
-    Raises Refused where it cannot be read or names no token.
+    Raises DFlashError where it cannot be read or names no token.
     """
     tokenizer, place = source.read_json(TOKENIZER), source.place(TOKENIZER)
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
     if not isinstance(added, list):
-        shown = repr(added)[:80]
-        what = f"added_tokens in {place} is {shown}, not a list"
-        raise Refused(Finding("error", what, _REPLACE, place, "added_tokens", shown, "a list"))
+        what = f"added_tokens in {place} is {repr(added)[:80]}, not a list"
+        raise DFlashError(what, _REPLACE)
     tokens = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(tokens, list):  # of a unigram model: tokens with scores, in the order of ids
         tokens = {str(e[0]): i for i, e in enumerate(tokens) if isinstance(e, list) and e}
@@ -258,6 +249,5 @@ def _vocabulary(source: Source) -> dict[str, int]:
     pairs += [(entry.get("content"), entry.get("id")) for entry in added if isinstance(entry, dict)]
     named = {str(token): index for token, index in pairs if type(index) is int}
     if not named:
-        what = f"{place} names no token"
-        raise Refused(Finding("error", what, _REPLACE, place, "model.vocab", "none", "tokens"))
+        raise DFlashError(f"{place} names no token", _REPLACE)
     return named
