@@ -243,11 +243,11 @@ HUB_ERRORS = {
     ),
     "no network": (
         LocalEntryNotFoundError("Cannot find the snapshot online.\nsecond line"),
-        "could not be downloaded (Cannot find the snapshot online.)",
+        "cannot be reached (Cannot find the snapshot online.)",
     ),
     "a connection that breaks": (
         ConnectionError("Connection refused"),
-        "could not be downloaded (Connection refused)",
+        "cannot be reached (Connection refused)",
     ),
 }
 

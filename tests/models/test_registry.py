@@ -229,7 +229,7 @@ def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
 @pytest.mark.parametrize(
     ("drafter", "reason"),
     [
-        (FileNotFoundError("no network"), "could not be downloaded (no network)"),
+        (FileNotFoundError("no network"), "cannot be reached (no network)"),
         (GatedRepoError("403 Client Error", response=Response()), "open only to those"),
         ({"hidden_size": 128}, "hidden_size 128"),
         ({"architectures": ["Other"]}, "Other"),
