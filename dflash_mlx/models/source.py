@@ -199,10 +199,8 @@ class Source:
             what = f"the hub refuses {self.name} ({reason})"
             step = f"check the name and your access, or {step}"
         else:
-            what = (
-                f"{self.name} is no local folder, and the hub cannot be reached, so it could not "
-            )
-            what += f"be downloaded ({reason})"
+            what = f"{self.name} is no local folder and could not be downloaded, since the hub "
+            what += f"cannot be reached ({reason})"
             step = f"check the network connection and the name, or {step}"
         return DFlashError(what, step)
 
