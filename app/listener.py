@@ -28,7 +28,7 @@ from dflash_chat.status import Progress
 from dflash_mlx import PairConfig
 from dflash_mlx.core.config import AUTO
 from dflash_mlx.drafters.methods import needs_drafter
-from dflash_mlx.models.resolve import DEFAULT_MODEL
+from dflash_mlx.models.names import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp

@@ -12,22 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
 from tqdm.auto import tqdm
 
 from dflash_mlx.convert.staging import check_space
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
-from dflash_mlx.models.compatibility import HubRepository
-from dflash_mlx.models.compatibility.weight_files import INDEX
-from dflash_mlx.models.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
+from dflash_mlx.models.names import whole_copy
+from dflash_mlx.models.source import BESIDE, HUB_ERRORS, INDEX, TARGET_WEIGHTS, WEIGHTS, Source
 from dflash_mlx.system.safetensors_header import TensorHeader, read_header
 
-FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "LICENSE*")
+FILES = (*BESIDE, WEIGHTS, "LICENSE*")
 CHOOSE_ANOTHER = "choose another model"
 
 _SMALL = ("config.json", "generation_config.json", "tokenizer_config.json")
-_DOWNLOAD_ERRORS = (OSError, HTTPError, ValueError)
 
 
 def cached(name: str) -> Path | None:
@@ -36,9 +33,10 @@ def cached(name: str) -> Path | None:
     Without a network, what is here counts as its newest revision.
     """
     try:
-        wanted = _wanted(list(HubRepository(name).files))
+        wanted = _wanted(list(Source(name).files))
     except DFlashError:
-        return whole_snapshot(name)
+        copy = whole_copy(name, "drafter")
+        return None if copy is None else copy.folder
     return None if _missing(name, wanted) else _download(name, wanted)
 
 
@@ -47,7 +45,7 @@ def fetch(name: str) -> Path:
 
     Raises DFlashError where that fails, and where the cache's disk is too small.
     """
-    wanted = _wanted(list(HubRepository(name).files))
+    wanted = _wanted(list(Source(name).files))
     if missing := _missing(name, wanted):
         check_space(cache_folder(), missing, f"downloading {name}")
     return _download(name, wanted)
@@ -59,7 +57,7 @@ def cache_folder() -> Path:
     return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
-class Heads(HubRepository):
+class Heads(Source):
     """A repository whose weight files are laid out in a folder with nothing behind their headers.
 
     mlx-lm can build the model from that as if it were whole.
@@ -67,7 +65,7 @@ class Heads(HubRepository):
 
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name)
-        self.folder = folder
+        self.scratch = folder
 
     @cached_property
     def files(self) -> Mapping[str, int]:
@@ -77,19 +75,19 @@ class Heads(HubRepository):
         kept = (f for f in listed if f in wanted or not f.endswith(".safetensors"))
         return {file: listed[file] for file in kept}
 
-    def fetch(self) -> int:
+    def lay_out(self) -> int:
         """Fill the folder; returns the bytes of the model's files that are not in the cache."""
         wanted = _wanted(list(self.files))
         for file in wanted:
             if file in _SMALL or file == INDEX:
-                shutil.copyfile(self.path(file), self.folder / file)
+                shutil.copyfile(self.path(file), self.scratch / file)
             elif file.endswith(".safetensors"):
-                _write_head(super().header(file, CHOOSE_ANOTHER), self.folder / file)
+                _write_head(super().header(file, CHOOSE_ANOTHER), self.scratch / file)
         return _missing(self.name, wanted)
 
     def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:
-        """As `fetch` has found it."""
-        return read_header(self.folder / file, next_step)
+        """As `lay_out` has found it."""
+        return read_header(self.scratch / file, next_step)
 
 
 def _write_head(tensors: Mapping[str, TensorHeader], file: Path) -> None:
@@ -135,7 +133,7 @@ def _download(name: str, wanted: list[str]) -> Path:
 def _as_sentences(name: str) -> Iterator[None]:
     try:
         yield
-    except _DOWNLOAD_ERRORS as error:
+    except HUB_ERRORS as error:
         raise DFlashError(
             f"{name} could not be downloaded ({in_one_line(error)})",
             "run the same command again, which goes on where this one stopped",

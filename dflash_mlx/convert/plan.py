@@ -17,8 +17,8 @@ from dflash_mlx.convert.target import plan_target
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import check_fit, read_config
 from dflash_mlx.models import pair_folder
-from dflash_mlx.models.compatibility import check_drafter, check_pair, check_target
-from dflash_mlx.models.compatibility.target_config import language_model
+from dflash_mlx.models.check import check_drafter, check_pair, check_target
+from dflash_mlx.models.target_config import language_model
 
 ALONE = ""  # the part of a conversion that makes no pair: DST itself is its folder
 

@@ -11,9 +11,9 @@ from dflash_mlx.convert import hub
 from dflash_mlx.convert.conversion import DRAFTER, TARGET
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import pair_folder
-from dflash_mlx.models.compatibility import LocalFolder
-from dflash_mlx.models.compatibility.model_source import ModelSource, read_json
-from dflash_mlx.models.compatibility.target_config import is_drafter
+from dflash_mlx.models.source import Source as Files
+from dflash_mlx.models.target_config import is_drafter
+from dflash_mlx.system.files import existing
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _GIVE = "give a Hugging Face id like owner/name, a local folder or a GGUF file"
@@ -31,7 +31,7 @@ class Source:
     name: str
     kind: str
     path: Path
-    files: ModelSource
+    files: Files
     heads_only: bool = False
     download: int = 0
 
@@ -49,13 +49,13 @@ def open_source(name: str, scratch: Path) -> Source:
     """
     path = _local(name)
     if path is not None and path.is_file():
-        return Source(name, TARGET, _gguf_file(path), LocalFolder(path.parent), heads_only=True)
+        return Source(name, TARGET, _gguf_file(path), Files.of(path.parent), heads_only=True)
     if path is None:
         path = hub.cached(name)
     if path is not None:
         return _open_folder(name, path)
     files = hub.Heads(name, scratch)
-    return Source(name, _kind(files), scratch, files, heads_only=True, download=files.fetch())
+    return Source(name, _kind(files), scratch, files, heads_only=True, download=files.lay_out())
 
 
 def fetch(source: Source) -> Source:
@@ -66,7 +66,7 @@ def fetch(source: Source) -> Source:
 
 
 def _open_folder(name: str, folder: Path) -> Source:
-    files = LocalFolder(folder)
+    files = Files.of(folder)
     if pair_folder.is_pair_folder(folder):
         raise DFlashError(f"{folder} holds a pair", "give its target or drafter folder as SRC")
     if "config.json" not in files.files:
@@ -74,8 +74,8 @@ def _open_folder(name: str, folder: Path) -> Source:
     return Source(name, _kind(files), folder, files)
 
 
-def _kind(files: ModelSource) -> str:
-    return DRAFTER if is_drafter(read_json(files, "config.json")) else TARGET
+def _kind(files: Files) -> str:
+    return DRAFTER if is_drafter(files.read_json("config.json")) else TARGET
 
 
 def _instead(folder: Path) -> str:
@@ -85,14 +85,13 @@ def _instead(folder: Path) -> str:
 
 def _local(name: str) -> Path | None:
     """The file or folder `name`, None where there is none and it can be a Hugging Face id."""
+    if (path := existing(name)) is not None:
+        return path
     try:
-        path = Path(name or "no name").expanduser()
-        if path.exists():
-            return path
-        if path.suffix == ".gguf":
+        if name.endswith(".gguf"):
             raise ValueError(name)
         validate_repo_id(name)
-    except (OSError, RuntimeError, ValueError):  # no such user's home, too long, a zero byte
+    except ValueError:
         raise DFlashError(f"there is no file or folder {name[:80]!r}", _GIVE) from None
     return None
 

@@ -20,11 +20,12 @@ from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.convert.source import Source
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.models.source import BESIDE
 
 GROUP_SIZE = 64  # mlx-lm's for affine
 BYTES_PER_TOKEN = 100  # of a tokenizer.json, about
 
-_BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "LICENSE*", "NOTICE*")
+_BESIDE = (*BESIDE, "LICENSE*", "NOTICE*")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
 _REPLACED = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
 Opened = tuple[Any, dict[str, Any], Callable[[Path], None], int]
@@ -143,7 +144,7 @@ def _open_gguf(source: Source, dtype: str | None) -> Opened:
     file = source.path
     tensors, metadata = read_head(file) if source.heads_only else read_file(file)
     floating = None if dtype is None else getattr(mx, dtype)
-    model, config = build_model(file, tensors, metadata, dequantize=False, dtype=floating)
+    model, config = build_model(file, tensors, metadata, floating)
     if packing := _packing(model):
         config["quantization"] = packing
     # Vocabulary and merges take about as much in a tokenizer.json as in the file.

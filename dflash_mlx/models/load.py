@@ -6,20 +6,10 @@ from typing import cast
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network
-from dflash_mlx.drafters.dflash.context import limit_windows
-from dflash_mlx.drafters.methods import check_uses
-from dflash_mlx.engine.pair import Means, Pair
-from dflash_mlx.models.drafter_choice import (
-    already_packed,
-    checked,
-    choose,
-    downloaded,
-    fitting,
-)
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.models.names import find_names, target_names
 from dflash_mlx.models.numeric_range import RangeCheck
-from dflash_mlx.models.resolve import find_names, target_names
-from dflash_mlx.models.target_loading import find_target
+from dflash_mlx.models.parts import TargetPart, already_packed, find_parts
 from kernels_metal.dispatch import Mode
 
 
@@ -43,25 +33,16 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = find_names(config)
-    drafters = choose(names, uses).each(checked)
-    means = Means(len(drafters.configs), advice=names.advice)
-    check_uses(uses, [c.block_size for c in drafters.configs], means, drafters.missing)
-    files = find_target(names)
-    drafters = drafters.each(fitting(files.facts))
-    files.facts.raise_first()
-    drafters = drafters.each(downloaded)
-    target, tokenizer = files.load()
+    part, drafters = find_parts(names, uses)
+    target, tokenizer = part.load()
     target.kv_bits = config.kv_bits
-    configs = [limit_windows(c, config.draft_window) for c in drafters.configs]
-    ranges = RangeCheck(target, configs)
-    loaded = [
-        ranges.widened(load_network(d.folder, c, target.dtype, config.drafter_bits), c)
-        for d, c in zip(drafters.drafters, configs, strict=True)
-    ]
+    loaded = [drafter.load(config, target.dtype) for drafter in drafters.parts]
+    ranges = RangeCheck(target, [drafter_config for _, drafter_config in loaded])
+    loaded = [(ranges.widened(*drafter), drafter[1]) for drafter in loaded]
     target.use_kernels(cast(Mode, config.kernels))
     packed = already_packed(drafters, config.drafter_bits)
     notes = (*drafters.notes, *packed, *ranges.notes)
-    models = tuple(BlockModel(n, c, target) for n, c in zip(loaded, configs, strict=True))
+    models = tuple(BlockModel(*drafter, target) for drafter in loaded)
     name = names.drafter if models else None
     return Pair(target, tokenizer, models, name, drafters.missing, names.advice, notes)
 
@@ -71,4 +52,6 @@ def load_target(name: str | None = None) -> Pair:
 
     Its kernels are off: they have no gradients, and batch work has more rows than they take.
     """
-    return Pair(*find_target(target_names(name)).load())
+    part = TargetPart(target_names(name)).checked()
+    part.facts.raise_first()
+    return Pair(*part.fetched().load())

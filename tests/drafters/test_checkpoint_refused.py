@@ -12,7 +12,7 @@ import pytest
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.models.compatibility import check_drafter
+from dflash_mlx.models.check import check_drafter
 from support.checkpoints import dflash, without, write, write_config
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 from support.reference_dflash2 import tiny_config

@@ -16,7 +16,6 @@ from gguf import GGUFWriter
 from safetensors.numpy import save_file
 
 from dflash_mlx import DFlashError
-from dflash_mlx.core.findings import Refused
 from dflash_mlx.models.formats.gguf_header import read_gguf_header
 from dflash_mlx.models.formats.gguf_target import load_gguf
 from dflash_mlx.system.safetensors_header import READ_BY_MLX, read_header
@@ -65,84 +64,47 @@ def test_mlx_reads_every_type_that_is_let_through(tmp_path, dtype):
 
 # What is refused
 
+FIELD_TWICE = b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [2], "data_offsets": [0, 8]}}'
+NAME_TWICE = f'{{"a": {json.dumps(A)}, "a": {json.dumps(A)}}}'.encode()
+LONG = {"dtype": "F32", "shape": [0, 1 << 31], "data_offsets": [0, 0]}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "size field over the file": ({}, {"size": 1 << 40}, "header should have 1099511627776 bytes"),
-    "size field by one": ({}, {"size": 19}, "should have 19 bytes, there can be 18"),
-    "not UTF-8": (b'{"\xff": 1}', {}, "its header is not UTF-8 at byte 2"),
-    "no JSON": (b"{", {}, "its header is not JSON"),
-    "nested": (b"[" * 100_000, {}, "its header is not JSON"),
-    "a list": ([], {}, "its header is a JSON list, not an object"),
-    "text behind it": (b"{} x", {}, "its header is not JSON"),
-    "a name twice": (
-        f'{{"a": {json.dumps(A)}, "a": {json.dumps(A)}}}'.encode(),
-        {"data": 8},
-        "its header has 'a' twice",
-    ),
-    "a field twice": (
-        b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [2], "data_offsets": [0, 8]}}',
-        {"data": 8},
-        "its header has 'dtype' twice",
-    ),
-    "no object": ({"a": 1}, {}, "its tensor 'a' is 1"),
-    "no dtype": ({"a": {**A, "dtype": None}}, {}, "dtype of its tensor 'a' is None, not one of"),
-    "another dtype": ({"a": {**A, "dtype": "F64"}}, {}, "dtype of its tensor 'a' is 'F64'"),
-    "a negative shape": ({"a": {**A, "shape": [-2]}}, {}, "shape of its tensor 'a' is [-2], not"),
-    "a shape of fractions": ({"a": {**A, "shape": [2.0]}}, {}, "shape of its tensor 'a' is [2.0]"),
-    "a shape of flags": ({"a": {**A, "shape": [True]}}, {}, "shape of its tensor 'a' is [True]"),
-    "a dimension over 31 bits": (
-        {"a": {"dtype": "F32", "shape": [0, 1 << 31], "data_offsets": [0, 0]}},
-        {"data": 0},
-        "shape of its tensor 'a' is [0, 2147483648], not up to 32 numbers from 0 to 2147483647",
-    ),
-    "too many dimensions": ({"a": {**A, "shape": [1] * 33}}, {}, "shape of its tensor 'a'"),
-    "no offsets": ({"a": {**A, "data_offsets": [0]}}, {}, "data_offsets of its tensor 'a' is [0]"),
-    "backwards": ({"a": {**A, "data_offsets": [8, 0]}}, {}, "is [8, 0], not a begin and an end"),
-    "dtype x shape": (
-        {"a": {**A, "shape": [3]}, "b": B},
-        {},
-        "data_offsets of its tensor 'a' is [0, 8], not of 12 bytes, which F32 of shape [3] takes",
-    ),
-    "an overlap": (
-        {"a": A, "b": {**B, "data_offsets": [4, 12]}},
-        {"data": 12},
-        "its tensor 'b' overlaps the one before it: it begins at byte 4, not at 8",
-    ),
-    "a gap": (
-        {"a": A, "b": {**B, "data_offsets": [12, 20]}},
-        {"data": 20},
-        "its tensor 'b' leaves a gap: it begins at byte 12, not at 8",
-    ),
-    "truncated": (
-        {"a": A, "b": B},
-        {"data": 15},
-        "it is truncated: its tensors take 16 bytes, it has 15",
-    ),
-    "longer": (
-        {"a": A, "b": B},
-        {"data": 17},
-        "it has bytes that are no tensor's: its tensors take 16 bytes, it has 17",
-    ),
-    "metadata of another kind": ({"__metadata__": {"a": 1}, "a": A}, {"data": 8}, "expected a str"),
+    "size field over the file": ({}, {"size": 1 << 40}, "26 bytes"),
+    "size field by one": ({}, {"size": 19}, "26 bytes"),
+    "not UTF-8": (b'{"\xff": 1}', {}, "index 2"),
+    "no JSON": (b"{", {}, "line 1"),
+    "nested": (b"[" * 100_000, {}, "100024 bytes"),
+    "a list": ([], {}, "sequence"),
+    "text behind it": (b"{} x", {}, "trailing"),
+    "a name twice": (NAME_TWICE, {"data": 8}, "'a' twice"),
+    "a field twice": (FIELD_TWICE, {"data": 8}, "`dtype`"),
+    "no object": ({"a": 1}, {}, "`1`"),
+    "no dtype": ({"a": {**A, "dtype": None}}, {}, "null"),
+    "another dtype": ({"a": {**A, "shape": [1], "dtype": "F64"}}, {"data": 8}, "'a' is 'F64'"),
+    "a negative shape": ({"a": {**A, "shape": [-2]}}, {}, "`-2`"),
+    "a shape of fractions": ({"a": {**A, "shape": [2.0]}}, {}, "`2.0`"),
+    "a shape of flags": ({"a": {**A, "shape": [True]}}, {}, "`true`"),
+    "a dimension over 31 bits": ({"a": LONG}, {"data": 0}, "'a' is [0, 2147483648], not up to"),
+    "too many dimensions": ({"a": {**A, "shape": [1] * 33}}, {}, "shape"),
+    "no offsets": ({"a": {**A, "data_offsets": [0]}}, {}, "length 1"),
+    "backwards": ({"a": {**A, "data_offsets": [8, 0]}}, {}, "`a`"),
+    "dtype x shape": ({"a": {**A, "shape": [3]}, "b": B}, {}, "shape"),
+    "an overlap": ({"a": A, "b": {**B, "data_offsets": [4, 12]}}, {"data": 12}, "`b`"),
+    "a gap": ({"a": A, "b": {**B, "data_offsets": [12, 20]}}, {"data": 20}, "`b`"),
+    "truncated": ({"a": A, "b": B}, {"data": 15}, "is truncated"),
+    "longer": ({"a": A, "b": B}, {"data": 17}, "longer than it says"),
+    "metadata of another kind": ({"__metadata__": {"a": 1}, "a": A}, {"data": 8}, "`1`"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_header_that_is_refused_names_field_and_both_values(tmp_path, case):
-    header, changes, sentence = REFUSED[case]
+def test_a_header_that_is_refused_names_the_file_and_the_value(tmp_path, case):
+    header, changes, value = REFUSED[case]
     file = write(tmp_path, header, **changes)
-    with pytest.raises(Refused) as failure:
+    with pytest.raises(DFlashError) as failure:
         read_header(file, "do so")
     assert str(failure.value).startswith(f"{file} is damaged (")
-    assert sentence in failure.value.what
+    assert value in failure.value.what
     assert failure.value.next_step == "do so"
-    assert failure.value.finding.file == str(file)
-
-
-def test_both_values_are_in_the_finding(tmp_path):
-    with pytest.raises(Refused) as failure:
-        read_header(write(tmp_path, {"a": A, "b": B}, 15))
-    finding = failure.value.finding
-    assert (finding.field, finding.found, finding.expected) == ("data_offsets", "15", "16")
 
 
 def test_what_is_no_file_is_said_at_once(tmp_path):
@@ -162,7 +124,7 @@ def test_reading_a_header_takes_no_more_than_a_multiple_of_it(tmp_path):
     claims = write(tmp_path, {"a": A}, 0, size=1 << 32)
     os.truncate(claims, 1 << 33)  # a hole of 8 GiB, so that so large a header could be there
     tracemalloc.start()
-    with pytest.raises(DFlashError, match="header should have 4294967296 bytes"):
+    with pytest.raises(DFlashError, match="header too large"):
         read_header(claims)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     assert len(read_header(many)) == 5000
@@ -193,50 +155,40 @@ def entry(kind: int, value: bytes, name: str = "k") -> bytes:
 
 ARRAY, STRING, UINT32 = 9, 8, 4
 
+
+def array(kind: int, count: int) -> bytes:
+    return header(entry(ARRAY, struct.pack("<IQ", kind, count)), 1)
+
+
 GGUF_REFUSED: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "it has 0 bytes, its first fields take 24"),
-    "another magic": (b"GGML" + bytes(40), "it begins with b'GGML', not with b'GGUF'"),
-    "another version": (header(version=1), "its version is 1, supported are (2, 3)"),
-    "more entries than bytes": (header(count=1 << 60), "takes 8 bytes, 0 are left"),
-    "more tensors than bytes": (header(tensors=1 << 60), "takes 8 bytes, 0 are left"),
-    "a name beyond the end": (header(struct.pack("<Q", 1 << 62), 1), "are left"),
-    "an unknown type": (header(entry(77, b""), 1), "the type of 'k' is 77, which is none"),
-    "a long array": (
-        header(entry(ARRAY, struct.pack("<IQ", UINT32, 1 << 60)), 1),
-        "is an array of 1152921504606846976 UINT32, up to",
-    ),
-    "an array beyond the end": (
-        header(entry(ARRAY, struct.pack("<IQ", UINT32, 100)), 1),
-        "the array 'k' takes 400 bytes, 0 are left",
-    ),
-    "an array of arrays": (header(entry(ARRAY, struct.pack("<IQ", ARRAY, 1)), 1), "1 ARRAY"),
-    "a name twice": (header(entry(UINT32, bytes(4)) * 2, 2), "the metadata 'k' is there twice"),
+    "empty": (b"", "it has 0 bytes"),
+    "another magic": (b"GGML" + bytes(40), "b'GGML'"),
+    "another version": (header(version=1), "its version is 1"),
+    "more entries than bytes": (header(count=1 << 60), "8 bytes are wanted, 0 are left"),
+    "more tensors than bytes": (header(tensors=1 << 60), "8 bytes are wanted, 0 are left"),
+    "a name beyond the end": (header(struct.pack("<Q", 1 << 62), 1), f"{1 << 62} bytes"),
+    "an unknown type": (header(entry(77, b""), 1), "'k' is 77"),
+    "a long array": (array(UINT32, 1 << 60), f"array of {1 << 60} UINT32"),
+    "an array beyond the end": (array(UINT32, 100), "'k': 400 bytes are wanted, 0 are left"),
+    "an array of arrays": (array(ARRAY, 1), "1 ARRAY"),
+    "a name twice": (header(entry(UINT32, bytes(4)) * 2, 2), "'k' is there twice"),
     "text that is none": (header(entry(STRING, struct.pack("<Q", 1) + b"\xff"), 1), "utf-8"),
-    "alignment 0": (
-        header(entry(UINT32, bytes(4), "general.alignment"), 1),
-        "its alignment is 0, not a power of two",
-    ),
-    "no dimensions": (header(tensor(()), tensors=1), "'t' has 0 dimensions, 1 to 4 can be"),
+    "alignment 0": (header(entry(UINT32, bytes(4), "general.alignment"), 1), "alignment is 0"),
+    "no dimensions": (header(tensor(()), tensors=1), "'t' has 0 dimensions"),
     "too many dimensions": (header(tensor((1,) * 9), tensors=1), "'t' has 9 dimensions"),
-    "a huge dimension": (
-        header(tensor((1 << 40,)), tensors=1),
-        "the shape of 't' is [1099511627776]",
-    ),
-    "an unknown kind": (header(tensor(kind=999), tensors=1), "the type of 't' is 999"),
+    "a huge dimension": (header(tensor((1 << 40,)), tensors=1), f"'t' is [{1 << 40}]"),
+    "an unknown kind": (header(tensor(kind=999), tensors=1), "'t' is 999"),
     "broken blocks": (
         header(tensor((33,), kind=2), tensors=1),
         "rows of 33, Q4_0 has blocks of 32",
     ),
-    "askew": (header(tensor(offset=4), tensors=1), "'t' begins at byte 4, aligned to 32"),
-    "a tensor twice": (header(tensor() * 2, tensors=2), "the tensor 't' is there twice"),
+    "askew": (header(tensor(offset=4), tensors=1), "byte 4, aligned to 32"),
+    "a tensor twice": (header(tensor() * 2, tensors=2), "'t' is there twice"),
     "an overlap": (
         header(tensor((64,)) + tensor(offset=32, name="u"), tensors=2) + bytes(400),
         "'u' begins at byte 32, inside another tensor",
     ),
-    "truncated": (
-        header(tensor((64,)), tensors=1),
-        "its tensors end at byte 256 of the data, it has 0",
-    ),
+    "truncated": (header(tensor((64,)), tensors=1), "byte 256 of the data, it has 0"),
 }
 
 
@@ -245,7 +197,7 @@ def test_a_gguf_file_that_is_refused_says_why(tmp_path, case):
     contents, sentence = GGUF_REFUSED[case]
     file = tmp_path / "x.gguf"
     file.write_bytes(contents)
-    with pytest.raises(Refused) as failure:
+    with pytest.raises(DFlashError) as failure:
         read_gguf_header(file)
     assert str(failure.value).startswith("x.gguf cannot be read as a GGUF file (")
     assert sentence in failure.value.what

@@ -12,10 +12,10 @@ from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig
 from dflash_mlx.drafters.dflash.network import NetworkConfig
 from dflash_mlx.drafters.dflash.quantized import Quantization
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
+from dflash_mlx.system.safetensors_header import MAX_DIMENSION as MAX_SIZE
 
 VERSION_1, VERSION_2 = "DFlashDraftModel", "DFlash2DraftModel"
 MAX_LAYERS = 1024  # published drafters have 5 to 8
-MAX_SIZE = 2**31 - 1  # MLX keeps a dimension in 32 bits with a sign
 ACTIVATION, PROJECTOR = "silu", "dflash"
 
 Fields = dict[str, Any]

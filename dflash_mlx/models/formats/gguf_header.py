@@ -1,7 +1,9 @@
 """The head of a GGUF file, checked before MLX, whose reader trusts it, opens the file.
 
 Layout: magic, version, number of tensors and of metadata entries, the entries, a description of
-each tensor, and, aligned, the data. Everything is little-endian.
+each tensor, and, aligned, the data. Everything is little-endian. The reader of the `gguf` package
+is not used: past the end of a file it reads empty values for ever, and it makes an array of every
+token, which takes seconds.
 """
 
 from __future__ import annotations
@@ -9,29 +11,30 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, Keys
 
-from dflash_mlx.core.findings import Finding, Refused
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_DIMENSION = 2**31 - 1  # as MLX keeps them
 MAX_DIMENSIONS = 4  # GGML's own limit
 MAX_ELEMENTS = 2**22  # of an array in the metadata; vocabularies have up to 2**18
 ALIGNMENT = 32  # unless the metadata says otherwise
+ARCHITECTURE = "llama"
 
-_SCALARS = {
+_TYPES = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H",
     GGUFValueType.INT16: "h", GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i",
     GGUFValueType.FLOAT32: "f", GGUFValueType.BOOL: "?", GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d",
+    GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d", GGUFValueType.STRING: "",
 }  # fmt: skip
-_NEXT_STEP = "download or copy it again"
+
+Metadata = dict[str, Any]
 
 
 class GgufTensor(NamedTuple):
@@ -47,17 +50,17 @@ class GgufTensor(NamedTuple):
 class GgufHeader:
     """Metadata, of whose arrays only the lengths are kept, and all tensors."""
 
-    metadata: dict[str, Any]
+    metadata: Metadata
     tensors: dict[str, GgufTensor]
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """The head of a GGUF file; Refused for one that is no whole, consistent GGUF file."""
+    """The head of a GGUF file; DFlashError for one that is no whole, consistent GGUF file."""
     try:
         if not file.is_file():
             raise ValueError("it is no file")
-        if file.stat().st_size < 24:
-            raise ValueError(f"it has {file.stat().st_size} bytes, its first fields take 24")
+        if not file.stat().st_size:
+            raise ValueError("it has 0 bytes")  # which cannot be mapped
         with (
             open(file, "rb") as opened,
             mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents,
@@ -65,113 +68,100 @@ def read_gguf_header(file: Path) -> GgufHeader:
             return _read(_Cursor(contents))
     except (ValueError, OSError) as error:
         what = f"{file.name} cannot be read as a GGUF file ({error})"
-        raise Refused(Finding("error", what, _NEXT_STEP, str(file))) from None
+        raise DFlashError(what, "download or copy it again") from None
 
 
 class _Cursor:
-    """Reads values one after the other, and never past the end."""
+    """Reads values one after the other, and never past the end. at: what it reads, for errors."""
 
     def __init__(self, contents: mmap.mmap) -> None:
         self.contents = contents
-        self.size = len(contents)
         self.position = 0
+        self.at = "its first fields"
 
-    def skip(self, size: int, what: str) -> int:
+    def skip(self, size: int) -> int:
         """Move on by `size` bytes; returns where they begin."""
-        begin, left = self.position, self.size - self.position
+        begin, left = self.position, len(self.contents) - self.position
         if size > left:
-            raise ValueError(f"{what} takes {size} bytes, {left} are left")
+            raise ValueError(f"it ends in {self.at}: {size} bytes are wanted, {left} are left")
         self.position += size
         return begin
 
-    def number(self, code: str, what: str) -> Any:
-        """A number of a struct module's type."""
-        begin = self.skip(struct.calcsize(code), what)
-        return struct.unpack_from(f"<{code}", self.contents, begin)[0]
+    def value(self, code: str) -> Any:
+        """A number of a struct module's type; without a type, a text with its length before it."""
+        begin = self.skip(struct.calcsize(code or "Q"))
+        number = struct.unpack_from(f"<{code or 'Q'}", self.contents, begin)[0]
+        if code:
+            return number
+        begin = self.skip(number)
+        return self.contents[begin : begin + number].decode("utf-8")
 
-    def text(self, what: str) -> str:
-        """A string with its length before it."""
-        size = self.number("Q", f"the length of {what}")
-        begin = self.skip(size, what)
-        return self.contents[begin : begin + size].decode("utf-8")
+    def kind(self, kinds: Any) -> Any:
+        """A member of an enumeration."""
+        number = self.value("I")
+        try:
+            return kinds(number)
+        except ValueError:
+            raise ValueError(f"the type of {self.at} is {number}, which is none") from None
+
+    def each(self, count: int, what: str, read: Callable[[], Any]) -> dict[str, Any]:
+        """What `read` makes of each of `count` entries, by the name that stands before it."""
+        result: dict[str, Any] = {}
+        for _ in range(count):
+            self.at = f"the name of a {what}"
+            name = self.value("")
+            self.at = f"the {what} {name[:80]!r}"
+            if name in result:
+                raise ValueError(f"{self.at} is there twice")
+            result[name] = read()
+        return result
 
 
 def _read(cursor: _Cursor) -> GgufHeader:
-    magic = cursor.contents[: cursor.skip(4, "the magic") + 4]
-    if magic != MAGIC:
-        raise ValueError(f"it begins with {magic!r}, not with {MAGIC!r}")
-    if (version := cursor.number("I", "the version")) not in VERSIONS:
+    begin = cursor.skip(4)
+    if (magic := cursor.contents[begin:4]) != b"GGUF":
+        raise ValueError(f"it begins with {magic!r}, not with b'GGUF'")
+    if (version := cursor.value("I")) not in VERSIONS:
         raise ValueError(f"its version is {version}, supported are {VERSIONS}")
-    tensors, entries = (cursor.number("Q", "a count") for _ in range(2))
-    metadata = _once((_entry(cursor) for _ in range(entries)), "metadata")
+    tensors, entries = cursor.value("Q"), cursor.value("Q")
+    metadata = cursor.each(entries, "metadata", lambda: _entry(cursor))
     alignment = metadata.get(Keys.General.ALIGNMENT, ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"its alignment is {alignment!r}, not a power of two")
-    found = _once((_tensor(cursor, alignment) for _ in range(tensors)), "tensor")
+    found = cursor.each(tensors, "tensor", lambda: _tensor(cursor, alignment))
     data = -(-cursor.position // alignment) * alignment
-    _check_layout(found, cursor.size - data)
+    _check_layout(found, len(cursor.contents) - data)
     return GgufHeader(metadata, found)
 
 
-def _once(pairs: Iterable[tuple[str, Any]], what: str) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise ValueError(f"the {what} {name[:80]!r} is there twice")
-        result[name] = value
-    return result
-
-
-def _entry(cursor: _Cursor) -> tuple[str, Any]:
-    name = cursor.text("the name of a metadata entry")
-    kind = _value_type(cursor.number("I", f"the type of {name[:80]!r}"), name)
-    if kind is not GGUFValueType.ARRAY:
-        return name, _value(cursor, kind, name)
-    kind = _value_type(cursor.number("I", f"the type of {name[:80]!r}"), name)
-    count = cursor.number("Q", f"the length of {name[:80]!r}")
+def _entry(cursor: _Cursor) -> Any:
+    """A value of the metadata; of an array, a range of as many numbers."""
+    if (kind := cursor.kind(GGUFValueType)) is not GGUFValueType.ARRAY:
+        return cursor.value(_TYPES[kind])
+    kind, count = cursor.kind(GGUFValueType), cursor.value("Q")
     if kind is GGUFValueType.ARRAY or count > MAX_ELEMENTS:
-        raise ValueError(f"{name[:80]!r} is an array of {count} {kind.name}, up to {MAX_ELEMENTS}")
+        raise ValueError(f"{cursor.at} is an array of {count} {kind.name}, up to {MAX_ELEMENTS}")
     if kind is GGUFValueType.STRING:
         for _ in range(count):
-            cursor.text(f"a string of {name[:80]!r}")
+            cursor.value("")
     else:
-        cursor.skip(count * struct.calcsize(_SCALARS[kind]), f"the array {name[:80]!r}")
-    return name, range(count)
+        cursor.skip(count * struct.calcsize(_TYPES[kind]))
+    return range(count)
 
 
-def _value_type(number: int, name: str) -> GGUFValueType:
-    try:
-        return GGUFValueType(number)
-    except ValueError:
-        raise ValueError(f"the type of {name[:80]!r} is {number}, which is none") from None
-
-
-def _value(cursor: _Cursor, kind: GGUFValueType, name: str) -> Any:
-    if kind is GGUFValueType.STRING:
-        return cursor.text(f"the value of {name[:80]!r}")
-    return cursor.number(_SCALARS[kind], f"the value of {name[:80]!r}")
-
-
-def _tensor(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
-    name = cursor.text("the name of a tensor")
-    dimensions = cursor.number("I", f"the rank of {name[:80]!r}")
-    if not 1 <= dimensions <= MAX_DIMENSIONS:
-        raise ValueError(f"{name[:80]!r} has {dimensions} dimensions, 1 to {MAX_DIMENSIONS} can be")
-    shape = tuple(cursor.number("Q", f"the shape of {name[:80]!r}") for _ in range(dimensions))
+def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
+    if not 1 <= (dimensions := cursor.value("I")) <= MAX_DIMENSIONS:
+        raise ValueError(f"{cursor.at} has {dimensions} dimensions, 1 to {MAX_DIMENSIONS} can be")
+    shape = tuple(cursor.value("Q") for _ in range(dimensions))
     if not all(1 <= n <= MAX_DIMENSION for n in shape):
-        raise ValueError(f"the shape of {name[:80]!r} is {list(shape)}")
-    number = cursor.number("I", f"the type of {name[:80]!r}")
-    try:
-        kind = GGMLQuantizationType(number)
-    except ValueError:
-        raise ValueError(f"the type of {name[:80]!r} is {number}, which is none") from None
+        raise ValueError(f"the shape of {cursor.at} is {list(shape)}")
+    kind, offset = cursor.kind(GGMLQuantizationType), cursor.value("Q")
     block, size = GGML_QUANT_SIZES[kind]
     if shape[0] % block:
-        raise ValueError(f"{name[:80]!r} has rows of {shape[0]}, {kind.name} has blocks of {block}")
-    offset = cursor.number("Q", f"the offset of {name[:80]!r}")
+        raise ValueError(f"{cursor.at} has rows of {shape[0]}, {kind.name} has blocks of {block}")
     if offset % alignment:
-        raise ValueError(f"{name[:80]!r} begins at byte {offset}, aligned to {alignment}")
-    return name, GgufTensor(kind, shape, offset, math.prod(shape) // block * size)
+        raise ValueError(f"{cursor.at} begins at byte {offset}, aligned to {alignment}")
+    return GgufTensor(kind, shape, offset, math.prod(shape) // block * size)
 
 
 def _check_layout(tensors: dict[str, GgufTensor], data_bytes: int) -> None:
@@ -182,3 +172,73 @@ def _check_layout(tensors: dict[str, GgufTensor], data_bytes: int) -> None:
         end = tensor.offset + tensor.nbytes
     if end > data_bytes:
         raise ValueError(f"its tensors end at byte {end} of the data, it has {max(data_bytes, 0)}")
+
+
+# Values of the metadata, each checked for its kind and range; ValueError names the key.
+
+
+def whole(metadata: Metadata, key: str, default: int | None = None) -> int:
+    """A whole number from 1 on (from 0 on where that is the default), which must fit 31 bits."""
+    name, value = _value(metadata, key, default)
+    lowest = 0 if default == 0 else 1
+    if type(value) is not int or not lowest <= value <= MAX_DIMENSION:
+        raise _unlike(name, value, f"one whole number from {lowest} to {MAX_DIMENSION}")
+    return value
+
+
+def real(metadata: Metadata, key: str, default: float | None = None) -> float:
+    """A finite number above 0."""
+    name, value = _value(metadata, key, default)
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        raise _unlike(name, value, "one finite number above 0")
+    return float(value)
+
+
+def text(metadata: Metadata, key: str, default: str | None = None) -> str:
+    """A string."""
+    name, value = _value(metadata, key, default)
+    if not isinstance(value, str):
+        raise _unlike(name, value, "a text")
+    return value
+
+
+def flag(metadata: Metadata, key: str, default: bool = False) -> bool:
+    """True or false."""
+    name, value = _value(metadata, key, default)
+    if not isinstance(value, bool):
+        raise _unlike(name, value, "true or false")
+    return value
+
+
+def array(metadata: Metadata, key: str, kind: type = str) -> Sequence[Any]:
+    """The elements of a list; of a file of which only the head is read, as many numbers."""
+    name, value = _value(metadata, key)
+    if not isinstance(value, range | list):
+        raise _unlike(name, value, "a list")
+    if isinstance(value, list) and (wrong := [v for v in value if type(v) is not kind]):
+        raise ValueError(f"{name} has {repr(wrong[0])[:80]}, which is no {kind.__name__}")
+    return value
+
+
+def token_ids(metadata: Metadata, *keys: str) -> dict[str, int]:
+    """Those of these keys that are there, each a token of the vocabulary."""
+    count = len(array(metadata, Keys.Tokenizer.LIST))
+    found = {key: metadata[key] for key in keys if key in metadata}
+    for key, value in found.items():
+        if type(value) is not int:
+            raise _unlike(key, value, "one token")
+        if not 0 <= value < count:
+            raise ValueError(f"its special token {value} is outside its {count} tokens ({key})")
+    return found
+
+
+def _value(metadata: Metadata, key: str, default: Any = None) -> tuple[str, Any]:
+    """The key with the architecture in it, and its value; without a default it must be there."""
+    name = key.format(arch=ARCHITECTURE)
+    if default is None and name not in metadata:
+        raise ValueError(f"the metadata {name} is missing")
+    return name, metadata.get(name, default)
+
+
+def _unlike(name: str, value: Any, wanted: str) -> ValueError:
+    return ValueError(f"{name} is {repr(value)[:80]}, not {wanted}")

@@ -1,0 +1,211 @@
+"""Where a model is: a folder on this machine, or a Hugging Face repository of which none is kept.
+
+Either way a source lists its files and reads configurations and the heads of weight files, and
+`fetch` makes a folder of it. The patterns say which files are ever downloaded: none that can run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import HfApi, get_session, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, of its HTTP client
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    hf_raise_for_status,
+)
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.system.safetensors_header import MAX_HEADER, TensorHeader, read_header
+
+BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
+TARGET_WEIGHTS, WEIGHTS = "model*.safetensors", "*.safetensors"
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+MODEL = "model"  # the option that names a target
+HUB_ERRORS = (OSError, HTTPError, ValueError)
+
+_MAX_JSON = 64 * 2**20  # bytes; tokenizers have 10 to 35 MiB
+_FIRST_BYTES = 100_001  # asked for at once; few heads are longer
+_COMPLETE = "choose a complete model folder in Hugging Face format"
+
+
+@dataclass
+class Source:
+    """A model's files before any weight is read.
+
+    name: a repository's id, or the folder's path, for sentences. folder: None where the files are
+    on the hub. option: the command-line option that named it, "" for another way.
+    """
+
+    name: str
+    folder: Path | None = None
+    option: str = ""
+
+    @classmethod
+    def of(cls, folder: Path, option: str = "") -> Source:
+        """A folder on this machine."""
+        return cls(str(folder), folder, option)
+
+    @cached_property
+    def files(self) -> Mapping[str, int]:
+        """Names and sizes of the files at its top; DFlashError where they cannot be listed.
+
+        Of a folder regular files only, links followed; of a repository what the hub lists.
+        """
+        if self.folder is None:
+            return self._listed()
+        try:
+            found = [(file.name, file) for file in self.folder.iterdir() if file.is_file()]
+            return {name: file.stat().st_size for name, file in sorted(found)}
+        except OSError as error:
+            what = f"{self.folder} cannot be read ({error.strerror or error})"
+            raise DFlashError(what, _COMPLETE) from None
+
+    def _listed(self) -> Mapping[str, int]:
+        try:
+            listed = HfApi().model_info(self.name, files_metadata=True, timeout=20).siblings or []
+        except HUB_ERRORS as error:
+            raise self._refused(error) from None
+        return {f.rfilename: f.size or 0 for f in listed if "/" not in f.rfilename}
+
+    @property
+    def here(self) -> Path:
+        """The folder, once it was fetched."""
+        assert self.folder is not None
+        return self.folder
+
+    def place(self, file: str) -> str:
+        """The file in words."""
+        return f"{self.name}/{file}"
+
+    def path(self, file: str) -> Path:
+        """The file on this machine, downloaded if need be; DFlashError where it cannot be had."""
+        if self.folder is not None:
+            return self.folder / file
+        try:
+            return Path(hf_hub_download(self.name, file))
+        except HUB_ERRORS as error:
+            raise self._refused(error) from None
+
+    def read_json(self, file: str) -> dict[str, Any]:
+        """A JSON object; DFlashError for a file that is missing, too large or anything else."""
+        place = self.place(file)
+        if file not in self.files:
+            what = f"{self.name} has no {file}"
+        elif self.files[file] > _MAX_JSON:
+            what = f"{place} has {self.files[file]} bytes, at most {_MAX_JSON} are read"
+        else:
+            try:
+                found: Any = json.loads(self.path(file).read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
+                what = f"{place} is no readable {file} ({error})"
+            else:
+                if isinstance(found, dict):
+                    return found
+                what = f"{place} is a JSON {type(found).__name__}, not an object"
+        raise DFlashError(what, _COMPLETE)
+
+    def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:
+        """The tensors of a .safetensors file, from its head alone; DFlashError where damaged.
+
+        Of a repository the head is fetched by two requests at most, and then judged as that of a
+        file of the listed size, with a hole for data, which takes no place on the disk.
+        """
+        if self.folder is not None:
+            return read_header(self.folder / file, next_step)
+        total, place = self.files.get(file, 0), self.place(file)
+        try:
+            head = self._head(file, total)
+        except HUB_ERRORS as error:
+            raise self._refused(error) from None
+        with TemporaryDirectory() as folder:
+            copy = Path(folder) / "head.safetensors"
+            try:
+                with open(copy, "wb") as output:
+                    output.write(head[:total])
+                    output.truncate(total)
+            except OSError as error:
+                what = f"the head of {place}, a file of {total} bytes, cannot be kept ({error})"
+                raise DFlashError(what, next_step) from None
+            return read_header(copy, next_step, place)
+
+    def _head(self, file: str, total: int) -> bytes:
+        """At least its size field and its header, where so many bytes can be there."""
+        if not total:
+            return b""
+        found = self._bytes(file, 0, _FIRST_BYTES)
+        end = 8 + int.from_bytes(found[:8], "little")
+        if len(found) < end <= min(total, 8 + MAX_HEADER):
+            found += self._bytes(file, len(found), end)
+        return found
+
+    def _bytes(self, file: str, begin: int, end: int) -> bytes:
+        headers = {**build_hf_headers(), "range": f"bytes={begin}-{end - 1}"}
+        response = get_session().get(hf_hub_url(self.name, file), headers=headers, timeout=20)
+        hf_raise_for_status(response)
+        return bytes(response.content)
+
+    def cached(self) -> Source | None:
+        """What the Hugging Face cache has of the repository; None where files are known to lack."""
+        try:  # where the hub's listing was kept, this compares with it
+            return Source.of(self._download([*BESIDE, TARGET_WEIGHTS], local=True), self.option)
+        except HUB_ERRORS:
+            return None
+
+    def fetch(self) -> Source:
+        """The same as a folder, downloaded or brought up to date; DFlashError where that fails."""
+        if self.folder is not None:
+            return self
+        try:
+            return Source.of(self._download([*BESIDE, WEIGHTS], local=False), self.option)
+        except HUB_ERRORS as error:
+            raise self._refused(error) from None
+
+    def _download(self, patterns: list[str], local: bool) -> Path:
+        found = snapshot_download(
+            self.name, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=local
+        )
+        return Path(found)
+
+    def answers(self) -> bool:
+        """Whether the hub lists the repository's files and hands out its configuration."""
+        try:
+            return CONFIG not in self.files or self.path(CONFIG).is_file()
+        except DFlashError:
+            return False
+
+    def _refused(self, error: Exception) -> DFlashError:
+        """What the hub's client says, in a sentence; behind its first line come links."""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        step = how_to_name(self.option)
+        if isinstance(error, GatedRepoError):  # which the next one includes
+            what = f"{self.name} is open only to those who have accepted its licence"
+            step = f"accept its licence on the hub and log in with hf auth login, or {step}"
+        elif isinstance(error, RepositoryNotFoundError):
+            what = f"{self.name!r} is neither a folder nor a public model"
+        elif isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError):
+            what = f"the hub refuses {self.name} ({reason})"
+            step = f"check the name and your access, or {step}"
+        else:
+            what = f"{self.name} is no local folder and could not be downloaded, since the hub "
+            what += f"cannot be reached ({reason})"
+            step = f"check the network connection and the name, or {step}"
+        return DFlashError(what, step)
+
+
+def how_to_name(option: str) -> str:
+    """What to do about a name that is of no model."""
+    where = f" with --{option}" if option else ""
+    return f"give a local folder or a Hugging Face id like owner/name{where}"
