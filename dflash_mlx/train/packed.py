@@ -34,7 +34,8 @@ def hidden_states(
     }
     kinds = zip(config.layer_windows, config.layer_causal, strict=True)
     for layer, kind in zip(network.layers, kinds, strict=True):
-        cache: Any = _BlockCache(anchors, layer.self_attn.remember(context, _ContextCache()))
+        at_start: Any = _ContextCache()
+        cache: Any = _BlockCache(anchors, layer.self_attn.remember(context, at_start))
         rows = rows + layer.self_attn(layer.input_layernorm(rows), masks[kind], cache)
         rows = rows + _mlp(layer.mlp, layer.post_attention_layernorm(rows))
     return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]

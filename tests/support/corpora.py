@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.train.corpus.rows import Row, read_rows
+from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from support.models import write_model
 
 corpus = import_module("dflash_mlx.train.corpus.__main__")
@@ -49,11 +49,11 @@ def options(folder: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def run(folder: Path, out: Path, *more: str) -> list[Row]:
+def run(folder: Path, out: Path, *more: str) -> list[CorpusRow]:
     corpus.main(options(folder, out, *more))
     return read_rows(out)[1]
 
 
-def by_id(rows: Sequence[Row]) -> dict[str, Row]:
+def by_id(rows: Sequence[CorpusRow]) -> dict[str, CorpusRow]:
     assert len({row.id for row in rows}) == len(rows), "a prompt was answered twice"
     return {row.id: row for row in rows}

@@ -15,7 +15,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.batch import draw
-from dflash_mlx.train.corpus.rows import Row
+from dflash_mlx.train.corpus.rows import CorpusRow
 from support.corpora import (
     MAX_TOKENS,
     PROMPTS,
@@ -40,7 +40,7 @@ def pair(folder: Path) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def answered(folder: Path) -> dict[str, Row]:
+def answered(folder: Path) -> dict[str, CorpusRow]:
     return by_id(run(folder, folder / "answered.jsonl"))
 
 
@@ -79,7 +79,7 @@ def test_sampled_rows_draw_from_the_targets_law_with_their_own_seed(answered, pa
         )
 
 
-def plain_law(target: Target, row: Row) -> np.ndarray:
+def plain_law(target: Target, row: CorpusRow) -> np.ndarray:
     """Log-probabilities before each token of the answer, all from one pass."""
     tokens = mx.array([*row.prompt, *row.answer[:-1]])
     logits, _ = target.forward(tokens, target.new_cache(), Block(len(tokens)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.train.corpus.rows import Row, read_rows
+from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from support.corpora import PROMPTS, by_id, options, run, write_prompts
 from support.models import write_model
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answered(folder: Path) -> dict[str, Row]:
+def answered(folder: Path) -> dict[str, CorpusRow]:
     return by_id(run(folder, folder / "answered.jsonl"))
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.train.corpus.rows import Header, Row, check_header, fingerprint, read_rows
+from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, check_header, tokenizer_fingerprint, read_rows
 from dflash_mlx.train.corpus.writer import CorpusFile
 
 VOCAB_SIZE = 97
 MESSAGES = ({"role": "user", "content": "a\u2028b"},)
 ROWS = [
-    Row("one", "math", (1, 2, 96), (4, 1), 0.0, finish="stop"),
-    Row("two", "chat", (3,), (5, 6, 7), 0.6, 0.95, 2**32 - 1, "length", MESSAGES),
+    CorpusRow("one", "math", (1, 2, 96), (4, 1), 0.0, finish="stop"),
+    CorpusRow("two", "chat", (3,), (5, 6, 7), 0.6, 0.95, 2**32 - 1, "length", MESSAGES),
 ]
 OLD = {"p": [1, 2], "o": [3], "t": 0.0}
 
@@ -30,7 +30,7 @@ class Words:
         return {word: i for i, word in enumerate(self.words)}
 
 
-HEADER = Header("tiny", VOCAB_SIZE, fingerprint(Words("a", "b")), {"seed": 3})
+HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(Words("a", "b")), {"seed": 3})
 
 
 def write(file: Path, *lines: str) -> Path:
@@ -155,7 +155,7 @@ def test_a_corpus_of_another_tokenizer_is_refused():
 # The growing file
 
 
-def open_for(file: Path, header: Header = HEADER) -> CorpusFile:
+def open_for(file: Path, header: CorpusHeader = HEADER) -> CorpusFile:
     corpus_file = CorpusFile(file)
     corpus_file.begin(header)
     return corpus_file
@@ -203,11 +203,11 @@ def test_a_file_that_is_no_corpus_stays_as_it_is(tmp_path, contents):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Header("large", VOCAB_SIZE, HEADER.tokenizer, {"seed": 3}), "model 'tiny', not 'large'"),
-        (Header("tiny", VOCAB_SIZE, "0", {"seed": 3}), "tokenizer '.*', not '0'"),
-        (Header("tiny", 98, HEADER.tokenizer, {"seed": 3}), "a vocabulary of 97, not 98"),
-        (Header("tiny", VOCAB_SIZE, HEADER.tokenizer, {"seed": 4}), "seed 3, not 4"),
-        (Header("tiny", VOCAB_SIZE, HEADER.tokenizer, {}), "seed 3, not None"),
+        (CorpusHeader("large", VOCAB_SIZE, HEADER.tokenizer, {"seed": 3}), "model 'tiny', not 'large'"),
+        (CorpusHeader("tiny", VOCAB_SIZE, "0", {"seed": 3}), "tokenizer '.*', not '0'"),
+        (CorpusHeader("tiny", 98, HEADER.tokenizer, {"seed": 3}), "a vocabulary of 97, not 98"),
+        (CorpusHeader("tiny", VOCAB_SIZE, HEADER.tokenizer, {"seed": 4}), "seed 3, not 4"),
+        (CorpusHeader("tiny", VOCAB_SIZE, HEADER.tokenizer, {}), "seed 3, not None"),
     ],
 )
 def test_a_file_of_another_model_or_other_settings_is_not_continued(tmp_path, other, message):

@@ -12,7 +12,7 @@ from dflash_mlx import Pair, load
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train.corpus.batch import Done
-from dflash_mlx.train.corpus.rows import Row, read_rows
+from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.corpus.self_prompt import TurnTemplate, TurnWriter
 from support.models import EOS, TEMPLATE, write_model
 
@@ -42,7 +42,7 @@ def pair(folder: Path) -> Pair:
     return load(str(folder / "model"))
 
 
-def run(folder: Path, out: Path, wanted: int, *more: str) -> list[Row]:
+def run(folder: Path, out: Path, wanted: int, *more: str) -> list[CorpusRow]:
     options = [
         *("--model", str(folder / "model")),
         *("--out", str(out)),
@@ -60,11 +60,11 @@ WITH_OPENINGS = [option for opening in OPENINGS for option in ("--opening", open
 
 
 @pytest.fixture(scope="module")
-def asked(folder: Path) -> list[Row]:
+def asked(folder: Path) -> list[CorpusRow]:
     return run(folder, folder / "asked.jsonl", 10, *WITH_OPENINGS)
 
 
-def number(row: Row) -> int:
+def number(row: CorpusRow) -> int:
     return int(row.id.removeprefix("self-0-"))
 
 
@@ -133,7 +133,7 @@ def test_a_model_that_repeats_itself_is_given_up_on(folder, tmp_path):
 # Which turns are good
 
 
-def writer(pair: Pair, rows: tuple[Row, ...] = ()) -> TurnWriter:
+def writer(pair: Pair, rows: tuple[CorpusRow, ...] = ()) -> TurnWriter:
     return TurnWriter(pair, CorpusConfig(self_prompt=4, opening=("Say",)), rows)
 
 
@@ -148,14 +148,14 @@ def test_a_turn_is_good_once(pair):
     question = turns.question(written(turns, pair, " it!<|im_end|>"))
     assert question is not None and question.messages[0]["content"] == "Say it!"
     assert turns.question(written(turns, pair, " it! \n<|im_end|>")) is None
-    row = Row("self-9-0", "self", (5,), (5,), 0.0, messages=question.messages)
+    row = CorpusRow("self-9-0", "self", (5,), (5,), 0.0, messages=question.messages)
     resumed = writer(pair, (row,))
     assert resumed.question(written(resumed, pair, " it!<|im_end|>")) is None
     assert (turns.rejected, resumed.rejected) == (1, 1)
 
 
 def test_the_numbers_that_a_file_has_are_not_written_again(pair):
-    rows = tuple(Row(f"self-0-{n}", "self", (5,), (5,), 0.0) for n in (0, 2, 3))
+    rows = tuple(CorpusRow(f"self-0-{n}", "self", (5,), (5,), 0.0) for n in (0, 2, 3))
     assert [job.key for job in writer(pair, rows).start(3)] == [1, 4, 5]
 
 

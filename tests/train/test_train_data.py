@@ -13,7 +13,7 @@ import pytest
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import Pair
 from dflash_mlx.target.model import Target
-from dflash_mlx.train.corpus.rows import Header, Row, fingerprint
+from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.data import Texts, read_texts
 from support.families import VOCAB_SIZE
 from support.tiny_training import CONTEXT, TAPS, greedy_rows, sampled_row, tiny_target, write_corpus
@@ -26,16 +26,16 @@ class Words:
         return {str(i): i for i in range(VOCAB_SIZE)}
 
 
-HEADER = Header("tiny", VOCAB_SIZE, fingerprint(Words()))
+HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(Words()))
 
 
-def rows_of(count: int, seed: int = 0) -> list[Row]:
+def rows_of(count: int, seed: int = 0) -> list[CorpusRow]:
     """Greedy answers, each with a category of its own."""
     rows = greedy_rows(count, 9, seed=seed)
     return [replace(row, category=f"{seed}-{i}") for i, row in enumerate(rows)]
 
 
-def read(folder: Path, *corpora: list[Row], **changes: Any) -> Texts:
+def read(folder: Path, *corpora: list[CorpusRow], **changes: Any) -> Texts:
     given = {"taps": TAPS, "limit": PLENTY, "header": HEADER, "target": tiny_target(), **changes}
     paths = [
         write_corpus(folder / f"corpus-{i}.jsonl", rows, given["header"])

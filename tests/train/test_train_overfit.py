@@ -19,7 +19,7 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.models.load import Pair
 from dflash_mlx.train import evaluate
 from dflash_mlx.train.blocks import cut_blocks
-from dflash_mlx.train.corpus.rows import Row
+from dflash_mlx.train.corpus.rows import CorpusRow
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.evaluate import ANCHORS, Drafter, measure, walk
 from dflash_mlx.train.trainer import Trainer
@@ -38,7 +38,7 @@ BLOCK = RAW["block_size"]
 ANSWER = 40
 
 
-def known() -> tuple[Row, ...]:
+def known() -> tuple[CorpusRow, ...]:
     return greedy_rows(20, ANSWER)
 
 
@@ -58,7 +58,7 @@ def trained(texts: Texts) -> Trainer:
 
 
 def drafter_of(trainer: Trainer) -> Drafter:
-    return Drafter(trainer.network, trainer.network_config, tiny_target())
+    return Drafter(trainer.trainee.network, trainer.trainee.config, tiny_target())
 
 
 def test_a_drafter_overfits_twenty_sequences(trained, texts):
@@ -67,7 +67,7 @@ def test_a_drafter_overfits_twenty_sequences(trained, texts):
     assert walk(drafter_of(trained), texts).tokens_per_round > 6
 
 
-def decoded(drafter: Any, row: Row) -> list[tuple[int, ...]]:
+def decoded(drafter: Any, row: CorpusRow) -> list[tuple[int, ...]]:
     """The tokens of every round of a greedy answer, decoded."""
     target, settings = tiny_target(), DecodeConfig(max_tokens=ANSWER)
     state = State(target.new_cache(), drafter.new_context())
@@ -96,7 +96,7 @@ def test_decoding_accepts_what_was_measured(trained, texts, tmp_path):
 
 def hits_by_loops(trainer: Trainer, texts: Texts, prefix: int) -> np.ndarray:
     """Text after text, anchor after anchor, by the NumPy drafter."""
-    weights = tree_flatten(trainer.network.parameters())
+    weights = tree_flatten(trainer.trainee.network.parameters())
     tensors = {name: np.array(array) for name, array in weights}
     table = np.array(tiny_target().embedding().weight)
     result = []

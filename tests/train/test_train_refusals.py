@@ -12,15 +12,15 @@ import pytest
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train.__main__ import main
-from dflash_mlx.train.corpus.rows import Row
+from dflash_mlx.train.corpus.rows import CorpusRow
 from support.tiny_training import CONTEXT, Place, corpus_rows, files
 
 
-def short(row: Row) -> Row:
+def short(row: CorpusRow) -> CorpusRow:
     return replace(row, answer=row.answer[:3])
 
 
-def long(row: Row) -> Row:
+def long(row: CorpusRow) -> CorpusRow:
     return replace(row, answer=row.answer * 8)
 
 

@@ -22,7 +22,7 @@ from dflash_mlx.engine.decode import decode, prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.models.load import Pair
 from dflash_mlx.train import compare, selector
-from dflash_mlx.train.corpus.rows import Row
+from dflash_mlx.train.corpus.rows import CorpusRow
 from dflash_mlx.train.evaluate import Drafter, measure, walk
 from support.drafter_formats import speculators
 from support.reference_dflash import random_drafter, write_drafter_folder
@@ -86,7 +86,7 @@ def test_a_trained_folder_is_loaded_as_a_pair_that_follows_its_selector(trained)
     assert isinstance(make_drafter(pair, DecodeConfig("dflash")), SelectedPath)
 
 
-def decoded(drafter: Any, row: Row) -> list[tuple[int, ...]]:
+def decoded(drafter: Any, row: CorpusRow) -> list[tuple[int, ...]]:
     """The tokens of every round of a greedy answer, decoded."""
     target, settings = tiny_target(), DecodeConfig(max_tokens=len(row.answer))
     state = State(target.new_cache(), drafter.new_context())

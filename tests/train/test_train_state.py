@@ -41,7 +41,7 @@ def train(trainer: Trainer, steps: int) -> list[float]:
 
 def everything(trainer: Trainer) -> dict[str, np.ndarray]:
     """Weights and the optimiser's state, bit by bit."""
-    parts = {"network": trainer.network.parameters(), "optimizer": trainer.optimizer.state}
+    parts = {"network": trainer.trainee.network.parameters(), "optimizer": trainer.optimizer.state}
     flat = tree_flatten(parts)
     return {name: np.array(array) for name, array in flat}
 

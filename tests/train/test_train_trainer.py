@@ -24,7 +24,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
 
 
 def weights(trainer: Trainer) -> dict[str, np.ndarray]:
-    return {name: np.array(array) for name, array in tree_flatten(trainer.network.parameters())}
+    return {name: np.array(array) for name, array in tree_flatten(trainer.trainee.network.parameters())}
 
 
 def logits(trainer: Trainer, hidden: mx.array) -> np.ndarray:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from types import TracebackType
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.train.corpus.rows import Header, Row, parse
+from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, parse
 
 _ANOTHER = "name another file with --out"
 
@@ -38,12 +37,7 @@ class CorpusFile:
     def __enter__(self) -> CorpusFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -52,24 +46,22 @@ class CorpusFile:
             self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
-    def begin(self, header: Header) -> None:
+    def begin(self, header: CorpusHeader) -> None:
         """Write the header of a new file, or check that `header` continues this one.
 
         What a killed process left behind the last whole line is cut off. Raises DFlashError where
         the file was made by another model or with other settings.
         """
-        if self.header is None:
-            os.ftruncate(self._descriptor, self._size)
-            self._append(header.as_line())
-        elif self.header != header:
+        if self.header not in (None, header):
             raise DFlashError(
                 f"{self.path} was made with {_difference(self.header, header)}",
                 f"run with the settings it was made with, or {_ANOTHER}",
             )
-        else:
-            os.ftruncate(self._descriptor, self._size)
+        os.ftruncate(self._descriptor, self._size)
+        if self.header is None:
+            self._append(header.as_line())
 
-    def append(self, row: Row) -> None:
+    def append(self, row: CorpusRow) -> None:
         """Write a row at once; where that fails the file is left as it was."""
         self._append(row.as_line())
 
@@ -98,14 +90,14 @@ class CorpusFile:
             contents = self.path.read_bytes()
         except OSError as error:
             raise DFlashError(f"{self.path} cannot be read ({error.strerror})", _ANOTHER) from None
-        if not Header.begins_with(contents):
+        if not CorpusHeader.begins_with(contents):
             raise DFlashError(f"{self.path} exists and does not begin as a corpus does", _ANOTHER)
         size = contents.rfind(b"\n") + 1
         self.header, self.rows = parse(self.path, contents[:size])
         return size
 
 
-def _difference(old: Header, new: Header) -> str:
+def _difference(old: CorpusHeader, new: CorpusHeader) -> str:
     """The first thing in which the headers differ, for a message."""
     before = {"model": old.model, "tokenizer": old.tokenizer, **old.settings}
     after = {"model": new.model, "tokenizer": new.tokenizer, **new.settings}
