@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import Pair
 from dflash_mlx.train.blocks import Array, TextTokens
 from dflash_mlx.train.corpus.rows import CorpusRow, check_header, read_rows
-from dflash_mlx.train.features import FeatureCache, target_fingerprint, vocabulary_size
+from dflash_mlx.train.features import FeatureCache, vocabulary_size
 
 
 @dataclass(frozen=True)
@@ -112,26 +111,21 @@ def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path,
         )
     _tell(path, len(rows) - len(usable), f"longer than the context of {context} tokens")
     tokens = [row.prompt + row.answer for _, row in usable]
-    identity = repr((target_fingerprint(pair.target), taps, tokens)).encode()
-    name = f"{path.name.partition('.')[0]}-{hashlib.sha256(identity).hexdigest()[:12]}"
-    features = FeatureCache(cache[0] / name, tokens, pair.target, taps, cache[1])
+    place = cache[0] / path.name.partition(".")[0]
+    features = FeatureCache(place, tokens, pair.target, taps, cache[1])
     _tell(path, len(usable) - len(features), "no room for their features; --cache-gb gives more")
-    _fill(features, path)
+    if missing := features.missing:
+        with tqdm(desc=f"features of {path.name}", total=len(missing), unit="row") as bar:
+            for _ in features.fill():
+                bar.update()
     kept = enumerate(usable[: len(features)])
-    texts = [Text.of(row, number, features, place) for place, (number, row) in kept]
-    return Texts(f"{name}:{len(features)}", texts)  # a smaller cache means other texts
+    texts = [Text.of(row, number, features, i) for i, (number, row) in kept]
+    return Texts(f"{features.folder.name}:{len(texts)}", texts)  # with less room, other texts
 
 
 def _tell(path: Path, rows: int, why: str) -> None:
     if rows:
         print(f"{path}: rows left out: {rows}, {why}", file=sys.stderr)
-
-
-def _fill(features: FeatureCache, path: Path) -> None:
-    if missing := features.missing:
-        with tqdm(desc=f"features of {path.name}", total=len(missing), unit="row") as bar:
-            for _ in features.fill():
-                bar.update()
 
 
 def feature_place(arguments: argparse.Namespace) -> tuple[Path, int]:

@@ -1,16 +1,16 @@
 """What the target thinks of every training sequence, computed once and kept on disk.
 
-A folder holds `index.json` (what was computed) and a .safetensors file per sequence of T tokens:
-`features` [T, m*d] (the bits of bfloat16), `choices` [T, 2 * CHOICES] (the target's most likely
-next tokens after every token, with their probabilities) and, in its metadata, a CRC-32 of each. A
-file is complete before it takes its name, so an interrupted build goes on where it stopped.
+A folder is named by what it holds, so that it never holds anything else: a .safetensors file per
+sequence of T tokens, with `features` [T, m*d] (the bits of bfloat16), `choices` [T, 2 * CHOICES]
+(the target's most likely next tokens after every token, with their probabilities) and, in its
+metadata, a CRC-32 of each. A file is complete before it takes its name, so an interrupted build
+goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,12 +23,12 @@ from safetensors import SafetensorError, safe_open
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import cpu_math
-from dflash_mlx.system.files import remove_partial, replace_safetensors, replace_text
+from dflash_mlx.system.files import remove_partial, replace_safetensors
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.likeliest import CHOICE, likeliest
 
-_VERSION = 3
+_VERSION = 3  # of the files
 _BYTES = 2  # of a bfloat16
 _CHUNK = 512  # tokens per target pass
 _BUILD_AGAIN = "delete that folder and start again; the features will be computed anew"
@@ -37,21 +37,21 @@ _BUILD_AGAIN = "delete that folder and start again; the features will be compute
 class FeatureCache:
     """Features and most likely next tokens of sequences on disk.
 
-    folder: made when it is not there. sequences: token ids. taps: target layers (0-based), m of
-    them. limit: most bytes of features; sequences from the first that does not fit on are left
-    out. Raises DFlashError when that are all, and for a folder that holds the features of
-    something else.
+    place: a folder, made when it is not there, whose name goes on with a digest of sequences,
+    target and taps. sequences: token ids. taps: target layers (0-based), m of them. limit: most
+    bytes of features; sequences from the first that does not fit on are left out. Raises
+    DFlashError when that are all.
     """
 
     def __init__(
         self,
-        folder: Path,
+        place: Path,
         sequences: Sequence[Sequence[int]],
         target: Target,
         taps: tuple[int, ...],
         limit: int,
     ) -> None:
-        self._folder, self._target, self._taps = folder, target, taps
+        self._target, self._taps = target, taps
         self.width = len(taps) * hidden_width(target)
         ends = np.cumsum([len(tokens) for tokens in sequences], dtype=np.int64)
         self._length = int((ends * self.width * _BYTES <= limit).sum())
@@ -61,7 +61,9 @@ class FeatureCache:
                 f"{limit} bytes have no room for the features of the first sequence",
                 "give more with --cache-gb",
             )
-        self._open_folder()
+        identity = repr((_VERSION, target_fingerprint(target), taps, list(map(list, sequences))))
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        self.folder = place.with_name(f"{place.name}-{digest}")
 
     def __len__(self) -> int:
         """Sequences that fit."""
@@ -78,14 +80,15 @@ class FeatureCache:
         Raises OSError when the disk is full; what is finished stays usable. Raises DFlashError
         while another process is at it.
         """
-        with (self._folder / "index.json").open("rb") as locked:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("wb") as locked:
             try:
                 fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise DFlashError(
-                    f"another process is computing the features in {self._folder}", "wait for it"
+                    f"another process is computing the features in {self.folder}", "wait for it"
                 ) from None
-            remove_partial(self._folder)
+            remove_partial(self.folder)
             self._target.tap(self._taps)
             for i in self.missing:
                 kept = self._compute(self._sequences[i])
@@ -113,7 +116,7 @@ class FeatureCache:
         except (OSError, SafetensorError, KeyError, TypeError):
             data = expected = None
         if data is None or _checksum(data) != expected:
-            raise DFlashError(f"{self._folder} is damaged at sequence {i}", _BUILD_AGAIN)
+            raise DFlashError(f"{self.folder} is damaged at sequence {i}", _BUILD_AGAIN)
         return data  # type: ignore[no-any-return]
 
     def _compute(self, tokens: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
@@ -133,52 +136,7 @@ class FeatureCache:
         return {"features": np.array(mx.concatenate(features)), "choices": words}
 
     def _file(self, i: int) -> Path:
-        return self._folder / f"{i}.safetensors"
-
-    def _open_folder(self) -> None:
-        index_file, index = self._folder / "index.json", self._index()
-        try:
-            found = json.loads(index_file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            found = self._new_folder(index_file, index)
-        except (ValueError, OSError) as error:
-            raise DFlashError(f"{index_file} cannot be read ({error})", _BUILD_AGAIN) from None
-        if isinstance(found, dict) and found.get("version", _VERSION) != _VERSION:
-            raise DFlashError(
-                f"{self._folder} holds features of version {found['version']}, not {_VERSION}",
-                f"{_BUILD_AGAIN}; or choose another folder with --cache",
-            )
-        if found != index:
-            raise DFlashError(
-                f"{self._folder} holds features of another corpus, target or set of layers",
-                "delete that folder, or choose another one with --cache",
-            )
-
-    def _new_folder(self, index_file: Path, index: dict[str, Any]) -> dict[str, Any]:
-        remove_partial(self._folder)
-        if self._folder.exists() and any(self._folder.iterdir()):
-            raise DFlashError(
-                f"{self._folder} is not empty and holds no features",
-                "choose another folder with --cache",
-            )
-        self._folder.mkdir(parents=True, exist_ok=True)
-        replace_text(index_file, json.dumps(index, indent=1))
-        return index
-
-    def _index(self) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        for tokens in self._sequences:
-            digest.update(np.array(tokens, dtype=np.int64).tobytes())
-        return {
-            "format": "dflash-features",
-            "version": _VERSION,
-            "target": target_fingerprint(self._target),
-            "target_layer_ids": list(self._taps),
-            "width": self.width,
-            "sequences": len(self._sequences),
-            "tokens": sum(len(tokens) for tokens in self._sequences),
-            "corpus": digest.hexdigest(),
-        }
+        return self.folder / f"{i}.safetensors"
 
 
 def _checksum(array: npt.NDArray[Any]) -> str:

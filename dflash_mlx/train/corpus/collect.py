@@ -14,7 +14,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import Pair
 from dflash_mlx.session.chat import prompt_tokens
 from dflash_mlx.train.corpus.batch import BatchDecoder, Done
-from dflash_mlx.train.corpus.jobs import Prompt, answer_job, answer_row
+from dflash_mlx.train.corpus.jobs import Prompt, answer_job
 from dflash_mlx.train.corpus.rows import CorpusRow
 from dflash_mlx.train.corpus.self_prompt import TurnWriter
 from dflash_mlx.train.corpus.writer import CorpusFile
@@ -86,7 +86,18 @@ class Collection:
         if not isinstance(prompt, Prompt):
             self._ask_turn(done)
             return None
-        row = answer_row(prompt, done)
+        job = done.job
+        row = CorpusRow(
+            id=prompt.id,
+            category=prompt.category,
+            prompt=prompt.tokens,
+            answer=done.tokens,
+            temperature=job.temperature,
+            top_p=job.top_p,
+            seed=None if job.temperature == 0 else job.seed,
+            finish=done.finish,
+            messages=prompt.messages,
+        )
         self._file.append(row)
         self.finishes[row.finish] += 1
         return row

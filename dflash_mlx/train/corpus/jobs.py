@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.models.load import Pair
 from dflash_mlx.session.chat import Message
-from dflash_mlx.train.corpus.batch import Done, Job
-from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
+from dflash_mlx.train.corpus.batch import Job
+from dflash_mlx.train.corpus.rows import CorpusHeader, tokenizer_fingerprint
 
 _ONLY_HOW_MANY = ("batch_size", "limit", "self_prompt")  # rows, not which
 
@@ -44,22 +44,6 @@ def answer_job(asked: Prompt, pair: Pair, config: CorpusConfig) -> Job:
         temperature=0.0 if greedy else config.temperature,
         top_p=1.0 if greedy else config.top_p,
         seed=seed,
-    )
-
-
-def answer_row(asked: Prompt, done: Done) -> CorpusRow:
-    """The row of a finished answer."""
-    job = done.job
-    return CorpusRow(
-        id=asked.id,
-        category=asked.category,
-        prompt=asked.tokens,
-        answer=done.tokens,
-        temperature=job.temperature,
-        top_p=job.top_p,
-        seed=None if job.temperature == 0 else job.seed,
-        finish=done.finish,
-        messages=asked.messages,
     )
 
 

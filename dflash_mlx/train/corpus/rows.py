@@ -65,19 +65,36 @@ class CorpusRow:
 
     def as_line(self) -> str:
         """A line of a corpus file, without its newline."""
-        fields: dict[str, Any] = {
-            "id": self.id,
-            "category": self.category,
-            "p": self.prompt,
-            "o": self.answer,
-            "t": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "finish": self.finish,
-        }
-        if self.messages:
-            fields["messages"] = self.messages
-        return json.dumps(fields)
+        line = {key: getattr(self, name) for name, (key, _) in _FIELDS.items()}
+        if not self.messages:
+            del line["messages"]
+        return json.dumps(line)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_ids(value: Any) -> bool:
+    whole = isinstance(value, list) and value and all(type(token) is int for token in value)
+    return bool(whole) and min(value) >= 0
+
+
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of a row: key in the line, and a check
+    "id": ("id", _is_text),
+    "category": ("category", _is_text),
+    "prompt": ("p", _are_ids),
+    "answer": ("o", _are_ids),
+    "temperature": ("t", _is_number),
+    "top_p": ("top_p", _is_number),
+    "seed": ("seed", lambda value: value is None or type(value) is int),
+    "finish": ("finish", _is_text),
+    "messages": ("messages", lambda v: isinstance(v, list) and all(type(m) is dict for m in v)),
+}
 
 
 def read_rows(
@@ -172,59 +189,24 @@ def _header(path: Path, values: dict[str, Any]) -> CorpusHeader:
             "update dflash-chat, or " + _MAKE_ANEW,
         )
     kinds = {"model": str, "vocab_size": int, "tokenizer": str, "settings": dict}
+    given = {"settings": {}, **values}
     for name, kind in kinds.items():
-        value = values.get(name, {} if name == "settings" else None)
-        if not isinstance(value, kind):
-            raise _damaged(path, 1, name, value)
-    return CorpusHeader(**{name: values[name] for name in kinds if name in values})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _are_ids(value: Any) -> bool:
-    whole = isinstance(value, list) and value and all(type(token) is int for token in value)
-    return bool(whole) and min(value) >= 0
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
-
-
-_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "t": _is_number,
-    "top_p": _is_number,
-    "id": _is_text,
-    "category": _is_text,
-    "finish": _is_text,
-    "seed": lambda value: value is None or type(value) is int,
-    "messages": _are_messages,
-    "p": _are_ids,
-    "o": _are_ids,
-}
+        if not isinstance(given.get(name), kind):
+            raise _damaged(path, 1, name, given.get(name))
+    return CorpusHeader(**{name: given[name] for name in kinds})
 
 
 def _row(path: Path, i: int, values: Any) -> CorpusRow:
     if not isinstance(values, dict):
         raise DFlashError(f"line {i} of {path} is no row", f"delete that line, or {_MAKE_ANEW}")
     usual = {"top_p": 1.0, "id": f"line-{i}", "category": "", "finish": "", "messages": []}
-    given = {**dict.fromkeys(_FIELDS), **usual, **values}
-    for name, is_right in _FIELDS.items():
-        if not is_right(given[name]):
-            raise _damaged(path, i, name, given[name])
-    return CorpusRow(
-        prompt=tuple(given["p"]),
-        answer=tuple(given["o"]),
-        temperature=float(given["t"]),
-        top_p=float(given["top_p"]),
-        messages=tuple(given["messages"]),
-        **{name: given[name] for name in ("id", "category", "finish", "seed")},
-    )
+    given, fields = {**usual, **values}, dict[str, Any]()
+    for name, (key, is_right) in _FIELDS.items():
+        value = given.get(key)
+        if not is_right(value):
+            raise _damaged(path, i, key, value)
+        fields[name] = tuple(value) if isinstance(value, list) else value
+    return CorpusRow(**fields)
 
 
 def _damaged(path: Path, i: int, name: str, value: Any) -> DFlashError:
