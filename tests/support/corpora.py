@@ -9,21 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
-from support.models import write_model
 
 corpus = import_module("dflash_mlx.train.corpus.__main__")
 
-
 MAX_TOKENS = 40
-
-
 PROMPTS = [
     {
         "id": f"p{i}",
         "category": "chat",
         "messages": [{"role": "user", "content": "ab Cd, e." * (i % 7) + f"{i}?"}],
     }
-    for i in range(24)
+    for i in range(16)
 ]
 
 
@@ -32,21 +28,10 @@ def write_prompts(file: Path, prompts: Sequence[dict[str, Any]] = PROMPTS) -> Pa
     return file
 
 
-def write_folder(root: Path) -> Path:
-    write_model(root / "model")
-    write_prompts(root / "prompts.jsonl")
-    return root
-
-
 def options(folder: Path, out: Path, *more: str) -> list[str]:
-    return [
-        *("--model", str(folder / "model")),
-        *("--prompts", str(folder / "prompts.jsonl")),
-        *("--out", str(out)),
-        *("--max-tokens", str(MAX_TOKENS)),
-        *("--batch-size", "8"),
-        *more,
-    ]
+    words = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.jsonl")]
+    words += ["--out", str(out), "--max-tokens", str(MAX_TOKENS), "--batch-size", "8"]
+    return [*words, *more]
 
 
 def run(folder: Path, out: Path, *more: str) -> list[CorpusRow]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import SelectorTraining
 from dflash_mlx.train.blocks import TextTokens
@@ -25,11 +24,6 @@ def trainer_of(trainee: Trainee, texts: Texts, **settings: Any) -> SelectorTrain
     given = {**given, "draft_vocabulary": VOCAB_SIZE, "learning_rate": 0.005}
     config = SelectorTraining(**{**given, **settings})
     return SelectorTrainer(trainee, texts, config)
-
-
-def weights_of(trainer: SelectorTrainer) -> dict[str, np.ndarray]:
-    flat: Any = tree_flatten(trainer.maps.trainable_parameters())
-    return {name: np.array(array) for name, array in flat}
 
 
 class Noise:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import TrainConfig
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.models.load import load_target
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.__main__ import main
@@ -130,7 +130,9 @@ class Place:
     def __init__(self, root: Path, model: Path) -> None:
         self.root, self.model = root, model
         self.out, self.cache = root / "out", root / "cache"
-        self.header = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(load_target(str(model)).tokenizer))
+        self.header = CorpusHeader(
+            "tiny", VOCAB_SIZE, tokenizer_fingerprint(load_target(str(model)).tokenizer)
+        )
         self.corpus = self.write("corpus.jsonl", corpus_rows())
 
     def write(self, name: str, rows: Any, header: CorpusHeader | None = None) -> Path:
@@ -168,14 +170,19 @@ class Place:
 
     def read(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The drafter in the out folder: its weights and its config.json."""
-        network = load_network(self.out, read_config(self.out), mx.float32)
-        weights = {name: np.array(a) for name, a in tree_flatten(network.parameters())}
-        return weights, json.loads((self.out / "config.json").read_text())
+        trainee = Trainee.read(self.out, tiny_target())
+        return arrays_of(trainee.network), trainee.raw
 
     def history(self) -> list[dict[str, Any]]:
         """The measurements in the out folder."""
         lines = (self.out / "history.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+
+def arrays_of(module: nn.Module) -> dict[str, np.ndarray]:
+    """What a network holds, by name."""
+    flat: Any = tree_flatten(module.parameters())
+    return {name: np.array(array) for name, array in flat}
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -43,16 +43,9 @@ def pair(folder: Path) -> Pair:
 
 
 def run(folder: Path, out: Path, wanted: int, *more: str) -> list[CorpusRow]:
-    options = [
-        *("--model", str(folder / "model")),
-        *("--out", str(out)),
-        *("--self-prompt", str(wanted)),
-        *("--max-tokens", "4"),
-        *("--batch-size", "6"),
-        *("--self-max-tokens", "60"),
-        *more,
-    ]
-    corpus.main(options)
+    words = ["--model", str(folder / "model"), "--out", str(out), "--self-prompt", str(wanted)]
+    words += ["--max-tokens", "4", "--batch-size", "6", "--self-max-tokens", "60"]
+    corpus.main([*words, *more])
     return read_rows(out)[1]
 
 
@@ -145,12 +138,12 @@ def written(turns: TurnWriter, pair: Pair, text: str, finish: str = "stop") -> D
 
 def test_a_turn_is_good_once(pair):
     turns = writer(pair)
-    question = turns.question(written(turns, pair, " it!<|im_end|>"))
-    assert question is not None and question.messages[0]["content"] == "Say it!"
-    assert turns.question(written(turns, pair, " it! \n<|im_end|>")) is None
-    row = CorpusRow("self-9-0", "self", (5,), (5,), 0.0, messages=question.messages)
+    prompt = turns.prompt(written(turns, pair, " it!<|im_end|>"))
+    assert prompt is not None and prompt.messages[0]["content"] == "Say it!"
+    assert turns.prompt(written(turns, pair, " it! \n<|im_end|>")) is None
+    row = CorpusRow("self-9-0", "self", (5,), (5,), 0.0, messages=prompt.messages)
     resumed = writer(pair, (row,))
-    assert resumed.question(written(resumed, pair, " it!<|im_end|>")) is None
+    assert resumed.prompt(written(resumed, pair, " it!<|im_end|>")) is None
     assert (turns.rejected, resumed.rejected) == (1, 1)
 
 
@@ -162,23 +155,19 @@ def test_the_numbers_that_a_file_has_are_not_written_again(pair):
 @pytest.mark.parametrize(
     ("text", "finish"),
     [
-        ("<|im_end|>", "stop"),
         (" \n<|im_end|>", "stop"),
         (" it", "length"),
         (" it it it", "loop"),
         (" it<|im_start|>user<|im_end|>", "stop"),
         (" it<|pad|> now<|im_end|>", "stop"),
+        ("x" * 600 + "<|im_end|>", "stop"),
     ],
+    ids=["empty", "unfinished", "looped", "a role", "a special token", "too long"],
 )
-def test_a_turn_that_is_empty_unfinished_or_holds_special_tokens_is_no_good(pair, text, finish):
+def test_a_turn_that_is_no_good_is_left_out(pair, text, finish):
     turns = writer(pair)
-    assert turns.question(written(turns, pair, text, finish)) is None
+    assert turns.prompt(written(turns, pair, text, finish)) is None
     assert turns.rejected == 1
-
-
-def test_a_turn_that_does_not_fit_the_context_is_no_good(pair):
-    turns = writer(pair)
-    assert turns.question(written(turns, pair, "x" * 600 + "<|im_end|>")) is None
 
 
 # Chat templates
@@ -200,13 +189,11 @@ def test_the_end_of_a_turn_may_be_plain_text(folder):
     assert template.text("Say", tokens[:8], "length") is None
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("shouting", "changes the user's text"), ("none", "no chat template")],
-)
-def test_a_template_without_a_place_for_the_users_text_is_refused(folder, name, message):
-    with pytest.raises(DFlashError, match=message):
+@pytest.mark.parametrize("name", ["shouting", "none"])
+def test_a_template_without_a_place_for_the_users_text_is_refused(folder, name):
+    with pytest.raises(DFlashError) as failure:
         TurnTemplate(load(str(folder / name)).tokenizer, None)
+    assert "--prompts" in failure.value.next_step
 
 
 def test_a_template_that_refuses_a_system_prompt_says_so(tmp_path):
@@ -217,13 +204,10 @@ def test_a_template_that_refuses_a_system_prompt_says_so(tmp_path):
         TurnTemplate(tokenizer, "Be brief.")
 
 
-@pytest.mark.parametrize(
-    ("contents", "message"),
-    [("{", "cannot be read"), ("[]", "no openings"), ('"Say"', "no openings"), ("[1]", "holds 1")],
-)
-def test_a_damaged_openings_file_is_refused(folder, tmp_path, contents, message):
+@pytest.mark.parametrize("contents", ["{", "[]", '"Say"', "[1]"])
+def test_a_damaged_openings_file_is_refused(folder, tmp_path, contents):
     (tmp_path / "o.json").write_text(contents)
-    with pytest.raises(DFlashError, match=message):
+    with pytest.raises(DFlashError, match="o.json"):
         run(folder, tmp_path / "c", 1, "--openings", str(tmp_path / "o.json"))
 
 

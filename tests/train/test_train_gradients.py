@@ -28,7 +28,7 @@ from support.tiny_training import (
 )
 
 BLOCK = 5
-ENTRIES = 2  # drawn in every tensor, beside the one with the largest gradient
+ENTRIES = 1  # drawn in every tensor, beside the one with the largest gradient
 STEP = 1e-4
 ANCHORS = np.array([[5, 9, 17], [12, 7, 29]])  # the last block passes the end of its text
 PREFIXES = {
@@ -38,10 +38,8 @@ PREFIXES = {
 
 SOFT = 0.5  # where a case does not say
 CASES = {
-    "decay": {"loss": "decay"},
     "decay, labels all soft": {"loss": "decay", "soft": 1.0},
     "decay, variable prefix": {"loss": "decay", "mode": "variable-prefix"},
-    "dpace": {"loss": "dpace"},
     "dpace, variable prefix": {"loss": "dpace", "mode": "variable-prefix"},
     "dpace, hard labels": {"loss": "dpace", "soft": 0.0},
     "a small draft vocabulary": {"loss": "dpace", "draft_vocabulary": 20, "soft": 0.7},
@@ -174,29 +172,6 @@ def test_mlx_own_functions_give_the_same_gradients(texts, case, monkeypatch):
     assert abs(value - other_value) < 1e-5
     for name, gradient in found.items():
         assert np.abs(gradient - other[name]).max() < 1e-4 * np.abs(gradient).max(), name
-
-
-@pytest.mark.parametrize("case", ["decay", "dpace, variable prefix", "a small draft vocabulary"])
-def test_without_softness_only_the_greedy_choices_are_learnt_from(texts, case):
-    settings = {**CASES[case], "soft": 0.0}
-    blocks = blocks_of(texts, settings)
-    greedy = replace(blocks, likely=blocks.likely[..., :1], shares=blocks.shares[..., :1])
-    value, found = gradients(texts, CONFIGS["full"], settings, blocks)
-    for soft in (0.0, 1.0):  # of a single word
-        other_value, other = gradients(texts, CONFIGS["full"], {**settings, "soft": soft}, greedy)
-        assert value == other_value
-        assert all(np.array_equal(found[name], other[name]) for name in found)
-    soft_value, _ = gradients(texts, CONFIGS["full"], {**settings, "soft": 0.5}, blocks)
-    assert abs(value - soft_value) > 1e-3
-
-
-def test_the_loss_is_a_line_between_the_hard_and_the_soft_one(texts):
-    values = [
-        gradients(texts, CONFIGS["full"], {"loss": "dpace", "soft": soft})[0]
-        for soft in (0.0, 0.25, 1.0)
-    ]
-    assert abs(values[0] - values[2]) > 1e-2
-    assert values[1] == pytest.approx(0.75 * values[0] + 0.25 * values[2], abs=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
