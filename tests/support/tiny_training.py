@@ -15,7 +15,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from dflash_mlx.core.config import TrainConfig
+from dflash_mlx.core.config import DecodeConfig, TrainConfig
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.state import State
 from dflash_mlx.models.load import load_target
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.__main__ import main
@@ -177,6 +180,14 @@ class Place:
         """The measurements in the out folder."""
         lines = (self.out / "history.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+
+def decoded(drafter: Any, row: CorpusRow) -> list[tuple[int, ...]]:
+    """The tokens of every round of a greedy answer as long as the row's."""
+    target, settings = tiny_target(), DecodeConfig(max_tokens=len(row.answer))
+    state = State(target.new_cache(), drafter.new_context())
+    prefill(target, drafter, state, list(row.prompt), settings, Observer())
+    return [round.tokens for round in decode(target, drafter, state, settings, Observer())]
 
 
 def arrays_of(module: nn.Module) -> dict[str, np.ndarray]:

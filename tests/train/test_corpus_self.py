@@ -88,27 +88,17 @@ def test_bad_turns_are_replaced_and_counted(folder, tmp_path, capsys):
     assert "user turns were empty, too long or not new" in capsys.readouterr().out
 
 
-def test_a_stopped_run_goes_on_with_the_same_turns(folder, tmp_path, asked):
+def test_a_stopped_run_goes_on_with_the_same_turns_and_may_be_asked_for_more(
+    folder, tmp_path, asked
+):
     whole = (folder / "asked.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "c").write_bytes(b"".join(whole[:4]) + whole[4][:30])
-    rows = run(folder, tmp_path / "c", 10, *WITH_OPENINGS)
-    assert len({row.id for row in rows}) == len({row.messages[0]["content"] for row in rows}) == 10
+    rows = run(folder, tmp_path / "c", 11, *WITH_OPENINGS)
+    assert len({row.id for row in rows}) == len({row.messages[0]["content"] for row in rows}) == 11
     assert rows[:3] == asked[:3]
     again = {row.id: row for row in asked}
     both = [row for row in rows[3:] if row.id in again]
     assert both and [again[row.id] for row in both] == both
-
-
-def test_more_turns_may_be_asked_for_later(folder, tmp_path, asked):
-    (tmp_path / "c").write_bytes((folder / "asked.jsonl").read_bytes())
-    assert run(folder, tmp_path / "c", 10, *WITH_OPENINGS) == asked
-    rows = run(folder, tmp_path / "c", 12, *WITH_OPENINGS)
-    assert rows[:10] == asked and len({row.id for row in rows}) == 12
-
-
-def test_other_openings_do_not_continue_a_file(folder, asked):
-    with pytest.raises(DFlashError, match="opening .*, not "):
-        run(folder, folder / "asked.jsonl", 10, "--opening", "Shout")
 
 
 def test_openings_come_from_a_file_too(folder, tmp_path):

@@ -87,25 +87,11 @@ def test_features_are_computed_once(tmp_path, monkeypatch):
     assert read(tmp_path, rows_of(4)).name == name
 
 
-def test_other_data_has_another_name_and_a_folder_of_its_own(tmp_path):
-    rows = rows_of(3)
-    other = replace(rows[0], answer=rows[0].answer[:-1])
-    names = [
-        read(tmp_path, rows).name,
-        read(tmp_path, rows[:2]).name,
-        read(tmp_path, [other, *rows[1:]]).name,
-        read(tmp_path, rows, taps=(0, 1)).name,
-        read(tmp_path, rows, target=tiny_target(1)).name,
-        read(tmp_path, rows, rows_of(2, seed=1)).name,
-    ]
-    assert len(set(names)) == len(names)
-    assert len(list((tmp_path / "cache").iterdir())) == 6  # the last one shares the first's
-
-
 def test_rows_that_do_not_fit_the_limit_are_left_out_and_told(tmp_path, capsys):
     rows = rows_of(4)
     room = 2 * len(rows[0].prompt + rows[0].answer) * len(TAPS) * 64 * 2
     texts = read(tmp_path, rows, rows_of(4, seed=1), limit=room)
+    assert texts.name != read(tmp_path / "cache", rows, rows_of(4, seed=1)).name
     assert numbers(texts) == [0, 1, 0, 1]
     said = capsys.readouterr().err
     for name in ("corpus-0", "corpus-1"):

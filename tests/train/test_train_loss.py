@@ -214,12 +214,3 @@ def test_confidence_weights_are_sums_of_products(blocks, alpha):
     found = np.array(dpace_weights(mx.array(confidences), mx.array(supervised), alpha))
     expected = [dpace_by_loops(a, b, alpha) for a, b in zip(confidences, supervised, strict=True)]
     assert np.allclose(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_confidence_weights_of_an_undecided_block_are_those_worked_out_by_hand():
-    confidences = mx.array([[0.0, 0.5, 0.25, 1.0]])
-    supervised = mx.array([[False, True, True, True]])
-    found = np.array(dpace_weights(confidences, supervised, 0.5))[0]
-    first, second = 0.75, 0.75 * 0.625
-    third = second * 1.0
-    assert np.allclose(found, [0.0, first + second + third, second + third, third])

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine.decode import decode, prefill
-from dflash_mlx.engine.state import State
 from dflash_mlx.models.load import Pair
 from dflash_mlx.train import evaluate
 from dflash_mlx.train.blocks import cut_blocks
@@ -23,6 +18,7 @@ from dflash_mlx.train.trainer import Trainer
 from support.reference_dflash import hidden_states
 from support.tiny_training import (
     arrays_of,
+    decoded,
     drafter_config,
     greedy_rows,
     make_trainee,
@@ -59,14 +55,6 @@ def test_a_drafter_overfits_twenty_sequences(trained, texts):
     assert measure(make_trainee(RAW), texts).tokens_per_round < 1.5
     assert measure(trained.trainee, texts).tokens_per_round > 6
     assert walk(trained.trainee, texts).tokens_per_round > 6
-
-
-def decoded(drafter: Any, row: CorpusRow) -> list[tuple[int, ...]]:
-    """The tokens of every round of a greedy answer, decoded."""
-    target, settings = tiny_target(), DecodeConfig(max_tokens=ANSWER)
-    state = State(target.new_cache(), drafter.new_context())
-    prefill(target, drafter, state, list(row.prompt), settings, Observer())
-    return [round.tokens for round in decode(target, drafter, state, settings, Observer())]
 
 
 def test_decoding_accepts_what_was_measured(trained, texts, tmp_path):

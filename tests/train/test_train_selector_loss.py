@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.train import selector
 from dflash_mlx.train.blocks import BlockSampler, RoundStartSampler
 from dflash_mlx.train.selector import SelectorTrainer
 from support.families import VOCAB_SIZE
@@ -97,13 +96,6 @@ def test_the_gradient_is_the_loss_s_slope(mixed):
         trainer.maps[name] = kept
         slope = (losses[0] - losses[1]) / 0.1
         assert slope == pytest.approx(float(mx.linalg.norm(gradient)), rel=0.02)
-
-
-def test_weights_fall_behind_the_first_wrong_draft():
-    right = np.array([[1, 1, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], bool)
-    counted = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 1, 1, 1]], bool)
-    expected = [[1, 1, 1, 0.25, 0], [1, 0.25, 0.25, 0.25, 0.25], [1, 0, 1, 1, 1]]
-    assert selector.position_weights(right, counted).tolist() == expected
 
 
 def test_candidates_are_the_likeliest_of_the_draft_vocabulary(tmp_path):

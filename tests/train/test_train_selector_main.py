@@ -11,15 +11,11 @@ import pytest
 from dflash_mlx import load
 from dflash_mlx.core.config import DecodeConfig, SelectorTraining
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.selected import SelectedPath
-from dflash_mlx.engine.decode import decode, prefill
-from dflash_mlx.engine.state import State
 from dflash_mlx.train import compare, selector
-from dflash_mlx.train.corpus.rows import CorpusRow
 from dflash_mlx.train.evaluate import measure, walk
 from dflash_mlx.train.trainee import Trainee
 from support.drafter_formats import speculators
@@ -28,6 +24,7 @@ from support.reference_dflash2 import random_tensors, tiny_config
 from support.tiny_training import (
     Place,
     corpus_rows,
+    decoded,
     drafter_config,
     files,
     make_trainee,
@@ -74,14 +71,6 @@ def test_a_trained_folder_accepts_more_and_is_compared_with_the_drafter_it_was(t
     figures = json.loads(report.read_text())
     first, second = (figures[str(f)]["all"]["tokens_per_round"] for f in (drafter, trained.out))
     assert first < 1.5 and second > first + 0.5
-
-
-def decoded(drafter: Any, row: CorpusRow) -> list[tuple[int, ...]]:
-    """The tokens of every round of a greedy answer, decoded."""
-    target, settings = tiny_target(), DecodeConfig(max_tokens=len(row.answer))
-    state = State(target.new_cache(), drafter.new_context())
-    prefill(target, drafter, state, list(row.prompt), settings, Observer())
-    return [round.tokens for round in decode(target, drafter, state, settings, Observer())]
 
 
 def test_decoding_accepts_what_was_measured(trained, tmp_path):
