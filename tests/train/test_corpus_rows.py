@@ -49,16 +49,14 @@ def corpus(file: Path, *more: str) -> Path:
     return write(file, HEADER.as_line(), *(row.as_line() for row in ROWS), *more)
 
 
-def test_what_is_written_is_read_back(tmp_path):
+def test_what_is_written_has_the_documented_fields_and_is_read_back(tmp_path):
     with CorpusFile(tmp_path / "corpus.jsonl") as file:
         file.begin(HEADER)
         for row in ROWS:
             file.append(row)
     assert read_rows(tmp_path / "corpus.jsonl") == (HEADER, ROWS)
-
-
-def test_the_lines_have_the_documented_fields(tmp_path):
-    header, first, second = map(json.loads, corpus(tmp_path / "c").read_text().splitlines())
+    lines = (tmp_path / "corpus.jsonl").read_text().splitlines()
+    header, first, second = map(json.loads, lines)
     assert header.keys() == {"format", "version", "model", "vocab_size", "tokenizer", "settings"}
     assert (header["format"], header["version"]) == ("dflash-corpus", 1)
     plain = {"id", "category", "p", "o", "t", "top_p", "seed", "finish"}

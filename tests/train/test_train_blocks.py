@@ -121,16 +121,6 @@ def test_a_block_of_half_the_size_has_a_draft_at_least():
 # Labels and where they are known
 
 
-def test_supervision_stops_with_the_first_token_that_is_not_the_choice_or_at_the_end():
-    text = preferring(np.arange(12), 4, np.where(np.arange(12) == 7, 77, np.arange(1, 13)))
-    blocks = cut_blocks([text], np.zeros(1, int), np.array([[5, 5, 9]]), 6, np.array([[0, 3, 0]]))
-    left, behind, end = blocks.supervised[0].tolist()
-    assert left == [False, True, True, True, False, False]  # 77 is a label, and the last one
-    assert behind == [False] * 4 + [True, True]  # what is visible may be anything
-    assert end == [False, True, True, False, False, False]
-    assert blocks.labels[0, 0, 1:4].tolist() == [6, 7, 77]
-
-
 def by_definition(
     text: TextTokens, anchor: int, size: int, prefix: int
 ) -> tuple[list[int | None], list[int], list[bool]]:

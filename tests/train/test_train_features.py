@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +16,7 @@ from dflash_mlx.train import features as module
 from dflash_mlx.train.features import FeatureCache
 from dflash_mlx.train.likeliest import CHOICE, CHOICES
 from support.families import VOCAB_SIZE, make_model
-from support.tiny_training import CONTEXT, TAPS, WIDTH, files, full_disk, tiny_target
+from support.tiny_training import TAPS, WIDTH, files, full_disk, tiny_target
 
 ROW = len(TAPS) * WIDTH * 2  # bytes per token
 PLENTY = 1 << 30
@@ -102,28 +101,26 @@ def test_a_filled_folder_is_read_without_the_target(tmp_path, monkeypatch, whole
     assert files(tmp_path) == whole
 
 
-OTHERS: dict[str, tuple[Any, int, tuple[int, ...]]] = {
-    "another corpus": ([*SEQUENCES[:-1], [1, 2, 3]], 0, TAPS),
-    "a token changed": ([[*SEQUENCES[0][:-1], SEQUENCES[0][-1] ^ 1], *SEQUENCES[1:]], 0, TAPS),
-    "fewer sequences": (SEQUENCES[:-1], 0, TAPS),
-    "another target": (SEQUENCES, 1, TAPS),
-    "other layers": (SEQUENCES, 0, (0, 1)),
-    "layers in another order": (SEQUENCES, 0, TAPS[::-1]),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_something_else_has_a_folder_of_its_own(tmp_path, other):
-    sequences, seed, taps = OTHERS[other]
-    cache = FeatureCache(tmp_path / "cache", sequences, tiny_target(seed), taps, PLENTY)
-    assert cache.folder != open_cache(tmp_path).folder
-
-
-def test_a_target_that_was_tuned_further_is_another_one(tmp_path):
+def tuned(target: Target) -> Target:
+    """A target that was trained a little further."""
     model = make_model("llama")
     model.model.norm.weight = model.model.norm.weight * 1.001
-    tuned = FeatureCache(tmp_path / "cache", SEQUENCES, Target(model, CONTEXT, "b"), TAPS, PLENTY)
-    assert tuned.folder != open_cache(tmp_path).folder
+    return Target(model, target.context_length, target.name)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "target", "taps"),
+    [
+        ([[*SEQUENCES[0][:-1], SEQUENCES[0][-1] ^ 1], *SEQUENCES[1:]], tiny_target, TAPS),
+        (SEQUENCES[:-1], tiny_target, TAPS),
+        (SEQUENCES, lambda: tuned(tiny_target()), TAPS),
+        (SEQUENCES, tiny_target, TAPS[::-1]),
+    ],
+    ids=["a token changed", "fewer sequences", "a target tuned", "other layers"],
+)
+def test_something_else_has_a_folder_of_its_own(tmp_path, sequences, target, taps):
+    cache = FeatureCache(tmp_path / "cache", sequences, target(), taps, PLENTY)
+    assert cache.folder != open_cache(tmp_path).folder
 
 
 # Interruptions

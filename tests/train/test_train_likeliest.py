@@ -70,11 +70,3 @@ def test_equal_logits_are_ordered_by_token_and_the_first_is_the_greedy_choice(wo
     for row, chosen, least in zip(logits, tokens, edge, strict=True):
         above = np.flatnonzero(row > least)
         assert set(above.tolist()) <= set(chosen.tolist())
-
-
-@pytest.mark.parametrize("words", [9, 97, 300])
-def test_the_greedy_choice_comes_first_among_more_equal_logits_than_are_kept(words):
-    logits = np.zeros((words - 8, words), np.float32)
-    for first, row in enumerate(logits):
-        row[first : first + 9] = 1.0
-    assert likeliest(logits)["token"][:, 0].tolist() == list(range(words - 8))

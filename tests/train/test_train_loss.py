@@ -164,23 +164,6 @@ def test_shares_are_part_the_targets_and_the_rest_the_first_words(soft):
     assert np.allclose(alone[:, 0], 1.0) and not alone[:, 1:].any()
 
 
-@pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_all_soft_it_is_the_cross_entropy_of_the_distribution_over_the_draft_words(softcap):
-    hidden, head, labels, _ = inputs(5)
-    shares, usable = considered()
-    found, _ = cross_entropy(
-        hidden, head, labels, mx.array(soft_shares(shares, usable, 1.0)), softcap
-    )
-    logits = np.array(logits_of(hidden, head, softcap), np.float64)
-    for n in range(ROWS):
-        q = np.exp(logits[n]) / np.exp(logits[n]).sum()
-        kept = np.flatnonzero(usable[n])
-        p = shares[n, kept].astype(np.float64) / shares[n, kept].sum(dtype=np.float64)
-        expected = -(p * np.log(q[np.array(labels)[n, kept]])).sum()
-        assert float(found[n]) == pytest.approx(expected, abs=1e-5)
-
-
 # Weights that decay
 
 

@@ -9,7 +9,6 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.models.load import Pair
 from dflash_mlx.train import evaluate
-from dflash_mlx.train.blocks import cut_blocks
 from dflash_mlx.train.corpus.rows import CorpusRow
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.evaluate import ANCHORS, hits_at, measure, walk
@@ -127,13 +126,3 @@ def test_a_walk_begins_every_round_where_the_one_before_ended(
             rounds.append(hits_at(trained.trainee, texts, np.array([i]), anchor)[0, 0])
             place += 1 + int(rounds[-1].sum())
     assert np.array_equal(walked, rounds)
-
-
-def test_behind_a_token_that_the_target_did_not_choose_nothing_counts(trained, texts, tmp_path):
-    others = texts_of(tmp_path / "cache", [sampled_row("s", known()[0])])
-    chosen, anchors = np.array([0]), others.sequences[0].anchors[None]
-    greedy = hits_at(trained.trainee, texts, chosen, anchors)
-    found = hits_at(trained.trainee, others, chosen, anchors)
-    assert found.sum() < greedy.sum()
-    blocks = cut_blocks(others.sequences, chosen, anchors, BLOCK, np.zeros(anchors.shape, int))
-    assert (found <= blocks.supervised[..., 1:]).all()

@@ -182,15 +182,3 @@ def test_a_saved_folder_is_the_drafter_that_it_was_but_for_its_selector(tmp_path
     expected = block_logits(drafter.network, drafter)
     assert np.array_equal(block_logits(network, drafter), expected)
     assert np.array_equal(block_logits(full, drafter), expected)
-
-
-def test_a_packed_folder_has_no_convolutions_either(tmp_path):
-    drafter = rounded(drafter_config())
-    folder, _ = saved(tmp_path / "second", drafter)
-    drafter.save(tmp_path / "first")
-    first, second = (
-        load_network(path, read_config(path), mx.float32, 8)
-        for path in (tmp_path / "first", folder)
-    )
-    assert not any(isinstance(layer, ConvolvedLayer) for layer in second.layers)
-    assert np.array_equal(block_logits(first, drafter), block_logits(second, drafter))
