@@ -30,9 +30,9 @@ import mlx.core as mx
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig, TrainConfig
 from dflash_mlx.drafters.dflash.network import NetworkConfig
 from dflash_mlx.models.load import load_target
-from dflash_mlx.train import trainer as trainer_module
-from dflash_mlx.train.__main__ import drafter
+from dflash_mlx.train import steps, trainee
 from dflash_mlx.train.data import add_data_options, feature_place, read_texts
+from dflash_mlx.train.start import begin
 from dflash_mlx.train.trainer import Batch, Trainer
 
 PARTS = {
@@ -199,12 +199,12 @@ def stops(trainer: Trainer, clock: Clock) -> Iterator[None]:
         clock.mark("backward", gradients)
         return clip_norm(gradients, limit)
 
-    make_batch, forward = trainer.batch, trainer_module.hidden_states
-    clip_norm = trainer_module.optim.clip_grad_norm
+    make_batch, forward = trainer.batch, trainee.hidden_states
+    clip_norm = steps.optim.clip_grad_norm
     with (
         mock.patch.object(trainer, "batch", batch),
-        mock.patch.object(trainer_module, "hidden_states", hidden_states),
-        mock.patch.object(trainer_module.optim, "clip_grad_norm", clip),
+        mock.patch.object(trainee, "hidden_states", hidden_states),
+        mock.patch.object(steps.optim, "clip_grad_norm", clip),
     ):
         yield
 
@@ -262,7 +262,7 @@ def profile_round(trainer: Trainer, plain_first: bool) -> Round:
         parts = stopped_step(trainer).seconds
         seconds, batch = _again(trainer, plain_step)
     shape = Shape.of(batch, trainer)
-    wanted = products(trainer.network_config, shape)
+    wanted = products(trainer.trainee.config, shape)
     alone = time_products(wanted)
     if plain_first:
         parts = _again(trainer, stopped_step).seconds
@@ -325,11 +325,9 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser().parse_args(argv)
     config = cli.read_options(arguments, TrainConfig)
     pair = load_target(cli.read_pair_config(arguments).model)
-    network, network_config, _ = drafter(config, pair)
-    place = feature_place(arguments)
-    texts = read_texts(arguments.corpus, pair, network_config.target_layer_ids, place)
-    train, _ = texts.split(config.held_out)
-    trainer = Trainer(network, network_config, pair.target, train, config)
+    first, place = begin(config, pair), feature_place(arguments)
+    texts = read_texts(arguments.corpus, pair, first.config.target_layer_ids, place)
+    trainer = Trainer(first, texts.split(config.held_out)[0], config)
     print(report(profile(trainer, arguments.steps)))
 
 

@@ -315,6 +315,8 @@ class SelectorTraining:
     )
     learning_rate: float = option(1e-2, "AdamW's peak", type=float)
     warmup: int = option(50, "steps until the peak", type=int)
+    weight_decay: float = 0.01  # AdamW's
+    clip: float = 1.0  # largest norm of a gradient
     held_out: int = option(50, "keep every so many-th row of a corpus for measuring", type=int)
     seed: int = option(0, "decides first weights, anchors and order", type=int)
 

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from dflash_mlx.drafters.dflash.network import NetworkConfig
 from dflash_mlx.system import cpu_math
-from dflash_mlx.train import trainer as trainer_module
+from dflash_mlx.train import steps, trainee
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.trainer import Trainer
 from support.tiny_training import (
@@ -102,7 +103,7 @@ def test_the_products_are_those_in_the_graph_of_a_step(
     monkeypatch.setattr(cpu_math, "applies", lambda: False)  # NumPy's part is in no graph
     trainer = trainer_of(texts_with, name, **settings)
     batch = trainer.batch(trainer._sampler.blocks(0))
-    wanted = script.products(trainer.network_config, script.Shape.of(batch, trainer))
+    wanted = script.products(trainer.trainee.config, script.Shape.of(batch, trainer))
     counted: Shapes = Counter()
     for p in wanted:
         counted[key(p.m, p.n, p.k, p.batch)] += p.times
@@ -110,7 +111,7 @@ def test_the_products_are_those_in_the_graph_of_a_step(
 
 
 def test_multiply_adds_of_a_step_are_those_worked_out_by_hand(script):
-    config = trainer_module.NetworkConfig(
+    config = NetworkConfig(
         hidden_size=10,
         intermediate_size=7,
         num_attention_heads=4,
@@ -165,7 +166,7 @@ def test_products_alone_are_run_in_their_shapes_as_often_as_a_step_does(script, 
 
 
 def weights(trainer: Trainer) -> dict[str, bytes]:
-    parts = (trainer.network.parameters(), trainer.optimizer.state)
+    parts = (trainer.trainee.network.parameters(), trainer.optimizer.state)
     return {name: np.array(array).tobytes() for name, array in tree_flatten(parts)}
 
 
@@ -193,7 +194,7 @@ def test_a_round_measures_the_same_blocks_twice(script, texts_with, monkeypatch)
     sizes = [blocks(i).tokens.shape for i in (1, 2, 3)]
     assert [(r.shape.S, r.shape.A, r.shape.B) for r in rounds] == sizes
     for r in rounds:
-        assert r.wanted == script.products(trainer.network_config, r.shape)
+        assert r.wanted == script.products(trainer.trainee.config, r.shape)
         assert r.parts.keys() == script.PARTS.keys()
 
 
@@ -210,8 +211,7 @@ def test_nothing_is_stopped_afterwards_also_after_an_exception(script, texts_wit
     trainer = trainer_of(texts_with)
 
     def places() -> tuple[Any, ...]:
-        optimisers = trainer_module.optim
-        return trainer_module.hidden_states, optimisers.clip_grad_norm, trainer.batch
+        return trainee.hidden_states, steps.optim.clip_grad_norm, trainer.batch
 
     before = places()
     with pytest.raises(KeyError), script.stops(trainer, script.Clock()):

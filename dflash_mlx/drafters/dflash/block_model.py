@@ -111,13 +111,17 @@ class BlockModel:
     def _logits(self, states: mx.array) -> mx.array:
         """[n, V] from final states [n, d]."""
         logits = self._head(states * self.config.output_multiplier)
-        if (cap := self.config.final_logit_softcapping) is not None:
-            logits = mx.tanh(logits / cap) * cap
+        logits = capped(logits, self.config.final_logit_softcapping)
         if self._ids is None:
             return logits
         whole = mx.full((logits.shape[0], self.config.vocab_size), -mx.inf, dtype=logits.dtype)
         whole[:, self._ids] = logits
         return whole
+
+
+def capped(logits: mx.array, cap: float | None) -> mx.array:
+    """Logits under a soft cap, cap * tanh(logits / cap); None leaves them as they are."""
+    return logits if cap is None else mx.tanh(logits / cap) * cap
 
 
 def embedding_scale(target: Target) -> float:
