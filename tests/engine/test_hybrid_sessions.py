@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.benchmark.parity import first_difference
+from dflash_mlx.session.parity import first_difference
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
