@@ -86,7 +86,7 @@ def _notes(report: dict[str, Any]) -> str:
 
 def _histogram(methods: dict[str, Figures]) -> str:
     counts: dict[str, dict[str, int]] = {name: f["committed"] for name, f in methods.items()}
-    tokens = list(max(counts.values(), key=len))
+    tokens = max(map(list, counts.values()), key=len)
     rows = [[name, *(str(found.get(n, 0)) for n in tokens)] for name, found in counts.items()]
     return _table("Rounds by tokens committed", ["method", *tokens], rows)
 
