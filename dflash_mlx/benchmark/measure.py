@@ -14,8 +14,8 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import RoundTimer
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.engine.parity import Difference, first_difference
 from dflash_mlx.models.load import Pair
-from dflash_mlx.session.parity import Difference, first_difference
 from dflash_mlx.session.stream import Session, TextDelta, collect
 
 TERMS = ("draft", "verify", "commit", "overhead")

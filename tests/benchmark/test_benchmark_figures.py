@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from math import log
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,7 @@ from dflash_mlx.core.accept import Accepted, NearTies
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.session.parity import Difference
-from dflash_mlx.session.stream import TextDelta
+from dflash_mlx.engine.parity import Difference
 from dflash_mlx.target.pass_times import PassTimes
 
 #     0
@@ -81,7 +81,7 @@ def section(text: str, title: str) -> list[list[str]]:
 
 
 def test_a_round_is_what_became_of_its_tree():
-    delta = TextDelta("text", (2, 4), ACCEPTED, None, statistics(2, 1.0))
+    delta = SimpleNamespace(tokens=(2, 4), accepted=ACCEPTED)
     children = (
         Checked(1, pytest.approx(0.3), False),
         Checked(1, pytest.approx(0.6), True),

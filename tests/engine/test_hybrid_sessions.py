@@ -12,8 +12,8 @@ from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.exact import measure_noise
+from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.models.load import Pair
-from dflash_mlx.session.parity import first_difference
 from dflash_mlx.session.stream import Session
 from dflash_mlx.target import pass_times as budget
 from dflash_mlx.target.block import Block
