@@ -26,9 +26,9 @@ from dflash_mlx import (
     TextDelta,
     prompt_tokens,
 )
-from dflash_mlx.benchmark.parity import Difference, first_difference
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.drafters.methods import draws_drafts, settle
+from dflash_mlx.engine.parity import Difference, first_difference
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import find_names
 from dflash_mlx.target.pass_times import stored_times

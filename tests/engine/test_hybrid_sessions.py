@@ -5,8 +5,8 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-
 from dflash_mlx.benchmark.parity import first_difference
+
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import BlockModel

@@ -12,13 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from dflash_mlx.benchmark.parity import first_difference
 from mlx.utils import tree_flatten
 
 from dflash_chat import main as chat
 from dflash_chat.backend import Backend
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, generate
 from dflash_mlx.benchmark import __main__ as benchmark
-from dflash_mlx.benchmark.parity import first_difference
 from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.cli import options as cli
