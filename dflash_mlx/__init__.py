@@ -1,4 +1,7 @@
-"""Lossless speculative decoding with block-diffusion drafters on MLX; README.md has examples."""
+"""Lossless speculative decoding with block-diffusion drafters on MLX; README.md has examples.
+
+These are the public names: the chat is built from them alone. Modules below may change.
+"""
 
 from dflash_mlx.system import blas
 
@@ -8,24 +11,55 @@ from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig  # n
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
 from dflash_mlx.core.observer import Observer, RoundTimer  # noqa: E402
 from dflash_mlx.core.statistics import Statistics  # noqa: E402
-from dflash_mlx.models.load import Pair, load  # noqa: E402
-from dflash_mlx.session.chat import prompt_tokens  # noqa: E402
+from dflash_mlx.drafters.auto import settle  # noqa: E402
+from dflash_mlx.engine.parity import Difference, first_difference  # noqa: E402
+from dflash_mlx.models.available import AvailableModel, available_models, near_names  # noqa: E402
+from dflash_mlx.models.load import Pair, load, load_pair  # noqa: E402
+from dflash_mlx.models.memory import available_memory, check_memory  # noqa: E402
+from dflash_mlx.models.resolve import DEFAULT_MODEL  # noqa: E402
+from dflash_mlx.session.responder import Request, Responder  # noqa: E402
 from dflash_mlx.session.stream import Answer, Session, TextDelta, generate, stream  # noqa: E402
+from dflash_mlx.session.templates import check_prompt, prompt_tokens  # noqa: E402
+from dflash_mlx.session.text import SplitText, ThinkingReader, split_thinking  # noqa: E402
+from dflash_mlx.session.worker import Ended, Failed, Job, Prefilled, Worker  # noqa: E402
+from dflash_mlx.system.files import replace_text  # noqa: E402
 
 __all__ = [
+    "DEFAULT_MODEL",
     "Answer",
+    "AvailableModel",
     "DFlashError",
     "DecodeConfig",
+    "Difference",
+    "Ended",
+    "Failed",
+    "Job",
     "Observer",
     "Pair",
     "PairConfig",
+    "Prefilled",
+    "Request",
+    "Responder",
     "RoundTimer",
     "SamplingConfig",
     "Session",
+    "SplitText",
     "Statistics",
     "TextDelta",
+    "ThinkingReader",
+    "Worker",
+    "available_memory",
+    "available_models",
+    "check_memory",
+    "check_prompt",
+    "first_difference",
     "generate",
     "load",
+    "load_pair",
+    "near_names",
     "prompt_tokens",
+    "replace_text",
+    "settle",
+    "split_thinking",
     "stream",
 ]

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
-from dflash_mlx.benchmark.parity import Difference, first_difference
 from dflash_mlx.benchmark.prompts import Question
 from dflash_mlx.benchmark.rounds import Round
 from dflash_mlx.benchmark.selection import PLAIN
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import RoundTimer
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.engine.parity import Difference, first_difference
 from dflash_mlx.models.load import Pair
 from dflash_mlx.session.stream import Answer, Session, collect
 

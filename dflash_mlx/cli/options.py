@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import option as option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.auto import AUTO
 from dflash_mlx.models.load import Pair, load_pair
@@ -115,12 +116,25 @@ def _drop_output() -> None:
 
 
 def _fault(error: Exception) -> str:
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="dflash-chat-", suffix=".log", delete=False, encoding="utf-8"
-    ) as log:
-        log.write("".join(traceback.format_exception(error)))
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"something went wrong ({reason}); if it does so again, report it with {log.name}"
+    log = keep_traceback(error)
+    return f"something went wrong ({in_short(error)}); if it does so again, report it with {log}"
+
+
+def in_short(error: Exception) -> str:
+    """Its kind and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def keep_traceback(error: Exception) -> str:
+    """The file that now holds the traceback, or other words where none can be written."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="dflash-chat-", suffix=".log", delete=False, encoding="utf-8"
+        ) as log:
+            log.write("".join(traceback.format_exception(error)))
+    except OSError:
+        return "what you did"
+    return log.name
 
 
 def _say(text: str, code: int) -> int:

@@ -33,7 +33,7 @@ def test_a_conversation_is_resumed_where_it_was(tmp_path):
         assert "That is all." in screen_text(app)
         assert "40.0 tok/s" in screen_text(app), "with the figures of its last answer"
         await answered(app, pilot, "And then?")
-        assert len(backend.questions[0].messages) == 3
+        assert len(backend.requests[0].messages) == 3
 
     drive(first, tmp_path)
     drive(second, tmp_path, resume=True)
@@ -50,7 +50,7 @@ def test_a_question_whose_answer_was_lost_is_back_in_the_line(tmp_path):
         assert app.prompt.text == "lost"
         await pilot.press("enter")
         await until(lambda: len(app.conversation.turns) == 4, pilot)
-        assert [m["content"] for m in backend.questions[0].messages][-1] == "lost"
+        assert [m["content"] for m in backend.requests[0].messages][-1] == "lost"
 
     drive(first, tmp_path)
     drive(second, tmp_path, resume=True)
@@ -227,7 +227,7 @@ def test_a_list_in_which_nothing_could_be_saved_takes_nothing_from_the_screen(tm
         await pilot.press("escape")
         await until(lambda: app.screen is app.base, pilot)
         await answered(app, pilot, "still here?")
-        assert len(backend.questions[-1].messages) == 3
+        assert len(backend.requests[-1].messages) == 3
 
     drive(steps, tmp_path / "file" / "talks")
 

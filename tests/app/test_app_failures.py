@@ -76,9 +76,9 @@ def test_a_fault_is_a_sentence_that_names_its_log_and_the_app_goes_on(tmp_path, 
 def test_a_model_that_cannot_be_loaded_is_a_sentence_and_another_can_be(tmp_path, error, sentence):
     async def steps(app, pilot, backend):
         assert sentence in notices(app)[0]
-        assert app.info is None
+        assert app.pair is None
         await say(app, pilot, "/model other/one")
-        await until(lambda: app.info, pilot)
+        await until(lambda: app.pair, pilot)
         assert backend.loaded[-1] == PairConfig(model="other/one")
         await answered(app, pilot)
 
@@ -107,7 +107,7 @@ def test_a_model_without_a_drafter_looks_up_n_grams_and_says_so(tmp_path):
         assert "n-gram lookup" in screen_text(app)
         backend.means, backend.fallback = Means(1), ""
         await say(app, pilot, "/model with/drafter")
-        await until(lambda: app.info.name == "with/drafter", pilot)
+        await until(lambda: app.pair.target.name == "with/drafter", pilot)
         assert "DFlash tree" in screen_text(app), "drafts again where there are drafters"
         assert len(notices(app)) == 1
 
@@ -147,7 +147,7 @@ def test_a_paste_of_a_megabyte_is_a_label_and_is_sent_whole(tmp_path):
         await pilot.pause()
         assert app.prompt.text == "[paste 1: 1,000,000 characters]"
         await answered(app, pilot, app.prompt.text)
-        assert backend.questions[0].messages[0]["content"] == text
+        assert backend.requests[0].messages[0]["content"] == text
         assert len(screen_text(app)) < 10_000
         await pilot.press("up")
         assert app.prompt.text == "[paste 1: 1,000,000 characters]"
@@ -160,7 +160,7 @@ def test_lines_that_are_pasted_stay_lines(tmp_path):
         app.post_message(events.Paste("one\ntwo"))
         await pilot.pause()
         assert app.prompt.text == "one\ntwo"
-        assert backend.questions == []
+        assert backend.requests == []
 
     drive(steps, tmp_path)
 

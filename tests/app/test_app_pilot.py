@@ -5,7 +5,6 @@ import threading
 import pytest
 from textual.widgets import Collapsible
 
-from dflash_chat.figures import Figures
 from dflash_chat.store import Store
 from support.app_scripts import (
     ANSWER,
@@ -30,7 +29,7 @@ def test_an_answer_streams_in_and_is_saved(tmp_path):
         lengths = []
         for n in range(1, 4):
             backend.gate.release()
-            await until(lambda n=n: app.status.figures and app.status.figures.rounds == n, pilot)
+            await until(lambda n=n: app.status.figures and app.status.figures["rounds"] == n, pilot)
             await until(lambda: not app.listener.dirty, pilot)
             lengths.append(len(shown_answer(app)))
         assert lengths == sorted(set(lengths)), "the text on screen grows"
@@ -46,19 +45,19 @@ def test_an_answer_streams_in_and_is_saved(tmp_path):
         ("user", "What meets?"),
         ("assistant", ANSWER),
     ]
-    assert Figures.read(turns[1].figures).tokens_per_second == 40.0
+    assert turns[1].figures["tokens_per_second"] == 40.0
 
 
 def test_a_follow_up_sends_the_whole_conversation_and_shows_what_was_prefilled(tmp_path):
     async def steps(app, pilot, backend):
         await answered(app, pilot, "one two")
         await answered(app, pilot, "three")
-        roles = [m["role"] for m in backend.questions[1].messages]
+        roles = [m["role"] for m in backend.requests[1].messages]
         assert roles == ["user", "assistant", "user"]
-        assert backend.questions[1].messages[1]["content"] == ANSWER
-        figures = app.status.figures
-        assert f"prefilled {figures.new_tokens} of {figures.prompt_tokens}" in screen_text(app)
-        assert figures.new_tokens < figures.prompt_tokens
+        assert backend.requests[1].messages[1]["content"] == ANSWER
+        prompt, reused = (app.status.figures[n] for n in ("prompt_tokens", "reused_tokens"))
+        assert f"prefilled {prompt - reused} of {prompt}" in screen_text(app)
+        assert 0 < reused < prompt
 
     drive(steps, tmp_path)
 
@@ -70,7 +69,7 @@ def test_the_system_prompt_goes_with_every_question(tmp_path):
         await answered(app, pilot)
         await say(app, pilot, "/system -")
         await answered(app, pilot)
-        assert [q.system for q in backend.questions] == ["From the start.", "Be brief.", None]
+        assert [q.system for q in backend.requests] == ["From the start.", "Be brief.", None]
 
     drive(steps, tmp_path, system="From the start.")
 
@@ -84,7 +83,7 @@ def test_a_question_asked_while_another_is_answered_stays_in_the_line(tmp_path):
         await say(app, pilot, "second")
         assert app.prompt.text == "second"
         assert "an answer is being written" in notices(app)[-1]
-        assert len(backend.questions) == 1
+        assert len(backend.requests) == 1
         backend.gate.release(100)
         await until(lambda: app.listener.job is None, pilot)
 
@@ -94,7 +93,7 @@ def test_a_question_asked_while_another_is_answered_stays_in_the_line(tmp_path):
 def test_a_message_of_spaces_is_not_sent(tmp_path):
     async def steps(app, pilot, backend):
         await say(app, pilot, "  \n ")
-        assert backend.questions == []
+        assert backend.requests == []
         assert app.conversation.turns == []
 
     drive(steps, tmp_path)
@@ -103,8 +102,8 @@ def test_a_message_of_spaces_is_not_sent(tmp_path):
 def test_shift_enter_makes_a_line_and_enter_sends_them_all(tmp_path):
     async def steps(app, pilot, backend):
         await pilot.press("a", "shift+enter", "b", "ctrl+j", "c", "enter")
-        await until(lambda: backend.questions, pilot)
-        assert backend.questions[0].messages[-1]["content"] == "a\nb\nc"
+        await until(lambda: backend.requests, pilot)
+        assert backend.requests[0].messages[-1]["content"] == "a\nb\nc"
         await until(lambda: app.listener.job is None, pilot)
 
     drive(steps, tmp_path)
@@ -161,7 +160,7 @@ def test_an_answer_stops_within_one_round_and_keeps_what_was_said(tmp_path, key)
 
     async def steps(app, pilot, backend):
         await say(app, pilot, "What meets?")
-        await until(lambda: app.status.figures and app.status.figures.rounds == 2, pilot)
+        await until(lambda: app.status.figures and app.status.figures["rounds"] == 2, pilot)
         await pilot.press(key)
         await until(lambda: app.listener.job.cancelled.is_set(), pilot)
         backend.gate.release(100)
@@ -172,7 +171,7 @@ def test_an_answer_stops_within_one_round_and_keeps_what_was_said(tmp_path, key)
         assert turn.content == "".join(r.text for r in rounds_of(ANSWER)[: backend.rounds_run])
         assert "stopped here" in screen_text(app)
         await answered(app, pilot, "go on")
-        assert backend.questions[-1].messages[1]["content"] == turn.content
+        assert backend.requests[-1].messages[1]["content"] == turn.content
 
     drive(steps, tmp_path, backend)
 
@@ -200,7 +199,7 @@ def test_a_question_stopped_while_the_model_loads_is_given_back_at_once(tmp_path
         def load(self, config):
             if config.model:
                 hold.wait(60)
-            return super().load(config)
+            yield from super().load(config)
 
     async def steps(app, pilot, backend):
         await say(app, pilot, "/model other/one")
@@ -210,9 +209,9 @@ def test_a_question_stopped_while_the_model_loads_is_given_back_at_once(tmp_path
         assert app.listener.job is None
         assert "loading other/one" in screen_text(app), "still under way"
         hold.set()
-        await until(lambda: app.info.name == "other/one", pilot)
+        await until(lambda: app.pair.target.name == "other/one", pilot)
         await answered(app, pilot, "hello")
-        assert len(backend.questions) == 1, "what was stopped is never begun"
+        assert len(backend.requests) == 1, "what was stopped is never begun"
 
     drive(steps, tmp_path, Slow())
 
@@ -251,7 +250,7 @@ def test_leaving_in_the_middle_of_an_answer_keeps_it(tmp_path):
 
     async def steps(app, pilot, backend):
         await say(app, pilot, "What meets?")
-        await until(lambda: app.status.figures and app.status.figures.rounds == 2, pilot)
+        await until(lambda: app.status.figures and app.status.figures["rounds"] == 2, pilot)
         backend.gate.release(100)
         await pilot.press("ctrl+q")
 

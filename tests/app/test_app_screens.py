@@ -7,12 +7,11 @@ import threading
 import pytest
 from textual.widgets import Input, OptionList, Static
 
-from dflash_chat.messages import Verdict
-from dflash_chat.picker import Candidate
+from dflash_chat.race import RaceResult
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
-from dflash_mlx import DecodeConfig, DFlashError, PairConfig
+from dflash_mlx import AvailableModel, DecodeConfig, DFlashError, PairConfig
 from dflash_mlx.drafters.auto import Means
 from dflash_mlx.models.registry import Advice
 from support.app_scripts import (
@@ -56,7 +55,7 @@ def test_method_and_temperature_hold_for_the_next_answer(tmp_path):
         await say(app, pilot, "/method ngram")
         await say(app, pilot, "/temperature 0.7")
         await answered(app, pilot)
-        config = backend.questions[0].config
+        config = backend.requests[0].config
         assert (config.method, config.sampling.temperature) == ("ngram", 0.7)
         assert "n-gram lookup" in screen_text(app)
 
@@ -106,11 +105,11 @@ def test_settings_left_with_escape_change_nothing(tmp_path):
 
 def test_the_model_picker_loads_what_is_chosen(tmp_path, monkeypatch):
     listed = [
-        Candidate("built in", PairConfig(), "built in", 10**9),
-        Candidate("./own", PairConfig("./own", "./own-drafter"), "local folder", 5 * 10**9),
+        AvailableModel("built in", PairConfig(), "built in", 10**9),
+        AvailableModel("./own", PairConfig("./own", "./own-drafter"), "local folder", 5 * 10**9),
     ]
-    monkeypatch.setattr("dflash_chat.picker_screen.candidates", lambda here: listed)
-    monkeypatch.setattr("dflash_chat.memory.available", lambda: 2 * 10**9)
+    monkeypatch.setattr("dflash_chat.picker_screen.available_models", lambda here: listed)
+    monkeypatch.setattr("dflash_chat.picker_screen.available_memory", lambda: 2 * 10**9)
 
     async def steps(app, pilot, backend):
         await say(app, pilot, "/model")
@@ -191,18 +190,18 @@ def test_the_draft_view_shows_origins_and_the_last_tree(tmp_path):
 
 
 def test_a_race_runs_on_the_last_question_and_ends_with_a_verdict(tmp_path):
-    verdict = Verdict("All 12 tokens are the same. 2.00 times as fast.", True)
+    result = RaceResult("All 12 tokens are the same. 2.00 times as fast.", True)
 
     async def steps(app, pilot, backend):
         await answered(app, pilot, "What meets?")
-        backend.race_steps = [*race_of(ANSWER, 12), verdict]
+        backend.race_steps = [*race_of(ANSWER, 12), result]
         await say(app, pilot, "/race")
         await until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over, pilot)
         text = screen_text(app)
         assert "12 tokens  0.3 s  40.0 tok/s  done" in text
         assert "12 tokens  0.6 s  20.0 tok/s  done" in text
         assert "All 12 tokens are the same" in text
-        assert [m["content"] for m in backend.questions[-1].messages] == ["What meets?"]
+        assert [m["content"] for m in backend.requests[-1].messages] == ["What meets?"]
         await pilot.press("escape")
         await answered(app, pilot, "on")
         assert len(app.conversation.turns) == 4, "a race leaves no trace in the conversation"
@@ -235,7 +234,7 @@ def test_what_is_printed_while_loading_is_shown_as_progress(tmp_path):
     class Slow(ScriptedBackend):
         def load(self, config):
             hold.wait(10)
-            return super().load(config)
+            yield from super().load(config)
 
     async def run():
         app, _ = scripted_app(tmp_path, Slow())
@@ -246,7 +245,7 @@ def test_what_is_printed_while_loading_is_shown_as_progress(tmp_path):
             await until(lambda: "unpacking" in screen_text(app), pilot)
             assert "45%" in screen_text(app)
             hold.set()
-            await until(lambda: app.info and not app.listener.waiting, pilot)
+            await until(lambda: app.pair and not app.listener.waiting, pilot)
             app.read_output("a warning from a library\n")
             await pilot.pause()
             assert "unpacking" not in screen_text(app)
@@ -259,10 +258,10 @@ def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(tmp_path):
     hold = threading.Event()
 
     class Timing(ScriptedBackend):
-        def plain_seconds(self):
+        def measure(self):
             sys.stderr.write("\rtiming this machine, once:  50%|████      | 6/12")
             hold.wait(60)
-            return super().plain_seconds()
+            yield from super().measure()
 
     async def run():
         app, backend = scripted_app(tmp_path, Timing(), decode=DecodeConfig())
@@ -273,7 +272,7 @@ def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(tmp_path):
             assert app.prompt.text == "hi"
             await pilot.press("enter")
             await until(lambda: app.listener.job is not None, pilot)
-            assert backend.questions == [], "it waits its turn"
+            assert backend.requests == [], "it waits its turn"
             hold.set()
             await until(lambda: app.listener.job is None, pilot)
             assert "timing" not in screen_text(app)

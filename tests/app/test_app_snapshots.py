@@ -20,10 +20,9 @@ import pytest
 from textual.widgets import OptionList
 
 from dflash_chat.conversation import Conversation, Turn
-from dflash_chat.messages import Verdict
-from dflash_chat.picker import Candidate
+from dflash_chat.race import RaceResult
 from dflash_chat.race_screen import RaceScreen
-from dflash_mlx import DFlashError, PairConfig
+from dflash_mlx import AvailableModel, DFlashError, PairConfig
 from support.app_scripts import ANSWER, ScriptedBackend, race_of, scripted_app, until
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +31,7 @@ PATIENCE = 15.0  # seconds until a screen that looks otherwise is taken for chan
 LARGE, SMALL, TINY = (120, 40), (80, 24), (40, 12)
 QUESTION = "Which two rivers meet in Mainz? Add a Python function that lists them."
 THOUGHT = "<think>Mainz lies where the Main flows into the Rhine.</think>"
-VERDICT = Verdict(
+RESULT = RaceResult(
     "All 19 tokens are the same. 2.00 times as fast as plain decoding on this question.", True
 )
 
@@ -49,7 +48,7 @@ async def stream(app, pilot, rounds):
     app.prompt.text = QUESTION
     await pilot.press("enter")
     app._backend.gate.release(rounds)
-    await until(lambda: app.status.figures and app.status.figures.rounds == rounds, pilot)
+    await until(lambda: app.status.figures and app.status.figures["rounds"] == rounds, pilot)
     await until(lambda: not app.listener.dirty, pilot)
 
 
@@ -76,7 +75,7 @@ async def draft_view(app, pilot):
 
 
 async def race(app, pilot):
-    app._backend.race_steps = [*race_of(ANSWER, 19), VERDICT]
+    app._backend.race_steps = [*race_of(ANSWER, 19), RESULT]
     await command(app, pilot, f"/race {QUESTION}")
     await until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over, pilot)
 
@@ -139,8 +138,8 @@ CASES = [
 def same_machine(monkeypatch, tmp_path):
     """What would differ from one machine to the next."""
     listed = [
-        Candidate("SmolLM2-135M-Instruct", PairConfig(), "built in", 720_000_000),
-        Candidate(
+        AvailableModel("SmolLM2-135M-Instruct", PairConfig(), "built in", 720_000_000),
+        AvailableModel(
             "Qwen/Qwen3-8B",
             PairConfig("Qwen/Qwen3-8B"),
             "Hugging Face cache",
@@ -148,8 +147,8 @@ def same_machine(monkeypatch, tmp_path):
             "drafter z-lab/Qwen3-8B-DFlash-b16",
         ),
     ]
-    monkeypatch.setattr("dflash_chat.picker_screen.candidates", lambda here: listed)
-    monkeypatch.setattr("dflash_chat.memory.available", lambda: 16_000_000_000)
+    monkeypatch.setattr("dflash_chat.picker_screen.available_models", lambda here: listed)
+    monkeypatch.setattr("dflash_chat.picker_screen.available_memory", lambda: 16_000_000_000)
     monkeypatch.chdir(tmp_path)
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from dflash_mlx.benchmark.figures import summarise
 from dflash_mlx.benchmark.measure import TERMS, Run
-from dflash_mlx.benchmark.parity import Difference
 from dflash_mlx.benchmark.rounds import Checked, Round
 from dflash_mlx.benchmark.tables import format_report, format_table
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.engine.parity import Difference
 from dflash_mlx.target.pass_times import PassTimes
 
 

@@ -6,13 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.benchmark.parity import first_difference
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.exact import measure_noise
+from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.models.load import Pair
 from dflash_mlx.session.stream import Session
 from dflash_mlx.target import pass_times as budget

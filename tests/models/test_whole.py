@@ -12,7 +12,8 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 
-from dflash_chat import memory, picker
+from dflash_mlx.models import available as picker
+from dflash_mlx.models import memory
 from dflash_mlx import PairConfig
 from dflash_mlx.convert import hub as convert_hub
 from dflash_mlx.models.compatibility import LocalFolder

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.models.load import Pair
-from dflash_mlx.session.chat import Message
+from dflash_mlx.session.templates import Message
 from dflash_mlx.train.corpus.batch import Done, Job
 from dflash_mlx.train.corpus.rows import Header, Row, fingerprint
 

@@ -1,4 +1,4 @@
-"""Memory that a pair needs against memory that is there, before anything is loaded."""
+"""The memory that a pair needs and what this machine has, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dflash_chat.figures import gigabytes
-from dflash_mlx import DFlashError
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector
 from dflash_mlx.models.compatibility import HubRepository, LocalFolder
 from dflash_mlx.models.compatibility.model_source import read_json
@@ -16,7 +16,7 @@ from dflash_mlx.models.compatibility.target_config import quantisation
 from dflash_mlx.models.compatibility.weight_files import HEADROOM, Weights, check_weights
 from dflash_mlx.models.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
 from dflash_mlx.models.default_model import DEFAULT_TARGET
-from dflash_mlx.models.resolve import Names, shipped_folder
+from dflash_mlx.models.resolve import Names, find_names, shipped_folder
 from dflash_mlx.system.machine import describe_machine
 
 _DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
@@ -41,7 +41,7 @@ def needed(folder: Path, pattern: str = "*.safetensors") -> int:
     return Weights(weights.tensors, group_size).memory(on_cpu())
 
 
-def available() -> int:
+def available_memory() -> int:
     """Bytes that can be had: what Linux calls available, elsewhere all that is installed."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -51,11 +51,14 @@ def available() -> int:
         return int(describe_machine()["memory_bytes"])
 
 
-def check(name: str, needs: int, there: int) -> None:
-    """Raise DFlashError where a model does not fit."""
+def check_memory(config: PairConfig) -> None:
+    """Raise DFlashError for a pair that does not fit; nothing is downloaded."""
+    names = find_names(config)
+    needs, there = needed_by(names), available_memory()
     if needs > there:
         raise DFlashError(
-            f"{name} needs about {gigabytes(needs)} of memory, and {gigabytes(there)} are there",
+            f"{names.shown} needs about {needs / 1e9:.2f} GB of memory, and {there / 1e9:.2f} GB "
+            "are there",
             "choose a smaller or a quantised model, or close other programs",
         )
 
