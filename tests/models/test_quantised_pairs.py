@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -329,7 +328,9 @@ class Noting(ScriptedBackend):
     """A backend whose pairs were changed when they were loaded."""
 
     def load(self, config: PairConfig):
-        return replace(super().load(config), notes=("it computes in float32",))
+        for event in super().load(config):
+            event.pair.notes = ("it computes in float32",)
+            yield event
 
 
 def test_the_chat_says_what_loading_changed_and_another_model_keeps_the_settings(tmp_path):
@@ -338,7 +339,7 @@ def test_the_chat_says_what_loading_changed_and_another_model_keeps_the_settings
         kept = {"kv_bits": 4, "draft_window": 64, "kernels": "off"}
         app.pair_config = PairConfig(**kept)
         app.load(PairConfig("owner/other", "owner/drafter"))
-        await until(lambda: app.info.name == "owner/other", pilot)
+        await until(lambda: app.pair.target.name == "owner/other", pilot)
         given = PairConfig(
             "owner/other", "owner/drafter", kv_bits=4, draft_window=64, kernels="off"
         )
@@ -354,7 +355,8 @@ def test_what_loading_changed_is_said_by_backend_and_command_line(folders, monke
             self.notes.append("it computes in float32")
 
     monkeypatch.setattr(import_module("dflash_mlx.models.load"), "RangeCheck", Range)
-    assert Backend().load(PairConfig(*folders)).notes == ("it computes in float32",)
+    (event,) = Backend().load(PairConfig(*folders))
+    assert event.pair.notes == ("it computes in float32",)
     generating.main(["--prompt", "a", "--max-tokens", "2", "--model", folders[0]])
     assert "it computes in float32\n" in capsys.readouterr().err
 

@@ -12,10 +12,9 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 
-from dflash_mlx.models import available as picker
-from dflash_mlx.models import memory
 from dflash_mlx import PairConfig
 from dflash_mlx.convert import hub as convert_hub
+from dflash_mlx.models import available, memory
 from dflash_mlx.models.compatibility import LocalFolder
 from dflash_mlx.models.compatibility.weight_files import INDEX
 from dflash_mlx.models.compatibility.whole import TARGET_WEIGHTS, is_whole, whole_snapshot
@@ -60,8 +59,8 @@ def listed_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     folder = Path(constants.HF_HUB_CACHE) / "models--owner--model" / "snapshots" / COMMIT
     revision = SimpleNamespace(last_modified=1, snapshot_path=folder)
     repo = SimpleNamespace(repo_type="model", repo_id="owner/model", revisions=[revision])
-    monkeypatch.setattr(picker, "scan_cache_dir", lambda: SimpleNamespace(repos=[repo]))
-    return [found.name for found in picker.cached_folders()]
+    monkeypatch.setattr(available, "scan_cache_dir", lambda: SimpleNamespace(repos=[repo]))
+    return [found.name for found in available.cached_folders()]
 
 
 def test_a_folder_is_whole_with_all_shards_and_all_that_its_index_names(tmp_path):

@@ -117,9 +117,7 @@ def pair_of(name="M", means=None, fallback=""):
     """What the chat reads of a loaded pair."""
     target = SimpleNamespace(name=name, context_length=8192)
     means = means or Means(2)
-    return SimpleNamespace(
-        target=target, means=means, fallback=fallback, notes=(), tokenizer=WORDS
-    )
+    return SimpleNamespace(target=target, means=means, fallback=fallback, notes=(), tokenizer=WORDS)
 
 
 @dataclass
