@@ -51,7 +51,7 @@ def test_trees_without_confidences_have_no_checked_nodes_and_no_diagram():
 
 
 def test_a_round_counts_the_tokens_that_a_stop_left():
-    delta = TextDelta("", (2, 4), ACCEPTED, "stop", Statistics("d2sd"))
+    delta = TextDelta("", (2, 4), ACCEPTED, "stop", Statistics("d2sd"), 0)
     found = Round.of(delta, PAPER)
     assert (found.tokens, found.rows, len(found.checked)) == (2, 6, 4)
     assert found.separate_rows == 9  # a block of 3 has two prefixes to continue
