@@ -17,6 +17,7 @@ from support.app_scripts import (
     ScriptedBackend,
     answered,
     drive,
+    in_chat,
     notices,
     say,
     screen_text,
@@ -71,29 +72,27 @@ def test_a_damaged_conversation_opens_as_far_as_it_goes_and_says_so(tmp_path):
     drive(second, tmp_path, resume=True)
 
 
-def test_conversations_are_listed_opened_renamed_and_deleted(tmp_path):
-    async def steps(app, pilot, backend):
-        for question in ("first talk", "second talk"):
-            await answered(app, pilot, question)
-            await say(app, pilot, "/new")
-        assert app.conversation.turns == []
-        await say(app, pilot, "/open")
-        assert isinstance(app.screen, OpenScreen)
-        assert app.screen.query_one(OptionList).option_count == 2
-        await pilot.press("down", "r")
-        app.screen.query_one(Input).value = "Rivers"
-        await pilot.press("enter")
-        assert "Rivers" in screen_text(app)
-        app.screen.query_one(OptionList).highlighted = 1
-        await pilot.press("d")
-        assert isinstance(app.screen, ConfirmScreen)
-        await pilot.press("y")
-        assert app.screen.query_one(OptionList).option_count == 1
-        await pilot.press("enter")
-        await until(lambda: app.conversation.turns, pilot)
-        assert app.conversation.shown_title == "Rivers"
-
-    drive(steps, tmp_path)
+@in_chat()
+async def test_conversations_are_listed_opened_renamed_and_deleted(app, pilot, backend):
+    for question in ("first talk", "second talk"):
+        await answered(app, pilot, question)
+        await say(app, pilot, "/new")
+    assert app.conversation.turns == []
+    await say(app, pilot, "/open")
+    assert isinstance(app.screen, OpenScreen)
+    assert app.screen.query_one(OptionList).option_count == 2
+    await pilot.press("down", "r")
+    app.screen.query_one(Input).value = "Rivers"
+    await pilot.press("enter")
+    assert "Rivers" in screen_text(app)
+    app.screen.query_one(OptionList).highlighted = 1
+    await pilot.press("d")
+    assert isinstance(app.screen, ConfirmScreen)
+    await pilot.press("y")
+    assert app.screen.query_one(OptionList).option_count == 1
+    await pilot.press("enter")
+    await until(lambda: app.conversation.turns, pilot)
+    assert app.conversation.shown_title == "Rivers"
 
 
 def test_a_conversation_deleted_in_the_list_leaves_the_screen(tmp_path):
@@ -168,53 +167,45 @@ def test_a_conversation_of_500_messages_costs_no_more_than_a_short_one(tmp_path)
     drive(steps, tmp_path)
 
 
-def test_scrolling_up_keeps_the_place_and_stays_there_while_an_answer_streams(tmp_path):
-    backend = ScriptedBackend(gate=threading.Semaphore(1))
+@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(1)))
+async def test_scrolling_up_stays_there_while_an_answer_streams(app, pilot, backend):
+    app.conversation.turns[:] = long_talk(100)
+    await app.transcript.show(app.conversation.turns)
+    await say(app, pilot, "What meets?")
+    await until(lambda: app.status.figures, pilot)
+    app.transcript.scroll_home(animate=False)
+    await until(lambda: not app.transcript.window.at_end, pilot)
+    place = app.transcript.window
+    assert 0 < app.transcript.scroll_y < app.transcript.max_scroll_y
+    backend.gate.release(100)
+    await until(lambda: app.listener.job is None, pilot)
+    assert app.transcript.window.start == place.start
+    assert app.conversation.turns[-1].content == ANSWER
 
-    async def steps(app, pilot, backend):
-        app.conversation.turns[:] = long_talk(100)
-        await app.transcript.show(app.conversation.turns)
-        await say(app, pilot, "What meets?")
-        await until(lambda: app.status.figures, pilot)
-        app.transcript.scroll_home(animate=False)
-        await until(lambda: not app.transcript.window.at_end, pilot)
-        place = app.transcript.window
-        assert 0 < app.transcript.scroll_y < app.transcript.max_scroll_y
-        backend.gate.release(100)
-        await until(lambda: app.listener.job is None, pilot)
-        assert app.transcript.window.start == place.start
-        assert app.conversation.turns[-1].content == ANSWER
+    def at_the_end():
+        app.transcript.scroll_end(animate=False)
+        return "That is all." in screen_text(app)
 
-        def at_the_end():
-            app.transcript.scroll_end(animate=False)
-            return "That is all." in screen_text(app)
-
-        await until(at_the_end, pilot, 60)
-
-    drive(steps, tmp_path, backend)
+    await until(at_the_end, pilot, 60)
 
 
-def test_a_page_may_be_turned_while_the_answer_is_drawn(tmp_path):
-    backend = ScriptedBackend(gate=threading.Semaphore(1))
-
-    async def steps(app, pilot, backend):
-        transcript = app.transcript
-        app.conversation.turns[:] = long_talk(60)
-        await transcript.show(app.conversation.turns)
-        await say(app, pilot, "What meets?")
-        await until(lambda: app.status.figures, pilot)
-        for turn in (Window.earlier, Window.later):
-            page = asyncio.create_task(transcript._turn_page(turn))
-            while not page.done():
-                transcript.receive("and ")
-                await transcript.draw()
-                await asyncio.sleep(0)
-            await page
-        backend.gate.release(100)
-        await until(lambda: app.listener.job is None, pilot, 60)
-        assert "and and" in app.conversation.turns[-1].content
-
-    drive(steps, tmp_path, backend)
+@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(1)))
+async def test_a_page_may_be_turned_while_the_answer_is_drawn(app, pilot, backend):
+    transcript = app.transcript
+    app.conversation.turns[:] = long_talk(60)
+    await transcript.show(app.conversation.turns)
+    await say(app, pilot, "What meets?")
+    await until(lambda: app.status.figures, pilot)
+    for turn in (Window.earlier, Window.later):
+        page = asyncio.create_task(transcript._turn_page(turn))
+        while not page.done():
+            transcript.receive("and ")
+            await transcript.draw()
+            await asyncio.sleep(0)
+        await page
+    backend.gate.release(100)
+    await until(lambda: app.listener.job is None, pilot, 60)
+    assert "and and" in app.conversation.turns[-1].content
 
 
 def test_a_list_in_which_nothing_could_be_saved_takes_nothing_from_the_screen(tmp_path):
@@ -232,40 +223,34 @@ def test_a_list_in_which_nothing_could_be_saved_takes_nothing_from_the_screen(tm
     drive(steps, tmp_path / "file" / "talks")
 
 
-def test_a_title_that_cannot_be_saved_is_a_sentence_in_the_list(tmp_path, monkeypatch):
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "first talk")
-        await say(app, pilot, "/open")
+@in_chat()
+async def test_a_title_that_cannot_be_saved_is_said_in_the_list(app, pilot, backend, monkeypatch):
+    await answered(app, pilot, "first talk")
+    await say(app, pilot, "/open")
 
-        def full(_):
-            raise OSError(28, "No space left on device")
+    def full(_):
+        raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("os.fsync", full)
-        await pilot.press("r")
-        app.screen.query_one(Input).value = "Rivers"
-        await pilot.press("enter")
-        await until(lambda: "cannot write to" in screen_text(app), pilot)
-        monkeypatch.undo()
-
-    drive(steps, tmp_path)
+    monkeypatch.setattr("os.fsync", full)
+    await pilot.press("r")
+    app.screen.query_one(Input).value = "Rivers"
+    await pilot.press("enter")
+    await until(lambda: "cannot write to" in screen_text(app), pilot)
+    monkeypatch.undo()
 
 
-def test_enter_pressed_twice_in_the_list_opens_one_conversation(tmp_path):
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "first talk")
-        await say(app, pilot, "/open")
-        for _ in range(2):
-            app.post_message(events.Key("enter", "\r"))
-        await until(lambda: app.screen is app.base, pilot)
-        await answered(app, pilot, "goes on")
-
-    drive(steps, tmp_path)
+@in_chat()
+async def test_enter_pressed_twice_in_the_list_opens_one_conversation(app, pilot, backend):
+    await answered(app, pilot, "first talk")
+    await say(app, pilot, "/open")
+    for _ in range(2):
+        app.post_message(events.Key("enter", "\r"))
+    await until(lambda: app.screen is app.base, pilot)
+    await answered(app, pilot, "goes on")
 
 
-def test_notices_do_not_pile_up(tmp_path):
-    async def steps(app, pilot, backend):
-        for _ in range(MOST_NOTICES + 5):
-            await say(app, pilot, "/nonsense")
-        assert len(app.query(".notice")) == MOST_NOTICES
-
-    drive(steps, tmp_path)
+@in_chat()
+async def test_notices_do_not_pile_up(app, pilot, backend):
+    for _ in range(MOST_NOTICES + 5):
+        await say(app, pilot, "/nonsense")
+    assert len(app.query(".notice")) == MOST_NOTICES

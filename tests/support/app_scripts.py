@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -228,6 +230,28 @@ def drive(steps, folder, backend=None, size=(100, 30), **chat):
         return app
 
     return asyncio.run(run())
+
+
+def in_chat(make=lambda: ScriptedBackend(), size=(100, 30), **chat):
+    """Makes a test of steps(app, pilot, backend, *fixtures), which are driven on a loaded app.
+
+    make: the backend, for each run of the test; its arguments are fixtures, too.
+    """
+
+    def decorate(steps):
+        asked, needed = list(signature(steps).parameters)[3:], list(signature(make).parameters)
+        names = dict.fromkeys([*asked, *needed, "tmp_path"])
+
+        @wraps(steps)
+        def test(**fixtures):
+            given = {name: fixtures[name] for name in asked}
+            backend = make(*(fixtures[name] for name in needed))
+            drive(partial(steps, **given), fixtures["tmp_path"] / "talks", backend, size, **chat)
+
+        test.__signature__ = Signature([Parameter(n, Parameter.KEYWORD_ONLY) for n in names])
+        return test
+
+    return decorate
 
 
 async def say(app, pilot, text):
