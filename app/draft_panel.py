@@ -29,6 +29,13 @@ SHOWN = 400  # tokens of the answer
 STYLES = {ACCEPTED: "$text-success", REJECTED: "$text-error", LINES: "$text-muted"}
 
 
+class Tinted(Static):
+    """The answer's last tokens; goes to their end once they have a new height, not before."""
+
+    def on_resize(self) -> None:
+        self.screen.query_one("#tinted-scroll", VerticalScroll).scroll_end(animate=False)
+
+
 class DraftPanel(Vertical):
     """Keeps the last rounds of the answer; reads and draws them only while it is shown."""
 
@@ -44,7 +51,7 @@ class DraftPanel(Vertical):
         yield Static(styled([_legend()]), id="legend")
         with VerticalScroll(id="tinted-scroll") as scroll:
             scroll.can_focus = False
-            yield Static(id="tinted")
+            yield Tinted(id="tinted")
         yield Static(id="tree")
 
     def on_mount(self) -> None:

@@ -46,8 +46,9 @@ RESULT = RaceResult(
 
 async def stream(app, pilot, rounds):
     """Ask, and stop the scripted engine after so many rounds."""
-    app._backend.gate = threading.Semaphore(rounds)
+    app._backend.gate = threading.Semaphore(0)
     await say(app, pilot, QUESTION)
+    app._backend.gate.release(rounds)
     await until(lambda: app.status.figures and app.status.figures["rounds"] == rounds, pilot)
     await until(lambda: not app.listener.dirty, pilot)
 
