@@ -3,10 +3,11 @@
 import asyncio
 import threading
 
+import pytest
 from textual import events
 from textual.widgets import Input, OptionList
 
-from dflash_chat.conversation import Turn
+from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.screens import ConfirmScreen
 from dflash_chat.store import Store
@@ -41,35 +42,33 @@ def test_a_conversation_is_resumed_where_it_was(tmp_path):
     assert len(Store(tmp_path).entries()) == 1
 
 
-def test_a_question_whose_answer_was_lost_is_back_in_the_line(tmp_path):
-    async def first(app, pilot, backend):
-        await answered(app, pilot, "one")
-        app.conversation.turns.append(Turn("user", "lost"))
-        await app.save()
-
-    async def second(app, pilot, backend):
-        assert app.prompt.text == "lost"
-        await pilot.press("enter")
-        await until(lambda: len(app.conversation.turns) == 4, pilot)
-        assert [m["content"] for m in backend.requests[0].messages][-1] == "lost"
-
-    drive(first, tmp_path)
-    drive(second, tmp_path, resume=True)
+@pytest.fixture
+def stored(tmp_path):
+    """Two questions, the second one unanswered, which a started chat resumes."""
+    turns = [Turn("user", "one"), Turn("assistant", ANSWER), Turn("user", "lost")]
+    store = Store(tmp_path / "talks")
+    store.save(Conversation(turns=turns))
+    (file,) = store.folder.iterdir()
+    return file
 
 
-def test_a_damaged_conversation_opens_as_far_as_it_goes_and_says_so(tmp_path):
-    async def first(app, pilot, backend):
-        await answered(app, pilot, "one")
-        await answered(app, pilot, "two")
+@pytest.fixture
+def damaged(stored):
+    stored.write_bytes(stored.read_bytes() + b'{"role": "assistant", "content": "half')
 
-    async def second(app, pilot, backend):
-        assert "is damaged; 3 messages were read" in notices(app)[0]
-        assert app.prompt.text == "two"
 
-    drive(first, tmp_path)
-    (file,) = tmp_path.glob("*.jsonl")
-    file.write_bytes(file.read_bytes()[:-30])
-    drive(second, tmp_path, resume=True)
+@in_chat(lambda stored: None, resume=True)
+async def test_a_question_whose_answer_was_lost_is_back_in_the_line(app, pilot, backend):
+    assert app.prompt.text == "lost"
+    await pilot.press("enter")
+    await until(lambda: len(app.conversation.turns) == 4, pilot)
+    assert [m["content"] for m in backend.requests[0].messages][-1] == "lost"
+
+
+@in_chat(lambda damaged: None, resume=True)
+async def test_a_damaged_conversation_opens_as_far_as_it_goes_and_says_so(app, pilot, backend):
+    assert "is damaged; 3 messages were read" in notices(app)[0]
+    assert app.prompt.text == "lost"
 
 
 @in_chat()
@@ -95,41 +94,38 @@ async def test_conversations_are_listed_opened_renamed_and_deleted(app, pilot, b
     assert app.conversation.shown_title == "Rivers"
 
 
-def test_a_conversation_deleted_in_the_list_leaves_the_screen(tmp_path):
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "gone")
-        await say(app, pilot, "/open")
-        await pilot.press("d", "y", "escape")
-        await until(lambda: not app.conversation.turns, pilot)
-        assert "gone" not in screen_text(app)
-
-    drive(steps, tmp_path)
-    assert Store(tmp_path).entries() == []
+@in_chat()
+async def test_a_conversation_deleted_in_the_list_leaves_the_screen(app, pilot, backend):
+    await answered(app, pilot, "gone")
+    await say(app, pilot, "/open")
+    await pilot.press("d", "y", "escape")
+    await until(lambda: not app.conversation.turns, pilot)
+    assert "gone" not in screen_text(app)
+    assert app.store.entries() == []
 
 
-def test_rename_delete_and_export_work_on_the_conversation_on_screen(tmp_path, monkeypatch):
+@in_chat()
+async def test_rename_delete_and_export_work_on_the_conversation_on_screen(
+    app, pilot, backend, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "Why?")
-        await say(app, pilot, "/rename Big Question")
-        assert "Big Question" in screen_text(app)
-        await say(app, pilot, "/export")
-        assert "# Big Question" in (tmp_path / "big-question.md").read_text()
-        await say(app, pilot, "/export big-question.md")
-        assert "exists already" in notices(app)[-1]
-        for name in ("~no-such-user/talk.md", "x" * 5000, "no/such/folder/talk.md"):
-            await say(app, pilot, f"/export {name}")
-            assert "; name " in notices(app)[-1]
-        await say(app, pilot, "/delete")
-        await pilot.press("n")
-        assert app.conversation.turns
-        await say(app, pilot, "/delete")
-        await pilot.press("y")
-        await until(lambda: not app.conversation.turns, pilot)
-
-    drive(steps, tmp_path / "talks")
-    assert Store(tmp_path / "talks").entries() == []
+    await answered(app, pilot, "Why?")
+    await say(app, pilot, "/rename Big Question")
+    assert "Big Question" in screen_text(app)
+    await say(app, pilot, "/export")
+    assert "# Big Question" in (tmp_path / "big-question.md").read_text()
+    await say(app, pilot, "/export big-question.md")
+    assert "exists already" in notices(app)[-1]
+    for name in ("~no-such-user/talk.md", "x" * 5000, "no/such/folder/talk.md"):
+        await say(app, pilot, f"/export {name}")
+        assert "; name " in notices(app)[-1]
+    await say(app, pilot, "/delete")
+    await pilot.press("n")
+    assert app.conversation.turns
+    await say(app, pilot, "/delete")
+    await pilot.press("y")
+    await until(lambda: not app.conversation.turns, pilot)
+    assert app.store.entries() == []
 
 
 def long_talk(count):
@@ -138,33 +134,32 @@ def long_talk(count):
     ]
 
 
-def test_a_conversation_of_500_messages_costs_no_more_than_a_short_one(tmp_path):
-    async def widgets(app, pilot, count):
-        app.conversation.turns[:] = long_talk(count)
-        await app.transcript.show(app.conversation.turns)
-        await pilot.pause()
-        return len(app.query("*"))
+async def widgets(app, pilot, count):
+    app.conversation.turns[:] = long_talk(count)
+    await app.transcript.show(app.conversation.turns)
+    await pilot.pause()
+    return len(app.query("*"))
 
-    async def steps(app, pilot, backend):
-        short = await widgets(app, pilot, 40)
-        long = await widgets(app, pilot, 500)
-        assert long == short
-        assert "… 470 earlier messages" in str(app.query_one("#earlier").render())
-        bottom = app.transcript.scroll_y
-        await pilot.press("pageup")
-        await until(lambda: app.transcript.scroll_y < bottom, pilot)
-        for page in range(1, 4):
-            app.transcript.scroll_home(animate=False)
-            await until(lambda n=page: app.transcript.window.start == 470 - 15 * n, pilot)
-            assert len(app.query("*")) <= long + 2
-        await pilot.press("a")
-        assert app.prompt.text == "a"
-        await answered(app, pilot, "and now")
-        assert app.transcript.window.at_end
-        assert "That is all." in screen_text(app)
-        assert len(app.query("*")) <= long + 20
 
-    drive(steps, tmp_path)
+@in_chat()
+async def test_a_conversation_of_500_messages_costs_no_more_than_a_short_one(app, pilot, backend):
+    short = await widgets(app, pilot, 40)
+    long = await widgets(app, pilot, 500)
+    assert long == short
+    assert "… 470 earlier messages" in str(app.query_one("#earlier").render())
+    bottom = app.transcript.scroll_y
+    await pilot.press("pageup")
+    await until(lambda: app.transcript.scroll_y < bottom, pilot)
+    for page in range(1, 4):
+        app.transcript.scroll_home(animate=False)
+        await until(lambda n=page: app.transcript.window.start == 470 - 15 * n, pilot)
+        assert len(app.query("*")) <= long + 2
+    await pilot.press("a")
+    assert app.prompt.text == "a"
+    await answered(app, pilot, "and now")
+    assert app.transcript.window.at_end
+    assert "That is all." in screen_text(app)
+    assert len(app.query("*")) <= long + 20
 
 
 @in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(1)))
@@ -208,19 +203,26 @@ async def test_a_page_may_be_turned_while_the_answer_is_drawn(app, pilot, backen
     assert "and and" in app.conversation.turns[-1].content
 
 
-def test_a_list_in_which_nothing_could_be_saved_takes_nothing_from_the_screen(tmp_path):
-    (tmp_path / "file").write_text("in the way")
+@pytest.fixture
+def blocked(tmp_path):
+    """A file where the folder of the conversations should be."""
+    (tmp_path / "talks").write_text("in the way")
 
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "only in memory")
-        await say(app, pilot, "/open")
-        assert "cannot read" in screen_text(app)
-        await pilot.press("escape")
-        await until(lambda: app.screen is app.base, pilot)
-        await answered(app, pilot, "still here?")
-        assert len(backend.requests[-1].messages) == 3
 
-    drive(steps, tmp_path / "file" / "talks")
+@in_chat(lambda blocked: None)
+async def test_a_folder_that_cannot_be_written_is_said_once_and_the_chat_goes_on(
+    app, pilot, backend
+):
+    await answered(app, pilot, "only in memory")
+    assert len([n for n in notices(app) if "is not saved" in n]) == 1
+    assert "--conversations" in notices(app)[-1]
+    await say(app, pilot, "/open")
+    assert "cannot read" in screen_text(app)
+    await pilot.press("escape")
+    await until(lambda: app.screen is app.base, pilot)
+    await answered(app, pilot, "still here?")
+    assert not [n for n in notices(app) if "is not saved" in n]
+    assert len(backend.requests[-1].messages) == 3
 
 
 @in_chat()

@@ -108,28 +108,10 @@ async def test_a_model_without_a_drafter_looks_up_n_grams_and_says_so(app, pilot
     assert len(notices(app)) == 1
 
 
-@pytest.mark.parametrize("method", ["none", "ngram"])
-def test_nothing_is_said_of_drafters_to_who_asked_for_none(tmp_path, method):
-    async def steps(app, pilot, backend):
-        assert notices(app) == []
-        assert app.config.method == method
-
-    backend = ScriptedBackend(means=Means(0), fallback=UNDRAFTED)
-    drive(steps, tmp_path, backend, decode=DecodeConfig(method))
-
-
-def test_a_folder_that_cannot_be_written_is_said_once_and_the_chat_goes_on(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "one")
-        assert len([n for n in notices(app) if "is not saved" in n]) == 1
-        await answered(app, pilot, "two")
-        assert not [n for n in notices(app) if "is not saved" in n]
-        assert "--conversations" in app._unsaved
-        assert len(app.conversation.turns) == 4
-
-    drive(steps, tmp_path / "file" / "talks")
+@in_chat(lambda: ScriptedBackend(means=Means(0), fallback=UNDRAFTED), decode=DecodeConfig("ngram"))
+async def test_nothing_is_said_of_drafters_to_who_asked_for_none(app, pilot, backend):
+    assert notices(app) == []
+    assert app.config.method == "ngram"
 
 
 @in_chat()
