@@ -5,12 +5,10 @@ import threading
 import pytest
 from textual.widgets import Collapsible
 
-from dflash_chat.store import Store
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
     answered,
-    drive,
     in_chat,
     notices,
     rounds_of,
@@ -21,32 +19,31 @@ from support.app_scripts import (
 )
 
 
-def test_an_answer_streams_in_and_is_saved(tmp_path):
-    backend = ScriptedBackend(gate=threading.Semaphore(0))
+def stored(app):
+    """The turns of the one conversation on disk."""
+    (entry,) = app.store.entries()
+    return app.store.read(entry.file).conversation.turns
 
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "What meets?")
-        assert app.prompt.text == ""
-        lengths = []
-        for n in range(1, 4):
-            backend.gate.release()
-            await until(lambda n=n: app.status.figures and app.status.figures["rounds"] == n, pilot)
-            await until(lambda: not app.listener.dirty, pilot)
-            lengths.append(len(shown_answer(app)))
-        assert lengths == sorted(set(lengths)), "the text on screen grows"
-        assert "40.0 tok/s | 2.00x plain" in screen_text(app)
-        backend.gate.release(100)
-        await until(lambda: app.listener.job is None and app.conversation.turns[1:], pilot)
-        assert shown_answer(app) == ANSWER
 
-    drive(steps, tmp_path, backend)
-    (entry,) = Store(tmp_path).entries()
-    turns = Store(tmp_path).open(entry.file).conversation.turns
-    assert [(turn.role, turn.content) for turn in turns] == [
-        ("user", "What meets?"),
-        ("assistant", ANSWER),
-    ]
-    assert turns[1].figures["tokens_per_second"] == 40.0
+@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(0)))
+async def test_an_answer_streams_in_and_is_saved(app, pilot, backend):
+    await say(app, pilot, "What meets?")
+    assert app.prompt.text == ""
+    lengths = []
+    for n in range(1, 4):
+        backend.gate.release()
+        await until(lambda n=n: app.status.figures and app.status.figures["rounds"] == n, pilot)
+        await until(lambda: not app.listener.dirty, pilot)
+        lengths.append(len(shown_answer(app)))
+    assert lengths == sorted(set(lengths)), "the text on screen grows"
+    assert "40.0 tok/s | 2.00x plain" in screen_text(app)
+    backend.gate.release(100)
+    await until(lambda: app.listener.job is None and app.conversation.turns[1:], pilot)
+    assert shown_answer(app) == ANSWER
+    question, answer = stored(app)
+    assert (question.role, question.content) == ("user", "What meets?")
+    assert (answer.role, answer.content) == ("assistant", ANSWER)
+    assert answer.figures["tokens_per_second"] == 40.0
 
 
 @in_chat()
@@ -165,45 +162,29 @@ async def test_an_answer_stopped_before_its_first_word_gives_the_question_back(a
     assert "tokens" not in screen_text(app)
 
 
-def test_a_question_stopped_while_the_model_loads_is_given_back_at_once(tmp_path):
-    hold = threading.Event()
-
-    class Slow(ScriptedBackend):
-        def load(self, config):
-            if config.model:
-                hold.wait(60)
-            yield from super().load(config)
-
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "/model other/one")
-        await say(app, pilot, "hello")
-        await pilot.press("escape")
-        await until(lambda: app.prompt.text == "hello", pilot)
-        assert app.listener.job is None
-        assert "loading other/one" in screen_text(app), "still under way"
-        hold.set()
-        await until(lambda: app.pair.target.name == "other/one", pilot)
-        await answered(app, pilot, "hello")
-        assert len(backend.requests) == 1, "what was stopped is never begun"
-
-    drive(steps, tmp_path, Slow())
+@in_chat()
+async def test_a_question_stopped_while_the_model_loads_is_given_back_at_once(app, pilot, backend):
+    backend.waits = "load"
+    await say(app, pilot, "/model other/one")
+    await say(app, pilot, "hello")
+    await pilot.press("escape")
+    await until(lambda: app.prompt.text == "hello", pilot)
+    assert app.listener.job is None
+    assert "loading other/one" in screen_text(app), "still under way"
+    backend.held.set()
+    await until(lambda: app.pair.target.name == "other/one", pilot)
+    await answered(app, pilot, "hello")
+    assert len(backend.requests) == 1, "what was stopped is never begun"
 
 
-def test_a_question_without_an_answer_yet_survives_leaving(tmp_path):
-    backend = ScriptedBackend(prefills=[(10, 100)])
-
-    async def first(app, pilot, backend):
-        await say(app, pilot, "long prompt")
-        await until(lambda: "10 of 100 tokens" in screen_text(app), pilot)
-        app.run_worker(app.action_quit())
-        await until(lambda: app._exit, pilot)
-        backend.held.set()
-
-    async def second(app, pilot, backend):
-        assert app.prompt.text == "long prompt"
-
-    drive(first, tmp_path, backend)
-    drive(second, tmp_path, resume=True)
+@in_chat(lambda: ScriptedBackend(prefills=[(10, 100)]))
+async def test_a_question_without_an_answer_yet_survives_leaving(app, pilot, backend):
+    await say(app, pilot, "long prompt")
+    await until(lambda: "10 of 100 tokens" in screen_text(app), pilot)
+    app.run_worker(app.action_quit())
+    await until(lambda: app._exit, pilot)
+    backend.held.set()
+    assert [turn.content for turn in stored(app)] == ["long prompt"]
 
 
 @in_chat()
@@ -216,17 +197,11 @@ async def test_ctrl_c_copies_a_selection_and_otherwise_tells_how_to_leave(app, p
     assert app.clipboard == "copy me"
 
 
-def test_leaving_in_the_middle_of_an_answer_keeps_it(tmp_path):
-    backend = ScriptedBackend(gate=threading.Semaphore(2))
-
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "What meets?")
-        await until(lambda: app.status.figures and app.status.figures["rounds"] == 2, pilot)
-        backend.gate.release(100)
-        await pilot.press("ctrl+q")
-
-    drive(steps, tmp_path, backend)
-    (entry,) = Store(tmp_path).entries()
-    turns = Store(tmp_path).open(entry.file).conversation.turns
-    assert len(turns) == 2
-    assert turns[1].content.startswith("Two rivers")
+@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(2)))
+async def test_leaving_in_the_middle_of_an_answer_keeps_it(app, pilot, backend):
+    await say(app, pilot, "What meets?")
+    await until(lambda: app.status.figures and app.status.figures["rounds"] == 2, pilot)
+    backend.gate.release(100)
+    await pilot.press("ctrl+q")
+    _, answer = stored(app)
+    assert answer.content.startswith("Two rivers")

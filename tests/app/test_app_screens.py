@@ -1,6 +1,5 @@
 """Commands, settings, pickers, views and races in the chat."""
 
-import asyncio
 import sys
 import threading
 
@@ -18,13 +17,11 @@ from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
     answered,
-    drive,
     in_chat,
     notices,
     race_of,
     say,
     screen_text,
-    scripted_app,
     shown_answer,
     until,
 )
@@ -203,67 +200,42 @@ async def test_a_race_can_be_stopped_and_can_fail(app, pilot, backend):
     await answered(app, pilot)
 
 
-def test_what_is_printed_while_loading_is_shown_as_progress(tmp_path):
-    hold = threading.Event()
-
-    class Slow(ScriptedBackend):
-        def load(self, config):
-            hold.wait(10)
-            yield from super().load(config)
-
-    async def run():
-        app, _ = scripted_app(tmp_path, Slow())
-        async with app.run_test(size=(100, 30)) as pilot:
-            await pilot.pause()
-            assert "loading SmolLM2" in screen_text(app)
-            app.read_output("\r unpacking:  45%|████      | 44.1M/98.4M")
-            await until(lambda: "unpacking" in screen_text(app), pilot)
-            assert "45%" in screen_text(app)
-            hold.set()
-            await until(lambda: app.pair and not app.listener.waiting, pilot)
-            app.read_output("a warning from a library\n")
-            await pilot.pause()
-            assert "unpacking" not in screen_text(app)
-            assert "warning" not in screen_text(app)
-
-    asyncio.run(run())
+@in_chat(lambda: ScriptedBackend(waits="load"))
+async def test_what_is_printed_while_loading_is_shown_as_progress(app, pilot, backend):
+    assert "loading SmolLM2" in screen_text(app)
+    app.read_output("\r unpacking:  45%|████      | 44.1M/98.4M")
+    await until(lambda: "unpacking" in screen_text(app), pilot)
+    assert "45%" in screen_text(app)
+    backend.held.set()
+    await until(lambda: app.pair and not app.listener.waiting, pilot)
+    app.read_output("a warning from a library\n")
+    await pilot.pause()
+    assert "unpacking" not in screen_text(app)
+    assert "warning" not in screen_text(app)
 
 
-def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(tmp_path):
-    hold = threading.Event()
-
-    class Timing(ScriptedBackend):
-        def measure(self):
-            sys.stderr.write("\rtiming this machine, once:  50%|████      | 6/12")
-            hold.wait(60)
-            yield from super().measure()
-
-    async def run():
-        app, backend = scripted_app(tmp_path, Timing(), decode=DecodeConfig())
-        async with app.run_test(size=(100, 30)) as pilot:
-            await until(lambda: "timing this machine, once" in screen_text(app), pilot)
-            assert "50%" in screen_text(app)
-            await pilot.press("h", "i")
-            assert app.prompt.text == "hi"
-            await pilot.press("enter")
-            await until(lambda: app.listener.job is not None, pilot)
-            assert backend.requests == [], "it waits its turn"
-            hold.set()
-            await until(lambda: app.listener.job is None, pilot)
-            assert "timing" not in screen_text(app)
-            assert shown_answer(app) == ANSWER
-
-    asyncio.run(run())
+@in_chat(lambda: ScriptedBackend(waits="measure"), decode=DecodeConfig())
+async def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(app, pilot, backend):
+    await until(lambda: app.pair and app.listener.waiting, pilot)
+    sys.stderr.write("\rtiming this machine, once:  50%|████      | 6/12")
+    await until(lambda: "timing this machine, once" in screen_text(app), pilot)
+    assert "50%" in screen_text(app)
+    await pilot.press("h", "i")
+    assert app.prompt.text == "hi"
+    await pilot.press("enter")
+    await until(lambda: app.listener.job is not None, pilot)
+    assert backend.requests == [], "it waits its turn"
+    backend.held.set()
+    await until(lambda: app.listener.job is None, pilot)
+    assert "timing" not in screen_text(app)
+    assert shown_answer(app) == ANSWER
 
 
-def test_the_method_says_what_auto_is_with_this_model(tmp_path):
-    async def steps(app, pilot, backend):
-        assert "DFlash tree" in screen_text(app)
-        await say(app, pilot, "/method")
-        assert notices(app) == ["The method is auto, which is ddtree with this model."]
-        await say(app, pilot, "/method ngram")
-        assert notices(app)[1:] == ["The method is ngram."]
-        assert "n-gram lookup" in screen_text(app)
-
-    advised = Means(2, advice=Advice("ddtree"))
-    drive(steps, tmp_path, ScriptedBackend(means=advised), decode=DecodeConfig())
+@in_chat(lambda: ScriptedBackend(means=Means(2, advice=Advice("ddtree"))), decode=DecodeConfig())
+async def test_the_method_says_what_auto_is_with_this_model(app, pilot, backend):
+    assert "DFlash tree" in screen_text(app)
+    await say(app, pilot, "/method")
+    assert notices(app) == ["The method is auto, which is ddtree with this model."]
+    await say(app, pilot, "/method ngram")
+    assert notices(app)[1:] == ["The method is ngram."]
+    assert "n-gram lookup" in screen_text(app)

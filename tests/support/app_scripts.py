@@ -127,7 +127,8 @@ class ScriptedBackend:
     """Answers with `answers` in turn. Whatever is an exception is raised instead.
 
     gate: opened once per round, so a test decides how far an answer is; None lets all through.
-    prefills: what it says of prefill; after each it waits for `held`.
+    prefills: what it says of prefill; after each it waits for `held`. waits: the job, "load" or
+    "measure", that waits for `held` too.
     """
 
     answers: list[Any] = field(default_factory=lambda: [ANSWER])
@@ -136,6 +137,7 @@ class ScriptedBackend:
     gate: threading.Semaphore | None = None
     prefills: list[tuple[int, int]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
+    waits: str = ""
     requests: list[Any] = field(default_factory=list)
     loaded: list[PairConfig] = field(default_factory=list)
     means: Means = Means(2)
@@ -143,6 +145,7 @@ class ScriptedBackend:
     rounds_run: int = 0
 
     def load(self, config):
+        self._wait_in("load")
         self.loaded.append(config)
         result = self.loads.pop(0) if self.loads else None
         if isinstance(result, BaseException):
@@ -151,6 +154,7 @@ class ScriptedBackend:
         yield Loaded(pair_of(name, self.means, self.fallback))
 
     def measure(self):
+        self._wait_in("measure")
         yield PlainMeasured(0.05)
 
     def answer(self, request, observer):
@@ -172,6 +176,10 @@ class ScriptedBackend:
     def race(self, request):
         self.requests.append(request)
         yield from self._through_the_gate(self.race_steps)
+
+    def _wait_in(self, job):
+        if self.waits == job:
+            self.held.wait(60)
 
     def _through_the_gate(self, events):
         for event in events:
@@ -222,7 +230,7 @@ def drive(steps, folder, backend=None, size=(100, 30), **chat):
     async def run():
         app, used = scripted_app(folder, backend, **chat)
         async with app.run_test(size=size) as pilot:
-            await until(lambda: not app.listener.waiting, pilot)
+            await until(lambda: used.waits or not app.listener.waiting, pilot)
             await steps(app, pilot, used)
             await pilot.pause()
         assert app.return_code in (0, None)
