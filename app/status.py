@@ -68,7 +68,10 @@ class Status(Vertical):
 
     @property
     def figures(self) -> Figures | None:
-        """Of the answer that is shown, as they are now; None without one."""
+        """Of the answer that is shown, as they are now; None without one.
+
+        The worker goes on counting meanwhile: a round may be half in them until the next look.
+        """
         if self._statistics is None:
             return self._stored
         return figures_of(self._statistics, self._context_length)

@@ -235,9 +235,8 @@ def drive(steps, folder, backend=None, size=(100, 30), **chat):
             await pilot.pause()
         assert app.return_code in (0, None)
         assert app.clean
-        return app
 
-    return asyncio.run(run())
+    asyncio.run(run())
 
 
 def in_chat(make=lambda: ScriptedBackend(), size=(100, 30), **chat):
