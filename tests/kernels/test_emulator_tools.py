@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -226,7 +227,9 @@ def test_a_fault_ends_the_command_with_code_1(capsys, monkeypatch, tmp_path):
     kernel = Kernel("faulty", (), ("o",), folder=tmp_path)
     (tmp_path / "faulty.metal").write_text("o[1] = 1;")
     plan = Launch((1, 1, 1), (1, 1, 1), ((1,),), (mx.float32,))
-    entry = type(CATALOG["tree_walk"])(lambda: iter(()), lambda: launch(kernel, [], plan), {})
-    monkeypatch.setitem(CATALOG, "faulty", entry)
+    faulty = replace(
+        CATALOG["tree_walk"], kernel=lambda: launch(kernel, [], plan), arguments=lambda draw: ()
+    )
+    monkeypatch.setitem(CATALOG, "faulty", faulty)
     assert __main__.main(["faulty"]) == 1
     assert "kernel faulty, faulty.metal:1, thread (0, 0, 0): bounds" in capsys.readouterr().err

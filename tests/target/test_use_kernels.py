@@ -26,8 +26,7 @@ from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
 from kernels_metal.emulator import emulated
-from kernels_metal.operations import TREE_WALK
-from kernels_metal.tree_walk import tree_walk_reference
+from kernels_metal.tree_walk import TREE_WALK, tree_walk_reference
 from support.families import FAMILIES, make_model
 from support.models import write_model
 from support.toys import random_tree

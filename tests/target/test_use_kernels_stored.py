@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,9 +17,10 @@ from dflash_mlx.target.kernels import Table, kernel_choices
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.routing import Kernels
 from kernels_metal import dispatch
+from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.dispatch import RUNS, Choice
+from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import Run, emulated
-from kernels_metal.operations import CASCADE_ATTENTION, DRAFT_HEAD
 from support.families import make_model
 
 FASTER = Choice(True, "faster: 1000000 us against 2000000 us")
@@ -170,13 +172,8 @@ def test_choices_that_cannot_be_kept_hold_for_the_session(tmp_path):
 
 def test_a_kernel_that_gives_another_result_is_not_used_and_says_so(tmp_path, monkeypatch):
     kernels = session(tmp_path)
-    wrong = dispatch.Operation(
-        DRAFT_HEAD.name,
-        lambda logits, k: DRAFT_HEAD.kernel(logits + mx.arange(9), k),
-        DRAFT_HEAD.reference,
-        DRAFT_HEAD.check,
-        DRAFT_HEAD.case,
-        DRAFT_HEAD.compared,
+    wrong = replace(
+        DRAFT_HEAD, kernel=lambda logits, k: DRAFT_HEAD.kernel(logits + mx.arange(9), k)
     )
     assert kernels.run(wrong, mx.arange(18.0).reshape(2, 9), 3) is None
     (choice,) = stored(tmp_path).values()
