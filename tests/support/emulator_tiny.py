@@ -65,4 +65,20 @@ def numbers(x: mx.array) -> np.ndarray:
     return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
+def array(values, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.array(np.asarray(values)).astype(dtype)
+
+
+def of_type(dtype: mx.Dtype) -> dict:
+    """The settings of a kernel with type T and an output of it."""
+    return {"template": (("T", dtype),), "outputs": (((32,), dtype),)}
+
+
+def assert_gives(expected, body: str, *inputs: mx.array, **settings) -> Counters:
+    """The first output holds these numbers."""
+    output, counters = run(body, *inputs, **settings)
+    np.testing.assert_array_equal(numbers(output), np.broadcast_to(expected, output.shape))
+    return counters
+
+
 RAMP = mx.arange(32).astype(mx.float32)
