@@ -7,9 +7,12 @@ import mlx.core as mx
 import pytest
 
 from kernels_metal import factory
+from kernels_metal.catalog import OPERATIONS
+from kernels_metal.checks import FLOATS
 from kernels_metal.emulator.signature import ATTRIBUTES, CONSTANT_BELOW, signature
 from kernels_metal.factory import Kernel, Launch
-from support.kernels import Sample, check_signature, printed_by_mlx
+from kernels_metal.sweep import trials
+from support.kernels import Sample, arguments, check_signature, launches, printed_by_mlx
 
 
 def sample_of(folder: Path, body: str, inputs, header: str = "", **settings) -> Sample:
@@ -25,6 +28,26 @@ def sample_of(folder: Path, body: str, inputs, header: str = "", **settings) -> 
         tuple(inputs),
         plan,
     )
+
+
+SMALL = {  # inputs below 8 elements, which MLX passes as `constant`
+    "cascade_attention": {"rows": 1, "prefix": 2, "heads": 1, "kv_heads": 1},
+    "draft_head": {"rows": 1, "vocabulary": 7, "k": 4},
+    "verify_qmm": {"rows": 2, "depth": 32, "columns": 1, "group": 32},
+}
+
+
+@pytest.mark.parametrize("made", OPERATIONS, ids=lambda made: made.name)
+def test_kernels_have_the_signature_of_mlx_in_calls_of_all_kinds(made, capfd, tmp_path):
+    calls = [trial.arguments for trial in trials(0, 90) if trial.operation is made]
+    calls += [arguments(made, dtype, **SMALL.get(made.name, {})) for dtype in FLOATS]
+    samples = {}
+    for sample in (sample for call in calls for sample in launches(made, *call)):
+        few = tuple(array.size < CONSTANT_BELOW for array in sample.inputs)
+        samples[sample.kernel.name, sample.plan.template, few] = sample
+    for sample in samples.values():
+        check_signature(sample, capfd, tmp_path)
+    assert {name for name, _, _ in samples} == {kernel.name for kernel in made.kernels}
 
 
 DTYPES = [

@@ -23,7 +23,6 @@ from support.kernels import (
     assert_close,
     assert_found,
     bytes_read,
-    check_signature,
     exact,
     launches,
     refused,
@@ -318,14 +317,6 @@ def call(dim=64, heads=4, rows=5, prefix=20, dtype=mx.float32, **changed):
 def test_what_it_refuses(changes, message):
     with refused(message):
         call(**changes)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_the_signatures_are_those_of_mlx(dim, dtype, capfd, tmp_path):
-    for shape in (Attention(dim, 1, 1, 1, 2), Attention(dim, 4, 2, 9, 70)):  # few sums and many
-        for sample in launches(CASCADE_ATTENTION, *shape.arguments(dtype)):
-            check_signature(sample, capfd, tmp_path)
 
 
 def attending(shape: Attention):

@@ -20,9 +20,7 @@ from support.kernels import (
     assert_close,
     assert_found,
     bytes_read,
-    check_signature,
     exact,
-    launches,
     refused,
 )
 
@@ -145,15 +143,6 @@ def test_other_packings_are_refused():
         Packing(3, 32)
     with refused("group is 16, but must be one of 32, 64, 128"):
         Packing(4, 16)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", BITS)
-def test_the_signature_is_that_of_mlx(bits, dtype, capfd, tmp_path):
-    for rows in (2, 9, 17):
-        for depth, columns in ((32, 1), (64, 9)):
-            for sample in launches(VERIFY_QMM, *product(rows, depth, columns, bits, 32, dtype)):
-                check_signature(sample, capfd, tmp_path)
 
 
 def multiplying():

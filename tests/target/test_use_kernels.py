@@ -164,9 +164,12 @@ def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkey
     target.tap((1,))
     before, stock = classes(target), pass_over(target)
     target.use_kernels("on")
+    target.use_kernels("auto")  # hooks once more, and no second time
     assert classes(target) != before
     sequence, head = target.new_cache(), target.head()
-    assert ran(target) == {"cascade_attention", "cascade_merge", "verify_qmm"}
+    with emulated() as run:
+        pass_over(target)
+    assert len(run.of("cascade_attention")) == 2 * target.num_layers
     target.use_kernels("off")
     assert classes(target) == before
     with emulated() as run:
@@ -175,16 +178,6 @@ def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkey
         assert mx.array_equal(pass_over(target), stock)
     assert run.counters == []
     assert target.kernels.choices == {}
-
-
-def test_switching_twice_hooks_once(monkeypatch):
-    target = make_target(monkeypatch, "llama", bits=4)
-    before = classes(target)
-    target.use_kernels("on")
-    _, run = through_kernels(target, "auto")
-    assert len(run.of("cascade_attention")) == 2 * target.num_layers
-    target.use_kernels("off")
-    assert classes(target) == before
 
 
 def test_what_was_measured_with_other_kernels_is_forgotten(monkeypatch):
@@ -237,33 +230,26 @@ def test_a_mask_from_elsewhere_is_left_to_stock_mlx():
 # Without anything that runs kernels, `auto` makes the calls that `off` makes.
 
 
-class Calls:
-    """Counts and remembers what MLX is asked for."""
+def calls_of(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[tuple[Any, ...]]:
+    """What MLX is asked for, with the shapes of the arrays."""
+    made = []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[tuple[Any, ...]] = []
-        for owner, name in (
-            (mx.fast, "scaled_dot_product_attention"),
-            (mx, "quantized_matmul"),
-            (mx, "concatenate"),
-            (mx, "argpartition"),
-        ):
-            monkeypatch.setattr(owner, name, self._spy(name, getattr(owner, name)))
+    def spy(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
 
-    def _spy(self, name: str, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            described = {key: getattr(value, "shape", value) for key, value in kwargs.items()}
-            self.made.append((name, [getattr(a, "shape", a) for a in args], described))
+            given = [*args, *kwargs.items()]
+            made.append((name, *(str(getattr(value, "shape", value)) for value in given)))
             return original(*args, **kwargs)
 
-        return call
+        patch.setattr(owner, name, call)
 
-
-def calls_of(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[Any]:
     with monkeypatch.context() as patch:
-        calls = Calls(patch)
+        spy(mx.fast, "scaled_dot_product_attention")
+        for name in ("quantized_matmul", "concatenate", "argpartition"):
+            spy(mx, name)
         work()
-    return [(name, [str(a) for a in args], str(kwargs)) for name, args, kwargs in calls.made]
+    return made
 
 
 @pytest.fixture
