@@ -55,11 +55,9 @@ class Visibility:
         check(len(shape) == 2 and kind == np.bool_, "local", f"{kind} {list(shape)}", "bool [R, N]")
         check_range("the rows of local", self.rows, 1, MAX_ROWS)
         check_range("the columns of local", self.columns, 1, MAX_LOCAL)
-        starts = self.starts
-        check(
-            len(starts) == self.rows, "the length of first", len(starts), f"{self.rows}, the rows"
-        )
-        for row, start in enumerate(starts):
+        count = len(self.starts)
+        check(count == self.rows, "the length of first", count, f"{self.rows}, the rows")
+        for row, start in enumerate(self.starts):
             check_range(f"first[{row}]", start, 0, self.prefix)
             sees = start < self.prefix or bool(self.local[row].any())
             check(sees, f"local[{row}]", "all False", "True somewhere: the row sees nothing")

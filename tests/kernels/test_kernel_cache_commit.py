@@ -15,10 +15,10 @@ from kernels_metal.cache_commit import (
 from kernels_metal.emulator import emulated
 from support.kernels import (
     DTYPES,
-    Fault,
     arguments,
     assert_found,
     exact,
+    faults,
     launches,
     refused,
 )
@@ -124,21 +124,19 @@ def committing():
     return [(exact(ours), exact(wanted)) for ours, wanted in pairs]
 
 
+# By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
 FAULTS = [
-    Fault("one thread too many", "cache_commit",
-          "if (element >= heads", "if (element > heads",
-          committing, "bounds"),
-    Fault("one thread too few", "cache_commit",
-          "if (element >= heads * rows * width)", "if (element + 1 >= heads * rows * width)",
-          committing, "unwritten"),
-    Fault("a cache is written", "cache_commit",
-          "    rows0[element] =\n        cache0[",
-          "    rows0[element] = 0; ((device float*)cache0)[0] = 0 * \n        cache0[",
-          committing, "read-only"),
-    Fault("the path begins at slot 0", "cache_commit",
-          "sizes[cache * 4 + 2] + path", "path",
-          committing, "result"),
+    *faults("cache_commit", committing, {
+        "one thread too many": ("if (element >= heads", "if (element > heads", "bounds"),
+        "one thread too few": ("if (element >= heads * rows * width)",
+            "if (element + 1 >= heads * rows * width)", "unwritten"),
+        "a cache is written": (
+            "    rows0[element] =\n        cache0[",
+            "    rows0[element] = 0; ((device float*)cache0)[0] = 0 * \n"
+            "        cache0[", "read-only"),
+        "the path begins at slot 0": ("sizes[cache * 4 + 2] + path", "path", "result"),
+    }),
 ]
 # fmt: on
 

@@ -8,12 +8,12 @@ from kernels_metal.draft_head import DRAFT_HEAD, draft_head, draft_head_referenc
 from kernels_metal.emulator import emulated
 from support.kernels import (
     DTYPES,
-    Fault,
     arguments,
     assert_close,
     assert_found,
     bytes_read,
     exact,
+    faults,
     refused,
 )
 
@@ -115,42 +115,35 @@ def drafting():
     return list(zip(ours, (ids, logprobs, normal), strict=True))
 
 
+# By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
 FAULTS = [
-    Fault("no barrier between the groups' best and the choice", "draft_head",
-          "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "",
-          drafting, "uninitialised or race"),
-    Fault("every lane writes the group's peak", "draft_head",
-          "if (lane == 0) {\n  group_sums[group * 2] = ", "if (true) {\n  group_sums[group * 2] = ",
-          drafting, "race"),
-    Fault("idle lanes leave before the SIMD-group's sum", "draft_head_merge",
-          "float peak = -INFINITY;", "if (lane >= parts) return;\nfloat peak = -INFINITY;",
-          drafting, "divergence"),
-    Fault("the threads of other groups skip the barrier", "draft_head",
-          "threadgroup_barrier(mem_flags::mem_threadgroup);\n",
-          "if (group < 7) { threadgroup_barrier(mem_flags::mem_threadgroup); }\n",
-          drafting, "divergence"),
-    Fault("one token too many", "draft_head",
-          "const int end = min(begin + sizes[0], vocabulary);", "const int end = begin + sizes[0];",
-          drafting, "bounds or result"),
-    Fault("lists too short", "draft_head",
-          "group_values[SIMD_GROUPS * TOP]", "group_values[SIMD_GROUPS * TOP - 1]",
-          drafting, "bounds"),
-    Fault("a list starts anywhere", "top_k",
-          "    values[i] = -INFINITY;\n", "",
-          drafting, "result or uninitialised"),
-    Fault("a peak without a value", "draft_head_merge",
-          "float peak = -INFINITY;", "float peak;",
-          drafting, "uninitialised"),
-    Fault("a pointer without address space", "top_k",
-          "inline void clear_list(thread float* values", "inline void clear_list(float* values",
-          drafting, "lint"),
-    Fault("of equal logits the last wins", "top_k",
-          "value == values[i] && id < ids[i]", "value == values[i] && id > ids[i]",
-          drafting, "result"),
-    Fault("parts are added without scaling", "draft_head_merge",
-          "total * rescale(peak, row_peak)", "total",
-          drafting, "result"),
+    *faults("draft_head", drafting, {
+        "no barrier between the groups' best and the choice": (
+            "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "uninitialised or race"),
+        "every lane writes the group's peak": ("if (lane == 0) {\n  group_sums[group * 2] = ",
+            "if (true) {\n  group_sums[group * 2] = ", "race"),
+        "the threads of other groups skip the barrier": (
+            "threadgroup_barrier(mem_flags::mem_threadgroup);\n",
+            "if (group < 7) { threadgroup_barrier(mem_flags::mem_threadgroup); }\n", "divergence"),
+        "one token too many": ("const int end = min(begin + sizes[0], vocabulary);",
+            "const int end = begin + sizes[0];", "bounds or result"),
+        "lists too short": ("group_values[SIMD_GROUPS * TOP]",
+            "group_values[SIMD_GROUPS * TOP - 1]", "bounds"),
+    }),
+    *faults("draft_head_merge", drafting, {
+        "idle lanes leave before the SIMD-group's sum": ("float peak = -INFINITY;",
+            "if (lane >= parts) return;\nfloat peak = -INFINITY;", "divergence"),
+        "a peak without a value": ("float peak = -INFINITY;", "float peak;", "uninitialised"),
+        "parts are added without scaling": ("total * rescale(peak, row_peak)", "total", "result"),
+    }),
+    *faults("top_k", drafting, {
+        "a list starts anywhere": ("    values[i] = -INFINITY;\n", "", "result or uninitialised"),
+        "a pointer without address space": ("inline void clear_list(thread float* values",
+            "inline void clear_list(float* values", "lint"),
+        "of equal logits the last wins": ("value == values[i] && id < ids[i]",
+            "value == values[i] && id > ids[i]", "result"),
+    }),
 ]
 # fmt: on
 

@@ -6,7 +6,7 @@ import pytest
 
 from kernels_metal.emulator import emulated
 from kernels_metal.tree_walk import tree_walk, tree_walk_reference
-from support.kernels import Fault, assert_found, refused
+from support.kernels import assert_found, faults, refused
 
 NODES = (*range(1, 18), 23, 31, 32, 33, 34, 47, 63, 64, 65, 80, 95, 96, 97, 128, 200, 1024)
 
@@ -94,20 +94,18 @@ def walking():
     return [(np.array(tree_walk(*map(mx.array, tree))), np.array(walk(*tree)))]
 
 
+# By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
 FAULTS = [
-    Fault("every lane writes the root", "tree_walk",
-          "if (lane == 0) {\n  result[2]", "if (true) {\n  result[2]",
-          walking, "race"),
-    Fault("one node too many", "tree_walk",
-          "i < nodes; i += 32) {\n    if", "i <= nodes; i += 32) {\n    if",
-          walking, "bounds"),
-    Fault("the end of the path is never filled", "tree_walk",
-          "int i = length + lane", "int i = length + lane + 1",
-          walking, "unwritten"),
-    Fault("a child of any parent", "tree_walk",
-          "parents[i] == node && tokens", "tokens",
-          walking, "result"),
+    *faults("tree_walk", walking, {
+        "every lane writes the root": ("if (lane == 0) {\n  result[2]",
+            "if (true) {\n  result[2]", "race"),
+        "one node too many": ("i < nodes; i += 32) {\n    if",
+            "i <= nodes; i += 32) {\n    if", "bounds"),
+        "the end of the path is never filled": ("int i = length + lane",
+            "int i = length + lane + 1", "unwritten"),
+        "a child of any parent": ("parents[i] == node && tokens", "tokens", "result"),
+    }),
 ]
 # fmt: on
 

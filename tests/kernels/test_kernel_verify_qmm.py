@@ -15,12 +15,12 @@ from kernels_metal.verify_qmm import (
 )
 from support.kernels import (
     DTYPES,
-    Fault,
     arguments,
     assert_close,
     assert_found,
     bytes_read,
     exact,
+    faults,
     refused,
 )
 
@@ -150,43 +150,32 @@ def multiplying():
     return [(exact(verify_qmm(*given)), multiply(*given))]
 
 
+# By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
 FAULTS = [
-    Fault("no barrier between the groups' sums", "verify_qmm",
-          "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "",
-          multiplying, "uninitialised or race"),
-    Fault("all SIMD-groups write one sum", "verify_qmm",
-          "group_sums[group * 32 + m", "group_sums[m",
-          multiplying, "race"),
-    Fault("only the first lanes add up", "verify_qmm",
-          "  if (m < rows) {\n"
-          "    for (int c = 0; c < COLS; ++c) {\n"
-          "      const float sum = simd_sum",
-          "  if (m < rows && lane < 16) {\n"
-          "    for (int c = 0; c < COLS; ++c) {\n"
-          "      const float sum = simd_sum",
-          multiplying, "divergence"),
-    Fault("a column behind the last", "verify_qmm",
-          "if (begin + n < columns)", "if (begin + n <= columns)",
-          multiplying, "bounds or race"),
-    Fault("too few sums", "verify_qmm",
-          "group_sums[SIMD_GROUPS * 32]", "group_sums[SIMD_GROUPS * 16]",
-          multiplying, "bounds"),
-    Fault("sums start anywhere", "verify_qmm",
-          "  sums[i] = 0.0f;\n", "",
-          multiplying, "uninitialised"),
-    Fault("a sum in double precision", "verify_qmm",
-          "    float sum = 0.0f;", "    double sum = 0.0;",
-          multiplying, "lint"),
-    Fault("one of four numbers is taken twice", "widen",
-          "float(x[3])", "float(x[2])",
-          multiplying, "result"),
-    Fault("the lowest bit of a weight is lost", "verify_qmm",
-          "((1u << BITS) - 1)", "((1u << BITS) - 2)",
-          multiplying, "result"),
-    Fault("part of K is left out", "verify_qmm",
-          "k < depth;", "k < depth / 2;",
-          multiplying, "result"),
+    *faults("verify_qmm", multiplying, {
+        "no barrier between the groups' sums": (
+            "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "uninitialised or race"),
+        "all SIMD-groups write one sum": ("group_sums[group * 32 + m", "group_sums[m", "race"),
+        "only the first lanes add up": (
+            "  if (m < rows) {\n"
+            "    for (int c = 0; c < COLS; ++c) {\n"
+            "      const float sum = simd_sum",
+            "  if (m < rows && lane < 16) {\n"
+            "    for (int c = 0; c < COLS; ++c) {\n"
+            "      const float sum = simd_sum", "divergence"),
+        "a column behind the last": ("if (begin + n < columns)",
+            "if (begin + n <= columns)", "bounds or race"),
+        "too few sums": ("group_sums[SIMD_GROUPS * 32]", "group_sums[SIMD_GROUPS * 16]", "bounds"),
+        "sums start anywhere": ("  sums[i] = 0.0f;\n", "", "uninitialised"),
+        "a sum in double precision": ("    float sum = 0.0f;", "    double sum = 0.0;", "lint"),
+        "the lowest bit of a weight is lost": ("((1u << BITS) - 1)",
+            "((1u << BITS) - 2)", "result"),
+        "part of K is left out": ("k < depth;", "k < depth / 2;", "result"),
+    }),
+    *faults("widen", multiplying, {
+        "one of four numbers is taken twice": ("float(x[3])", "float(x[2])", "result"),
+    }),
 ]
 # fmt: on
 

@@ -128,6 +128,13 @@ class Fault:
         return self.name
 
 
+def faults(
+    file: str, run: Callable[[], Pairs], rows: dict[str, tuple[str, str, str]]
+) -> list[Fault]:
+    """Of one file, found by one run: before, after and found, by name."""
+    return [Fault(name, file, *changed[:2], run, changed[2]) for name, changed in rows.items()]
+
+
 def assert_found(fault: Fault, folder: Path) -> None:
     """In a copy of the sources; without the fault, the same run finds nothing."""
     assert _right(fault.run)
