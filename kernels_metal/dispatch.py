@@ -149,6 +149,4 @@ def difference(ours: mx.array, stock: mx.array) -> float:
 
 def gpu_family() -> str:
     """The GPU's architecture as MLX names it, "none" without Metal."""
-    if not mx.metal.is_available():
-        return "none"
-    return str(mx.device_info()["architecture"])
+    return str(mx.device_info()["architecture"]) if mx.metal.is_available() else "none"

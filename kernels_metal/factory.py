@@ -99,14 +99,11 @@ def executor() -> Executor | None:
 def launch(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.array]:
     """Run a kernel; one array for each of its outputs.
 
-    Raises RuntimeError where nothing can run kernels: the caller should have taken the reference.
+    Raises RuntimeError where nothing can run kernels: the caller was to take the reference.
     """
     chosen = executor()
     if chosen is None:
-        raise RuntimeError(
-            f"kernel {kernel.name}: no Metal here and no executor chosen; "
-            "the caller should have taken the reference"
-        )
+        raise RuntimeError(f"kernel {kernel.name}: no Metal and no executor; take the reference")
     return chosen(kernel, inputs, plan)
 
 

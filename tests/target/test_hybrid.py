@@ -95,7 +95,7 @@ def off_after(target, kept):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_number_of_accepted_rows_equals_computing_them_alone(targets, name):
-    assert max(off_after(targets(name), kept) for kept in range(6)) < TOLERANCE
+    assert np.max([off_after(targets(name), kept) for kept in range(6)]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_5"])
@@ -106,7 +106,7 @@ def test_quantised_weights_keys_and_values_are_replayed_as_well(name, monkeypatc
     nn.quantize(model, group_size=32, bits=4)
     target = Target(model, 512, name)
     target.kv_bits = 8
-    assert max(off_after(target, kept) for kept in (0, 2, 5)) < TOLERANCE
+    assert np.max([off_after(target, kept) for kept in (0, 2, 5)]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
@@ -147,7 +147,7 @@ def test_states_that_are_changed_in_place_can_be_taken_back_too(name):
     model, prompt = make_model(name), tokens_of(3, 12)
     change_states_in_place(model)
     target = Target(model, 512, name)
-    assert max(off_after(target, kept) for kept in (0, 2, 5)) < TOLERANCE
+    assert np.max([off_after(target, kept) for kept in (0, 2, 5)]) < TOLERANCE
     cache = fresh(target, prompt)
     for kept in (0, 2, 5):
         forward(target, cache, tokens_of(4, 5))
