@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.core.findings import Checked, Collector, Finding, errors
-from dflash_mlx.drafters.dflash.checkpoint import misfits
-from dflash_mlx.drafters.dflash.network import NetworkConfig
 from dflash_mlx.drafters.dflash.tensors import DOWNLOAD_AGAIN
-from dflash_mlx.models.compatibility.drafter_tensors import check_tensors, network_config, notes
+from dflash_mlx.drafters.formats import FORMATS, FileFormat, format_of
 from dflash_mlx.models.compatibility.model_source import (
     LocalFolder,
     ModelSource,
@@ -32,8 +30,6 @@ from dflash_mlx.models.compatibility.vocabularies import check_tokenizers
 from dflash_mlx.models.compatibility.weight_files import Weights, check_weights
 
 CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
-
-CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
 
 
 @dataclass(frozen=True)
@@ -61,9 +57,10 @@ class TargetFacts(ModelFacts):
 
 @dataclass(frozen=True)
 class DrafterFacts(ModelFacts):
-    """What a drafter is. config: None where it cannot be read."""
+    """What a drafter is. format: who reads it. config: None where it cannot be read."""
 
-    config: NetworkConfig | None
+    format: FileFormat
+    config: Any
 
 
 @dataclass(frozen=True)
@@ -121,19 +118,22 @@ def check_drafter(folder: Path | ModelSource, name: str = "") -> DrafterFacts:
     if raw:
         found.add(_wrong_way(source, is_drafter(raw), True))
         found.add(check_code(source, raw))
-    readable = not found.errors
+    readable, files = not found.errors, format_of(raw) or FORMATS[0]
     weights = check_weights(source, "*.safetensors", found, DOWNLOAD_AGAIN)
     words, group_size = quantisation(raw)
     weights = Weights(weights.tensors, group_size)
     too_large = errors(check_sizes(source, raw, weights)) if weights.tensors else ()
     found.add(too_large)
     if readable and not too_large:
-        config = found.attempt(network_config, source, raw, weights)
+        config = found.attempt(files.parse_config, raw, source.name, weights.tensors)
     if config is not None:
-        found.add(notes(source, config))
+        step = "if nothing is accepted, compare it with how the drafter was trained"
+        place = source.place("config.json")
+        found.add(Finding("note", note, step, place) for note in config.notes)
         if weights.tensors or not found.errors:
-            found.add(found.attempt(lambda: [*check_tensors(source, config, weights)]) or ())
-    return DrafterFacts(found.result(), name or source.name, source, weights, words, config)
+            check = files.check_tensors(weights.tensors, config, source.name)
+            found.add(found.attempt(lambda: [*check]) or ())
+    return DrafterFacts(found.result(), name or source.name, source, weights, words, files, config)
 
 
 def check_pair(target: TargetFacts, *drafters: DrafterFacts) -> Report:
@@ -151,14 +151,10 @@ def check_pair(target: TargetFacts, *drafters: DrafterFacts) -> Report:
 
 def check_fit(target: TargetFacts, drafter: DrafterFacts) -> Iterator[Finding]:
     """Each number of the two configurations that differs; nothing where one cannot be read."""
-    config = drafter.config
-    if config is None or not target.config:
-        return
-    place = drafter.source.place("config.json")
-    for what, field, made_for, has, unit in misfits(config, target.config):
-        shown = str(has)[:80]
-        what = f"the drafter {drafter.name} {what}, but {target.name} has {shown}{unit}"
-        yield Finding("error", what, CHOOSE_ANOTHER, place, field, str(made_for), shown)
+    if drafter.config is not None and target.config:
+        place = drafter.source.place("config.json")
+        names = target.name, drafter.name
+        yield from drafter.format.misfits(drafter.config, target.config, *names, place)
 
 
 def _wrong_way(source: ModelSource, is_one: bool, wanted: bool) -> Iterator[Finding]:
