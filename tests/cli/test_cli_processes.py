@@ -80,8 +80,8 @@ def test_a_reader_that_leaves_early_is_no_error(folders):
     assert result.returncode == 0
 
 
-FULL = "from dflash_mlx import cli; cli.run(lambda argv: print('x' * 100_000), 'program')"
-FAULT = "from dflash_mlx import cli; cli.run(lambda argv: 1 / 0, 'program')"
+FULL = "from dflash_mlx.cli.options import run; run(lambda argv: print('x' * 100_000), 'program')"
+FAULT = "from dflash_mlx.cli.options import run; run(lambda argv: 1 / 0, 'program')"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

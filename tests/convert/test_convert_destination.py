@@ -91,7 +91,7 @@ def test_what_the_system_refuses_to_write_leaves_no_destination(pair, tmp_path):
     """No fault put in: the system itself ends a file at 100 kB."""
     limited = (
         "import resource, signal, sys\n"
-        "from dflash_mlx import cli\n"
+        "from dflash_mlx.cli import options as cli\n"
         "from dflash_mlx.convert.__main__ import main\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"

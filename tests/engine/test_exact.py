@@ -37,6 +37,11 @@ from support.toys import Scripted
 SEEDS = range(3)
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request):
+    return Rounding(request.param, FAMILIES[request.param])
+
+
 def assert_same_rows(state, other):
     """Both states hold the same committed tokens, keys and values."""
     assert state.tokens == other.tokens

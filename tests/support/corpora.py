@@ -8,8 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from dflash_mlx.train.corpus.rows import Row, read_rows
 from support.models import write_model
 
@@ -34,9 +32,7 @@ def write_prompts(file: Path, prompts: Sequence[dict[str, Any]] = PROMPTS) -> Pa
     return file
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
+def write_folder(root: Path) -> Path:
     write_model(root / "model")
     write_prompts(root / "prompts.jsonl")
     return root

@@ -12,7 +12,7 @@ from typing import Any
 
 GOOD = ("refused", "loaded")
 START, EACH = 120, 25  # seconds: imports, and a case, whose own alarm rings earlier
-_TESTS = Path(__file__).parents[1]
+_PROGRAM = Path(__file__).with_name("fuzzing.py")
 
 
 def outcomes(seed: int, first: int, last: int) -> Iterator[dict[str, Any]]:
@@ -31,8 +31,12 @@ def outcomes(seed: int, first: int, last: int) -> Iterator[dict[str, Any]]:
 
 
 def _run(seed: int, first: int, last: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "support.fuzzing", str(seed), str(first), str(last)]
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(_TESTS)}
+    command = [sys.executable, str(_PROGRAM), str(seed), str(first), str(last)]
+    environment = {
+        **os.environ,
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": str(_PROGRAM.parents[1]),
+    }
     limit = START + EACH * (last - first)
     try:
         done = subprocess.run(

@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
@@ -45,11 +44,6 @@ class Rounding(Target):
         self.rows.append(block.rows)
         self.embedding().weight = self._exact if block.rows == 1 else self._rough
         return super().forward(tokens, cache, block, taps)
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def target(request):
-    return Rounding(request.param, FAMILIES[request.param])
 
 
 def prompt_of(seed, length=20):

@@ -17,10 +17,11 @@ from mlx_lm.generate import generate_step
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.exact import lead
+from dflash_mlx.target import recurrent
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.hooks import override
 from dflash_mlx.target.layouts import Recurrent, is_recurrent, may_be_recurrent
-from dflash_mlx.target.model import Target, recurrent
+from dflash_mlx.target.model import Target
 from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.hybrids import (
     difference,

@@ -20,9 +20,10 @@ from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.engine.verify import WALK, Verdict
 from dflash_mlx.models.load import load_pair, load_target
 from dflash_mlx.system import cpu_math
+from dflash_mlx.target import routing
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.model import Target, routing
+from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
 from kernels_metal.emulator import emulated
 from kernels_metal.operations import TREE_WALK

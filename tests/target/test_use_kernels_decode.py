@@ -22,7 +22,8 @@ from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.decode import decode, prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.models.load import Pair
-from dflash_mlx.target.model import Target, cache
+from dflash_mlx.target import cache
+from dflash_mlx.target.model import Target
 from kernels_metal.emulator import Run, emulated
 from support.families import FAMILIES, make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder

@@ -10,9 +10,10 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx.target import kernels as kernels_module
+from dflash_mlx.target import routing
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.kernels import Table, kernel_choices
-from dflash_mlx.target.model import Target, routing
+from dflash_mlx.target.model import Target
 from dflash_mlx.target.routing import Kernels
 from kernels_metal import dispatch
 from kernels_metal.dispatch import RUNS, Choice

@@ -16,8 +16,22 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.batch import draw
 from dflash_mlx.train.corpus.rows import Row
-from support.corpora import MAX_TOKENS, PROMPTS, by_id, corpus, options, run, write_prompts
+from support.corpora import (
+    MAX_TOKENS,
+    PROMPTS,
+    by_id,
+    corpus,
+    options,
+    run,
+    write_folder,
+    write_prompts,
+)
 from support.models import EOS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

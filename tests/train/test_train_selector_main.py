@@ -79,7 +79,7 @@ def test_a_trained_folder_accepts_more_and_is_compared_with_the_drafter_it_was(t
 
 
 def test_a_trained_folder_is_loaded_as_a_pair_that_follows_its_selector(trained):
-    pair = dflash_mlx.models.load(str(trained.model), str(trained.out))
+    pair = dflash_mlx.load(str(trained.model), str(trained.out))
     assert pair.network_config is not None
     assert pair.network_config.selector == SelectorConfig(16, 97)
     assert pair.network_config.block_size == 6
@@ -161,7 +161,7 @@ def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):
     write_drafter_folder(place.root / "drafter", raw, random_drafter(RAW))
     run(place)
     assert read_config(place.out).selector == SelectorConfig(16, 97)
-    dflash_mlx.models.load(str(tiny_model), str(place.out))
+    dflash_mlx.load(str(tiny_model), str(place.out))
 
 
 # What it refuses
