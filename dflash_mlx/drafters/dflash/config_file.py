@@ -148,8 +148,8 @@ def _whole(raw: Fields, name: str, default: int | None = None, least: float = -m
         return default
     value = _number(raw, name)
     if value != int(value) or not least <= value <= MAX_DIMENSION:
-        kind = "a whole number" if least == -math.inf else f"a whole number from {least} on"
-        raise ValueError(f"{name} is {value!r}, not {kind}, up to {MAX_DIMENSION}")
+        lowest = "up" if least == -math.inf else f"from {least}"
+        raise ValueError(f"{name} is {value!r}, not a whole number {lowest} to {MAX_DIMENSION}")
     return int(value)
 
 

@@ -83,13 +83,14 @@ def check_tensors(
 
     tensors: by their names in the files. source: what to call the folder. Raises as `make_network`.
     """
+    wanted = wanted_headers(config, source)
     if not tensors:
         what = f"the .safetensors files in {source} hold no tensors"
         yield Finding("error", what, DOWNLOAD_AGAIN, source, "", "none", "a drafter's")
         return
     plain = plain_names(tensors)
     found = {plain[name]: Header.of(t.dtype, t.shape) for name, t in tensors.items()}
-    expected = _optional_headers(config, found) | wanted_headers(config, source)
+    expected = _optional_headers(config, found) | wanted
     for name in sorted(expected.keys() | found.keys()):
         has, needs = str(found.get(name, "missing")), str(expected.get(name, "no such tensor"))
         if has != needs:
