@@ -30,7 +30,7 @@ from dflash_mlx.benchmark.parity import Difference, first_difference
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.drafters.auto import settle
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.resolve import find_names
+from dflash_mlx.models.names import find_names
 from dflash_mlx.target.pass_times import stored_times
 
 SLICE = 1.0  # seconds that one side of a race runs before the other may

@@ -33,7 +33,7 @@ from dflash_chat.status import Status, read_progress
 from dflash_chat.store import Store
 from dflash_chat.transcript import Transcript
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, SamplingConfig
-from dflash_mlx.models.resolve import DEFAULT_MODEL
+from dflash_mlx.models.names import DEFAULT_MODEL
 from dflash_mlx.session.chat import check_prompt
 
 REFRESH = 1 / 20  # seconds between looks at whether something is to be drawn

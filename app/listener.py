@@ -27,8 +27,8 @@ from dflash_chat.race_screen import RaceScreen
 from dflash_chat.status import Progress
 from dflash_mlx import PairConfig
 from dflash_mlx.drafters.auto import AUTO
-from dflash_mlx.models.drafter_choice import DRAFTED
-from dflash_mlx.models.resolve import DEFAULT_MODEL
+from dflash_mlx.models.names import DEFAULT_MODEL
+from dflash_mlx.models.parts import DRAFTED
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp

@@ -5,40 +5,31 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from pathlib import Path
 
-import mlx.core as mx
-
 from dflash_chat.figures import gigabytes
 from dflash_mlx import DFlashError
 from dflash_mlx.core.findings import Collector
-from dflash_mlx.models.compatibility import HubRepository, LocalFolder
-from dflash_mlx.models.compatibility.model_source import read_json
-from dflash_mlx.models.compatibility.target_config import quantisation
-from dflash_mlx.models.compatibility.weight_files import HEADROOM, Weights, check_weights
-from dflash_mlx.models.compatibility.whole import TARGET_WEIGHTS, whole_snapshot
 from dflash_mlx.models.default_model import DEFAULT_TARGET
-from dflash_mlx.models.resolve import Names, shipped_folder
+from dflash_mlx.models.names import Names, find_source
+from dflash_mlx.models.source import TARGET_WEIGHTS, WEIGHTS, Source
+from dflash_mlx.models.target_config import quantisation
+from dflash_mlx.models.weight_files import HEADROOM, check_weights
+from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.machine import describe_machine
 
 _DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
 
 
-def on_cpu() -> bool:
-    """Whether MLX computes on the processor, where weights become float32."""
-    return bool(mx.default_device() == mx.Device(mx.cpu))
-
-
-def needed(folder: Path, pattern: str = "*.safetensors") -> int:
+def needed(folder: Path, pattern: str = WEIGHTS) -> int:
     """Bytes that the model in `folder` takes when loaded, 0 where the folder tells nothing.
 
     By the heads of its weight files. pattern: their names.
     """
-    source = LocalFolder(folder)
+    source = Source.of(folder)
     try:
-        group_size = quantisation(read_json(source, "config.json"))[1]
+        group_size = quantisation(source.read_json("config.json"))[1]
     except DFlashError:
         return 0
-    weights = check_weights(source, pattern, Collector())
-    return Weights(weights.tensors, group_size).memory(on_cpu())
+    return check_weights(source, pattern, Collector(), "", group_size).memory(on_cpu())
 
 
 def available() -> int:
@@ -70,21 +61,17 @@ def needed_by(names: Names) -> int:
     return target + sum(needed_by_name(name) for name in drafters)
 
 
-def needed_by_name(name: str, pattern: str = "*.safetensors") -> int:
-    """`needed` for a folder or a Hugging Face id, without downloading; 0 where it is not known."""
-    try:
-        folder = shipped_folder(name) or Path(name).expanduser()
-        there = folder if folder.is_dir() else whole_snapshot(name, pattern)
-    except (OSError, RuntimeError, ValueError):
-        return 0  # no such user's home, a name that is no path: loading says what is wrong
-    return _needed_from_hub(name, pattern) if there is None else needed(there, pattern)
+def needed_by_name(name: str, pattern: str = WEIGHTS) -> int:
+    """`needed` for a folder or a Hugging Face id, without downloading; 0 where it is not known.
 
-
-def _needed_from_hub(name: str, pattern: str) -> int:
-    """From the sizes that the hub lists, of its folder's top; half precision is assumed."""
+    On the hub from the sizes that it lists; half precision is assumed.
+    """
+    option = "model" if pattern == TARGET_WEIGHTS else "drafter"
     try:
-        files = HubRepository(name).files
-    except DFlashError:
+        source = find_source(name, option, update=False)
+        if source.folder is not None:
+            return needed(source.folder, pattern)
+        stored = sum(size for file, size in source.files.items() if fnmatch(file, pattern))
+    except DFlashError:  # loading says what is wrong
         return 0
-    stored = sum(size for file, size in files.items() if fnmatch(file, pattern))
     return int(stored * HEADROOM * (2 if on_cpu() else 1))

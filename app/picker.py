@@ -17,12 +17,12 @@ from dflash_chat import memory
 from dflash_chat.figures import gigabytes
 from dflash_mlx import DFlashError, PairConfig
 from dflash_mlx.models import registry
-from dflash_mlx.models.compatibility import LocalFolder, check_drafter, check_pair, describe_target
-from dflash_mlx.models.compatibility.model_source import read_json
-from dflash_mlx.models.compatibility.target_config import is_drafter, language_model
-from dflash_mlx.models.compatibility.whole import TARGET_WEIGHTS, is_whole
+from dflash_mlx.models.check import check_drafter, check_pair, describe_target
+from dflash_mlx.models.names import DEFAULT_MODEL, find_names, shipped_folder
 from dflash_mlx.models.pair_folder import is_pair_folder
-from dflash_mlx.models.resolve import DEFAULT_MODEL, find_names, shipped_folder
+from dflash_mlx.models.source import TARGET_WEIGHTS, WEIGHTS, Source
+from dflash_mlx.models.target_config import is_drafter, language_model
+from dflash_mlx.models.weight_files import is_whole
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def cached_folders() -> list[Folder]:
         if repo.revisions
     )
     found = _folders(newest, "Hugging Face cache")
-    return [folder for folder in found if is_whole(folder.path, _weights(folder))]
+    return [folder for folder in found if is_whole(Source.of(folder.path), _weights(folder))]
 
 
 def near_names(typed: str) -> list[str]:
@@ -161,16 +161,16 @@ def near_names(typed: str) -> list[str]:
 def _folders(named: Iterable[tuple[str, Path]], place: str = "local folder") -> list[Folder]:
     found = []
     for name, path in named:
-        source = LocalFolder(path)
+        source = Source.of(path)
         with suppress(DFlashError):  # no model, or a damaged one
-            config = read_json(source, "config.json")
+            config = source.read_json("config.json")
             if any(file.endswith(".safetensors") for file in source.files):
                 found.append(Folder(name, path, config, place))
     return found
 
 
 def _weights(folder: Folder) -> str:
-    return "*.safetensors" if is_drafter(folder.config) else TARGET_WEIGHTS
+    return WEIGHTS if is_drafter(folder.config) else TARGET_WEIGHTS
 
 
 def _fits(drafter: Folder, model: Folder) -> bool:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.default_model import DEFAULT_TARGET
-from dflash_mlx.models.pair_report import check_named, lines
+from dflash_mlx.models.report import check_named, lines
 from dflash_mlx.system.machine import describe_machine, describe_versions
 from dflash_mlx.target.kernels import kernel_choices
 from dflash_mlx.target.pass_times import PassTimes, read_times

@@ -18,13 +18,13 @@ from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.convert.source import Part
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.models.source import BESIDE, LICENCES
 
 GROUP_SIZE = 64  # mlx-lm's for affine
 BYTES_PER_TOKEN = 100  # of a tokenizer.json, about
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
 _REPLACED = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
-_BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "LICENSE*", "NOTICE*")
 Opened = tuple[Any, dict[str, Any], Callable[[Path], None], int]
 
 
@@ -120,7 +120,7 @@ def _open_folder(part: Part) -> Opened:
     copied = {
         name: size
         for name, size in part.files.items()
-        if name not in _REPLACED and any(fnmatch(name, pattern) for pattern in _BESIDE)
+        if name not in _REPLACED and any(fnmatch(name, pattern) for pattern in (*BESIDE, *LICENCES))
     }
 
     def write_beside(destination: Path) -> None:
@@ -135,7 +135,7 @@ def _open_gguf(part: Part, dtype: str | None) -> Opened:
 
     tensors, metadata = read_file(part.path)
     floating = None if dtype is None else getattr(mx, dtype)
-    model, config = build_model(part.path, tensors, metadata, dtype=floating)
+    model, config = build_model(part.path, tensors, metadata, floating)
     if packing := _packing(model):
         config["quantization"] = packing
     write = build_tokenizer(part.path, metadata).save_pretrained

@@ -70,8 +70,9 @@ class Collector:
         self._findings: dict[Finding, None] = {}
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """Keep these."""
-        self._findings.update(dict.fromkeys(findings))
+        """Keep these; where they end in an exception, those before it."""
+        for finding in findings:
+            self._findings[finding] = None
 
     def attempt(self, read: Callable[..., _Value], *arguments: Any) -> _Value | None:
         """What `read` returns, or None where it refuses, which is a finding."""

@@ -15,7 +15,8 @@ from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.resample import Resample
 from dflash_mlx.drafters.selected import DrawnPath, SelectedPath
 from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.models.load import Pair, require_drafter
+from dflash_mlx.models.load import Pair
+from dflash_mlx.models.parts import require_drafter
 from dflash_mlx.target.pass_times import stored_times
 
 MOST_NODES = 48  # of a tree that the budget then cuts

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.auto import Means, settle
-from dflash_mlx.drafters.dflash.checkpoint import check_block_size, load_network
-from dflash_mlx.drafters.dflash.context import limit_windows
+from dflash_mlx.drafters.auto import Means
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
-from dflash_mlx.models.drafter_choice import (
-    DRAFTED,
-    Choice,
-    already_packed,
-    checked,
-    choose,
-    downloaded,
-    fitting,
-)
+from dflash_mlx.models.names import find_names, target_names
 from dflash_mlx.models.numeric_range import RangeCheck
+from dflash_mlx.models.parts import TargetPart, already_packed, find_parts
 from dflash_mlx.models.registry import Advice
-from dflash_mlx.models.resolve import Names, find_names, target_names
-from dflash_mlx.models.target_loading import find_target
 from dflash_mlx.target.model import Target
 from kernels_metal.dispatch import Mode
 
@@ -87,29 +75,22 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = find_names(config)
-    drafters = choose(names, uses).each(checked)
-    _check_uses(uses, drafters, names)
-    files = find_target(names)
-    drafters = drafters.each(fitting(files.facts))
-    files.facts.raise_first()
-    drafters = drafters.each(downloaded)
-    target, tokenizer = files.load()
+    part, drafters = find_parts(names, uses)
+    target, tokenizer = part.load()
     target.kv_bits = config.kv_bits
-    configs = [limit_windows(c, config.draft_window) for c in drafters.configs]
-    ranges = RangeCheck(target, configs)
-    loaded = [
-        ranges.widened(load_network(d.folder, c, target.dtype, config.drafter_bits), c)
-        for d, c in zip(drafters.drafters, configs, strict=True)
-    ]
+    loaded = [drafter.load(config, target.dtype) for drafter in drafters.parts]
+    ranges = RangeCheck(target, [drafter_config for _, drafter_config in loaded])
+    loaded = [(ranges.widened(*drafter), drafter[1]) for drafter in loaded]
     target.use_kernels(cast(Mode, config.kernels))
     packed = already_packed(drafters, config.drafter_bits)
     notes = (*drafters.notes, *packed, *ranges.notes)
-    pair = Pair(target, tokenizer, undrafted=drafters.missing, advice=names.advice, notes=notes)
+    undrafted = drafters.missing
+    pair = Pair(target, tokenizer, undrafted=undrafted, advice=names.advice, notes=notes)
     if loaded:
-        pair = replace(pair, network=loaded[0], network_config=configs[0])
+        pair = replace(pair, network=loaded[0][0], network_config=loaded[0][1])
         pair = replace(pair, drafter_name=names.drafter)
     if len(loaded) > 1:
-        pair = replace(pair, second_network=loaded[1], second_config=configs[1])
+        pair = replace(pair, second_network=loaded[1][0], second_config=loaded[1][1])
     return pair
 
 
@@ -118,27 +99,9 @@ def load_target(name: str | None = None) -> Pair:
 
     Its kernels are off: they have no gradients, and batch work has more rows than they take.
     """
-    return Pair(*find_target(target_names(name)).load())
-
-
-def require_drafter(config: NetworkConfig | None, problem: str) -> NetworkConfig:
-    """The drafter's configuration, or DFlashError with the problem where there is no drafter."""
-    if config is None:
-        raise DFlashError(problem, "name one with --drafter, or use --method none")
-    return config
-
-
-def _check_uses(uses: Sequence[DecodeConfig], drafters: Choice, names: Names) -> None:
-    """Raise DFlashError for settings that need a drafter, or other blocks than there are."""
-    configs = drafters.configs
-    for use in uses:
-        if use.method in DRAFTED:
-            require_drafter(next(iter(configs), None), drafters.missing)
-        method = settle(use, Means(len(configs), advice=names.advice)).method
-        if method in DRAFTED:
-            check_block_size(use.block_size, configs[0])
-        if method == "d2sd":
-            check_block_size(use.block_size, configs[-1])
+    part = TargetPart(target_names(name)).checked()
+    part.facts.raise_first()
+    return Pair(*part.fetched().load())
 
 
 def _takes_trees(target: Target) -> bool:

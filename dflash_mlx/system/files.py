@@ -67,3 +67,15 @@ def write_report(file: Path, text: str) -> None:
         replace_text(file, text)
     except OSError as error:
         raise DFlashError(f"{file} cannot be written ({error})", "name another file") from None
+
+
+def existing(name: str) -> Path | None:
+    """The file or folder that a user has named, `~` understood; None where there is none.
+
+    Names that nothing can have (too long, a zero byte, the home of no user) are of nothing.
+    """
+    try:
+        path = Path(name or "no name").expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):
+        return None

@@ -17,7 +17,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import parse_config
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.models.load import Pair, load_target
-from dflash_mlx.models.resolve import resolve_folder
+from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.train.data import add_data_options, feature_place, read_texts
 from dflash_mlx.train.evaluate import shares
 from dflash_mlx.train.run import HISTORY, Record, Run

@@ -12,7 +12,7 @@ from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import load_target
-from dflash_mlx.models.resolve import resolve_folder
+from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.system.files import write_report
 from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
 from dflash_mlx.train.evaluate import Drafter, measure, walk

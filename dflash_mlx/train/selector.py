@@ -26,7 +26,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.models.load import load_target
-from dflash_mlx.models.resolve import resolve_folder
+from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.train.blocks import SAMPLERS, Array, Blocks
 from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
 from dflash_mlx.train.evaluate import Drafter, embed, measure, rank_in_parts, shares

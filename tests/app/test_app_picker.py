@@ -12,7 +12,7 @@ import pytest
 from dflash_chat import memory, picker
 from dflash_mlx import PairConfig
 from dflash_mlx.models import pair_folder, registry
-from dflash_mlx.models.resolve import DEFAULT_MODEL, SHIPPED, find_names
+from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names
 from support.models import write_drafter, write_model
 
 

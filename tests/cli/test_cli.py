@@ -16,7 +16,6 @@ from huggingface_hub import constants
 
 from dflash_chat import main as chat
 from dflash_mlx.cli import options as cli
-from dflash_mlx.models import resolve
 from support.models import TEMPLATE, write_drafter, write_model
 
 generate = import_module("dflash_mlx.cli.generate")
@@ -98,7 +97,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def refuse(name: str, **_: Any) -> str:
         raise FileNotFoundError(f"no network, asked for {name}")
 
-    monkeypatch.setattr(resolve, "snapshot_download", refuse)
+    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", refuse)
 
     def run(main: Callable[[Sequence[str]], None], *argv: str, stdin: bytes = b"") -> Result:
         monkeypatch.setattr(sys, "argv", ["program", *argv])
@@ -324,7 +323,7 @@ def use_real_names(command, monkeypatch):
         validate_repo_id(name)
         raise FileNotFoundError("no network")
 
-    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", snapshot_download)
 
 
 @pytest.mark.parametrize(

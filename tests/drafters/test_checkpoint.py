@@ -1,4 +1,4 @@
-"""What is read of drafter folders: fields in both of their places, weights in one file or several."""
+"""What is read of drafter folders: fields in both of their places, weights in several files."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.selected import SelectedPath
 from dflash_mlx.engine.decode import decode, prefill
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.compatibility import check_drafter
+from dflash_mlx.models.check import check_drafter
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
 from support.drafter_formats import (

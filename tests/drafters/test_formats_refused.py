@@ -11,7 +11,7 @@ import pytest
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import check_fit, parse_config, read_drafter
-from dflash_mlx.models.compatibility import check_drafter
+from dflash_mlx.models.check import check_drafter
 from support.drafter_formats import FORMATS, FULL, HALVES, REDUCED, speculators, version_1
 from support.reference_dflash import write_drafter_folder
 from support.reference_dflash2 import tiny_config as version_2
@@ -42,10 +42,10 @@ def without(name: str) -> dict[str, Any]:
 
 
 REQUIRED = (
-    "hidden_size intermediate_size num_attention_heads num_hidden_layers num_target_layers "
-    "rms_norm_eps max_position_embeddings vocab_size block_size dflash_config "
-    "dflash_config.mask_token_id dflash_config.target_layer_ids"
-).split()
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
+    "num_target_layers", "rms_norm_eps", "max_position_embeddings", "vocab_size", "block_size",
+    "dflash_config", "dflash_config.mask_token_id", "dflash_config.target_layer_ids",
+)  # fmt: skip
 
 # A config.json, and the field and value that the sentence must name
 REFUSED: list[tuple[Any, str]] = [

@@ -15,17 +15,16 @@ from mlx_lm.utils import quantize_model
 
 from dflash_mlx import DFlashError
 from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.findings import Finding, Refused
 from dflash_mlx.drafters.dflash.checkpoint import read_config
-from dflash_mlx.models.compatibility import (
-    Finding,
-    Refused,
+from dflash_mlx.models.check import (
     check_drafter,
     check_pair,
     check_target,
     describe_target,
 )
 from dflash_mlx.models.load import load
-from dflash_mlx.models.pair_report import check_named, lines
+from dflash_mlx.models.report import check_named, lines
 from support.drafter_formats import DRAFT_IDS, own_tables, speculators, version_1, write_shards
 from support.families import FAMILIES, make_model
 from support.models import edit_config, write_drafter, write_model, write_tokenizer

@@ -110,7 +110,7 @@ def test_a_case_that_ends_its_process_is_a_crash_and_the_others_go_on(tmp_path, 
         "    os.abort() if case == 2 else None\n"
         "    print(json.dumps({'case': case, 'outcome': 'loaded'}), flush=True)\n"
     )
-    monkeypatch.setattr(fuzz_driver, "_PROGRAM", program)
+    monkeypatch.setattr(fuzz_driver, "PROGRAM", [str(program)])
     found = [case["outcome"] for case in outcomes(0, 0, 5)]
     assert found == ["loaded", "loaded", "crash", "loaded", "loaded"]
 

@@ -21,9 +21,8 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.checkpoint import read_drafter
 from dflash_mlx.drafters.dflash.quantized import quantize_network
 from dflash_mlx.drafters.dflash.save import save_drafter
-from dflash_mlx.models import resolve
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.resolve import resolve_folder
+from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.session.stream import generate
 from support.families import FAMILIES, make_model
 from support.models import (
@@ -52,7 +51,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, **_: Any) -> str:
         raise AssertionError(f"asked the hub for {name}")
 
-    monkeypatch.setattr(resolve, "snapshot_download", refuse)
+    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", refuse)
 
 
 def greedy_by_model_alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:
@@ -139,7 +138,7 @@ def test_hub_ids_go_to_the_hub_and_what_it_returns_is_loaded(folders, monkeypatc
         asked[name] = patterns
         return folders[1] if name == "owner/drafter" else folders[0]
 
-    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", snapshot_download)
     pair = load(model="owner/model", drafter="owner/drafter")
     assert set(asked) == {"owner/model", "owner/drafter"}
     assert (pair.target.name, pair.drafter_name) == ("owner/model", "owner/drafter")
@@ -152,10 +151,10 @@ def test_only_files_that_cannot_run_are_asked_of_the_hub(folders, monkeypatch):
     asked = {}
 
     def snapshot_download(name: str, **patterns: list[str]) -> str:
-        asked.update(patterns)
+        asked.update({k: v for k, v in patterns.items() if k.endswith("patterns")})
         return folders[0]
 
-    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", snapshot_download)
     resolve_folder("owner/model", "model")
     wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
     unwanted = ["modeling.py", "pytorch_model.bin", "model.pt", "original/model.safetensors"]

@@ -13,8 +13,7 @@ from huggingface_hub.errors import (
 )
 
 from dflash_mlx import DFlashError, load
-from dflash_mlx.models import resolve
-from dflash_mlx.models.resolve import shipped_folder
+from dflash_mlx.models.names import shipped_folder
 from support.models import write_model
 from support.responses import Response
 
@@ -30,7 +29,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, **_: Any) -> str:
         raise AssertionError(f"asked the hub for {name}")
 
-    monkeypatch.setattr(resolve, "snapshot_download", refuse)
+    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", refuse)
 
 
 HUB_ERRORS = {
@@ -61,7 +60,7 @@ def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(case, option,
     def refuse(name: str, **_: Any) -> str:
         raise error
 
-    monkeypatch.setattr(resolve, "snapshot_download", refuse)
+    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", refuse)
     with pytest.raises(DFlashError) as failure:
         load(**{"model": "somewhere/else", option: "owner/name"})
     assert message in str(failure.value)

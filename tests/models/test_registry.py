@@ -15,11 +15,11 @@ from dflash_mlx import DFlashError, PairConfig, Session, load
 from dflash_mlx.core.config import METHODS, DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.auto import Means, settle
 from dflash_mlx.drafters.dflash.checkpoint import read_config
-from dflash_mlx.models import registry, resolve
+from dflash_mlx.models import registry
 from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Names, find_names
 from dflash_mlx.models.pair_folder import write
 from dflash_mlx.models.registry import Advice, entries, find
-from dflash_mlx.models.resolve import DEFAULT_MODEL, SHIPPED, Names, find_names
 from dflash_mlx.session.stream import generate
 from support.models import write_drafter, write_model
 from support.responses import Response
@@ -210,7 +210,7 @@ def hub(monkeypatch, tmp_path):
             raise found
         return str(found)
 
-    monkeypatch.setattr(resolve, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", snapshot_download)
     shelf["Qwen/Qwen3-4B"] = write_model(tmp_path / "target")
     return shelf
 

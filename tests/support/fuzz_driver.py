@@ -12,7 +12,8 @@ from typing import Any
 
 GOOD = ("refused", "loaded")
 START, EACH = 120, 25  # seconds: imports, and a case, whose own alarm rings earlier
-_PROGRAM = Path(__file__).with_name("fuzzing.py")
+PROGRAM = ["-m", "support.fuzzing"]
+_TESTS = Path(__file__).parents[1]
 
 
 def outcomes(seed: int, first: int, last: int) -> Iterator[dict[str, Any]]:
@@ -31,12 +32,8 @@ def outcomes(seed: int, first: int, last: int) -> Iterator[dict[str, Any]]:
 
 
 def _run(seed: int, first: int, last: int) -> list[dict[str, Any]]:
-    command = [sys.executable, str(_PROGRAM), str(seed), str(first), str(last)]
-    environment = {
-        **os.environ,
-        "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONPATH": str(_PROGRAM.parents[1]),
-    }
+    command = [sys.executable, *PROGRAM, str(seed), str(first), str(last)]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(_TESTS)}
     limit = START + EACH * (last - first)
     try:
         done = subprocess.run(

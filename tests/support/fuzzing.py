@@ -30,15 +30,15 @@ blas.preload()
 
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
-from huggingface_hub import constants  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig  # noqa: E402
 from dflash_mlx.models import pair_folder  # noqa: E402
-from dflash_mlx.models.compatibility import HubRepository, check_drafter  # noqa: E402
+from dflash_mlx.models.check import check_drafter  # noqa: E402
 from dflash_mlx.models.formats.gguf_target import load_gguf  # noqa: E402
 from dflash_mlx.models.load import Pair, load_pair  # noqa: E402
+from dflash_mlx.models.source import Source  # noqa: E402
 from support import gguf_files, reference_dflash2  # noqa: E402
 from support.drafter_formats import (  # noqa: E402
     DRAFT_IDS,
@@ -192,7 +192,7 @@ def check_on_hub(repositories: dict[str, Path]) -> Callable[[Path], None]:
 
     def check(folder: Path) -> None:
         repositories[REPOSITORY] = folder
-        there, here = check_drafter(HubRepository(REPOSITORY)), check_drafter(folder)
+        there, here = check_drafter(Source(REPOSITORY)), check_drafter(folder)
         sentences = [str(finding).replace(str(folder), REPOSITORY) for finding in here.findings]
         assert [str(finding) for finding in there.findings] == sentences
         here.raise_first()
@@ -274,11 +274,7 @@ def limit_memory() -> None:
 @contextmanager
 def hub(root: Path) -> Iterator[dict[str, Path]]:
     """The repositories of a hub on this machine, which is asked instead of the public one."""
-    with serve({}) as served:
-        constants.ENDPOINT = served.url
-        template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
-        constants.HUGGINGFACE_CO_URL_TEMPLATE = template
-        constants.HF_HUB_CACHE = str(root / "cache")
+    with serve({}, root / "cache") as served:
         yield served.repositories
 
 

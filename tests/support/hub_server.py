@@ -12,6 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+from huggingface_hub import constants
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 _RESOLVE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<file>.+)")
@@ -50,15 +53,24 @@ def etag(file: Path) -> str:
 
 
 @contextmanager
-def serve(repositories: dict[str, Path]) -> Iterator[Hub]:
-    """A hub with these repositories, for as long as the block lasts."""
+def serve(repositories: dict[str, Path], cache: Path | None = None) -> Iterator[Hub]:
+    """A hub with these repositories, for as long as the block lasts.
+
+    cache: where downloads go; with it this hub is asked instead of the public one.
+    """
     hub = Hub(repositories)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield hub
+        with pytest.MonkeyPatch.context() as patch:
+            if cache is not None:
+                template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+                patch.setattr(constants, "ENDPOINT", hub.url)
+                patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+                patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+            yield hub
     finally:
         server.shutdown()
         server.server_close()

@@ -65,84 +65,56 @@ def test_mlx_reads_every_type_that_is_let_through(tmp_path, dtype):
 
 # What is refused
 
+FIELD_TWICE = b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [2], "data_offsets": [0, 8]}}'
+NAME_TWICE = f'{{"a": {json.dumps(A)}, "a": {json.dumps(A)}}}'.encode()
+LONG = {"dtype": "F32", "shape": [0, 1 << 31], "data_offsets": [0, 0]}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "size field over the file": ({}, {"size": 1 << 40}, "header should have 1099511627776 bytes"),
-    "size field by one": ({}, {"size": 19}, "should have 19 bytes, there can be 18"),
-    "not UTF-8": (b'{"\xff": 1}', {}, "its header is not UTF-8 at byte 2"),
-    "no JSON": (b"{", {}, "its header is not JSON"),
-    "nested": (b"[" * 100_000, {}, "its header is not JSON"),
-    "a list": ([], {}, "its header is a JSON list, not an object"),
-    "text behind it": (b"{} x", {}, "its header is not JSON"),
-    "a name twice": (
-        f'{{"a": {json.dumps(A)}, "a": {json.dumps(A)}}}'.encode(),
-        {"data": 8},
-        "its header has 'a' twice",
-    ),
-    "a field twice": (
-        b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [2], "data_offsets": [0, 8]}}',
-        {"data": 8},
-        "its header has 'dtype' twice",
-    ),
-    "no object": ({"a": 1}, {}, "its tensor 'a' is 1"),
-    "no dtype": ({"a": {**A, "dtype": None}}, {}, "dtype of its tensor 'a' is None, not one of"),
-    "another dtype": ({"a": {**A, "dtype": "F64"}}, {}, "dtype of its tensor 'a' is 'F64'"),
-    "a negative shape": ({"a": {**A, "shape": [-2]}}, {}, "shape of its tensor 'a' is [-2], not"),
-    "a shape of fractions": ({"a": {**A, "shape": [2.0]}}, {}, "shape of its tensor 'a' is [2.0]"),
-    "a shape of flags": ({"a": {**A, "shape": [True]}}, {}, "shape of its tensor 'a' is [True]"),
-    "a dimension over 31 bits": (
-        {"a": {"dtype": "F32", "shape": [0, 1 << 31], "data_offsets": [0, 0]}},
-        {"data": 0},
-        "shape of its tensor 'a' is [0, 2147483648], not up to 32 numbers from 0 to 2147483647",
-    ),
-    "too many dimensions": ({"a": {**A, "shape": [1] * 33}}, {}, "shape of its tensor 'a'"),
-    "no offsets": ({"a": {**A, "data_offsets": [0]}}, {}, "data_offsets of its tensor 'a' is [0]"),
-    "backwards": ({"a": {**A, "data_offsets": [8, 0]}}, {}, "is [8, 0], not a begin and an end"),
-    "dtype x shape": (
-        {"a": {**A, "shape": [3]}, "b": B},
-        {},
-        "data_offsets of its tensor 'a' is [0, 8], not of 12 bytes, which F32 of shape [3] takes",
-    ),
-    "an overlap": (
-        {"a": A, "b": {**B, "data_offsets": [4, 12]}},
-        {"data": 12},
-        "its tensor 'b' overlaps the one before it: it begins at byte 4, not at 8",
-    ),
-    "a gap": (
-        {"a": A, "b": {**B, "data_offsets": [12, 20]}},
-        {"data": 20},
-        "its tensor 'b' leaves a gap: it begins at byte 12, not at 8",
-    ),
-    "truncated": (
-        {"a": A, "b": B},
-        {"data": 15},
-        "it is truncated: its tensors take 16 bytes, it has 15",
-    ),
-    "longer": (
-        {"a": A, "b": B},
-        {"data": 17},
-        "it has bytes that are no tensor's: its tensors take 16 bytes, it has 17",
-    ),
-    "metadata of another kind": ({"__metadata__": {"a": 1}, "a": A}, {"data": 8}, "expected a str"),
+    "size field over the file": ({}, {"size": 1 << 40}, "26 bytes"),
+    "size field by one": ({}, {"size": 19}, "26 bytes"),
+    "not UTF-8": (b'{"\xff": 1}', {}, "index 2"),
+    "no JSON": (b"{", {}, "line 1"),
+    "nested": (b"[" * 100_000, {}, "100024 bytes"),
+    "a list": ([], {}, "sequence"),
+    "text behind it": (b"{} x", {}, "trailing"),
+    "a name twice": (NAME_TWICE, {"data": 8}, "'a' twice"),
+    "a field twice": (FIELD_TWICE, {"data": 8}, "`dtype`"),
+    "no object": ({"a": 1}, {}, "`1`"),
+    "no dtype": ({"a": {**A, "dtype": None}}, {}, "null"),
+    "another dtype": ({"a": {**A, "shape": [1], "dtype": "F64"}}, {"data": 8}, "'a' is 'F64'"),
+    "a negative shape": ({"a": {**A, "shape": [-2]}}, {}, "`-2`"),
+    "a shape of fractions": ({"a": {**A, "shape": [2.0]}}, {}, "`2.0`"),
+    "a shape of flags": ({"a": {**A, "shape": [True]}}, {}, "`true`"),
+    "a dimension over 31 bits": ({"a": LONG}, {"data": 0}, "'a' is [0, 2147483648], not up to"),
+    "too many dimensions": ({"a": {**A, "shape": [1] * 33}}, {}, "shape"),
+    "no offsets": ({"a": {**A, "data_offsets": [0]}}, {}, "length 1"),
+    "backwards": ({"a": {**A, "data_offsets": [8, 0]}}, {}, "`a`"),
+    "dtype x shape": ({"a": {**A, "shape": [3]}, "b": B}, {}, "shape"),
+    "an overlap": ({"a": A, "b": {**B, "data_offsets": [4, 12]}}, {"data": 12}, "`b`"),
+    "a gap": ({"a": A, "b": {**B, "data_offsets": [12, 20]}}, {"data": 20}, "`b`"),
+    "truncated": ({"a": A, "b": B}, {"data": 15}, "is truncated"),
+    "longer": ({"a": A, "b": B}, {"data": 17}, "longer than it says"),
+    "metadata of another kind": ({"__metadata__": {"a": 1}, "a": A}, {"data": 8}, "`1`"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_header_that_is_refused_names_field_and_both_values(tmp_path, case):
-    header, changes, sentence = REFUSED[case]
+def test_a_header_that_is_refused_names_the_file_and_the_value(tmp_path, case):
+    header, changes, value = REFUSED[case]
     file = write(tmp_path, header, **changes)
     with pytest.raises(Refused) as failure:
         read_header(file, "do so")
     assert str(failure.value).startswith(f"{file} is damaged (")
-    assert sentence in failure.value.what
+    assert value in failure.value.what
     assert failure.value.next_step == "do so"
     assert failure.value.finding.file == str(file)
 
 
-def test_both_values_are_in_the_finding(tmp_path):
+def test_both_values_are_in_the_finding_of_what_only_mlx_cannot_read(tmp_path):
     with pytest.raises(Refused) as failure:
-        read_header(write(tmp_path, {"a": A, "b": B}, 15))
+        read_header(write(tmp_path, {"a": LONG}, 0))
     finding = failure.value.finding
-    assert (finding.field, finding.found, finding.expected) == ("data_offsets", "15", "16")
+    assert (finding.field, finding.found) == ("a.shape", "[0, 2147483648]")
+    assert "2147483647" in finding.expected
 
 
 def test_what_is_no_file_is_said_at_once(tmp_path):
@@ -162,7 +134,7 @@ def test_reading_a_header_takes_no_more_than_a_multiple_of_it(tmp_path):
     claims = write(tmp_path, {"a": A}, 0, size=1 << 32)
     os.truncate(claims, 1 << 33)  # a hole of 8 GiB, so that so large a header could be there
     tracemalloc.start()
-    with pytest.raises(DFlashError, match="header should have 4294967296 bytes"):
+    with pytest.raises(DFlashError, match="header too large"):
         read_header(claims)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     assert len(read_header(many)) == 5000

@@ -134,13 +134,14 @@ def flag(raw: Fields, name: str, default: bool = False) -> bool:
 def _number(
     raw: Fields, name: str, default: float | None = None, above: float = -math.inf
 ) -> float:
-    value = raw[name] if default is None else raw.get(name)
+    value: Any = raw[name] if default is None else raw.get(name)
     if value is None and default is not None:
         return default
-    if type(value) not in (int, float) or not above < value < math.inf:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not above < value < math.inf:
         least = "" if above == -math.inf else f" above {above}"
         raise ValueError(f"{name} is {value!r}, not a finite number{least}")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _whole(raw: Fields, name: str, default: int | None = None, least: float = -math.inf) -> int:

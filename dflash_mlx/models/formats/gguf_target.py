@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,27 +14,27 @@ from gguf import Keys
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.formats.gguf_header import read_gguf_header
-from dflash_mlx.models.formats.gguf_metadata import (
+from dflash_mlx.models.formats.gguf_header import (
     ARCHITECTURE,
-    MAX_WHOLE,
     Metadata,
+    array,
+    read_gguf_header,
     real,
     text,
     token_ids,
-    vocabulary,
     whole,
 )
 from dflash_mlx.models.formats.gguf_tokenizer import check_tokenizer, end_tokens, make_tokenizer
+from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
 GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
 READABLE = "F32, F16, Q4_0, Q4_1 or Q8_0"
 ELSEWHERE = "choose another GGUF file, or the same model as a Hugging Face folder"
 
 Arrays = dict[str, mx.array]
-Packing = dict[str, dict[str, Any]]  # nn.quantize's keywords of each packed layer
 
 
 def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
@@ -46,30 +45,28 @@ def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, TokenizerWrapper
     missing, damaged, of another architecture, or made with a feature that is not supported.
     """
     tensors, metadata = read_file(path)
-    model, config = build_model(path, tensors, metadata, dequantize)
+    floating = mx.float32 if dequantize else None  # scales too, so that no product is rounded
+    model, config = build_model(path, tensors, metadata, floating)
     tokenizer = build_tokenizer(path, metadata)
+    if dequantize:
+        model = dequantize_model(model)
     mx.eval(model.parameters())
     return model, tokenizer, config
 
 
 def build_model(
-    path: Path,
-    tensors: Arrays,
-    metadata: Metadata,
-    dequantize: bool,
-    dtype: mx.Dtype | None = None,
+    path: Path, tensors: Arrays, metadata: Metadata, dtype: mx.Dtype | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model and its config from what was read of the file; no weight is evaluated.
 
-    dtype: of what is not packed, instead of what `load_gguf` takes.
+    dtype: of what is not packed, instead of that of the scales.
     """
     with _usable(path):
         config = _config(metadata, tied="output.weight" not in tensors)
         _check_blocks(tensors, config["num_hidden_layers"])
         check_tokenizer(metadata)
         model = llama.Model(llama.ModelArgs.from_dict(config))
-        weights = _named_for(model, tensors, config)
-        _fill(model, weights, dequantize, dtype)
+        _fill(model, _named_for(model, tensors, config), dtype)
         return model, config
 
 
@@ -91,16 +88,14 @@ def read_file(path: Path) -> tuple[Arrays, Metadata]:
     """Tensors as MLX names them, and metadata as plain Python values; raises as `load_gguf`."""
     if not path.is_file():
         raise DFlashError(f"there is no file {path}", "check the path")
-    read_gguf_header(path)  # MLX trusts what it reads
+    stored = len(read_gguf_header(path).tensors)  # MLX trusts what it reads
     try:
         loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
-        tensors, metadata = loaded
-        with open(path, "rb") as file:
-            (stored,) = struct.unpack("<8xQ", file.read(16))
-    except (RuntimeError, ValueError, OSError, struct.error) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise DFlashError(
             f"{path.name} cannot be read as a GGUF file ({error})", "download or copy it again"
         ) from error
+    tensors, metadata = loaded
     # MLX stops without a word at the first tensor whose type it does not know.
     readable = sum(not name.endswith((".scales", ".biases")) for name in tensors)
     if readable != stored:
@@ -123,10 +118,10 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
     kv_heads = whole(metadata, Keys.Attention.HEAD_COUNT_KV, heads)
     head_dim = whole(metadata, Keys.Attention.KEY_LENGTH, max(hidden // heads, 1))
     _check_rope(metadata, head_dim)
-    if heads % kv_heads or heads * head_dim > MAX_WHOLE:
+    if heads % kv_heads or heads * head_dim > MAX_DIMENSION:
         raise ValueError(
             f"it has {heads} attention heads of {head_dim} on {kv_heads} key/value heads, which "
-            f"must divide them, and at most {MAX_WHOLE} in all"
+            f"must divide them, and at most {MAX_DIMENSION} in all"
         )
     return {
         "model_type": ARCHITECTURE,
@@ -139,7 +134,7 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
         "rms_norm_eps": real(metadata, Keys.Attention.LAYERNORM_RMS_EPS),
         "rope_theta": real(metadata, Keys.Rope.FREQ_BASE, 10000.0),
         "max_position_embeddings": whole(metadata, Keys.LLM.CONTEXT_LENGTH),
-        "vocab_size": len(vocabulary(metadata)),
+        "vocab_size": len(array(metadata, Keys.Tokenizer.LIST)),
         "tie_word_embeddings": tied,
         "bos_token_id": token_ids(metadata, Keys.Tokenizer.BOS_ID).get(Keys.Tokenizer.BOS_ID),
         "eos_token_id": end_tokens(metadata),
@@ -188,35 +183,15 @@ def _halves(rows: mx.array, heads: int) -> mx.array:
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _fill(model: Any, weights: Arrays, dequantize: bool, dtype: mx.Dtype | None) -> None:
+def _fill(model: Any, weights: Arrays, dtype: mx.Dtype | None) -> None:
     """Give `model` its weights, all in one floating dtype, and the packed layers they need."""
-    packing = _packing(weights)
-    if dequantize:
-        weights = _dequantized(weights, packing)
-        dtype = dtype or mx.float32
-    else:
-        nn.quantize(model, class_predicate=lambda name, _: packing.get(name, False))
-        embedding = weights["model.embed_tokens.weight"]
-        dtype = dtype or weights.get("model.embed_tokens.scales", embedding).dtype
-    typed = {k: v if v.dtype == mx.uint32 else v.astype(dtype) for k, v in weights.items()}
-    model.load_weights(list(typed.items()), strict=True)
-    model.eval()
-
-
-def _packing(weights: Arrays) -> Packing:
-    """Bits and group size of each packed matrix, the bits read from shapes."""
-    packing: Packing = {}
+    packing = {}
     for name in (key.removesuffix(".scales") for key in weights if key.endswith(".scales")):
         words, groups = (weights[f"{name}.{part}"].shape[-1] for part in ("weight", "scales"))
         packing[name] = {"group_size": GROUP, "bits": 32 * words // (GROUP * groups)}
-    return packing
-
-
-def _dequantized(weights: Arrays, packing: Packing) -> Arrays:
-    plain = {k: v for k, v in weights.items() if k.rpartition(".")[0] not in packing}
-    for name, keywords in packing.items():
-        # Scales first become float32, so that no product is rounded to float16.
-        scales, biases = (weights[f"{name}.{p}"].astype(mx.float32) for p in ("scales", "biases"))
-        packed = weights[f"{name}.weight"]
-        plain[f"{name}.weight"] = mx.dequantize(packed, scales, biases, **keywords)
-    return plain
+    nn.quantize(model, class_predicate=lambda name, _: packing.get(name, False))
+    embedding = weights["model.embed_tokens.weight"]
+    dtype = dtype or weights.get("model.embed_tokens.scales", embedding).dtype
+    typed = {k: v if v.dtype == mx.uint32 else v.astype(dtype) for k, v in weights.items()}
+    model.load_weights(list(typed.items()), strict=True)
+    model.eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gguf import Keys, TokenType
@@ -9,15 +10,7 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_mlx.models.formats.gguf_metadata import (
-    Metadata,
-    flag,
-    merges,
-    text,
-    token_ids,
-    token_types,
-    vocabulary,
-)
+from dflash_mlx.models.formats.gguf_header import Metadata, array, flag, text, token_ids
 
 MODEL = "gpt2"  # of tokenizer.ggml.model, for any byte-level BPE
 # Values of tokenizer.ggml.pre. llama.cpp splits with GPT-2's pattern, the second group after
@@ -39,7 +32,7 @@ def check_tokenizer(metadata: Metadata) -> None:
     if (model := text(metadata, Keys.Tokenizer.MODEL)) != MODEL:
         raise ValueError(f"its tokenizer is {model!r}, supported is {MODEL!r} (byte-level BPE)")
     _pre_tokenizer(text(metadata, Keys.Tokenizer.PRE))
-    merges(metadata), token_types(metadata)
+    array(metadata, Keys.Tokenizer.MERGES), _token_types(metadata)
     token_ids(metadata, *ROLES.values(), *ENDS)
     text(metadata, Keys.Tokenizer.CHAT_TEMPLATE, "")
     flag(metadata, Keys.Tokenizer.ADD_BOS), flag(metadata, Keys.Tokenizer.ADD_EOS)
@@ -48,7 +41,7 @@ def check_tokenizer(metadata: Metadata) -> None:
 def make_tokenizer(metadata: Metadata) -> TokenizerWrapper:
     """The tokenizer with its chat template; ValueError where it cannot be made."""
     check_tokenizer(metadata)
-    tokens: Any = vocabulary(metadata)
+    tokens: Any = array(metadata, Keys.Tokenizer.LIST)
     backend = _byte_level_bpe(metadata, tokens)
     ids = token_ids(metadata, *ROLES.values())
     tokenizer = PreTrainedTokenizerFast(
@@ -68,16 +61,22 @@ def _byte_level_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
     backend = Tokenizer(models.BPE(ids, _merges(metadata, ids)))
     backend.pre_tokenizer = _pre_tokenizer(metadata[Keys.Tokenizer.PRE])
     backend.decoder = decoders.ByteLevel()
-    for token, kind in zip(tokens, token_types(metadata), strict=False):
+    for token, kind in zip(tokens, _token_types(metadata), strict=False):
         if kind in WHOLE:
             special = kind != TokenType.USER_DEFINED
             backend.add_tokens([AddedToken(token, special=special, normalized=False)])
     return backend
 
 
+def _token_types(metadata: Metadata) -> Sequence[int]:
+    """A kind for every token; none at all in some files."""
+    key = Keys.Tokenizer.TOKEN_TYPE
+    return array(metadata, key, int) if key in metadata else range(0)
+
+
 def _merges(metadata: Metadata, ids: dict[str, int]) -> list[tuple[str, str]]:
     pairs = []
-    for merge in merges(metadata):
+    for merge in array(metadata, Keys.Tokenizer.MERGES):
         left, _, right = merge.partition(" ")
         if not {left, right, left + right} <= ids.keys():
             raise ValueError(f"the merge {merge!r} uses tokens that its vocabulary lacks")

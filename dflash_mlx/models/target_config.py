@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Finding, in_one_line
 from dflash_mlx.drafters.formats import format_of
-from dflash_mlx.models.compatibility.model_source import LocalFolder, ModelSource
-from dflash_mlx.models.compatibility.weight_files import Weights
+from dflash_mlx.models.source import CONFIG, Source
+from dflash_mlx.models.weight_files import Weights
 from dflash_mlx.target.layouts import may_be_recurrent
 from dflash_mlx.target.model import ONE_OFFSET, Target
 
@@ -62,13 +63,13 @@ def quantisation(raw: Mapping[str, Any]) -> tuple[str, int]:
     return f"{bits} bits in groups of {group}{mode}", group
 
 
-def check_code(source: ModelSource, raw: Mapping[str, Any]) -> Iterator[Finding]:
+def check_code(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
     """Configurations that ask to run Python of their own, which never happens here.
 
     Published models of built-in families often keep an `auto_map` that names the very class in
     `architectures`; that is a note, since the built-in class of this name is what runs.
     """
-    place = source.place("config.json")
+    place = source.place(CONFIG)
     if raw.get("model_file") is not None:
         shown = repr(raw["model_file"])[:80]
         what = f"{source.name} asks to run its own Python file {shown} (model_file in {place})"
@@ -88,9 +89,9 @@ def check_code(source: ModelSource, raw: Mapping[str, Any]) -> Iterator[Finding]
         yield Finding("error", what, _CHOOSE, place, "auto_map", shown, "none")
 
 
-def check_numbers(source: ModelSource, config: Mapping[str, Any]) -> Iterator[Finding]:
+def check_numbers(source: Source, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Sizes that are no whole numbers from 1 on, a missing context length, head counts."""
-    place = source.place("config.json")
+    place = source.place(CONFIG)
     for field in _POSITIVE:
         value = config.get(field)
         values = value if field == _BY_LAYER and isinstance(value, list) and value else [value]
@@ -112,13 +113,13 @@ def _number(place: str, field: str, value: Any, expected: str) -> Finding:
     return Finding("error", what, "choose another model", place, field, shown, expected)
 
 
-def check_sizes(source: ModelSource, raw: Mapping[str, Any], weights: Weights) -> Iterator[Finding]:
+def check_sizes(source: Source, raw: Mapping[str, Any], weights: Weights) -> Iterator[Finding]:
     """Sizes that the weight files cannot hold, so that building the model would not end well."""
     bits, tensors = 8 * weights.stored_bytes, len(weights.tensors)
     for field, value in _stored_sizes(raw):
         limit, unit = (tensors, "tensors") if field in _LAYERS else (bits, "bits")
         if value > limit:
-            place = source.place("config.json")
+            place = source.place(CONFIG)
             yield _number(place, field, value, f"possible with {limit} {unit} of weights")
 
 
@@ -132,12 +133,12 @@ def _stored_sizes(raw: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield field, value
 
 
-def family_findings(source: ModelSource, raw: Mapping[str, Any]) -> tuple[str, list[Finding]]:
+def family_findings(source: Source, raw: Mapping[str, Any]) -> tuple[str, list[Finding]]:
     """Whether mlx-lm has the family and can read the configuration.
 
     Returns why the target verifies chains only, "" where it verifies trees, and the findings.
     """
-    place = source.place("config.json")
+    place = source.place(CONFIG)
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
         what = f"{source.name} cannot be loaded: model_type in {place} is {kind!r}"
@@ -156,7 +157,7 @@ def family_findings(source: ModelSource, raw: Mapping[str, Any]) -> tuple[str, l
     return why, [Finding("note", why, step, place, "model_type", kind)]
 
 
-def check_built(source: LocalFolder) -> Iterator[Finding]:
+def check_built(folder: Path) -> Iterator[Finding]:
     """What mlx-lm says when it builds the model, and we when its caches have to take drafts back.
 
     Takes the time to build it; only of a folder without errors. No weight is read.
@@ -164,12 +165,12 @@ def check_built(source: LocalFolder) -> Iterator[Finding]:
     from mlx_lm.utils import load_model
 
     try:
-        Target(load_model(source.folder, lazy=True)[0], 1, source.name)
+        Target(load_model(folder, lazy=True)[0], 1, str(folder))
     except DFlashError as error:
-        yield Finding("error", error.what, error.next_step, source.name)
+        yield Finding("error", error.what, error.next_step, str(folder))
     except BUILD_ERRORS as error:
-        what = f"{source.name} cannot be loaded ({in_one_line(error)})"
-        yield Finding("error", what, _CHOOSE, source.name)
+        what = f"{folder} cannot be loaded ({in_one_line(error)})"
+        yield Finding("error", what, _CHOOSE, str(folder))
 
 
 def _chains_only(kind: str) -> str:

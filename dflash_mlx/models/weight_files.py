@@ -7,18 +7,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import Any
 
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector, Finding
-from dflash_mlx.models.compatibility.model_source import ModelSource, read_json
-from dflash_mlx.system.safetensors_header import DOWNLOAD_AGAIN, TensorHeader
+from dflash_mlx.models.source import CONFIG, INDEX, WEIGHTS, Source
+from dflash_mlx.system.safetensors_header import TensorHeader
 
 HEADROOM = 1.15  # caches and temporary arrays, as a share of the weights
-INDEX = "model.safetensors.index.json"
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _FLOATING = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+Headers = dict[str, TensorHeader]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Weights:
 
 
 def check_weights(
-    source: ModelSource, pattern: str, found: Collector, next_step: str = DOWNLOAD_AGAIN
+    source: Source, pattern: str, found: Collector, next_step: str, group_size: int = 64
 ) -> Weights:
     """The tensors in the files that match `pattern`; what is wrong with them goes to `found`."""
     there = found.attempt(lambda: source.files)
@@ -73,26 +74,26 @@ def check_weights(
     if not files:
         found.add([_no_weights(source, pattern, next_step)])
         return Weights({})
-    found.add(_missing_shards(source, files, next_step))
     headers = {f: found.attempt(source.header, f, next_step) or {} for f in files}
-    if INDEX in there and fnmatch(INDEX, f"{pattern}*"):
-        index = found.attempt(read_json, source, INDEX) or {}
-        found.add(_against_index(source, index, headers, next_step))
-    found.add(_twice(source, headers, next_step))
-    return Weights({n: tensor for tensors in headers.values() for n, tensor in tensors.items()})
+    found.attempt(found.add, _misplaced(source, headers, pattern, next_step))
+    tensors = {name: tensor for held in headers.values() for name, tensor in held.items()}
+    return Weights(tensors, group_size)
 
 
-def missing_files(source: ModelSource, files: list[str], pattern: str) -> Iterator[Finding]:
-    """Weight files that are not there, though the names of `files` or the index ask for them.
+def is_whole(source: Source, pattern: str = WEIGHTS) -> bool:
+    """Whether config.json is there, and of the weight files all shards, all that the index names.
 
-    pattern: of the weight files that are wanted. Raises Refused for an index that is unreadable.
+    By their names, of a folder: what an interrupted download leaves behind is not whole.
     """
-    yield from _missing_shards(source, files, DOWNLOAD_AGAIN)
-    if INDEX in source.files and fnmatch(INDEX, f"{pattern}*"):
-        yield from _against_index(source, read_json(source, INDEX), {}, DOWNLOAD_AGAIN)
+    try:
+        source.read_json(CONFIG)
+        files = {name: Headers() for name in source.files if fnmatch(name, pattern)}
+        return bool(files) and not any(_misplaced(source, files, pattern, ""))
+    except DFlashError:
+        return False
 
 
-def _no_weights(source: ModelSource, pattern: str, next_step: str) -> Finding:
+def _no_weights(source: Source, pattern: str, next_step: str) -> Finding:
     pickled = [name for name in source.files if any(fnmatch(name, p) for p in _PICKLED)]
     if pickled:
         what = f"{source.name} holds pickled weights only ({pickled[0]}), which can run code"
@@ -104,48 +105,50 @@ def _no_weights(source: ModelSource, pattern: str, next_step: str) -> Finding:
     return Finding("error", what, next_step, source.name, "", "none", pattern)
 
 
-def _missing_shards(source: ModelSource, files: list[str], next_step: str) -> Iterator[Finding]:
-    """Of files named one of several, those that are not there."""
-    for name in files:
+def _misplaced(
+    source: Source, headers: Mapping[str, Headers], pattern: str, next_step: str
+) -> Iterator[Finding]:
+    """Files that names or the index ask for and are not there; tensors in no file or in two.
+
+    headers: of the files that match `pattern`, empty where they are not to be looked at. Raises
+    Refused for an unreadable index.
+    """
+    for name in headers:
         if match := _SHARD.fullmatch(name):
             stem, _, count = match.groups()
             names = (f"{stem}-{i:05}-of-{count}.safetensors" for i in range(1, int(count) + 1))
             if missing := next((name for name in names if name not in source.files), None):
                 yield _lacks(source, name, missing, next_step)
+    yield from _twice(source, headers, next_step)
+    if INDEX in source.files and fnmatch(INDEX, f"{pattern}*"):
+        yield from _against_index(source, headers, next_step)
 
 
-def _lacks(source: ModelSource, says: str, missing: str, next_step: str) -> Finding:
+def _lacks(source: Source, says: str, missing: str, next_step: str) -> Finding:
     what = f"{source.name} lacks {missing}, which {says} belongs with"
     return Finding("error", what, next_step, source.place(missing), "", "missing", missing)
 
 
 def _against_index(
-    source: ModelSource,
-    index: Mapping[str, Any],
-    headers: Mapping[str, Mapping[str, TensorHeader]],
-    next_step: str,
+    source: Source, headers: Mapping[str, Headers], next_step: str
 ) -> Iterator[Finding]:
-    weight_map = index.get("weight_map")
+    weight_map = source.read_json(INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
-        if index:
-            what = f"{source.place(INDEX)} has no weight_map"
-            yield Finding("error", what, next_step, source.place(INDEX), "weight_map")
+        what = f"{source.place(INDEX)} has no weight_map"
+        yield Finding("error", what, next_step, source.place(INDEX), "weight_map")
         return
-    missing_files = set()
+    named = dict.fromkeys(str(file) for file in weight_map.values())
+    for file in named:
+        if file not in source.files:
+            yield _lacks(source, INDEX, file[:200], next_step)
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or file not in source.files:
-            if str(file) not in missing_files:
-                missing_files.add(str(file))
-                yield _lacks(source, INDEX, str(file)[:200], next_step)
-        elif file in headers and headers[file] and tensor not in headers[file]:
+        if (held := headers.get(str(file))) and tensor not in held:
             what = f"{source.place(INDEX)} has tensor {tensor} in {file}, which lacks it"
             yield Finding("error", what, next_step, source.place(file), tensor, "missing", file)
             return
 
 
-def _twice(
-    source: ModelSource, headers: Mapping[str, Mapping[str, TensorHeader]], next_step: str
-) -> Iterator[Finding]:
+def _twice(source: Source, headers: Mapping[str, Headers], next_step: str) -> Iterator[Finding]:
     where: dict[str, str] = {}
     for file, tensors in headers.items():
         if both := where.keys() & tensors.keys():

@@ -1,29 +1,18 @@
-"""A pair's facts and what is wrong with it, in lines, from configurations and headers alone."""
+"""What a pair is, what it needs and what is wrong with it, without reading or fetching a weight."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import mlx.core as mx
-
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Finding, Refused
-from dflash_mlx.models.compatibility import (
-    DrafterFacts,
-    LocalFolder,
-    Report,
-    TargetFacts,
-    check_drafter,
-    check_pair,
-    check_target,
-)
-from dflash_mlx.models.compatibility.target_config import check_built
-from dflash_mlx.models.compatibility.weight_files import Weights
-from dflash_mlx.models.drafter_choice import Choice, Wanted, choose
-from dflash_mlx.models.resolve import Names, find_names
-from dflash_mlx.models.sources import source_as_it_is
-from dflash_mlx.models.target_loading import find_target
+from dflash_mlx.models.check import DrafterFacts, Report, TargetFacts, check_pair
+from dflash_mlx.models.names import Names, find_names
+from dflash_mlx.models.parts import Choice, DrafterPart, TargetPart, choose
+from dflash_mlx.models.target_config import check_built
+from dflash_mlx.models.weight_files import Weights
+from dflash_mlx.system.cpu_math import applies as on_cpu
 
 
 def check_named(config: PairConfig) -> Report:
@@ -32,29 +21,25 @@ def check_named(config: PairConfig) -> Report:
     No weight is read or downloaded. Raises DFlashError for names that cannot be of a model.
     """
     names = find_names(config)
-    if names.model is None:
-        target = find_target(names).facts
-    else:
-        target = check_target(source_as_it_is(names.model, "model"), names.shown)
+    target = TargetPart(names).checked(update=False).facts
     choice = choose(names, ()).each(_checked_against(target))
-    drafters = [drafter.facts for drafter in choice.drafters if drafter.facts is not None]
-    report = check_pair(target, *drafters)
+    report = check_pair(target, *(drafter.facts for drafter in choice.parts))
     findings = [*report.findings, *_left_out(choice, names)]
-    if not report.errors and isinstance(target.source, LocalFolder) and target.source.files:
-        findings += check_built(target.source)
+    if not report.errors and target.source is not None and target.source.folder is not None:
+        findings += check_built(target.source.folder)
     return replace(report, findings=tuple(findings))
 
 
-def _checked_against(target: TargetFacts) -> Callable[[Wanted], Wanted]:
+def _checked_against(target: TargetFacts) -> Callable[[DrafterPart], DrafterPart]:
     """What finds the facts of a drafter; it refuses an unusable one that nobody asked for."""
 
-    def check(drafter: Wanted) -> Wanted:
-        facts = check_drafter(source_as_it_is(drafter.name, drafter.option), drafter.name)
+    def check(drafter: DrafterPart) -> DrafterPart:
+        drafter = drafter.checked(update=False)
         if not drafter.is_asked:
-            for finding in check_pair(target, facts).errors:
+            for finding in check_pair(target, drafter.facts).errors:
                 if finding not in target.findings:
                     raise Refused(finding)
-        return replace(drafter, facts=facts)
+        return drafter
 
     return check
 
@@ -77,9 +62,8 @@ def lines(report: Report) -> Iterator[str]:
     if not report.drafters:
         yield "  drafter  none, so drafts are looked up in the text"
     if report.target.weights.tensors:
-        on_cpu = bool(mx.default_device() == mx.Device(mx.cpu))
-        how = " as float32 on this processor" if on_cpu else ""
-        yield f"  memory   about {report.memory(on_cpu) / 2**30:.2f} GiB{how}"
+        how = " as float32 on this processor" if on_cpu() else ""
+        yield f"  memory   about {report.memory(on_cpu()) / 2**30:.2f} GiB{how}"
     for finding in report.findings:
         yield f"  {finding.severity:<7}  {finding.what}"
         yield f"           {finding.next_step}"

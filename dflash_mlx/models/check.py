@@ -1,0 +1,219 @@
+"""Whether a target, a drafter and the two together can be used, before any weight is read.
+
+`check_target`, `check_drafter` and `check_pair` read configurations and the heads of weight files,
+here or on the hub, and return facts and findings; `raise_first` makes the first error a
+DFlashError. docs/compatibility.md lists the checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dflash_mlx.core.findings import Checked, Collector, Finding, Refused, errors
+from dflash_mlx.drafters.dflash.tensors import DOWNLOAD_AGAIN
+from dflash_mlx.drafters.formats import FORMATS, FileFormat, format_of
+from dflash_mlx.models.source import CONFIG, TARGET_WEIGHTS, WEIGHTS, Source
+from dflash_mlx.models.target_config import (
+    check_code,
+    check_numbers,
+    check_sizes,
+    context_length,
+    family_findings,
+    is_drafter,
+    language_model,
+    quantisation,
+)
+from dflash_mlx.models.weight_files import Weights, check_weights
+
+CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
+CHOOSE_DRAFTER = "choose the drafter of this model with --drafter, or --method none"
+TOKENIZER = "tokenizer.json"
+
+_REPLACE = "download this folder again, or remove the file where it is the drafter's"
+
+
+@dataclass(frozen=True)
+class ModelFacts(Checked):
+    """What a folder says of its model. quantisation: in words, "" for none."""
+
+    name: str
+    source: Source | None
+    weights: Weights
+    quantisation: str
+
+
+@dataclass(frozen=True)
+class TargetFacts(ModelFacts):
+    """What a target is; empty or 0 where its folder does not tell.
+
+    source: None for the embedded target. config: config.json with the language model's part on top.
+    chains_only: why it verifies chains but no trees, "" where it can.
+    """
+
+    config: Mapping[str, Any]
+    context_length: int
+    chains_only: str
+
+
+@dataclass(frozen=True)
+class DrafterFacts(ModelFacts):
+    """What a drafter is. config: None where it cannot be read; format: who reads it."""
+
+    source: Source
+    config: Any
+    format: FileFormat
+
+
+_Facts = TypeVar("_Facts", TargetFacts, DrafterFacts)
+
+
+@dataclass(frozen=True)
+class Report(Checked):
+    """A target with its drafters: all findings, those of the configurations first."""
+
+    target: TargetFacts
+    drafters: tuple[DrafterFacts, ...]
+
+    def memory(self, on_cpu: bool) -> int:
+        """Bytes that the pair needs when loaded, about. on_cpu: as float32."""
+        parts: tuple[ModelFacts, ...] = (self.target, *self.drafters)
+        return sum(part.weights.memory(on_cpu) for part in parts)
+
+
+def check_target(folder: Path | Source, name: str = "") -> TargetFacts:
+    """A target alone. name: what to call it, if not by its place.
+
+    Never raises for what is in the folder.
+    """
+    source, raw, found = _open(folder, False)
+    config = language_model(raw)
+    if raw:
+        found.add(check_numbers(source, config))
+    words, group_size = quantisation(raw)
+    weights = check_weights(source, TARGET_WEIGHTS, found, CHOOSE_TARGET, group_size)
+    if weights.tensors:
+        found.add(check_sizes(source, raw, weights))
+    chains_only = ""
+    if raw and not found.errors:  # mlx-lm makes lists of as many layers as it is told
+        chains_only, findings = family_findings(source, raw)
+        found.add(findings)
+    facts = (found.result(), name or source.name, source, weights, words, config)
+    return TargetFacts(*facts, context_length(config), chains_only)
+
+
+def describe_target(config: Mapping[str, Any], name: str) -> TargetFacts:
+    """A target of which only some numbers are known; `config` names them as config.json does."""
+    return TargetFacts((), name, None, Weights({}), "", config, context_length(config), "")
+
+
+def check_drafter(folder: Path | Source, name: str = "") -> DrafterFacts:
+    """A drafter alone; arguments as of `check_target`."""
+    source, raw, found = _open(folder, True)
+    readable, config, family = not found.errors, None, format_of(raw) or FORMATS[0]
+    words, group_size = quantisation(raw)
+    weights = check_weights(source, WEIGHTS, found, DOWNLOAD_AGAIN, group_size)
+    too_large = errors(check_sizes(source, raw, weights)) if weights.tensors else ()
+    found.add(too_large)
+    if readable and not too_large:
+        config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
+    if config is not None:
+        step = "if nothing is accepted, compare it with how the drafter was trained"
+        found.add(Finding("note", note, step, source.place(CONFIG)) for note in config.notes)
+        if weights.tensors or not found.errors:
+            found.attempt(found.add, family.check_tensors(weights.tensors, config, source.name))
+    facts = (found.result(), name or source.name, source, weights, words, config)
+    return DrafterFacts(*facts, family)
+
+
+def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, Any], Collector]:
+    """The source, its config.json, {} where it has none, and what is wrong with that."""
+    source = Source.of(folder) if isinstance(folder, Path) else folder
+    found = Collector()
+    raw = found.attempt(source.read_json, CONFIG) or {}
+    if raw:
+        found.add(_wrong_way(source, is_drafter(raw), as_drafter))
+        found.add(check_code(source, raw))
+    return source, raw, found
+
+
+def _wrong_way(source: Source, is_one: bool, wanted: bool) -> Iterator[Finding]:
+    """The error of a drafter given as target, or of a target given as drafter."""
+    if is_one == wanted:
+        return
+    is_what, not_what = ("a target", "a drafter") if wanted else ("a drafter", "a target")
+    option, other = ("--model", "--drafter") if wanted else ("--drafter", "--model")
+    what = f"{source.name} is {is_what}, not {not_what}"
+    step = f"give it with {option}, and choose {not_what} with {other}"
+    yield Finding("error", what, step, source.place(CONFIG), "", is_what, not_what)
+
+
+def fetched(facts: _Facts, check: Callable[[Source, str], _Facts]) -> _Facts:
+    """The same with its weights on this machine; what was downloaded is checked again."""
+    if facts.source is None or facts.source.folder is not None:
+        return facts
+    again = check(facts.source.fetch(), facts.name)
+    again.raise_first()
+    return again
+
+
+def check_pair(target: TargetFacts, *drafters: DrafterFacts) -> Report:
+    """A target with drafters: everything found in each, and whether they fit."""
+    found = Collector()
+    for drafter in drafters:
+        found.add(_check_fit(target, drafter))
+    for part in (target, *drafters):
+        found.add(part.findings)
+    for drafter in drafters:
+        if target.source is not None and not found.errors:
+            found.attempt(found.add, _check_tokenizers(target.source, drafter.source))
+    return Report(found.result(), target, drafters)
+
+
+def _check_fit(target: TargetFacts, drafter: DrafterFacts) -> Iterator[Finding]:
+    """Each number of the two configurations that differs; nothing where one cannot be read."""
+    if drafter.config is not None and target.config:
+        place, names = drafter.source.place(CONFIG), (target.name, drafter.name)
+        yield from drafter.format.misfits(drafter.config, target.config, *names, place)
+
+
+def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
+    """The first token that has another id in the target's tokenizer, if both have a tokenizer."""
+    if TOKENIZER not in target.files or TOKENIZER not in drafter.files:
+        return
+    theirs, ours = _vocabulary(drafter), _vocabulary(target)
+    other = {token for token, index in theirs.items() if ours.get(token, index) != index}
+    if other or theirs.keys().isdisjoint(ours):
+        token = min(other or theirs, key=lambda token: theirs[token])
+        found, expected = str(theirs[token])[:80], str(ours.get(token, "none"))[:80]
+        place = drafter.place(TOKENIZER)
+        what = (
+            f"token {token[:40]!r} has the id {found} in {place}, "
+            f"but {expected} in {target.place(TOKENIZER)}"
+        )
+        yield Finding("error", what, CHOOSE_DRAFTER, place, token[:40], found, expected)
+
+
+def _vocabulary(source: Source) -> dict[str, int]:
+    """All tokens of a tokenizer.json with their ids, added ones included.
+
+    Raises Refused where it cannot be read or names no token.
+    """
+    tokenizer, place = source.read_json(TOKENIZER), source.place(TOKENIZER)
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
+    if not isinstance(added, list):
+        shown = repr(added)[:80]
+        what = f"added_tokens in {place} is {shown}, not a list"
+        raise Refused(Finding("error", what, _REPLACE, place, "added_tokens", shown, "a list"))
+    tokens = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(tokens, list):  # of a unigram model: tokens with scores, in the order of ids
+        tokens = {str(e[0]): i for i, e in enumerate(tokens) if isinstance(e, list) and e}
+    pairs = list(tokens.items()) if isinstance(tokens, dict) else []
+    pairs += [(entry.get("content"), entry.get("id")) for entry in added if isinstance(entry, dict)]
+    named = {str(token): index for token, index in pairs if type(index) is int}
+    if not named:
+        what = f"{place} names no token"
+        raise Refused(Finding("error", what, _REPLACE, place, "model.vocab", "none", "tokens"))
+    return named

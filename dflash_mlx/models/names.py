@@ -1,0 +1,129 @@
+"""From what a user names to sources: pair folders, the registry, what is shipped, folders, ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models import pair_folder, registry
+from dflash_mlx.models.registry import Advice
+from dflash_mlx.models.source import MODEL, TARGET_WEIGHTS, WEIGHTS, Source, how_to_name
+from dflash_mlx.models.weight_files import is_whole
+from dflash_mlx.system.files import existing
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+SHIPPED = Path(__file__).parents[1] / "data"  # drafters that come with the package
+
+
+@dataclass(frozen=True)
+class Names:
+    """The parts of a pair: ids, folders, or names of what is shipped.
+
+    model: None for the embedded target. shown: what the target is called. asks_first,
+    asks_second: whether a drafter was named or is of a pair folder, and not the registry's.
+    made_from: the target's name before it was converted, of a pair folder.
+    """
+
+    model: str | None
+    shown: str
+    drafter: str | None = None
+    second_drafter: str | None = None
+    advice: Advice = Advice()
+    asks_first: bool = False
+    asks_second: bool = False
+    made_from: str = ""
+
+
+def find_names(config: PairConfig) -> Names:
+    """The parts of the pair that `config` asks for; nothing is downloaded.
+
+    Drafters that it does not name come from the pair folder or the registry. Raises DFlashError
+    for names of folders that are not there, for a damaged pair folder, and for a second drafter
+    without a first one.
+    """
+    found = target_names(config.model)
+    if config.drafter is not None:
+        advice = registry.advice(found.made_from or found.shown, config.drafter)
+        found = replace(found, drafter=config.drafter, asks_first=True, advice=advice)
+    if config.second_drafter == "none":
+        found = replace(found, second_drafter=None)
+    elif config.second_drafter is not None:  # whoever asks for one wants it used
+        advice = replace(found.advice, method="d2sd")
+        found = replace(found, second_drafter=config.second_drafter, asks_second=True)
+        found = replace(found, advice=advice)
+    if found.second_drafter is not None and found.drafter is None:
+        raise DFlashError("a second drafter needs a first one", "name one with --drafter")
+    for name, option in ((found.drafter, "drafter"), (found.second_drafter, "second-drafter")):
+        if name is not None and shipped_folder(name, option) is None:
+            local_folder(name, option)  # needed or not
+    return found
+
+
+def target_names(model: str | None) -> Names:
+    """A target, the embedded one without a name, with the drafters that are known for it."""
+    shown = model or DEFAULT_MODEL
+    folder = None if model is None else local_folder(model)  # at once, before any download
+    if folder is not None and pair_folder.is_pair_folder(folder):
+        return _of_pair_folder(pair_folder.read(folder), shown)
+    entry = registry.find(shown)
+    if entry is None:
+        return Names(model, shown)
+    return Names(model, shown, entry.drafter, entry.second_drafter, entry.advice)
+
+
+def _of_pair_folder(pair: pair_folder.PairFolder, shown: str) -> Names:
+    second = None if pair.second_drafter is None else str(pair.second_drafter)
+    target, drafter = pair.names[pair_folder.TARGET], pair.names[pair_folder.DRAFTER]
+    advice = registry.advice(target, drafter)
+    return Names(str(pair.target), shown, str(pair.drafter), second, advice, True, True, target)
+
+
+def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:
+    """Where `name` is: shipped, a folder, or the hub where no whole copy of it is here.
+
+    option: the command-line option that it came from. A copy is brought up to date; where the hub
+    does not answer, everything is downloaded at once, or DFlashError says why it cannot be. Without
+    `update` nothing is downloaded and a whole copy stays as it is.
+    """
+    if (folder := shipped_folder(name, option) or local_folder(name, option)) is not None:
+        return Source.of(folder, option)
+    there = Source(name, option=option)
+    copy = whole_copy(name, option)
+    if update:
+        return there if copy is None and there.answers() else there.fetch()
+    return copy or there
+
+
+def whole_copy(name: str, option: str = MODEL) -> Source | None:
+    """A repository in the Hugging Face cache, None where it is not whole; asks no network."""
+    weights = TARGET_WEIGHTS if option == MODEL else WEIGHTS
+    found = Source(name, option=option).cached()
+    return found if found is not None and is_whole(found, weights) else None
+
+
+def local_folder(name: str, option: str = MODEL) -> Path | None:
+    """The folder `name`, None for what may be a Hugging Face id; DFlashError for neither."""
+    if (path := existing(name)) is None:
+        try:
+            validate_repo_id(name)
+        except ValueError:
+            raise DFlashError(f"there is no folder {name[:80]!r}", how_to_name(option)) from None
+    elif not path.is_dir():
+        raise DFlashError(f"{name} is a file, not a model folder", how_to_name(option))
+    return path
+
+
+def resolve_folder(name: str, option: str) -> Path:
+    """The local folder `name`, or a repository's snapshot, downloaded if need be."""
+    return local_folder(name, option) or Source(name, option=option).fetch().here
+
+
+def shipped_folder(name: str, option: str = "drafter") -> Path | None:
+    """Of a drafter that is shipped, by its name alone; None for other names, and for targets."""
+    if option == MODEL or not name or Path(name).name != name:
+        return None
+    return existing(str(SHIPPED / name / "config.json")) and SHIPPED / name

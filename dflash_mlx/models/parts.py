@@ -1,0 +1,254 @@
+"""A pair's target and drafters from names to facts: which there are, found, checked and fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.drafters.auto import Means, settle
+from dflash_mlx.drafters.dflash.checkpoint import check_block_size, load_network, read_config
+from dflash_mlx.drafters.dflash.context import limit_windows
+from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.models.check import (
+    CHOOSE_TARGET,
+    DrafterFacts,
+    TargetFacts,
+    check_drafter,
+    check_pair,
+    check_target,
+    describe_target,
+    fetched,
+)
+from dflash_mlx.models.names import SHIPPED, Names, find_source
+from dflash_mlx.system.cpu_math import applies as on_cpu
+from dflash_mlx.target.model import Target
+
+DRAFTED = ("dflash", "ddtree", "d2sd", "resample")  # methods that need a drafter network
+EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
+
+
+@dataclass(frozen=True)
+class TargetPart:
+    """A target on its way from a name to a model. known: its facts, once it was checked."""
+
+    names: Names
+    known: TargetFacts | None = None
+
+    @property
+    def facts(self) -> TargetFacts:
+        """What it is, once it was checked."""
+        assert self.known is not None
+        return self.known
+
+    def checked(self, update: bool = True) -> TargetPart:
+        """With its facts, as far as they can be had without its weights.
+
+        Of the embedded one these are a few numbers. update: as of `find_source`. Raises DFlashError
+        where there is no such target.
+        """
+        name, shown = self.names.model, self.names.shown
+        if name is not None:
+            return replace(self, known=check_target(find_source(name, update=update), shown))
+        drafter = read_config(SHIPPED / EMBEDDED_DRAFTER)
+        config = {
+            "hidden_size": drafter.hidden_size,
+            "vocab_size": drafter.vocab_size,
+            "num_hidden_layers": drafter.num_target_layers,
+        }
+        return replace(self, known=describe_target(config, shown))
+
+    def fetched(self) -> TargetPart:
+        """With its weights on this machine."""
+        return replace(self, known=fetched(self.facts, check_target))
+
+    def load(self) -> tuple[Target, Any]:
+        """The target and its tokenizer; on a CPU its weights become float32, the fast path there.
+
+        DFlashError for what mlx-lm cannot load.
+        """
+        if self.facts.source is None:
+            from dflash_mlx.models.default_model import fetch
+            from dflash_mlx.models.formats.gguf_target import load_gguf
+
+            model, tokenizer, config = load_gguf(fetch(), dequantize=on_cpu())
+            return Target(model, config["max_position_embeddings"], self.names.shown), tokenizer
+        model, tokenizer = _load_folder(self.facts.source.here, self.names.shown)
+        return Target(model, self.facts.context_length, self.names.shown), tokenizer
+
+
+def _load_folder(folder: Path, name: str) -> tuple[Any, Any]:
+    from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
+
+    try:
+        model, loaded = load_model(folder)
+        ends = loaded.get("eos_token_id")
+        tokenizer = load_tokenizer(folder, {"trust_remote_code": False}, eos_token_ids=ends)
+        mx.eval(model(mx.array([[0]])))  # here, where it can be said, and not in the first answer
+    except Exception as error:  # of three libraries, one of which raises plain ones
+        raise DFlashError(
+            f"{name} cannot be loaded ({in_one_line(error)})", CHOOSE_TARGET
+        ) from None
+    if on_cpu():
+        model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
+        model = dequantize_model(model)
+        model.set_dtype(mx.float32)  # of formats whose scales are no floats
+        mx.eval(model.parameters())
+    return model, tokenizer
+
+
+@dataclass(frozen=True)
+class DrafterPart:
+    """A drafter on its way from a name to a network.
+
+    option: the command-line option that names it. is_asked: by its name or by a method, so that
+    going without it is an error. known: its facts, once it was checked.
+    """
+
+    name: str
+    option: str
+    is_asked: bool
+    known: DrafterFacts | None = None
+
+    @property
+    def facts(self) -> DrafterFacts:
+        """What it is, once it was checked."""
+        assert self.known is not None
+        return self.known
+
+    @property
+    def config(self) -> Any:
+        """Of the network, once it was found readable."""
+        assert self.facts.config is not None
+        return self.facts.config
+
+    def checked(self, update: bool = True) -> DrafterPart:
+        """With its facts; DFlashError where there is no such drafter. update: of `find_source`."""
+        source = find_source(self.name, self.option, update)
+        return replace(self, known=check_drafter(source, self.name))
+
+    def readable(self) -> DrafterPart:
+        """Checked; DFlashError where there is no such drafter, or no usable config.json."""
+        part = self.checked()
+        if part.facts.config is None:
+            part.facts.raise_first()
+        return part
+
+    def fetched(self) -> DrafterPart:
+        """With its weights on this machine."""
+        return replace(self, known=fetched(self.facts, check_drafter))
+
+    def load(self, config: PairConfig, dtype: mx.Dtype) -> tuple[Network, NetworkConfig]:
+        """The network in the target's dtype, and its configuration under the pair's settings."""
+        limited = limit_windows(self.config, config.draft_window)
+        folder, bits = self.facts.source.here, config.drafter_bits
+        return load_network(folder, limited, dtype, bits), limited
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The drafters of a pair, the first and perhaps the second.
+
+    missing: why there is none. notes: which was left out, a sentence each.
+    """
+
+    parts: tuple[DrafterPart, ...] = ()
+    missing: str = ""
+    notes: tuple[str, ...] = ()
+
+    def each(self, read: Callable[[DrafterPart], DrafterPart]) -> Choice:
+        """What `read` makes of the drafters, without those that it refuses and nobody asked for.
+
+        Without a first drafter there is no second one either. Raises what `read` raises for a
+        drafter that was asked for.
+        """
+        kept: list[DrafterPart] = []
+        for drafter in self.parts:
+            try:
+                kept.append(read(drafter))
+            except DFlashError as error:
+                if drafter.is_asked:
+                    raise
+                words = drafter.option.replace("-", " ")
+                reason = f"the {words} {drafter.name} cannot be used ({error.what})"
+                if not kept:
+                    return Choice(missing=reason)
+                return Choice(tuple(kept), notes=(f"{reason}, so the first one drafts alone",))
+        return replace(self, parts=tuple(kept))
+
+
+def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetPart, Choice]:
+    """The target and the drafters that `uses` need, found, checked and fetched.
+
+    All is checked before any weight is fetched. Raises DFlashError for what cannot be had or used,
+    unless it can be done without.
+    """
+    choice = choose(names, uses).each(DrafterPart.readable)
+    _check_uses(uses, choice, names)
+    target = TargetPart(names).checked()
+    facts = target.facts
+    if not facts.config:
+        facts.raise_first()
+
+    def fitting(drafter: DrafterPart) -> DrafterPart:
+        check_pair(facts, drafter.facts).raise_first()
+        return drafter
+
+    choice = choice.each(fitting)
+    facts.raise_first()
+    choice = choice.each(DrafterPart.fetched)  # the smaller ones first
+    return target.fetched(), choice
+
+
+def choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
+    """The drafters that `uses` need, all that are known where there is no use; none is read yet."""
+    methods = {settle(use, Means(2, advice=names.advice)).method for use in uses}
+    if uses and not methods & set(DRAFTED):
+        return Choice(missing="no drafter was loaded, since no method that was asked for needs one")
+    if names.drafter is None:
+        return Choice(missing=f"no drafter is known for {names.shown}")
+    asked_methods = {use.method for use in uses}
+    second = names.second_drafter if "d2sd" in methods or not uses else None
+    second_asked = second is not None and (names.asks_second or "d2sd" in asked_methods)
+    first_asked = names.asks_first or bool(asked_methods & set(DRAFTED)) or second_asked
+    first = DrafterPart(names.drafter, "drafter", first_asked)
+    if second is None:
+        return Choice((first,))
+    return Choice((first, DrafterPart(second, "second-drafter", second_asked)))
+
+
+def _check_uses(uses: Sequence[DecodeConfig], choice: Choice, names: Names) -> None:
+    """Raise DFlashError for settings that need a drafter, or other blocks than there are."""
+    configs = [drafter.config for drafter in choice.parts]
+    for use in uses:
+        if use.method in DRAFTED:
+            require_drafter(configs[0] if configs else None, choice.missing)
+        method = settle(use, Means(len(configs), advice=names.advice)).method
+        if method in DRAFTED:
+            check_block_size(use.block_size, configs[0])
+        if method == "d2sd":
+            check_block_size(use.block_size, configs[-1])
+
+
+def require_drafter(config: NetworkConfig | None, problem: str) -> NetworkConfig:
+    """The drafter's configuration, or DFlashError with the problem where there is no drafter."""
+    if config is None:
+        raise DFlashError(problem, "name one with --drafter, or use --method none")
+    return config
+
+
+def already_packed(choice: Choice, bits: int | None) -> Iterator[str]:
+    """A sentence for each drafter that `--drafter-bits` leaves as it is."""
+    for drafter in choice.parts:
+        packed = drafter.config.quantization
+        if packed is not None and bits is not None and bits != packed.bits:
+            yield (
+                f"the drafter {drafter.name} is packed in {packed.bits} bits already "
+                f"and stays so, whatever --drafter-bits says"
+            )

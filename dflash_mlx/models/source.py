@@ -1,0 +1,246 @@
+"""Where a model is: a folder on this machine, or a Hugging Face repository of which none is kept.
+
+Either way a source lists its files and reads configurations and the heads of weight files, and
+`fetch` makes a folder of it. The patterns say which files are ever downloaded: none that can run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import HfApi, get_session, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, of its HTTP client
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    hf_raise_for_status,
+)
+from tqdm.auto import tqdm
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import Finding, Refused
+from dflash_mlx.system.safetensors_header import MAX_HEADER, TensorHeader, read_header
+
+BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
+LICENCES = ("LICENSE*", "NOTICE*")  # kept with what they are of, but no need of loading
+TARGET_WEIGHTS, WEIGHTS = "model*.safetensors", "*.safetensors"
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+MODEL = "model"  # the option that names a target
+HUB_ERRORS = (OSError, HTTPError, ValueError)
+
+_MAX_JSON = 64 * 2**20  # bytes; tokenizers have 10 to 35 MiB
+_FIRST_BYTES = 100_001  # asked for at once; few heads are longer
+_COMPLETE = "choose a complete model folder in Hugging Face format"
+
+
+class _NoBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A progress bar for what takes no time."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **{**keywords, "disable": True})
+
+
+@dataclass
+class Source:
+    """A model's files before any weight is read.
+
+    name: a repository's id, or the folder's path, for sentences. folder: None where the files are
+    on the hub. option: the command-line option that named it.
+    """
+
+    name: str
+    folder: Path | None = None
+    option: str = MODEL
+
+    @classmethod
+    def of(cls, folder: Path, option: str = MODEL) -> Source:
+        """A folder on this machine."""
+        return cls(str(folder), folder, option)
+
+    @cached_property
+    def files(self) -> Mapping[str, int]:
+        """Names and sizes of the files at its top; Refused where they cannot be listed.
+
+        Of a folder regular files only, links followed; of a repository what the hub lists.
+        """
+        if self.folder is None:
+            return self._listed()
+        try:
+            found = [(file.name, file) for file in self.folder.iterdir() if file.is_file()]
+            return {name: file.stat().st_size for name, file in sorted(found)}
+        except OSError as error:
+            what = f"{self.folder} cannot be read ({error.strerror or error})"
+            raise Refused(Finding("error", what, _COMPLETE, self.name)) from None
+
+    def _listed(self) -> Mapping[str, int]:
+        try:
+            listed = HfApi().model_info(self.name, files_metadata=True, timeout=20).siblings or []
+        except HUB_ERRORS as error:
+            raise self._refused(error) from None
+        return {f.rfilename: f.size or 0 for f in listed if "/" not in f.rfilename}
+
+    @property
+    def here(self) -> Path:
+        """The folder, once it was fetched."""
+        assert self.folder is not None
+        return self.folder
+
+    def place(self, file: str) -> str:
+        """The file in words."""
+        return f"{self.name}/{file}"
+
+    def path(self, file: str) -> Path:
+        """The file on this machine, downloaded if need be; Refused where it cannot be had."""
+        if self.folder is not None:
+            return self.folder / file
+        try:
+            return Path(hf_hub_download(self.name, file))
+        except HUB_ERRORS as error:
+            raise self._refused(error) from None
+
+    def read_json(self, file: str) -> dict[str, Any]:
+        """A JSON object.
+
+        Raises Refused for a file that is missing, no regular file, over 64 MiB, or no JSON object.
+        """
+        place = self.place(file)
+        if file not in self.files:
+            what = f"{self.name} has no {file}"
+        elif self.files[file] > _MAX_JSON:
+            what = f"{place} has {self.files[file]} bytes, at most {_MAX_JSON} are read"
+        else:
+            try:
+                found: Any = json.loads(self.path(file).read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
+                what = f"{place} is no readable {file} ({error})"
+            else:
+                if isinstance(found, dict):
+                    return found
+                what = f"{place} is a JSON {type(found).__name__}, not an object"
+        raise Refused(Finding("error", what, _COMPLETE, place))
+
+    def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:
+        """The tensors of a .safetensors file, from its head alone; Refused where damaged.
+
+        Of a repository the head is fetched by two requests at most, and then judged as that of a
+        file of the listed size, with a hole for data, which takes no place on the disk.
+        """
+        if self.folder is not None:
+            return read_header(self.folder / file, next_step)
+        total, place = self.files.get(file, 0), self.place(file)
+        try:
+            head = self._head(file, total)
+        except HUB_ERRORS as error:
+            raise self._refused(error) from None
+        with TemporaryDirectory() as folder:
+            copy = Path(folder) / "head.safetensors"
+            try:
+                with open(copy, "wb") as output:
+                    output.write(head[:total])
+                    output.truncate(total)
+            except OSError as error:
+                what = f"the head of {place}, a file of {total} bytes, cannot be kept ({error})"
+                raise Refused(Finding("error", what, next_step, place)) from None
+            return read_header(copy, next_step, place)
+
+    def _head(self, file: str, total: int) -> bytes:
+        """At least its size field and its header, where so many bytes can be there."""
+        if not total:
+            return b""
+        found = self._bytes(file, 0, _FIRST_BYTES)
+        end = 8 + int.from_bytes(found[:8], "little")
+        if len(found) < end <= min(total, 8 + MAX_HEADER):
+            found += self._bytes(file, len(found), end)
+        return found
+
+    def _bytes(self, file: str, begin: int, end: int) -> bytes:
+        headers = {**build_hf_headers(), "range": f"bytes={begin}-{end - 1}"}
+        response = get_session().get(hf_hub_url(self.name, file), headers=headers, timeout=20)
+        hf_raise_for_status(response)
+        return bytes(response.content)
+
+    def cached(self) -> Source | None:
+        """What the Hugging Face cache has of the repository; None where files are known to lack."""
+        try:  # where the hub's listing was kept, this compares with it
+            return Source.of(self._download([*BESIDE, TARGET_WEIGHTS], local=True), self.option)
+        except HUB_ERRORS:
+            return None
+
+    def fetch(self) -> Source:
+        """The same as a folder, downloaded or brought up to date; DFlashError where that fails."""
+        if self.folder is not None:
+            return self
+        step = how_to_name(self.option)
+        try:
+            return Source.of(self._download(self._fetched, local=False), self.option)
+        except GatedRepoError:
+            what = f"{self.name!r} is gated, and this machine has no access to it"
+            step = f"accept its licence on the hub and log in with hf auth login, or {step}"
+        except RepositoryNotFoundError:
+            what = f"{self.name!r} is neither a folder nor a public model"
+        except HUB_ERRORS as error:
+            what = f"{self.name!r} is no local folder and could not be downloaded ({_first(error)})"
+            step = f"check the name and the network connection, or {step}"
+        raise DFlashError(what, step)
+
+    @property
+    def _fetched(self) -> list[str]:
+        """Not of a target the weights in other libraries' files, which mlx-lm does not read."""
+        return [*BESIDE, *LICENCES, TARGET_WEIGHTS if self.option == MODEL else WEIGHTS]
+
+    def missing(self) -> int:
+        """Bytes that `fetch` would download; Refused where the hub does not say."""
+        asked: dict[str, Any] = {"allow_patterns": self._fetched, "ignore_patterns": ["*/*"]}
+        try:
+            files = snapshot_download(self.name, dry_run=True, tqdm_class=_NoBar, **asked)
+        except HUB_ERRORS as error:
+            raise self._refused(error) from None
+        return sum(file.file_size or 0 for file in files if file.will_download)
+
+    def _download(self, patterns: list[str], local: bool) -> Path:
+        found = snapshot_download(
+            self.name, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=local
+        )
+        return Path(found)
+
+    def answers(self) -> bool:
+        """Whether the hub lists the repository's files and hands out its configuration."""
+        try:
+            return CONFIG not in self.files or self.path(CONFIG).is_file()
+        except DFlashError:
+            return False
+
+    def _refused(self, error: Exception) -> DFlashError:
+        reason = _first(error)
+        if isinstance(error, GatedRepoError):  # which the next one includes
+            what = f"{self.name} is open only to those who have accepted its licence"
+            step = "accept its licence on the hub and log in"
+        elif isinstance(error, RepositoryNotFoundError):
+            what, step = f"{self.name!r} is neither a folder nor a public model", "check the name"
+        elif isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError):
+            what, step = f"the hub refuses {self.name} ({reason})", "check the name and your access"
+        else:
+            what = f"{self.name} is no local folder, and the hub cannot be reached ({reason})"
+            step = "check the network connection, or choose a local folder"
+        return Refused(Finding("error", what, step, self.name))
+
+
+def how_to_name(option: str) -> str:
+    """What to do about a name that is of no model."""
+    return f"give a local folder or a Hugging Face id like owner/name with --{option}"
+
+
+def _first(error: Exception) -> str:
+    """The first line of what the hub's client says, which goes on with links."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,276 @@
+"""Models on a hub: checked by their heads as folders are, fetched only if they fit, whole or not.
+
+The hub is on this machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import GatedRepoError
+from safetensors.numpy import save_file
+
+from dflash_chat import memory, picker
+from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
+from dflash_mlx.convert import hub as convert_hub
+from dflash_mlx.models.check import check_target
+from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.names import whole_copy
+from dflash_mlx.models.report import check_named
+from dflash_mlx.models.source import INDEX, TARGET_WEIGHTS, WEIGHTS, Source
+from dflash_mlx.models.weight_files import is_whole
+from dflash_mlx.session.stream import generate
+from support.drafter_formats import write_shards
+from support.hub_server import COMMIT, Hub, serve
+from support.models import drafter_config, edit_config, write_drafter, write_model
+from support.reference_dflash import random_drafter
+from support.responses import Response
+
+TARGET = "owner/model"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def hub(model: Path, tmp_path: Path) -> Iterator[Hub]:
+    """With targets and drafters, and an empty cache."""
+    folders = {
+        "owner/model": model,
+        "owner/drafter": write_drafter(tmp_path / "drafter"),
+        "owner/wide": write_drafter(tmp_path / "wide", hidden_size=128),
+        "z-lab/Qwen3-4B-DFlash-b16": write_drafter(tmp_path / "other", hidden_size=128),
+        "Qwen/Qwen3-4B": write_model(tmp_path / "known"),
+    }
+    with serve(folders, tmp_path / "cache") as served:
+        yield served
+
+
+def weights_fetched(hub: Hub) -> int:
+    """Requests for whole weight files; their heads are asked for by range."""
+    return sum(
+        method == "GET" and file.endswith(".safetensors") and asked is None
+        for method, file, asked in hub.requests
+    )
+
+
+# Heads
+
+
+def test_a_repository_is_checked_by_its_heads_and_no_weight_is_fetched(model, hub):
+    report = check_named(PairConfig("owner/model", "owner/drafter"))
+    assert report.findings == ()
+    assert report.target.weights == check_target(model).weights
+    ranges = {r for _, file, r in hub.requests if file.endswith(".safetensors")}
+    assert ranges == {"bytes=0-100000"}
+    with pytest.raises(DFlashError, match="'owner/none' is neither a folder nor a public"):
+        check_target(Source("owner/none")).raise_first()
+
+
+def test_without_a_network_that_is_what_is_said(monkeypatch):
+    go_offline(monkeypatch)
+    (found,) = check_target(Source(TARGET)).errors
+    assert "owner/model is no local folder, and the hub cannot be reached" in found.what
+    assert "network" in found.next_step
+
+
+def test_a_gated_repository_says_that_its_licence_has_to_be_accepted(monkeypatch):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise GatedRepoError("403 Client Error", response=Response())
+
+    monkeypatch.setattr(HfApi, "model_info", refuse)
+    (found,) = check_target(Source(TARGET)).errors
+    assert "owner/model" in found.what and "accept its licence" in found.next_step
+
+
+def head(text: bytes) -> Callable[[bytes], bytes]:
+    return lambda sound: len(text).to_bytes(8, "little") + text + bytes(16)
+
+
+ENTRY = b'{"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}'
+HEADS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "another type": (lambda sound: sound.replace(b'"F32"', b'"I64"', 1), "data type"),
+    "truncated": (lambda sound: sound[:-1000], "is truncated"),
+    "longer": (lambda sound: sound + b"x", "longer"),
+    "empty": (lambda sound: b"", "0 bytes"),
+    "short": (lambda sound: sound[:5], "5 bytes"),
+    "a list": (head(b"[]"), "sequence"),
+    "not UTF-8": (head(b'{"\xff": ' + ENTRY + b"}"), "index 2"),
+    "a name twice": (head(b'{"a": ' + ENTRY + b', "a": ' + ENTRY + b"}"), "'a' twice"),
+    "metadata": (head(b'{"__metadata__": {"b": 1}, "a": ' + ENTRY + b"}"), "expected a string"),
+    "a large size": (lambda sound: (2**63).to_bytes(8, "little") + sound[8:], "too large"),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_damaged_head_on_the_hub_is_refused_as_one_here_is(case, model, hub):
+    damage, value = HEADS[case]
+    file = model / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    (there,), (here,) = (check_target(source).errors for source in (Source("owner/model"), model))
+    assert there.what == here.what.replace(str(model), "owner/model")
+    assert value in there.what
+
+
+def test_a_long_head_on_the_hub_takes_a_second_request_for_its_rest(model, hub):
+    names = [f"{i:0100}" for i in range(1000)]
+    save_file({name: np.zeros(1, np.float32) for name in names}, model / "model.safetensors")
+    assert sorted(Source("owner/model").header("model.safetensors", "")) == names
+    first, second = [r for _, file, r in hub.requests if r]
+    assert (first, second[:14]) == ("bytes=0-100000", "bytes=100001-1")
+
+
+# What is fetched
+
+
+def test_a_pair_on_the_hub_is_fetched_and_decodes(hub):
+    pair = load("owner/model", "owner/drafter")
+    assert (pair.target.name, pair.drafter_name) == ("owner/model", "owner/drafter")
+    answer = generate(pair, "hello", DecodeConfig("dflash", max_tokens=5))
+    assert answer.statistics.method == "dflash"
+    assert weights_fetched(hub) == 2
+    assert load("owner/model", "owner/drafter").means.drafters == 1
+    assert weights_fetched(hub) == 2
+
+
+REFUSED = {
+    "a drafter of another target": ("owner/drafter", {}, "owner/wide", "hidden_size 128"),
+    "a target as drafter": ("owner/drafter", {}, "owner/model", "is a target, not a drafter"),
+    "an unknown family": ("owner/model", {"model_type": "nonesuch"}, "owner/drafter", "nonesuch"),
+    "code": ("owner/model", {"model_file": "model.py"}, None, "its own Python file"),
+    "a tensor too much": ("owner/drafter", {"num_hidden_layers": 1}, "owner/drafter", "layers.1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_serve_is_refused_before_any_weight_is_fetched(hub, case):
+    damaged, changes, drafter, value = REFUSED[case]
+    edit_config(hub.repositories[damaged], **changes)
+    with pytest.raises(DFlashError, match=value):
+        load("owner/model", drafter)
+    assert weights_fetched(hub) == 0
+
+
+def test_a_drafter_without_a_config_is_refused_before_any_weight_is_fetched(hub):
+    (hub.repositories["owner/drafter"] / "config.json").unlink()
+    with pytest.raises(DFlashError, match=r"owner/drafter has no config\.json"):
+        load("owner/model", "owner/drafter")
+    assert weights_fetched(hub) == 0
+
+
+def test_what_was_fetched_is_checked_again(hub, tmp_path, monkeypatch):
+    arrived = write_drafter(tmp_path / "arrived")
+    (arrived / "model.safetensors").write_bytes(b"no weights")
+    monkeypatch.setattr(Source, "fetch", lambda source: Source.of(arrived))
+    with pytest.raises(DFlashError, match="arrived.* is damaged"):
+        load("owner/model", "owner/drafter")
+
+
+def test_a_drafter_that_is_done_without_is_not_fetched(hub):
+    pair = load_pair(PairConfig("Qwen/Qwen3-4B"), DecodeConfig())
+    assert "hidden_size 128" in pair.undrafted
+    assert weights_fetched(hub) == 1
+
+
+# What an interrupted download left unfinished is not taken for a whole model
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def into_shards(folder: Path) -> Path:
+    """A target in two files, with what load does not fetch or read beside them."""
+    stored: Any = mx.load(str(folder / "model.safetensors"))
+    names = sorted(stored)
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    for file, part in zip(SHARDS, (names[:10], names[10:]), strict=True):
+        mx.save_safetensors(str(folder / file), {name: stored[name] for name in part})
+    (folder / "original").mkdir()
+    shutil.copy(folder / SHARDS[0], folder / "original" / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def sharded(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(memory, "on_cpu", lambda: False)
+    return into_shards(model)
+
+
+def whole(folder: Path, pattern: str = WEIGHTS) -> bool:
+    return is_whole(Source.of(folder), pattern)
+
+
+def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+
+def listed_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    folder = Path(constants.HF_HUB_CACHE) / "models--owner--model" / "snapshots" / COMMIT
+    revision = SimpleNamespace(last_modified=1, snapshot_path=folder)
+    repo = SimpleNamespace(repo_type="model", repo_id="owner/model", revisions=[revision])
+    monkeypatch.setattr(picker, "scan_cache_dir", lambda: SimpleNamespace(repos=[repo]))
+    return [found.name for found in picker.cached_folders()]
+
+
+def test_a_folder_is_whole_with_all_shards_and_all_that_its_index_names(tmp_path):
+    folder = write_shards(tmp_path / "a", drafter_config(), random_drafter(drafter_config()))
+    assert whole(folder)
+    for file in [file for file in folder.iterdir() if file.name != INDEX]:
+        contents = file.read_bytes()
+        file.unlink()
+        assert not whole(folder), file.name
+        file.write_bytes(contents)
+    (folder / INDEX).write_text("[")
+    assert not whole(folder)
+    assert not whole(tmp_path / "nowhere")
+
+
+def test_a_target_is_not_whole_with_other_libraries_weights_alone(model):
+    folder = into_shards(model)
+    assert whole(folder, TARGET_WEIGHTS)
+    for file in SHARDS:
+        (folder / file).unlink()
+    assert not whole(folder, TARGET_WEIGHTS)
+
+
+@pytest.mark.parametrize("files", [["config.json"], ["config.json", SHARDS[0]], SHARDS])
+def test_half_a_download_is_no_model_anywhere(sharded, monkeypatch, files):
+    for file in files:
+        hf_hub_download("owner/model", file)
+    needed = memory.needed(sharded, TARGET_WEIGHTS)
+    assert listed_in_the_cache(monkeypatch) == []
+    assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == pytest.approx(needed, rel=0.05)
+    with monkeypatch.context() as patches:
+        go_offline(patches)
+        assert convert_hub.cached("owner/model") is None
+    report = check_named(PairConfig("owner/model"))
+    assert not report.errors
+    assert report.target.source.folder is None
+
+
+def test_a_finished_download_is_a_model_everywhere_also_without_a_network(sharded, monkeypatch):
+    folder = Path(snapshot_download("owner/model", allow_patterns=["*.json", TARGET_WEIGHTS]))
+    go_offline(monkeypatch)
+    assert whole_copy("owner/model").folder == folder
+    assert convert_hub.cached("owner/model") == folder
+    assert listed_in_the_cache(monkeypatch) == ["owner/model"]
+    needed = memory.needed(sharded, TARGET_WEIGHTS)
+    assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == needed
+    report = check_named(PairConfig("owner/model"))
+    assert report.target.source.folder == folder
+    assert not report.errors
+
+
+def test_memory_counts_of_a_repository_what_would_be_loaded(sharded):
+    stored = sum((sharded / file).stat().st_size for file in SHARDS)
+    assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == int(stored * 1.15)
+    assert memory.needed_by_name("owner/none", TARGET_WEIGHTS) == 0
