@@ -141,7 +141,7 @@ def _number(
     if not is_number or not above < value < math.inf:
         least = "" if above == -math.inf else f" above {above}"
         raise ValueError(f"{name} is {value!r}, not a finite number{least}")
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 def _whole(raw: Fields, name: str, default: int | None = None, least: float = -math.inf) -> int:
