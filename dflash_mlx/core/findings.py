@@ -1,4 +1,4 @@
-"""What checks find wrong with a model folder: sentences with file, field and both values."""
+"""What checks find wrong with a model: sentences that name the file, the field and both values."""
 
 from __future__ import annotations
 
@@ -8,37 +8,23 @@ from typing import Any, Literal, TypeVar
 
 from dflash_mlx.core.errors import DFlashError
 
-Severity = Literal["error", "warning", "note"]
 _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check found.
+    """One thing that a check found, a sentence's two halves.
 
     severity: an error keeps the model from being used, a warning does not, a note is worth
-    knowing. what, next_step: a sentence's two halves. file, field: where it is; found, expected:
-    both values, "" where there is no such thing.
+    knowing.
     """
 
-    severity: Severity
+    severity: Literal["error", "warning", "note"]
     what: str
     next_step: str
-    file: str = ""
-    field: str = ""
-    found: str = ""
-    expected: str = ""
 
     def __str__(self) -> str:
         return f"{self.what}; {self.next_step}"
-
-
-class Refused(DFlashError):
-    """A finding as the error that it is."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.what, finding.next_step)
-        self.finding = finding
 
 
 @dataclass(frozen=True)
@@ -50,17 +36,12 @@ class Checked:
     @property
     def errors(self) -> tuple[Finding, ...]:
         """The findings that keep the model from being used."""
-        return errors(self.findings)
+        return tuple(finding for finding in self.findings if finding.severity == "error")
 
     def raise_first(self) -> None:
         """Raise the first error as a DFlashError, if there is one."""
         for finding in self.errors:
-            raise Refused(finding)
-
-
-def errors(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Those that keep a model from being used."""
-    return tuple(finding for finding in findings if finding.severity == "error")
+            raise DFlashError(finding.what, finding.next_step)
 
 
 class Collector:
@@ -78,8 +59,6 @@ class Collector:
         """What `read` returns, or None where it refuses, which is a finding."""
         try:
             return read(*arguments)
-        except Refused as refusal:
-            self.add([refusal.finding])
         except DFlashError as error:
             self.add([Finding("error", error.what, error.next_step)])
         return None
@@ -87,7 +66,7 @@ class Collector:
     @property
     def errors(self) -> tuple[Finding, ...]:
         """The errors so far."""
-        return errors(self._findings)
+        return Checked(self.result()).errors
 
     def result(self) -> tuple[Finding, ...]:
         """All that were found."""

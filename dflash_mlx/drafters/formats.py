@@ -32,7 +32,7 @@ class FileFormat(Protocol):
         """What the heads of the weight files have and the configuration does not ask for."""
 
     def misfits(
-        self, config: Any, target: Mapping[str, Any], name: str, drafter: str, place: str, /
+        self, config: Any, target: Mapping[str, Any], name: str, drafter: str, /
     ) -> Iterator[Finding]:
         """What keeps the drafter from a target with this config.json."""
 

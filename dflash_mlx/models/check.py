@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dflash_mlx.core.findings import Checked, Collector, Finding, Refused, errors
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import Checked, Collector, Finding
 from dflash_mlx.drafters.dflash.tensors import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.formats import FORMATS, FileFormat, format_of
 from dflash_mlx.models.source import CONFIG, TARGET_WEIGHTS, WEIGHTS, Source
 from dflash_mlx.models.target_config import (
     check_code,
+    check_family,
     check_numbers,
     check_sizes,
     context_length,
-    family_findings,
     is_drafter,
     language_model,
     quantisation,
@@ -50,12 +51,10 @@ class TargetFacts(ModelFacts):
     """What a target is; empty or 0 where its folder does not tell.
 
     source: None for the embedded target. config: config.json with the language model's part on top.
-    chains_only: why it verifies chains but no trees, "" where it can.
     """
 
     config: Mapping[str, Any]
     context_length: int
-    chains_only: str
 
 
 @dataclass(frozen=True)
@@ -96,17 +95,15 @@ def check_target(folder: Path | Source, name: str = "") -> TargetFacts:
     weights = check_weights(source, TARGET_WEIGHTS, found, CHOOSE_TARGET, group_size)
     if weights.tensors:
         found.add(check_sizes(source, raw, weights))
-    chains_only = ""
     if raw and not found.errors:  # mlx-lm makes lists of as many layers as it is told
-        chains_only, findings = family_findings(source, raw)
-        found.add(findings)
-    facts = (found.result(), name or source.name, source, weights, words, config)
-    return TargetFacts(*facts, context_length(config), chains_only)
+        found.add(check_family(source, raw))
+    facts = (found.result(), name or source.name, source, weights, words)
+    return TargetFacts(*facts, config, context_length(config))
 
 
 def describe_target(config: Mapping[str, Any], name: str) -> TargetFacts:
     """A target of which only some numbers are known; `config` names them as config.json does."""
-    return TargetFacts((), name, None, Weights({}), "", config, context_length(config), "")
+    return TargetFacts((), name, None, Weights({}), "", config, context_length(config))
 
 
 def check_drafter(folder: Path | Source, name: str = "") -> DrafterFacts:
@@ -115,13 +112,13 @@ def check_drafter(folder: Path | Source, name: str = "") -> DrafterFacts:
     readable, config, family = not found.errors, None, format_of(raw) or FORMATS[0]
     words, group_size = quantisation(raw)
     weights = check_weights(source, WEIGHTS, found, DOWNLOAD_AGAIN, group_size)
-    too_large = errors(check_sizes(source, raw, weights)) if weights.tensors else ()
+    too_large = [*check_sizes(source, raw, weights)] if weights.tensors else []
     found.add(too_large)
     if readable and not too_large:
         config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
     if config is not None:
         step = "if nothing is accepted, compare it with how the drafter was trained"
-        found.add(Finding("note", note, step, source.place(CONFIG)) for note in config.notes)
+        found.add(Finding("note", note, step) for note in config.notes)
         if weights.tensors or not found.errors:
             found.attempt(found.add, family.check_tensors(weights.tensors, config, source.name))
     facts = (found.result(), name or source.name, source, weights, words, config)
@@ -147,7 +144,7 @@ def _wrong_way(source: Source, is_one: bool, wanted: bool) -> Iterator[Finding]:
     option, other = ("--model", "--drafter") if wanted else ("--drafter", "--model")
     what = f"{source.name} is {is_what}, not {not_what}"
     step = f"give it with {option}, and choose {not_what} with {other}"
-    yield Finding("error", what, step, source.place(CONFIG), "", is_what, not_what)
+    yield Finding("error", what, step)
 
 
 def fetched(facts: _Facts, check: Callable[[Source, str], _Facts]) -> _Facts:
@@ -175,8 +172,8 @@ def check_pair(target: TargetFacts, *drafters: DrafterFacts) -> Report:
 def _check_fit(target: TargetFacts, drafter: DrafterFacts) -> Iterator[Finding]:
     """Each number of the two configurations that differs; nothing where one cannot be read."""
     if drafter.config is not None and target.config:
-        place, names = drafter.source.place(CONFIG), (target.name, drafter.name)
-        yield from drafter.format.misfits(drafter.config, target.config, *names, place)
+        names = target.name, drafter.name
+        yield from drafter.format.misfits(drafter.config, target.config, *names)
 
 
 def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
@@ -187,26 +184,22 @@ def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
     other = {token for token, index in theirs.items() if ours.get(token, index) != index}
     if other or theirs.keys().isdisjoint(ours):
         token = min(other or theirs, key=lambda token: theirs[token])
-        found, expected = str(theirs[token])[:80], str(ours.get(token, "none"))[:80]
-        place = drafter.place(TOKENIZER)
-        what = (
-            f"token {token[:40]!r} has the id {found} in {place}, "
-            f"but {expected} in {target.place(TOKENIZER)}"
-        )
-        yield Finding("error", what, CHOOSE_DRAFTER, place, token[:40], found, expected)
+        has, wanted = str(theirs[token])[:80], str(ours.get(token, "none"))[:80]
+        what = f"token {token[:40]!r} has the id {has} in {drafter.place(TOKENIZER)}"
+        what += f", but {wanted} in {target.place(TOKENIZER)}"
+        yield Finding("error", what, CHOOSE_DRAFTER)
 
 
 def _vocabulary(source: Source) -> dict[str, int]:
     """All tokens of a tokenizer.json with their ids, added ones included.
 
-    Raises Refused where it cannot be read or names no token.
+    Raises DFlashError where it cannot be read or names no token.
     """
     tokenizer, place = source.read_json(TOKENIZER), source.place(TOKENIZER)
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
     if not isinstance(added, list):
-        shown = repr(added)[:80]
-        what = f"added_tokens in {place} is {shown}, not a list"
-        raise Refused(Finding("error", what, _REPLACE, place, "added_tokens", shown, "a list"))
+        what = f"added_tokens in {place} is {repr(added)[:80]}, not a list"
+        raise DFlashError(what, _REPLACE)
     tokens = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(tokens, list):  # of a unigram model: tokens with scores, in the order of ids
         tokens = {str(e[0]): i for i, e in enumerate(tokens) if isinstance(e, list) and e}
@@ -214,6 +207,5 @@ def _vocabulary(source: Source) -> dict[str, int]:
     pairs += [(entry.get("content"), entry.get("id")) for entry in added if isinstance(entry, dict)]
     named = {str(token): index for token, index in pairs if type(index) is int}
     if not named:
-        what = f"{place} names no token"
-        raise Refused(Finding("error", what, _REPLACE, place, "model.vocab", "none", "tokens"))
+        raise DFlashError(f"{place} names no token", _REPLACE)
     return named

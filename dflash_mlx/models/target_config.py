@@ -69,48 +69,43 @@ def check_code(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
     Published models of built-in families often keep an `auto_map` that names the very class in
     `architectures`; that is a note, since the built-in class of this name is what runs.
     """
-    place = source.place(CONFIG)
-    if raw.get("model_file") is not None:
-        shown = repr(raw["model_file"])[:80]
-        what = f"{source.name} asks to run its own Python file {shown} (model_file in {place})"
-        yield Finding("error", what, _CHOOSE, place, "model_file", shown, "none")
-    if (auto_map := raw.get("auto_map")) is None:
+    place, file, auto_map = source.place(CONFIG), raw.get("model_file"), raw.get("auto_map")
+    if file is not None:
+        asked = f"its own Python file {repr(file)[:80]} (model_file in {place})"
+        yield Finding("error", f"{source.name} asks to run {asked}", _CHOOSE)
+    if auto_map is None:
         return
     names = raw.get("architectures")
     known = {str(name) for name in names} if isinstance(names, list) else set()
     values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
-    asked = {str(value).rpartition(".")[2] for value in values}
-    shown = repr(auto_map)[:120]
-    if known & asked:
-        what = f"auto_map in {place} is {shown}; no Python of it runs, the built-in class does"
-        yield Finding("note", what, "nothing needs to be done", place, "auto_map", shown, "")
+    where = f"auto_map in {place} is {repr(auto_map)[:120]}"
+    if known & {str(value).rpartition(".")[2] for value in values}:
+        what = f"{where}; no Python of it runs, the built-in class does"
+        yield Finding("note", what, "nothing needs to be done")
     else:
-        what = f"{source.name} asks to run its own Python classes (auto_map in {place} is {shown})"
-        yield Finding("error", what, _CHOOSE, place, "auto_map", shown, "none")
+        what = f"{source.name} asks to run its own Python classes ({where})"
+        yield Finding("error", what, _CHOOSE)
 
 
 def check_numbers(source: Source, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Sizes that are no whole numbers from 1 on, a missing context length, head counts."""
-    place = source.place(CONFIG)
     for field in _POSITIVE:
         value = config.get(field)
         values = value if field == _BY_LAYER and isinstance(value, list) and value else [value]
         if value is not None and any(type(v) is not int or v < 1 for v in values):
-            yield _number(place, field, value, "a whole number from 1 on")
+            yield _number(source, field, value, "a whole number from 1 on")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if type(kv_heads) is int and type(heads) is int and (kv_heads < 1 or heads % kv_heads):
-        expected = f"a divisor of its {heads} attention heads"
-        yield _number(place, "num_key_value_heads", kv_heads, expected)
+        wanted = f"a divisor of its {heads} attention heads"
+        yield _number(source, "num_key_value_heads", kv_heads, wanted)
     if not context_length(config):
-        what = f"{place} has no {CONTEXT_LENGTHS[0]}"
         step = f"add {CONTEXT_LENGTHS[0]} to it, or choose another model"
-        yield Finding("error", what, step, place, CONTEXT_LENGTHS[0], "none", "a number of tokens")
+        yield Finding("error", f"{source.place(CONFIG)} has no {CONTEXT_LENGTHS[0]}", step)
 
 
-def _number(place: str, field: str, value: Any, expected: str) -> Finding:
-    shown = repr(value)[:80]
-    what = f"{field} in {place} is {shown}, not {expected}"
-    return Finding("error", what, "choose another model", place, field, shown, expected)
+def _number(source: Source, field: str, value: Any, wanted: str) -> Finding:
+    what = f"{field} in {source.place(CONFIG)} is {repr(value)[:80]}, not {wanted}"
+    return Finding("error", what, "choose another model")
 
 
 def check_sizes(source: Source, raw: Mapping[str, Any], weights: Weights) -> Iterator[Finding]:
@@ -119,8 +114,7 @@ def check_sizes(source: Source, raw: Mapping[str, Any], weights: Weights) -> Ite
     for field, value in _stored_sizes(raw):
         limit, unit = (tensors, "tensors") if field in _LAYERS else (bits, "bits")
         if value > limit:
-            place = source.place(CONFIG)
-            yield _number(place, field, value, f"possible with {limit} {unit} of weights")
+            yield _number(source, field, value, f"possible with {limit} {unit} of weights")
 
 
 def _stored_sizes(raw: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -133,28 +127,29 @@ def _stored_sizes(raw: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield field, value
 
 
-def family_findings(source: Source, raw: Mapping[str, Any]) -> tuple[str, list[Finding]]:
-    """Whether mlx-lm has the family and can read the configuration.
-
-    Returns why the target verifies chains only, "" where it verifies trees, and the findings.
-    """
-    place = source.place(CONFIG)
+def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether mlx-lm has the family and can read the configuration, and verifies trees with it."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
-        what = f"{source.name} cannot be loaded: model_type in {place} is {kind!r}"
-        return "", [Finding("error", what, _CHOOSE, place, "model_type", str(kind), "a family")]
+        what = f"{source.name} cannot be loaded: model_type in {source.place(CONFIG)} is {kind!r}"
+        yield Finding("error", what, _CHOOSE)
+        return
     from mlx_lm.utils import _get_classes  # not before a model is looked at: it takes seconds
 
     try:
         _, arguments = _get_classes(dict(raw))
         arguments.from_dict(dict(raw))
     except BUILD_ERRORS as error:
-        what = f"{source.name} cannot be loaded ({in_one_line(error)})"
-        return "", [Finding("error", what, _CHOOSE, place, "", kind, "")]
-    if not (why := _chains_only(kind)):
-        return "", []
-    step = "use --method dflash or --method ngram, which draft chains"
-    return why, [Finding("note", why, step, place, "model_type", kind)]
+        yield Finding("error", f"{source.name} cannot be loaded ({in_one_line(error)})", _CHOOSE)
+        return
+    why = ""
+    if may_be_recurrent(kind):
+        why = f"{kind} may keep recurrent state in some layers, so it verifies chains, no trees"
+    elif kind in ONE_OFFSET:
+        why = f"{kind} computes with one position for a whole pass, so it verifies no trees"
+    if why:
+        step = "use --method dflash or --method ngram, which draft chains"
+        yield Finding("note", why, step)
 
 
 def check_built(folder: Path) -> Iterator[Finding]:
@@ -167,15 +162,6 @@ def check_built(folder: Path) -> Iterator[Finding]:
     try:
         Target(load_model(folder, lazy=True)[0], 1, str(folder))
     except DFlashError as error:
-        yield Finding("error", error.what, error.next_step, str(folder))
+        yield Finding("error", error.what, error.next_step)
     except BUILD_ERRORS as error:
-        what = f"{folder} cannot be loaded ({in_one_line(error)})"
-        yield Finding("error", what, _CHOOSE, str(folder))
-
-
-def _chains_only(kind: str) -> str:
-    if may_be_recurrent(kind):
-        return f"{kind} may keep recurrent state in some layers, so it verifies chains, no trees"
-    if kind in ONE_OFFSET:
-        return f"{kind} computes with one position for a whole pass, so it verifies no trees"
-    return ""
+        yield Finding("error", f"{folder} cannot be loaded ({in_one_line(error)})", _CHOOSE)

@@ -98,11 +98,11 @@ def _no_weights(source: Source, pattern: str, next_step: str) -> Finding:
     if pickled:
         what = f"{source.name} holds pickled weights only ({pickled[0]}), which can run code"
         step = "choose a folder or a revision with .safetensors files"
-        return Finding("error", what, step, source.place(pickled[0]), "", pickled[0], pattern)
+        return Finding("error", what, step)
     others = [name for name in source.files if name.endswith(".safetensors")]
     instead = f", only {others[0]}" if others else ""
     what = f"No safetensors found in {source.name}: there is no {pattern}{instead}"
-    return Finding("error", what, next_step, source.name, "", "none", pattern)
+    return Finding("error", what, next_step)
 
 
 def _misplaced(
@@ -111,7 +111,7 @@ def _misplaced(
     """Files that names or the index ask for and are not there; tensors in no file or in two.
 
     headers: of the files that match `pattern`, empty where they are not to be looked at. Raises
-    Refused for an unreadable index.
+    DFlashError for an unreadable index.
     """
     for name in headers:
         if match := _SHARD.fullmatch(name):
@@ -126,7 +126,7 @@ def _misplaced(
 
 def _lacks(source: Source, says: str, missing: str, next_step: str) -> Finding:
     what = f"{source.name} lacks {missing}, which {says} belongs with"
-    return Finding("error", what, next_step, source.place(missing), "", "missing", missing)
+    return Finding("error", what, next_step)
 
 
 def _against_index(
@@ -135,7 +135,7 @@ def _against_index(
     weight_map = source.read_json(INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
         what = f"{source.place(INDEX)} has no weight_map"
-        yield Finding("error", what, next_step, source.place(INDEX), "weight_map")
+        yield Finding("error", what, next_step)
         return
     named = dict.fromkeys(str(file) for file in weight_map.values())
     for file in named:
@@ -144,7 +144,7 @@ def _against_index(
     for tensor, file in weight_map.items():
         if (held := headers.get(str(file))) and tensor not in held:
             what = f"{source.place(INDEX)} has tensor {tensor} in {file}, which lacks it"
-            yield Finding("error", what, next_step, source.place(file), tensor, "missing", file)
+            yield Finding("error", what, next_step)
             return
 
 
@@ -154,6 +154,6 @@ def _twice(source: Source, headers: Mapping[str, Headers], next_step: str) -> It
         if both := where.keys() & tensors.keys():
             name = min(both)
             what = f"tensor {name} of {source.name} is in {where[name]} and in {file}"
-            yield Finding("error", what, next_step, source.place(file), name, file, where[name])
+            yield Finding("error", what, next_step)
             return
         where.update(dict.fromkeys(tensors, file))

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from dflash_mlx.core.findings import Finding, Refused, in_one_line
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import in_one_line
 
 MAX_HEADER = 100_000_000  # bytes; the library's own limit
 MAX_DIMENSION = 2**31 - 1  # MLX keeps a dimension in 32 bits with a sign
@@ -49,39 +50,28 @@ class TensorHeader(NamedTuple):
         return self.offsets[1] - self.offsets[0]
 
 
-class _Damage(ValueError):
-    """What is wrong, in which field, and both values."""
-
-    def __init__(self, what: str, *values: Any) -> None:
-        super().__init__(what)
-        self.values = [str(value)[:200] for value in values]
-
-
 def read_header(
     file: Path, next_step: str = DOWNLOAD_AGAIN, place: str = ""
 ) -> dict[str, TensorHeader]:
     """All tensors of a .safetensors file, from its head alone.
 
-    place: what to call the file, if not by its path. Raises Refused, a DFlashError, for a file
-    that is no whole, consistent safetensors file or that MLX cannot read. Reads and allocates no
-    more than a multiple of the head's true size.
+    place: what to call the file, if not by its path. Raises DFlashError for a file that is no
+    whole, consistent safetensors file or that MLX cannot read. Reads and allocates no more than a
+    multiple of the head's true size.
     """
-    place, values = place or str(file), list[str]()
     try:
         entries: dict[str, Any] = json.loads(_text(file), object_pairs_hook=_once)
         entries.pop("__metadata__", None)
         return {name: _tensor(name, entry) for name, entry in entries.items()}
-    except _Damage as damage:
-        what, values = str(damage), damage.values
     except (OSError, ValueError, RecursionError) as error:
-        what = in_one_line(error)
-    raise Refused(Finding("error", f"{place} is damaged ({what})", next_step, place, *values))
+        what = f"{place or file} is damaged ({in_one_line(error)})"
+        raise DFlashError(what, next_step) from None
 
 
 def _text(file: Path) -> bytes:
     """The header of a file that the library reads."""
     if not file.is_file():
-        raise _Damage("it is no file")
+        raise ValueError("it is no file")
     try:
         with safe_open(file, framework="numpy"), open(file, "rb") as contents:
             return contents.read(int.from_bytes(contents.read(8), "little"))
@@ -89,14 +79,14 @@ def _text(file: Path) -> bytes:
         what = in_one_line(error)
         for theirs, ours in _WORDS.items():
             what = what.replace(theirs, ours)
-        raise _Damage(f"{what}, in a file of {file.stat().st_size} bytes") from None
+        raise ValueError(f"{what}, in a file of {file.stat().st_size} bytes") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise _Damage(f"its header has {name[:80]!r} twice", name, "twice", "once")
+            raise ValueError(f"its header has {name[:80]!r} twice")
         result[name] = value
     return result
 
@@ -106,10 +96,8 @@ def _tensor(name: str, entry: dict[str, Any]) -> TensorHeader:
     dtype, shape = entry["dtype"], entry["shape"]
     where = f"of its tensor {name[:80]!r} is"
     if dtype not in READ_BY_MLX:
-        wanted = f"one of {', '.join(READ_BY_MLX)}"
-        raise _Damage(f"dtype {where} {dtype!r}, not {wanted}", f"{name}.dtype", dtype, wanted)
+        raise ValueError(f"dtype {where} {dtype!r}, not one of {', '.join(READ_BY_MLX)}")
     if max(shape, default=0) > MAX_DIMENSION or len(shape) > _MAX_DIMENSIONS:
         wanted = f"up to {_MAX_DIMENSIONS} numbers up to {MAX_DIMENSION}"
-        shown = reprlib.repr(shape)
-        raise _Damage(f"shape {where} {shown}, not {wanted}", f"{name}.shape", shown, wanted)
+        raise ValueError(f"shape {where} {reprlib.repr(shape)}, not {wanted}")
     return TensorHeader(dtype, tuple(shape), tuple(entry["data_offsets"]))

@@ -188,7 +188,7 @@ def test_what_could_run_code_or_is_inconsistent_is_refused(tmp_path, write, dama
 def test_a_gguf_file_that_cannot_be_converted_says_what_can(tmp_path):
     for name, options, message in (
         ("other.gguf", {"architecture": "qwen2"}, "architecture is 'qwen2', supported is 'llama'"),
-        ("split.gguf", {"tokenizer__ggml__pre": "llama-bpe"}, "tokenizer.ggml.pre is 'llama-bpe'"),
+        ("split.gguf", {"tokenizer__ggml__pre": "default"}, "tokenizer.ggml.pre is 'default'"),
         ("kind.gguf", {"tokenizer__ggml__model": "llama"}, "its tokenizer is 'llama', supported"),
         ("end.gguf", {"tokenizer__ggml__eos_token_id": 9999}, "special token 9999 is outside"),
         ("types.gguf", {"kinds": {"": Q5_0}}, "Q5_0.*choose a GGUF file of type F32, F16, Q4_0"),

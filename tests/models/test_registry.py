@@ -230,7 +230,7 @@ def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
     ("drafter", "reason"),
     [
         (FileNotFoundError("no network"), "could not be downloaded (no network)"),
-        (GatedRepoError("403 Client Error", response=Response()), "is gated"),
+        (GatedRepoError("403 Client Error", response=Response()), "open only to those"),
         ({"hidden_size": 128}, "hidden_size 128"),
         ({"architectures": ["Other"]}, "Other"),
     ],

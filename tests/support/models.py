@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from support.families import FAMILIES, make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+
+Damage = Callable[[Path], Any]
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
 
@@ -83,16 +86,8 @@ def edit_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
-def remove(name: str):
-    return lambda folder: (folder / name).unlink()
-
-
-def overwrite(name: str, contents: str):
+def overwrite(name: str, contents: str) -> Damage:
     return lambda folder: (folder / name).write_text(contents)
-
-
-def change(**changes: Any):
-    return lambda folder: edit_config(folder, **changes)
 
 
 def truncate(folder: Path) -> None:
@@ -106,11 +101,6 @@ def drop_a_tensor(folder: Path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
 
 
-def ask_for_code(folder: Path) -> None:
-    (folder / "model.py").write_text("open('ran', 'w').close()")
-    edit_config(folder, model_file="model.py")
-
-
 def ask_for_code_in_the_tokenizer(folder: Path) -> None:
     (folder / "tokenization.py").write_text("open('ran', 'w').close()")
     (folder / "tokenizer.json").unlink()
@@ -118,21 +108,19 @@ def ask_for_code_in_the_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(asked))
 
 
-DAMAGES = {
-    "an unknown family": (change(model_type="nonesuch"), "nonesuch"),
-    "no family": (change(model_type=None), "model_type"),
-    "no config": (remove("config.json"), "config.json"),
-    "a config that is no JSON": (overwrite("config.json", "{"), "config.json"),
-    "a config that is a list": (overwrite("config.json", "[]"), "config.json"),
-    "no hidden size": (change(hidden_size=None), "cannot be loaded"),
-    "a hidden size in words": (change(hidden_size="wide"), "hidden_size in .* is 'wide'"),
-    "no context length": (change(max_position_embeddings=None), "max_position_embeddings"),
-    "no weights": (remove("model.safetensors"), "No safetensors found"),
+# What is seen from the configuration and the heads alone is in models/test_check.py.
+def ask_for_code(folder: Path) -> None:
+    (folder / "model.py").write_text("open('ran', 'w').close()")
+    edit_config(folder, model_file="model.py")
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no hidden size": (lambda folder: edit_config(folder, hidden_size=None), "cannot be loaded"),
+    "another shape": (lambda folder: edit_config(folder, intermediate_size=128), "shape"),
     "damaged weights": (overwrite("model.safetensors", "no weights"), "is damaged"),
     "truncated weights": (truncate, "is truncated"),
     "a missing tensor": (drop_a_tensor, "layers.1.mlp.up_proj.weight"),
-    "another shape than configured": (change(intermediate_size=128), "shape"),
-    "no tokenizer": (remove("tokenizer.json"), "cannot be loaded"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "cannot be loaded"),
     "a damaged tokenizer": (overwrite("tokenizer.json", "{"), "cannot be loaded"),
     "code of its own": (ask_for_code, "its own Python file 'model.py'"),
     "a tokenizer with code of its own": (ask_for_code_in_the_tokenizer, "cannot be loaded"),

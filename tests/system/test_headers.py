@@ -16,7 +16,6 @@ from gguf import GGUFWriter
 from safetensors.numpy import save_file
 
 from dflash_mlx import DFlashError
-from dflash_mlx.core.findings import Refused
 from dflash_mlx.models.formats.gguf_header import read_gguf_header
 from dflash_mlx.models.formats.gguf_target import load_gguf
 from dflash_mlx.system.safetensors_header import READ_BY_MLX, read_header
@@ -101,20 +100,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_a_header_that_is_refused_names_the_file_and_the_value(tmp_path, case):
     header, changes, value = REFUSED[case]
     file = write(tmp_path, header, **changes)
-    with pytest.raises(Refused) as failure:
+    with pytest.raises(DFlashError) as failure:
         read_header(file, "do so")
     assert str(failure.value).startswith(f"{file} is damaged (")
     assert value in failure.value.what
     assert failure.value.next_step == "do so"
-    assert failure.value.finding.file == str(file)
-
-
-def test_both_values_are_in_the_finding_of_what_only_mlx_cannot_read(tmp_path):
-    with pytest.raises(Refused) as failure:
-        read_header(write(tmp_path, {"a": LONG}, 0))
-    finding = failure.value.finding
-    assert (finding.field, finding.found) == ("a.shape", "[0, 2147483648]")
-    assert "2147483647" in finding.expected
 
 
 def test_what_is_no_file_is_said_at_once(tmp_path):
@@ -165,50 +155,40 @@ def entry(kind: int, value: bytes, name: str = "k") -> bytes:
 
 ARRAY, STRING, UINT32 = 9, 8, 4
 
+
+def array(kind: int, count: int) -> bytes:
+    return header(entry(ARRAY, struct.pack("<IQ", kind, count)), 1)
+
+
 GGUF_REFUSED: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "it has 0 bytes, its first fields take 24"),
-    "another magic": (b"GGML" + bytes(40), "it begins with b'GGML', not with b'GGUF'"),
-    "another version": (header(version=1), "its version is 1, supported are (2, 3)"),
-    "more entries than bytes": (header(count=1 << 60), "takes 8 bytes, 0 are left"),
-    "more tensors than bytes": (header(tensors=1 << 60), "takes 8 bytes, 0 are left"),
-    "a name beyond the end": (header(struct.pack("<Q", 1 << 62), 1), "are left"),
-    "an unknown type": (header(entry(77, b""), 1), "the type of 'k' is 77, which is none"),
-    "a long array": (
-        header(entry(ARRAY, struct.pack("<IQ", UINT32, 1 << 60)), 1),
-        "is an array of 1152921504606846976 UINT32, up to",
-    ),
-    "an array beyond the end": (
-        header(entry(ARRAY, struct.pack("<IQ", UINT32, 100)), 1),
-        "the array 'k' takes 400 bytes, 0 are left",
-    ),
-    "an array of arrays": (header(entry(ARRAY, struct.pack("<IQ", ARRAY, 1)), 1), "1 ARRAY"),
-    "a name twice": (header(entry(UINT32, bytes(4)) * 2, 2), "the metadata 'k' is there twice"),
+    "empty": (b"", "it has 0 bytes"),
+    "another magic": (b"GGML" + bytes(40), "b'GGML'"),
+    "another version": (header(version=1), "its version is 1"),
+    "more entries than bytes": (header(count=1 << 60), "8 bytes are wanted, 0 are left"),
+    "more tensors than bytes": (header(tensors=1 << 60), "8 bytes are wanted, 0 are left"),
+    "a name beyond the end": (header(struct.pack("<Q", 1 << 62), 1), f"{1 << 62} bytes"),
+    "an unknown type": (header(entry(77, b""), 1), "'k' is 77"),
+    "a long array": (array(UINT32, 1 << 60), f"array of {1 << 60} UINT32"),
+    "an array beyond the end": (array(UINT32, 100), "'k': 400 bytes are wanted, 0 are left"),
+    "an array of arrays": (array(ARRAY, 1), "1 ARRAY"),
+    "a name twice": (header(entry(UINT32, bytes(4)) * 2, 2), "'k' is there twice"),
     "text that is none": (header(entry(STRING, struct.pack("<Q", 1) + b"\xff"), 1), "utf-8"),
-    "alignment 0": (
-        header(entry(UINT32, bytes(4), "general.alignment"), 1),
-        "its alignment is 0, not a power of two",
-    ),
-    "no dimensions": (header(tensor(()), tensors=1), "'t' has 0 dimensions, 1 to 4 can be"),
+    "alignment 0": (header(entry(UINT32, bytes(4), "general.alignment"), 1), "alignment is 0"),
+    "no dimensions": (header(tensor(()), tensors=1), "'t' has 0 dimensions"),
     "too many dimensions": (header(tensor((1,) * 9), tensors=1), "'t' has 9 dimensions"),
-    "a huge dimension": (
-        header(tensor((1 << 40,)), tensors=1),
-        "the shape of 't' is [1099511627776]",
-    ),
-    "an unknown kind": (header(tensor(kind=999), tensors=1), "the type of 't' is 999"),
+    "a huge dimension": (header(tensor((1 << 40,)), tensors=1), f"'t' is [{1 << 40}]"),
+    "an unknown kind": (header(tensor(kind=999), tensors=1), "'t' is 999"),
     "broken blocks": (
         header(tensor((33,), kind=2), tensors=1),
         "rows of 33, Q4_0 has blocks of 32",
     ),
-    "askew": (header(tensor(offset=4), tensors=1), "'t' begins at byte 4, aligned to 32"),
-    "a tensor twice": (header(tensor() * 2, tensors=2), "the tensor 't' is there twice"),
+    "askew": (header(tensor(offset=4), tensors=1), "byte 4, aligned to 32"),
+    "a tensor twice": (header(tensor() * 2, tensors=2), "'t' is there twice"),
     "an overlap": (
         header(tensor((64,)) + tensor(offset=32, name="u"), tensors=2) + bytes(400),
         "'u' begins at byte 32, inside another tensor",
     ),
-    "truncated": (
-        header(tensor((64,)), tensors=1),
-        "its tensors end at byte 256 of the data, it has 0",
-    ),
+    "truncated": (header(tensor((64,)), tensors=1), "byte 256 of the data, it has 0"),
 }
 
 
@@ -217,7 +197,7 @@ def test_a_gguf_file_that_is_refused_says_why(tmp_path, case):
     contents, sentence = GGUF_REFUSED[case]
     file = tmp_path / "x.gguf"
     file.write_bytes(contents)
-    with pytest.raises(Refused) as failure:
+    with pytest.raises(DFlashError) as failure:
         read_gguf_header(file)
     assert str(failure.value).startswith("x.gguf cannot be read as a GGUF file (")
     assert sentence in failure.value.what

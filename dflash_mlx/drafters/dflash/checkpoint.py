@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Finding, Refused, in_one_line
+from dflash_mlx.core.findings import Finding, in_one_line
 from dflash_mlx.drafters.dflash import speculators
 from dflash_mlx.drafters.dflash.config_file import (
     VERSION_1,
@@ -37,6 +37,7 @@ from dflash_mlx.drafters.dflash.tensors import (
 )
 from dflash_mlx.drafters.dflash.tensors import check_tensors as check_tensors  # with the others
 
+CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
 _MARKS = ("dflash_config", "speculators_model_type", "speculators_config")
 
 
@@ -107,35 +108,34 @@ def _parse(raw: Any, source: str, names: Collection[str]) -> tuple[NetworkConfig
 
 
 def misfits(
-    config: NetworkConfig, target: Mapping[str, Any], name: str, drafter: str = "", place: str = ""
+    config: NetworkConfig, target: Mapping[str, Any], name: str, drafter: str = ""
 ) -> Iterator[Finding]:
     """What keeps a drafter from a target, each with both values.
 
     target: `hidden_size`, `vocab_size` and `num_hidden_layers` as in the target's config.json.
-    name, drafter: what to call the two. place: the drafter's config.json.
+    name, drafter: what to call the two.
     """
-    next_step = "choose the drafter of this model with --drafter, or --method none"
-    numbers = {
-        "hidden_size": ("hidden_size", config.hidden_size),
-        "vocab_size": ("vocab_size", config.vocab_size),
-        "num_hidden_layers": ("number of target layers", config.num_target_layers),
-    }
     who = f"the drafter {drafter}".rstrip()
-    for field, (words, made_for) in numbers.items():
-        has = str(target.get(field))[:80]
-        if made_for is not None and target.get(field) != made_for:
-            what = f"{who} was made for a target with {words} {made_for}, but {name} has {has}"
-            yield Finding("error", what, next_step, place, field, str(made_for), has)
+    made_for = {
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_target_layers,
+    }
+    for field, number in made_for.items():
+        if number is not None and (has := target.get(field)) != number:
+            words = field.replace("num_hidden_layers", "number of target layers")
+            what = f"{who} was made for a target with {words} {number}, but {name} has "
+            yield Finding("error", what + str(has)[:80], CHOOSE_ANOTHER)
     layers, last = target.get("num_hidden_layers"), max(config.target_layer_ids)
     if config.num_target_layers is None and type(layers) is int and last >= layers:
         what = f"{who} reads layer {last} (counted from 0), but {name} has {layers} layers"
-        yield Finding("error", what, next_step, place, "target_layer_ids", str(last), str(layers))
+        yield Finding("error", what, CHOOSE_ANOTHER)
 
 
 def check_fit(config: NetworkConfig, target: Mapping[str, Any], name: str) -> None:
     """Raise DFlashError unless the drafter was made for this target, see `misfits`."""
     for misfit in misfits(config, target, name):
-        raise Refused(misfit)
+        raise DFlashError(misfit.what, misfit.next_step)
 
 
 def check_block_size(block_size: int | None, config: NetworkConfig) -> None:

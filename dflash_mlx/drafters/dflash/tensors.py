@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Finding, Refused, in_one_line
+from dflash_mlx.core.findings import Finding, in_one_line
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.dflash.quantized import quantize_network
 from dflash_mlx.system.safetensors_header import TensorHeader, read_header
@@ -86,7 +86,7 @@ def check_tensors(
     wanted = wanted_headers(config, source)
     if not tensors:
         what = f"the .safetensors files in {source} hold no tensors"
-        yield Finding("error", what, DOWNLOAD_AGAIN, source, "", "none", "a drafter's")
+        yield Finding("error", what, DOWNLOAD_AGAIN)
         return
     plain = plain_names(tensors)
     found = {plain[name]: Header.of(t.dtype, t.shape) for name, t in tensors.items()}
@@ -95,7 +95,7 @@ def check_tensors(
         has, needs = str(found.get(name, "missing")), str(expected.get(name, "no such tensor"))
         if has != needs:
             what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
-            yield Finding("error", what, DOWNLOAD_AGAIN, source, name, has, needs)
+            yield Finding("error", what, DOWNLOAD_AGAIN)
 
 
 def _optional_headers(config: NetworkConfig, found: Collection[str]) -> dict[str, Header]:
@@ -135,7 +135,7 @@ def read_tensors(
     draft vocabulary that contradicts itself.
     """
     for finding in check_tensors(read_headers(folder), config, str(folder)):
-        raise Refused(finding)
+        raise DFlashError(finding.what, finding.next_step)
     tensors: dict[str, mx.array] = {}
     for file in _files(folder):
         tensors |= mx.load(str(file))  # type: ignore[arg-type]

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, Keys
 
-from dflash_mlx.core.findings import Finding, Refused
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
 VERSIONS = (2, 3)
@@ -55,12 +55,12 @@ class GgufHeader:
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """The head of a GGUF file; Refused for one that is no whole, consistent GGUF file."""
+    """The head of a GGUF file; DFlashError for one that is no whole, consistent GGUF file."""
     try:
         if not file.is_file():
             raise ValueError("it is no file")
-        if file.stat().st_size < 24:
-            raise ValueError(f"it has {file.stat().st_size} bytes, its first fields take 24")
+        if not file.stat().st_size:
+            raise ValueError("it has 0 bytes")  # which cannot be mapped
         with (
             open(file, "rb") as opened,
             mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents,
@@ -68,105 +68,100 @@ def read_gguf_header(file: Path) -> GgufHeader:
             return _read(_Cursor(contents))
     except (ValueError, OSError) as error:
         what = f"{file.name} cannot be read as a GGUF file ({error})"
-        raise Refused(Finding("error", what, "download or copy it again", str(file))) from None
+        raise DFlashError(what, "download or copy it again") from None
 
 
 class _Cursor:
-    """Reads values one after the other, and never past the end."""
+    """Reads values one after the other, and never past the end. at: what it reads, for errors."""
 
     def __init__(self, contents: mmap.mmap) -> None:
         self.contents = contents
-        self.size = len(contents)
         self.position = 0
+        self.at = "its first fields"
 
-    def skip(self, size: int, what: str) -> int:
+    def skip(self, size: int) -> int:
         """Move on by `size` bytes; returns where they begin."""
-        begin, left = self.position, self.size - self.position
+        begin, left = self.position, len(self.contents) - self.position
         if size > left:
-            raise ValueError(f"{what} takes {size} bytes, {left} are left")
+            raise ValueError(f"it ends in {self.at}: {size} bytes are wanted, {left} are left")
         self.position += size
         return begin
 
-    def value(self, code: str, what: str) -> Any:
+    def value(self, code: str) -> Any:
         """A number of a struct module's type; without a type, a text with its length before it."""
-        begin = self.skip(struct.calcsize(code or "Q"), what)
+        begin = self.skip(struct.calcsize(code or "Q"))
         number = struct.unpack_from(f"<{code or 'Q'}", self.contents, begin)[0]
         if code:
             return number
-        begin = self.skip(number, what)
+        begin = self.skip(number)
         return self.contents[begin : begin + number].decode("utf-8")
+
+    def kind(self, kinds: Any) -> Any:
+        """A member of an enumeration."""
+        number = self.value("I")
+        try:
+            return kinds(number)
+        except ValueError:
+            raise ValueError(f"the type of {self.at} is {number}, which is none") from None
+
+    def each(self, count: int, what: str, read: Callable[[], Any]) -> dict[str, Any]:
+        """What `read` makes of each of `count` entries, by the name that stands before it."""
+        result: dict[str, Any] = {}
+        for _ in range(count):
+            self.at = f"the name of a {what}"
+            name = self.value("")
+            self.at = f"the {what} {name[:80]!r}"
+            if name in result:
+                raise ValueError(f"{self.at} is there twice")
+            result[name] = read()
+        return result
 
 
 def _read(cursor: _Cursor) -> GgufHeader:
-    magic = cursor.contents[: cursor.skip(4, "the magic") + 4]
-    if magic != b"GGUF":
+    begin = cursor.skip(4)
+    if (magic := cursor.contents[begin:4]) != b"GGUF":
         raise ValueError(f"it begins with {magic!r}, not with b'GGUF'")
-    if (version := cursor.value("I", "the version")) not in VERSIONS:
+    if (version := cursor.value("I")) not in VERSIONS:
         raise ValueError(f"its version is {version}, supported are {VERSIONS}")
-    tensors, entries = (cursor.value("Q", "a count") for _ in range(2))
-    metadata = _once((_entry(cursor) for _ in range(entries)), "metadata")
+    tensors, entries = cursor.value("Q"), cursor.value("Q")
+    metadata = cursor.each(entries, "metadata", lambda: _entry(cursor))
     alignment = metadata.get(Keys.General.ALIGNMENT, ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"its alignment is {alignment!r}, not a power of two")
-    found = _once((_tensor(cursor, alignment) for _ in range(tensors)), "tensor")
+    found = cursor.each(tensors, "tensor", lambda: _tensor(cursor, alignment))
     data = -(-cursor.position // alignment) * alignment
-    _check_layout(found, cursor.size - data)
+    _check_layout(found, len(cursor.contents) - data)
     return GgufHeader(metadata, found)
 
 
-def _once(pairs: Iterable[tuple[str, Any]], what: str) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise ValueError(f"the {what} {name[:80]!r} is there twice")
-        result[name] = value
-    return result
-
-
-def _entry(cursor: _Cursor) -> tuple[str, Any]:
-    name = cursor.value("", "the name of a metadata entry")
-    shown, is_array = repr(name[:80]), False
-    kind = _kind(GGUFValueType, cursor, shown)
-    if kind is GGUFValueType.ARRAY:
-        kind, is_array = _kind(GGUFValueType, cursor, shown), True
-    if not is_array:
-        return name, cursor.value(_TYPES[kind], f"the value of {shown}")
-    count = cursor.value("Q", f"the length of {shown}")
+def _entry(cursor: _Cursor) -> Any:
+    """A value of the metadata; of an array, a range of as many numbers."""
+    if (kind := cursor.kind(GGUFValueType)) is not GGUFValueType.ARRAY:
+        return cursor.value(_TYPES[kind])
+    kind, count = cursor.kind(GGUFValueType), cursor.value("Q")
     if kind is GGUFValueType.ARRAY or count > MAX_ELEMENTS:
-        raise ValueError(f"{shown} is an array of {count} {kind.name}, up to {MAX_ELEMENTS}")
+        raise ValueError(f"{cursor.at} is an array of {count} {kind.name}, up to {MAX_ELEMENTS}")
     if kind is GGUFValueType.STRING:
         for _ in range(count):
-            cursor.value("", f"a string of {shown}")
+            cursor.value("")
     else:
-        cursor.skip(count * struct.calcsize(_TYPES[kind]), f"the array {shown}")
-    return name, range(count)
+        cursor.skip(count * struct.calcsize(_TYPES[kind]))
+    return range(count)
 
 
-def _kind(kinds: Any, cursor: _Cursor, shown: str) -> Any:
-    number = cursor.value("I", f"the type of {shown}")
-    try:
-        return kinds(number)
-    except ValueError:
-        raise ValueError(f"the type of {shown} is {number}, which is none") from None
-
-
-def _tensor(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
-    name = cursor.value("", "the name of a tensor")
-    shown = repr(name[:80])
-    dimensions = cursor.value("I", f"the rank of {shown}")
-    if not 1 <= dimensions <= MAX_DIMENSIONS:
-        raise ValueError(f"{shown} has {dimensions} dimensions, 1 to {MAX_DIMENSIONS} can be")
-    shape = tuple(cursor.value("Q", f"the shape of {shown}") for _ in range(dimensions))
+def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
+    if not 1 <= (dimensions := cursor.value("I")) <= MAX_DIMENSIONS:
+        raise ValueError(f"{cursor.at} has {dimensions} dimensions, 1 to {MAX_DIMENSIONS} can be")
+    shape = tuple(cursor.value("Q") for _ in range(dimensions))
     if not all(1 <= n <= MAX_DIMENSION for n in shape):
-        raise ValueError(f"the shape of {shown} is {list(shape)}")
-    kind = _kind(GGMLQuantizationType, cursor, shown)
+        raise ValueError(f"the shape of {cursor.at} is {list(shape)}")
+    kind, offset = cursor.kind(GGMLQuantizationType), cursor.value("Q")
     block, size = GGML_QUANT_SIZES[kind]
     if shape[0] % block:
-        raise ValueError(f"{shown} has rows of {shape[0]}, {kind.name} has blocks of {block}")
-    offset = cursor.value("Q", f"the offset of {shown}")
+        raise ValueError(f"{cursor.at} has rows of {shape[0]}, {kind.name} has blocks of {block}")
     if offset % alignment:
-        raise ValueError(f"{shown} begins at byte {offset}, aligned to {alignment}")
-    return name, GgufTensor(kind, shape, offset, math.prod(shape) // block * size)
+        raise ValueError(f"{cursor.at} begins at byte {offset}, aligned to {alignment}")
+    return GgufTensor(kind, shape, offset, math.prod(shape) // block * size)
 
 
 def _check_layout(tensors: dict[str, GgufTensor], data_bytes: int) -> None:
@@ -184,41 +179,45 @@ def _check_layout(tensors: dict[str, GgufTensor], data_bytes: int) -> None:
 
 def whole(metadata: Metadata, key: str, default: int | None = None) -> int:
     """A whole number from 1 on (from 0 on where that is the default), which must fit 31 bits."""
+    name, value = _value(metadata, key, default)
     lowest = 0 if default == 0 else 1
-    wanted = f"one whole number from {lowest} to {MAX_DIMENSION}"
-
-    def fits(value: Any) -> bool:
-        return type(value) is int and lowest <= value <= MAX_DIMENSION
-
-    return cast(int, _value(metadata, key, fits, wanted, default))
+    if type(value) is not int or not lowest <= value <= MAX_DIMENSION:
+        raise _unlike(name, value, f"one whole number from {lowest} to {MAX_DIMENSION}")
+    return value
 
 
 def real(metadata: Metadata, key: str, default: float | None = None) -> float:
     """A finite number above 0."""
-
-    def fits(value: Any) -> bool:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and math.isfinite(value) and value > 0
-
-    return float(_value(metadata, key, fits, "one finite number above 0", default))
+    name, value = _value(metadata, key, default)
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        raise _unlike(name, value, "one finite number above 0")
+    return float(value)
 
 
 def text(metadata: Metadata, key: str, default: str | None = None) -> str:
     """A string."""
-    return cast(str, _value(metadata, key, lambda v: isinstance(v, str), "a text", default))
+    name, value = _value(metadata, key, default)
+    if not isinstance(value, str):
+        raise _unlike(name, value, "a text")
+    return value
 
 
-def flag(metadata: Metadata, key: str) -> bool:
-    """True or false, false where it is absent."""
-    return cast(bool, _value(metadata, key, lambda v: isinstance(v, bool), "true or false", False))
+def flag(metadata: Metadata, key: str, default: bool = False) -> bool:
+    """True or false."""
+    name, value = _value(metadata, key, default)
+    if not isinstance(value, bool):
+        raise _unlike(name, value, "true or false")
+    return value
 
 
 def array(metadata: Metadata, key: str, kind: type = str) -> Sequence[Any]:
     """The elements of a list; of a file of which only the head is read, as many numbers."""
-    found = _value(metadata, key, lambda v: isinstance(v, range | list), "a list", None)
-    if isinstance(found, list) and (wrong := [v for v in found if type(v) is not kind]):
-        raise ValueError(f"{key} has {repr(wrong[0])[:80]}, which is no {kind.__name__}")
-    return cast(Sequence[Any], found)
+    name, value = _value(metadata, key)
+    if not isinstance(value, range | list):
+        raise _unlike(name, value, "a list")
+    if isinstance(value, list) and (wrong := [v for v in value if type(v) is not kind]):
+        raise ValueError(f"{name} has {repr(wrong[0])[:80]}, which is no {kind.__name__}")
+    return value
 
 
 def token_ids(metadata: Metadata, *keys: str) -> dict[str, int]:
@@ -227,20 +226,19 @@ def token_ids(metadata: Metadata, *keys: str) -> dict[str, int]:
     found = {key: metadata[key] for key in keys if key in metadata}
     for key, value in found.items():
         if type(value) is not int:
-            raise ValueError(f"{key} is {repr(value)[:80]}, not one token")
+            raise _unlike(key, value, "one token")
         if not 0 <= value < count:
             raise ValueError(f"its special token {value} is outside its {count} tokens ({key})")
     return found
 
 
-def _value(
-    metadata: Metadata, key: str, fits: Callable[[Any], bool], wanted: str, default: Any
-) -> Any:
-    """The value of the key with the architecture in it; without a default it must be there."""
+def _value(metadata: Metadata, key: str, default: Any = None) -> tuple[str, Any]:
+    """The key with the architecture in it, and its value; without a default it must be there."""
     name = key.format(arch=ARCHITECTURE)
     if default is None and name not in metadata:
         raise ValueError(f"the metadata {name} is missing")
-    value = metadata.get(name, default)
-    if not fits(value):
-        raise ValueError(f"{name} is {repr(value)[:80]}, not {wanted}")
-    return value
+    return name, metadata.get(name, default)
+
+
+def _unlike(name: str, value: Any, wanted: str) -> ValueError:
+    return ValueError(f"{name} is {repr(value)[:80]}, not {wanted}")

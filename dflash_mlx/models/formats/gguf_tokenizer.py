@@ -7,7 +7,7 @@ from typing import Any
 
 from gguf import Keys, TokenType
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.models.formats.gguf_header import Metadata, array, flag, text, token_ids
@@ -17,6 +17,11 @@ MODEL = "gpt2"  # of tokenizer.ggml.model, for any byte-level BPE
 # cutting every digit off. Its "default" is neither: a stand-in for files that do not say.
 GPT2_SPLIT = ("gpt-2", "mpt", "olmo")
 GPT2_SPLIT_AND_DIGITS = ("smollm", "starcoder", "refact", "codeshell")
+LLAMA_BPE = "llama-bpe"  # Llama 3: words with one sign before them, digits by three
+LLAMA_BPE_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 WHOLE = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)  # never split or merged
 ROLES = {
     "bos_token": Keys.Tokenizer.BOS_ID,
@@ -44,10 +49,11 @@ def make_tokenizer(metadata: Metadata) -> TokenizerWrapper:
     tokens: Any = array(metadata, Keys.Tokenizer.LIST)
     backend = _byte_level_bpe(metadata, tokens)
     ids = token_ids(metadata, *ROLES.values())
+    begins = metadata[Keys.Tokenizer.PRE] == LLAMA_BPE  # llama.cpp's own where a file does not say
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
-        add_bos_token=flag(metadata, Keys.Tokenizer.ADD_BOS),
+        add_bos_token=flag(metadata, Keys.Tokenizer.ADD_BOS, begins),
         add_eos_token=flag(metadata, Keys.Tokenizer.ADD_EOS),
         chat_template=metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
         **{role: tokens[ids[key]] for role, key in ROLES.items() if key in ids},
@@ -58,8 +64,10 @@ def make_tokenizer(metadata: Metadata) -> TokenizerWrapper:
 
 def _byte_level_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
     ids = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(ids, _merges(metadata, ids)))
-    backend.pre_tokenizer = _pre_tokenizer(metadata[Keys.Tokenizer.PRE])
+    split = metadata[Keys.Tokenizer.PRE]
+    whole_words = split == LLAMA_BPE  # a word that is a token needs no merges
+    backend = Tokenizer(models.BPE(ids, _merges(metadata, ids), ignore_merges=whole_words))
+    backend.pre_tokenizer = _pre_tokenizer(split)
     backend.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, _token_types(metadata), strict=False):
         if kind in WHOLE:
@@ -85,13 +93,19 @@ def _merges(metadata: Metadata, ids: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if kind in GPT2_SPLIT:
-        return byte_level
+        return _bytes()
     if kind in GPT2_SPLIT_AND_DIGITS:
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    known = ", ".join(GPT2_SPLIT + GPT2_SPLIT_AND_DIGITS)
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _bytes()])
+    if kind == LLAMA_BPE:
+        split = pre_tokenizers.Split(Regex(LLAMA_BPE_SPLIT), "isolated")
+        return pre_tokenizers.Sequence([split, _bytes(use_regex=False)])
+    known = ", ".join((*GPT2_SPLIT, *GPT2_SPLIT_AND_DIGITS, LLAMA_BPE))
     raise ValueError(f"{Keys.Tokenizer.PRE} is {kind!r}, supported are {known}")
+
+
+def _bytes(use_regex: bool = True) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
 def end_tokens(metadata: Metadata) -> list[int]:
