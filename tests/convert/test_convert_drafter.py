@@ -156,7 +156,7 @@ def test_a_pair_may_have_a_second_drafter(tmp_path, model):
     second = write_drafter_folder(tmp_path / "second", *FORMATS["version 1, variable prefix"])
     options = ["--pair", str(first), "--second-drafter", str(second)]
     folder = convert(model, tmp_path / "pair", *options)
-    twice = DecodeConfig(method="d2sd", max_tokens=12)
+    twice = DecodeConfig(method="d2sd", growth="paper", max_tokens=12)
     named = PairConfig(str(model), str(first), str(second))
     before, after = (
         generate(load_pair(names, twice), "hello", twice)
