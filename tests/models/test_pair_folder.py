@@ -21,17 +21,13 @@ def make(folder: Path, names: dict[str, str] = NAMES) -> Path:
     return folder
 
 
-def test_a_pair_folder_says_where_its_models_are_and_come_from(tmp_path):
-    pair = pair_folder.read(make(tmp_path / "pair"))
-    assert (pair.target, pair.drafter) == (tmp_path / "pair/target", tmp_path / "pair/drafter")
-    assert pair.second_drafter is None
-    assert pair.names == NAMES
-
-
-def test_a_pair_folder_may_hold_a_second_drafter_and_be_moved(tmp_path):
-    folder = make(tmp_path / "pair", {**NAMES, "second-drafter": "owner/second"})
-    moved = folder.rename(tmp_path / "moved")
-    assert pair_folder.read(moved).second_drafter == tmp_path / "moved/second-drafter"
+@pytest.mark.parametrize("more", [{}, {"second-drafter": "owner/second"}])
+def test_a_pair_folder_says_where_its_models_are_and_come_from_and_may_be_moved(tmp_path, more):
+    moved = make(tmp_path / "pair", {**NAMES, **more}).rename(tmp_path / "moved")
+    pair = pair_folder.read(moved)
+    assert (pair.target, pair.drafter) == (moved / "target", moved / "drafter")
+    assert pair.second_drafter == (moved / "second-drafter" if more else None)
+    assert pair.names == {**NAMES, **more}
 
 
 def test_only_a_folder_with_a_pair_json_is_a_pair_folder(tmp_path):

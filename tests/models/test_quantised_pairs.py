@@ -23,7 +23,7 @@ from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.cli import options as cli
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.dflash.checkpoint import load_network, parse_config, read_config
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.quantized import Quantization, quantization_of
 from dflash_mlx.models.load import Pair, load_pair
@@ -43,6 +43,8 @@ from support.reference_dflash import (
 
 HEAD_DIM = 32
 DFLASH = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+WINDOW = 20
 ROW = {"id": "a", "category": "chat", "messages": [{"role": "user", "content": "hello"}]}
 PROGRAMS = {
     "generate": (generating.main, ["--prompt", "hello"]),
@@ -186,17 +188,11 @@ def test_a_limited_window_is_the_sliding_window_of_a_drafter_that_has_one(
 
 
 def test_windows_that_are_shorter_anyway_stay():
-    config = read_config_of(layer_types=["sliding_attention", "full_attention"], sliding_window=6)
+    config = parse_config(tiny_drafter_config(dflash_config=DFLASH, **MIXED), "here")
     assert limit_windows(config, 20).layer_windows == (6, 20)
     assert limit_windows(config, 4).layer_windows == (4, 4)
     assert limit_windows(config, None) is config
     assert limit_windows(config, 20).layer_causal == config.layer_causal
-
-
-def read_config_of(**changes: Any):
-    from dflash_mlx.drafters.dflash.checkpoint import parse_config
-
-    return parse_config(tiny_drafter_config(dflash_config=DFLASH, **changes), "here")
 
 
 def test_a_window_bounds_the_memory_of_the_context(tmp_path):
@@ -211,21 +207,18 @@ def test_a_window_bounds_the_memory_of_the_context(tmp_path):
     assert max(sizes[16][2:]) == min(sizes[16][2:]) < 2 * sizes[16][0]
 
 
-MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-
-
-@pytest.mark.parametrize(("changes", "most", "window"), [({}, 20, 20), (MIXED, 20, 20)])
+@pytest.mark.parametrize("changes", [{}, MIXED], ids=["equal", "mixed"])
 @pytest.mark.parametrize("length", [9, 300])
 def test_a_context_that_cannot_go_back_is_as_before_once_a_window_is_appended_again(
-    tmp_path, changes, most, window, length
+    tmp_path, changes, length
 ):
-    model, _ = limited(tmp_path, most, **changes)
+    model, _ = limited(tmp_path, WINDOW, **changes)
     features = features_of(700)
     context = model.new_context()
     for at in range(0, 700, 50):
         context.append(mx.array(features[at : at + 50]))
     start = context.refill_from(length)
-    assert start == max(0, length - window + 1)
+    assert start == max(0, length - WINDOW + 1)
     for stop in (start + 3, length):  # interrupted, and then begun again
         context.trim(start)
         assert context.length == start
