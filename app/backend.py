@@ -26,9 +26,9 @@ from dflash_mlx import (
     TextDelta,
     prompt_tokens,
 )
-from dflash_mlx.benchmark.parity import Difference, first_difference
 from dflash_mlx.core.accept import Accepted
-from dflash_mlx.drafters.auto import settle
+from dflash_mlx.drafters.methods import draws_drafts, settle
+from dflash_mlx.engine.parity import Difference, first_difference
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import find_names
 from dflash_mlx.target.pass_times import stored_times
@@ -87,7 +87,7 @@ class Backend:
         pair = self._loaded()
         sampling = question.config.sampling.with_seed()
         config = settle(replace(question.config, sampling=sampling), pair.means)
-        if config.draws_drafts:
+        if draws_drafts(config):
             raise DFlashError(
                 "answers drawn by rejection differ from plain ones, by design",
                 "set acceptance to match in /settings to compare them token by token",
@@ -126,7 +126,7 @@ class Backend:
             parents=tree.parents,
             path=accepted.path,
             next_text=self._text(accepted.tokens[-1]),
-            reason=tree.reason,
+            reason=delta.proposal.reason,
         )
         figures = Figures.of(delta.statistics, self._loaded().target.context_length)
         return Round(delta.text, tuple(pieces), drawn, figures, delta.finish_reason)
@@ -213,7 +213,7 @@ def _drafting(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | None
         prefill_step=same.prefill_step,
         sampling=same.sampling,
     )
-    return lasting, config.sampling if config.draws_drafts else None
+    return lasting, config.sampling if draws_drafts(config) else None
 
 
 def _opening(tokenizer: Any, tokens: list[int]) -> str:

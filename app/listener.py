@@ -26,9 +26,9 @@ from dflash_chat.picker import near_names
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.status import Progress
 from dflash_mlx import PairConfig
-from dflash_mlx.drafters.auto import AUTO
+from dflash_mlx.core.config import AUTO
+from dflash_mlx.drafters.methods import needs_drafter
 from dflash_mlx.models.names import DEFAULT_MODEL
-from dflash_mlx.models.parts import DRAFTED
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp
@@ -140,7 +140,7 @@ class Listener:
         app.status.plain_seconds = None
         self._done_waiting(event.job)
         self.waiting.add(app.engine.measure().number)
-        if app.config.method in DRAFTED and not event.info.means.drafters:
+        if needs_drafter(app.config.method) and not event.info.means.drafters:
             app.config = replace(app.config, method=AUTO)
         if app.config.method == AUTO and event.info.fallback:
             await app.say(f"{event.info.fallback}. /drafter name adds a drafter.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dflash_chat.figures import Figures
 from dflash_chat.tree_view import DrawnTree, Piece
-from dflash_mlx.drafters.auto import Means
+from dflash_mlx.engine.pair import Means
 
 PLAIN, DRAFTED = "plain", "drafted"
 

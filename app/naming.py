@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dflash_chat.messages import ModelInfo
 from dflash_mlx import DecodeConfig
-from dflash_mlx.drafters.auto import settle
+from dflash_mlx.drafters.methods import settle
 
 _METHODS = {
     "none": "plain decoding",

@@ -18,7 +18,7 @@ from dflash_chat.screens import ConfirmScreen, RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.store import export
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig
-from dflash_mlx.drafters.auto import settle
+from dflash_mlx.drafters.methods import settle
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp

@@ -8,7 +8,8 @@ from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig  # n
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
 from dflash_mlx.core.observer import Observer, RoundTimer  # noqa: E402
 from dflash_mlx.core.statistics import Statistics  # noqa: E402
-from dflash_mlx.models.load import Pair, load  # noqa: E402
+from dflash_mlx.engine.pair import Pair  # noqa: E402
+from dflash_mlx.models.load import load  # noqa: E402
 from dflash_mlx.session.chat import prompt_tokens  # noqa: E402
 from dflash_mlx.session.stream import Answer, Session, TextDelta, generate, stream  # noqa: E402
 

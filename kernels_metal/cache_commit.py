@@ -44,7 +44,7 @@ def accepted_rows_reference(
 ) -> list[mx.array]:
     """As `accepted_rows`, one gather for each cache."""
     rows = {slot: mx.array([slot + row for row in path]) for slot in set(first)}
-    return [cache[..., rows[slot], :] for cache, slot in zip(caches, first, strict=True)]
+    return [mx.take(cache, rows[slot], axis=2) for cache, slot in zip(caches, first, strict=True)]
 
 
 def cache_commit(

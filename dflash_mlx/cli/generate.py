@@ -55,7 +55,3 @@ def as_json(deltas: Iterator[TextDelta]) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         **answer.statistics.as_dict(),
     }
-
-
-if __name__ == "__main__":
-    cli.run(main, PROGRAM)

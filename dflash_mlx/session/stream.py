@@ -12,12 +12,12 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.drafters.auto import settle
-from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.methods import make_drafter, settle
 from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.exact import noise_of
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.load import Pair
 from dflash_mlx.session.chat import Prompt, prompt_tokens
 
 
@@ -26,7 +26,8 @@ class TextDelta:
     """What one round added to the answer.
 
     text: may be empty while a character or a stop text is incomplete. tokens: a stop token
-    included. accepted: the round's tree and path. finish_reason: None until the last delta, then
+    included. accepted: the round's tree and path. proposal: the
+    tree, and why it was chosen. finish_reason: None until the last delta, then
     "stop" (stop token or text), "length" (max_tokens) or "context" (the model's context is full).
     statistics: of the answer so far; one object that goes on counting.
     """
@@ -34,6 +35,7 @@ class TextDelta:
     text: str
     tokens: tuple[int, ...]
     accepted: Accepted
+    proposal: Proposal
     finish_reason: str | None
     statistics: Statistics
 
@@ -97,9 +99,10 @@ class Session:
         )
         statistics.prefill_seconds = time.perf_counter() - begin
         resumed = time.perf_counter()
-        for accepted in decode(target, self.drafter, state, self.config, observer):
+        for round_ in decode(target, self.drafter, state, self.config, observer):
+            accepted = round_.accepted
             kept = text.take(accepted.tokens)
-            statistics.add_round(accepted)
+            statistics.add_round(accepted, round_.proposal.mode)
             statistics.generated_tokens += len(kept)
             if statistics.rounds == 1:
                 statistics.time_to_first_token = time.perf_counter() - begin
@@ -110,7 +113,7 @@ class Session:
                 state.trim(len(prompt) + statistics.generated_tokens - 1)
             piece = text.read(reason is not None)
             statistics.decode_seconds += time.perf_counter() - resumed
-            yield TextDelta(piece, kept, accepted, reason, statistics)
+            yield TextDelta(piece, kept, accepted, round_.proposal, reason, statistics)
             if reason is not None:
                 return
             resumed = time.perf_counter()

@@ -14,7 +14,7 @@ from dflash_chat.engine import Cancelled, Engine, Question
 from dflash_chat.messages import Answered, Failed, Loaded, Prefilled, RaceStep, RoundDone, Verdict
 from dflash_chat.tree_view import FIRST, TARGET
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, SamplingConfig, load
-from dflash_mlx.benchmark.parity import Difference
+from dflash_mlx.engine.parity import Difference
 from support.models import TEMPLATE, write_drafter, write_model
 
 THINKING = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")

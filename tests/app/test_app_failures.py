@@ -6,7 +6,7 @@ import pytest
 from textual import events
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig
-from dflash_mlx.drafters.auto import Means
+from dflash_mlx.engine.pair import Means
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,

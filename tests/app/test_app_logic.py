@@ -34,7 +34,7 @@ from dflash_chat.tree_view import (
 )
 from dflash_chat.window import Window
 from dflash_mlx import DecodeConfig, DFlashError, Statistics
-from dflash_mlx.drafters.auto import Means
+from dflash_mlx.engine.pair import Means
 from support.app_scripts import figures_of, tree_of
 
 # A busy machine is slow, not wrong.

@@ -13,8 +13,7 @@ from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig
-from dflash_mlx.drafters.auto import Means
-from dflash_mlx.models.registry import Advice
+from dflash_mlx.engine.pair import Advice, Means
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,

@@ -18,7 +18,7 @@ from dflash_chat.messages import DRAFTED, PLAIN, ModelInfo, RaceStep, Round, Ver
 from dflash_chat.options import ChatConfig
 from dflash_chat.tree_view import FIRST, SECOND, TARGET, DrawnTree, Piece
 from dflash_mlx import DecodeConfig, PairConfig
-from dflash_mlx.drafters.auto import Means
+from dflash_mlx.engine.pair import Means
 
 CONTEXT = 8192
 ANSWER = """Two rivers meet **here**:

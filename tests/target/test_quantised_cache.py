@@ -93,7 +93,7 @@ def test_a_row_is_stored_alike_by_passes_of_any_width(bits, dtype):
     for width in (1, 8, 24):
         cache = LayerCache(kv_bits=bits)
         for at in range(0, 24, width):
-            cache.block = Block(width)
+            cache.begin(Block(width))
             rows = slice(at, at + width)
             cache.update_and_fetch(keys[:, :, rows], values[:, :, rows])
             cache.commit(range(width))
@@ -109,7 +109,7 @@ def test_a_row_is_stored_alike_by_passes_of_any_width(bits, dtype):
 def test_attention_sees_what_is_stored_close_to_what_was_written(bits, width):
     rows = random_rows(5, width)
     cache = LayerCache(kv_bits=bits)
-    cache.block = Block(5)
+    cache.begin(Block(5))
     keys, _ = cache.update_and_fetch(rows, rows)
     assert keys.shape == rows.shape and keys.dtype == rows.dtype
     assert mx.array_equal(keys, unpack(pack(rows, bits), bits))

@@ -241,7 +241,7 @@ def test_a_mask_from_elsewhere_is_left_to_stock_mlx():
     target = Target(make_model("llama"), 200, "tiny")
     target.use_kernels("on")
     layer = target.new_cache().layers[0]
-    layer.block = Block(4)
+    layer.begin(Block(4))
     x = mx.random.normal((1, 2, 4, 64), key=mx.random.key(0))
     mask = mx.random.normal((4, 4), key=mx.random.key(1))
     stock = mx.fast.scaled_dot_product_attention(x, x, x, scale=0.1, mask=mask)
