@@ -21,7 +21,7 @@ from dflash_mlx.models.formats.gguf_header import (
     ARCHITECTURE,
     Metadata,
     array,
-    read_gguf_header,
+    check_gguf,
     real,
     text,
     token_ids,
@@ -88,7 +88,7 @@ def read_file(path: Path) -> tuple[Arrays, Metadata]:
     """Tensors as MLX names them, and metadata as plain Python values; raises as `load_gguf`."""
     if not path.is_file():
         raise DFlashError(f"there is no file {path}", "check the path")
-    stored = len(read_gguf_header(path).tensors)  # MLX trusts what it reads
+    stored = check_gguf(path)  # MLX trusts what it reads
     try:
         loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
     except (RuntimeError, ValueError, OSError) as error:
