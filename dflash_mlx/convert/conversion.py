@@ -10,7 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
-TARGET, DRAFTER = "target", "drafter"
+from dflash_mlx.models.target_config import quantisation
+
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
 
 
@@ -19,19 +20,26 @@ class Conversion:
     """What is to be written: lazy arrays by name, and what lies beside them.
 
     weights: evaluated one at a time; emptied when written. config: as in its config.json.
-    write_rest: puts that and the tokenizer into a folder, about `rest` bytes. largest: bytes of the
+    write_beside: puts the tokenizer into a folder, about `rest` bytes. largest: bytes of the
     largest tensor before and after together. held: bytes that are in memory all the time.
     """
 
-    kind: str
     name: str
     description: str
     weights: dict[str, mx.array]
     config: dict[str, Any]
-    write_rest: Callable[[Path], None]
     largest: int
+    write_beside: Callable[[Path], None] = lambda _: None
     held: int = 0
     rest: int = 0
+
+    def write_rest(self, folder: Path) -> None:
+        """Write all but the weights."""
+        from mlx_lm.utils import save_config
+
+        self.write_beside(folder)
+        keep = {"keep_vision_config": True} if "vision_config" in self.config else {}
+        save_config(dict(self.config), folder / "config.json", **keep)
 
     @property
     def weight_bytes(self) -> int:
@@ -49,19 +57,18 @@ class Conversion:
         return self.held + self.largest + RUNTIME
 
 
+def largest(weights: dict[str, mx.array]) -> int:
+    """Bytes of the largest array."""
+    return max(array.nbytes for array in weights.values())
+
+
 def describe_numbers(config: dict[str, Any], weights: dict[str, mx.array]) -> str:
     """How weights are stored, in words that end with the dtype of what is not packed."""
-    kinds = Counter[str]()
+    kinds = Counter[mx.Dtype]()
     for array in weights.values():
         if mx.issubdtype(array.dtype, mx.floating):
-            kinds[str(array.dtype).removeprefix("mlx.core.")] += array.nbytes
-    dtype = max(kinds, key=lambda kind: kinds[kind])
-    quantization = config.get("quantization")
-    if not quantization:
-        return f"in {dtype}"
-    mixed = " and others" if any(isinstance(v, dict) for v in quantization.values()) else ""
-    mode = quantization.get("mode", "affine")
-    return (
-        f"in {quantization['bits']} bits{mixed} ({mode}, groups of {quantization['group_size']}), "
-        f"else in {dtype}"
-    )
+            kinds[array.dtype] += array.nbytes
+    dtype = str(max(kinds, key=lambda kind: kinds[kind])).removeprefix("mlx.core.")
+    words, _ = quantisation(config)
+    mixed = any(isinstance(choice, dict) for choice in config.get("quantization", {}).values())
+    return f"in {words}{' and others' * mixed}, else in {dtype}" if words else f"in {dtype}"

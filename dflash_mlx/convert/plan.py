@@ -7,19 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_mlx.convert import hub
-from dflash_mlx.convert.conversion import DRAFTER, TARGET, Conversion
+from huggingface_hub import constants
+
+from dflash_mlx.convert.conversion import Conversion
 from dflash_mlx.convert.drafter import plan_drafter
 from dflash_mlx.convert.settings import ConvertConfig
-from dflash_mlx.convert.source import Source, open_source
+from dflash_mlx.convert.source import Part, fetch, open_part
 from dflash_mlx.convert.staging import check_space, resolve_destination
 from dflash_mlx.convert.target import plan_target
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import check_fit, read_config
-from dflash_mlx.models import pair_folder
-from dflash_mlx.models.check import check_drafter, check_pair, check_target
+from dflash_mlx.models.check import DrafterFacts, TargetFacts, check_pair, describe_target
+from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET
 from dflash_mlx.models.target_config import language_model
 
+_KINDS = {TARGET: TARGET, DRAFTER: DRAFTER, SECOND_DRAFTER: DRAFTER}
 ALONE = ""  # the part of a conversion that makes no pair: DST itself is its folder
 
 
@@ -37,22 +38,22 @@ class Request:
             raise DFlashError("a second drafter needs a first one", "name one with --pair")
 
     @property
-    def parts(self) -> dict[str, str]:
+    def names(self) -> dict[str, str]:
         """The names of the models, by their folders in the destination."""
         if self.drafter is None:
             return {ALONE: self.source}
-        parts = {pair_folder.TARGET: self.source, pair_folder.DRAFTER: self.drafter}
-        if self.second_drafter is not None:
-            parts[pair_folder.SECOND_DRAFTER] = self.second_drafter
-        return parts
+        names = {TARGET: self.source, DRAFTER: self.drafter}
+        return (
+            names if self.second_drafter is None else {**names, SECOND_DRAFTER: self.second_drafter}
+        )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sources and conversions, by their folders in the destination."""
+    """Models and their conversions, by their folders in the destination."""
 
     destination: Path
-    sources: Mapping[str, Source]
+    parts: Mapping[str, Part]
     conversions: Mapping[str, Conversion]
 
     @property
@@ -68,7 +69,7 @@ class Plan:
     @property
     def download(self) -> int:
         """Bytes still to be fetched."""
-        return sum(source.download for source in self.sources.values())
+        return sum(part.download for part in self.parts.values())
 
 
 def make_plan(request: Request, settings: ConvertConfig, scratch: Path) -> Plan:
@@ -81,57 +82,57 @@ def make_plan(request: Request, settings: ConvertConfig, scratch: Path) -> Plan:
         raise DFlashError(
             "--drafter-bits is for the drafter of a pair", "use --bits, or add --pair"
         )
-    sources = {}
-    for part, name in request.parts.items():
-        heads = scratch / (part or "alone")
+    parts = {}
+    for place, name in request.names.items():
+        heads = scratch / (place or "alone")
         heads.mkdir()
-        sources[part] = open_source(name, heads)
-    return plan_sources(destination, sources, settings)
+        parts[place] = part = open_part(name, heads)
+        if part.kind != _KINDS.get(place, part.kind):
+            raise DFlashError(
+                f"{name} is a {part.kind}, not a {_KINDS[place]}",
+                "give the target as SRC and the drafter with --pair",
+            )
+    return _plan(destination, parts, settings)
 
 
-def plan_sources(destination: Path, sources: Mapping[str, Source], settings: ConvertConfig) -> Plan:
-    """The conversions of what was found; DFlashError where it is damaged or does not suit."""
-    for part, source in sources.items():
-        _check_kind(part, source)
-    _check_files(sources)
+def fetched(plan: Plan, settings: ConvertConfig) -> Plan:
+    """The same with all weights on this machine."""
+    if all(part.has_weights for part in plan.parts.values()):
+        return plan
+    parts = {place: fetch(part) for place, part in plan.parts.items()}
+    return _plan(plan.destination, parts, settings)
+
+
+def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig) -> Plan:
+    """The conversions of what was found; DFlashError where the parts do not suit each other."""
+    drafters = [part.facts for part in parts.values() if isinstance(part.facts, DrafterFacts)]
+    for part in parts.values():
+        if isinstance(part.facts, TargetFacts):
+            check_pair(part.facts, *drafters).raise_first()
     conversions = {}
-    for part, source in sources.items():
-        if source.kind == TARGET:
-            conversions[part] = plan_target(source, settings)
-        else:
-            conversions[part] = plan_drafter(source, settings.of_drafter(paired=part != ALONE))
-    if (target := conversions.get(pair_folder.TARGET)) is not None:
-        for source in sources.values():
-            if source.kind == DRAFTER:  # once more, for a target without a config.json
-                check_fit(read_config(source.path), language_model(target.config), target.name)
-    return Plan(destination, sources, conversions)
+    for place, part in parts.items():
+        if part.kind == DRAFTER:
+            conversions[place] = plan_drafter(part, settings.of_drafter(paired=place != ALONE))
+            continue
+        conversions[place] = plan_target(part, settings)
+        if part.facts is None:  # what a GGUF file is, its conversion tells
+            config = language_model(conversions[place].config)
+            check_pair(describe_target(config, part.name), *drafters).raise_first()
+    return Plan(destination, parts, conversions)
+
+
+def cache_folder() -> Path:
+    """Where downloads go, or the nearest folder above it that is there."""
+    folder = Path(constants.HF_HUB_CACHE)
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
 def check_spaces(plan: Plan) -> None:
     """Raise DFlashError where the download, the result, or both on one disk, do not fit."""
-    cache, parent = hub.cache_folder(), plan.destination.parent
+    cache, parent = cache_folder(), plan.destination.parent
     needed, what = plan.size, str(plan.destination)
     if plan.download:
         check_space(cache, plan.download, "the download")
         if os.stat(cache).st_dev == os.stat(parent).st_dev:
             needed, what = needed + plan.download, f"{what} with the download"
     check_space(parent, needed, what)
-
-
-def _check_kind(part: str, source: Source) -> None:
-    wanted = TARGET if part == pair_folder.TARGET else DRAFTER
-    if part != ALONE and source.kind != wanted:
-        raise DFlashError(
-            f"{source.name} is a {source.kind}, not a {wanted}",
-            "give the target as SRC and the drafter with --pair",
-        )
-
-
-def _check_files(sources: Mapping[str, Source]) -> None:
-    """By configurations and heads of weight files; a GGUF file is checked where it is read."""
-    drafters = [check_drafter(s.files) for s in sources.values() if s.kind == DRAFTER]
-    targets = [s for s in sources.values() if s.kind == TARGET and not s.is_gguf]
-    for drafter in drafters:
-        drafter.raise_first()
-    for source in targets:
-        check_pair(check_target(source.files), *drafters).raise_first()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from dflash_mlx.core.config import option
 from dflash_mlx.core.errors import DFlashError
@@ -43,18 +43,11 @@ class ConvertConfig:
     )
 
     def __post_init__(self) -> None:
-        allowed = {
-            "bits": (None, *BITS),
-            "group_size": (None, *GROUP_SIZES),
-            "mode": MODES,
-            "recipe": (None, *RECIPES),
-            "dtype": (None, *DTYPES),
-            "drafter_bits": (None, *DRAFTER_BITS),
-        }
-        for name, values in allowed.items():
-            if (value := getattr(self, name)) not in values:
-                choices = ", ".join(str(v) for v in values if v is not None)
-                raise DFlashError(f"{name} is {value!r}", f"choose one of {choices}")
+        for field in fields(self):
+            value, choices = getattr(self, field.name), field.metadata["argparse"].get("choices")
+            if choices is not None and value not in (field.default, *choices):
+                shown = ", ".join(map(str, choices))
+                raise DFlashError(f"{field.name} is {value!r}", f"choose one of {shown}")
         if self.recipe is not None and (self.mode != "affine" or self.bits is not None):
             raise DFlashError(
                 f"the recipe {self.recipe} sets bits and mode itself", "leave --bits and --mode out"

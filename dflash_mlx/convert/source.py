@@ -1,106 +1,139 @@
-"""Where a model comes from: a local folder, a GGUF file or a Hugging Face repository."""
+"""What is to be converted: a local folder, a GGUF file or a Hugging Face repository."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from dflash_mlx.convert import hub
-from dflash_mlx.convert.conversion import DRAFTER, TARGET
+from dflash_mlx.convert.tensors import head
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import pair_folder
-from dflash_mlx.models.source import Source as Files
+from dflash_mlx.models.check import DrafterFacts, TargetFacts, check_drafter, check_target
+from dflash_mlx.models.names import whole_copy
+from dflash_mlx.models.pair_folder import DRAFTER, TARGET, is_pair_folder
+from dflash_mlx.models.source import CONFIG, MODEL, Source
 from dflash_mlx.models.target_config import is_drafter
 from dflash_mlx.system.files import existing
 
+_CONFIGS = (CONFIG, "generation_config.json", "hf_quant_config.json")  # what mlx-lm builds from
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _GIVE = "give a Hugging Face id like owner/name, a local folder or a GGUF file"
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model to be converted.
+class Part:
+    """A model to be converted, found and checked.
 
-    path: its folder, or its GGUF file. files: the folder, as checks see it. heads_only: of its
-    weights only the headers are to be read, and in a folder there is nothing behind them.
+    path: its folder, or its GGUF file. facts: None of a GGUF file, which is checked when it is
+    read. has_weights: False where only headers are here, and in the folder nothing is behind them.
     download: bytes still to be fetched.
     """
 
     name: str
-    kind: str
     path: Path
-    files: Files
-    heads_only: bool = False
+    facts: TargetFacts | DrafterFacts | None = None
+    has_weights: bool = True
     download: int = 0
 
     @property
-    def is_gguf(self) -> bool:
-        """Whether it is a GGUF file."""
-        return self.path.is_file()
+    def kind(self) -> str:
+        """TARGET or DRAFTER."""
+        return DRAFTER if isinstance(self.facts, DrafterFacts) else TARGET
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Names and sizes of the files in its folder, here or on the hub."""
+        return {} if self.facts is None or self.facts.source is None else self.facts.source.files
 
 
-def open_source(name: str, scratch: Path) -> Source:
-    """Find `name`, and of a Hugging Face repository that is not here the headers.
+def open_part(name: str, scratch: Path) -> Part:
+    """Find and check `name`, and of a repository that is not here no more than the headers.
 
-    scratch: an empty folder for them. Raises DFlashError for what is neither a target nor a
-    drafter, or cannot be had.
+    scratch: an empty folder for these. Raises DFlashError for what is no model, is damaged, or
+    cannot be had.
     """
-    path = _local(name)
+    path = existing(name)
     if path is not None and path.is_file():
-        return Source(name, TARGET, _gguf_file(path), Files.of(path.parent), heads_only=True)
-    if path is None:
-        path = hub.cached(name)
-    if path is not None:
-        return _open_folder(name, path)
-    files = hub.Heads(name, scratch)
-    return Source(name, _kind(files), scratch, files, heads_only=True, download=files.lay_out())
+        _check_gguf(path)
+        return Part(name, path)
+    source = _on_hub(name) if path is None else _of_folder(path)
+    facts = _check(source, name)
+    if source.folder is not None:
+        return Part(name, source.folder, facts)
+    _write_heads(facts, source, scratch)
+    return Part(name, scratch, facts, has_weights=False, download=source.missing())
 
 
-def fetch(source: Source) -> Source:
-    """The same source with its weights, downloaded if need be."""
-    if source.heads_only and not source.is_gguf:
-        return _open_folder(source.name, hub.fetch(source.name))
-    return replace(source, heads_only=False)
+def fetch(part: Part) -> Part:
+    """The same with its weights, downloaded and checked again if need be."""
+    if part.has_weights or part.facts is None or part.facts.source is None:
+        return part
+    try:
+        source = part.facts.source.fetch()
+    except DFlashError as error:
+        again = "run the same command again, which goes on where this one stopped"
+        raise DFlashError(error.what, again) from None
+    assert source.folder is not None
+    return Part(part.name, source.folder, _check(source, part.name))
 
 
-def _open_folder(name: str, folder: Path) -> Source:
-    files = Files.of(folder)
-    if pair_folder.is_pair_folder(folder):
+def _check(source: Source, name: str) -> TargetFacts | DrafterFacts:
+    check = check_drafter if is_drafter(source.read_json(CONFIG)) else check_target
+    facts = check(source, name)
+    facts.raise_first()
+    return facts
+
+
+def _of_folder(folder: Path) -> Source:
+    source = Source.of(folder)
+    if is_pair_folder(folder):
         raise DFlashError(f"{folder} holds a pair", "give its target or drafter folder as SRC")
-    if "config.json" not in files.files:
-        raise DFlashError(f"{folder} has no config.json", _instead(folder))
-    return Source(name, _kind(files), folder, files)
+    if CONFIG not in source.files:
+        file = next(folder.glob("*.gguf"), None)
+        step = _GIVE if file is None else f"give the GGUF file {file}"
+        raise DFlashError(f"{folder} has no config.json", step)
+    return source
 
 
-def _kind(files: Files) -> str:
-    return DRAFTER if is_drafter(files.read_json("config.json")) else TARGET
-
-
-def _instead(folder: Path) -> str:
-    file = next(folder.glob("*.gguf"), None)
-    return f"give the GGUF file {file}" if file is not None else _GIVE
-
-
-def _local(name: str) -> Path | None:
-    """The file or folder `name`, None where there is none and it can be a Hugging Face id."""
-    if (path := existing(name)) is not None:
-        return path
+def _on_hub(name: str) -> Source:
+    """A repository, or its copy here where that is whole and the newest that can be had."""
     try:
         if name.endswith(".gguf"):
             raise ValueError(name)
         validate_repo_id(name)
     except ValueError:
         raise DFlashError(f"there is no file or folder {name[:80]!r}", _GIVE) from None
-    return None
+    try:
+        source = Source(name)
+        kind = DRAFTER if is_drafter(source.read_json(CONFIG)) else MODEL  # tells what is wanted
+        source = replace(source, option=kind)
+        return source if source.missing() else source.fetch()
+    except DFlashError:
+        if (copy := whole_copy(name, DRAFTER)) is None:
+            raise
+        return copy
 
 
-def _gguf_file(path: Path) -> Path:
+def _write_heads(facts: TargetFacts | DrafterFacts, source: Source, folder: Path) -> None:
+    """What a model can be built from as if it were whole: configs, and a hole for its weights."""
+    for file in _CONFIGS:
+        if file in source.files:
+            shutil.copyfile(source.path(file), folder / file)
+    tensors = facts.weights.tensors
+    places = {name: (tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in tensors.items()}
+    with open(folder / "model.safetensors", "wb") as output:
+        output.write(head(places))
+        output.truncate(output.tell() + facts.weights.stored_bytes)
+
+
+def _check_gguf(path: Path) -> None:
     with open(path, "rb") as file:
         magic = file.read(4)
     if magic == b"GGUF":
-        return path
+        return
     if path.suffix in _PICKLES:
         raise DFlashError(f"{path} is pickled, which can run any program", "give safetensors files")
     if path.suffix == ".safetensors":

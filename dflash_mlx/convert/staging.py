@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,21 +49,23 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 def staged(destination: Path, needed: int) -> Iterator[Path]:
     """A folder beside `destination` that takes its place once the block has ended well.
 
-    Otherwise it is removed. What killed conversions to the same place have left is removed first.
-    Raises DFlashError where `needed` bytes are not free, or can no longer be written.
+    Otherwise it is removed. What a killed conversion to the same place has left is removed first.
+    Raises DFlashError where another conversion to it is running, and where `needed` bytes are not
+    free, or can no longer be written.
     """
-    _remove_stale(destination)
-    check_space(destination.parent, needed, str(destination))
+    folder = destination.with_name(f".{destination.name}.partial")
     try:
-        folder, lock = _make_folder(destination)
-        try:
-            yield folder
-            _sync(folder)
-            os.rename(folder, destination)
-            _sync_folder(destination.parent)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+        with _locked(folder, destination):
+            try:
+                _empty(folder)
+                check_space(destination.parent, needed, str(destination))
+                yield folder
+                _sync(folder)
+                os.rename(folder, destination)
+                _sync_one(destination.parent)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
     except OSError as error:
         if error.errno in _FULL:
             check_space(destination.parent, needed, str(destination))
@@ -83,59 +83,36 @@ def gigabytes(size: int) -> str:
     return f"{size} bytes"
 
 
-def _prefix(destination: Path) -> str:
-    return f".{destination.name}.partial-"
-
-
-def _make_folder(destination: Path) -> tuple[Path, int]:
-    """A new folder and the lock on it, which the system drops when this process ends."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_prefix(destination), dir=destination.parent))
-        if (lock := _lock(folder)) is not None:
-            folder.chmod(0o777 & ~_umask())
-            return folder, lock
-
-
-def _lock(folder: Path) -> int | None:
-    """A descriptor that holds `folder`; None where another process does, or has removed it."""
+@contextmanager
+def _locked(folder: Path, destination: Path) -> Iterator[None]:
+    """`folder`, made if need be, for this process alone, as long as it lives."""
+    folder.mkdir(exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        lock = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if folder.exists():
-            return lock
-    except BlockingIOError:
-        pass
-    os.close(lock)
-    return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"{destination} is being written by another conversion"
+            raise DFlashError(what, "wait until that has ended, or choose another DST") from None
+        yield
+    finally:
+        os.close(lock)
 
 
-def _remove_stale(destination: Path) -> None:
-    for folder in destination.parent.glob(glob.escape(_prefix(destination)) + "*"):
-        if folder.is_dir() and (lock := _lock(folder)) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the disk has all files of `folder`."""
+    """Wait until the disk has a folder and all that is in it."""
     for parent, _, files in os.walk(folder):
-        for name in files:
-            with open(Path(parent, name), "rb") as file:
-                os.fsync(file.fileno())
-        _sync_folder(Path(parent))
+        for name in (*files, "."):
+            _sync_one(Path(parent, name))
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

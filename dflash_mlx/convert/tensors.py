@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +43,28 @@ def write_shards(
 
 
 def write_file(file: Path, arrays: dict[str, mx.array], bar: Any) -> None:
-    """Write one safetensors file and wait until the disk has it; empties `arrays`."""
+    """Write one safetensors file; empties `arrays`."""
     with open(file, "wb") as output:
-        output.write(_head(arrays))
+        output.write(head({n: (_TYPES[a.dtype], a.shape, a.nbytes) for n, a in arrays.items()}))
         for name in list(arrays):
             data = _bytes(arrays.pop(name))
             output.write(data)
             bar.update(data.nbytes)
             del data
             mx.clear_cache()
-        output.flush()
-        os.fsync(output.fileno())
 
 
-def _head(arrays: dict[str, mx.array]) -> bytes:
-    """The length of the header, and the header: type, shape and place of every tensor."""
+def head(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> bytes:
+    """The length of a file's header, and the header: type, shape and place of every tensor.
+
+    tensors: type, shape and bytes of each, in the order in which their numbers follow.
+    """
     header: dict[str, Any] = {"__metadata__": METADATA}
     begin = 0
-    for name, array in arrays.items():
-        end = begin + array.nbytes
-        header[name] = {
-            "dtype": _TYPES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
+    for name, (dtype, shape, size) in tensors.items():
+        place = [begin, begin + size]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": place}
+        begin += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -14,16 +14,8 @@ from typing import Any, TypeVar
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Checked, Collector, Finding
-from dflash_mlx.drafters.dflash.checkpoint import misfits, parse_config
-from dflash_mlx.drafters.dflash.network import NetworkConfig
-from dflash_mlx.drafters.dflash.tensors import (
-    DOWNLOAD_AGAIN,
-    Header,
-    differences,
-    optional_headers,
-    plain_names,
-    wanted_headers,
-)
+from dflash_mlx.drafters.dflash.tensors import DOWNLOAD_AGAIN
+from dflash_mlx.drafters.formats import FORMATS, FileFormat, format_of
 from dflash_mlx.models.source import CONFIG, TARGET_WEIGHTS, WEIGHTS, Source
 from dflash_mlx.models.target_config import (
     check_code,
@@ -39,7 +31,6 @@ from dflash_mlx.models.weight_files import Weights, check_weights
 
 CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
 CHOOSE_DRAFTER = "choose the drafter of this model with --drafter, or --method none"
-MAX_BLOCK = 1024  # positions; published drafters have 4 to 16
 TOKENIZER = "tokenizer.json"
 
 _REPLACE = "download this folder again, or remove the file where it is the drafter's"
@@ -68,10 +59,11 @@ class TargetFacts(ModelFacts):
 
 @dataclass(frozen=True)
 class DrafterFacts(ModelFacts):
-    """What a drafter is. config: None where it cannot be read."""
+    """What a drafter is. config: None where it cannot be read; format: who reads it."""
 
     source: Source
-    config: NetworkConfig | None
+    config: Any
+    format: FileFormat
 
 
 _Facts = TypeVar("_Facts", TargetFacts, DrafterFacts)
@@ -117,18 +109,20 @@ def describe_target(config: Mapping[str, Any], name: str) -> TargetFacts:
 def check_drafter(folder: Path | Source, name: str = "") -> DrafterFacts:
     """A drafter alone; arguments as of `check_target`."""
     source, raw, found = _open(folder, True)
-    readable, config = not found.errors, None
+    readable, config, family = not found.errors, None, format_of(raw) or FORMATS[0]
     words, group_size = quantisation(raw)
     weights = check_weights(source, WEIGHTS, found, DOWNLOAD_AGAIN, group_size)
     too_large = [*check_sizes(source, raw, weights)] if weights.tensors else []
     found.add(too_large)
     if readable and not too_large:
-        config = found.attempt(_network_config, source, raw, weights)
+        config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
     if config is not None:
-        found.add(_notes(config))
+        step = "if nothing is accepted, compare it with how the drafter was trained"
+        found.add(Finding("note", note, step) for note in config.notes)
         if weights.tensors or not found.errors:
-            found.attempt(found.add, _check_tensors(source, config, weights))
-    return DrafterFacts(found.result(), name or source.name, source, weights, words, config)
+            found.attempt(found.add, family.check_tensors(weights.tensors, config, source.name))
+    facts = (found.result(), name or source.name, source, weights, words, config)
+    return DrafterFacts(*facts, family)
 
 
 def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, Any], Collector]:
@@ -151,39 +145,6 @@ def _wrong_way(source: Source, is_one: bool, wanted: bool) -> Iterator[Finding]:
     what = f"{source.name} is {is_what}, not {not_what}"
     step = f"give it with {option}, and choose {not_what} with {other}"
     yield Finding("error", what, step)
-
-
-def _network_config(source: Source, raw: Mapping[str, Any], weights: Weights) -> NetworkConfig:
-    """The configuration; DFlashError where it is incomplete or contradicts itself."""
-    config = parse_config(dict(raw), source.name, weights.tensors.keys())
-    if config.block_size > MAX_BLOCK:
-        what = f"block_size in {source.name} is {config.block_size}, not up to {MAX_BLOCK}"
-        raise DFlashError(what, DOWNLOAD_AGAIN)
-    return config
-
-
-def _notes(config: NetworkConfig) -> Iterator[Finding]:
-    """What reading the configuration had to assume."""
-    for note in config.notes:
-        step = "if nothing is accepted, compare it with how the drafter was trained"
-        yield Finding("note", note, step)
-
-
-def _check_tensors(source: Source, config: NetworkConfig, weights: Weights) -> Iterator[Finding]:
-    """Tensors that are missing, unexpected or of another shape than the configuration's.
-
-    Raises DFlashError for a configuration of which no network can be made.
-    """
-    if not weights.tensors:
-        what = f"the .safetensors files in {source.name} hold no tensors"
-        yield Finding("error", what, DOWNLOAD_AGAIN)
-        return
-    wanted = wanted_headers(config, source.name)
-    plain = plain_names(weights.tensors)
-    found = {plain[name]: Header.of(t.dtype, t.shape) for name, t in weights.tensors.items()}
-    for name, has, needs in differences(found, wanted, optional_headers(config)):
-        what = f"tensor {name} in {source.name} is {has}, but its config.json asks for {needs}"
-        yield Finding("error", what, DOWNLOAD_AGAIN)
 
 
 def fetched(facts: _Facts, check: Callable[[Source, str], _Facts]) -> _Facts:
@@ -210,12 +171,9 @@ def check_pair(target: TargetFacts, *drafters: DrafterFacts) -> Report:
 
 def _check_fit(target: TargetFacts, drafter: DrafterFacts) -> Iterator[Finding]:
     """Each number of the two configurations that differs; nothing where one cannot be read."""
-    if drafter.config is None or not target.config:
-        return
-    for misfit in misfits(drafter.config, target.config):
-        has = f"{str(misfit.has)[:80]}{misfit.unit}"
-        what = f"the drafter {drafter.name} {misfit.what}, but {target.name} has {has}"
-        yield Finding("error", what, CHOOSE_DRAFTER)
+    if drafter.config is not None and target.config:
+        names = target.name, drafter.name
+        yield from drafter.format.misfits(drafter.config, target.config, *names)
 
 
 def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:

@@ -123,7 +123,7 @@ class DrafterPart:
         return self.known
 
     @property
-    def config(self) -> NetworkConfig:
+    def config(self) -> Any:
         """Of the network, once it was found readable."""
         assert self.facts.config is not None
         return self.facts.config

@@ -26,11 +26,13 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     build_hf_headers,
     hf_raise_for_status,
 )
+from tqdm.auto import tqdm
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.safetensors_header import MAX_HEADER, TensorHeader, read_header
 
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
+LICENCES = ("LICENSE*", "NOTICE*")  # kept with what they are of, but no need of loading
 TARGET_WEIGHTS, WEIGHTS = "model*.safetensors", "*.safetensors"
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MODEL = "model"  # the option that names a target
@@ -39,6 +41,13 @@ HUB_ERRORS = (OSError, HTTPError, ValueError)
 _MAX_JSON = 64 * 2**20  # bytes; tokenizers have 10 to 35 MiB
 _FIRST_BYTES = 100_001  # asked for at once; few heads are longer
 _COMPLETE = "choose a complete model folder in Hugging Face format"
+
+
+class _NoBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A progress bar for what takes no time."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **{**keywords, "disable": True})
 
 
 @dataclass
@@ -169,9 +178,23 @@ class Source:
         if self.folder is not None:
             return self
         try:
-            return Source.of(self._download([*BESIDE, WEIGHTS], local=False), self.option)
+            return Source.of(self._download(self._fetched, local=False), self.option)
         except HUB_ERRORS as error:
             raise self._refused(error) from None
+
+    @property
+    def _fetched(self) -> list[str]:
+        """Not of a target the weights in other libraries' files, which mlx-lm does not read."""
+        return [*BESIDE, *LICENCES, TARGET_WEIGHTS if self.option == MODEL else WEIGHTS]
+
+    def missing(self) -> int:
+        """Bytes that `fetch` would download; DFlashError where the hub does not say."""
+        asked: dict[str, Any] = {"allow_patterns": self._fetched, "ignore_patterns": ["*/*"]}
+        try:
+            files = snapshot_download(self.name, dry_run=True, tqdm_class=_NoBar, **asked)
+        except HUB_ERRORS as error:
+            raise self._refused(error) from None
+        return sum(file.file_size or 0 for file in files if file.will_download)
 
     def _download(self, patterns: list[str], local: bool) -> Path:
         found = snapshot_download(

@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Finding, in_one_line
+from dflash_mlx.drafters.formats import format_of
 from dflash_mlx.models.source import CONFIG, Source
 from dflash_mlx.models.weight_files import Weights
 from dflash_mlx.target.layouts import may_be_recurrent
@@ -40,11 +41,8 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_drafter(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a block-diffusion or speculators drafter."""
-    names = raw.get("architectures")
-    first = names[0] if isinstance(names, list) and names else ""
-    marks = ("dflash_config", "speculators_model_type", "speculators_config")
-    return str(first).startswith("DFlash") or any(mark in raw for mark in marks)
+    """Whether a config.json is that of a drafter of any family."""
+    return format_of(raw) is not None
 
 
 def context_length(config: Mapping[str, Any]) -> int:

@@ -15,13 +15,16 @@ from typing import Any
 
 import pytest
 
-from dflash_mlx.convert import run, staging, target, tensors
+from dflash_mlx.convert import conversion, run, staging, target, tensors
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.convert.staging import MARGIN, check_space, gigabytes, staged
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import pair_folder
 from support.converted import config
 from support.models import write_drafter, write_model
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+DENIED = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 @pytest.fixture
@@ -35,24 +38,26 @@ def nothing_is_left(folder: Path) -> bool:
     return sorted(file.name for file in folder.iterdir()) == ["drafter", "model"]
 
 
-def failing_at(call: int, original: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
-    """`original`, which raises `error` at its n-th call (from 0)."""
+def fail_at(patch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None:
+    """Let what is called at `stage` raise `error`, once it has been called often enough before."""
+    module, name, before = STAGES[stage]
+    original: Callable[..., Any] = getattr(module, name)
     calls = iter(range(10**6))
 
     def replaced(*arguments: Any, **keywords: Any) -> Any:
-        if next(calls) == call:
+        if next(calls) == before:
             raise error
         return original(*arguments, **keywords)
 
-    return replaced
+    patch.setattr(module, name, replaced)
 
 
 # What is called at each stage of a conversion, and how often it may have been before
 STAGES: dict[str, tuple[Any, str, int]] = {
     "planning": (run, "make_plan", 0),
-    "the folder is made": (staging.tempfile, "mkdtemp", 1),  # after the scratch folder
+    "the folder is made": (staging.Path, "mkdir", 2),  # after two scratch folders
     "the target's tokenizer is copied": (target.shutil, "copyfile", 1),
-    "the target's config": (target, "_write_config", 0),
+    "the target's config": (conversion.Conversion, "write_rest", 0),
     "the first tensor": (tensors, "_bytes", 0),
     "a later tensor": (tensors, "_bytes", 17),
     "the drafter's weights": (tensors, "write_file", 1),
@@ -64,10 +69,8 @@ STAGES: dict[str, tuple[Any, str, int]] = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interruption_leaves_no_destination(pair, tmp_path, monkeypatch, stage):
-    module, name, call = STAGES[stage]
-    broken = failing_at(call, getattr(module, name), KeyboardInterrupt())
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, broken)
+        fail_at(patch, stage, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             main(pair)
     assert nothing_is_left(tmp_path)
@@ -75,94 +78,86 @@ def test_an_interruption_leaves_no_destination(pair, tmp_path, monkeypatch, stag
     assert pair_folder.read(tmp_path / "dst")
 
 
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "planning"])
-def test_a_disk_that_fills_up_is_one_sentence_and_leaves_no_destination(
-    pair, tmp_path, monkeypatch, stage
+@pytest.mark.parametrize(
+    ("stage", "error"),
+    [
+        *((stage, FULL) for stage in STAGES if stage != "planning"),
+        ("the folder is made", DENIED),
+    ],
+)
+def test_what_cannot_be_written_is_one_sentence_and_leaves_no_destination(
+    pair, tmp_path, monkeypatch, stage, error
 ):
-    module, name, call = STAGES[stage]
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(module, name, failing_at(call, getattr(module, name), full))
-    with pytest.raises(DFlashError, match=r"dst cannot be written \(No space left on device\)"):
+    fail_at(monkeypatch, stage, error)
+    with pytest.raises(DFlashError, match=rf"dst .*\({error.strerror}\)"):
         main(pair)
     assert nothing_is_left(tmp_path)
 
 
+def program(main: str, *lines: str) -> list[str]:
+    """A Python that runs these lines and then the conversion."""
+    text = "\n".join([*lines, "from dflash_mlx.convert.__main__ import main", main])
+    return [sys.executable, "-c", text]
+
+
 def test_what_the_system_refuses_to_write_leaves_no_destination(pair, tmp_path):
     """No fault put in: the system itself ends a file at 100 kB."""
-    limited = (
-        "import resource, signal, sys\n"
-        "from dflash_mlx.cli import options as cli\n"
-        "from dflash_mlx.convert.__main__ import main\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "cli.run(main, 'convert')\n"
+    limited = program(
+        "options.run(main, 'convert')",
+        "import resource, signal",
+        "from dflash_mlx.cli import options",
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)",
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", limited, *pair], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*limited, *pair], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "dst cannot be written (File too large)" in done.stderr.splitlines()[-1]
+    assert os.strerror(errno.EFBIG) in done.stderr.splitlines()[-1]
     assert nothing_is_left(tmp_path)
 
 
 def test_a_killed_conversion_leaves_no_destination_and_the_next_one_cleans_up(pair, tmp_path):
     """Killed in the middle of the weights, without a chance to remove anything."""
-    killed = (
-        "import os, signal, sys\n"
-        "from dflash_mlx.convert import tensors\n"
-        "from dflash_mlx.convert.__main__ import main\n"
-        "original, calls = tensors._bytes, iter(range(100))\n"
-        "def kill_later(array):\n"
-        "    if next(calls) == 10:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return original(array)\n"
-        "tensors._bytes = kill_later\n"
-        "main(sys.argv[1:])\n"
+    killed = program(
+        "main(sys.argv[1:])",
+        "import os, signal, sys",
+        "from dflash_mlx.convert import tensors",
+        "original, calls = tensors._bytes, iter(range(100))",
+        "def kill_later(array):",
+        "    os.kill(os.getpid(), signal.SIGKILL if next(calls) == 10 else 0)",
+        "    return original(array)",
+        "tensors._bytes = kill_later",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", killed, *pair],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        check=False,
-    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([*killed, *pair], env=environment, capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "dst").exists()
-    (partial,) = tmp_path.glob(".dst.partial-*")
+    partial = tmp_path / ".dst.partial"
     assert any(partial.rglob("*.safetensors"))
+    (partial / "target" / "left behind").touch()
     main(pair)
     assert not partial.exists()
     assert pair_folder.read(tmp_path / "dst")
+    assert not (tmp_path / "dst" / "target" / "left behind").exists()
 
 
-def test_the_folder_of_a_conversion_that_still_runs_is_left_alone(tmp_path):
+def test_a_conversion_to_where_another_one_writes_is_refused_and_leaves_that_alone(tmp_path):
     destination = tmp_path / "dst"
-    with (
-        pytest.raises(DFlashError, match="dst cannot be written"),
-        staged(destination, 0) as slower,
-    ):
-        with staged(destination, 0) as faster:
-            (faster / "winner").touch()
-            assert slower.is_dir()
-        assert slower.is_dir()
-        (slower / "loser").touch()
+    with staged(destination, 0) as first:
+        (first / "winner").touch()
+        with pytest.raises(DFlashError, match="dst is being written"), staged(destination, 0):
+            pass
     assert [file.name for file in destination.iterdir()] == ["winner"]
     assert [file.name for file in tmp_path.iterdir()] == ["dst"]
 
 
 def test_folders_of_other_destinations_are_left_alone(tmp_path):
-    others = [tmp_path / ".other.partial-1", tmp_path / "dst.partial-2"]
+    others = [tmp_path / ".other.partial", tmp_path / "dst.partial"]
     for other in others:
         other.mkdir()
     with staged(tmp_path / "dst", 0):
         pass
     assert all(other.is_dir() for other in others)
-
-
-def test_the_destination_has_the_permissions_of_any_new_folder(tmp_path):
-    (tmp_path / "new").mkdir()
-    with staged(tmp_path / "dst", 0):
-        pass
-    assert (tmp_path / "dst").stat().st_mode == (tmp_path / "new").stat().st_mode
+    assert (tmp_path / "dst").stat().st_mode == others[0].stat().st_mode
 
 
 # What is refused before anything is written
@@ -177,32 +172,31 @@ def test_an_empty_folder_may_be_the_destination(pair, tmp_path):
 def test_a_folder_with_something_in_it_is_refused_and_kept(pair, tmp_path):
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "precious").write_text("data")
-    with pytest.raises(DFlashError, match="dst is not empty, it holds precious; name a folder"):
+    with pytest.raises(DFlashError, match="dst .* precious"):
         main(pair)
     assert (tmp_path / "dst" / "precious").read_text() == "data"
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "value"),
     [
-        ("model/config.json", "config.json is a file; name a folder that does not exist"),
-        ("nowhere/dst", "there is no folder .*nowhere; create it, or change DST"),
-        ("x" * 300, "cannot be DST"),
+        ("model/config.json", "config.json is a file"),
+        ("nowhere/dst", "no folder .*nowhere"),
+        ("x" * 300, "xxx.*cannot be DST"),
         ("a\0b", "cannot be DST"),
     ],
 )
-def test_what_cannot_be_a_destination_is_refused(pair, tmp_path, name, message):
-    with pytest.raises(DFlashError, match=message):
+def test_what_cannot_be_a_destination_is_refused(pair, tmp_path, name, value):
+    with pytest.raises(DFlashError, match=value) as failure:
         main([pair[0], str(tmp_path / name)])
+    assert "DST" in str(failure.value)
     assert nothing_is_left(tmp_path)
 
 
 def test_a_disk_that_is_too_small_is_refused_with_both_values(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123_456))
     monkeypatch.setattr(tensors, "write_file", None)  # nothing is written
-    with pytest.raises(
-        DFlashError, match=r"dst needs 16\.\d\d MB, but only 123\.46 kB are free in .*; free some"
-    ):
+    with pytest.raises(DFlashError, match=r"dst needs 16\.\d\d MB, .* 123\.46 kB"):
         main(pair)
     assert nothing_is_left(tmp_path)
 
@@ -215,12 +209,8 @@ def test_space_is_checked_to_the_byte(tmp_path, monkeypatch):
 
 
 def test_sizes_are_given_in_the_largest_unit_that_fits():
-    assert [gigabytes(size) for size in (12, 1500, 2_345_000, 4 * 10**9)] == [
-        "12 bytes",
-        "1.50 kB",
-        "2.35 MB",
-        "4.00 GB",
-    ]
+    sizes = [gigabytes(size) for size in (12, 1500, 2_345_000, 4 * 10**9)]
+    assert sizes == ["12 bytes", "1.50 kB", "2.35 MB", "4.00 GB"]
 
 
 @pytest.mark.parametrize("part", ["model", "drafter"])
@@ -235,15 +225,6 @@ def test_a_source_that_is_cut_off_meanwhile_is_named_and_nothing_is_left(
         write_shards(*arguments)
 
     monkeypatch.setattr(run, "write_shards", cut_first)
-    with pytest.raises(DFlashError, match=rf"{tmp_path / part} can no longer be read .*; check"):
-        main(pair)
-    assert nothing_is_left(tmp_path)
-
-
-def test_a_folder_that_may_not_be_written_to_is_refused(pair, tmp_path, monkeypatch):
-    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    mkdtemp = failing_at(1, staging.tempfile.mkdtemp, denied)
-    monkeypatch.setattr(staging.tempfile, "mkdtemp", mkdtemp)
-    with pytest.raises(DFlashError, match=r"dst cannot be written \(Permission denied\)"):
+    with pytest.raises(DFlashError, match=str(tmp_path / part)):
         main(pair)
     assert nothing_is_left(tmp_path)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +21,10 @@ from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import pair_folder
 from support.converted import assert_same_tensors, tensors
+from support.drafter_formats import FORMATS
 from support.hub_server import Hub, etag, serve
-from support.models import write_drafter, write_model
-from support.speculators import speculators, write
+from support.models import ask_for_code, overwrite, write_drafter, write_model
+from support.reference_dflash import write_drafter_folder
 
 FILES = 4  # of the target: config, tokenizer, its config, weights
 
@@ -40,7 +41,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     repositories = {
         "owner/model": write_model(tmp_path / "hub" / "model"),
         "owner/drafter": in_bfloat16(write_drafter(tmp_path / "hub" / "drafter")),
-        "owner/speculators": write(tmp_path / "hub" / "speculators", speculators()),
+        "owner/speculators": write_drafter_folder(
+            tmp_path / "hub" / "speculators", *FORMATS["speculators, draft vocabulary"]
+        ),
     }
     with serve(repositories) as served:
         template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -67,18 +70,14 @@ def test_a_repository_converts_as_the_folder_it_serves(hub, tmp_path):
     assert len(remote) == FILES + 1  # the index
 
 
-def test_a_pair_of_repositories_converts_and_keeps_their_names(hub, tmp_path):
+def test_a_pair_of_repositories_keeps_their_names_and_is_not_fetched_again(hub, tmp_path):
     main(["owner/model", str(tmp_path / "out" / "dst"), "--pair", "owner/drafter"])
     pair = pair_folder.read(tmp_path / "out" / "dst")
     assert pair.names == {"target": "owner/model", "drafter": "owner/drafter"}
     assert_same_tensors(tensors(pair.drafter), tensors(hub.repositories["owner/drafter"]))
-
-
-def test_what_is_in_the_cache_is_not_fetched_again(hub, tmp_path):
-    main(["owner/model", str(tmp_path / "out" / "first")])
     hub.requests.clear()
-    main(["owner/model", str(tmp_path / "out" / "second")])
-    assert hub.requests == []
+    main(["owner/model", str(tmp_path / "out" / "second"), "--pair", "owner/drafter"])
+    assert {method for method, _, _ in hub.requests} <= {"HEAD"}
 
 
 def test_a_download_that_broke_off_goes_on_where_it_stopped(hub, tmp_path, monkeypatch):
@@ -102,14 +101,10 @@ def test_a_download_that_was_killed_keeps_the_files_that_were_whole(hub, tmp_pat
         mx.save_safetensors(str(folder / f"model-{i:05d}-of-00002.safetensors"), part)
     hub.cut, hub.stall = 200_000, threading.Event()
     arguments = ["owner/model", str(tmp_path / "out" / "dst")]
+    places = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": f"{tmp_path}/cache", "TMPDIR": str(tmp_path)}
     child = subprocess.Popen(
         [sys.executable, "-m", "dflash_mlx.convert", *arguments],
-        env={
-            **os.environ,
-            "HF_ENDPOINT": hub.url,
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "TMPDIR": str(tmp_path),
-        },
+        env={**os.environ, **places},
         stderr=subprocess.DEVNULL,
     )
     blob = tmp_path / "cache" / "models--owner--model" / "blobs"
@@ -138,66 +133,51 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "options", "words"),
     [
-        ("owner/model", "target    owner/model: llama in float32"),
-        ("owner/drafter", "drafter   owner/drafter: DFlashDraftModel in bfloat16, blocks of 8"),
-        ("owner/speculators", "drafter   owner/speculators: DFlashDraftModel in float32"),
+        ("owner/model", [], "target    owner/model: llama in float32, "),
+        (
+            "owner/model",
+            ["--bits", "4"],
+            "target .*: llama in 4 bits in groups of 64, .* float32, ",
+        ),
+        (
+            "owner/drafter",
+            [],
+            "drafter   owner/drafter: DFlashDraftModel in bfloat16, blocks of 8, ",
+        ),
+        ("owner/speculators", [], "drafter .*: DFlashDraftModel in float32, blocks of 6, "),
     ],
 )
-def test_a_dry_run_fetches_heads_only_and_says_what_would_be_done(
-    hub, tmp_path, capsys, name, words
+def test_a_dry_run_fetches_heads_only_and_foretells_what_is_written(
+    hub, tmp_path, capsys, name, options, words
 ):
-    main([name, str(tmp_path / "out" / "dst"), "--check"])
-    printed = capsys.readouterr().out
-    assert printed.startswith(words)
-    stored = hub.repositories[name] / "model.safetensors"
-    assert "download  " in printed and "memory    at most about" in printed
+    arguments = [name, str(tmp_path / "out" / "dst"), *options]
+    main([*arguments, "--check"])
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in rest] == ["disk", "download", "memory"]
     assert weight_requests(hub) == ["bytes=0-100000"]
+    stored = hub.repositories[name] / "model.safetensors"
     cached = [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
     assert stored.stat().st_size not in [file.stat().st_size for file in cached]
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_a_dry_run_foretells_the_size_of_a_drafter_from_the_types_in_its_heads(
-    hub, tmp_path, capsys
-):
-    main(["owner/drafter", str(tmp_path / "out" / "dst"), "--check"])
-    size = sum(array.nbytes for array in tensors(hub.repositories["owner/drafter"]).values())
-    assert capsys.readouterr().out.splitlines()[0].endswith(f", {size / 1000:.2f} kB")
-
-
-def test_weight_files_that_are_not_fetched_are_not_looked_at(hub, tmp_path):
-    folder = hub.repositories["owner/drafter"]
-    shutil.copyfile(folder / "model.safetensors", folder / "optimizer.safetensors")
-    main(["owner/drafter", str(tmp_path / "out" / "dst")])
-    (folder / "optimizer.safetensors").unlink()
-    assert_same_tensors(tensors(tmp_path / "out" / "dst"), tensors(folder))
+    main(arguments)
+    written = tensors(tmp_path / "out" / "dst").values()
+    size = sum(array.nbytes for array in written)
+    assert re.fullmatch(f"{words}{size / 1000:.2f} kB", first)
 
 
 def test_a_target_without_a_tokenizer_is_refused_before_it_is_fetched(hub, tmp_path):
     (hub.repositories["owner/model"] / "tokenizer.json").unlink()
     for options in ([], ["--check"]):
-        with pytest.raises(
-            DFlashError, match="owner/model cannot be loaded, it has no tokenizer .tokenizer.json"
-        ):
+        with pytest.raises(DFlashError, match="owner/model .*tokenizer.json"):
             main(["owner/model", str(tmp_path / "out" / "dst"), *options])
     assert None not in weight_requests(hub)
 
 
-def test_a_dry_run_foretells_the_size_of_a_quantised_destination(hub, tmp_path, capsys):
-    arguments = ["owner/model", str(tmp_path / "out" / "dst"), "--bits", "4"]
-    main([*arguments, "--check"])
-    foretold = capsys.readouterr().out.splitlines()[0]
-    main(arguments)
-    size = sum(array.nbytes for array in tensors(tmp_path / "out" / "dst").values())
-    assert f"{size / 1000:.2f} kB" in foretold
-    assert "4 bits (affine, groups of 64)" in foretold
-
-
 def test_a_download_that_does_not_fit_is_refused_before_it_begins(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
-    with pytest.raises(DFlashError, match=r"the download needs .* MB, but only 1\.00 MB are free"):
+    with pytest.raises(DFlashError, match=r"the download needs .* MB, .* 1\.00 MB"):
         main(["owner/model", str(tmp_path / "out" / "dst")])
     assert weight_requests(hub) == ["bytes=0-100000"]
 
@@ -206,7 +186,7 @@ def test_a_download_that_does_not_fit_is_refused_before_it_begins(hub, tmp_path,
 
 
 def test_a_repository_that_is_not_there_is_one_sentence(hub, tmp_path):
-    with pytest.raises(DFlashError, match="'owner/nonesuch' is neither a folder nor a public mode"):
+    with pytest.raises(DFlashError, match="'owner/nonesuch' .* public model"):
         main(["owner/nonesuch", str(tmp_path / "out" / "dst")])
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -222,7 +202,7 @@ def test_without_a_network_what_is_in_the_cache_still_converts(hub, tmp_path, mo
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", nowhere)
     main(["owner/model", str(tmp_path / "out" / "offline")])
     assert_same_tensors(tensors(tmp_path / "out" / "offline"), tensors(tmp_path / "out" / "online"))
-    with pytest.raises(DFlashError, match=r"the hub cannot be reached .*; check the network"):
+    with pytest.raises(DFlashError, match="owner/drafter .* hub cannot be reached"):
         main(["owner/drafter", str(tmp_path / "out" / "other")])
 
 
@@ -230,37 +210,27 @@ def pickle_it(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def ask_for_code(folder: Path) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "model_file": "own.py"}))
-
-
-def truncate(folder: Path) -> None:
-    file = folder / "config.json"
-    file.write_text(file.read_text()[:-10])
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "value"),
     [
-        (pickle_it, "owner/model holds pickled weights only .pytorch_model.bin"),
-        (ask_for_code, "owner/model asks to run its own Python file 'own.py'"),
-        (truncate, "owner/model/config.json is no readable config.json"),
+        (pickle_it, "owner/model .*pickled.*pytorch_model.bin"),
+        (ask_for_code, "owner/model .*'model.py'"),
+        (overwrite("config.json", "{"), "owner/model/config.json"),
         (lambda folder: (folder / "config.json").unlink(), "owner/model has no config.json"),
     ],
     ids=["pickled", "code", "damaged config", "no config"],
 )
-def test_what_is_refused_of_a_folder_is_refused_before_it_is_fetched(
-    hub, tmp_path, damage, message
-):
+def test_what_is_refused_of_a_folder_is_refused_before_it_is_fetched(hub, tmp_path, damage, value):
     damage(hub.repositories["owner/model"])
-    with pytest.raises(DFlashError, match=message):
+    with pytest.raises(DFlashError, match=value):
         main(["owner/model", str(tmp_path / "out" / "dst")])
     assert None not in weight_requests(hub)
 
 
-def test_other_libraries_copies_of_the_weights_are_not_fetched(hub, tmp_path):
+def test_licences_are_fetched_and_other_libraries_copies_of_the_weights_are_not(hub, tmp_path):
     folder = hub.repositories["owner/model"]
     shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
+    (folder / "LICENSE").write_text("free")
     main(["owner/model", str(tmp_path / "out" / "dst")])
-    assert not any("consolidated" in file for _, file, _ in hub.requests)
+    assert [r for r in hub.requests if "consolidated" in r[1]] == []
+    assert (tmp_path / "out" / "dst" / "LICENSE").read_text() == "free"

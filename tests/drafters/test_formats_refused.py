@@ -1,176 +1,283 @@
-"""Drafter folders of every format that contradict themselves, refused before a weight is read."""
+"""Drafter folders of every format that cannot be used, refused before a weight is read."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import (
-    check_fit,
-    parse_config,
-    read_drafter,
-)
-from support import reference_dflash2
-from support.drafter_formats import (
-    FORMATS,
-    FULL,
-    HALVES,
-    REDUCED,
-    speculators,
-    version_1,
-)
+from dflash_mlx.drafters.dflash.checkpoint import check_fit, parse_config, read_drafter
+from dflash_mlx.models.check import check_drafter
+from support.drafter_formats import FORMATS, FULL, HALVES, REDUCED, speculators, version_1
 from support.reference_dflash import write_drafter_folder
+from support.reference_dflash2 import tiny_config as version_2
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "eagle3": (speculators(speculators_model_type="eagle3"), "'eagle3', .* not supported"),
-    "dspark": (speculators(speculators_model_type="dspark"), "'dspark', .* not supported"),
-    "no network": (speculators(transformer_layer_config={"hidden_size": "wide"}), "hidden_size"),
-    "a network that is a list": (
-        {**speculators(), "transformer_layer_config": [1]},
-        r"transformer_layer_config is \[1\]",
-    ),
-    "another width": (
-        speculators(target_hidden_size=128),
-        "target_hidden_size is 128 and hidden_size 64",
-    ),
-    "samples from the anchor": (speculators(sample_from_anchor=True), "sample_from_anchor"),
-    "a sampled anchor in words": (
-        speculators(sample_from_anchor="false"),
-        "sample_from_anchor is 'false', not true or false",
-    ),
-    "windows in words": (
-        speculators(sliding_window_non_causal="false"),
-        "sliding_window_non_causal is 'false', not true or false",
-    ),
-    "shifted labels": (speculators(shift_label=True), "shift_label is true, supported is false"),
-    "another projector": (
-        speculators(projector_type="domino"),
-        "projector_type is 'domino', supported is 'dflash'",
-    ),
-    "another activation": (
-        speculators(transformer_layer_config={"hidden_act": "gelu_pytorch_tanh"}),
-        "hidden_act is 'gelu_pytorch_tanh', supported is 'silu'",
-    ),
-    "the embedding as a tap": (
-        speculators(aux_hidden_state_layer_ids=[0, 2]),
-        r"\[0, 2\]; .*the embedding, 0, .*dflash_config.target_layer_ids",
-    ),
-    "taps in words": (speculators(aux_hidden_state_layer_ids="all"), "'all'"),
-    "no taps": (speculators(aux_hidden_state_layer_ids=None), "None"),
-    "no mask": (speculators(mask_token_id=None), "mask_token_id"),
-    "a mask outside": (speculators(mask_token_id=97), "mask_token_id is 97, .* 97"),
-    "a larger draft vocabulary": (
-        speculators(draft_vocab_size=98),
-        "draft_vocab_size is 98, not less than the vocabulary of 97",
-    ),
-    "a draft vocabulary with a selector": (
-        speculators("dflash2", draft_vocab_size=40),
-        "draft_vocab_size is 40, but the selector needs",
-    ),
-    "groups that do not divide": (
-        reference_dflash2.tiny_config(dflash_config={"conv_group_size": 24}),
-        "hidden_size 64 does not divide by conv_group_size 24",
-    ),
-    "more taps than rows": (
-        reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": 7}),
-        "conv_kernel_size is 7, more than the block_size 6",
-    ),
-    "more candidates than tokens": (
-        reference_dflash2.tiny_config(dflash_config={"selector_top_k": 98}),
-        "selector_top_k is 98, more than the vocabulary of 97",
-    ),
-    "no candidates": (
-        reference_dflash2.tiny_config(dflash_config={"selector_top_k": 0}),
-        "selector_top_k is 0",
-    ),
-    "packed by another tool": (
-        version_1(quantization_config={"quant_method": "fp8"}),
-        "quantization_config is .*fp8.* not MLX's",
-    ),
-    "packed in another mode": (
-        version_1(quantization={"group_size": 32, "bits": 4, "mode": "mxfp4"}),
-        "quantization.mode is 'mxfp4'",
-    ),
-    "packed in three bits": (version_1(quantization={"group_size": 32, "bits": 3}), "bits .* 3"),
-}
+NAN, INFINITY = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_config_that_cannot_be_drafted_with_is_refused(tmp_path, name):
-    raw, message = REFUSED[name]
+def method(**changes: Any) -> dict[str, Any]:
+    """Of the first version, with these fields of dflash_config."""
+    return version_1(dflash_config=changes)
+
+
+def second(**changes: Any) -> dict[str, Any]:
+    """Of the second version, likewise."""
+    return version_2(dflash_config=changes)
+
+
+def layers(**changes: Any) -> dict[str, Any]:
+    """Of speculators, with these fields of transformer_layer_config."""
+    return speculators(transformer_layer_config=changes)
+
+
+def without(name: str) -> dict[str, Any]:
+    """Of the first version without a field; a dot leads into dflash_config."""
+    raw = version_1()
+    del (raw["dflash_config"] if "." in name else raw)[name.rpartition(".")[2]]
+    return raw
+
+
+REQUIRED = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
+    "num_target_layers", "rms_norm_eps", "max_position_embeddings", "vocab_size", "block_size",
+    "dflash_config", "dflash_config.mask_token_id", "dflash_config.target_layer_ids",
+)  # fmt: skip
+
+# A config.json, and the field and value that the sentence must name
+REFUSED: list[tuple[Any, str]] = [
+    *((without(name), f"lacks.*{name.rpartition('.')[2]}") for name in REQUIRED),
+    # what it describes
+    ([], "unknown"),
+    (without("architectures"), "unknown"),
+    (version_1(architectures=[]), "unknown"),
+    (version_1(architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
+    (version_1(architectures=["DFlash2DraftModel"]), "lacks.*conv_kernel_size"),
+    (version_1(architectures=7), "not a DFlashDraftModel"),
+    (speculators(speculators_model_type="eagle3"), "'eagle3'.* not supported"),
+    (speculators(speculators_model_type="dspark"), "'dspark'.* not supported"),
+    ({**speculators(), "transformer_layer_config": [1]}, r"transformer_layer_config is \[1\]"),
+    (version_1(dflash_config={}) | {"dflash_config": None}, "dflash_config is None"),
+    # what our network does not do
+    (version_1(hidden_act="gelu"), "hidden_act is 'gelu'.*'silu'"),
+    (layers(hidden_act="gelu_pytorch_tanh"), "hidden_act is 'gelu_pytorch_tanh'.*'silu'"),
+    (method(projector_type="domino"), "projector_type is 'domino'.*'dflash'"),
+    (speculators(projector_type="domino"), "projector_type is 'domino'.*'dflash'"),
+    (method(shift_label=True), "shift_label is true"),
+    (speculators(shift_label=True), "shift_label is true"),
+    (speculators(sample_from_anchor=True), "sample_from_anchor is true"),
+    (speculators(target_hidden_size=128), "target_hidden_size is 128 and hidden_size 64"),
+    (version_1(layer_types=["full_attention", "linear_attention"]), "linear_attention"),
+    (version_1(quantization_config={"quant_method": "fp8"}), "quantization_config is .*fp8"),
+    (version_1(quantization={"group_size": 32, "bits": 4, "mode": "mxfp4"}), "mode is 'mxfp4'"),
+    (version_1(quantization={"group_size": 32, "bits": 3}), "bits .* 3"),
+    # flags and numbers
+    *((raw, f"{field} is {value!r}, not true or false") for raw, field, value in (
+        (version_1(attention_bias="false"), "attention_bias", "false"),
+        (version_1(is_causal="false"), "is_causal", "false"),
+        (method(causal=0), "causal", 0),
+        (method(use_swa="false"), "use_swa", "false"),
+        (method(own_head="false"), "own_head", "false"),
+        (method(own_embedding="no"), "own_embedding", "no"),
+        (speculators(sample_from_anchor="false"), "sample_from_anchor", "false"),
+        (speculators(sliding_window_non_causal="false"), "sliding_window_non_causal", "false"),
+    )),
+    (version_1(hidden_size="wide"), "hidden_size is 'wide'"),
+    (version_1(hidden_size=[64]), r"hidden_size is \[64\]"),
+    (layers(hidden_size="wide"), "hidden_size is 'wide'"),
+    (version_1(block_size=7.9), "block_size is 7.9"),
+    (version_1(block_size=INFINITY), "block_size is inf"),
+    (version_1(num_attention_heads=0, num_key_value_heads=0), "num_attention_heads is 0"),
+    ({**without("head_dim"), "num_attention_heads": 0}, "num_attention_heads is 0"),
+    (version_1(num_hidden_layers=0), "num_hidden_layers is 0"),
+    (version_1(num_hidden_layers=1025), "num_hidden_layers is 1025"),
+    (version_1(draft_vocab_size=0), "draft_vocab_size is 0"),
+    (version_1(rms_norm_eps=NAN), "rms_norm_eps is nan"),
+    (version_1(rms_norm_eps=-1.0), "rms_norm_eps is -1.0"),
+    (method(output_multiplier=0), "output_multiplier is 0"),
+    (method(input_embedding_scale=NAN), "input_embedding_scale is nan"),
+    (method(final_logit_softcapping=NAN), "final_logit_softcapping is nan"),
+    (second(selector_top_k=0), "selector_top_k is 0"),
+    *((version_1(**{name: 2**31}), f"{name} is 2147483648") for name in (
+        "hidden_size", "intermediate_size", "vocab_size", "head_dim"
+    )),
+    # numbers that contradict each other
+    (version_1(num_key_value_heads=3), "4 attention heads .* 3 key/value heads"),
+    *((raw, f"block_size is {raw.get('block_size') or 1}") for raw in (
+        version_1(block_size=1), version_1(block_size=-8), version_1(block_size=1025)
+    )),
+    (method(block_size=1), "block_size is 1"),
+    (method(mask_token_id=97), "mask_token_id is 97.* 97"),
+    (method(mask_token_id=-1), "mask_token_id is -1.* 97"),
+    (speculators(mask_token_id=97), "mask_token_id is 97.* 97"),
+    (speculators(mask_token_id=None), "mask_token_id"),
+    (method(target_layer_ids=[]), r"target_layer_ids are \[\]"),
+    (method(target_layer_ids=[0, 3]), r"\[0, 3\].* 3 layers"),
+    (method(target_layer_ids=[-1, 2]), r"\[-1, 2\].* 3 layers"),
+    (method(target_layer_ids=3), "target_layer_ids are 3"),
+    (speculators(aux_hidden_state_layer_ids=[0, 2]), r"\[0, 2\].*dflash_config.target_layer_ids"),
+    (speculators(aux_hidden_state_layer_ids="all"), "layer_ids are 'all'"),
+    (speculators(aux_hidden_state_layer_ids=None), "layer_ids are None"),
+    (version_1(layer_types=["full_attention"]), "layer_types: 1 .* 2 layers"),
+    (version_1(layer_types=5), "config.json"),
+    (version_1(layer_types=["sliding_attention"] * 2), "lacks.*sliding_window"),
+    (method(use_swa=True), "use_swa is true.* layer_types"),
+    (speculators(draft_vocab_size=98), "draft_vocab_size is 98.* 97"),
+    (version_1(draft_vocab_size=40), "draft_vocab_size is 40.*own_head is false"),
+    (speculators("dflash2", draft_vocab_size=40), "draft_vocab_size is 40.*selector"),
+    (second(conv_group_size=24), "hidden_size 64 .* conv_group_size 24"),
+    (second(conv_kernel_size=7), "conv_kernel_size is 7.* block_size 6"),
+    (second(selector_top_k=98), "selector_top_k is 98.* 97"),
+    (version_1(num_attention_heads=2**20, num_key_value_heads=1, head_dim=2**20),
+     "1048576 attention heads of 1048576 .* 2147483647"),
+    (version_1(num_attention_heads=2**16, num_key_value_heads=2**16, head_dim=2**15),
+     "65536 attention heads of 32768 .* 2147483647"),
+    (version_1(hidden_size=2**30), "2 tapped layers of hidden_size 1073741824 .* 2147483647"),
+    (version_2(hidden_size=2**24,
+               dflash_config={"block_size": 256, "conv_group_size": 1, "conv_kernel_size": 256}),
+     "kernel_size 256 over 16777216 groups .* 2147483647"),
+    # ropes
+    (version_1(rope_scaling={"rope_type": "magic"}), "magic"),
+    (version_1(rope_scaling={"rope_type": "linear"}), "rope lacks 'factor'"),
+    (version_1(rope_scaling={"rope_type": "linear", "factor": NAN}), "factor .* is nan"),
+    (version_1(rope_theta=NAN), "rope_theta is nan"),
+    (version_1(rope_theta=0), "rope_theta is 0"),
+    (version_1(rope_parameters={"full_attention": {"rope_theta": 5e5}}), "rope_parameters are"),
+    (version_1(rope_parameters=[1]), r"rope_parameters are \[1\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "value"), REFUSED, ids=[value for _, value in REFUSED])
+def test_a_config_that_cannot_be_drafted_with_is_refused(tmp_path, raw, value):
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(DFlashError, match=message) as failure:
+    with pytest.raises(DFlashError, match=value) as failure:
         read_drafter(tmp_path)
     assert failure.value.next_step
     assert str(tmp_path) in failure.value.what or "bits" in failure.value.what
 
 
-def changed(name: str, **tensors: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    raw, written = FORMATS[name]
-    return raw, {k: v for k, v in {**written, **tensors}.items() if v is not None}
+@pytest.mark.parametrize(
+    "contents",
+    [None, b"", b'{"architectures": ["DFlashDraftModel"]', b"\xff\xfe{}"],
+    ids=["missing", "empty", "cut off", "not text"],
+)
+def test_a_config_that_cannot_be_read_is_refused(tmp_path, contents):
+    if contents is not None:
+        (tmp_path / "config.json").write_bytes(contents)
+    with pytest.raises(DFlashError, match=str(tmp_path)) as failure:
+        read_drafter(tmp_path)
+    assert "drafter" in failure.value.next_step
 
 
-D2T = REDUCED["d2t"]
-TENSORS = {
-    "a head of the whole vocabulary": (
-        changed(HALVES, **{"lm_head.weight": FULL["lm_head.weight"]}),
-        r"lm_head.weight in .* is \(97, 64\), .* asks for \(40, 64\)",
-    ),
-    "no draft vocabulary": (changed(HALVES, d2t=None), "d2t in .* is missing"),
-    "no head": (changed(HALVES, **{"lm_head.weight": None}), "lm_head.weight in .* is missing"),
-    "a fractional draft vocabulary": (
-        changed(HALVES, d2t=D2T.astype(np.float32)),
-        r"d2t in .* is \(40,\), .* asks for \(40,\) of whole numbers",
-    ),
-    "a draft token outside": (
-        changed(HALVES, d2t=D2T + 60, t2d=None),
-        "d2t in .* leads from draft token [0-9]+ to [0-9]+, but the vocabulary has 97",
-    ),
-    "two draft tokens that are one": (
-        changed(HALVES, d2t=-np.arange(40), t2d=None),
-        "d2t in .* leads from 40 draft tokens to only 1 tokens",
-    ),
-    "a mask of other tokens": (
-        changed(HALVES, t2d=~REDUCED["t2d"]),
-        "t2d in .* marks 57 tokens, which are not the 40",
-    ),
-    "a verifier's norm of another width": (
-        changed("speculators", **{"verifier_norm.weight": np.ones(32, np.float32)}),
-        r"verifier_norm.weight in .* is \(32,\), .* asks for \(64,\)",
-    ),
-    "no selector": (
-        changed("version 2", **{"candidate_selector.predecessor_codebook": None}),
-        "candidate_selector.predecessor_codebook in .* is missing",
-    ),
-    "a convolution in the first version": (
-        changed("version 1", **{"layers.0.mlp_conv.base_kernel": np.ones((2, 2, 64), np.float32)}),
-        "mlp_conv.base_kernel in .* no such tensor",
-    ),
-    "a head that nobody asked for": (
-        changed("version 1", **{"lm_head.weight": FULL["lm_head.weight"]}),
-        "lm_head.weight .* no such tensor",
-    ),
-}
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_contradict_the_config_are_refused(tmp_path, name):
-    (raw, tensors), message = TENSORS[name]
-    write_drafter_folder(tmp_path, raw, tensors)
-    with pytest.raises(DFlashError, match=message) as failure:
+# A format, tensors in place of its own (None for none), the tensor's name and both values
+D2T, HEAD, FC = REDUCED["d2t"], "lm_head.weight", "fc.weight"
+UP = "layers.0.mlp.up_proj.weight"
+TENSORS: list[tuple[str, dict[str, Any], str]] = [
+    ("version 1", {"norm.weight": None}, r"norm.weight .* missing.*\(64,\)"),
+    ("version 1", {HEAD: FULL[HEAD]}, r"lm_head.weight .*\(97, 64\).*no such tensor"),
+    ("version 1", {"layers.2.mlp.up_proj.weight": zeros(4)}, "layers.2.mlp.up_proj.* no such"),
+    ("version 1", {FC: zeros(64, 64)}, r"fc.weight .*\(64, 64\).*\(64, 128\)"),
+    ("version 1", {UP: zeros(64, 96)}, r"up_proj.weight .*\(64, 96\).*\(96, 64\)"),
+    ("version 1", {FC: zeros(64, 128, dtype=np.int32)}, "fc.weight .* of whole numbers"),
+    ("version 1", {"layers.0.mlp_conv.base_kernel": zeros(2, 2, 64)}, "base_kernel .* no such"),
+    ("version 2", {"candidate_selector.predecessor_codebook": None}, "decessor_codebook .* missin"),
+    ("speculators", {"verifier_norm.weight": zeros(32)}, r"verifier_norm.*\(32,\).*\(64,\)"),
+    (HALVES, {HEAD: FULL[HEAD]}, r"lm_head.weight .*\(97, 64\).*\(40, 64\)"),
+    (HALVES, {HEAD: None}, "lm_head.weight .* missing"),
+    (HALVES, {"d2t": None}, "d2t .* missing"),
+    (HALVES, {"d2t": D2T.astype(np.float32)}, r"d2t .*\(40,\).*\(40,\) of whole numbers"),
+    (HALVES, {"d2t": D2T + 60, "t2d": None}, "d2t .* draft token [0-9]+ to [0-9]+, .* 97"),
+    (HALVES, {"d2t": -np.arange(40), "t2d": None}, "d2t .* 40 draft tokens to only 1 tokens"),
+    (HALVES, {"t2d": ~REDUCED["t2d"]}, "t2d .* 57 tokens, .* the 40"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "values"), TENSORS, ids=[t[2] for t in TENSORS])
+def test_tensors_other_than_the_config_asks_for_are_refused_unread(
+    tmp_path, monkeypatch, name, changes, values
+):
+    raw, tensors = FORMATS[name]
+    kept = {k: v for k, v in {**tensors, **changes}.items() if v is not None}
+    write_drafter_folder(tmp_path, raw, kept)
+    monkeypatch.setattr(mx, "eval", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(DFlashError, match=values) as failure:
+        read_drafter(tmp_path)
+    assert "--drafter" in failure.value.next_step
+    if "draft token" not in values and "t2d" not in values:  # what the heads alone show
+        assert check_drafter(tmp_path).errors
+
+
+@pytest.mark.parametrize(
+    "field", ["intermediate_size", "vocab_size", "head_dim", "num_attention_heads", "hidden_size"]
+)
+def test_the_largest_sizes_are_compared_with_the_tensors_and_never_made(tmp_path, field):
+    raw = {**method(target_layer_ids=[0]), "num_attention_heads": 1, "num_key_value_heads": 1}
+    raw |= {field: 2**31 - 1, **({"head_dim": 1} if field == "num_attention_heads" else {})}
+    write_drafter_folder(tmp_path, raw, FORMATS["version 1"][1])
+    with pytest.raises(DFlashError, match="tensor .* is .* asks for"):
+        read_drafter(tmp_path)
+    assert check_drafter(tmp_path).errors
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", None])
+def test_a_folder_without_tensors_is_refused(tmp_path, file):
+    write_drafter_folder(tmp_path, version_1(), {})
+    (tmp_path / "model.safetensors").rename(tmp_path / (file or "nothing"))
+    with pytest.raises(DFlashError, match="safetensors"):
+        read_drafter(tmp_path)
+    assert check_drafter(tmp_path).errors
+
+
+def header(**changes: Any) -> bytes:
+    entry = {"dtype": "F32", "shape": [64], "data_offsets": [0, 256], **changes}
+    text = json.dumps({"norm.weight": entry}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(256)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(lambda contents, keep=keep: contents[:keep] for keep in (0, 7, 100, 40_000, -1)),
+        lambda _: (1 << 40).to_bytes(8, "little") + b"{}",
+        lambda _: header(data_offsets=[0, 1 << 30]),
+        lambda _: header(shape=[65]),
+        lambda _: header(dtype="F16"),
+        lambda _: header(data_offsets=[256, 0]),
+        lambda _: b"no safetensors at all, only a line of text",
+    ],
+)
+def test_a_damaged_file_is_refused_by_its_name(tmp_path, damage):
+    file = write_drafter_folder(tmp_path, *FORMATS["version 1"]) / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(DFlashError, match=r"model\.safetensors is damaged") as failure:
         read_drafter(tmp_path)
     assert "--drafter" in failure.value.next_step
 
 
-def test_a_drafter_that_does_not_know_its_targets_depth_must_still_read_layers_that_are_there():
-    config = parse_config(speculators(), "tiny")
-    assert config.num_target_layers is None
-    target = {"hidden_size": 64, "vocab_size": 97, "num_hidden_layers": 3}
-    check_fit(config, target, "tiny")
-    with pytest.raises(DFlashError, match=r"reads layer 2 .* tiny has 2 layers") as failure:
-        check_fit(config, {**target, "num_hidden_layers": 2}, "tiny")
-    assert "--drafter" in failure.value.next_step
+# Whether a drafter fits a target
+
+TARGET = {"hidden_size": 64, "vocab_size": 97, "num_hidden_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "value", "values"),
+    [
+        (version_1(), "hidden_size", 128, "hidden_size 64, but tiny has 128"),
+        (version_1(), "vocab_size", 98, "vocab_size 97, but tiny has 98"),
+        (version_1(), "num_hidden_layers", 5, "layers 3, but tiny has 5"),
+        (speculators(), "num_hidden_layers", 2, "layer 2 .* tiny has 2 layers"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused_with_both_values(raw, field, value, values):
+    config = parse_config(raw, "tiny")
+    check_fit(config, TARGET, "tiny")
+    with pytest.raises(DFlashError, match=values) as failure:
+        check_fit(config, {**TARGET, field: value}, "tiny")
+    assert "--drafter" in failure.value.next_step and "--method none" in failure.value.next_step

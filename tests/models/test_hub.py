@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from dflash_chat import memory, picker
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
-from dflash_mlx.convert import hub as convert_hub
+from dflash_mlx.convert.source import open_part
 from dflash_mlx.models.check import check_target
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import whole_copy
@@ -243,7 +243,7 @@ def test_a_target_is_not_whole_with_other_libraries_weights_alone(model):
 
 
 @pytest.mark.parametrize("files", [["config.json"], ["config.json", SHARDS[0]], SHARDS])
-def test_half_a_download_is_no_model_anywhere(sharded, monkeypatch, files):
+def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, files):
     for file in files:
         hf_hub_download("owner/model", file)
     needed = memory.needed(sharded, TARGET_WEIGHTS)
@@ -251,17 +251,20 @@ def test_half_a_download_is_no_model_anywhere(sharded, monkeypatch, files):
     assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == pytest.approx(needed, rel=0.05)
     with monkeypatch.context() as patches:
         go_offline(patches)
-        assert convert_hub.cached("owner/model") is None
+        with pytest.raises(DFlashError):
+            open_part("owner/model", tmp_path)
     report = check_named(PairConfig("owner/model"))
     assert not report.errors
     assert report.target.source.folder is None
 
 
-def test_a_finished_download_is_a_model_everywhere_also_without_a_network(sharded, monkeypatch):
+def test_a_finished_download_is_a_model_everywhere_without_a_network(
+    sharded, tmp_path, monkeypatch
+):
     folder = Path(snapshot_download("owner/model", allow_patterns=["*.json", TARGET_WEIGHTS]))
     go_offline(monkeypatch)
     assert whole_copy("owner/model").folder == folder
-    assert convert_hub.cached("owner/model") == folder
+    assert open_part("owner/model", tmp_path).path == folder
     assert listed_in_the_cache(monkeypatch) == ["owner/model"]
     needed = memory.needed(sharded, TARGET_WEIGHTS)
     assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == needed

@@ -11,8 +11,8 @@ import mlx.core as mx
 from dflash_mlx.convert.__main__ import main
 
 
-def convert(source: Path, destination: Path, *options: str) -> Path:
-    main([str(source), str(destination), *options])
+def convert(source: Path, destination: Path, *options: str | Path) -> Path:
+    main([str(source), str(destination), *map(str, options)])
     return destination
 
 

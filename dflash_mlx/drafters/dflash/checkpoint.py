@@ -3,6 +3,8 @@
 Formats: z-lab's DFlash (variable-prefix drafters have the same) and DFlash 2, vLLM's speculators,
 and our own folders, which are z-lab's with weights that MLX may have packed. A format is read by
 telling its config.json in z-lab's words, so what follows knows one format only.
+
+This is the file side of the family; `drafters/formats.py` lists what every family offers.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.core.findings import Finding, in_one_line
 from dflash_mlx.drafters.dflash import speculators
 from dflash_mlx.drafters.dflash.config_file import (
     VERSION_1,
@@ -29,11 +31,14 @@ from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.dflash.quantized import quantize_network
 from dflash_mlx.drafters.dflash.tensors import (
     DOWNLOAD_AGAIN,
-    drafter_files,
-    found_headers,
     make_network,
+    read_headers,
     read_tensors,
 )
+from dflash_mlx.drafters.dflash.tensors import check_tensors as check_tensors  # with the others
+
+CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
+_MARKS = ("dflash_config", "speculators_model_type", "speculators_config")
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,18 @@ class DrafterFolder:
         return network
 
 
+def recognises(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is one of these formats, readable or not."""
+    return architecture(raw).startswith("DFlash") or any(mark in raw for mark in _MARKS)
+
+
 def read_config(folder: Path) -> NetworkConfig:
     """The drafter's configuration from `folder`/config.json.
 
     Raises DFlashError when the file is missing, damaged, incomplete, inconsistent or describes
     another kind of drafter.
     """
-    return parse_config(*_contents(folder))
+    return _read(folder)[0]
 
 
 def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> NetworkConfig:
@@ -97,43 +107,35 @@ def _parse(raw: Any, source: str, names: Collection[str]) -> tuple[NetworkConfig
     return config, told
 
 
-class Misfit(NamedTuple):
-    """A number of the two configurations that differs. what: the drafter's side, for a sentence."""
-
-    what: str
-    field: str
-    made_for: int
-    has: Any
-    unit: str = ""
-
-
-def misfits(config: NetworkConfig, target: Mapping[str, Any]) -> Iterator[Misfit]:
-    """What keeps a drafter from a target with this configuration.
+def misfits(
+    config: NetworkConfig, target: Mapping[str, Any], name: str, drafter: str = ""
+) -> Iterator[Finding]:
+    """What keeps a drafter from a target, each with both values.
 
     target: `hidden_size`, `vocab_size` and `num_hidden_layers` as in the target's config.json.
+    name, drafter: what to call the two.
     """
-    numbers = {
-        "hidden_size": ("hidden_size", config.hidden_size),
-        "vocab_size": ("vocab_size", config.vocab_size),
-        "num_hidden_layers": ("number of target layers", config.num_target_layers),
+    who = f"the drafter {drafter}".rstrip()
+    made_for = {
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_target_layers,
     }
-    for field, (words, made_for) in numbers.items():
-        has = target.get(field)
-        if made_for is not None and has != made_for:
-            yield Misfit(f"was made for a target with {words} {made_for}", field, made_for, has)
+    for field, number in made_for.items():
+        if number is not None and (has := target.get(field)) != number:
+            words = field.replace("num_hidden_layers", "number of target layers")
+            what = f"{who} was made for a target with {words} {number}, but {name} has "
+            yield Finding("error", what + str(has)[:80], CHOOSE_ANOTHER)
     layers, last = target.get("num_hidden_layers"), max(config.target_layer_ids)
     if config.num_target_layers is None and type(layers) is int and last >= layers:
-        what = f"reads layer {last} (counted from 0)"
-        yield Misfit(what, "target_layer_ids", last, layers, " layers")
+        what = f"{who} reads layer {last} (counted from 0), but {name} has {layers} layers"
+        yield Finding("error", what, CHOOSE_ANOTHER)
 
 
 def check_fit(config: NetworkConfig, target: Mapping[str, Any], name: str) -> None:
     """Raise DFlashError unless the drafter was made for this target, see `misfits`."""
-    for misfit in misfits(config, target):
-        raise DFlashError(
-            f"the drafter {misfit.what}, but {name} has {misfit.has}{misfit.unit}",
-            "choose the drafter of this model with --drafter, or --method none",
-        )
+    for misfit in misfits(config, target, name):
+        raise DFlashError(misfit.what, misfit.next_step)
 
 
 def check_block_size(block_size: int | None, config: NetworkConfig) -> None:
@@ -146,15 +148,16 @@ def check_block_size(block_size: int | None, config: NetworkConfig) -> None:
         )
 
 
-def read_drafter(folder: Path) -> DrafterFolder:
+def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
     """A drafter folder of any format, checked, its tensors under our names and still lazy.
 
-    Raises DFlashError, before any weight is read, for a config.json that `read_config` refuses,
-    for damaged files and for missing, unexpected or misshapen tensors.
+    has_values: whether there is anything behind the heads of its weight files. Raises DFlashError,
+    before any weight is read, for a config.json that `read_config` refuses, for damaged files and
+    for missing, unexpected or misshapen tensors.
     """
-    config, told = _parse(*_contents(folder))
+    config, told = _read(folder)
     told = {name: value for name, value in told.items() if name != "auto_map"}
-    return DrafterFolder(config, read_tensors(folder, config), told)
+    return DrafterFolder(config, read_tensors(folder, config, has_values), told)
 
 
 def load_network(
@@ -165,8 +168,7 @@ def load_network(
     config: what `read_config` found there. bits: pack the matrices of a drafter that is not packed
     yet (see `quantize_network`). Raises as `read_drafter` does.
     """
-    network = make_network(config, str(folder))
-    network.load_weights(list(read_tensors(folder, config).items()))
+    network = DrafterFolder(config, read_tensors(folder, config), {}).network()
     network.set_dtype(dtype)
     if bits is not None and config.quantization is None:
         quantize_network(network, bits)
@@ -175,8 +177,8 @@ def load_network(
     return network
 
 
-def _contents(folder: Path) -> tuple[Any, str, Collection[str]]:
-    """What config.json has, where it is, and the names of the tensors where the format needs it."""
+def _read(folder: Path) -> tuple[NetworkConfig, dict[str, Any]]:
+    """As `_parse`, from a folder."""
     file = folder / "config.json"
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -184,5 +186,5 @@ def _contents(folder: Path) -> tuple[Any, str, Collection[str]]:
         raise DFlashError(f"{folder} has no config.json", "give a drafter folder") from None
     except (ValueError, OSError, RecursionError) as error:
         raise DFlashError(f"{file} cannot be read ({error})", DOWNLOAD_AGAIN) from None
-    names = found_headers(drafter_files(folder)) if speculators.is_speculators(raw) else ()
-    return raw, str(folder), names
+    names = read_headers(folder) if speculators.is_speculators(raw) else ()
+    return _parse(raw, str(folder), names)

@@ -12,10 +12,11 @@ from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig
 from dflash_mlx.drafters.dflash.network import NetworkConfig
 from dflash_mlx.drafters.dflash.quantized import Quantization
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
-from dflash_mlx.system.safetensors_header import MAX_DIMENSION as MAX_SIZE
+from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
 VERSION_1, VERSION_2 = "DFlashDraftModel", "DFlash2DraftModel"
 MAX_LAYERS = 1024  # published drafters have 5 to 8
+MAX_BLOCK = 1024  # positions; published drafters have 4 to 16
 ACTIVATION, PROJECTOR = "silu", "dflash"
 
 Fields = dict[str, Any]
@@ -40,32 +41,31 @@ def parse_fields(raw: Fields) -> NetworkConfig:
     if flag(dflash, "use_swa") and not any(windows):
         raise ValueError("dflash_config.use_swa is true, but layer_types has no sliding_attention")
     width, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
-    version_2 = architecture(raw) == VERSION_2
+    either = {**raw, **dflash}
     return NetworkConfig(
         hidden_size=width,
         intermediate_size=_size(raw, "intermediate_size"),
         num_attention_heads=heads,
         num_key_value_heads=_size(raw, "num_key_value_heads", heads),
         head_dim=_size(raw, "head_dim", width // heads),
-        rms_norm_eps=_positive(raw, "rms_norm_eps"),
+        rms_norm_eps=_number(raw, "rms_norm_eps", above=0),
         rope=_rope(raw),
         max_position_embeddings=_size(raw, "max_position_embeddings"),
         layer_windows=windows,
         layer_causal=_layer_causal(raw, dflash, windows),
         attention_bias=flag(raw, "attention_bias"),
-        block_size=_whole(dflash if "block_size" in dflash else raw, "block_size"),
+        block_size=_whole(either, "block_size"),
         mask_token_id=_whole(dflash, "mask_token_id"),
         target_layer_ids=_taps(dflash),
         num_target_layers=_target_layers(raw),
         vocab_size=_size(raw, "vocab_size"),
-        input_embedding_scale=_positive(dflash, "input_embedding_scale", 1.0),
-        output_multiplier=_positive(dflash, "output_multiplier", 1.0),
-        final_logit_softcapping=_softcap(raw, dflash),
+        input_embedding_scale=_number(dflash, "input_embedding_scale", 1.0, above=0),
+        output_multiplier=_number(dflash, "output_multiplier", 1.0, above=0),
+        final_logit_softcapping=_number(either, "final_logit_softcapping", 0.0) or None,
         draft_vocab_size=_size(raw, "draft_vocab_size", 0) or None,
         own_embedding=flag(dflash, "own_embedding"),
         own_head=flag(dflash, "own_head"),
-        convolution=_convolution({**raw, **dflash}) if version_2 else None,
-        selector=_selector({**raw, **dflash}) if version_2 else None,
+        **(_second_version(either) if architecture(raw) == VERSION_2 else {}),
         quantization=_quantization(raw),
         notes=_notes(raw),
     )
@@ -73,62 +73,41 @@ def parse_fields(raw: Fields) -> NetworkConfig:
 
 def problems(config: NetworkConfig) -> list[str]:
     """Why the fields contradict each other; empty where they do not."""
+    width, dim, block = config.hidden_size, config.head_dim, config.block_size
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    taps, vocabulary = config.target_layer_ids, config.vocab_size
+    taps, vocabulary, own = config.target_layer_ids, config.vocab_size, config.draft_vocab_size
     layers = max(*taps, 0) + 1 if config.num_target_layers is None else config.num_target_layers
+    conv, selector = config.convolution or ConvolutionConfig(0, 1), config.selector
+    top_k, groups = 0 if selector is None else selector.top_k, max(1, width // conv.group_size)
+    products = {  # dimensions that MLX may be unable to have although each factor is one
+        f"{heads} attention heads of {dim}": heads * dim,
+        f"{kv_heads} key/value heads of {dim}": kv_heads * dim,
+        f"{len(taps)} tapped layers of hidden_size {width}": len(taps) * width,
+        f"two convolutions of conv_kernel_size {conv.kernel_size} over {groups} groups":
+            2 * conv.kernel_size * groups,
+    }  # fmt: skip
     found = {
         f"{heads} attention heads do not divide by {kv_heads} key/value heads": heads % kv_heads,
-        f"block_size is {config.block_size}": config.block_size < 2,
+        f"block_size is {block}, not from 2 to {MAX_BLOCK}": not 2 <= block <= MAX_BLOCK,
         f"mask_token_id is {config.mask_token_id}, outside the vocabulary of {vocabulary}":
             not 0 <= config.mask_token_id < vocabulary,
         f"target_layer_ids are {list(taps)}, outside the {layers} layers of the target":
             not taps or not all(0 <= tap < layers for tap in taps),
-        **_vocabulary_problems(config),
-        **_second_version_problems(config),
-        **_product_problems(config),
+        f"draft_vocab_size is {own}, not less than the vocabulary of {vocabulary}":
+            own is not None and own >= vocabulary,
+        f"draft_vocab_size is {own}, but own_head is false":
+            own is not None and not config.own_head,
+        f"draft_vocab_size is {own}, but the selector needs the vocabulary of {vocabulary}":
+            own is not None and selector is not None,
+        f"hidden_size {width} does not divide by conv_group_size {conv.group_size}":
+            width % conv.group_size,
+        f"conv_kernel_size is {conv.kernel_size}, more than the block_size {block}":
+            conv.kernel_size > block,
+        f"selector_top_k is {top_k}, more than the vocabulary of {vocabulary}": top_k > vocabulary,
+        **{f"{what} are more than {MAX_DIMENSION}": size > MAX_DIMENSION
+           for what, size in products.items()},
     }  # fmt: skip
     return [problem for problem, wrong in found.items() if wrong]
-
-
-def _vocabulary_problems(config: NetworkConfig) -> dict[str, bool]:
-    own, vocabulary = config.draft_vocab_size, config.vocab_size
-    if own is None:
-        return {}
-    what = f"draft_vocab_size is {own}"
-    return {
-        f"{what}, not less than the vocabulary of {vocabulary}": own >= vocabulary,
-        f"{what}, but own_head is false": not config.own_head,
-        f"{what}, but the selector needs the vocabulary of {vocabulary}":
-            config.selector is not None,
-    }  # fmt: skip
-
-
-def _second_version_problems(config: NetworkConfig) -> dict[str, bool]:
-    if config.convolution is None or config.selector is None:
-        return {}
-    width, taps, top_k = config.hidden_size, config.convolution.kernel_size, config.selector.top_k
-    group, block, vocabulary = config.convolution.group_size, config.block_size, config.vocab_size
-    return {
-        f"hidden_size {width} does not divide by conv_group_size {group}": width % group != 0,
-        f"conv_kernel_size is {taps}, more than the block_size {block}": taps > block,
-        f"selector_top_k is {top_k}, more than the vocabulary of {vocabulary}": top_k > vocabulary,
-    }
-
-
-def _product_problems(config: NetworkConfig) -> dict[str, bool]:
-    """Dimensions that MLX cannot have although each of their factors can be one."""
-    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    width, taps = config.hidden_size, len(config.target_layer_ids)
-    products = {
-        f"{heads} attention heads of {dim}": heads * dim,
-        f"{kv_heads} key/value heads of {dim}": kv_heads * dim,
-        f"{taps} tapped layers of hidden_size {width}": taps * width,
-    }
-    if (conv := config.convolution) is not None:
-        groups = max(1, width // conv.group_size)
-        what = f"two convolutions of conv_kernel_size {conv.kernel_size} over {groups} groups"
-        products[what] = 2 * conv.kernel_size * groups
-    return {f"{what} are more than {MAX_SIZE}": n > MAX_SIZE for what, n in products.items()}
 
 
 def _check_kind(raw: Fields, dflash: Fields) -> None:
@@ -152,37 +131,31 @@ def flag(raw: Fields, name: str, default: bool = False) -> bool:
     return default if value is None else value
 
 
-def _positive(raw: Fields, name: str, default: float | None = None) -> float:
-    if (value := _number(raw, name, default)) <= 0:
-        raise ValueError(f"{name} is {value!r}, not above 0")
-    return value
-
-
-def _number(raw: Fields, name: str, default: float | None = None) -> float:
-    value = raw[name] if default is None else raw.get(name)
+def _number(
+    raw: Fields, name: str, default: float | None = None, above: float = -math.inf
+) -> float:
+    value: Any = raw[name] if default is None else raw.get(name)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is {value!r}, not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}, not a finite number")
-    return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not above < value < math.inf:
+        least = "" if above == -math.inf else f" above {above}"
+        raise ValueError(f"{name} is {value!r}, not a finite number{least}")
+    return value  # type: ignore[no-any-return]
 
 
-def _whole(raw: Fields, name: str, default: int | None = None) -> int:
-    value = _number(raw, name, default)
-    if value != int(value):
-        raise ValueError(f"{name} is {value!r}, not a whole number")
+def _whole(raw: Fields, name: str, default: int | None = None, least: float = -math.inf) -> int:
+    if default is not None and raw.get(name) is None:
+        return default
+    value = _number(raw, name)
+    if value != int(value) or not least <= value <= MAX_DIMENSION:
+        lowest = "up" if least == -math.inf else f"from {least}"
+        raise ValueError(f"{name} is {value!r}, not a whole number {lowest} to {MAX_DIMENSION}")
     return int(value)
 
 
 def _size(raw: Fields, name: str, default: int | None = None) -> int:
-    value = _whole(raw, name, default)
-    if value < 1 and not (value == default and raw.get(name) is None):
-        raise ValueError(f"{name} is {value!r}, not from 1 on")
-    if value > MAX_SIZE:
-        raise ValueError(f"{name} is {value!r}, not up to {MAX_SIZE}")
-    return value
+    return _whole(raw, name, default, least=1)
 
 
 def _target_layers(raw: Fields) -> int | None:
@@ -196,11 +169,6 @@ def _taps(dflash: Fields) -> tuple[int, ...]:
     return tuple(taps)
 
 
-def _softcap(raw: Fields, dflash: Fields) -> float | None:
-    given = dflash if "final_logit_softcapping" in dflash else raw
-    return _number(given, "final_logit_softcapping", 0.0) or None
-
-
 def _rope(raw: Fields) -> dict[str, Any]:
     """`rope_parameters` (newer files), or rope_theta beside an optional `rope_scaling`."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -211,8 +179,7 @@ def _rope(raw: Fields) -> dict[str, Any]:
             raise ValueError(f"{name} of the rope is {value!r}, not a finite number")
     rope = dict(given)
     rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    if _number(rope, "rope_theta") <= 0:
-        raise ValueError(f"rope_theta is {rope['rope_theta']!r}")
+    _number(rope, "rope_theta", above=0)
     rope.setdefault("rope_type", rope.get("type", "default"))
     return rope
 
@@ -234,12 +201,10 @@ def _layer_causal(raw: Fields, dflash: Fields, windows: tuple[int | None, ...]) 
     return tuple(flag(given, name, default=window is not None) for window in windows)
 
 
-def _convolution(raw: Fields) -> ConvolutionConfig:
-    return ConvolutionConfig(_size(raw, "conv_kernel_size"), _size(raw, "conv_group_size"))
-
-
-def _selector(raw: Fields) -> SelectorConfig:
-    return SelectorConfig(_size(raw, "selector_rank"), _size(raw, "selector_top_k"))
+def _second_version(fields: Fields) -> dict[str, Any]:
+    taps, group = _size(fields, "conv_kernel_size"), _size(fields, "conv_group_size")
+    rank, top_k = _size(fields, "selector_rank"), _size(fields, "selector_top_k")
+    return {"convolution": ConvolutionConfig(taps, group), "selector": SelectorConfig(rank, top_k)}
 
 
 def _quantization(raw: Fields) -> Quantization | None:

@@ -24,10 +24,14 @@ def save_drafter(folder: Path, network: Network, raw_config: dict[str, Any]) -> 
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: _stored(array) for name, array in parameters_of(network).items()}
     replace_safetensors(folder / "model.safetensors", weights, {"format": "pt"})
-    raw = {**raw_config, "dtype": "bfloat16"}
-    if (packed := quantization_of(network)) is not None:
-        raw["quantization"] = asdict(packed)
+    raw = {**stored_config(network, raw_config), "dtype": "bfloat16"}
     replace_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+
+
+def stored_config(network: Network, raw_config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a folder with this network, which says how it is packed."""
+    packed = quantization_of(network)
+    return raw_config if packed is None else {**raw_config, "quantization": asdict(packed)}
 
 
 def _stored(array: mx.array) -> mx.array:

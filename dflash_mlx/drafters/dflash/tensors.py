@@ -12,10 +12,10 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.core.findings import Finding, in_one_line
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.dflash.quantized import quantize_network
-from dflash_mlx.system.safetensors_header import read_header
+from dflash_mlx.system.safetensors_header import TensorHeader, read_header
 
 DOWNLOAD_AGAIN = "download the drafter again, or choose another one with --drafter"
 
@@ -49,30 +49,15 @@ def make_network(config: NetworkConfig, source: str) -> Network:
     source: for messages. Raises DFlashError for a rope that mlx-lm does not know, for sizes that
     MLX cannot have and for a quantisation that does not fit.
     """
-    _check_rope(config, source)
     try:
         network = Network(config)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise DFlashError(
-            f"MLX cannot make the network that {source} describes ({in_one_line(error)})",
-            DOWNLOAD_AGAIN,
-        ) from None
+    except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError) as error:
+        reason = f"its rope lacks {error}" if isinstance(error, KeyError) else in_one_line(error)
+        what = f"mlx-lm and MLX cannot make the network that {source} describes ({reason})"
+        raise DFlashError(what, DOWNLOAD_AGAIN) from None
     if config.quantization is not None:
         quantize_network(network, config.quantization.bits, config.quantization.group_size)
     return network
-
-
-def _check_rope(config: NetworkConfig, source: str) -> None:
-    from mlx_lm.models.rope_utils import initialize_rope  # takes seconds
-
-    rope, length = config.rope, config.max_position_embeddings
-    try:
-        initialize_rope(config.head_dim, rope["rope_theta"], False, rope, length)
-    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-        raise DFlashError(
-            f"the rope in {source} is {rope}, which mlx-lm refuses ({in_one_line(error)})",
-            DOWNLOAD_AGAIN,
-        ) from None
 
 
 def parameters_of(network: Network) -> dict[str, mx.array]:
@@ -91,25 +76,38 @@ def wanted_headers(config: NetworkConfig, source: str = "the config.json") -> di
     return {name: Header(kinds[name], tuple(array.shape)) for name, array in arrays.items()}
 
 
-def optional_headers(config: NetworkConfig) -> dict[str, Header]:
-    """Tensors that may be there as well and are not needed: speculators' training leaves them."""
+def check_tensors(
+    tensors: Mapping[str, TensorHeader], config: NetworkConfig, source: str
+) -> Iterator[Finding]:
+    """Tensors that are missing, unexpected or of another shape or kind than the config asks for.
+
+    tensors: by their names in the files. source: what to call the folder. Raises as `make_network`.
+    """
+    wanted = wanted_headers(config, source)
+    if not tensors:
+        what = f"the .safetensors files in {source} hold no tensors"
+        yield Finding("error", what, DOWNLOAD_AGAIN)
+        return
+    plain = plain_names(tensors)
+    found = {plain[name]: Header.of(t.dtype, t.shape) for name, t in tensors.items()}
+    expected = _optional_headers(config, found) | wanted
+    for name in sorted(expected.keys() | found.keys()):
+        has, needs = str(found.get(name, "missing")), str(expected.get(name, "no such tensor"))
+        if has != needs:
+            what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
+            yield Finding("error", what, DOWNLOAD_AGAIN)
+
+
+def _optional_headers(config: NetworkConfig, found: Collection[str]) -> dict[str, Header]:
+    """Those of `found` that are not needed and may be there: speculators' training leaves them."""
     d, head = config.hidden_size, config.draft_vocab_size or config.vocab_size
-    found = {
+    optional = {
         "verifier_norm.weight": Header(FLOATING, (d,)),
         "verifier_lm_head.weight": Header(FLOATING, (head, d)),
     }
     if config.draft_vocab_size is not None:
-        found["t2d"] = Header(FLAGS, (config.vocab_size,))  # which ids d2t leads to
-    return found
-
-
-def found_headers(files: list[Path]) -> dict[str, Header]:
-    """All tensors, from the heads of the files alone. Raises DFlashError for a damaged file."""
-    headers: dict[str, Header] = {}
-    for file in files:
-        tensors = read_header(file, DOWNLOAD_AGAIN)
-        headers |= {name: Header.of(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    return {plain: headers[name] for name, plain in plain_names(headers).items()}
+        optional["t2d"] = Header(FLAGS, (config.vocab_size,))  # which ids d2t leads to
+    return {name: header for name, header in optional.items() if name in found}
 
 
 def plain_names(names: Collection[str]) -> dict[str, str]:
@@ -121,48 +119,37 @@ def plain_names(names: Collection[str]) -> dict[str, str]:
     return {name: name if ours != name and ours in names else ours for name, ours in plain.items()}
 
 
-def read_tensors(folder: Path, config: NetworkConfig) -> dict[str, mx.array]:
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """All tensors of a folder by their names in its files; DFlashError for a damaged file."""
+    files = _files(folder)
+    return {n: tensor for file in files for n, tensor in read_header(file, DOWNLOAD_AGAIN).items()}
+
+
+def read_tensors(
+    folder: Path, config: NetworkConfig, has_values: bool = True
+) -> dict[str, mx.array]:
     """The tensors that the network needs, by its names, lazy.
 
-    Raises DFlashError, before any weight is read, for damaged files, for missing, unexpected or
-    misshapen tensors; and for a draft vocabulary that contradicts itself.
+    has_values: whether there is anything behind the heads of the files. Raises DFlashError, before
+    any weight is read, for damaged files, for missing, unexpected or misshapen tensors; and for a
+    draft vocabulary that contradicts itself.
     """
-    files = drafter_files(folder)
-    found = found_headers(files)
-    if files and not found:
-        raise DFlashError(f"the .safetensors files in {folder} hold no tensors", DOWNLOAD_AGAIN)
-    wanted = wanted_headers(config, str(folder))
-    for name, has, needs in differences(found, wanted, optional_headers(config)):
-        raise DFlashError(
-            f"tensor {name} in {folder} is {has}, but its config.json asks for {needs}",
-            DOWNLOAD_AGAIN,
-        )
+    for finding in check_tensors(read_headers(folder), config, str(folder)):
+        raise DFlashError(finding.what, finding.next_step)
     tensors: dict[str, mx.array] = {}
-    for file in files:
-        arrays = mx.load(str(file))
-        assert isinstance(arrays, dict)
-        tensors |= arrays
+    for file in _files(folder):
+        tensors |= mx.load(str(file))  # type: ignore[arg-type]
     tensors = {plain: tensors[name] for name, plain in plain_names(tensors).items()}
     if config.draft_vocab_size is not None:
         tensors["d2t"] = tensors["d2t"].astype(mx.int64)
-        _check_vocabulary(folder, config, np.array(tensors["d2t"]), tensors.get("t2d"))
-    return {name: tensors[name] for name in wanted}
+        if has_values:
+            _check_vocabulary(folder, config, np.array(tensors["d2t"]), tensors.get("t2d"))
+    return {name: tensors[name] for name in wanted_headers(config, str(folder))}
 
 
-def drafter_files(folder: Path) -> list[Path]:
+def _files(folder: Path) -> list[Path]:
     """One file, or the shards of one."""
     return sorted(folder.glob("*.safetensors"))
-
-
-def differences(
-    found: Mapping[str, Header], wanted: Mapping[str, Header], optional: Mapping[str, Header]
-) -> Iterator[tuple[str, str, str]]:
-    """Tensors that are missing, unexpected or unlike: the name, what it is, what it should be."""
-    expected = {**{name: optional[name] for name in optional.keys() & found.keys()}, **wanted}
-    for name in sorted(expected.keys() | found.keys()):
-        has, needs = found.get(name, "missing"), expected.get(name, "no such tensor")
-        if has != needs:
-            yield name, str(has), str(needs)
 
 
 def _check_vocabulary(
@@ -170,22 +157,19 @@ def _check_vocabulary(
 ) -> None:
     """Raise DFlashError unless the draft ids lead to different ids of the target, those of t2d."""
     ids, vocabulary = np.arange(len(d2t)) + d2t, config.vocab_size
-    outside = (ids < 0) | (ids >= vocabulary)
-    if outside.any():
-        draft_id = int(outside.argmax())
-        raise DFlashError(
-            f"d2t in {folder} leads from draft token {draft_id} to {ids[draft_id]}, but the "
-            f"vocabulary has {vocabulary}",
-            DOWNLOAD_AGAIN,
+    outside = np.flatnonzero((ids < 0) | (ids >= vocabulary))
+    problem = ""
+    if len(outside):
+        problem = (
+            f"d2t in {folder} leads from draft token {outside[0]} to {ids[outside[0]]}, but the "
+            f"vocabulary has {vocabulary}"
         )
-    if (different := len(np.unique(ids))) < len(ids):
-        raise DFlashError(
-            f"d2t in {folder} leads from {len(ids)} draft tokens to only {different} tokens",
-            DOWNLOAD_AGAIN,
-        )
-    if t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), np.sort(ids)):
-        raise DFlashError(
+    elif (different := len(np.unique(ids))) < len(ids):
+        problem = f"d2t in {folder} leads from {len(ids)} draft tokens to only {different} tokens"
+    elif t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), np.sort(ids)):
+        problem = (
             f"t2d in {folder} marks {int(t2d.sum())} tokens, which are not the {len(ids)} that "
-            "d2t leads to",
-            DOWNLOAD_AGAIN,
+            "d2t leads to"
         )
+    if problem:
+        raise DFlashError(problem, DOWNLOAD_AGAIN)

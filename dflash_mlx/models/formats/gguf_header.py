@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, Keys
 
@@ -34,28 +33,17 @@ _TYPES = {
     GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d", GGUFValueType.STRING: "",
 }  # fmt: skip
 
+READABLE = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0")  # types of tensors
+
 Metadata = dict[str, Any]
 
 
-class GgufTensor(NamedTuple):
-    """A tensor's description; shape with the fastest dimension first, as in the file."""
-
-    kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
+class _Unreadable(Exception):
+    """A tensor's type, where MLX might stop without a word."""
 
 
-@dataclass(frozen=True)
-class GgufHeader:
-    """Metadata, of whose arrays only the lengths are kept, and all tensors."""
-
-    metadata: Metadata
-    tensors: dict[str, GgufTensor]
-
-
-def read_gguf_header(file: Path) -> GgufHeader:
-    """The head of a GGUF file; DFlashError for one that is no whole, consistent GGUF file."""
+def check_gguf(file: Path) -> None:
+    """Raise DFlashError for a file that is no whole, consistent one, or that MLX does not read."""
     try:
         if not file.is_file():
             raise ValueError("it is no file")
@@ -65,7 +53,10 @@ def read_gguf_header(file: Path) -> GgufHeader:
             open(file, "rb") as opened,
             mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents,
         ):
-            return _read(_Cursor(contents))
+            _check(_Cursor(contents))
+    except _Unreadable as error:
+        step = f"choose a GGUF file of type {', '.join(READABLE)}"
+        raise DFlashError(f"in {file.name}, {error}, which MLX does not read", step) from None
     except (ValueError, OSError) as error:
         what = f"{file.name} cannot be read as a GGUF file ({error})"
         raise DFlashError(what, "download or copy it again") from None
@@ -117,61 +108,58 @@ class _Cursor:
         return result
 
 
-def _read(cursor: _Cursor) -> GgufHeader:
+def _check(cursor: _Cursor) -> None:
     begin = cursor.skip(4)
     if (magic := cursor.contents[begin:4]) != b"GGUF":
         raise ValueError(f"it begins with {magic!r}, not with b'GGUF'")
     if (version := cursor.value("I")) not in VERSIONS:
         raise ValueError(f"its version is {version}, supported are {VERSIONS}")
-    tensors, entries = cursor.value("Q"), cursor.value("Q")
+    count, entries = cursor.value("Q"), cursor.value("Q")
     metadata = cursor.each(entries, "metadata", lambda: _entry(cursor))
     alignment = metadata.get(Keys.General.ALIGNMENT, ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"its alignment is {alignment!r}, not a power of two")
-    found = cursor.each(tensors, "tensor", lambda: _tensor(cursor, alignment))
-    data = -(-cursor.position // alignment) * alignment
-    _check_layout(found, len(cursor.contents) - data)
-    return GgufHeader(metadata, found)
+    places = cursor.each(count, "tensor", lambda: _place(cursor, alignment))
+    left, end = len(cursor.contents) - -(-cursor.position // alignment) * alignment, 0
+    for name, (begin, stop) in sorted(places.items(), key=lambda item: item[1]):
+        if begin < end:
+            raise ValueError(f"{name[:80]!r} begins at byte {begin}, inside another tensor")
+        end = stop
+    if end > left:
+        raise ValueError(f"its tensors end at byte {end} of the data, it has {max(left, 0)}")
 
 
 def _entry(cursor: _Cursor) -> Any:
-    """A value of the metadata; of an array, a range of as many numbers."""
+    """A value of the metadata; None for an array."""
     if (kind := cursor.kind(GGUFValueType)) is not GGUFValueType.ARRAY:
         return cursor.value(_TYPES[kind])
     kind, count = cursor.kind(GGUFValueType), cursor.value("Q")
     if kind is GGUFValueType.ARRAY or count > MAX_ELEMENTS:
         raise ValueError(f"{cursor.at} is an array of {count} {kind.name}, up to {MAX_ELEMENTS}")
-    if kind is GGUFValueType.STRING:
-        for _ in range(count):
-            cursor.value("")
-    else:
+    if kind is not GGUFValueType.STRING:
         cursor.skip(count * struct.calcsize(_TYPES[kind]))
-    return range(count)
+        return None
+    for _ in range(count):
+        cursor.value("")
+    return None
 
 
-def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
+def _place(cursor: _Cursor, alignment: int) -> tuple[int, int]:
+    """Where a tensor begins and ends; its shape has the fastest dimension first."""
     if not 1 <= (dimensions := cursor.value("I")) <= MAX_DIMENSIONS:
         raise ValueError(f"{cursor.at} has {dimensions} dimensions, 1 to {MAX_DIMENSIONS} can be")
-    shape = tuple(cursor.value("Q") for _ in range(dimensions))
+    shape = [cursor.value("Q") for _ in range(dimensions)]
     if not all(1 <= n <= MAX_DIMENSION for n in shape):
-        raise ValueError(f"the shape of {cursor.at} is {list(shape)}")
-    kind, offset = cursor.kind(GGMLQuantizationType), cursor.value("Q")
+        raise ValueError(f"the shape of {cursor.at} is {shape}")
+    kind, begin = cursor.kind(GGMLQuantizationType), cursor.value("Q")
+    if kind.name not in READABLE:
+        raise _Unreadable(f"{cursor.at} is of type {kind.name}")
     block, size = GGML_QUANT_SIZES[kind]
     if shape[0] % block:
         raise ValueError(f"{cursor.at} has rows of {shape[0]}, {kind.name} has blocks of {block}")
-    if offset % alignment:
-        raise ValueError(f"{cursor.at} begins at byte {offset}, aligned to {alignment}")
-    return GgufTensor(kind, shape, offset, math.prod(shape) // block * size)
-
-
-def _check_layout(tensors: dict[str, GgufTensor], data_bytes: int) -> None:
-    end = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if tensor.offset < end:
-            raise ValueError(f"{name[:80]!r} begins at byte {tensor.offset}, inside another tensor")
-        end = tensor.offset + tensor.nbytes
-    if end > data_bytes:
-        raise ValueError(f"its tensors end at byte {end} of the data, it has {max(data_bytes, 0)}")
+    if begin % alignment:
+        raise ValueError(f"{cursor.at} begins at byte {begin}, aligned to {alignment}")
+    return begin, begin + math.prod(shape) // block * size
 
 
 # Values of the metadata, each checked for its kind and range; ValueError names the key.
@@ -210,12 +198,12 @@ def flag(metadata: Metadata, key: str, default: bool = False) -> bool:
     return value
 
 
-def array(metadata: Metadata, key: str, kind: type = str) -> Sequence[Any]:
-    """The elements of a list; of a file of which only the head is read, as many numbers."""
+def array(metadata: Metadata, key: str, kind: type = str) -> list[Any]:
+    """The elements of a list, all of a kind."""
     name, value = _value(metadata, key)
-    if not isinstance(value, range | list):
+    if not isinstance(value, list):
         raise _unlike(name, value, "a list")
-    if isinstance(value, list) and (wrong := [v for v in value if type(v) is not kind]):
+    if wrong := [v for v in value if type(v) is not kind]:
         raise ValueError(f"{name} has {repr(wrong[0])[:80]}, which is no {kind.__name__}")
     return value
 

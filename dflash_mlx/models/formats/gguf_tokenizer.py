@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from gguf import Keys, TokenType
@@ -76,10 +75,10 @@ def _byte_level_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
     return backend
 
 
-def _token_types(metadata: Metadata) -> Sequence[int]:
+def _token_types(metadata: Metadata) -> list[int]:
     """A kind for every token; none at all in some files."""
     key = Keys.Tokenizer.TOKEN_TYPE
-    return array(metadata, key, int) if key in metadata else range(0)
+    return array(metadata, key, int) if key in metadata else []
 
 
 def _merges(metadata: Metadata, ids: dict[str, int]) -> list[tuple[str, str]]:

@@ -1,0 +1,50 @@
+"""Families of drafter files: what each offers to those who check, load and convert its folders.
+
+Which family reads a folder is chosen by its config.json. A new one is a module with these functions
+and one line in FORMATS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from dflash_mlx.core.findings import Finding
+from dflash_mlx.drafters.dflash import checkpoint as dflash
+from dflash_mlx.system.safetensors_header import TensorHeader
+
+
+class FileFormat(Protocol):
+    """The file side of a family. Its configurations and networks are of classes of its own."""
+
+    def recognises(self, raw: Mapping[str, Any], /) -> bool:
+        """Whether a config.json is of this family, readable or not."""
+
+    def parse_config(self, raw: Any, source: str, names: Collection[str] = (), /) -> Any:
+        """The configuration in a config.json; names: of the tensors beside it. DFlashError."""
+
+    def check_tensors(
+        self, tensors: Mapping[str, TensorHeader], config: Any, source: str, /
+    ) -> Iterator[Finding]:
+        """What the heads of the weight files have and the configuration does not ask for."""
+
+    def misfits(
+        self, config: Any, target: Mapping[str, Any], name: str, drafter: str, /
+    ) -> Iterator[Finding]:
+        """What keeps the drafter from a target with this config.json."""
+
+    def load_network(
+        self, folder: Path, config: Any, dtype: mx.Dtype, bits: int | None = None, /
+    ) -> Any:
+        """The network with its weights; DFlashError for what the checks find."""
+
+
+FORMATS: tuple[FileFormat, ...] = (dflash,)
+
+
+def format_of(raw: Mapping[str, Any]) -> FileFormat | None:
+    """The family that a config.json is of; None for a target's."""
+    return next((each for each in FORMATS if each.recognises(raw)), None)
