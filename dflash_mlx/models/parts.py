@@ -13,7 +13,7 @@ from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.drafters.auto import Means, settle
-from dflash_mlx.drafters.dflash.checkpoint import check_block_size, load_network, read_config
+from dflash_mlx.drafters.dflash.checkpoint import check_block_size, read_config
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.models.check import (
@@ -147,8 +147,8 @@ class DrafterPart:
     def load(self, config: PairConfig, dtype: mx.Dtype) -> tuple[Network, NetworkConfig]:
         """The network in the target's dtype, and its configuration under the pair's settings."""
         limited = limit_windows(self.config, config.draft_window)
-        folder, bits = self.facts.source.here, config.drafter_bits
-        return load_network(folder, limited, dtype, bits), limited
+        load, folder = self.facts.format.load_network, self.facts.source.here
+        return load(folder, limited, dtype, config.drafter_bits), limited
 
 
 @dataclass(frozen=True)
