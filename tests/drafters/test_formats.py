@@ -9,13 +9,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from dflash_mlx.drafters.selected import SelectedPath
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import (
     load_network,
@@ -28,11 +27,13 @@ from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.dflash.tensors import Header, wanted_headers
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
+from support.decoding import feed
+from support.decoding import rounds as decode
 from support.drafter_formats import (
     DRAFT_IDS,
     FORMATS,
@@ -72,7 +73,7 @@ class Drafting:
 
     def logits(self, features: np.ndarray, anchor: int, rows: int) -> np.ndarray:
         context = self.model.new_context()
-        context.append(mx.array(features))
+        feed(context, mx.array(features))
         return np.array(self.model.logits(context, mx.array([anchor]), rows))
 
 
@@ -146,7 +147,7 @@ def test_the_codebooks_of_the_selector_may_be_named_as_embeddings(drafting, tmp_
 def test_blocks_side_by_side_are_not_convolved_with_each_other(drafting, name):
     subject, features = drafting(name), features_of(20)
     context = subject.model.new_context()
-    context.append(mx.array(features))
+    feed(context, mx.array(features))
     prefixes = [(), (3,), (9, 4)]
     together = np.array(subject.model.logits(context, mx.array([7]), BLOCK, prefixes))
     method = subject.config
@@ -210,7 +211,7 @@ def test_a_convolution_that_changes_anything_is_kept(tmp_path, target, part, con
 def check_logits(model: BlockModel, raw: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     """A block's logits are those of the reference, which computes every convolution."""
     context, features = model.new_context(), features_of(20)
-    context.append(mx.array(features))
+    feed(context, mx.array(features))
     table = np.array(make_model("llama").model.embed_tokens.weight)
     expected = expected_logits(raw, tensors, (table, table), features, 7, BLOCK)
     assert difference(np.array(model.logits(context, mx.array([7]), BLOCK)), expected) < TOLERANCE
@@ -247,7 +248,7 @@ def test_speculators_folders_may_have_any_rope_that_mlx_lm_knows(tmp_path, targe
         assert config.rope == given
         model = BlockModel(load_network(tmp_path, config, mx.float32), config, target)
         context = model.new_context()
-        context.append(mx.array(features_of(30)))
+        feed(context, mx.array(features_of(30)))
         logits[name] = np.array(model.logits(context, mx.array([7]), BLOCK))
     assert difference(logits["plain"], logits["scaled"]) > 10 * TOLERANCE
 
@@ -337,10 +338,10 @@ def test_greedy_answers_are_the_targets_own(drafting, target, name):
 def test_drafts_of_a_draft_vocabulary_hold_no_other_token(drafting):
     subject = drafting(HALVES)
     state = State(subject.target.new_cache(), subject.model.new_context())
-    state.context.append(mx.array(features_of(12)))
+    feed(state.context, mx.array(features_of(12)))
     for anchor in range(0, VOCAB_SIZE, 5):
         state.set_anchor(anchor)
         for drafter in drafters_of(subject.model)[:2]:
-            drafted = drafter.propose(state, 100).drafted
+            drafted = drafter.draft(state, 100).tree.drafted
             assert drafted and set(drafted) <= set(DRAFT_IDS.tolist())
     assert not set(range(40)) <= set(DRAFT_IDS.tolist()), "draft ids are not the target's"

@@ -24,6 +24,7 @@ from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.dflash.tensors import parameters_of
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
+from support.decoding import feed
 from support.drafter_formats import DRAFT_IDS, WIDTH, own_tables, speculators, version_1
 from support.families import make_model
 from support.reference_dflash import random_drafter, write_drafter_folder
@@ -58,7 +59,7 @@ def logits(network: Network, folder, target: Target) -> np.ndarray:
     model = BlockModel(network, read_config(folder), target)
     context = model.new_context()
     features = np.random.default_rng(0).normal(size=(20, WIDTH)).astype(np.float32)
-    context.append(mx.array(features))
+    feed(context, mx.array(features))
     return np.array(model.logits(context, mx.array([7]), 6))
 
 

@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from dflash_mlx.drafters.selected import SelectedPath
 
 import dflash_mlx
+from dflash_mlx.drafters.block_diffusion import SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
@@ -22,6 +22,7 @@ from dflash_mlx.target.sequence import SequenceCache
 from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
 from dflash_mlx.train.trainee import Trainee
 from support import reference_dflash2
+from support.decoding import feed
 from support.families import make_model
 from support.models import drafter_config
 from support.reference_dflash import random_drafter, write_drafter_folder
@@ -83,7 +84,7 @@ class Both:
 
     def state(self, features: mx.array, anchor: int) -> State:
         state = State(SequenceCache([]), self.ours.new_context())
-        state.context.append(features)
+        feed(state.context, features)
         state.set_anchor(anchor)
         return state
 
@@ -99,7 +100,7 @@ def test_a_shipped_drafter_gives_the_reference_the_same_block_logits(
         both.block(anchor), features[None], both.theirs.make_cache(), logits_start=1
     )
     context = both.ours.new_context()
-    context.append(features)
+    feed(context, features)
     ours = both.ours.logits(context, mx.array([anchor]), both.config.block_size)
     assert ours.shape == theirs[0].shape
     assert float(mx.abs(ours - theirs[0]).max()) < TOLERANCE
@@ -155,7 +156,7 @@ def test_a_target_s_own_embedding_scale_is_applied_as_the_reference_does(
     features = both.features(20)
     theirs = both.theirs(both.block(7), features[None], both.theirs.make_cache(), logits_start=1)[0]
     context = ours.new_context()
-    context.append(features)
+    feed(context, features)
     logits = ours.logits(context, mx.array([7]), both.config.block_size)
     assert float(mx.abs(logits - theirs).max()) < TOLERANCE
     assert float(mx.abs(logits).max()) > 0.5
@@ -178,10 +179,7 @@ def test_a_second_version_gives_the_reference_the_same_logits_and_path(
         ours = both.ours.logits(state.context, state.anchor, both.config.block_size)
         assert float(mx.abs(ours - theirs[0]).max()) < TOLERANCE
         model: Any = both.ours
-        assert SelectedPath(model).propose(state, 100).tokens.tolist() == [
-            anchor,
-            *path[0].tolist(),
-        ]
+        assert SelectedPath(model).draft(state, 100).tree.drafted == tuple(path[0].tolist())
 
 
 def test_a_drafter_that_was_given_a_selector_has_the_reference_s_logits_and_path(
@@ -206,7 +204,7 @@ def test_a_drafter_that_was_given_a_selector_has_the_reference_s_logits_and_path
         ours = pair.ours.logits(state.context, state.anchor, pair.config.block_size)
         assert float(mx.abs(ours - theirs).max()) < TOLERANCE
         model: Any = pair.ours
-        tokens = SelectedPath(model).propose(state, 100).tokens.tolist()
-        assert tokens == [anchor, *path[0].tolist()]
-        detours += tokens[1:] != mx.argmax(ours, axis=-1).tolist()
+        tokens = SelectedPath(model).draft(state, 100).tree.drafted
+        assert tokens == tuple(path[0].tolist())
+        detours += list(tokens) != mx.argmax(ours, axis=-1).tolist()
     assert detours
