@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_mlx.cli.prompts import Row
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.session.templates import prompt_tokens
 
 _TRIES = 8  # corrections until a padded prompt has its length
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import option as option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import check_given, choices, why_auto
 from dflash_mlx.engine.pair import Pair

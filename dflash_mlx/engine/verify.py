@@ -16,7 +16,7 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.routing import Kernels
-from kernels_metal.operations import TREE_WALK
+from kernels_metal.tree_walk import TREE_WALK
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ import numpy.typing as npt
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.kv_packing import pack, unpack
 from dflash_mlx.target.routing import Kernels
-from kernels_metal.cache_commit import accepted_rows_reference, cache_commit
-from kernels_metal.cascade_attention import MAX_ROWS, Visibility
-from kernels_metal.operations import CACHE_COMMIT, CASCADE_ATTENTION
+from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
+from kernels_metal.cascade_attention import CASCADE_ATTENTION, MAX_ROWS, Visibility
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
 _NO_ROWS = Block(0)

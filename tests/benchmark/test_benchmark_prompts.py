@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from dflash_mlx.benchmark.prompts import describe_lengths, pad, questions, read_contexts
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.session.templates import prompt_tokens
 from support.models import write_model
 
 TEXTS = ["how are you today?", "write a function", "a much longer question than the others", "2+2?"]

@@ -72,7 +72,8 @@ def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
 
 
 def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
-    made = Dispatch(table={"draft_head/8/32000x4/16/float16/g15s": Choice(False, "not faster")})
+    made = Dispatch()
+    made.table["draft_head/8/32000x4/16/float16/g15s"] = Choice(False, "not faster")
     Table("tiny", lambda: [], tmp_path / "kernels").save(made.to_json())
     lines = doctor.about(tmp_path)
     assert lines[-2:] == [
@@ -100,7 +101,7 @@ def test_without_metal_and_emulator_it_says_so_and_goes_on(without_metal, monkey
 
 
 def test_a_reference_that_differs_is_reported_and_ends_with_1(without_metal, monkeypatch, capsys):
-    made = sweep.operations.TREE_WALK
+    made = sweep.OPERATIONS[2]
     change(monkeypatch, "tree_walk", reference=lambda *a: made.reference(*a) + 1)
     with pytest.raises(SystemExit) as stop:
         doctor.main(["--kernels", "--trials", "1"])

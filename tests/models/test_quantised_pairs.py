@@ -29,7 +29,7 @@ from dflash_mlx.drafters.dflash.quantized import Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.numeric_range import RangeCheck
-from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from support.app_scripts import ScriptedBackend, drive, notices, until

@@ -1,4 +1,4 @@
-"""What tests of targets with recurrent layers share."""
+"""Passes over a target and answers of it, as its tests share them."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ def forward(target: Target, cache: SequenceCache, tokens: Sequence[int]) -> mx.a
     return target.forward(mx.array(tokens), cache, Block(len(tokens)))[0]
 
 
-def fresh(target: Target, tokens: Sequence[int]) -> SequenceCache:
-    """A cache that one pass over `tokens` has written."""
+def fresh(target: Target, tokens: Sequence[int], step: int = 512) -> SequenceCache:
+    """A cache that passes over `tokens` have written, `step` at a time."""
     cache = target.new_cache()
-    if tokens:
-        mx.eval(forward(target, cache, tokens))
-        cache.commit(range(len(tokens)))
+    for at in range(0, len(tokens), step):
+        chunk = tokens[at : at + step]
+        mx.eval(forward(target, cache, chunk))
+        cache.commit(range(len(chunk)))
     return cache
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.corpus.batch import BatchDecoder, Done
 from dflash_mlx.train.corpus.jobs import Prompt, answer_job
 from dflash_mlx.train.corpus.rows import CorpusRow

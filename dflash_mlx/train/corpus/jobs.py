@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.chat import Message
+from dflash_mlx.session.templates import Message
 from dflash_mlx.train.corpus.batch import Job
 from dflash_mlx.train.corpus.rows import CorpusHeader, tokenizer_fingerprint
 

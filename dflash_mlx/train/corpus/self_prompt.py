@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.corpus.batch import Done, Job
 from dflash_mlx.train.corpus.jobs import Prompt, lot
 from dflash_mlx.train.corpus.rows import CorpusRow

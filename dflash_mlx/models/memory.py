@@ -1,15 +1,15 @@
-"""Memory that a pair needs against memory that is there, before anything is loaded."""
+"""The memory that a pair needs and what this machine has, before anything is loaded."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatch
 from pathlib import Path
 
-from dflash_chat.figures import gigabytes
-from dflash_mlx import DFlashError
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector
 from dflash_mlx.models.default_model import DEFAULT_TARGET
-from dflash_mlx.models.names import Names, find_source
+from dflash_mlx.models.names import Names, find_names, find_source
 from dflash_mlx.models.source import TARGET_WEIGHTS, WEIGHTS, Source
 from dflash_mlx.models.target_config import quantisation
 from dflash_mlx.models.weight_files import HEADROOM, check_weights
@@ -32,7 +32,7 @@ def needed(folder: Path, pattern: str = WEIGHTS) -> int:
     return check_weights(source, pattern, Collector(), "", group_size).memory(on_cpu())
 
 
-def available() -> int:
+def available_memory() -> int:
     """Bytes that can be had: what Linux calls available, elsewhere all that is installed."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -42,11 +42,14 @@ def available() -> int:
         return int(describe_machine()["memory_bytes"])
 
 
-def check(name: str, needs: int, there: int) -> None:
-    """Raise DFlashError where a model does not fit."""
+def check_memory(config: PairConfig) -> None:
+    """Raise DFlashError for a pair that does not fit; nothing is downloaded."""
+    names = find_names(config)
+    needs, there = needed_by(names), available_memory()
     if needs > there:
         raise DFlashError(
-            f"{name} needs about {gigabytes(needs)} of memory, and {gigabytes(there)} are there",
+            f"{names.shown} needs about {needs / 1e9:.2f} GB of memory, and {there / 1e9:.2f} GB "
+            "are there",
             "choose a smaller or a quantised model, or close other programs",
         )
 

@@ -13,10 +13,9 @@ from typing import Any
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from dflash_chat import memory
-from dflash_chat.figures import gigabytes
-from dflash_mlx import DFlashError, PairConfig
-from dflash_mlx.models import registry
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models import memory, registry
 from dflash_mlx.models.check import check_drafter, check_pair, describe_target
 from dflash_mlx.models.names import DEFAULT_MODEL, find_names, shipped_folder
 from dflash_mlx.models.pair_folder import is_pair_folder
@@ -26,7 +25,7 @@ from dflash_mlx.models.weight_files import is_whole
 
 
 @dataclass(frozen=True)
-class Candidate:
+class AvailableModel:
     """A model to choose.
 
     place: where it comes from. needs: bytes of memory with its drafters, 0 where unknown. drafter:
@@ -40,14 +39,6 @@ class Candidate:
     drafter: str = ""
     notes: str = ""
 
-    def line(self, there: int) -> str:
-        """For a list: what it is, its drafter, and memory needed against memory there."""
-        parts = [part for part in (self.name, self.place, self.drafter, self.notes) if part]
-        if self.needs:
-            fits = "" if self.needs <= there else ", does not fit"
-            parts.append(f"needs {gigabytes(self.needs)} of {gigabytes(there)}{fits}")
-        return "  ".join(parts)
-
 
 @dataclass(frozen=True)
 class Folder:
@@ -59,7 +50,7 @@ class Folder:
     place: str
 
 
-def candidates(here: Path) -> list[Candidate]:
+def available_models(here: Path) -> list[AvailableModel]:
     """Everything that can be chosen. here: the folder whose subfolders may be models."""
     folders = [*local_folders(here), *cached_folders()]
     drafters = [folder for folder in folders if is_drafter(folder.config)]
@@ -75,13 +66,13 @@ def candidates(here: Path) -> list[Candidate]:
     return [built_in(), *local_pairs(here), *found, *public]
 
 
-def built_in() -> Candidate:
+def built_in() -> AvailableModel:
     """The default pair."""
     config = PairConfig()
-    return Candidate(DEFAULT_MODEL, config, "built in", memory.needed_by(find_names(config)))
+    return AvailableModel(DEFAULT_MODEL, config, "built in", memory.needed_by(find_names(config)))
 
 
-def local_pairs(here: Path) -> list[Candidate]:
+def local_pairs(here: Path) -> list[AvailableModel]:
     """Converted pairs in `here` and in its folder `models`."""
     found = []
     for folder in filter(is_pair_folder, _subfolders(here)):
@@ -90,11 +81,11 @@ def local_pairs(here: Path) -> list[Candidate]:
             needs = memory.needed_by(find_names(config))
         except DFlashError:  # damaged: choosing it says how
             needs = 0
-        found.append(Candidate(str(folder), config, "converted pair", needs))
+        found.append(AvailableModel(str(folder), config, "converted pair", needs))
     return found
 
 
-def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> Candidate:
+def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> AvailableModel:
     """The model with the registry's drafter, or else the first of `drafters` that fits it."""
     needs = memory.needed(model.path, TARGET_WEIGHTS)
     if (entry := registry.find(model.name)) is not None:
@@ -107,14 +98,14 @@ def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> Candidate:
         words = f"drafter {drafter}" if drafter else "no drafter"
     needs += memory.needed(there) if there and needs else 0
     notes = "" if entry is None else entry.notes
-    return Candidate(model.name, config, model.place, needs, words, notes)
+    return AvailableModel(model.name, config, model.place, needs, words, notes)
 
 
-def to_download(entry: registry.Entry, drafters: Collection[str]) -> Candidate:
+def to_download(entry: registry.Entry, drafters: Collection[str]) -> AvailableModel:
     """A public pair whose target is not here. drafters: the names of those that are."""
     there = " (on this machine)" if entry.drafter in drafters else ""
     words = f"drafter {entry.drafter}{there}"
-    return Candidate(
+    return AvailableModel(
         entry.name, PairConfig(entry.name), "to download", drafter=words, notes=entry.notes
     )
 

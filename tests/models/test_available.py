@@ -1,4 +1,4 @@
-"""Memory that models need, and which ones can be chosen."""
+"""Memory that models need, and which ones this machine and the registry have."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from dflash_chat import memory, picker
-from dflash_mlx import PairConfig
-from dflash_mlx.models import pair_folder, registry
+from dflash_chat.picker_screen import line
+from dflash_mlx import PairConfig, available_models, near_names
+from dflash_mlx.models import available, memory, pair_folder, registry
 from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names
 from support.models import write_drafter, write_model
 
@@ -59,12 +59,12 @@ def test_memory_needed_by_the_default_pair_counts_the_shipped_drafters():
 
 
 def test_memory_that_is_there_is_at_least_what_this_test_uses():
-    assert memory.available() > 50_000_000
+    assert memory.available_memory() > 50_000_000
 
 
 @pytest.fixture
 def no_cache(monkeypatch):
-    monkeypatch.setattr(picker, "cached_folders", list)
+    monkeypatch.setattr(available, "cached_folders", list)
 
 
 def link(folder, place, name=None):
@@ -75,7 +75,7 @@ def link(folder, place, name=None):
 
 
 def listed(here):
-    return {candidate.name: candidate for candidate in picker.candidates(here)}
+    return {candidate.name: candidate for candidate in available_models(here)}
 
 
 @pytest.mark.usefixtures("no_cache")
@@ -88,10 +88,10 @@ def test_local_models_are_listed_with_the_drafter_that_fits(tmp_path, folders):
     assert list(found)[:2] == [DEFAULT_MODEL, model]
     assert found[model].config == PairConfig(model, str(drafter))
     assert found[model].needs == memory.needed_by(find_names(found[model].config))
-    assert f"drafter {drafter}" in found[model].line(10**12)
+    assert f"drafter {drafter}" in line(found[model], 10**12)
     assert found[DEFAULT_MODEL].config == PairConfig()
-    assert "does not fit" in found[DEFAULT_MODEL].line(10**6)
-    assert "does not fit" not in found[DEFAULT_MODEL].line(10**12)
+    assert "does not fit" in line(found[DEFAULT_MODEL], 10**6)
+    assert "does not fit" not in line(found[DEFAULT_MODEL], 10**12)
 
 
 @pytest.mark.usefixtures("no_cache")
@@ -99,7 +99,7 @@ def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, fo
     found = listed(tmp_path)
     public = [entry.name for entry in registry.entries() if "/" in entry.drafter]
     assert list(found) == [DEFAULT_MODEL, *public]
-    assert found["Qwen/Qwen3-8B"].line(10**12) == (
+    assert line(found["Qwen/Qwen3-8B"], 10**12) == (
         "Qwen/Qwen3-8B  to download  drafter z-lab/Qwen3-8B-DFlash-b16  "
         "drafter trained on answers without thinking"
     )
@@ -109,7 +109,7 @@ def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, fo
     found = listed(tmp_path)
     assert "Qwen/Qwen3-8B" not in found
     assert found[local].config == PairConfig(local), "not the local drafter that happens to fit"
-    assert "drafter z-lab/Qwen3-8B-DFlash-b16, to download" in found[local].line(10**12)
+    assert "drafter z-lab/Qwen3-8B-DFlash-b16, to download" in line(found[local], 10**12)
 
 
 def test_a_drafter_of_the_registry_that_is_in_the_cache_is_said_to_be_here(
@@ -117,12 +117,12 @@ def test_a_drafter_of_the_registry_that_is_in_the_cache_is_said_to_be_here(
 ):
     name = "z-lab/Qwen3-8B-DFlash-b16"
     config = json.loads((Path(folders["drafter"]) / "config.json").read_text())
-    cached = picker.Folder(name, Path(folders["drafter"]), config, "Hugging Face cache")
-    monkeypatch.setattr(picker, "cached_folders", lambda: [cached])
-    assert f"{name} (on this machine)" in listed(tmp_path)["Qwen/Qwen3-8B"].line(0)
+    cached = available.Folder(name, Path(folders["drafter"]), config, "Hugging Face cache")
+    monkeypatch.setattr(available, "cached_folders", lambda: [cached])
+    assert f"{name} (on this machine)" in line(listed(tmp_path)["Qwen/Qwen3-8B"], 0)
     local = str(link(folders["model"], tmp_path, "Qwen3-8B-4bit"))
     candidate = listed(tmp_path)[local]
-    assert "to download" not in candidate.line(10**12)
+    assert "to download" not in line(candidate, 10**12)
     parts = (memory.needed(Path(folders[part])) for part in ("model", "drafter"))
     assert candidate.needs == sum(parts)
 
@@ -146,8 +146,8 @@ def test_models_of_the_hugging_face_cache_are_listed(monkeypatch, folders):
     repo = SimpleNamespace(repo_type="model", repo_id="owner/tiny", revisions=[revision])
     data = SimpleNamespace(repo_type="dataset", repo_id="owner/data", revisions=[revision])
     info = SimpleNamespace(repos=[repo, data])
-    monkeypatch.setattr(picker, "scan_cache_dir", lambda: info)
-    (folder,) = picker.cached_folders()
+    monkeypatch.setattr(available, "scan_cache_dir", lambda: info)
+    (folder,) = available.cached_folders()
     assert (folder.name, folder.place) == ("owner/tiny", "Hugging Face cache")
 
 
@@ -187,7 +187,7 @@ def forbid(monkeypatch, folder):
 @pytest.mark.usefixtures("no_cache")
 def test_near_names_ignore_case_and_leave_out_the_exact_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert picker.near_names("qwen/qwen3-4b")[0] == "Qwen/Qwen3-4B"
-    assert "Qwen/Qwen3-4B" not in picker.near_names("Qwen/Qwen3-4B")
-    assert picker.near_names("SmolLM2-135M-Instuct")[0] == DEFAULT_MODEL
-    assert picker.near_names("nothing like it") == []
+    assert near_names("qwen/qwen3-4b")[0] == "Qwen/Qwen3-4B"
+    assert "Qwen/Qwen3-4B" not in near_names("Qwen/Qwen3-4B")
+    assert near_names("SmolLM2-135M-Instuct")[0] == DEFAULT_MODEL
+    assert near_names("nothing like it") == []
