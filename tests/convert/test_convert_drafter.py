@@ -51,7 +51,7 @@ def block_logits(folder: Path, target: Target) -> np.ndarray:
     network = load_network(folder, network_config, mx.float32)
     block = BlockModel(network, network_config, target)
     context = block.new_context()
-    feed(context, mx.array(np.random.default_rng(1).normal(size=(20, WIDTH)).astype(np.float32)))
+    feed(context, np.random.default_rng(1).normal(size=(20, WIDTH)).astype(np.float32))
     return np.array(block.logits(context, mx.array([7]), 6))
 
 
