@@ -14,7 +14,6 @@ import pytest
 import dflash_mlx
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.drafters.selected import SelectedPath
 from dflash_mlx.engine.state import State
