@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,11 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
 from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
-from dflash_mlx.train.trainee import Trainee
 from support import reference_dflash2
 from support.families import make_model
 from support.models import drafter_config
 from support.reference_dflash import random_drafter, write_drafter_folder
-from support.tiny_training import make_network
+from support.tiny_training import make_trainee
 
 published: Any = pytest.importorskip(
     "dflash.model_mlx", reason="scripts/test installs dflash==0.1.0 (see CONTRIBUTING.md)"
@@ -188,13 +188,14 @@ def test_a_drafter_that_was_given_a_selector_has_the_reference_s_logits_and_path
     monkeypatch, tmp_path
 ):
     raw = drafter_config()
-    network, config = make_network(raw)
+    trainee = make_trainee(raw)
+    config = trainee.config
     both = Tables(config.vocab_size, config.hidden_size)
     tables: Any = both
     rows = EmbeddingRows(both.embedding(), config.vocab_size)
     maps = MappedSelector(config.hidden_size, 8, rows, seed=0)
     maps.predecessor = maps.predecessor * 30  # so that it changes paths
-    trainee = Trainee(network, config, raw, tables)
+    trainee = replace(trainee, target=tables)
     with_selector(trainee, maps, SelectorConfig(8, 5)).save(tmp_path)
     pair, detours = Both(tmp_path, monkeypatch), 0
     for length, anchor in ((1, 3), (20, 7), (90, 96)):
