@@ -25,7 +25,10 @@ class FileFormat(Protocol):
         """Whether a config.json is of this family, readable or not."""
 
     def parse_config(self, raw: Any, source: str, names: Collection[str] = (), /) -> Any:
-        """The configuration in a config.json; names: of the tensors beside it. DFlashError."""
+        """The configuration in a config.json, with `block_size` and `taps`; DFlashError.
+
+        names: of the tensors beside it.
+        """
 
     def check_tensors(
         self, tensors: Mapping[str, TensorHeader], config: Any, source: str, /

@@ -7,7 +7,7 @@ from typing import cast
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.names import find_names, target_names
-from dflash_mlx.models.numeric_range import fit_ranges
+from dflash_mlx.models.numeric_range import fit_drafter, fit_target
 from dflash_mlx.models.parts import TargetPart, already_packed, find_parts
 from kernels_metal.dispatch import Mode
 
@@ -35,9 +35,10 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     part, drafters = find_parts(names, uses)
     target, tokenizer = part.load()
     target.kv_bits = config.kv_bits
-    models = tuple(drafter.load(target, config) for drafter in drafters.parts)
     notes = (*drafters.notes, *already_packed(drafters, config.drafter_bits))
-    notes += fit_ranges(target, models)
+    notes += fit_target(target, [tap for drafter in drafters.parts for tap in drafter.config.taps])
+    models = tuple(drafter.load(target, config) for drafter in drafters.parts)
+    notes += tuple(note for model in models for note in fit_drafter(model, target))
     target.use_kernels(cast(Mode, config.kernels))
     name = names.drafter if models else None
     return Pair(target, tokenizer, models, name, drafters.missing, names.advice, notes)

@@ -7,8 +7,7 @@ answers nonsense, or its drafter is never right. Such a model is cast to a type 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,29 +22,32 @@ MARGIN = 2.0  # other tokens may have larger states than the few that are tried
 _TOKENS = 8
 
 
-def fit_ranges(target: Target, models: Sequence[DraftModel]) -> tuple[str, ...]:
-    """Widen a target, and then its draft models, where their numbers do not fit.
+def fit_target(target: Target, taps: Collection[int]) -> tuple[str, ...]:
+    """Widen a target where its numbers, those of the tapped layers among them, do not fit.
 
-    Returns a sentence for each that was cast. Raises DFlashError for one whose numbers no type can
-    hold, and for keys and values that cannot be quantised as asked for.
+    Returns a sentence where it was cast. Raises DFlashError where no type can hold its numbers, and
+    for keys and values that cannot be quantised as asked for.
     """
-    taps = tuple(sorted({tap for model in models for tap in model.taps}))
-    target.tap(taps)
-    notes = _widened(target.model, target.name, lambda: _fit(_pass(target, taps)))
+    read = tuple(sorted(set(taps)))
+    target.tap(read)
+    notes = _widened(target.model, target.name, lambda: _fit(_pass(target, read)))
     if notes is None:
         raise DFlashError(
             f"{target.name} computes numbers that are infinite or no numbers",
             "download it again, or choose another conversion of it",
         )
-    for model in models:
-        features = MARGIN * _pass(target, model.taps)[1]
-        more = _widened(model.module, "the drafter", partial(_drafts, model, features))
-        if more is None:
-            raise DFlashError(
-                f"the drafter for {target.name} computes numbers that are infinite or no numbers",
-                "choose another one with --drafter, or use --method ngram",
-            )
-        notes += more
+    return notes
+
+
+def fit_drafter(model: DraftModel, target: Target) -> tuple[str, ...]:
+    """As `fit_target`, for a draft model of a target that fits."""
+    features = MARGIN * _pass(target, model.taps)[1]
+    notes = _widened(model.module, "the drafter", lambda: _drafts(model, features))
+    if notes is None:
+        raise DFlashError(
+            f"the drafter for {target.name} computes numbers that are infinite or no numbers",
+            "choose another one with --drafter, or use --method ngram",
+        )
     return notes
 
 

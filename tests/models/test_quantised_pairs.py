@@ -345,11 +345,20 @@ def test_the_chat_says_what_loading_changed_and_another_model_keeps_the_settings
 
 def test_what_loading_changed_is_said_by_backend_and_command_line(folders, monkeypatch, capsys):
     module = import_module("dflash_mlx.models.load")
-    monkeypatch.setattr(module, "fit_ranges", lambda *given: ("it computes in float32",))
+    monkeypatch.setattr(module, "fit_target", lambda *given: ("it computes in float32",))
     (event,) = Backend().load(PairConfig(*folders))
     assert event.pair.notes == ("it computes in float32",)
     generating.main(["--prompt", "a", "--max-tokens", "2", "--model", folders[0]])
     assert "it computes in float32\n" in capsys.readouterr().err
+
+
+def test_a_drafter_takes_the_type_that_its_target_was_widened_to(folders, monkeypatch):
+    def widen(target: Target, taps: Any) -> tuple[str, ...]:
+        target.model.set_dtype(mx.bfloat16)
+        return ()
+
+    monkeypatch.setattr(import_module("dflash_mlx.models.load"), "fit_target", widen)
+    assert pair_of(folders).drafters[0].module.norm.weight.dtype == mx.bfloat16
 
 
 # The default pair

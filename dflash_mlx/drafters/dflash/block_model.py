@@ -55,7 +55,7 @@ class BlockModel:
     @property
     def taps(self) -> tuple[int, ...]:
         """Target layers that it reads."""
-        return self.config.target_layer_ids
+        return self.config.taps
 
     @property
     def module(self) -> Network:
