@@ -50,9 +50,8 @@ def test_the_report_names_machine_versions_backend_and_folders(tmp_path):
     stored = ["stored calibration", "stored kernel choices"]
     assert titles == ["machine", "versions", "backend", "cache folders", *stored]
     text = "\n".join(lines)
-    for word in ("processor", "GiB", f"mlx             {mx.__version__}", "Device(", "blas"):
-        assert word in text
-    for word in (str(tmp_path), "default model  not fetched yet", "emulator       empty"):
+    machine = ("processor", "GiB", f"mlx             {mx.__version__}", "Device(", "blas")
+    for word in (*machine, str(tmp_path), "default model  not fetched yet", "emulator       empty"):
         assert word in text
     assert text.count("none") >= 2
 
@@ -65,13 +64,12 @@ def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
     (timing / "half.json").write_text('{"rows": [1')
     text = "\n".join(doctor.about(tmp_path))
     assert "1 row 50.8 ms, 8 rows 1.11 x, 16 rows 1.23 x, 32 rows 1.48 x, 64 rows 1.97 x" in text
-    assert "half  " in text
-    assert "unreadable, will be measured again" in text
-    assert "timing         2 files" in text
+    assert re.search("half .* unreadable", text) and "timing         2 files" in text
 
 
 def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
-    made = Dispatch(table={"draft_head/8/32000x4/16/float16/g15s": Choice(False, "not faster")})
+    made = Dispatch()
+    made.table["draft_head/8/32000x4/16/float16/g15s"] = Choice(False, "not faster")
     Table("tiny", lambda: [], tmp_path / "kernels").save(made.to_json())
     lines = doctor.about(tmp_path)
     assert lines[-2:] == [
@@ -99,7 +97,7 @@ def test_without_metal_and_emulator_it_says_so_and_goes_on(without_metal, monkey
 
 
 def test_a_reference_that_differs_is_reported_and_ends_with_1(without_metal, monkeypatch, capsys):
-    made = sweep.operations.TREE_WALK
+    (made,) = (t.operation for t in sweep.trials(0, 1) if t.operation.name == "tree_walk")
     change(monkeypatch, "tree_walk", reference=lambda *a: made.reference(*a) + 1)
     with pytest.raises(SystemExit) as stop:
         doctor.main(["--kernels", "--trials", "1"])
