@@ -78,8 +78,8 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     part, drafters = find_parts(names, uses)
     target, tokenizer = part.load()
     target.kv_bits = config.kv_bits
+    ranges = RangeCheck(target, [drafter.config for drafter in drafters.parts])
     loaded = [drafter.load(config, target.dtype) for drafter in drafters.parts]
-    ranges = RangeCheck(target, [drafter_config for _, drafter_config in loaded])
     loaded = [(ranges.widened(*drafter), drafter[1]) for drafter in loaded]
     target.use_kernels(cast(Mode, config.kernels))
     packed = already_packed(drafters, config.drafter_bits)
