@@ -1,4 +1,4 @@
-"""The Textual app: what the user does becomes requests, what the engine says becomes the screen."""
+"""The Textual app: what the user does becomes requests, what the worker says becomes the screen."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static
 
+from dflash_chat.backend import Backend
 from dflash_chat.commands import COMMANDS, Call, Command, parse
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.draft_panel import DraftPanel
-from dflash_chat.engine import Backend, Engine, Question
-from dflash_chat.figures import Figures
+from dflash_chat.figures import read_figures
 from dflash_chat.listener import Listener
-from dflash_chat.messages import (
-    Event,
-    ModelInfo,
-)
 from dflash_chat.naming import pair_line
 from dflash_chat.options import THEMES, ChatConfig
 from dflash_chat.prompt import Prompt
@@ -32,9 +28,18 @@ from dflash_chat.runner import CommandRunner
 from dflash_chat.status import Status, read_progress
 from dflash_chat.store import Store
 from dflash_chat.transcript import Transcript
-from dflash_mlx import DecodeConfig, DFlashError, PairConfig, SamplingConfig
-from dflash_mlx.models.names import DEFAULT_MODEL
-from dflash_mlx.session.chat import check_prompt
+from dflash_mlx import (
+    DEFAULT_MODEL,
+    DecodeConfig,
+    DFlashError,
+    Job,
+    Pair,
+    PairConfig,
+    Request,
+    SamplingConfig,
+    Worker,
+    check_prompt,
+)
 
 REFRESH = 1 / 20  # seconds between looks at whether something is to be drawn
 _LEAVE = 3.0  # seconds that a running pass may take to end when the user leaves
@@ -50,15 +55,15 @@ class Start:
 
 
 class Said(Message):
-    """The engine has said something."""
+    """The worker thread tells of a job."""
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, job: Job, event: object) -> None:
         super().__init__()
-        self.event = event
+        self.job, self.event = job, event
 
 
 class ChatApp(App[None]):
-    """The chat. `run` returns when the user leaves; `clean` says whether the engine ended too."""
+    """The chat. `run` returns when the user leaves; `clean` says whether the worker ended too."""
 
     TITLE = "dflash-chat"
     CSS_PATH = "chat.tcss"
@@ -78,7 +83,7 @@ class ChatApp(App[None]):
         self.system, self._resume = start.chat.system, start.chat.resume
         self.store = Store(start.chat.folder)
         self.conversation = Conversation()
-        self.info: ModelInfo | None = None
+        self.pair: Pair | None = None
         self.clean = True
         self._backend, self._theme_name = backend, start.chat.theme
         self._unsaved = ""  # why, as it was said last
@@ -96,7 +101,7 @@ class ChatApp(App[None]):
     async def on_mount(self) -> None:
         self.screen.set_focus(self.prompt)  # at once, so that no key is lost
         self.theme = THEMES[self._theme_name]
-        self.engine = Engine(self._backend, lambda event: self.post_message(Said(event)))
+        self.worker = Worker(lambda job, event: self.post_message(Said(job, event)))
         self.begin_capture_print(self)
         for name in (signal.SIGHUP, signal.SIGTERM):  # the window is closed, the system shuts down
             asyncio.get_running_loop().add_signal_handler(name, self.call_later, self.action_quit)
@@ -108,7 +113,7 @@ class ChatApp(App[None]):
             await self.resume()
 
     def on_unmount(self) -> None:
-        self.clean = self.engine.close(_LEAVE)
+        self.clean = self.worker.close(_LEAVE)
 
     @property
     def prompt(self) -> Prompt:
@@ -163,10 +168,19 @@ class ChatApp(App[None]):
         self.status.clear()
         self.draft.begin()
         await self.transcript.begin()
-        self.listener.job = self.engine.ask(self.question())
+        request = self.request()
+        self.listener.answer(self.worker.submit(lambda job: self._backend.answer(request, job)))
         await self.save()
 
-    def question(self, extra: str | None = None) -> Question:
+    def race(self, request: Request) -> Job:
+        """Decode plainly and with drafts, side by side."""
+        return self.worker.submit(lambda job: self._backend.race(request))
+
+    def measure(self) -> Job:
+        """See how fast the pair decodes plainly."""
+        return self.worker.submit(lambda job: self._backend.measure())
+
+    def request(self, extra: str | None = None) -> Request:
         """The conversation so far as a request. extra: a question behind it."""
         messages = list(self.conversation.messages)
         while messages and messages[-1]["role"] != "user":
@@ -175,14 +189,15 @@ class ChatApp(App[None]):
             messages = [*self.conversation.messages, {"role": "user", "content": extra}]
         if not messages:
             raise DFlashError("nothing has been asked yet", "ask something, or type /race question")
-        return Question(tuple(messages), self.system, self.config)
+        return Request(tuple(messages), self.system, self.config)
 
     def load(self, config: PairConfig) -> None:
         """Load another pair, then see how fast it decodes plainly."""
         model = None if config.model == DEFAULT_MODEL else config.model
         first, second = config.drafter, config.second_drafter
         config = replace(self.pair_config, model=model, drafter=first, second_drafter=second)
-        self.listener.expect(config, self.engine.load(config))
+        job = self.worker.submit(lambda job: self._backend.load(config))
+        self.listener.expect(config, job)
 
     async def action_stop(self) -> None:
         await self.listener.stop()
@@ -235,11 +250,11 @@ class ChatApp(App[None]):
     def _from_palette(self, command: Command) -> None:
         self.call_later(self.call, command)
 
-    # What the engine says
+    # What the worker says
 
     async def on_said(self, message: Said) -> None:
         if self.screen_stack:  # else the user has left
-            await self.listener.hear(message.event)
+            await self.listener.hear(message.job, message.event)
 
     def on_print(self, event: events.Print) -> None:
         """What the library and the programs it runs print: progress of what takes long."""
@@ -260,7 +275,8 @@ class ChatApp(App[None]):
 
     async def save(self) -> None:
         """Save the conversation; a problem is said once, not at every turn."""
-        self.conversation.model = self.info.name if self.info else self.conversation.model
+        if self.pair is not None:
+            self.conversation.model = self.pair.target.name
         try:
             if self.conversation.turns:
                 self.store.save(self.conversation)
@@ -282,8 +298,7 @@ class ChatApp(App[None]):
         self.status.clear()
         stored = next((t.figures for t in reversed(conversation.turns) if t.figures), None)
         if stored is not None:
-            self.status.figures = Figures.read(stored)
-            self.status.draw()
+            self.status.show(read_figures(stored))
         if problem:
             await self.say(problem, "error")
         if unanswered is not None:
@@ -312,7 +327,7 @@ class ChatApp(App[None]):
 
     def show_header(self) -> None:
         """The model and how it drafts."""
-        pair = pair_line(self.info, self.config)
+        pair = pair_line(self.pair, self.config)
         title = self.conversation.shown_title if self.conversation.turns else ""
         line = "  ".join(part for part in ("dflash-chat", pair, title) if part)
         self.base.query_one("#header", Static).update(line)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from dflash_chat.thinking import split_thinking
-from dflash_mlx.session.chat import Message
+from dflash_mlx import split_thinking
 
 TITLE_LENGTH = 60
 LONGEST_TITLE = 200  # characters of one that the user gives; lists read them whole
@@ -50,7 +49,7 @@ class Conversation:
         return self.title or title_of(self.turns)
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[dict[str, str]]:
         """For the chat template."""
         return [{"role": turn.role, "content": turn.content} for turn in self.turns]
 

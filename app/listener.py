@@ -1,4 +1,4 @@
-"""What follows from what the engine says: the life of loads, answers and races on screen."""
+"""What follows from what the worker says: the life of loads, answers and races on screen."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dflash_chat.backend import Loaded, PlainMeasured
 from dflash_chat.conversation import Turn
-from dflash_chat.engine import Job
-from dflash_chat.messages import (
-    Answered,
-    Event,
-    Failed,
-    Loaded,
-    PlainMeasured,
-    Prefilled,
-    RaceDone,
-    RaceMoved,
-    Round,
-    RoundDone,
-)
 from dflash_chat.pace import Pace
-from dflash_chat.picker import near_names
+from dflash_chat.problems import describe
+from dflash_chat.race import RaceResult, RaceStep
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.status import Progress
-from dflash_mlx import PairConfig
-from dflash_mlx.drafters.auto import AUTO
-from dflash_mlx.models.names import DEFAULT_MODEL
-from dflash_mlx.models.parts import DRAFTED
+from dflash_mlx import (
+    AUTO,
+    DEFAULT_MODEL,
+    Ended,
+    Failed,
+    Job,
+    Pair,
+    PairConfig,
+    Prefilled,
+    TextDelta,
+    near_names,
+    needs_drafter,
+)
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp
 
 
 class Listener:
-    """Hears the engine for an app, and draws what it said at a pace of its own.
+    """Hears the worker for an app, and draws what it said at a pace of its own.
 
     job: the answer that is being written. race: the race on screen. waiting: jobs that print their
     progress. dirty: whether something was heard that is not on screen yet.
@@ -45,16 +43,21 @@ class Listener:
         self._app = app
         self.job: Job | None = None
         self.race: RaceScreen | None = None
-        self.waiting: set[int] = set()
+        self.waiting: set[Job] = set()
         self.dirty = False
-        self._loads: dict[int, PairConfig] = {}
+        self._loads: dict[Job, PairConfig] = {}
+        self._last: TextDelta | None = None  # of the answer that is being written
         self._pace = Pace()
 
     def expect(self, config: PairConfig, job: Job) -> None:
         """A pair is being loaded."""
-        self._loads[job.number] = config
-        self.waiting.add(job.number)
+        self._loads[job] = config
+        self.waiting.add(job)
         self._rest()
+
+    def answer(self, job: Job) -> None:
+        """An answer is asked for."""
+        self.job, self._last = job, None
 
     async def stop(self) -> None:
         """Stop the answer; one that has not begun yet is taken back at once."""
@@ -64,20 +67,19 @@ class Listener:
         if not self.job.begun.is_set():
             await self.keep_answer("stopped")
 
-    async def hear(self, event: Event) -> None:
+    async def hear(self, job: Job, event: object) -> None:
         """Take in one event; those of answers and races that are over say nothing any more."""
         match event:
             case Loaded():
-                await self._loaded(event)
+                await self._loaded(job, event.pair)
             case PlainMeasured():
-                self._plain_measured(event)
+                self._plain_measured(job, event.seconds)
             case Failed():
-                await self._failed(event)
-            case RaceMoved() | RaceDone():
-                self._raced(event)
-            case Prefilled() | RoundDone() | Answered():
-                if self.job is not None and self.job.number == event.job:
-                    await self._answering(event)
+                await self._failed(job, describe(event.error))
+            case RaceStep() | RaceResult():
+                self._raced(job, event)
+            case _ if self.job is job:
+                await self._answering(event)
 
     async def tick(self) -> None:
         """Draw what is new, when it is time."""
@@ -99,8 +101,9 @@ class Listener:
             if not leaving:
                 await self._take_back()
             return
-        figures = app.status.figures.as_dict() if app.status.figures else None
-        app.conversation.turns.append(Turn("assistant", text, ending, figures))
+        figures = app.status.figures
+        saved = None if figures is None else dict(figures)
+        app.conversation.turns.append(Turn("assistant", text, ending, saved))
         await app.save()
         app.show_header()
 
@@ -112,48 +115,52 @@ class Listener:
             self.race.draw()
         await self._app.transcript.draw()
 
-    async def _answering(self, event: Prefilled | RoundDone | Answered) -> None:
+    async def _answering(self, event: object) -> None:
         """News of the answer that is being written."""
-        if isinstance(event, Answered):
-            await self.keep_answer(event.ending)
-        elif isinstance(event, RoundDone):
-            await self._take_round(event.round)
-        elif event.total:
-            what = f"reading the prompt, {event.tokens} of {event.total} tokens"
-            self._app.status.progress(Progress(what, event.tokens / event.total))
+        match event:
+            case Prefilled(tokens, total) if total:
+                what = f"reading the prompt, {tokens} of {total} tokens"
+                self._app.status.progress(Progress(what, tokens / total))
+            case TextDelta():
+                await self._take(event)
+            case Ended():
+                reason = self._last.finish_reason if self._last else None
+                await self.keep_answer(reason or "stopped")
 
-    async def _take_round(self, done: Round) -> None:
+    async def _take(self, delta: TextDelta) -> None:
         """Keep a round for the next drawing; the first is drawn at once."""
-        self._app.status.take(done.figures)
-        self._app.draft.take(done.pieces, done.tree)
-        self._app.transcript.receive(done.text)
-        self.dirty = True
-        if done.figures.rounds == 1:
+        app, first = self._app, self._last is None
+        assert app.pair is not None
+        app.status.take(delta, app.pair.target.context_length)
+        app.draft.take(delta, app.pair.tokenizer)
+        app.transcript.receive(delta.text)
+        self._last, self.dirty = delta, True
+        if first:
             self._rest()
             await self._draw()
 
-    async def _loaded(self, event: Loaded) -> None:
+    async def _loaded(self, job: Job, pair: Pair) -> None:
         """Show the pair, then let it be measured."""
         app = self._app
-        app.pair_config = self._loads.pop(event.job, app.pair_config)
-        app.info = event.info
+        app.pair_config = self._loads.pop(job, app.pair_config)
+        app.pair = pair
         app.status.plain_seconds = None
-        self._done_waiting(event.job)
-        self.waiting.add(app.engine.measure().number)
-        if app.config.method in DRAFTED and not event.info.means.drafters:
+        self._done_waiting(job)
+        self.waiting.add(app.measure())
+        if needs_drafter(app.config.method) and not pair.means.drafters:
             app.config = replace(app.config, method=AUTO)
-        if app.config.method == AUTO and event.info.fallback:
-            await app.say(f"{event.info.fallback}. /drafter name adds a drafter.")
-        for note in event.info.notes:
+        if app.config.method == AUTO and pair.fallback:
+            await app.say(f"{pair.fallback}. /drafter name adds a drafter.")
+        for note in pair.notes:
             await app.say(f"{note}.")
         app.show_header()
 
-    def _plain_measured(self, event: PlainMeasured) -> None:
-        self._app.status.plain_seconds = event.seconds
-        self._done_waiting(event.job)
+    def _plain_measured(self, job: Job, seconds: float | None) -> None:
+        self._app.status.plain_seconds = seconds
+        self._done_waiting(job)
         self._app.status.draw()
 
-    def _done_waiting(self, job: int) -> None:
+    def _done_waiting(self, job: Job) -> None:
         self.waiting.discard(job)
         self._rest()
 
@@ -163,34 +170,33 @@ class Listener:
         what = None if config is None else f"loading {config.model or DEFAULT_MODEL}"
         self._app.status.progress(None if what is None else Progress(what))
 
-    def _raced(self, event: RaceMoved | RaceDone) -> None:
-        if self.race is None or self.race.job.number != event.job:
+    def _raced(self, job: Job, event: RaceStep | RaceResult) -> None:
+        if self.race is None or self.race.job is not job:
             return
-        if isinstance(event, RaceMoved):
-            self.race.take(event.step)
-        elif event.verdict is not None:
-            self.race.draw()
-            self.race.finish(event.verdict)
-
-    async def _failed(self, event: Failed) -> None:
-        config = self._loads.pop(event.job, None)
-        self._done_waiting(event.job)
-        if config is not None and config.model is not None:  # a search for near names takes a while
-            self._app.run_worker(self._loading_failed(config, event.problem))
-        elif config is not None:
-            await self._loading_failed(config, event.problem)
-        elif self.job is not None and self.job.number == event.job:
-            await self._answer_failed(event.problem)
-        elif self.race is not None and self.race.job.number == event.job:
-            self.race.fail(event.problem)
+        if isinstance(event, RaceStep):
+            self.race.take(event)
         else:
-            await self._app.say(event.problem, "error")
+            self.race.finish(event)
+
+    async def _failed(self, job: Job, problem: str) -> None:
+        config = self._loads.pop(job, None)
+        self._done_waiting(job)
+        if config is not None and config.model is not None:  # a search for near names takes a while
+            self._app.run_worker(self._loading_failed(config, problem))
+        elif config is not None:
+            await self._loading_failed(config, problem)
+        elif self.job is job:
+            await self._answer_failed(problem)
+        elif self.race is not None and self.race.job is job:
+            self.race.fail(problem)
+        else:
+            await self._app.say(problem, "error")
 
     async def _loading_failed(self, config: PairConfig, problem: str) -> None:
         app = self._app
         near = await asyncio.to_thread(near_names, config.model) if config.model else []
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        stays = f" {app.info.name} stays loaded." if app.info else ""
+        stays = f" {app.pair.target.name} stays loaded." if app.pair else ""
         await app.say(f"{problem}.{hint}{stays}", "error")
 
     async def _answer_failed(self, problem: str) -> None:

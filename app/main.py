@@ -9,9 +9,16 @@ from collections import deque
 from collections.abc import Sequence
 
 from dflash_chat.options import ChatConfig
-from dflash_mlx import DecodeConfig, DFlashError, PairConfig, SamplingConfig, Session
+from dflash_mlx import (
+    DecodeConfig,
+    DFlashError,
+    PairConfig,
+    SamplingConfig,
+    Session,
+    check_prompt,
+    prompt_tokens,
+)
 from dflash_mlx.cli import options as cli
-from dflash_mlx.session.chat import check_prompt, prompt_tokens
 
 PROGRAM = "dflash-chat"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import platformdirs
 
 from dflash_mlx import DFlashError
-from dflash_mlx.core.config import option
+from dflash_mlx.cli.options import option
 
 THEMES = {"dark": "textual-dark", "light": "textual-light"}
 

@@ -9,10 +9,9 @@ from textual.containers import Vertical
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
-from dflash_chat import memory
-from dflash_chat.picker import Candidate, candidates
+from dflash_chat.figures import gigabytes
 from dflash_chat.screens import Dialog
-from dflash_mlx import PairConfig
+from dflash_mlx import AvailableModel, PairConfig, available_memory, available_models
 
 
 class PickerScreen(Dialog[PairConfig | None]):
@@ -22,7 +21,7 @@ class PickerScreen(Dialog[PairConfig | None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._candidates: list[Candidate] = []
+        self._models: list[AvailableModel] = []
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog") as dialog:
@@ -37,21 +36,21 @@ class PickerScreen(Dialog[PairConfig | None]):
 
     def _find(self) -> None:
         """On a thread: a large cache takes a while to list."""
-        found, there = candidates(Path()), memory.available()
+        found, there = available_models(Path()), available_memory()
         self.app.call_from_thread(self._show, found, there)
 
-    def _show(self, found: list[Candidate], there: int) -> None:
+    def _show(self, found: list[AvailableModel], there: int) -> None:
         if not self.is_active:  # the user did not wait
             return
-        self._candidates = found
+        self._models = found
         options = self.query_one(OptionList)
         options.loading = False
-        options.add_options([Option(candidate.line(there)) for candidate in found])
+        options.add_options([Option(line(model, there)) for model in found])
         options.highlighted = 0
         options.focus()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(self._candidates[event.option_index].config)
+        self.dismiss(self._models[event.option_index].config)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         if event.value.strip():
@@ -59,3 +58,12 @@ class PickerScreen(Dialog[PairConfig | None]):
 
     def action_leave(self) -> None:
         self.dismiss(None)
+
+
+def line(model: AvailableModel, there: int) -> str:
+    """What a model is, its drafter, and the memory it needs against the memory that is there."""
+    parts = [part for part in (model.name, model.place, model.drafter, model.notes) if part]
+    if model.needs:
+        fits = "" if model.needs <= there else ", does not fit"
+        parts.append(f"needs {gigabytes(model.needs)} of {gigabytes(there)}{fits}")
+    return "  ".join(parts)

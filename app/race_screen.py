@@ -7,9 +7,9 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from dflash_chat.engine import Job
-from dflash_chat.messages import DRAFTED, PLAIN, RaceStep, Verdict
+from dflash_chat.race import DRAFTED, PLAIN, RaceResult, RaceStep
 from dflash_chat.screens import Dialog
+from dflash_mlx import Job
 
 TITLES = {PLAIN: "plain decoding", DRAFTED: "with drafts"}
 
@@ -78,9 +78,10 @@ class RaceScreen(Dialog[None]):
         for side in self._sides.values():
             side.draw()
 
-    def finish(self, verdict: Verdict) -> None:
+    def finish(self, result: RaceResult) -> None:
         """The race is over."""
-        self._say(verdict.text, "equal" if verdict.equal else "unequal")
+        self.draw()
+        self._say(result.text, "equal" if result.equal else "unequal")
 
     def fail(self, problem: str) -> None:
         """The race could not be run."""

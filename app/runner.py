@@ -17,13 +17,12 @@ from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import ConfirmScreen, RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.store import export
-from dflash_mlx import DecodeConfig, DFlashError, PairConfig
-from dflash_mlx.drafters.auto import settle
+from dflash_mlx import DecodeConfig, DFlashError, PairConfig, settle
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp
 
-Run = Callable[[str], Awaitable[None]]
+Handler = Callable[[str], Awaitable[None]]
 
 
 class CommandRunner:
@@ -31,7 +30,7 @@ class CommandRunner:
 
     def __init__(self, app: ChatApp) -> None:
         self._app = app
-        self._runs: dict[str, Run] = {
+        self._handlers: dict[str, Handler] = {
             "model": self._model,
             "drafter": self._drafter,
             "method": self._method,
@@ -53,7 +52,7 @@ class CommandRunner:
 
     async def run(self, call: Call) -> None:
         """Run one command; DFlashError where it cannot be done."""
-        await self._runs[call.command.name](call.argument)
+        await self._handlers[call.command.name](call.argument)
 
     async def _model(self, name: str) -> None:
         if name:
@@ -72,7 +71,7 @@ class CommandRunner:
         app = self._app
         if name:
             app.set_config(replace(app.config, method=name))
-        here = "" if app.info is None else settle(app.config, app.info.means).method
+        here = "" if app.pair is None else settle(app.config, app.pair.means).method
         chosen = f", which is {here} with this model" if here not in ("", app.config.method) else ""
         await app.say(f"The method is {app.config.method}{chosen}.")
 
@@ -106,9 +105,8 @@ class CommandRunner:
         self._need_idle()
         if app.listener.race is not None:  # the palette opens over a race, too
             raise DFlashError("a race is being run", "leave it with Esc first")
-        question = app.question(text or None)
-        race = app.listener.race = RaceScreen(app.engine.race(question))
-        app.push_screen(race, self._race_left)
+        app.listener.race = RaceScreen(app.race(app.request(text or None)))
+        app.push_screen(app.listener.race, self._race_left)
 
     def _race_left(self, _: None) -> None:
         self._app.listener.race = None
@@ -121,9 +119,9 @@ class CommandRunner:
 
     async def _stats(self, _: str) -> None:
         status = self._app.status
-        if status.figures is None:
+        if (figures := status.figures) is None:
             raise DFlashError("there is no answer yet", "ask something first")
-        rows = statistics_rows(status.figures, status.plain_seconds)
+        rows = statistics_rows(figures, status.plain_seconds)
         self._app.push_screen(RowsScreen("The last answer", rows))
 
     async def _new(self, _: str) -> None:

@@ -12,7 +12,7 @@ from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Input, Select, Static, Switch
 
 from dflash_chat.screens import Dialog
-from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig
+from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, method_choices
 
 
 def settings_of(config: Any) -> Iterator[Field[Any]]:
@@ -95,7 +95,8 @@ def _control(field: Field[Any], value: Any) -> Input | Select[str] | Switch:
     keywords, name = field.metadata["argparse"], f"set-{field.name}"
     if isinstance(field.default, bool):
         return Switch(value, id=name)
-    if "choices" in keywords:
-        choices = [(choice, choice) for choice in keywords["choices"]]
+    if field.name == "method" or "choices" in keywords:
+        offered = method_choices() if field.name == "method" else keywords["choices"]
+        choices = [(choice, choice) for choice in offered]
         return Select(choices, value=value, allow_blank=False, id=name, compact=True)
     return Input(shown(value), placeholder="not set", id=name, compact=True)

@@ -10,7 +10,8 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import ProgressBar, Static
 
-from dflash_chat.figures import Figures, fit, round_parts, speed_parts
+from dflash_chat.figures import Figures, figures_of, fit, round_parts, speed_parts
+from dflash_mlx import Statistics, TextDelta
 
 RECENT = 64  # rounds that a sparkline can show
 _PERCENT = re.compile(r"^(?P<what>[^:%]*?):?\s*(?P<percent>\d{1,3})%\|")
@@ -46,10 +47,11 @@ class Status(Vertical):
 
     def __init__(self) -> None:
         super().__init__(id="status")
-        self.figures: Figures | None = None
         self.plain_seconds: float | None = None
         self._rounds: deque[int] = deque(maxlen=RECENT)
-        self._generated = 0
+        self._statistics: Statistics | None = None
+        self._context_length = 0
+        self._stored: Figures | None = None
 
     def compose(self) -> ComposeResult:
         with Vertical(id="progress"):
@@ -64,25 +66,40 @@ class Status(Vertical):
     def on_resize(self) -> None:
         self.draw()
 
-    def take(self, figures: Figures) -> None:
-        """Figures after one more round; shown by the next `draw`."""
-        self._rounds.append(figures.generated_tokens - self._generated)
-        self._generated = figures.generated_tokens
-        self.figures = figures
+    @property
+    def figures(self) -> Figures | None:
+        """Of the answer that is shown, as they are now; None without one.
+
+        The worker goes on counting meanwhile: a round may be half in them until the next look.
+        """
+        if self._statistics is None:
+            return self._stored
+        return figures_of(self._statistics, self._context_length)
+
+    def take(self, delta: TextDelta, context_length: int) -> None:
+        """One more round; shown by the next `draw`."""
+        self._rounds.append(len(delta.tokens))
+        self._statistics, self._context_length = delta.statistics, context_length
+
+    def show(self, stored: Figures) -> None:
+        """Show the figures of an earlier answer."""
+        self._stored = stored
+        self.draw()
 
     def draw(self) -> None:
         """Show the newest figures, as many as fit."""
-        if self.figures is None or not self.is_mounted:
+        figures = self.figures
+        if figures is None or not self.is_mounted:
             return
         width = max(self.size.width - 2, 10)
-        speed = fit(speed_parts(self.figures, self.plain_seconds), width)
-        rounds = fit(round_parts(self.figures, tuple(self._rounds), width), width)
+        speed = fit(speed_parts(figures, self.plain_seconds), width)
+        rounds = fit(round_parts(figures, tuple(self._rounds), width), width)
         self.query_one("#speed", Static).update(speed)
         self.query_one("#rounds", Static).update(rounds)
 
     def clear(self) -> None:
         """No answer to show figures of, or not yet."""
-        self.figures, self._generated = None, 0
+        self._statistics = self._stored = None
         self._rounds.clear()
         for name in ("#speed", "#rounds"):
             self.query_one(name, Static).update("")

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_chat.conversation import UNTITLED, Conversation, Turn, now
-from dflash_mlx import DFlashError
-from dflash_mlx.system.files import replace_text
+from dflash_mlx import DFlashError, replace_text
 
 FORMAT = "dflash-chat conversation"
 VERSION = 1

@@ -11,8 +11,8 @@ from textual.widgets import Collapsible, Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
 from dflash_chat.conversation import ENDINGS, Turn
-from dflash_chat.thinking import Split, ThinkingReader, split_thinking
 from dflash_chat.window import Window
+from dflash_mlx import SplitText, ThinkingReader, split_thinking
 
 SHOWN = 4000  # characters of a question or a notice that are shown
 MOST_NOTICES = 8
@@ -42,7 +42,7 @@ class Notice(Static):
 class Reply(Vertical):
     """An answer, with its thoughts folded."""
 
-    def __init__(self, start: Split, ending: str = "") -> None:
+    def __init__(self, start: SplitText, ending: str = "") -> None:
         super().__init__(classes="reply")
         self._start, self._ending = start, ending
         self._thought = self._start.thought
@@ -64,7 +64,7 @@ class Reply(Vertical):
     def _thought_title(self) -> str:
         return f"thought, {len(self._thought.split())} words"
 
-    async def grow(self, part: Split) -> None:
+    async def grow(self, part: SplitText) -> None:
         """Add to the answer; returns at once however long drawing takes."""
         if part.thought:
             self._thought += part.thought
@@ -98,9 +98,9 @@ class LiveAnswer:
 
     def __init__(self) -> None:
         self.text = ""
-        self.certain = Split()
+        self.certain = SplitText()
         self._reader = ThinkingReader()
-        self._pending = Split()
+        self._pending = SplitText()
 
     def add(self, text: str) -> None:
         """Take in what a round brought."""
@@ -111,12 +111,12 @@ class LiveAnswer:
         """Release what might have become a tag."""
         self._keep(self._reader.finish())
 
-    def take(self) -> Split:
+    def take(self) -> SplitText:
         """What came since the last call."""
-        part, self._pending = self._pending, Split()
+        part, self._pending = self._pending, SplitText()
         return part
 
-    def _keep(self, part: Split) -> None:
+    def _keep(self, part: SplitText) -> None:
         self.certain += part
         self._pending += part
 

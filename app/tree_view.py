@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-# Who a token came from: as in `Tree.sources`, or the target itself.
-FIRST, SECOND, LOOKUP, TARGET = "first", "second", "lookup", "target"
+from dflash_chat.naming import TARGET
+from dflash_mlx import TextDelta, find_method
+
 ACCEPTED, REJECTED, LINES = "accepted", "rejected", "lines"
 
-Segment = tuple[str, str]  # text, and what it is: one of the names above
+Segment = tuple[str, str]  # text, and what it is: one of the names above or a token's source
 Line = list[Segment]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A token of the answer. origin: FIRST, SECOND, LOOKUP or TARGET."""
-
-    text: str
-    origin: str
 
 
 @dataclass(frozen=True)
@@ -35,6 +28,23 @@ class DrawnTree:
     next_text: str
     reason: str = ""
 
+    @classmethod
+    def of(cls, delta: TextDelta, text_of: Callable[[int], str]) -> DrawnTree:
+        """The tree of a round. text_of: a token alone as text."""
+        accepted, tree = delta.accepted, delta.accepted.tree
+        reason = delta.proposal.reason
+        texts = tuple(map(text_of, (delta.anchor, *tree.drafted)))
+        return cls(texts, tree.parents, accepted.path, text_of(accepted.tokens[-1]), reason)
+
+
+def sources(delta: TextDelta) -> Iterator[tuple[int, str]]:
+    """The tokens of a round, each with the drafter that it came from, or the target."""
+    path, known = delta.accepted.path, delta.accepted.tree.sources
+    usual = find_method(delta.statistics.method).sources
+    for i, token in enumerate(delta.tokens, start=1):
+        drafted = known[path[i]] if known and i < len(path) else usual[0].name if usual else ""
+        yield token, drafted if i < len(path) else TARGET
+
 
 def visible(text: str) -> str:
     """A token's text on one line: spaces and line breaks as signs."""
@@ -42,14 +52,14 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else "�" for c in shown) or "∅"
 
 
-def tint(pieces: Sequence[Piece], most: int) -> Line:
-    """The last `most` tokens; neighbours of one origin are one segment."""
+def tint(pieces: Sequence[Segment]) -> Line:
+    """Tokens with their sources; neighbours of one source are one segment."""
     line: Line = []
-    for piece in pieces[-most:] if most else ():
-        if line and line[-1][1] == piece.origin:
-            line[-1] = (line[-1][0] + piece.text, piece.origin)
+    for text, source in pieces:
+        if line and line[-1][1] == source:
+            line[-1] = (line[-1][0] + text, source)
         else:
-            line.append((piece.text, piece.origin))
+            line.append((text, source))
     return line
 
 

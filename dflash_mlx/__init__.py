@@ -1,31 +1,81 @@
-"""Lossless speculative decoding with block-diffusion drafters on MLX; README.md has examples."""
+"""Lossless speculative decoding with block-diffusion drafters on MLX; README.md has examples.
+
+These are the public names: the chat is built from them alone. Modules below may change.
+"""
 
 from dflash_mlx.system import blas
 
 blas.preload()  # must come before anything imports mlx
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
+from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
 from dflash_mlx.core.observer import Observer, RoundTimer  # noqa: E402
 from dflash_mlx.core.statistics import Statistics  # noqa: E402
-from dflash_mlx.models.load import Pair, load  # noqa: E402
-from dflash_mlx.session.chat import prompt_tokens  # noqa: E402
+from dflash_mlx.drafters.method import Source  # noqa: E402
+from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
+from dflash_mlx.drafters.methods import (  # noqa: E402
+    draws_drafts,
+    find_method,
+    needs_drafter,
+    settle,
+)
+from dflash_mlx.drafters.methods import sources as token_sources  # noqa: E402
+from dflash_mlx.engine.pair import Pair  # noqa: E402
+from dflash_mlx.engine.parity import Difference, first_difference  # noqa: E402
+from dflash_mlx.models.available import AvailableModel, available_models, near_names  # noqa: E402
+from dflash_mlx.models.load import load, load_pair  # noqa: E402
+from dflash_mlx.models.memory import available_memory, check_memory  # noqa: E402
+from dflash_mlx.models.names import DEFAULT_MODEL  # noqa: E402
+from dflash_mlx.session.responder import Request, Responder  # noqa: E402
 from dflash_mlx.session.stream import Answer, Session, TextDelta, generate, stream  # noqa: E402
+from dflash_mlx.session.templates import check_prompt, prompt_tokens  # noqa: E402
+from dflash_mlx.session.text import SplitText, ThinkingReader, split_thinking  # noqa: E402
+from dflash_mlx.session.worker import Ended, Failed, Job, Prefilled, Worker  # noqa: E402
+from dflash_mlx.system.files import replace_text  # noqa: E402
 
 __all__ = [
+    "AUTO",
+    "DEFAULT_MODEL",
     "Answer",
+    "AvailableModel",
     "DFlashError",
     "DecodeConfig",
+    "Difference",
+    "Ended",
+    "Failed",
+    "Job",
     "Observer",
     "Pair",
     "PairConfig",
+    "Prefilled",
+    "Request",
+    "Responder",
     "RoundTimer",
     "SamplingConfig",
     "Session",
+    "Source",
+    "SplitText",
     "Statistics",
     "TextDelta",
+    "ThinkingReader",
+    "Worker",
+    "available_memory",
+    "available_models",
+    "check_memory",
+    "check_prompt",
+    "draws_drafts",
+    "find_method",
+    "first_difference",
     "generate",
     "load",
+    "load_pair",
+    "method_choices",
+    "near_names",
+    "needs_drafter",
     "prompt_tokens",
+    "replace_text",
+    "settle",
+    "split_thinking",
     "stream",
+    "token_sources",
 ]

@@ -1,9 +1,11 @@
 """Metal kernels, each beside a pure-MLX reference: arrays in, arrays out.
 
+    catalog      the table of operations: begin here, then read one, as tree_walk
+    operation    what an operation is, and random calls of it
     factory      launches kernels, on Metal or by another executor
-    operations   attention, draft head, tree walk, cache commit, quantised product
     dispatch     kernel or reference, decided on each machine and why
-    emulator     runs the kernels' source on a CPU and checks it
+    sweep        kernels against references at random shapes
+    emulator     runs the kernels' source on a CPU and checks it; nothing else imports it
 
 This package knows nothing of decoding and imports nothing from `dflash_mlx`.
 """

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from kernels_metal.checks import FLOATS, check, check_dtype, check_shape
-from kernels_metal.factory import Kernel, Launch, executor, launch
+from kernels_metal.checks import check, check_array
+from kernels_metal.factory import Kernel, Launch, launch
+from kernels_metal.operation import PREFIXES, Case, Draw, Operation, case_of
 
 TOGETHER = 8  # caches of one launch: with strides and outputs 26 of Metal's 31 buffers
-CACHE_COMMIT = Kernel(
+KERNEL = Kernel(
     "cache_commit",
     inputs=(*(f"cache{i}" for i in range(TOGETHER)), "path", "sizes"),
     outputs=tuple(f"rows{i}" for i in range(TOGETHER)),
@@ -30,8 +32,6 @@ def accepted_rows(
     Raises ValueError for other shapes and dtypes, and for rows behind the last slot.
     """
     check_arguments(caches, path, first)
-    if executor() is None:
-        return accepted_rows_reference(caches, path, first)
     rows: list[mx.array] = []
     for start in range(0, len(caches), TOGETHER):
         stop = start + TOGETHER
@@ -44,7 +44,7 @@ def accepted_rows_reference(
 ) -> list[mx.array]:
     """As `accepted_rows`, one gather for each cache."""
     rows = {slot: mx.array([slot + row for row in path]) for slot in set(first)}
-    return [cache[..., rows[slot], :] for cache, slot in zip(caches, first, strict=True)]
+    return [mx.take(cache, rows[slot], axis=2) for cache, slot in zip(caches, first, strict=True)]
 
 
 def cache_commit(
@@ -64,13 +64,6 @@ def cache_commit(
     moved = gather(caches, path[kept:], first)
     for cache, rows, slot in zip(caches, moved, first, strict=True):
         cache[..., slot + kept : slot + len(path), :] = rows
-
-
-def cache_commit_reference(
-    caches: Sequence[mx.array], path: Sequence[int], first: Sequence[int]
-) -> None:
-    """As `cache_commit`, by MLX's own indexing."""
-    cache_commit(caches, path, first, accepted_rows_reference)
 
 
 def _launch(
@@ -94,7 +87,7 @@ def _launch(
         output_dtypes=(caches[0].dtype,) * TOGETHER,
     )
     inputs = [*caches, *([caches[0]] * missing), mx.array(padded), mx.array(sizes, dtype=mx.int32)]
-    return launch(CACHE_COMMIT, inputs, plan)[: len(caches)]
+    return launch(KERNEL, inputs, plan)[: len(caches)]
 
 
 def check_arguments(caches: Sequence[mx.array], path: Sequence[int], first: Sequence[int]) -> None:
@@ -103,10 +96,36 @@ def check_arguments(caches: Sequence[mx.array], path: Sequence[int], first: Sequ
     check(len(path) > 0 and increasing, "path", list(path), "one or more increasing rows from 0 on")
     check(len(caches) > 0, "the number of caches", len(caches), "1 or more")
     check(len(first) == len(caches), "the length of first", len(first), f"{len(caches)}, one each")
-    check_dtype("caches[0]", caches[0], FLOATS)
+    check_array("caches[0]", caches[0], (1, None, None, None))
     for i, (cache, slot) in enumerate(zip(caches, first, strict=True)):
-        check_shape(f"caches[{i}]", cache, (1, None, None, None))
-        check_dtype(f"caches[{i}]", cache, (caches[0].dtype,))
+        check_array(f"caches[{i}]", cache, (1, None, None, None), (caches[0].dtype,))
         last = cache.shape[2] - path[-1] - 1
         limit = f"0 to {last}, for row {path[-1]} to be inside {cache.shape[2]} slots"
         check(0 <= slot <= last, f"first[{i}]", slot, limit)
+
+
+def _case(caches: Sequence[mx.array], path: Sequence[int], first: Sequence[int]) -> Case:
+    return case_of(len(path), (len(caches), caches[0].shape[1], caches[0].shape[3]), caches)
+
+
+def _arguments(draw: Draw) -> tuple[Any, ...]:
+    count, heads = draw.size("caches", range(1, 21)), draw.size("heads", (1, 2, 8))
+    dim, rows = draw.size("dim", (4, 64, 80, 128)), draw.size("rows", range(1, 17))
+    block = 2 * rows if draw.given else 64
+    path = sorted(draw.rng.sample(range(block), rows))
+    first = [draw.extra("prefix", PREFIXES[:12]) for _ in range(count)]
+    caches = [draw.normal(1, heads, slot + block, dim) for slot in first]
+    return caches, path, first
+
+
+CACHE_COMMIT = Operation(
+    name="cache_commit",
+    kernel=accepted_rows,
+    reference=accepted_rows_reference,
+    check=check_arguments,
+    case=_case,
+    kernels=(KERNEL,),
+    arguments=_arguments,
+    defaults={"caches": 8, "heads": 2, "dim": 64, "rows": 5, "prefix": 1000},
+    compared=lambda rows, *args: rows,
+)

@@ -9,30 +9,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from kernels_metal.checks import check, check_choice, check_dtype, check_range, check_shape
-from kernels_metal.factory import Kernel, Launch, executor, launch
+from kernels_metal.checks import check, check_array, check_choice, check_range
+from kernels_metal.factory import Kernel, Launch, launch
+from kernels_metal.operation import PREFIXES, ROWS, Case, Draw, Operation, bucket, case_of
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_ROWS = 96
 MAX_LOCAL = 1024
 SIMD_GROUPS = 8
 THREADGROUPS = 128  # wanted, to fill the cores of a large GPU
-TILE_BYTES = 8192  # of keys, and as many of values, in threadgroup memory
-CASCADE_ATTENTION = Kernel(
+TILE_BYTES = 8192  # of 32, 16 or 8 keys, and as many of values, in threadgroup memory
+KERNEL = Kernel(
     "cascade_attention",
     inputs=("queries", "keys", "values", "visible", "sizes", "scale"),
     outputs=("partial", "sums"),
     header="widen",
     ensure_row_contiguous=False,
 )
-CASCADE_MERGE = Kernel(
-    "cascade_merge", inputs=("partial", "sums", "sinks", "sizes"), outputs=("merged",)
-)
+MERGE = Kernel("cascade_merge", inputs=("partial", "sums", "sinks", "sizes"), outputs=("merged",))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +55,9 @@ class Visibility:
         check(len(shape) == 2 and kind == np.bool_, "local", f"{kind} {list(shape)}", "bool [R, N]")
         check_range("the rows of local", self.rows, 1, MAX_ROWS)
         check_range("the columns of local", self.columns, 1, MAX_LOCAL)
-        starts = self.starts
-        check(
-            len(starts) == self.rows, "the length of first", len(starts), f"{self.rows}, the rows"
-        )
-        for row, start in enumerate(starts):
+        count = len(self.starts)
+        check(count == self.rows, "the length of first", count, f"{self.rows}, the rows")
+        for row, start in enumerate(self.starts):
             check_range(f"first[{row}]", start, 0, self.prefix)
             sees = start < self.prefix or bool(self.local[row].any())
             check(sees, f"local[{row}]", "all False", "True somewhere: the row sees nothing")
@@ -88,13 +86,11 @@ class Visibility:
     def mask(self) -> mx.array | str | None:
         """As MLX's attention takes it: None, "causal" or bool [R, P + N]."""
         starts = np.array(self.starts)
-        if not starts.any() and self.local.all():
-            return None
-        if not starts.any() and np.array_equal(self.local, np.tri(*self.local.shape, dtype=bool)):
-            return "causal" if self.rows == self.columns else self._dense(starts)
-        return self._dense(starts)
-
-    def _dense(self, starts: npt.NDArray[np.int_]) -> mx.array:
+        if not starts.any():
+            if self.local.all():
+                return None
+            if np.array_equal(self.local, np.tri(self.rows, dtype=bool)):
+                return "causal"
         return mx.array(np.hstack([np.arange(self.prefix) >= starts[:, None], self.local]))
 
     @cached_property
@@ -130,30 +126,24 @@ def cascade_attention(
     Raises ValueError for other shapes and dtypes, and for a prefix longer than the cache.
     """
     check_arguments(queries, keys, values, seen, scale, sinks)
-    if executor() is None:
-        return cascade_attention_reference(queries, keys, values, seen, scale, sinks)
-    heads, kv_heads = queries.shape[1], keys.shape[1]
-    tile, held = tile_keys(queries), SIMD_GROUPS * _rows_held(queries.shape[3])
+    heads, width, kv_heads = queries.shape[1], queries.shape[3], keys.shape[1]
+    tile = next(n for n in (32, 16, 8) if n * width * queries.itemsize <= TILE_BYTES)
+    held = 8 if width <= 128 else 4  # query rows in the registers of one SIMD-group
     rows = heads // kv_heads * seen.rows
     low = min(seen.starts)
-    length = tile if rows > held else _split(seen.keys - low, kv_heads, tile)
+    length = tile if rows > SIMD_GROUPS * held else _split(seen.keys - low, kv_heads, tile)
     splits = -(-(seen.keys - low) // length)
     words = seen.bits.shape[1] - 1
     sizes = [seen.rows, heads // kv_heads, low, seen.prefix, seen.keys, length, words]
     plan = Launch(
         grid=(kv_heads * SIMD_GROUPS * 32, splits, 1),
         threadgroup=(SIMD_GROUPS * 32, 1, 1),
-        output_shapes=((splits, kv_heads * rows, queries.shape[3]), (splits, kv_heads * rows, 2)),
+        output_shapes=((splits, kv_heads * rows, width), (splits, kv_heads * rows, 2)),
         output_dtypes=(mx.float32, mx.float32),
-        template=(
-            ("T", queries.dtype),
-            ("D", queries.shape[3]),
-            ("KEYS", tile),
-            ("ROWS", _rows_held(queries.shape[3])),
-        ),
+        template=(("T", queries.dtype), ("D", width), ("KEYS", tile), ("ROWS", held)),
     )
     inputs = [mx.contiguous(queries), keys, values, seen.bits, mx.array(sizes), mx.array([scale])]
-    partial, sums = launch(CASCADE_ATTENTION, inputs, plan)
+    partial, sums = launch(KERNEL, inputs, plan)
     return _merge(partial, sums, queries, sinks)
 
 
@@ -170,17 +160,6 @@ def cascade_attention_reference(
     return mx.fast.scaled_dot_product_attention(
         queries, keys[..., used, :], values[..., used, :], scale=scale, mask=seen.mask, sinks=sinks
     )
-
-
-def tile_keys(queries: mx.array) -> int:
-    """Keys of one tile: 32, 16 or 8, as many as threadgroup memory takes."""
-    row_bytes = queries.shape[3] * queries.itemsize
-    return next(keys for keys in (32, 16, 8) if keys * row_bytes <= TILE_BYTES)
-
-
-def _rows_held(width: int) -> int:
-    """Query rows in the registers of one SIMD-group."""
-    return 8 if width <= 128 else 4
 
 
 def _split(keys: int, kv_heads: int, tile: int) -> int:
@@ -203,7 +182,7 @@ def _merge(
         output_dtypes=(queries.dtype,),
         template=(("T", queries.dtype),),
     )
-    return launch(CASCADE_MERGE, [partial, sums, scores, mx.array([rows])], plan)[0]
+    return launch(MERGE, [partial, sums, scores, mx.array([rows])], plan)[0]
 
 
 def check_arguments(
@@ -215,21 +194,56 @@ def check_arguments(
     sinks: mx.array | None = None,
 ) -> None:
     """Raise ValueError for arguments the kernel does not take."""
-    check_shape("queries", queries, (1, None, None, None))
+    check_array("queries", queries, (1, None, None, None))
     check_choice("the head dim of queries", queries.shape[3], HEAD_DIMS)
     check_range("the rows of queries", queries.shape[2], 1, MAX_ROWS)
     heads, rows, width = queries.shape[1:]
     check(rows == seen.rows, "the rows of local", seen.rows, f"{rows}, those of queries")
-    check_shape("keys", keys, (1, None, None, width))
-    check_shape("values", values, keys.shape)
+    check_array("keys", keys, (1, None, None, width), (queries.dtype,))
+    check_array("values", values, keys.shape, (queries.dtype,))
     grouped, limit = heads % keys.shape[1] == 0, f"a multiple of the {keys.shape[1]} of keys"
     check(grouped, "the heads of queries", heads, limit)
     stored = f"{seen.prefix} keys of prefix and {seen.columns} local"
     check(seen.keys <= keys.shape[2], "the cache needed", stored, f"up to {keys.shape[2]} slots")
-    check_dtype("queries", queries)
-    for name, array in (("keys", keys), ("values", values)):
-        check_dtype(name, array, (queries.dtype,))
     check(math.isfinite(scale), "scale", scale, "finite")
     if sinks is not None:
-        check_shape("sinks", sinks, (heads,))
-        check_dtype("sinks", sinks)
+        check_array("sinks", sinks, (heads,))
+
+
+def _case(
+    queries: mx.array, keys: mx.array, values: mx.array, seen: Visibility, *rest: Any
+) -> Case:
+    sinks = [array for array in rest[1:] if array is not None]
+    heads = (queries.shape[1], keys.shape[1], queries.shape[3], values.shape[3])
+    arrays = [queries, keys, values, *sinks]
+    return case_of(queries.shape[2], (*heads, bucket(seen.keys), len(sinks)), arrays)
+
+
+def _arguments(draw: Draw) -> tuple[Any, ...]:
+    """A tree behind the prefix, with a window for each row in some calls."""
+    rows, prefix = draw.size("rows", ROWS), draw.size("prefix", PREFIXES)
+    dim, kv_heads = draw.size("dim", HEAD_DIMS), draw.size("kv_heads", (1, 2, 3))
+    heads = draw.size("heads", [kv_heads * group for group in (1, 2, 4, 8)])
+    local = np.eye(rows, dtype=np.bool_)
+    for node, parent in enumerate(draw.parents(rows)[1:], start=1):
+        local[node] |= local[parent]
+    window = draw.chance("window", 0.3)
+    first = tuple(draw.rng.randint(0, prefix) for _ in range(rows)) if window else None
+    slots = prefix + rows + draw.extra("slack", (0, 1, 200))
+    keys, values = (draw.normal(1, kv_heads, slots, dim) for _ in range(2))
+    queries = draw.normal(1, heads, rows, dim)
+    sinks = draw.normal(heads) if draw.chance("sinks", 0.3) else None
+    draw.sizes["window"] = window
+    return queries, keys, values, Visibility(prefix, local, first), dim**-0.5, sinks
+
+
+CASCADE_ATTENTION = Operation(
+    name="cascade_attention",
+    kernel=cascade_attention,
+    reference=cascade_attention_reference,
+    check=check_arguments,
+    case=_case,
+    kernels=(KERNEL, MERGE),
+    arguments=_arguments,
+    defaults={"rows": 16, "prefix": 1000, "heads": 8, "kv_heads": 2, "dim": 64},
+)

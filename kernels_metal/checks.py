@@ -25,18 +25,19 @@ def check_choice(argument: str, value: int, choices: Collection[int]) -> None:
     check(value in choices, argument, value, "one of " + ", ".join(map(str, choices)))
 
 
-def check_shape(argument: str, array: mx.array, shape: tuple[int | None, ...]) -> None:
-    """An array's shape; None stands for any size of 1 or more."""
+def check_array(
+    argument: str,
+    array: mx.array,
+    shape: tuple[int | None, ...],
+    dtypes: Collection[mx.Dtype] = FLOATS,
+) -> None:
+    """An array's shape, in which None stands for any size of 1 or more, and its dtype."""
     fits = array.ndim == len(shape) and all(
         actual > 0 if wanted is None else actual == wanted
         for actual, wanted in zip(array.shape, shape, strict=True)
     )
     wanted = ", ".join("any" if size is None else str(size) for size in shape)
     check(fits, f"the shape of {argument}", list(array.shape), f"[{wanted}]")
-
-
-def check_dtype(argument: str, array: mx.array, dtypes: Collection[mx.Dtype] = FLOATS) -> None:
-    """An array's dtype."""
     names = " or ".join(str(dtype).removeprefix("mlx.core.") for dtype in dtypes)
     dtype = str(array.dtype).removeprefix("mlx.core.")
     check(array.dtype in dtypes, f"the dtype of {argument}", dtype, names)

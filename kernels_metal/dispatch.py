@@ -1,8 +1,9 @@
 """Which operations go through a kernel, and why: one table.
 
-    kernels = Dispatch("auto", table=loaded)  # one for each model instance
-    out = kernels.run(CASCADE, queries, keys, values, seen, scale)
-    saved = kernels.to_json()                 # the caller keeps it, one for each machine
+    kernels = Dispatch("auto")      # one for each model instance
+    kernels.table.update(loaded)    # of an earlier session, if there was one
+    choice = kernels.choose(CASCADE_ATTENTION, queries, keys, values, seen, scale)
+    saved = kernels.to_json()       # the caller keeps it, one for each machine
 
 On Metal the first call of each case probes the kernel (does it agree with the reference?) and races
 it against the stock path; the outcome and its reason stay in the table.
@@ -20,29 +21,11 @@ from typing import Any, Literal, get_args
 import mlx.core as mx
 
 from kernels_metal.factory import SOURCE, executor, metal
+from kernels_metal.operation import Operation, dtype_name
 
 Mode = Literal["auto", "off", "on"]
 RUNS = 5  # of either side in a race, the fastest counts
 TOLERANCES = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a choice is made for; sizes that vary from call to call are rounded up by `bucket`.
-
-    shape: the other sizes that matter to the operation. bits: of a weight, or of a number of dtype.
-    """
-
-    op: str
-    rows: int
-    shape: tuple[int, ...]
-    bits: int
-    dtype: str
-    family: str
-
-    def __str__(self) -> str:
-        sizes = "x".join(map(str, self.shape))
-        return f"{self.op}/{self.rows}/{sizes}/{self.bits}/{self.dtype}/{self.family}"
 
 
 @dataclass(frozen=True)
@@ -53,48 +36,21 @@ class Choice:
     reason: str
 
 
-SWITCHED_OFF = Choice(False, "kernels are switched off")
-NO_METAL = Choice(False, "no Metal on this machine")
-
-
-@dataclass(frozen=True)
-class Operation:
-    """An operation that has a kernel and a reference, called with the same arguments.
-
-    case: rows, shape, bits and dtype of a call, so fine that the kernel takes all calls of a case
-    or none. compared: of a result and the arguments it is for, the arrays in which kernel and
-    reference must agree. check: raises ValueError for arguments the kernel does not take.
-    """
-
-    name: str
-    kernel: Callable[..., Any]
-    reference: Callable[..., Any]
-    check: Callable[..., None]
-    case: Callable[..., tuple[int, tuple[int, ...], int, str]]
-    compared: Callable[..., list[mx.array]]
-
-
 class Dispatch:
     """The choices of one machine, for one model instance; it changes nothing outside itself.
 
-    mode: "off" is the reference always, "on" the kernel wherever one can run, "auto" what probe and
-    race say. table: choices made before, from `table_from_json`. family: the GPU's, asked of MLX by
-    default. Raises ValueError for another mode.
+    mode: "on" is the kernel wherever one can run, "auto" what probe and race say; switched "off"
+    nothing is to be asked. table: what was raced, now and by the sessions of `table_from_json`.
+    Raises ValueError for another mode.
     """
 
-    def __init__(
-        self,
-        mode: Mode = "auto",
-        table: Mapping[str, Choice] | None = None,
-        family: str | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, mode: Mode = "auto", clock: Callable[[], float] = time.perf_counter) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"kernels is {mode!r}, but must be one of {', '.join(get_args(Mode))}")
         self.mode = mode
-        self.table: dict[str, Choice] = dict(table or {})
+        self.table: dict[str, Choice] = {}
         self._unraced: dict[str, Choice] = {}
-        self._family = gpu_family() if family is None else family
+        self._family = gpu_family()
         self._clock = clock
 
     @property
@@ -102,21 +58,16 @@ class Dispatch:
         """All that was chosen so far: raced now or before, and not raced."""
         return {**self.table, **self._unraced}
 
-    def run(self, operation: Operation, *args: Any) -> Any:
-        """The operation's result, by the kernel or by the reference as the table says."""
-        chosen = self.choose(operation, *args)
-        return (operation.kernel if chosen.kernel else operation.reference)(*args)
-
     def choose(self, operation: Operation, *args: Any) -> Choice:
-        """The choice for these arguments, made now where there is none."""
-        if self.mode == "off":
-            return SWITCHED_OFF
-        runs_on = executor()
-        if runs_on is None:
-            return NO_METAL
-        raced = self.mode == "auto" and runs_on is metal
+        """The choice for these arguments, made now where there is none.
+
+        To be asked where `executor()` can run kernels and they are not switched off.
+        """
+        raced = self.mode == "auto" and executor() is metal
         choices = self.table if raced else self._unraced
-        key = str(Case(operation.name, *operation.case(*args), self._family))
+        rows, shape, bits, dtype = operation.case(*args)
+        sizes = "x".join(map(str, shape))
+        key = f"{operation.name}/{rows}/{sizes}/{bits}/{dtype}/{self._family}"
         if key not in choices:
             choices[key] = self._decide(operation, args, raced)
         return choices[key]
@@ -196,18 +147,6 @@ def difference(ours: mx.array, stock: mx.array) -> float:
     return float((apart / mx.maximum(size, 1e-30)).item())  # type: ignore[arg-type]
 
 
-def bucket(size: int) -> int:
-    """The power of two at or above `size`, so that the table stays short; or 96, a limit."""
-    return 96 if 64 < size <= 96 else 1 << max(size - 1, 0).bit_length()
-
-
 def gpu_family() -> str:
     """The GPU's architecture as MLX names it, "none" without Metal."""
-    if not mx.metal.is_available():
-        return "none"
-    return str(mx.device_info()["architecture"])
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """As in the names of `mlx.core`."""
-    return str(dtype).removeprefix("mlx.core.")
+    return str(mx.device_info()["architecture"]) if mx.metal.is_available() else "none"

@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kernels_metal.checks import check, check_dtype, check_range, check_shape
-from kernels_metal.factory import Kernel, Launch, executor, launch
+from kernels_metal.checks import check, check_array, check_range
+from kernels_metal.factory import Kernel, Launch, launch
+from kernels_metal.operation import ROWS, Draw, Operation, case_of
 
 MAX_ROWS = 1024
 MAX_K = 16
 PART = 8192  # logits of one threadgroup, while a row has no more than 32 parts
-DRAFT_HEAD = Kernel(
+KERNEL = Kernel(
     "draft_head",
     inputs=("logits", "sizes"),
     outputs=("best_values", "best_ids", "sums"),
     header="top_k",
 )
-DRAFT_HEAD_MERGE = Kernel(
+MERGE = Kernel(
     "draft_head_merge",
     inputs=("best_values", "best_ids", "sums"),
     outputs=("ids", "logprobs", "normal"),
@@ -37,11 +38,6 @@ class DraftHead:
     logprobs: mx.array
     logsumexp: mx.array
 
-    @property
-    def tokens(self) -> mx.array:
-        """[rows] the likeliest of each."""
-        return self.ids[:, 0]
-
 
 def draft_head(logits: mx.array, k: int) -> DraftHead:
     """The k likeliest tokens of each row of logits [rows, V], k up to 16 and to V.
@@ -50,8 +46,6 @@ def draft_head(logits: mx.array, k: int) -> DraftHead:
     (the reference may choose others where more are equal than fit). Raises ValueError otherwise.
     """
     check_arguments(logits, k)
-    if executor() is None:
-        return draft_head_reference(logits, k)
     rows, vocabulary = logits.shape
     length = max(PART, -(-vocabulary // 32))
     parts = -(-vocabulary // length)
@@ -63,7 +57,7 @@ def draft_head(logits: mx.array, k: int) -> DraftHead:
         output_dtypes=(mx.float32, mx.int32, mx.float32),
         template=(("T", logits.dtype), ("TOP", top)),
     )
-    found = launch(DRAFT_HEAD, [logits, mx.array([length])], plan)
+    found = launch(KERNEL, [logits, mx.array([length])], plan)
     merge = Launch(
         grid=(32, rows, 1),
         threadgroup=(32, 1, 1),
@@ -71,7 +65,7 @@ def draft_head(logits: mx.array, k: int) -> DraftHead:
         output_dtypes=(mx.int32, mx.float32, mx.float32),
         template=(("TOP", top),),
     )
-    ids, logprobs, normal = launch(DRAFT_HEAD_MERGE, found, merge)
+    ids, logprobs, normal = launch(MERGE, found, merge)
     return DraftHead(ids[:, :k], logprobs[:, :k], normal)
 
 
@@ -89,8 +83,35 @@ def draft_head_reference(logits: mx.array, k: int) -> DraftHead:
 
 def check_arguments(logits: mx.array, k: int) -> None:
     """Raise ValueError for arguments the kernel does not take."""
-    check_shape("logits", logits, (None, None))
-    check_dtype("logits", logits)
+    check_array("logits", logits, (None, None))
     check_range("the rows of logits", logits.shape[0], 1, MAX_ROWS)
     check_range("k", k, 1, MAX_K)
     check(k <= logits.shape[1], "k", k, f"up to the {logits.shape[1]} columns of logits")
+
+
+def _compared(head: DraftHead, logits: mx.array, k: int) -> list[mx.array]:
+    """For the ids the log-probabilities they have: of equal logits either may be chosen."""
+    known = (head.ids >= 0) & (head.ids < logits.shape[1])
+    chosen = mx.take_along_axis(logits, mx.where(known, head.ids, 0), axis=-1)
+    chosen = chosen.astype(mx.float32) - head.logsumexp[:, None]
+    return [head.logprobs, mx.where(known, chosen, mx.nan), head.logsumexp]
+
+
+def _arguments(draw: Draw) -> tuple[mx.array, int]:
+    rows, k = draw.size("rows", ROWS), draw.size("k", range(1, MAX_K + 1))
+    most = 32_000 if rows < 9 else 2000
+    vocabulary = draw.size("vocabulary", (17, 100, 255, 257, 1000, 8193, most))
+    return draw.normal(rows, vocabulary), k
+
+
+DRAFT_HEAD = Operation(
+    name="draft_head",
+    kernel=draft_head,
+    reference=draft_head_reference,
+    check=check_arguments,
+    case=lambda logits, k: case_of(logits.shape[0], (logits.shape[1], k), [logits]),
+    kernels=(KERNEL, MERGE),
+    arguments=_arguments,
+    defaults={"rows": 8, "vocabulary": 32_000, "k": 8},
+    compared=_compared,
+)

@@ -1,30 +1,17 @@
 """The one place where a kernel is launched, on Metal or by another executor.
 
-    SCALE = Kernel("scale", inputs=("x",), outputs=("y",))  # body: source/scale.metal
-
-    def scale(x: mx.array) -> mx.array:
-        plan = Launch(
-            grid=(x.size, 1, 1),
-            threadgroup=(256, 1, 1),
-            output_shapes=(x.shape,),
-            output_dtypes=(x.dtype,),
-            template=(("T", x.dtype), ("N", 4)),
-        )
-        return launch(SCALE, [x], plan)[0]
-
-A wrapper asks `executor()` first and takes its reference when that is None: nothing here falls
-back by itself.
+`tree_walk.py` is the shortest example. Nothing here falls back by itself: who calls a kernel asks
+`executor()` first, and takes the reference when that is None.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -89,14 +76,8 @@ class Launch:
     init_value: float | None = None
 
 
-class Executor(Protocol):
-    """Runs a kernel; the outputs have the shapes and dtypes of the plan."""
-
-    def __call__(self, kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.array]:
-        """As `launch`."""
-        ...
-
-
+# Runs a kernel; the outputs have the shapes and dtypes of the plan.
+Executor = Callable[[Kernel, Sequence[mx.array], Launch], list[mx.array]]
 _chosen: ContextVar[Executor | None] = ContextVar("executor", default=None)
 
 
@@ -118,26 +99,21 @@ def executor() -> Executor | None:
 def launch(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.array]:
     """Run a kernel; one array for each of its outputs.
 
-    Raises RuntimeError where nothing can run kernels: the wrapper should have taken its reference.
+    Raises RuntimeError where nothing can run kernels: the caller was to take the reference.
     """
     chosen = executor()
     if chosen is None:
-        raise RuntimeError(
-            f"kernel {kernel.name}: no Metal here and no executor chosen; "
-            "the wrapper should have taken the reference"
-        )
+        raise RuntimeError(f"kernel {kernel.name}: no Metal and no executor; take the reference")
     return chosen(kernel, inputs, plan)
 
 
-def metal(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.array]:
-    """The executor that is MLX's own."""
-    return call(kernel, inputs, plan)
-
-
-def call(
+def metal(
     kernel: Kernel, inputs: Sequence[mx.array], plan: Launch, verbose: bool = False
 ) -> list[mx.array]:
-    """MLX's custom kernel; `verbose` prints the text it generates, even without Metal if traced."""
+    """The executor that is MLX's own.
+
+    verbose: print the text it generates; in a traced graph it does so even without Metal.
+    """
     outputs: list[mx.array] = _compiled(kernel)(
         inputs=list(inputs),
         template=list(plan.template),

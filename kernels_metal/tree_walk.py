@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kernels_metal.checks import check_dtype, check_range, check_shape
-from kernels_metal.factory import Kernel, Launch, executor, launch
+from kernels_metal.checks import check_array, check_range
+from kernels_metal.factory import Kernel, Launch, launch
+from kernels_metal.operation import ROWS, Draw, Operation, case_of
 
 MAX_NODES = 1024
-TREE_WALK = Kernel("tree_walk", inputs=("choices", "tokens", "parents"), outputs=("result",))
+KERNEL = Kernel("tree_walk", inputs=("choices", "tokens", "parents"), outputs=("result",))
 
 
 def tree_walk(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:
@@ -21,8 +22,6 @@ def tree_walk(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.arra
     Raises ValueError for other shapes and dtypes.
     """
     check_arguments(choices, tokens, parents)
-    if executor() is None:
-        return tree_walk_reference(choices, tokens, parents)
     nodes = choices.shape[0]
     plan = Launch(
         grid=(32, 1, 1),
@@ -30,7 +29,7 @@ def tree_walk(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.arra
         output_shapes=((nodes + 2,),),
         output_dtypes=(mx.int32,),
     )
-    return launch(TREE_WALK, [a.view(mx.int32) for a in (choices, tokens, parents)], plan)[0]
+    return launch(KERNEL, [a.view(mx.int32) for a in (choices, tokens, parents)], plan)[0]
 
 
 def tree_walk_reference(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:
@@ -54,8 +53,36 @@ def tree_walk_reference(choices: mx.array, tokens: mx.array, parents: mx.array) 
 
 def check_arguments(choices: mx.array, tokens: mx.array, parents: mx.array) -> None:
     """Raise ValueError for arguments the kernel does not take."""
-    check_shape("choices", choices, (None,))
+    dtypes = (mx.int32, mx.uint32)
+    check_array("choices", choices, (None,), dtypes)
     check_range("the number of nodes", choices.shape[0], 1, MAX_NODES)
-    for name, array in (("choices", choices), ("tokens", tokens), ("parents", parents)):
-        check_shape(name, array, choices.shape)
-        check_dtype(name, array, (mx.int32, mx.uint32))
+    for name, array in (("tokens", tokens), ("parents", parents)):
+        check_array(name, array, choices.shape, dtypes)
+
+
+def _arguments(draw: Draw) -> tuple[mx.array, ...]:
+    """A tree that the choices often follow; or whose nodes have up to `branches` children."""
+    nodes = draw.size("nodes", (*ROWS, 128, 1000))
+    if branches := draw.given.get("branches"):
+        tokens = [node % branches for node in range(nodes)]
+        parents = [(node + branches - 1) // branches - 1 for node in range(nodes)]
+        return mx.ones(nodes, mx.int32), mx.array(tokens), mx.array(parents)
+    tokens = [draw.rng.randrange(3) for _ in range(nodes)]
+    parents = draw.parents(nodes)
+    choices = [draw.rng.randrange(3) for _ in range(nodes)]
+    for node in range(1, nodes):
+        if draw.rng.random() < 0.8:
+            choices[parents[node]] = tokens[node]
+    return mx.array(choices), mx.array(tokens), mx.array(parents)
+
+
+TREE_WALK = Operation(
+    name="tree_walk",
+    kernel=tree_walk,
+    reference=tree_walk_reference,
+    check=check_arguments,
+    case=lambda *arrays: case_of(arrays[0].shape[0], (), arrays),
+    kernels=(KERNEL,),
+    arguments=_arguments,
+    defaults={"nodes": 64, "branches": 3},
+)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 
-from kernels_metal.checks import (
-    check,
-    check_choice,
-    check_contiguous,
-    check_dtype,
-    check_range,
-    check_shape,
-)
-from kernels_metal.factory import Kernel, Launch, executor, launch
+from kernels_metal.checks import check, check_array, check_choice, check_contiguous, check_range
+from kernels_metal.factory import Kernel, Launch, launch
+from kernels_metal.operation import Case, Draw, Operation, case_of
 
+BITS, GROUPS = (4, 8), (32, 64, 128)
 MAX_ROWS = 32
 SIMD_GROUPS = 8
 RUN = 256  # weights along K that a SIMD-group reads at a time
 WANTED = 1024  # SIMD-groups, to fill the cores of a large GPU
-VERIFY_QMM = Kernel(
+KERNEL = Kernel(
     "verify_qmm",
     inputs=("x", "weights", "scales", "biases", "sizes"),
     outputs=("y",),
@@ -41,8 +37,8 @@ class Packing:
     invariant: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("bits", self.bits, (4, 8))
-        check_choice("group", self.group, (32, 64, 128))
+        check_choice("bits", self.bits, BITS)
+        check_choice("group", self.group, GROUPS)
 
 
 def verify_qmm(
@@ -55,8 +51,6 @@ def verify_qmm(
     and for weights with gaps.
     """
     check_arguments(x, weights, scales, biases, packing)
-    if executor() is None:
-        return verify_qmm_reference(x, weights, scales, biases, packing)
     (rows, depth), columns = x.shape, weights.shape[0]
     each = _columns_held(rows)
     parts = _parts(columns, depth, _columns_held(1) if packing.invariant else each)
@@ -68,7 +62,7 @@ def verify_qmm(
         output_dtypes=(x.dtype,),
         template=(("T", x.dtype), ("BITS", packing.bits), ("COLS", each)),
     )
-    return launch(VERIFY_QMM, [x, weights, scales, biases, mx.array(sizes)], plan)[0]
+    return launch(KERNEL, [x, weights, scales, biases, mx.array(sizes)], plan)[0]
 
 
 def verify_qmm_reference(
@@ -103,15 +97,44 @@ def check_arguments(
     x: mx.array, weights: mx.array, scales: mx.array, biases: mx.array, packing: Packing
 ) -> None:
     """Raise ValueError for arguments the kernel does not take."""
-    check_shape("x", x, (None, None))
+    check_array("x", x, (None, None))
     check_range("the rows of x", x.shape[0], 1, MAX_ROWS)
-    check_dtype("x", x)
     depth = x.shape[1]
     check(depth % packing.group == 0, "the columns of x", depth, f"a multiple of {packing.group}")
-    check_shape("weights", weights, (None, depth * packing.bits // 32))
-    check_dtype("weights", weights, (mx.uint32,))
+    check_array("weights", weights, (None, depth * packing.bits // 32), (mx.uint32,))
+    check_contiguous("weights", weights)
     for name, array in (("scales", scales), ("biases", biases)):
-        check_shape(name, array, (weights.shape[0], depth // packing.group))
-        check_dtype(name, array, (x.dtype,))
-    for name, array in (("weights", weights), ("scales", scales), ("biases", biases)):
+        check_array(name, array, (weights.shape[0], depth // packing.group), (x.dtype,))
         check_contiguous(name, array)
+
+
+def _case(
+    x: mx.array, weights: mx.array, scales: mx.array, biases: mx.array, packing: Packing
+) -> Case:
+    shape = (x.shape[1], weights.shape[0], packing.group, int(packing.invariant))
+    return case_of(x.shape[0], shape, [x, scales, biases], packing.bits)
+
+
+def _arguments(draw: Draw) -> tuple[Any, ...]:
+    packing = Packing(group=draw.size("group", GROUPS), bits=draw.size("bits", BITS))
+    rows = draw.size("rows", range(1, MAX_ROWS + 1))
+    depth = draw.size("depth", range(packing.group, 21 * packing.group, packing.group))
+    columns = draw.size("columns", (5, 8, 31, 33, 64, 100, 257))
+    words = (columns, depth * packing.bits // 32)
+    weights = mx.random.randint(0, 2**32, words, mx.uint32, key=draw.key())
+    scales, biases = (draw.normal(columns, depth // packing.group) for _ in range(2))
+    x = draw.normal(rows, depth)
+    packing = replace(packing, invariant=draw.chance("invariant", 0.5))
+    return x, weights, scales * 2.0**-packing.bits, biases, packing
+
+
+VERIFY_QMM = Operation(
+    name="verify_qmm",
+    kernel=verify_qmm,
+    reference=verify_qmm_reference,
+    check=check_arguments,
+    case=_case,
+    kernels=(KERNEL,),
+    arguments=_arguments,
+    defaults={"rows": 8, "depth": 1024, "columns": 256, "bits": 4, "group": 64},
+)

@@ -1,7 +1,7 @@
 """Predicted time of a round on Apple GPUs: docs/roofline.md has the assumptions and the results.
 
     .venv/bin/python scripts/roofline.py                   # the tables
-    .venv/bin/python scripts/roofline.py --plots docs      # and the pictures
+    .venv/bin/python scripts/roofline_plots.py docs        # the pictures
     .venv/bin/python scripts/roofline.py --measure         # the kernels' traffic again, emulated
 
 A pass takes the longer of its memory traffic and its arithmetic, and a fixed time for each layer.
@@ -356,16 +356,10 @@ def report(traffic: Traffic) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted rounds on Apple GPUs.")
     parser.add_argument("--measure", action="store_true", help="emulate the kernels' traffic again")
-    parser.add_argument("--plots", type=Path, help="a folder for pictures")
     arguments = parser.parse_args()
     if arguments.measure:
         TRAFFIC.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
-    traffic = Traffic.read()
-    print(report(traffic))
-    if arguments.plots:
-        from roofline_plots import draw
-
-        draw(traffic, arguments.plots)
+    print(report(Traffic.read()))
 
 
 if __name__ == "__main__":

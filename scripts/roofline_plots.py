@@ -1,7 +1,8 @@
-"""Pictures of docs/roofline.md."""
+"""Pictures of docs/roofline.md: `.venv/bin/python scripts/roofline_plots.py docs`."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,7 @@ def _attention(axes: Any, traffic: Traffic) -> None:
     axes.set_xticks(ROWS, map(str, ROWS))
     axes.set_title(f"cascade_attention behind {CONTEXT} keys, emulated; dashed: keys and values")
     axes.legend()
+
+
+if __name__ == "__main__":
+    draw(Traffic.read(), Path(sys.argv[1]))

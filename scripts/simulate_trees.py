@@ -39,13 +39,14 @@ from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context
-from dflash_mlx.models.load import Pair, load_pair
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.system.files import write_report
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.routing import Kernels
-from dflash_mlx.train.corpus.rows import Row, read_rows
-from dflash_mlx.train.start import vocabulary_size
+from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
+from dflash_mlx.train.features import vocabulary_size
 
 _LOGITS, _LINKED = BlockModel.logits, BlockModel.linked
 NEEDS_TREES = DecodeConfig(method="d2sd", budget=2)
@@ -139,7 +140,7 @@ class Count:
 
 
 def simulate(
-    pair: Pair, drafters: dict[str, Drafter], rows: Sequence[Row], memory: Memory
+    pair: Pair, drafters: dict[str, Drafter], rows: Sequence[CorpusRow], memory: Memory
 ) -> dict[str, Count]:
     """Walk every answer with every drafter."""
     dual = make_drafter(pair, NEEDS_TREES)
@@ -187,7 +188,7 @@ def replace_contexts(made: Context, dual: DualContext) -> Context:
     return made
 
 
-def read(pair: Pair, row: Row, taps: tuple[int, ...]) -> mx.array:
+def read(pair: Pair, row: CorpusRow, taps: tuple[int, ...]) -> mx.array:
     """The target's features [T, m*d] of a prompt and its answer."""
     cache, parts = pair.target.new_cache(), []
     text = mx.array([*row.prompt, *row.answer])
@@ -201,7 +202,7 @@ def read(pair: Pair, row: Row, taps: tuple[int, ...]) -> mx.array:
     return mx.concatenate(parts)
 
 
-def read_answers(file: Path, vocab_size: int) -> list[Row]:
+def read_answers(file: Path, vocab_size: int) -> list[CorpusRow]:
     """The rows of a corpus; DFlashError where one was sampled."""
     rows = read_rows(file, vocab_size)[1]
     if any(row.temperature for row in rows):

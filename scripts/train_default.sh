@@ -3,19 +3,15 @@
 #
 #   scripts/train_default.sh FOLDER [PROMPTS.jsonl]
 #
-# FOLDER receives corpora, features and drafters (1 to 2 GB for 1,000 prompts; 10,771 are made here
-# unless the settings say otherwise). PROMPTS.jsonl holds one prompt a line ({"id", "category",
-# "messages"}), which are added to those; those of the category "code" come a second time as the
-# documentation of a function. Every step goes on where it was stopped, so kill this at any time and
-# start it again, with the same version of the project: another one may make other prompts.
-# docs/training.md has the times. Settings, from the environment:
+# FOLDER receives corpora, features and drafters (1 to 2 GB for 1,000 prompts; 10,771 come from
+# scripts/prompts unless the settings say otherwise). PROMPTS.jsonl holds one prompt a line ({"id",
+# "category", "messages"}), which are added to those. Every step goes on where it was stopped, so
+# kill this at any time and start it again. docs/training.md has the times. Settings, from the
+# environment:
 #
-#   FUNCTIONS=1500         programming tasks made by scripts/make_prompts.py
-#   CHATS=1500             chat instructions made by it
-#   WRITTEN=1              the prompts written for this project (scripts/prompts/written.jsonl); 0
-#                          leaves them out, and with 0 functions and chats, too, nothing is made
-#   KEEP_CLEAR_OF=         a file of prompts kept for evaluation: nothing is made that has a function
-#                          name or 8 words in a row from it
+#   OWN_PROMPTS=1          the prompts of this project (scripts/prompts); 0 leaves them out
+#   KEEP_CLEAR_OF=         a file of prompts kept for evaluation: of the project's, those are left
+#                          out that have a function name or 8 words in a row from it
 #   SELF_PROMPTS=500       questions of each kind that the model asks itself
 #   DFLASH_MINUTES=240     training of the first drafter
 #   SECOND_MINUTES=120     training of the variable-prefix drafter, which starts from the first
@@ -26,7 +22,7 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 . "$root/scripts/_venv.sh"
 [ $# -ge 1 ] || fail "usage: scripts/train_default.sh FOLDER [PROMPTS.jsonl]"
-case ${WRITTEN:-1} in [01]) ;; *) fail "WRITTEN is $WRITTEN; choose 1 or 0" ;; esac
+case ${OWN_PROMPTS:-1} in [01]) ;; *) fail "OWN_PROMPTS is $OWN_PROMPTS; choose 1 or 0" ;; esac
 venv_ready "plot"
 mkdir -p "$1"
 folder=$(CDPATH='' cd -- "$1" && pwd -P)
@@ -38,24 +34,22 @@ export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=8589934592 \
     MALLOC_TOP_PAD_=268435456
 
 prompts=${2:-}
-made=
-if [ "${FUNCTIONS:-1500} ${CHATS:-1500} ${WRITTEN:-1}" != "0 0 0" ]; then
-    made=$folder/made-prompts.jsonl
-    set -- --functions "${FUNCTIONS:-1500}" --chats "${CHATS:-1500}"
-    [ -z "$prompts" ] || set -- "$@" --wrap "$prompts"
-    [ "${WRITTEN:-1}" = 0 ] || set -- "$@" --written
-    [ -z "${KEEP_CLEAR_OF:-}" ] || set -- "$@" --keep-clear-of "$KEEP_CLEAR_OF"
-    "$python" "$root/scripts/make_prompts.py" --out "$made" "$@"
+own=
+if [ "${OWN_PROMPTS:-1}" = 1 ]; then
+    own=$folder/own-prompts.jsonl
+    set -- --prompts "$root/scripts/prompts/made.jsonl" --prompts "$root/scripts/prompts/written.jsonl"
+    [ -z "${KEEP_CLEAR_OF:-}" ] || set -- "$@" --of "$KEEP_CLEAR_OF"
+    "$python" "$root/scripts/keep_clear.py" "$@" --out "$own"
 fi
 [ -z "$prompts" ] ||
     "$python" -m dflash_mlx.corpus --prompts "$prompts" --out "$folder/answers.jsonl"
-[ -z "$made" ] || "$python" -m dflash_mlx.corpus --prompts "$made" --out "$folder/made.jsonl"
+[ -z "$own" ] || "$python" -m dflash_mlx.corpus --prompts "$own" --out "$folder/own.jsonl"
 for kind in code chat; do
     "$python" -m dflash_mlx.corpus --self-prompt "${SELF_PROMPTS:-500}" \
         --openings "$root/scripts/openings/$kind.json" --out "$folder/$kind.jsonl"
 done
 set --
-for corpus in answers made code chat; do
+for corpus in answers own code chat; do
     [ ! -e "$folder/$corpus.jsonl" ] || set -- "$@" --corpus "$folder/$corpus.jsonl"
 done
 set -- "$@" --cache "$folder/features"

@@ -10,25 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.benchmark.figures import summarise
-from dflash_mlx.benchmark.measure import run_all
+from dflash_mlx.benchmark.measure import run_all, separate_rows
 from dflash_mlx.benchmark.plots import draw_all
-from dflash_mlx.benchmark.prompts import Question, describe_lengths, questions, read_contexts
-from dflash_mlx.benchmark.rounds import separate_rows
-from dflash_mlx.benchmark.selection import Sweep, name_blocks, read_methods, settle_all
-from dflash_mlx.benchmark.tables import format_report
+from dflash_mlx.benchmark.prompts import describe_lengths, questions, read_contexts
+from dflash_mlx.benchmark.selection import expand, name_blocks, read_methods, settle_all
+from dflash_mlx.benchmark.tables import CHANGES, format_report
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.ngram import DEFAULT_SIZE
-from dflash_mlx.models.load import Pair
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.system.files import write_report
 from dflash_mlx.system.machine import describe_machine, describe_versions
 from dflash_mlx.target.pass_times import PassTimes, stored_times
 
 PROGRAM = "dflash_mlx.benchmark"
-CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair, in its own report
 
 
 def main(argv: Sequence[str]) -> None:
@@ -39,73 +37,57 @@ def main(argv: Sequence[str]) -> None:
     config = cli.read_decode_config(arguments)
     config = replace(config, sampling=config.sampling.with_seed())
     methods = read_methods(arguments.methods, config)
-    sweep = None if arguments.sweep is None else Sweep.read(arguments.sweep)
-    checked = methods if sweep is None else sweep.expand(methods, largest_block=2)[0]
+    sweep = arguments.sweep
+    checked = methods if sweep is None else expand(sweep, methods, largest_block=2)[0]
     check_outputs(arguments.prompts, arguments.json, arguments.plots)
     pair = cli.open_pair(arguments, *checked.values())
-    methods = settle_all(methods, pair.means)
-    report: dict[str, Any] = describe(arguments, pair)
+    methods, report = settle_all(methods, pair.means), describe(arguments, pair)
     if sweep is not None:
-        methods, lines = sweep.expand(methods, largest_block(pair))
-        report["sweep"] = {"setting": sweep.setting, "lines": lines}
+        methods, report["sweep"] = expand(sweep, methods, largest_block(pair))
     methods = name_blocks(methods, config)
     asked = questions(pair.tokenizer, rows, contexts, read_prompts(arguments.prompts, None))
-    report["settings"] |= settings(asked, config, methods)
+    report["settings"] |= {
+        "prompts": len(asked),
+        "prompt_tokens": describe_lengths(asked),
+        "sampling": asdict(config.sampling),
+        "methods": {name: asdict(method) for name, method in methods.items()},
+    }
     times = merge_times(pair, methods)
     report |= summarise(run_all(pair, asked, methods), times)
-    write(report, arguments.json, arguments.plots)
-
-
-def write(report: dict[str, Any], file: Path | None, folder: Path | None) -> None:
-    """Print the report, and save it as JSON and as pictures where that was asked for."""
     print(format_report(report), flush=True)
-    if file is not None:
-        write_report(file, json.dumps(report, indent=1) + "\n")
-    if folder is not None:
-        draw_all(report, folder)
+    if arguments.json is not None:
+        write_report(arguments.json, json.dumps(report, indent=1) + "\n")
+    if arguments.plots is not None:
+        draw_all(report, arguments.plots)
 
 
 def describe(arguments: argparse.Namespace, pair: Pair) -> dict[str, Any]:
     """What is measured on what."""
     config = cli.read_pair_config(arguments)
-    changed = {name: getattr(config, name) for name in CHANGES}
     return {
         "machine": describe_machine(),
         "versions": describe_versions(),
         "pair": {
             "target": pair.target.name,
             "drafter": pair.drafter_name,
-            **changed,
+            **{name: getattr(config, name) for name in CHANGES},
             "notes": list(pair.notes),
         },
         "settings": {"prompts_file": arguments.prompts.name, "limit": arguments.limit},
     }
 
 
-def settings(
-    asked: Sequence[Question], config: DecodeConfig, methods: Mapping[str, DecodeConfig]
-) -> dict[str, Any]:
-    """All else that decides the figures."""
-    return {
-        "prompts": len(asked),
-        "prompt_tokens": describe_lengths(asked),
-        "sampling": asdict(config.sampling),
-        "methods": {name: asdict(method) for name, method in methods.items()},
-    }
-
-
 def largest_block(pair: Pair) -> int:
     """The largest block that every drafter of the pair was trained for."""
-    configs = [c for c in (pair.network_config, pair.second_config) if c is not None]
-    return min((config.block_size for config in configs), default=DEFAULT_SIZE)
+    return min((model.block_size for model in pair.drafters), default=DEFAULT_SIZE)
 
 
 def merge_times(pair: Pair, methods: Mapping[str, DecodeConfig]) -> PassTimes | None:
     """Times of target passes where a method merges blocks, measured if they are not stored."""
-    merging = [config for config in methods.values() if separate_rows(config, 2) is not None]
-    if not merging:
-        return None
-    return pair.target.pass_times or stored_times(pair.target, merging[0].recalibrate)
+    for config in methods.values():
+        if separate_rows(config, 2) is not None:
+            return pair.target.pass_times or stored_times(pair.target, config.recalibrate)
+    return None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -140,22 +122,13 @@ def parser() -> argparse.ArgumentParser:
 
 def check_outputs(prompts: Path, report: Path | None, pictures: Path | None) -> None:
     """Refuse what could not be written before the work starts."""
-    if report is not None:
-        if report.is_dir() or report.absolute() == prompts.absolute():
-            raise DFlashError(
-                f"{report} is a folder or the prompts themselves", "name another file"
-            )
-        _check_parent(report)
+    cli.check_output(report)
+    if report is not None and report.absolute() == prompts.absolute():
+        raise DFlashError(f"{report} holds the prompts themselves", "name another file")
     if pictures is not None:
-        if pictures.exists() and not pictures.is_dir():
-            raise DFlashError(f"{pictures} is a file", "name a folder for the drawings")
-        _check_parent(pictures)
+        if not pictures.is_dir() and (pictures.exists() or not pictures.parent.is_dir()):
+            raise DFlashError(f"{pictures} is a file or in no folder", "name a folder to draw into")
         import_pyplot()
-
-
-def _check_parent(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise DFlashError(f"there is no folder {path.parent}", "make it, or name another")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
-from dflash_mlx.benchmark.measure import TERMS, Run
-from dflash_mlx.benchmark.rounds import committed, merging, reliability
+from dflash_mlx.benchmark.measure import TERMS, Checked, Round, Run
+from dflash_mlx.core.accept import NearTies
+from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.target.pass_times import PassTimes
+
+BINS = 10  # of confidence, equally wide
+Figures = dict[str, Any]
 
 
 def summarise(runs: Sequence[Run], times: PassTimes | None = None) -> dict[str, Any]:
@@ -17,63 +21,111 @@ def summarise(runs: Sequence[Run], times: PassTimes | None = None) -> dict[str, 
 
     times: of target passes, for what merging saves; without them it is given in rows alone.
     """
-    categories = list(dict.fromkeys(run.category for run in runs))
+
+    def by_method(some: Sequence[Run]) -> dict[str, Figures]:
+        methods = dict.fromkeys(run.method for run in some)
+        return {m: _figures([run for run in some if run.method == m], times) for m in methods}
+
+    categories = dict.fromkeys(run.question.category for run in runs)
+    each = {c: [run for run in runs if run.question.category == c] for c in categories}
     return {
-        "methods": _by_method(runs, times),
-        "categories": {
-            category: _by_method([run for run in runs if run.category == category], times)
-            for category in categories
-        },
+        "methods": by_method(runs),
+        "categories": {category: by_method(some) for category, some in each.items()},
     }
 
 
-def _by_method(runs: Sequence[Run], times: PassTimes | None) -> dict[str, Any]:
-    methods = list(dict.fromkeys(run.method for run in runs))
-    return {name: _figures([run for run in runs if run.method == name], times) for name in methods}
+def groups(report: dict[str, Any]) -> dict[str, dict[str, Figures]]:
+    """Figures by category and method; all categories together first."""
+    return {"all": report["methods"], **report["categories"]}
 
 
-def _figures(runs: Sequence[Run], times: PassTimes | None) -> dict[str, Any]:
+def _figures(runs: Sequence[Run], times: PassTimes | None) -> Figures:
     """Medians over prompts; tokens per round and acceptance over all rounds together."""
-    rounds = [round_ for run in runs for round_ in run.rounds]
-    drafted = sum(run.statistics.drafted.total() for run in runs)
-    accepted = sum(run.statistics.accepted.total() for run in runs)
-    rate = median(run.statistics.tokens_per_second for run in runs)
+    rounds = [round_ for run in runs for round_ in run.answer.rounds]
+    total = _add_up([run.answer.statistics for run in runs])
+    rates = [run.answer.statistics.tokens_per_second for run in runs]
+    plain = [run.plain.tokens_per_second for run in runs]
     return {
-        "tokens_per_second": rate,
-        "speedup": median(run.speedup for run in runs),
-        "ratio_of_medians": rate / median(run.plain.tokens_per_second for run in runs),
-        "mean_accepted": sum(r.tokens for r in rounds) / len(rounds),
-        "rows_per_round": sum(r.rows for r in rounds) / len(rounds),
-        "acceptance_rate": accepted / drafted if drafted else 0.0,
-        "accepted_by_position": _by_position(runs),
+        "tokens_per_second": median(rates),
+        "speedup": median(own / other for own, other in zip(rates, plain, strict=True)),
+        "ratio_of_medians": median(rates) / median(plain),
+        "mean_accepted": fmean(round_.tokens for round_ in rounds),
+        "rows_per_round": fmean(round_.rows for round_ in rounds),
+        "acceptance_rate": total.acceptance_rate,
+        "accepted_by_position": total.accepted_by_position,
         "committed": committed(rounds),
         "reliability": reliability(rounds),
         "merging": merging(rounds, times),
-        "modes": dict(sum((run.statistics.modes for run in runs), Counter())),
-        "guard": _guard(runs),
+        "modes": dict(total.modes),
+        "guard": {k: n for k, n in total.as_dict().items() if k.startswith("guard_")},
         "parity": sum(run.difference is None for run in runs) / len(runs),
         "first_differences": [
-            {"id": run.prompt, "position": run.difference.position, "margin": run.difference.margin}
+            {"id": run.question.id, "position": found.position, "margin": found.margin}
             for run in runs
-            if run.difference is not None
+            if (found := run.difference) is not None
         ],
-        "round_ms": {term: median(run.round_ms(term) for run in runs) for term in TERMS},
+        "round_ms": {term: median(run.answer.round_ms(term) for run in runs) for term in TERMS},
     }
 
 
-def _by_position(runs: Sequence[Run]) -> list[float]:
-    drafted: Counter[int] = Counter()
-    accepted: Counter[int] = Counter()
-    for run in runs:
-        drafted.update(run.statistics.drafted)
-        accepted.update(run.statistics.accepted)
-    return [accepted[k] / drafted[k] for k in sorted(drafted)]
+def _add_up(answers: Sequence[Statistics]) -> Statistics:
+    """What all answers drafted and accepted, their modes and near-ties."""
+    total = Statistics("", near_ties=NearTies())
+    for found in answers:
+        total.drafted.update(found.drafted)
+        total.accepted.update(found.accepted)
+        total.modes.update(found.modes)
+        total.near_ties = (total.near_ties or NearTies()) + (found.near_ties or NearTies())
+    return total
 
 
-def _guard(runs: Sequence[Run]) -> dict[str, float]:
-    """What the near-tie guard counted, over all answers; nothing where there is none."""
-    total: Counter[str] = Counter()
-    for run in runs:
-        found = run.statistics.as_dict()
-        total.update({key: n for key, n in found.items() if key.startswith("guard_")})
-    return dict(total)
+def committed(rounds: Sequence[Round]) -> dict[str, int]:
+    """Acceptance histogram: how many rounds committed 1, 2, ... tokens."""
+    counts = Counter(round_.tokens for round_ in rounds)
+    return {str(tokens): counts[tokens] for tokens in range(1, max(counts, default=0) + 1)}
+
+
+def reliability(rounds: Sequence[Round]) -> dict[str, Any] | None:
+    """Reliability diagram over all depths and for depth 1 alone; None without confidences."""
+    every = [node for round_ in rounds for node in round_.checked]
+    if not every:
+        return None
+    return {"all": _diagram(every), "depth 1": _diagram([n for n in every if n.depth == 1])}
+
+
+def _diagram(nodes: Sequence[Checked]) -> dict[str, Any]:
+    """Per bin of confidence: nodes, their mean confidence, and the share that was accepted.
+
+    calibration_error: mean distance of the last two, weighted by nodes (arXiv 1706.04599).
+    """
+    bins: dict[int, list[Checked]] = {}
+    for node in nodes:
+        bins.setdefault(min(int(node.confidence * BINS), BINS - 1), []).append(node)
+    found = [
+        {
+            "bin": i,
+            "nodes": len(members),
+            "confidence": fmean(node.confidence for node in members),
+            "accepted": fmean(node.accepted for node in members),
+        }
+        for i, members in sorted(bins.items())
+    ]
+    apart = sum(each["nodes"] * abs(each["confidence"] - each["accepted"]) for each in found)
+    return {"calibration_error": apart / len(nodes), "bins": found}
+
+
+def merging(rounds: Sequence[Round], times: PassTimes | None) -> dict[str, float] | None:
+    """Rows per round, merged and as separate blocks, and the target's pass over them by `times`.
+
+    The pass over separate blocks is not run: its time is that of a tree of as many rows, and a
+    lower bound beyond the widest tree that was timed. None for methods that do not merge blocks.
+    """
+    both = [(r.rows, r.separate_rows) for r in rounds if r.separate_rows is not None]
+    if not both:
+        return None
+    rows = dict(zip(("merged", "separate"), zip(*both, strict=True), strict=True))
+    result = {f"{name}_rows": fmean(counts) for name, counts in rows.items()}
+    if times is not None:
+        for name, counts in rows.items():
+            result[f"{name}_ms"] = 1e3 * fmean(float(times.of(n)) for n in counts)
+    return result

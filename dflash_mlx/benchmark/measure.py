@@ -1,62 +1,114 @@
-"""Every prompt with every method in turn."""
+"""Every prompt with every method in turn, and what became of every round's draft."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import exp
 
 from tqdm import tqdm
 
-from dflash_mlx.benchmark.parity import Difference, first_difference
 from dflash_mlx.benchmark.prompts import Question
-from dflash_mlx.benchmark.rounds import Round
-from dflash_mlx.benchmark.selection import PLAIN
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.accept import Accepted
+from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.observer import RoundTimer
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.models.load import Pair
-from dflash_mlx.session.stream import Answer, Session, collect
+from dflash_mlx.drafters.dual_diffusion import BRANCHES
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.parity import Difference, first_difference
+from dflash_mlx.session.stream import Session, TextDelta, collect
 
 TERMS = ("draft", "verify", "commit", "overhead")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A drafted token that was compared with the target's choice, its parent being accepted.
+
+    confidence: its probability as its drafter sees it, given the tokens before it.
+    """
+
+    depth: int
+    confidence: float
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round after the fact.
+
+    tokens: committed, without what a stop cut off. rows: nodes that the target verified.
+    separate_rows: what they would be if every branch were a block of its own, as D2SD is published;
+    None for methods that do not merge blocks. checked: () where the tree has no confidences.
+    """
+
+    tokens: int
+    rows: int
+    separate_rows: int | None
+    checked: tuple[Checked, ...]
+
+    @classmethod
+    def of(cls, delta: TextDelta, config: DecodeConfig) -> Round:
+        """The round behind one delta of an answer that was decoded with `config`."""
+        tree = delta.accepted.tree
+        separate = separate_rows(config, max(tree.depths) + 1)
+        return cls(len(delta.tokens), len(tree), separate, checked(delta.accepted))
+
+
+def separate_rows(config: DecodeConfig, block: int) -> int | None:
+    """Rows of the first draft and of every branch as separate blocks of `block` tokens.
+
+    D2SD continues K prefixes of the first draft, of which a block has block - 1; a lone anchor has
+    nothing to branch from.
+    """
+    branches = config.branches or BRANCHES
+    if config.method == "d2sd" and config.growth == "paper":
+        branches = min(branches, block - 1)
+    elif config.method != "resample":
+        return None
+    return (branches + 1) * block if block > 1 else 1
+
+
+def checked(accepted: Accepted) -> tuple[Checked, ...]:
+    """The children of all nodes on the accepted path."""
+    tree, path = accepted.tree, set(accepted.path)
+    if not tree.logprobs:
+        return ()
+    return tuple(
+        Checked(tree.depths[i], exp(tree.logprobs[i]), i in path)
+        for i in range(1, len(tree))
+        if tree.parents[i] in path
+    )
 
 
 @dataclass(frozen=True)
 class Measured:
     """An answer, the seconds its rounds spent by term, and what became of them."""
 
-    answer: Answer
+    tokens: tuple[int, ...]
+    statistics: Statistics
     seconds: Mapping[str, float]
     rounds: tuple[Round, ...]
+
+    def round_ms(self, term: str) -> float:
+        """Milliseconds per round in one of TERMS; "overhead" is what the other terms leave."""
+        known = {name: self.seconds.get(name, 0.0) for name in TERMS[:-1]}
+        overhead = self.statistics.decode_seconds - sum(known.values())
+        return 1e3 * known.get(term, overhead) / self.statistics.rounds
 
 
 @dataclass(frozen=True)
 class Run:
     """One answer with one method, beside the plain answer to the same prompt.
 
-    seconds: what the rounds spent in "draft", "verify" and "commit", by an observer.
     difference: None where the tokens are the plain ones.
     """
 
-    prompt: str
-    category: str
+    question: Question
     method: str
-    statistics: Statistics
-    seconds: Mapping[str, float]
-    rounds: tuple[Round, ...]
+    answer: Measured
     plain: Statistics
     difference: Difference | None
-
-    @property
-    def speedup(self) -> float:
-        """Tokens per second over plain decoding's, same prompt, same run."""
-        return self.statistics.tokens_per_second / self.plain.tokens_per_second
-
-    def round_ms(self, term: str) -> float:
-        """Milliseconds per round in `term`; "overhead" is what the other terms leave."""
-        whole = self.statistics.decode_seconds
-        known = sum(self.seconds.get(name, 0.0) for name in TERMS[:-1])
-        seconds = whole - known if term == "overhead" else self.seconds.get(term, 0.0)
-        return 1e3 * seconds / self.statistics.rounds
 
 
 def run_all(
@@ -70,13 +122,17 @@ def run_all(
         session = Session(pair, config)
         for question in questions:
             session.check(question.tokens)
+    for config in methods.values():
         answer(pair, questions[0].tokens, replace(config, max_tokens=8))
-    runs = []
-    names = list(methods)
+    runs, names = [], list(methods)
     for i, question in enumerate(tqdm(questions, unit="prompt")):
         turned = names[i % len(names) :] + names[: i % len(names)]
         answers = {name: answer(pair, question.tokens, methods[name]) for name in turned}
-        runs += [compare(pair, question, name, answers) for name in names]
+        plain = answers[PLAIN]
+        for name in names:
+            own = answers[name]
+            apart = first_difference(pair.target, question.tokens, plain.tokens, own.tokens)
+            runs.append(Run(question, name, own, plain.statistics, apart))
     return runs
 
 
@@ -85,21 +141,5 @@ def answer(pair: Pair, prompt: list[int], config: DecodeConfig) -> Measured:
     timer = RoundTimer()
     deltas = list(Session(pair, config).stream(prompt, timer))
     rounds = tuple(Round.of(delta, config) for delta in deltas)
-    return Measured(collect(iter(deltas)), timer.seconds, rounds)
-
-
-def compare(pair: Pair, question: Question, method: str, answers: dict[str, Measured]) -> Run:
-    """An answer beside the plain one."""
-    plain, other = answers[PLAIN].answer, answers[method]
-    return Run(
-        prompt=question.id,
-        category=question.category,
-        method=method,
-        statistics=other.answer.statistics,
-        seconds=other.seconds,
-        rounds=other.rounds,
-        plain=plain.statistics,
-        difference=first_difference(
-            pair.target, question.tokens, plain.tokens, other.answer.tokens
-        ),
-    )
+    whole = collect(iter(deltas))
+    return Measured(whole.tokens, whole.statistics, timer.seconds, rounds)

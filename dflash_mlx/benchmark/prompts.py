@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 from dflash_mlx.cli.prompts import Row
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.session.templates import prompt_tokens
 
 _TRIES = 8  # corrections until a padded prompt has its length
 
@@ -44,14 +44,12 @@ def questions(
     With several lengths they are the categories, so that each has figures of its own. A prompt that
     is longer already stays as it is. source: rows whose text pads the others.
     """
-    if not contexts:
-        return [Question(_id(row), row["category"], _tokens(tokenizer, row)) for row in rows]
     result = []
     for row in rows:
-        for length in contexts:
-            category = row["category"] if len(contexts) == 1 else f"{length} tokens"
-            tokens = pad(tokenizer, row, length, source)
-            result.append(Question(_id(row), category, tokens, length))
+        for length in contexts or (None,):
+            category = f"{length} tokens" if len(contexts) > 1 else row["category"]
+            tokens = pad(tokenizer, row, length or 0, source)
+            result.append(Question(str(row.get("id", "")), category, tokens, length))
     return result
 
 
@@ -62,68 +60,52 @@ def pad(tokenizer: Any, row: Row, length: int, source: Sequence[Row]) -> list[in
     are put before its own last turn, in one message. Its own text is never among them. Raises
     DFlashError where there is no other text.
     """
-    tokens = _tokens(tokenizer, row)
+
+    def behind(text: str) -> list[int]:
+        *before, last = row["messages"]
+        text = text.strip("\ufffd").strip()  # a character that was cut in half
+        content = f"{text}\n\n{last['content']}" if text else last["content"]
+        messages = [*before, {**last, "content": content}]
+        return prompt_tokens(tokenizer, messages, None, raw=False)
+
+    tokens = behind("")
     if len(tokens) >= length:
         return tokens
-    filler = _filler(tokenizer, row, source, length)
-    size = length - len(tokens)
-    for _ in range(_TRIES):
-        tokens = _tokens(tokenizer, _behind(tokenizer.decode(filler[:size]), row))
-        if len(tokens) == length:
-            return tokens
-        size = max(0, size + length - len(tokens))
-    while len(tokens) > length:  # texts can have no encoding of exactly this length
-        size -= 1
-        tokens = _tokens(tokenizer, _behind(tokenizer.decode(filler[: max(0, size)]), row))
+    filler, size = _filler(tokenizer, row, source, length), length - len(tokens)
+    for attempt in count(1):
+        tokens = behind(tokenizer.decode(filler[:size]))
+        missing = length - len(tokens)
+        if missing == 0 or (missing > 0 and attempt > _TRIES):
+            break  # texts can have no encoding of exactly this length
+        size = max(0, size + missing) if attempt <= _TRIES else size - 1
     return tokens
 
 
 def _filler(tokenizer: Any, row: Row, source: Sequence[Row], length: int) -> list[int]:
     """At least `length` tokens of other rows' text."""
-    own = _text(row)
-    at = next((i for i, other in enumerate(source) if other == row), 0)
+    at = source.index(row) if row in source else 0
     texts = [_text(other) for other in (*source[at:], *source[:at])]
-    others = [text for text in texts if text not in ("", own)]
+    others = [text for text in texts if text not in ("", _text(row))]
     if not others:
         raise DFlashError("there is no other prompt to pad with", "leave --context out")
     result: list[int] = []
     for text in cycle(others):
-        if len(result) >= length:
-            return result
         result += tokenizer.encode(text + "\n\n", add_special_tokens=False)
-    raise AssertionError("a cycle does not end")
-
-
-def _behind(text: str, row: Row) -> Row:
-    """The row with `text` before its last message."""
-    text = text.strip("\ufffd").strip()  # a character that was cut in half
-    if not text:
-        return row
-    *before, last = row["messages"]
-    content = f"{text}\n\n{last['content']}"
-    return {**row, "messages": [*before, {**last, "content": content}]}
+        if len(result) >= length:
+            break
+    return result
 
 
 def _text(row: Row) -> str:
     return "\n\n".join(m["content"] for m in row["messages"] if m["role"] == "user").strip()
 
 
-def _tokens(tokenizer: Any, row: Row) -> list[int]:
-    return prompt_tokens(tokenizer, row["messages"], None, raw=False)
-
-
-def _id(row: Row) -> str:
-    return str(row.get("id", ""))
-
-
 def describe_lengths(asked: Sequence[Question]) -> dict[str, Any]:
     """How long the prompts are in fact, in tokens, for the report."""
     lengths = [len(question.tokens) for question in asked]
-    longer = sum(q.context is not None and len(q.tokens) > q.context for q in asked)
-    contexts = sorted({q.context for q in asked if q.context is not None})
     return {
-        "asked": contexts,
-        "longer_than_asked": longer,
+        "asked": sorted({q.context for q in asked if q.context is not None}),
+        "longer_than_asked": sum(len(q.tokens) > q.context for q in asked if q.context is not None),
         "shortest": min(lengths),
         "longest": max(lengths),
     }

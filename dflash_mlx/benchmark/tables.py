@@ -5,65 +5,65 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dflash_mlx.benchmark.figures import BINS, Figures, groups
 from dflash_mlx.benchmark.measure import TERMS
-from dflash_mlx.benchmark.rounds import BINS
 
-Figures = dict[str, Any]
+CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair, in its own report
+# What stands in a column, by its heading.
+_COLUMNS = {
+    "tok/s": "{tokens_per_second:.1f}",
+    "speed-up": "{speedup:.2f}",
+    "tokens/round": "{mean_accepted:.2f}",
+    "rows/round": "{rows_per_round:.1f}",
+    "accepted": "{acceptance_rate:.0%}",
+    "parity": "{parity:.1%}",
+    **{f"{term} ms": f"{{round_ms[{term}]:.1f}}" for term in TERMS},
+}
+_SWEPT = {
+    **{heading: _COLUMNS[heading] for heading in ("tokens/round", "rows/round", "tok/s")},
+    "of plain (medians)": "{ratio_of_medians:.2f}",
+    "of plain (paired)": "{speedup:.2f}",
+}
 
 
 def format_report(report: dict[str, Any]) -> str:
     """All tables that the report has figures for, the comparison of the methods first."""
+    methods = report["methods"]
     sections = [
-        format_table(report),
+        _table("", ["category", "method", *_COLUMNS], _rows(report, _COLUMNS)),
         _notes(report),
-        _histogram(report["methods"]),
-        _reliability(report["methods"]),
-        _merging(report["methods"]),
-        _guard(report["methods"]),
-        _sweep(report),
+        _histogram(methods),
+        _reliability(methods),
+        _merging(methods),
+        _guard(methods),
     ]
+    if "sweep" in report:
+        sections.append(_sweep(report, **report["sweep"]))
     return "\n\n".join(section for section in sections if section)
 
 
-def format_table(report: dict[str, Any]) -> str:
-    """One row per category and method."""
-    header = ["category", "method", "tok/s", "speed-up", "tokens/round", "rows/round"]
-    header += ["accepted", "parity", *(f"{term} ms" for term in TERMS)]
-    return _table(header, [_row(*each) for each in _every(report)])
-
-
-def _every(report: dict[str, Any]) -> list[tuple[str, str, Figures]]:
-    """Category, method and figures; all categories together first."""
-    groups = {"all": report["methods"], **report["categories"]}
-    return [(category, name, f) for category, group in groups.items() for name, f in group.items()]
-
-
-def _row(category: str, method: str, figures: Figures) -> list[str]:
+def _rows(report: dict[str, Any], columns: dict[str, str]) -> list[list[str]]:
+    """One per category and method."""
     return [
-        category,
-        method,
-        f"{figures['tokens_per_second']:.1f}",
-        f"{figures['speedup']:.2f}",
-        f"{figures['mean_accepted']:.2f}",
-        f"{figures['rows_per_round']:.1f}",
-        f"{figures['acceptance_rate']:.0%}",
-        f"{figures['parity']:.1%}",
-        *(f"{figures['round_ms'][term]:.1f}" for term in TERMS),
+        [category, name, *(cell.format(**figures) for cell in columns.values())]
+        for category, methods in groups(report).items()
+        for name, figures in methods.items()
     ]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table below its title; nothing where it has no rows."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return (f"{title}:\n\n{table}" if title else table) if rows else ""
 
 
 def _notes(report: dict[str, Any]) -> str:
     """What the figures hold for, where it is not the usual."""
     notes = []
-    settings = report.get("settings", {})
+    settings, pair = report.get("settings", {}), report.get("pair", {})
     sampling = settings.get("sampling", {})
-    pair = report.get("pair", {})
-    changed = [f"{k} {pair[k]}" for k in ("drafter_bits", "kv_bits", "draft_window") if pair.get(k)]
+    changed = [f"{name} {pair[name]}" for name in CHANGES if pair.get(name)]
     if changed:
         notes.append(f"With {', '.join(changed)}.")
     if sampling.get("temperature", 0) > 0:
@@ -77,46 +77,33 @@ def _notes(report: dict[str, Any]) -> str:
             f"Prompts padded with the text of other prompts: {lengths['shortest']} to "
             f"{lengths['longest']} tokens, {lengths['longer_than_asked']} longer than asked."
         )
-    modes = {name: figures["modes"] for name, figures in report["methods"].items()}
-    for name, counts in modes.items():
-        if counts:
-            listed = ", ".join(f"{mode} {count}" for mode, count in sorted(counts.items()))
+    for name, figures in report["methods"].items():
+        if figures["modes"]:
+            listed = ", ".join(f"{mode} {n}" for mode, n in sorted(figures["modes"].items()))
             notes.append(f"Rounds of {name} by mode: {listed}.")
     return "\n".join(notes)
 
 
 def _histogram(methods: dict[str, Figures]) -> str:
-    """Rounds by tokens committed."""
-    most = max(len(figures["committed"]) for figures in methods.values())
-    columns = [str(tokens) for tokens in range(1, most + 1)]
-    rows = [
-        [name, *(str(figures["committed"].get(tokens, 0)) for tokens in columns)]
-        for name, figures in methods.items()
-    ]
-    return "Rounds by tokens committed:\n\n" + _table(["method", *columns], rows)
+    counts: dict[str, dict[str, int]] = {name: f["committed"] for name, f in methods.items()}
+    tokens = max(map(list, counts.values()), key=len)
+    rows = [[name, *(str(found.get(n, 0)) for n in tokens)] for name, found in counts.items()]
+    return _table("Rounds by tokens committed", ["method", *tokens], rows)
 
 
 def _reliability(methods: dict[str, Figures]) -> str:
     """Share of drafted tokens accepted after their parent, by the drafter's confidence."""
-    without = [name for name, figures in methods.items() if figures["reliability"] is None]
     rows = [
-        [name, depth, *_reliability_cells(diagram)]
+        [name, depth, *_bins(diagram)]
         for name, figures in methods.items()
         for depth, diagram in (figures["reliability"] or {}).items()
     ]
-    parts = []
-    if rows:
-        bins = [f"{i / BINS:.1f}-{(i + 1) / BINS:.1f}" for i in range(BINS)]
-        header = ["method", "depth", *bins, "error"]
-        title = "Accepted after an accepted parent (of so many nodes), by drafter confidence:"
-        parts.append(f"{title}\n\n{_table(header, rows)}")
-    if without:
-        names = ", ".join(without)
-        parts.append(f"No reliability diagram where trees carry no confidences: {names}.")
-    return "\n\n".join(parts)
+    bins = [f"{i / BINS:.1f}-{(i + 1) / BINS:.1f}" for i in range(BINS)]
+    title = "Accepted after an accepted parent (of so many nodes), by drafter confidence"
+    return _table(title, ["method", "depth", *bins, "error"], rows)
 
 
-def _reliability_cells(diagram: dict[str, Any]) -> list[str]:
+def _bins(diagram: dict[str, Any]) -> list[str]:
     cells = [""] * BINS
     for found in diagram["bins"]:
         cells[found["bin"]] = f"{found['accepted']:.0%} ({found['nodes']})"
@@ -124,60 +111,35 @@ def _reliability_cells(diagram: dict[str, Any]) -> list[str]:
 
 
 def _merging(methods: dict[str, Figures]) -> str:
-    """Merged branches against separate ones."""
     rows = []
     for name, figures in methods.items():
-        if (merging := figures["merging"]) is not None:
-            merged, separate = merging["merged_rows"], merging["separate_rows"]
+        if (found := figures["merging"]) is not None:
+            merged, separate = found["merged_rows"], found["separate_rows"]
+            timed = [f"{found[key]:.1f}" for key in ("merged_ms", "separate_ms") if key in found]
             cells = [f"{merged:.1f}", f"{separate:.1f}", f"{1 - merged / separate:.0%}"]
-            timed = [merging.get("merged_ms"), merging.get("separate_ms")]
-            rows.append([name, *cells, *("" if ms is None else f"{ms:.1f}" for ms in timed)])
-    if not rows:
-        return ""
+            rows.append([name, *cells, *(timed or ["", ""])])
     header = ["method", "merged rows", "separate rows", "saved", "merged ms", "separate ms"]
     title = "Rows per round, branches merged and as separate blocks, and target passes of that size"
-    return f"{title}:\n\n{_table(header, rows)}"
+    return _table(title, header, rows)
 
 
 def _guard(methods: dict[str, Figures]) -> str:
     """What the near-tie guard did, where it did anything."""
-    counts = {name: figures["guard"] for name, figures in methods.items()}
-    if not any(any(found.values()) for found in counts.values()):
-        return ""
-    keys = list(dict.fromkeys(key for found in counts.values() for key in found))
-    header = ["method", "tokens", *(key.removeprefix("guard_").replace("_", " ") for key in keys)]
-    rows = [
-        [name, str(_tokens(methods[name])), *(f"{found.get(key, 0):.6g}" for key in keys)]
-        for name, found in counts.items()
-    ]
-    return f"Near-tie guard, over all answers:\n\n{_table(header, rows)}"
-
-
-def _tokens(figures: Figures) -> int:
-    """Tokens of all answers."""
-    return sum(int(tokens) * rounds for tokens, rounds in figures["committed"].items())
-
-
-def _sweep(report: dict[str, Any]) -> str:
-    """Every value of the swept setting by category, and the runs without it beside them."""
-    if "sweep" not in report:
-        return ""
-    setting, lines = report["sweep"]["setting"], report["sweep"]["lines"]
-    value_of = {run: (name, v) for name, runs in lines.items() for v, run in runs.items()}
     rows = []
-    for category, run, figures in _every(report):
-        name, value = value_of.get(run, (run, ""))
-        rows.append([category, name, value, *_sweep_cells(figures)])
-    header = ["category", "method", setting, "tokens/round", "rows/round", "tok/s"]
-    header += ["of plain (medians)", "of plain (paired)"]
-    return f"Sweep over {setting}:\n\n{_table(header, rows)}"
+    for name, figures in methods.items():
+        tokens = sum(int(n) * rounds for n, rounds in figures["committed"].items())
+        rows.append([name, str(tokens), *(f"{n:.6g}" for n in figures["guard"].values())])
+    if not any(any(figures["guard"].values()) for figures in methods.values()):
+        return ""
+    keys = [key.removeprefix("guard_").replace("_", " ") for key in figures["guard"]]
+    return _table("Near-tie guard, over all answers", ["method", "tokens", *keys], rows)
 
 
-def _sweep_cells(figures: Figures) -> list[str]:
-    return [
-        f"{figures['mean_accepted']:.2f}",
-        f"{figures['rows_per_round']:.1f}",
-        f"{figures['tokens_per_second']:.1f}",
-        f"{figures['ratio_of_medians']:.2f}",
-        f"{figures['speedup']:.2f}",
+def _sweep(report: dict[str, Any], setting: str, lines: dict[str, dict[str, str]]) -> str:
+    """Every value of the swept setting by category, and the runs without it beside them."""
+    value_of = {run: [name, v] for name, runs in lines.items() for v, run in runs.items()}
+    rows = [
+        [category, *value_of.get(run, [run, ""]), *cells]
+        for category, run, *cells in _rows(report, _SWEPT)
     ]
+    return _table(f"Sweep over {setting}", ["category", "method", setting, *_SWEPT], rows)

@@ -4,26 +4,26 @@ With `--model`, `--drafter` or both the pair is checked from its configurations 
 weight files, here or on the Hugging Face hub: exit code 2 when it cannot be used.
 
 With `--kernels` every kernel runs against its reference at random shapes: on a Mac on its GPU, with
-the race that decides which is used; elsewhere in the emulator, which knows no speed. Exit code 1
-when a kernel is wrong.
+the race that decides which is used; elsewhere in the emulator, which knows no speed and comes with
+a checkout alone. Exit code 1 when a kernel is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.cli import options as cli
-
-import mlx.core as mx  # isort: skip  # after the BLAS, which dflash_mlx loads
+import mlx.core as mx
 import platformdirs
 from tqdm import tqdm
 
+from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.default_model import DEFAULT_TARGET
@@ -32,8 +32,6 @@ from dflash_mlx.system.machine import describe_machine, describe_versions
 from dflash_mlx.target.kernels import kernel_choices
 from dflash_mlx.target.pass_times import PassTimes, read_times
 from kernels_metal.dispatch import Choice, Dispatch, gpu_family
-from kernels_metal.emulator import EmulatorError, emulated
-from kernels_metal.emulator.compiler import find_compiler
 from kernels_metal.sweep import Trial, error, trials
 
 PROGRAM = "dflash_mlx.doctor"
@@ -42,6 +40,9 @@ TRIALS, EMULATED_TRIALS = 12, 3  # of each operation; a multiple of the three dt
 SHOWN_ROWS = (8, 16, 32, 64)
 _NAMES = {"model", "drafter", "second_drafter"}  # the settings that say which pair
 SCALE = "an error of 1 is what rounding explains"
+NO_EMULATOR = (
+    "not tried: this machine has no Metal, and the emulator is in a checkout of the project alone"
+)
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,18 @@ def main(argv: Sequence[str]) -> None:
     given = {name: value for name, value in vars(arguments).items() if name in _NAMES}
     if not _is_usable(PairConfig(**given)):
         raise SystemExit(cli.BAD_INPUT)
-    if not arguments.kernels:
-        print("kernels\n  not tried; --kernels runs each against its reference")
-        return
     metal = mx.metal.is_available()
     each = arguments.trials or (TRIALS if metal else EMULATED_TRIALS)
-    print("\n".join(introduction(metal, each)), flush=True)
-    results = list(check_kernels(metal, arguments.seed, each))
-    print("\n".join(verdict(results, "on Metal" if metal else "in the emulator")))
-    if not all(result.right for result in results):
-        raise SystemExit(WRONG)
+    if not arguments.kernels:
+        print("kernels\n  not tried; --kernels runs each against its reference")
+    elif not metal and find_spec("kernels_metal.emulator") is None:
+        print(f"kernels\n  {NO_EMULATOR}")
+    else:
+        print("\n".join(introduction(metal, each)), flush=True)
+        results = list(check_kernels(metal, arguments.seed, each))
+        print("\n".join(verdict(results, "on Metal" if metal else "in the emulator")))
+        if not all(result.right for result in results):
+            raise SystemExit(WRONG)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -188,37 +191,48 @@ def _stored_choices(folder: Path) -> list[str]:
 def introduction(metal: bool, each: int) -> list[str]:
     """Where the kernels are about to run. DFlashError where they cannot even be emulated."""
     if metal:
-        words = [f"on Metal ({gpu_family()}), {each} random shapes of each operation; {SCALE}"]
-        return ["kernels", *(f"  {line}" for line in words)]
+        family = gpu_family()
+        return [
+            "kernels",
+            f"  on Metal ({family}), {each} random shapes of each operation; {SCALE}",
+        ]
+    from kernels_metal.emulator import compiler
+
     try:
-        compiler = find_compiler().version.splitlines()[0]
-    except EmulatorError as problem:
+        version = compiler.find_compiler().version.splitlines()[0]
+    except RuntimeError as problem:
         raise DFlashError(
             f"no Metal on this machine, and the kernels cannot be emulated ({problem})",
             "run the doctor on a Mac, or install the compiler",
         ) from None
-    words = [
-        "no Metal on this machine: decoding uses the references, and no kernel ran on a GPU.",
-        f"Emulated instead: the kernels' Metal source, compiled with {compiler},",
-        "on this processor, with checks of bounds, races, divergence and uninitialised memory;",
-        f"{each} random shapes of each operation. {SCALE.capitalize()}. Speed is not emulated.",
+    return [
+        "kernels",
+        "  no Metal on this machine: decoding uses the references, and no kernel ran on a GPU.",
+        f"  Emulated instead: the kernels' Metal source, compiled with {version},",
+        "  on this processor, with checks of bounds, races, divergence and uninitialised memory;",
+        f"  {each} random shapes of each operation. {SCALE.capitalize()}. Speed is not emulated.",
     ]
-    return ["kernels", *(f"  {line}" for line in words)]
 
 
 def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
     """Run `each` trials of every operation, on Metal or in the emulator."""
-    kernels = Dispatch()
-    with nullcontext() if metal else emulated():
+    kernels = Dispatch() if metal else None
+    with nullcontext() if metal else _emulated():
         for trial in tqdm(list(trials(seed, each)), desc="kernels", leave=False, disable=None):
-            yield _check(trial, kernels if metal else None)
+            yield _check(trial, kernels)
+
+
+def _emulated() -> AbstractContextManager[Any]:
+    from kernels_metal.emulator import emulated  # not in the wheel
+
+    return emulated()
 
 
 def _check(trial: Trial, kernels: Dispatch | None) -> Result:
     choice = kernels.choose(trial.operation, *trial.arguments) if kernels else None
     try:
         return Result(trial, error(trial), choice=choice)
-    except (EmulatorError, RuntimeError, ValueError) as fault:  # Metal or this GPU refuses it
+    except (RuntimeError, ValueError) as fault:  # the emulator, Metal or this GPU refuses it
         return Result(trial, float("inf"), str(fault).strip().partition("\n")[0], choice)
 
 
@@ -240,7 +254,3 @@ def verdict(results: Sequence[Result], where: str) -> list[str]:
 
 def _choice_line(choice: Choice, case: str) -> str:
     return f"  {'kernel' if choice.kernel else 'stock':<7} {choice.reason}  ({case})"
-
-
-if __name__ == "__main__":
-    cli.run(main, PROGRAM)

@@ -10,8 +10,8 @@ from typing import Any
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
-from dflash_mlx.session.chat import check_prompt, prompt_tokens, read_messages
 from dflash_mlx.session.stream import Session, TextDelta, collect
+from dflash_mlx.session.templates import check_prompt, prompt_tokens, read_messages
 
 PROGRAM = "dflash_mlx.generate"
 
@@ -55,7 +55,3 @@ def as_json(deltas: Iterator[TextDelta]) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         **answer.statistics.as_dict(),
     }
-
-
-if __name__ == "__main__":
-    cli.run(main, PROGRAM)

@@ -13,10 +13,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import option as option
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.auto import AUTO
-from dflash_mlx.models.load import Pair, load_pair
+from dflash_mlx.drafters.methods import check_given, choices, why_auto
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.stream import TextDelta
 
 _Settings = TypeVar("_Settings")
@@ -42,11 +44,12 @@ def add_options(
     for settings_class in settings:
         for field in fields(settings_class):
             if "help" in field.metadata and field.name not in without:
+                more = {"choices": choices()} if field.name == "method" else {}
                 parser.add_argument(
                     "--" + field.name.replace("_", "-"),
                     default=argparse.SUPPRESS,
                     help=_help(field.metadata["help"], field.default),
-                    **field.metadata["argparse"],
+                    **{**field.metadata["argparse"], **more},
                 )
 
 
@@ -65,7 +68,9 @@ def read_options(arguments: argparse.Namespace, settings_class: type[_Settings])
 def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
     """Decoding and sampling settings together."""
     sampling = read_options(arguments, SamplingConfig)
-    return replace(read_options(arguments, DecodeConfig), sampling=sampling)
+    config = replace(read_options(arguments, DecodeConfig), sampling=sampling)
+    check_given(config)
+    return config
 
 
 def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
@@ -79,6 +84,7 @@ def open_pair(arguments: argparse.Namespace, *uses: DecodeConfig) -> Pair:
     notes = list(pair.notes)
     if pair.fallback and any(use.method == AUTO for use in uses):
         notes.append(f"{pair.fallback}; --drafter names a drafter")
+    notes += [why for use in uses if (why := why_auto(use, pair.means))]
     for note in notes:
         print(note, file=sys.stderr)
     return pair
@@ -115,12 +121,25 @@ def _drop_output() -> None:
 
 
 def _fault(error: Exception) -> str:
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="dflash-chat-", suffix=".log", delete=False, encoding="utf-8"
-    ) as log:
-        log.write("".join(traceback.format_exception(error)))
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"something went wrong ({reason}); if it does so again, report it with {log.name}"
+    log = keep_traceback(error)
+    return f"something went wrong ({in_short(error)}); if it does so again, report it with {log}"
+
+
+def in_short(error: Exception) -> str:
+    """Its kind and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def keep_traceback(error: Exception) -> str:
+    """The file that now holds the traceback, or other words where none can be written."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="dflash-chat-", suffix=".log", delete=False, encoding="utf-8"
+        ) as log:
+            log.write("".join(traceback.format_exception(error)))
+    except OSError:
+        return "what you did"
+    return log.name
 
 
 def _say(text: str, code: int) -> int:

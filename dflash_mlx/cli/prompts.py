@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.session.chat import check_messages
+from dflash_mlx.session.templates import check_messages
 
 Row = dict[str, Any]
 

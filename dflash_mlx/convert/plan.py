@@ -20,6 +20,7 @@ from dflash_mlx.models.check import DrafterFacts, TargetFacts, check_pair, descr
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET
 from dflash_mlx.models.target_config import language_model
 
+_KINDS = {TARGET: TARGET, DRAFTER: DRAFTER, SECOND_DRAFTER: DRAFTER}
 ALONE = ""  # the part of a conversion that makes no pair: DST itself is its folder
 
 
@@ -85,12 +86,10 @@ def make_plan(request: Request, settings: ConvertConfig, scratch: Path) -> Plan:
     for place, name in request.names.items():
         heads = scratch / (place or "alone")
         heads.mkdir()
-        parts[place] = open_part(name, heads)
-        if place != ALONE and parts[place].kind != (
-            wanted := TARGET if place == TARGET else DRAFTER
-        ):
+        parts[place] = part = open_part(name, heads)
+        if part.kind != _KINDS.get(place, part.kind):
             raise DFlashError(
-                f"{name} is a {parts[place].kind}, not a {wanted}",
+                f"{name} is a {part.kind}, not a {_KINDS[place]}",
                 "give the target as SRC and the drafter with --pair",
             )
     return _plan(destination, parts, settings)

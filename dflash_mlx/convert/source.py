@@ -14,7 +14,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.check import DrafterFacts, TargetFacts, check_drafter, check_target
 from dflash_mlx.models.names import whole_copy
 from dflash_mlx.models.pair_folder import DRAFTER, TARGET, is_pair_folder
-from dflash_mlx.models.source import CONFIG, Source
+from dflash_mlx.models.source import CONFIG, MODEL, Source
 from dflash_mlx.models.target_config import is_drafter
 from dflash_mlx.system.files import existing
 
@@ -108,8 +108,8 @@ def _on_hub(name: str) -> Source:
         raise DFlashError(f"there is no file or folder {name[:80]!r}", _GIVE) from None
     try:
         source = Source(name)
-        if is_drafter(source.read_json(CONFIG)):
-            source = replace(source, option=DRAFTER)
+        kind = DRAFTER if is_drafter(source.read_json(CONFIG)) else MODEL  # tells what is wanted
+        source = replace(source, option=kind)
         return source if source.missing() else source.fetch()
     except DFlashError:
         if (copy := whole_copy(name, DRAFTER)) is None:

@@ -9,8 +9,7 @@ from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 
-METHODS = ("auto", "none", "dflash", "ddtree", "d2sd", "ngram")
-CONTROLS = ("resample",)  # methods for comparison in the benchmark only
+AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
 GROWTHS = ("joint", "paper")
 TRAIN_MODES = ("dflash", "variable-prefix")
 ACCEPTANCES = ("auto", "match", "reject")
@@ -136,9 +135,8 @@ class DecodeConfig:
     """How one answer is decoded."""
 
     method: str = option(
-        "auto",
+        AUTO,
         "how tokens are drafted: none is plain decoding, auto what the pair is best used with",
-        choices=METHODS,
     )
     block_size: int | None = option(
         None,
@@ -146,10 +144,10 @@ class DecodeConfig:
         "for the pair, else the drafter's)",
         type=int,
     )
-    branches: int = option(
-        4,
-        "d2sd: prefixes that the second drafter continues; another number than the default makes "
-        "auto d2sd where the target can verify trees",
+    branches: int | None = option(
+        None,
+        "d2sd: prefixes that the second drafter continues (default: 4); makes auto d2sd where the "
+        "target can verify trees",
         type=int,
     )
     budget: int | None = option(
@@ -190,8 +188,6 @@ class DecodeConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
-        known = self.method in METHODS + CONTROLS
-        _require(known, "method", self.method, f"one of {', '.join(METHODS)}")
         block_ok = self.block_size is None or self.block_size >= 2
         _require(block_ok, "block_size", self.block_size, "2 or more")
         _require(self.growth in GROWTHS, "growth", self.growth, f"one of {', '.join(GROWTHS)}")
@@ -201,7 +197,8 @@ class DecodeConfig:
             self.acceptance,
             f"one of {', '.join(ACCEPTANCES)}",
         )
-        _require(1 <= self.branches <= 32, "branches", self.branches, "1 to 32")
+        branches_ok = self.branches is None or 1 <= self.branches <= 32
+        _require(branches_ok, "branches", self.branches, "1 to 32")
         budget_ok = self.budget is None or 2 <= self.budget <= 96
         _require(budget_ok, "budget", self.budget, "2 to 96, or auto")
         greedy = self.sampling.temperature == 0
@@ -214,12 +211,12 @@ class DecodeConfig:
     @property
     def guarded(self) -> bool:
         """Whether near-ties are decided again; plain decoding has nothing to decide."""
-        return self.exact and self.method != "none"
+        return self.exact and self.method != PLAIN
 
     @property
     def draws_drafts(self) -> bool:
-        """Whether the drafter draws its tokens, for rejection sampling."""
-        if self.method != "dflash" or self.sampling.temperature == 0:
+        """Whether drafts are drawn, for rejection sampling, where the method can draw them."""
+        if self.sampling.temperature == 0:
             return False
         unseeded = self.acceptance == "auto" and self.sampling.seed is None
         return unseeded or self.acceptance == "reject"
@@ -318,6 +315,8 @@ class SelectorTraining:
     )
     learning_rate: float = option(1e-2, "AdamW's peak", type=float)
     warmup: int = option(50, "steps until the peak", type=int)
+    weight_decay: float = 0.01  # AdamW's
+    clip: float = 1.0  # largest norm of a gradient
     held_out: int = option(50, "keep every so many-th row of a corpus for measuring", type=int)
     seed: int = option(0, "decides first weights, anchors and order", type=int)
 

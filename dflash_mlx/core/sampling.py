@@ -12,6 +12,8 @@ import mlx.core as mx
 
 from dflash_mlx.core.config import SamplingConfig
 
+DRAFT, KEEP = 1, 2  # streams of randomness beside the target's own
+
 
 class Sampler:
     """Draws tokens for one answer."""
@@ -37,8 +39,11 @@ class Sampler:
         return mx.random.categorical(tempered(logits, self.config)[None], key=self.key(position))
 
     def law(self, logits: mx.array, history: Sequence[int]) -> mx.array:
-        """The distribution [V] that `sample` draws from; for temperatures above 0."""
-        return mx.softmax(tempered(penalise(logits, history, self.config), self.config))
+        """The distribution [..., V] that `sample` draws from; for temperatures above 0.
+
+        With a `history` that counts, logits are one row [V].
+        """
+        return mx.softmax(tempered(penalise(logits, history, self.config), self.config), axis=-1)
 
     def key(self, position: int, stream: int = 0) -> mx.array:
         """Randomness for one draw at `position`; the target's own draws are stream 0."""

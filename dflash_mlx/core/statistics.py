@@ -17,7 +17,7 @@ class Statistics:
 
     generated_tokens: a stop token included, tokens cut off behind a stop excluded.
     drafted, accepted: how often a token was drafted, and accepted, at each position of the block.
-    modes: rounds by the mode that a budget chose ("plain", "chain", "tree"), see `Tree`.
+    modes: rounds by the mode that a budget chose ("plain", "chain", "tree"), see `Proposal`.
     near_ties: what `--exact` took, None without it.
     """
 
@@ -34,13 +34,13 @@ class Statistics:
     modes: Counter[str] = field(default_factory=Counter)
     near_ties: NearTies | None = None
 
-    def add_round(self, accepted: Accepted) -> None:
-        """Count a round."""
+    def add_round(self, accepted: Accepted, mode: str = "") -> None:
+        """Count a round, and its mode where one was chosen."""
         self.rounds += 1
         self.drafted.update(set(accepted.tree.depths) - {0})
         self.accepted.update(range(1, len(accepted.path)))
-        if accepted.tree.mode:
-            self.modes[accepted.tree.mode] += 1
+        if mode:
+            self.modes[mode] += 1
         if accepted.near_ties is not None:
             self.near_ties = (self.near_ties or NearTies()) + accepted.near_ties
 
@@ -50,9 +50,14 @@ class Statistics:
         return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
-    def mean_accepted(self) -> float:
+    def acceptance_length(self) -> float:
         """Tokens per round, the target's own included."""
         return self.generated_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_accepted(self) -> float:
+        """The older name of `acceptance_length`."""
+        return self.acceptance_length
 
     @property
     def acceptance_rate(self) -> float:
@@ -77,6 +82,7 @@ class Statistics:
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": self.tokens_per_second,
             "rounds": self.rounds,
+            "acceptance_length": self.acceptance_length,
             "mean_accepted": self.mean_accepted,
             "acceptance_rate": self.acceptance_rate,
             "accepted_by_position": self.accepted_by_position,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
@@ -15,38 +15,32 @@ import numpy.typing as npt
 class Tree:
     """N candidate tokens whose shared prefixes are shared nodes (D2SD, arXiv 2606.04446, 3.3).
 
-    Node 0 is the root and carries the anchor: the newest token, chosen by the target, whose keys
-    and values are not in the cache yet. Every other node is a drafted token.
+    Node 0 is the root: the anchor, the newest token, chosen by the target, whose keys and values
+    are not in the cache yet. Node i > 0 is the drafted token `drafted[i - 1]`. A tree lives on the
+    host; its ids go to the device once, in `verify`.
 
-    tokens: [N] int, may be unevaluated; nothing here reads the root's value.
+    drafts: N - 1 token ids; an array [N - 1] while the pass that drafts them may still be running.
     parents: N node ids; `parents[0]` is -1 and `parents[i] < i`.
     logprobs: N, of each token given those before it, as its drafter sees it; () if not known.
-    sources: N, which drafter each token came from ("first", "second", "lookup"; "" for the root);
-    () where there is only one. mode, reason: how and why this tree was chosen among others; ""
-    where nothing chooses.
+    sources: N, which drafter each token came from ("" for the root); () where there is only one.
     """
 
-    tokens: mx.array
+    drafts: tuple[int, ...] | mx.array
     parents: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     sources: tuple[str, ...] = ()
-    mode: str = ""
-    reason: str = ""
 
     def __post_init__(self) -> None:
+        size = self.drafts.size if isinstance(self.drafts, mx.array) else len(self.drafts)
         in_order = all(-1 < p < i for i, p in enumerate(self.parents[1:], start=1))
-        if self.parents[:1] != (-1,) or not in_order or self.tokens.shape != (len(self.parents),):
-            raise ValueError(f"not a tree: tokens {self.tokens.shape}, parents {self.parents}")
+        if self.parents[:1] != (-1,) or not in_order or size + 1 != len(self.parents):
+            raise ValueError(f"not a tree: {size} drafted tokens, parents {self.parents}")
 
     @classmethod
-    def chain(cls, tokens: mx.array) -> Tree:
-        """The tree with one branch: `tokens` [N], the anchor first."""
-        return cls(tokens, tuple(range(-1, tokens.shape[0] - 1)))
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], parents: Sequence[int]) -> Tree:
-        """A tree from plain integers."""
-        return cls(mx.array(list(tokens)), tuple(parents))
+    def chain(cls, drafts: Sequence[int] | mx.array = ()) -> Tree:
+        """The tree with one branch; the root alone without drafts."""
+        drafts = drafts if isinstance(drafts, mx.array) else tuple(drafts)
+        return cls(drafts, tuple(range(-1, len(drafts))))
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -74,23 +68,34 @@ class Tree:
 
     @cached_property
     def drafted(self) -> tuple[int, ...]:
-        """The tokens of nodes 1..N-1; waits for the draft pass."""
-        return tuple(self.tokens[1:].tolist()) if len(self) > 1 else ()  # type: ignore[arg-type]
+        """The tokens of nodes 1..N-1; waits for a draft pass that is still running."""
+        if isinstance(self.drafts, mx.array):
+            return tuple(self.drafts.tolist())  # type: ignore[arg-type]
+        return self.drafts
 
     def wait(self) -> None:
         """Return when the drafted tokens are known."""
         _ = self.drafted
 
-    def only(self, nodes: Sequence[int]) -> Tree:
-        """The tree of these nodes, increasing, the root and every node's parent among them."""
-        place = {node: i for i, node in enumerate(nodes)}
-        parents = (-1, *(place[self.parents[node]] for node in nodes[1:]))
-        logprobs = tuple(self.logprobs[node] for node in nodes) if self.logprobs else ()
-        sources = tuple(self.sources[node] for node in nodes) if self.sources else ()
-        tokens = self.tokens[mx.array(list(nodes))]
-        return replace(self, tokens=tokens, parents=parents, logprobs=logprobs, sources=sources)
+    def ids(self, anchor: mx.array) -> mx.array:
+        """[N] the tokens of a pass over all nodes, behind the anchor [1]."""
+        if len(self) == 1:
+            return anchor
+        return mx.concatenate([anchor, mx.array(self.drafts, dtype=anchor.dtype)])
 
-    def graft(self, tokens: Sequence[int], logprobs: Sequence[float], source: str) -> Tree:
+    def prune(self, nodes: Sequence[int]) -> Tree:
+        """The tree of these nodes, increasing, the root and every node's parent among them."""
+        if len(nodes) == len(self):
+            return self
+        place = {node: i for i, node in enumerate(nodes)}
+        return Tree(
+            tuple(self.drafted[node - 1] for node in nodes[1:]),
+            (-1, *(place[self.parents[node]] for node in nodes[1:])),
+            tuple(self.logprobs[node] for node in nodes) if self.logprobs else (),
+            tuple(self.sources[node] for node in nodes) if self.sources else (),
+        )
+
+    def merge(self, tokens: Sequence[int], logprobs: Sequence[float], source: str) -> Tree:
         """This tree and the chain `tokens` from its root on; shared prefixes stay shared.
 
         Every node must have its log-probability; a node that both have is whose it is likelier.
@@ -106,25 +111,18 @@ class Tree:
             known.append(logprob)
             sources.append(source)
             node = len(parents) - 1
-        new = mx.array(list(tokens[shared:]), dtype=self.tokens.dtype)
-        return Tree(
-            mx.concatenate([self.tokens, new]), tuple(parents), tuple(known), tuple(sources)
-        )
+        drafted = (*self.drafted, *tokens[shared:])
+        return Tree(drafted, tuple(parents), tuple(known), tuple(sources))
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if there is one."""
-        for i, parent in enumerate(self.parents[1:], start=1):
-            if parent == node and self.drafted[i - 1] == token:
-                return i
-        return None
+        return self._children.get((node, token))
 
     def has_children(self, node: int) -> bool:
         """Whether any node hangs below `node`."""
         return node in self.parents
 
-    def path_to(self, node: int) -> tuple[int, ...]:
-        """Node ids from the root to `node`, both included."""
-        path = [node]
-        while (parent := self.parents[path[-1]]) >= 0:
-            path.append(parent)
-        return tuple(reversed(path))
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        edges = zip(self.parents[1:], self.drafted, strict=True)
+        return {edge: node for node, edge in reversed(list(enumerate(edges, start=1)))}

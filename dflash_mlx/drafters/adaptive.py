@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.reliability import Reliability, reach, worth_keeping
+from dflash_mlx.drafters.method import LOOKUP, Source
 from dflash_mlx.drafters.ngram import lookup
-from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.drafter import Drafter, Proposal
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context, State
 from dflash_mlx.target.model import Target
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.target.pass_times import PassTimes, stored_times
 
 _PLAIN = "plain decoding"
 _MEMORY = 24  # rounds that an average remembers
@@ -29,6 +35,7 @@ _IDLE = 1.02  # tokens per plain round up to which looking is not worth the wait
 _RECENT = 16  # drafts whose time is remembered
 _OUTLIER = 2.0  # a round that took so many times as long waited for something else
 _CONTEXT = 128  # tokens before a timed draft
+MOST_NODES = 48  # of a tree that the budget then cuts
 
 
 class Average:
@@ -86,11 +93,11 @@ class Experience:
     """What sessions with one pair and one method have learned, kept from one to the next."""
 
     arms: list[Arm]
-    reliability: Reliability = field(default_factory=Reliability)
+    reliability: Reliability
 
 
 @dataclass(frozen=True)
-class _Round:
+class _Asked:
     """A round that was proposed: which arm, when, what, and what to expect of it."""
 
     arm: Arm
@@ -101,6 +108,27 @@ class _Round:
     blind: bool
 
 
+@dataclass(frozen=True)
+class _Why:
+    """Why a round went to an arm, as a sentence when it is called.
+
+    rates: expected tokens per second by arm, the best first. again: whether `arm` is only tried.
+    plain: whether nothing that was drafted is worth verifying.
+    """
+
+    arm: str
+    rates: tuple[tuple[str, float], ...]
+    again: bool
+    plain: bool
+
+    def __call__(self) -> str:
+        rates = ", ".join(f"{name} {rate:.1f}" for name, rate in self.rates)
+        said = f"most expected tok/s: {rates}"
+        if self.again:
+            said = f"trying the {self.arm} again (expected tok/s: {rates})"
+        return f"nothing drafted is worth verifying; {said}" if self.plain else said
+
+
 class Adaptive:
     """Chooses among plain decoding and drafts, and verifies the part of a tree that pays.
 
@@ -109,26 +137,27 @@ class Adaptive:
     soon as what that may cost is `_PROBES` of the time since it was last tried, and a draft at the
     beginning of every answer, which may be easier than the last. What counts is what the trees
     promised, going by what became of others, not what they brought: that is mostly luck, and two
-    unlucky drafts must not park what pays. looks_up: n-gram continuations join every tree, and a
-    plain round; they cost no pass. clock: seconds.
+    unlucky drafts must not park what pays. sources: names of where drafted tokens come from.
+    looks_up: n-gram continuations join every tree, and a plain round; they cost no pass. clock:
+    seconds.
     """
 
     def __init__(
         self,
-        name: str,
         drafters: dict[str, Drafter],
         times: PassTimes,
+        sources: Sequence[str] = (),
         looks_up: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.name, self._looks_up, self._times, self._clock = name, looks_up, times, clock
         self._model = list(drafters.values())[-1]
-        self.taps = self._model.taps
+        self.name, self.taps = self._model.name, self._model.taps
+        self._looks_up, self._times, self._clock = looks_up, times, clock
         self._drafters = drafters
         one_row = float(times.of(1))
         arms = [Arm(_PLAIN, 1.0, one_row), *(Arm(label, 2.0, one_row) for label in drafters)]
-        self.experience = Experience(arms)  # of an earlier session, if there was one
-        self._round: _Round | None = None
+        self.experience = Experience(arms, Reliability(sources))  # or of an earlier session
+        self._asked: WeakKeyDictionary[State, _Asked] = WeakKeyDictionary()
         self._blind = 0
         self._beyond = Average(0.0)  # seconds that rounds take beyond what was measured
 
@@ -145,33 +174,40 @@ class Adaptive:
         """Time each drafter behind 128 tokens, a fraction of a second, as a first guess."""
         width = target.embedding()(mx.array([0])).shape[-1] * len(self.taps)
         state = State(target.new_cache(), self.new_context())
-        state.context.append(mx.zeros((_CONTEXT, width), target.dtype))
+        features = mx.zeros((_CONTEXT, width), target.dtype)
+        state.context.append(mx.zeros(_CONTEXT, mx.int32), features)
         state.set_anchor(0)
+        state.end = _CONTEXT
         for arm in self.experience.arms[1:]:
             drafter = self._drafters[arm.name]
-            drafter.propose(state, _CONTEXT).wait()
+            drafter.propose([state], MOST_NODES)[0].tree.wait()
             for _ in range(3):
                 start = self._clock()
-                drafter.propose(state, _CONTEXT).wait()
+                drafter.propose([state], MOST_NODES)[0].tree.wait()
                 arm.drafting.append(self._clock() - start)
             arm.seconds = Average(arm.draft_seconds + float(self._times.of(8)))
 
-    def propose(self, state: State, room: int) -> Tree:
-        """The part of the chosen draft with the most expected tokens per second."""
+    def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
+        """For each sequence the part of the chosen draft with most expected tokens per second."""
+        share = budget // len(states)
+        return [self._propose(state, share) for state in states]
+
+    def _propose(self, state: State, share: int) -> Proposal:
         now = self._clock()
         self._learn(state, now)
         if state.last is None:
             self._begin_answer()
-        arm, reason = self._choose()
+        arm, rates, again = self._choose()
         blind = self._goes_blind(arm)
-        tree, tokens = self._draft(arm, state, room, blind)
-        mode = "plain" if len(tree) == 1 else "chain" if tree.is_chain else "tree"
-        if mode == "plain" and arm.name != _PLAIN:
-            reason = f"nothing drafted is worth verifying; {reason}"
-        tree = replace(tree, mode=mode, reason=reason)
-        seconds = arm.draft_seconds + float(self._times.of(len(tree)))
-        self._round = _Round(arm, now, tree, tokens, seconds, blind)
-        return tree
+        tree, tokens = self._draft(arm, state, share, blind)
+        why = _Why(arm.name, rates, again, len(tree) == 1 and arm.name != _PLAIN)
+        seconds = arm.draft_seconds + self._seconds(state)(len(tree))
+        self._asked[state] = _Asked(arm, now, tree, tokens, float(seconds), blind)
+        return Proposal(tree, why=why)
+
+    def _seconds(self, state: State) -> Callable[[Any], Any]:
+        """Of a target pass over n rows behind this sequence."""
+        return partial(self._times.of, contexts=(state.position,))
 
     def _begin_answer(self) -> None:
         """Expect what other answers taught, but not for long; while parked, try a draft at once."""
@@ -182,26 +218,26 @@ class Adaptive:
         for arm in arms:
             arm.tokens.fade()
 
-    def _draft(self, arm: Arm, state: State, room: int, blind: bool) -> tuple[Tree, float]:
+    def _draft(self, arm: Arm, state: State, share: int, blind: bool) -> tuple[Tree, float]:
         """The arm's tree with what was looked up, cut to what pays, and the tokens it promises."""
         start = self._clock()
-        tree = Tree.chain(state.anchor)
+        tree = Tree.chain()
         if arm.name != _PLAIN:
-            tree = self._drafters[arm.name].propose(state, room)
+            tree = self._drafters[arm.name].propose([state], share)[0].tree
             arm.drafting.append(self._clock() - start)
         looks = self._looks_up and not blind
-        if looks and (found := lookup(state.tokens, room - 1)).tokens:
-            tree = tree.graft(found.tokens, found.logprobs, "lookup")
+        if looks and (found := lookup(state.tokens, min(state.room, share) - 1)).tokens:
+            tree = tree.merge(found.tokens, found.logprobs, LOOKUP.name)
         if len(tree) == 1:
             return tree, 1.0
         reached = reach(tree, self.experience.reliability.chances(tree))
         fixed = arm.draft_seconds + max(self._beyond.mean, 0.0)
-        kept = worth_keeping(reached, self._times.of, fixed)
-        return tree.only(kept), float(reached[kept].sum())
+        kept = worth_keeping(reached, self._seconds(state), fixed, share)
+        return tree.prune(kept), float(reached[kept].sum())
 
     def _learn(self, state: State, now: float) -> None:
         """Take in how the last round went."""
-        last, self._round = self._round, None
+        last = self._asked.pop(state, None)
         if last is None or state.last is None or state.last.tree is not last.tree:
             return
         if len(last.tree) > 1:
@@ -216,16 +252,17 @@ class Adaptive:
         for arm in self.experience.arms:
             arm.waited = 0.0 if arm is last.arm else arm.waited + took
 
-    def _choose(self) -> tuple[Arm, str]:
-        """The arm of this round and why."""
+    def _choose(self) -> tuple[Arm, tuple[tuple[str, float], ...], bool]:
+        """The arm of this round, the rates that it was chosen by, and whether it is only tried."""
         arms = self.experience.arms
-        best = max(arms, key=lambda arm: arm.rate)
-        others = [arm for arm in arms if arm is not best]
-        rates = ", ".join(f"{arm.name} {arm.rate:.1f}" for arm in (best, *others))
-        for arm in others:
-            if arm.waited * _PROBES >= arm.loss(best.rate):
-                return arm, f"trying the {arm.name} again (expected tok/s: {rates})"
-        return best, f"most expected tok/s: {rates}"
+        rated = [(arm.rate, arm) for arm in arms]
+        rate, best = max(rated, key=lambda pair: pair[0])
+        others = [(r, arm) for r, arm in rated if arm is not best]
+        rates = tuple((arm.name, r) for r, arm in [(rate, best), *others])
+        for _, arm in others:
+            if arm.waited * _PROBES >= arm.loss(rate):
+                return arm, rates, True
+        return best, rates, False
 
     def _goes_blind(self, arm: Arm) -> bool:
         """Whether this round need not see the tokens before it.
@@ -241,3 +278,30 @@ class Adaptive:
             return not self._looks_up
         self._blind -= 1
         return True
+
+
+def within_budget(
+    drafters: dict[str, Drafter], pair: Pair, config: DecodeConfig, sources: Sequence[Source]
+) -> Drafter:
+    """The last drafter itself where the number of nodes is given, else whatever pays here.
+
+    drafters: by name, see `Adaptive`. Pass times stay with the target, what sessions have learned
+    with the pair.
+    """
+    last = list(drafters.values())[-1]
+    if config.budget is not None:
+        return last
+    target = pair.target
+    if target.pass_times is None:  # once per model that is loaded
+        target.pass_times = stored_times(target, config.recalibrate)
+    names = [source.name for source in sources]
+    adaptive = Adaptive(drafters, target.pass_times, names, config.lookup)
+
+    def learn() -> Experience:
+        adaptive.time_drafts(target)
+        return adaptive.experience
+
+    used = pair.drafter_name, len(pair.drafters), target.kernels.mode
+    key = (*used, last.name, config.block_size, config.branches, config.lookup)
+    adaptive.experience = pair.recall(key, learn)
+    return adaptive

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.growth.grow import best_first, follow
 from dflash_mlx.drafters.growth.links import follow_links
-from dflash_mlx.drafters.growth.rank import rank
-from dflash_mlx.drafters.one_draft import OneDraft
+from dflash_mlx.drafters.growth.rank import TOP_K, rank
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method
+from dflash_mlx.drafters.one_draft import OneDraft, block_models
+from dflash_mlx.engine.drafter import Drafter, Proposal
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-
-TOP_K = 8  # tokens that a position can offer
 
 
 class BestFirst(OneDraft):
@@ -27,11 +29,30 @@ class BestFirst(OneDraft):
         super().__init__(model, block_size)
         self._nodes = nodes
 
-    def draft(self, state: State, context: FeatureContext, rows: int) -> Tree:
+    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
         """A tree of up to `nodes` nodes."""
         model = self._model
         if model.config.selector is not None:
             choices = follow_links(*model.linked(context, state.anchor, rows))
         else:
             choices = follow(rank(model.logits(context, state.anchor, rows), TOP_K, model.kernels))
-        return best_first(choices, self._nodes).as_tree(state.anchor)
+        return Proposal(best_first(choices, self._nodes).as_tree())
+
+
+def _make(pair: Pair, config: DecodeConfig) -> Drafter:
+    nodes = config.budget or MOST_NODES
+    drafter = BestFirst(block_models(pair)[0], config.block_size, nodes)
+    return within_budget({"draft": drafter}, pair, config, METHOD.sources)
+
+
+METHOD = Method(
+    "ddtree",
+    "DFlash tree",
+    _make,
+    family="dflash",
+    best_with=1,
+    needs_trees=True,
+    settings=("block_size", "budget", "lookup", "recalibrate"),
+    sources=(DRAFT, LOOKUP),
+    preference=3,
+)

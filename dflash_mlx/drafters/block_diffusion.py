@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.context import FeatureContext
-from dflash_mlx.drafters.one_draft import OneDraft
+from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
+from dflash_mlx.drafters.method import DRAFT, Method
+from dflash_mlx.drafters.one_draft import OneDraft, block_models
+from dflash_mlx.engine.drafter import Proposal
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 
@@ -15,10 +20,47 @@ class BlockDiffusion(OneDraft):
 
     name = "dflash"
 
-    def draft(self, state: State, context: FeatureContext, rows: int) -> Tree:
-        """The block's most likely tokens as a chain."""
-        logits = self._model.logits(context, state.anchor, rows)
-        tokens = mx.argmax(logits, axis=-1).astype(state.anchor.dtype)
-        tree = Tree.chain(mx.concatenate([state.anchor, tokens]))
-        mx.async_eval(tree.tokens)
-        return tree
+    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
+        """The block's most likely tokens as a chain, which may still be on its way."""
+        tokens = self.likeliest(context, state.anchor, rows).astype(state.anchor.dtype)
+        mx.async_eval(tokens)
+        return Proposal(Tree.chain(tokens))
+
+    def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
+        """Tokens [rows - 1], each the likeliest at its position."""
+        return mx.argmax(self._model.logits(context, anchor, rows), axis=-1)
+
+
+class SelectedPath(BlockDiffusion):
+    """DFlash 2: from every token on the candidate with the best score (see `selector.py`).
+
+    The first drafts of trees take their probabilities from the same scores, see `links.py`.
+    """
+
+    def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
+        """Tokens [rows - 1] of the path."""
+        candidates = self._model.candidates(context, anchor, rows)
+        return candidates.at(candidates.walk(lambda t, scores: mx.argmax(scores)))
+
+
+def _make(pair: Pair, config: DecodeConfig) -> OneDraft:
+    model = block_models(pair)[0]
+    is_plain = model.config.selector is None
+    if config.draws_drafts:
+        drawn = DrawnBlock if is_plain else DrawnPath
+        return drawn(model, config.block_size, config.sampling)
+    greedy = BlockDiffusion if is_plain else SelectedPath
+    return greedy(model, config.block_size)
+
+
+METHOD = Method(
+    "dflash",
+    "DFlash",
+    _make,
+    family="dflash",
+    best_with=1,
+    draws=True,
+    settings=("block_size", "acceptance"),
+    sources=(DRAFT,),
+    preference=2,
+)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 
 from dflash_mlx.core.config import SamplingConfig
-from dflash_mlx.core.sampling import Sampler, tempered
+from dflash_mlx.core.sampling import DRAFT, Sampler, tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dflash.selector import Candidates
 from dflash_mlx.drafters.one_draft import OneDraft
-from dflash_mlx.engine.reject import DRAFT, DrawnChain
+from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 
 
@@ -27,16 +28,15 @@ class DrawnBlock(OneDraft):
         self._sampling = sampling
         self.sampler = Sampler(sampling)
 
-    def draft(self, state: State, context: FeatureContext, rows: int) -> Tree:
+    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
         """A chain that knows what it was drawn from."""
         if state.last is None:  # every answer is a draw of its own
             self.sampler = Sampler(self._sampling)
         key = self.sampler.key(state.position, DRAFT)
         tokens, q = self.drawn(context, state.anchor, rows, key)
-        chain = mx.concatenate([state.anchor, tokens.astype(state.anchor.dtype)])
-        tree = DrawnChain(chain, tuple(range(-1, rows - 1)), q=q)
-        mx.async_eval(tree.tokens, tree.q)
-        return tree
+        tokens = tokens.astype(state.anchor.dtype)
+        mx.async_eval(tokens, q)
+        return Proposal(Tree.chain(tokens), q)
 
     def drawn(
         self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array
@@ -44,3 +44,20 @@ class DrawnBlock(OneDraft):
         """Tokens [rows - 1], and q [rows - 1, V] that they were drawn from; key: randomness."""
         logits = tempered(self._model.logits(context, anchor, rows), self.sampler.config)
         return mx.random.categorical(logits, key=key), mx.softmax(logits, axis=-1)
+
+
+class DrawnPath(DrawnBlock):
+    """As `DrawnBlock`, with every token drawn from the candidates' scores after the one before."""
+
+    def drawn(
+        self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Tokens [rows - 1] of a path and q [rows - 1, V], zero outside the candidates."""
+        found = self._model.candidates(context, anchor, rows)
+        candidates = Candidates(found.tokens, tempered(found.scores, self.sampler.config))
+        keys = mx.random.split(key, rows - 1)
+        path = candidates.walk(lambda t, scores: mx.random.categorical(scores, key=keys[t]))
+        chances = mx.softmax(candidates.scores_along(path), axis=-1)
+        nothing = mx.zeros((rows - 1, self._model.config.vocab_size))
+        q = mx.put_along_axis(nothing, candidates.tokens, chances, axis=-1)
+        return candidates.at(path), q

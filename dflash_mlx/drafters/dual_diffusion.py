@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.best_first import TOP_K
+from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
+from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import check_block_size
 from dflash_mlx.drafters.dflash.context import DualContext
 from dflash_mlx.drafters.growth.grow import (
     Path,
@@ -22,9 +23,14 @@ from dflash_mlx.drafters.growth.grow import (
     mix,
 )
 from dflash_mlx.drafters.growth.links import along_path
-from dflash_mlx.drafters.growth.rank import rank
-from dflash_mlx.drafters.one_draft import contexts_of
+from dflash_mlx.drafters.growth.rank import TOP_K, rank
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, SECOND_DRAFT, Method, check_block_size
+from dflash_mlx.drafters.one_draft import block_models, contexts_of
+from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
+
+BRANCHES = 4  # prefixes that the second drafter continues
 
 
 class Growth(Protocol):
@@ -83,7 +89,7 @@ class JointGrowth:
         return best_first(follow_nearest(drafts), self._nodes).continued(second)
 
 
-class DualDiffusion:
+class DualDiffusion(EachAlone):
     """First draft, K second drafts in one pass over one shared context, one tree.
 
     second: the variable-prefix drafter; None lets the first drafter continue its own prefixes (the
@@ -98,27 +104,23 @@ class DualDiffusion:
     ) -> None:
         self._models = (first,) if second is None else (first, second)
         for model in self._models:
-            check_block_size(block_size, model.config)
-        self.block_size = block_size or min(model.config.block_size for model in self._models)
-        self.taps = tuple(sorted({t for m in self._models for t in m.config.target_layer_ids}))
+            check_block_size(block_size, model.block_size)
+        self.block_size = block_size or min(model.block_size for model in self._models)
+        self.taps = tuple(sorted({tap for model in self._models for tap in model.taps}))
         self._growth = growth
 
     def new_context(self) -> DualContext:
         """Empty contexts for one sequence; a lone drafter needs only one."""
-        columns = tuple(
-            tuple(self.taps.index(tap) for tap in model.config.target_layer_ids)
-            for model in self._models
-        )
+        columns = tuple(tuple(self.taps.index(tap) for tap in model.taps) for model in self._models)
         contexts = tuple(model.new_context() for model in self._models)
         return DualContext(contexts, columns, len(self.taps))
 
-    def propose(self, state: State, room: int) -> Tree:
+    def draft(self, state: State, room: int) -> Proposal:
         """The tree of both drafts, no deeper than `room` allows."""
         rows = min(self.block_size, room)
         if rows == 1:
-            return Tree.chain(state.anchor)
-        first, second = self.drafts(state, rows)
-        return self._growth.tree(first, second).as_tree(state.anchor)
+            return Proposal(Tree.chain())
+        return Proposal(self._growth.tree(*self.drafts(state, rows)).as_tree())
 
     def drafts(self, state: State, rows: int) -> tuple[Ranked, dict[Path, Ranked]]:
         """The first draft of a block of `rows`, and the second after each prefix."""
@@ -136,3 +138,29 @@ class DualDiffusion:
             second[prefix] = Ranked(ranked.tokens[start:end], ranked.logprobs[start:end])
             start = end
         return first, second
+
+
+def _make(pair: Pair, config: DecodeConfig) -> Drafter:
+    models, branches = block_models(pair), config.branches or BRANCHES
+    first, second = models[0], models[1] if len(models) > 1 else None
+    if config.growth == "paper":
+        return DualDiffusion(first, second, config.block_size, PaperGrowth(branches))
+    growth = JointGrowth(branches, config.budget or MOST_NODES)
+    both = DualDiffusion(first, second, config.block_size, growth)
+    alone = BestFirst(first, both.block_size, MOST_NODES)
+    drafters: dict[str, Drafter] = {"first draft": alone, "both drafts": both}
+    return within_budget(drafters, pair, config, METHOD.sources)
+
+
+METHOD = Method(
+    "d2sd",
+    "DFlash + variable-prefix",
+    _make,
+    lone_label="DFlash, continuing itself",
+    family="dflash",
+    best_with=2,
+    needs_trees=True,
+    settings=("block_size", "branches", "growth", "budget", "lookup", "recalibrate"),
+    sources=(DRAFT, SECOND_DRAFT, LOOKUP),
+    preference=4,
+)

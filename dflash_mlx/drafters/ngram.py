@@ -6,8 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.method import LOOKUP, Method
 from dflash_mlx.drafters.none import NoContext
+from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 LONGEST = 8  # tokens of a suffix that is looked up
@@ -17,7 +21,7 @@ DEFAULT_SIZE = 16
 _DOUBT = 2  # tokens of a match that ends in the wrong place half the time
 
 
-class NGram:
+class NGram(EachAlone):
     """Drafts the continuation of the longest suffix that occurred before; needs no model.
 
     block_size: longest draft, the anchor included.
@@ -34,10 +38,9 @@ class NGram:
         """Prompt and answer are in the state already."""
         return NoContext()
 
-    def propose(self, state: State, room: int) -> Tree:
+    def draft(self, state: State, room: int) -> Proposal:
         """A chain of up to min(block_size, room) nodes, the anchor alone where nothing matches."""
-        continuation = lookup(state.tokens, min(self.block_size, room) - 1).tokens
-        return Tree.of([state.tokens[-1], *continuation], range(-1, len(continuation)))
+        return Proposal(Tree.chain(lookup(state.tokens, min(self.block_size, room) - 1).tokens))
 
 
 @dataclass(frozen=True)
@@ -80,3 +83,12 @@ def _match(tokens: Sequence[int], stop: int) -> int:
     while length < min(stop, LONGEST) and tokens[stop - 1 - length] == tokens[-1 - length]:
         length += 1
     return length
+
+
+def _make(pair: Pair, config: DecodeConfig) -> NGram:
+    return NGram(config.block_size)
+
+
+METHOD = Method(
+    "ngram", "n-gram lookup", _make, settings=("block_size",), sources=(LOOKUP,), preference=1
+)

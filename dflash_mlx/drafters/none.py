@@ -6,7 +6,11 @@ import sys
 
 import mlx.core as mx
 
+from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.method import Method
+from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 
@@ -23,7 +27,7 @@ class NoContext:
         """Nothing to evaluate."""
         return []
 
-    def append(self, features: mx.array) -> None:
+    def append(self, tokens: mx.array, features: mx.array | None) -> None:
         """Nothing to keep."""
 
     def refill_from(self, length: int) -> int:
@@ -34,14 +38,14 @@ class NoContext:
         """Nothing to forget."""
 
 
-class NoDraft:
+class NoDraft(EachAlone):
     """Every tree is its root: one token per round, the target's own.
 
     The next root needs no decision on the host, so one round runs ahead while the host reads the
     last; without that, the device would idle while Python builds each pass.
     """
 
-    name = "none"
+    name = PLAIN
     taps: tuple[int, ...] = ()
     rounds_ahead = 1
 
@@ -49,6 +53,13 @@ class NoDraft:
         """No context."""
         return NoContext()
 
-    def propose(self, state: State, room: int) -> Tree:
+    def draft(self, state: State, room: int) -> Proposal:
         """The anchor alone."""
-        return Tree.chain(state.anchor)
+        return Proposal(Tree.chain())
+
+
+def _make(pair: Pair, config: DecodeConfig) -> NoDraft:
+    return NoDraft()
+
+
+METHOD = Method(PLAIN, "plain decoding", _make)

@@ -1,14 +1,16 @@
-"""What all drafters that run one network once have in common."""
+"""What all drafters that run one DFlash network once have in common."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Protocol, cast
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import check_block_size
 from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.method import check_block_size
+from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 
@@ -25,7 +27,13 @@ def contexts_of(state: State) -> tuple[FeatureContext, ...]:
     return cast(_Contexts, state.context).contexts
 
 
-class OneDraft(ABC):
+def block_models(pair: Pair) -> list[BlockModel]:
+    """The pair's DFlash models, at least one; DFlashError where there is none."""
+    pair.require_drafter()
+    return [cast(BlockModel, model) for model in pair.drafters]  # of this family, see `methods`
+
+
+class OneDraft(EachAlone):
     """A drafter that makes its tree from one pass over one block.
 
     block_size: gamma, 2 up to the size the drafter was trained for (its default).
@@ -36,22 +44,22 @@ class OneDraft(ABC):
     rounds_ahead = 0
 
     def __init__(self, model: BlockModel, block_size: int | None = None) -> None:
-        check_block_size(block_size, model.config)
-        self.block_size = block_size or model.config.block_size
-        self.taps = model.config.target_layer_ids
+        check_block_size(block_size, model.block_size)
+        self.block_size = block_size or model.block_size
+        self.taps = model.taps
         self._model = model
 
     def new_context(self) -> FeatureContext:
         """An empty context for one sequence."""
         return self._model.new_context()
 
-    def propose(self, state: State, room: int) -> Tree:
+    def draft(self, state: State, room: int) -> Proposal:
         """A tree no deeper than the block and `room` allow; its root alone where that is 1."""
         rows = min(self.block_size, room)
         if rows == 1:
-            return Tree.chain(state.anchor)
-        return self.draft(state, contexts_of(state)[0], rows)
+            return Proposal(Tree.chain())
+        return self.draft_block(state, contexts_of(state)[0], rows)
 
     @abstractmethod
-    def draft(self, state: State, context: FeatureContext, rows: int) -> Tree:
+    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
         """The tree of a block of `rows` >= 2 rows, the anchor included."""

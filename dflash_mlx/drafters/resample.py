@@ -5,11 +5,15 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dual_diffusion import BRANCHES
 from dflash_mlx.drafters.growth.grow import Array, Prefixes
-from dflash_mlx.drafters.one_draft import OneDraft
+from dflash_mlx.drafters.method import DRAFT, Method
+from dflash_mlx.drafters.one_draft import OneDraft, block_models
+from dflash_mlx.engine.drafter import Proposal
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 
@@ -27,12 +31,12 @@ class Resample(OneDraft):
         super().__init__(model, block_size)
         self._samples, self._seed = samples, seed
 
-    def draft(self, state: State, context: FeatureContext, rows: int) -> Tree:
+    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
         """The merged blocks."""
         logits = self._model.logits(context, state.anchor, rows)
         generator = np.random.default_rng((self._seed, state.position))
         logprobs = log_softmax(np.array(logits.astype(mx.float32)))
-        return merge_samples(logprobs, self._samples, generator).as_tree(state.anchor)
+        return Proposal(merge_samples(logprobs, self._samples, generator).as_tree())
 
 
 def log_softmax(logits: Array) -> Array:
@@ -63,3 +67,21 @@ def _draw(cumulative: Array, uniform: Array) -> Array:
     tokens = np.array([np.searchsorted(row, value, side="right") for row, value in rows])
     result: Array = np.minimum(tokens, cumulative.shape[1] - 1)  # rounding can reach the end
     return result
+
+
+def _make(pair: Pair, config: DecodeConfig) -> Resample:
+    seed, samples = config.sampling.with_seed().seed or 0, config.branches or BRANCHES
+    return Resample(block_models(pair)[0], config.block_size, samples, seed)
+
+
+METHOD = Method(
+    "resample",
+    "resampled blocks",
+    _make,
+    family="dflash",
+    best_with=1,
+    needs_trees=True,
+    settings=("block_size", "branches"),
+    sources=(DRAFT,),
+    is_control=True,
+)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -11,14 +13,48 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.sampling import Sampler
-from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
-from dflash_mlx.engine.reject import Reject
-from dflash_mlx.engine.rules import Match, Rule
+from dflash_mlx.engine.rules import Match, Reject, Rule
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import verify
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
+
+NO_LIMIT = sys.maxsize  # rows of a step: what pays is the drafter's to say
+
+
+@dataclass(frozen=True)
+class Running:
+    """A sequence that is being decoded, and how its drafts are accepted."""
+
+    state: State
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class Round:
+    """What was proposed for one sequence, and what the target accepted of it."""
+
+    proposal: Proposal
+    accepted: Accepted
+
+
+def answer(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    config: DecodeConfig,
+    observer: Observer | None = None,
+) -> Iterator[Round]:
+    """Decode behind the tokens of `prompt`, at least one, with caches of its own.
+
+    The shortest way from ids to ids; `session.stream` has texts, stops and conversations.
+    """
+    observer = observer or Observer()
+    state = State(target.new_cache(), drafter.new_context())
+    prefill(target, drafter, state, list(prompt), config, observer)
+    yield from decode(target, drafter, state, config, observer)
 
 
 def prefill(
@@ -54,7 +90,7 @@ def _chunk_end(state: State, last: int, step: int) -> int:
 
 def decode(
     target: Target, drafter: Drafter, state: State, config: DecodeConfig, observer: Observer
-) -> Iterator[Accepted]:
+) -> Iterator[Round]:
     """Yield rounds until `max_tokens` tokens are out or the context is full.
 
     Every token is the target's own choice (see `accept`). A round is committed before it is
@@ -62,51 +98,62 @@ def decode(
     """
     sampler = Sampler(config.sampling)
     ahead = (lambda: 0) if sampler.needs_history else (lambda: drafter.rounds_ahead)
-    end = min(state.position + config.max_tokens, target.context_length - 1)
-    rule = make_rule(target, state, sampler, config)
-    return _read_behind(_rounds(target, drafter, state, rule, end, observer), ahead, observer)
+    state.end = min(state.position + config.max_tokens, target.context_length - 1)
+    running = Running(state, make_rule(target, state, sampler, config))
+    return _read_behind(_rounds(target, drafter, running, observer), ahead, observer)
 
 
 def make_rule(target: Target, state: State, sampler: Sampler, config: DecodeConfig) -> Rule:
     """The acceptance rule that the settings ask for, for one answer."""
     if config.guarded:
         return NearTieGuard(target, state, sampler, noise_of(target))
-    return Reject(sampler) if config.draws_drafts else Match(sampler)
+    return Match(sampler) if sampler.config.temperature == 0 else Reject(sampler)
+
+
+def step(
+    target: Target, drafter: Drafter, running: Sequence[Running], observer: Observer
+) -> list[Round]:
+    """One round of every sequence; the token of one without drafts may still be on its way."""
+    states = [sequence.state for sequence in running]
+    proposals = drafter.propose(states, NO_LIMIT)
+    verdicts = verify(target, states, proposals, drafter.taps)
+    for proposal in proposals:
+        proposal.tree.wait()
+    observer.mark("draft")
+    pairs = list(zip(running, verdicts, strict=True))
+    accepted = [sequence.rule.accept(verdict, sequence.state) for sequence, verdict in pairs]
+    observer.mark("verify")
+    for (sequence, verdict), kept in zip(pairs, accepted, strict=True):
+        sequence.state.commit(kept, verdict.ids, verdict.features)
+    observer.mark("commit")
+    return [Round(*both) for both in zip(proposals, accepted, strict=True)]
 
 
 def _rounds(
-    target: Target, drafter: Drafter, state: State, rule: Rule, end: int, observer: Observer
-) -> Iterator[Accepted]:
-    """The loop itself; the token of a round without drafts may still be running when yielded."""
+    target: Target, drafter: Drafter, running: Running, observer: Observer
+) -> Iterator[Round]:
+    """The loop itself, for one sequence."""
     observer.start()
-    while state.position < end:
-        tree = drafter.propose(state, room=end - state.position)
-        verdict = verify(target, state, tree, drafter.taps)
-        tree.wait()
-        observer.mark("draft")
-        accepted = rule.accept(verdict, state)
-        observer.mark("verify")
-        state.commit(accepted, verdict.features)
-        observer.mark("commit")
-        yield accepted
+    while running.state.room > 0:
+        yield from step(target, drafter, [running], observer)
 
 
 def _read_behind(
-    rounds: Iterator[Accepted], ahead: Callable[[], int], observer: Observer
-) -> Iterator[Accepted]:
+    rounds: Iterator[Round], ahead: Callable[[], int], observer: Observer
+) -> Iterator[Round]:
     """Yield finished rounds, while the next `ahead()` of them are already running."""
-    running: deque[Accepted] = deque()
-    for accepted in rounds:
-        running.append(accepted)
+    running: deque[Round] = deque()
+    for round_ in rounds:
+        running.append(round_)
         while len(running) > ahead():
             yield _finished(running.popleft(), observer)
             observer.mark("yield")
-    for accepted in running:
-        yield _finished(accepted, observer)
+    for round_ in running:
+        yield _finished(round_, observer)
 
 
-def _finished(accepted: Accepted, observer: Observer) -> Accepted:
+def _finished(round_: Round, observer: Observer) -> Round:
     """Wait for a target pass that nothing had to wait for before."""
-    accepted.wait()
+    round_.accepted.wait()
     observer.mark("verify")
-    return accepted
+    return round_

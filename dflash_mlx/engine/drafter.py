@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+import mlx.core as mx
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.state import Context, State
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a drafter proposes for one sequence.
+
+    q: [N - 1, V] what each token of a chain was drawn from, for rejection sampling; None for best
+    guesses. A row may depend on the tokens drawn before it. why: says on request why this tree and
+    no other; None where nothing chooses.
+    """
+
+    tree: Tree
+    q: mx.array | None = None
+    why: Callable[[], str] | None = None
+
+    @property
+    def mode(self) -> str:
+        """What was chosen, "plain", "chain" or "tree"; "" where nothing chooses."""
+        if self.why is None:
+            return ""
+        return "plain" if len(self.tree) == 1 else "chain" if self.tree.is_chain else "tree"
+
+    @property
+    def reason(self) -> str:
+        """A sentence for people, "" where nothing chooses."""
+        return "" if self.why is None else self.why()
 
 
 class Drafter(Protocol):
@@ -29,5 +60,28 @@ class Drafter(Protocol):
     def new_context(self) -> Context:
         """An empty context for one sequence."""
 
-    def propose(self, state: State, room: int) -> Tree:
-        """A tree whose root is the anchor and whose paths have 1 to `room` nodes."""
+    def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
+        """A tree for each sequence, behind its anchor.
+
+        The paths of a tree have at most `state.room` nodes. budget: rows that all trees may have
+        together, at least one for each.
+        """
+
+
+class EachAlone(ABC):
+    """A drafter that drafts for one sequence after the other, each with an equal share of rows."""
+
+    def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
+        """As `Drafter` has it."""
+        share = budget // len(states)
+        return [self._proposal(state, share) for state in states]
+
+    def _proposal(self, state: State, share: int) -> Proposal:
+        proposal = self.draft(state, min(state.room, share))
+        if len(proposal.tree) <= share:
+            return proposal
+        return Proposal(proposal.tree.prune(range(share)), why=proposal.why)
+
+    @abstractmethod
+    def draft(self, state: State, room: int) -> Proposal:
+        """A tree whose paths have 1 to `room` nodes, the root included."""

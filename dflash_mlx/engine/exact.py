@@ -122,7 +122,7 @@ def _block(target: Target, kept: int, width: int) -> Block:
     except DFlashError:
         return Block(width)
     parents = [*range(-1, kept - 1), *((i - 1) // 2 for i in range(kept, width))]
-    return Block.of(Tree(mx.zeros(width), tuple(parents)))
+    return Block.of(Tree((0,) * (width - 1), tuple(parents)))
 
 
 def _spread(logits: mx.array, plain: mx.array) -> float:
@@ -233,7 +233,7 @@ class _CloserLook:
         """Logits [V] after the path's last token, by a pass over it alone."""
         fork = self._state.cache.fork()
         fork.commit(path[:-1])
-        tokens = self._verdict.tree.tokens[path[-1] :][:1]
+        tokens = self._verdict.ids[path[-1] :][:1]
         return self._guard.target.forward(tokens, fork, Block(1))[0][0]
 
     def _before(self, path: tuple[int, ...]) -> list[int]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import mlx.core as mx
+
 from dflash_mlx.core.accept import Accepted, accept
-from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.core.rejection import kept, remainder
+from dflash_mlx.core.sampling import KEEP, Sampler
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
 
@@ -27,3 +30,35 @@ class Match:
         """Exact for any tree and any sampler; one seed gives one answer whatever was drafted."""
         walked = verdict.greedy_walk() if self._sampler.is_argmax else None
         return walked or accept(verdict.tree, verdict.choices(self._sampler, state))
+
+
+class Reject:
+    """Rejection sampling of chains that know what they were drawn from; other trees are matched."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._match = Match(sampler)
+
+    def accept(self, verdict: Verdict, state: State) -> Accepted:
+        """Keep drafts up to the first that is rejected; then one token from p or what is left."""
+        q, drafted = verdict.proposal.q, len(verdict.tree) - 1
+        if q is None or drafted == 0:
+            return self._match.accept(verdict, state)
+        position = state.position + 1
+        p = self._laws(verdict, state)
+        keys = [self._sampler.key(position + k, KEEP) for k in range(drafted)]
+        u = mx.stack([mx.random.uniform(key=key) for key in keys])
+        k = int(kept(p[:-1], q, verdict.ids[1:], u).item())  # type: ignore[arg-type]
+        law = p[k] if k == drafted else remainder(p[k], q[k])
+        token = mx.random.categorical(mx.log(law)[None], key=self._sampler.key(position + k))
+        return Accepted(verdict.tree, tuple(range(k + 1)), token)
+
+    def _laws(self, verdict: Verdict, state: State) -> mx.array:
+        """P [N, V] after every node of the chain."""
+        if not self._sampler.needs_history:
+            return self._sampler.law(verdict.logits, [])
+        tokens = [*state.tokens, *verdict.tree.drafted]
+        first = len(state.tokens)
+        rows = range(verdict.logits.shape[0])
+        laws = [self._sampler.law(verdict.logits[k], tokens[: first + k]) for k in rows]
+        return mx.stack(laws)

@@ -22,8 +22,11 @@ class Context(Protocol):
     def arrays(self) -> list[mx.array]:
         """What has to be evaluated for it to be up to date."""
 
-    def append(self, features: mx.array) -> None:
-        """Take in the features [n, m*d] of the next n committed tokens."""
+    def append(self, tokens: mx.array, features: mx.array | None) -> None:
+        """Take in the next n committed tokens [n], and what the target's tapped layers say of them.
+
+        features: [n, m*d], None for a drafter that taps no layer. Either may be unevaluated.
+        """
 
     def refill_from(self, length: int) -> int:
         """From where on tokens have to be taken in again for drafts behind `length` tokens.
@@ -38,8 +41,8 @@ class Context(Protocol):
 class State:
     """The committed tokens' caches, and the anchor: the newest token, not in any cache yet.
 
-    cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated. last: the
-    round of this answer that was committed last.
+    cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated. last: what
+    this answer's last round accepted. end: the position at which the answer ends at the latest.
     """
 
     def __init__(self, cache: SequenceCache, context: Context) -> None:
@@ -47,6 +50,7 @@ class State:
         self.context = context
         self.anchor = mx.array([], dtype=mx.int32)
         self.last: Accepted | None = None
+        self.end = 0
         self._tokens: list[int] = []
         self._unread: list[Accepted] = []
 
@@ -56,6 +60,11 @@ class State:
         return self.cache.length
 
     @property
+    def room(self) -> int:
+        """Tokens that this answer may still have."""
+        return self.end - self.position
+
+    @property
     def tokens(self) -> list[int]:
         """All tokens, the anchor last; waits for rounds that are still running."""
         for accepted in self._unread:
@@ -63,14 +72,14 @@ class State:
         self._unread.clear()
         return self._tokens
 
-    def commit(self, accepted: Accepted, features: mx.array | None) -> None:
+    def commit(self, accepted: Accepted, ids: mx.array, features: mx.array | None) -> None:
         """Keep an accepted path in every cache and make the target's token the anchor.
 
-        features: [N, m*d] of the verified nodes, or None for a drafter that reads none.
+        ids: [N] of the verified nodes. features: [N, m*d], None for a drafter that reads none.
         """
-        self.cache.commit(accepted.path)
-        if features is not None:
-            self.context.append(_rows(features, accepted.path))
+        path = accepted.path
+        self.cache.commit(path)
+        self.context.append(_rows(ids, path), None if features is None else _rows(features, path))
         self.anchor = accepted.next_anchor
         self.last = accepted
         self._unread.append(accepted)
@@ -78,8 +87,7 @@ class State:
     def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:
         """Keep the rows of a prefill pass over `tokens`."""
         self.cache.commit(range(len(tokens)))
-        if features is not None:
-            self.context.append(features)
+        self.context.append(mx.array(tokens), features)
         self._tokens.extend(tokens)
         mx.eval(*self.cache.arrays, *self.context.arrays)
 
@@ -115,8 +123,8 @@ class State:
         del self.tokens[length:]
 
 
-def _rows(features: mx.array, path: tuple[int, ...]) -> mx.array:
-    """Rows of `features` on `path`; a leading run is a view."""
-    if path == tuple(range(len(path))):
-        return features[: len(path)]
-    return features[mx.array(path)]
+def _rows(array: mx.array, path: tuple[int, ...]) -> mx.array:
+    """Rows of `array` [N, ...] on `path`, which increases; a leading run is a view."""
+    if path[-1] == len(path) - 1:
+        return array[: len(path)]
+    return array[mx.array(path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,25 +11,32 @@ import mlx.core as mx
 from dflash_mlx.core.accept import Accepted, Choose, accept
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.routing import Kernels
-from kernels_metal.operations import TREE_WALK
+from kernels_metal.tree_walk import TREE_WALK
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target says of a tree's N nodes.
+    """What the target says of a proposed tree's N nodes.
 
-    logits: [N, V] for the token after each node. features: [N, m*d] tapped states or None.
-    kernels: the target's.
+    ids: [N] their tokens. logits: [N, V] for the token after each node. features: [N, m*d] tapped
+    states or None. kernels: the target's.
     """
 
-    tree: Tree
+    proposal: Proposal
+    ids: mx.array
     logits: mx.array
     features: mx.array | None
     kernels: Kernels | None = None
+
+    @property
+    def tree(self) -> Tree:
+        """What was verified."""
+        return self.proposal.tree
 
     @cached_property
     def argmax(self) -> mx.array:
@@ -53,7 +61,7 @@ class Verdict:
         if self.kernels is None or not self.kernels.active or len(self.tree) == 1:
             return None
         parents = mx.array(self.tree.parents)
-        result = self.kernels.run(WALK, self.argmax, self.tree.tokens, parents)
+        result = self.kernels.run(WALK, self.argmax, self.ids, parents)
         if result is None:
             return None
         length, token, *path = result.tolist()
@@ -73,20 +81,27 @@ class Verdict:
         return choose
 
 
-def verify(target: Target, state: State, tree: Tree, taps: tuple[int, ...]) -> Verdict:
-    """Prepare the target's pass over all nodes of `tree` at once, behind the committed tokens.
+def verify(
+    target: Target, states: Sequence[State], proposals: Sequence[Proposal], taps: tuple[int, ...]
+) -> list[Verdict]:
+    """Prepare the target's passes over all nodes of the trees, each behind its own sequence.
 
-    Nothing is evaluated yet, so that this can be done while the draft is still running.
+    Nothing is evaluated yet, so that this can be done while a draft is still running.
     """
-    logits, features = target.forward(tree.tokens, state.cache, Block.of(tree), taps)
-    return Verdict(tree, logits, features, target.kernels)
+    verdicts = []
+    for state, proposal in zip(states, proposals, strict=True):
+        ids = proposal.tree.ids(state.anchor)
+        logits, features = target.forward(ids, state.cache, Block.of(proposal.tree), taps)
+        verdicts.append(Verdict(proposal, ids, logits, features, target.kernels))
+    return verdicts
 
 
 def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:
     """The loop of `accept`, as `tree_walk` is called: what the kernel has to be faster than."""
     greedy: list[int] = choices.tolist()  # type: ignore[assignment]
     above: list[int] = parents.tolist()  # type: ignore[assignment]
-    found = accept(Tree(tokens, tuple(above)), lambda path: greedy[path[-1]])
+    drafts: list[int] = tokens[1:].tolist()  # type: ignore[assignment]
+    found = accept(Tree(tuple(drafts), tuple(above)), lambda path: greedy[path[-1]])
     unused = [-1] * (len(greedy) - len(found.path))
     return mx.array([len(found.path), found.token, *found.path, *unused])
 

@@ -2,57 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.auto import Means
-from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.names import find_names, target_names
 from dflash_mlx.models.numeric_range import RangeCheck
 from dflash_mlx.models.parts import TargetPart, already_packed, find_parts
-from dflash_mlx.models.registry import Advice
-from dflash_mlx.target.model import Target
 from kernels_metal.dispatch import Mode
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A target with its tokenizer, and the drafter networks that fit it, if any.
-
-    tokenizer: mlx-lm's TokenizerWrapper. second_network: D2SD's variable-prefix drafter.
-    experience: what sessions have learned about drafting, by method and settings. undrafted: why
-    there is no drafter, where none was found. advice: how the pair is best used.
-    notes: what loading had to change, a sentence each.
-    """
-
-    target: Target
-    tokenizer: Any
-    network: Network | None = None
-    network_config: NetworkConfig | None = None
-    drafter_name: str | None = None
-    second_network: Network | None = None
-    second_config: NetworkConfig | None = None
-    experience: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    undrafted: str = ""
-    advice: Advice = Advice()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def fallback(self) -> str:
-        """What `auto` does for want of a drafter, "" where there is one."""
-        return f"{self.undrafted}, so drafts are n-gram lookups" if self.undrafted else ""
-
-    @property
-    def means(self) -> Means:
-        """What there is to draft with; no block is advised beyond the drafter's own."""
-        networks = (self.network is not None) + (self.second_network is not None)
-        advice = self.advice
-        if advice.block_size is not None and self.network_config is not None:
-            most = min(advice.block_size, self.network_config.block_size)
-            advice = replace(advice, block_size=most)
-        return Means(networks, _takes_trees(self.target), advice)
 
 
 def load(model: str | None = None, drafter: str | None = None) -> Pair:
@@ -84,14 +42,9 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     target.use_kernels(cast(Mode, config.kernels))
     packed = already_packed(drafters, config.drafter_bits)
     notes = (*drafters.notes, *packed, *ranges.notes)
-    undrafted = drafters.missing
-    pair = Pair(target, tokenizer, undrafted=undrafted, advice=names.advice, notes=notes)
-    if loaded:
-        pair = replace(pair, network=loaded[0][0], network_config=loaded[0][1])
-        pair = replace(pair, drafter_name=names.drafter)
-    if len(loaded) > 1:
-        pair = replace(pair, second_network=loaded[1][0], second_config=loaded[1][1])
-    return pair
+    models = tuple(BlockModel(*drafter, target) for drafter in loaded)
+    name = names.drafter if models else None
+    return Pair(target, tokenizer, models, name, drafters.missing, names.advice, notes)
 
 
 def load_target(name: str | None = None) -> Pair:
@@ -102,11 +55,3 @@ def load_target(name: str | None = None) -> Pair:
     part = TargetPart(target_names(name)).checked()
     part.facts.raise_first()
     return Pair(*part.fetched().load())
-
-
-def _takes_trees(target: Target) -> bool:
-    try:
-        target.check_trees()
-    except DFlashError:
-        return False
-    return True

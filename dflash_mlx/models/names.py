@@ -9,8 +9,8 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.pair import Advice
 from dflash_mlx.models import pair_folder, registry
-from dflash_mlx.models.registry import Advice
 from dflash_mlx.models.source import MODEL, TARGET_WEIGHTS, WEIGHTS, Source, how_to_name
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.system.files import existing

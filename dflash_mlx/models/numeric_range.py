@@ -76,7 +76,7 @@ class RangeCheck:
         """Whether a block behind features at the margin has logits that fit."""
         model = BlockModel(network, config, self._target)
         context = model.new_context()
-        context.append(MARGIN * self._pass(config.target_layer_ids)[1])
+        context.append(mx.zeros(_TOKENS), MARGIN * self._pass(config.target_layer_ids)[1])
         logits = model.logits(context, mx.zeros(1, mx.int32), config.block_size)
         if config.draft_vocab_size is not None:  # tokens that it does not know have -inf
             logits = mx.where(logits == -mx.inf, 0, logits)

@@ -12,10 +12,11 @@ import mlx.core as mx
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
-from dflash_mlx.drafters.auto import Means, settle
-from dflash_mlx.drafters.dflash.checkpoint import check_block_size, read_config
+from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.drafters.methods import check_uses, needs_drafter, settle
+from dflash_mlx.engine.pair import Means
 from dflash_mlx.models.check import (
     CHOOSE_TARGET,
     DrafterFacts,
@@ -30,7 +31,6 @@ from dflash_mlx.models.names import SHIPPED, Names, find_source
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.target.model import Target
 
-DRAFTED = ("dflash", "ddtree", "d2sd", "resample")  # methods that need a drafter network
 EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
 
 
@@ -190,7 +190,8 @@ def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetPart, 
     unless it can be done without.
     """
     choice = choose(names, uses).each(DrafterPart.readable)
-    _check_uses(uses, choice, names)
+    means = Means(len(choice.parts), advice=names.advice)
+    check_uses(uses, [part.config.block_size for part in choice.parts], means, choice.missing)
     target = TargetPart(names).checked()
     facts = target.facts
     if not facts.config:
@@ -209,38 +210,18 @@ def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetPart, 
 def choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
     """The drafters that `uses` need, all that are known where there is no use; none is read yet."""
     methods = {settle(use, Means(2, advice=names.advice)).method for use in uses}
-    if uses and not methods & set(DRAFTED):
+    if uses and not any(map(needs_drafter, methods)):
         return Choice(missing="no drafter was loaded, since no method that was asked for needs one")
     if names.drafter is None:
         return Choice(missing=f"no drafter is known for {names.shown}")
     asked_methods = {use.method for use in uses}
     second = names.second_drafter if "d2sd" in methods or not uses else None
     second_asked = second is not None and (names.asks_second or "d2sd" in asked_methods)
-    first_asked = names.asks_first or bool(asked_methods & set(DRAFTED)) or second_asked
+    first_asked = names.asks_first or any(map(needs_drafter, asked_methods)) or second_asked
     first = DrafterPart(names.drafter, "drafter", first_asked)
     if second is None:
         return Choice((first,))
     return Choice((first, DrafterPart(second, "second-drafter", second_asked)))
-
-
-def _check_uses(uses: Sequence[DecodeConfig], choice: Choice, names: Names) -> None:
-    """Raise DFlashError for settings that need a drafter, or other blocks than there are."""
-    configs = [drafter.config for drafter in choice.parts]
-    for use in uses:
-        if use.method in DRAFTED:
-            require_drafter(configs[0] if configs else None, choice.missing)
-        method = settle(use, Means(len(configs), advice=names.advice)).method
-        if method in DRAFTED:
-            check_block_size(use.block_size, configs[0])
-        if method == "d2sd":
-            check_block_size(use.block_size, configs[-1])
-
-
-def require_drafter(config: NetworkConfig | None, problem: str) -> NetworkConfig:
-    """The drafter's configuration, or DFlashError with the problem where there is no drafter."""
-    if config is None:
-        raise DFlashError(problem, "name one with --drafter, or use --method none")
-    return config
 
 
 def already_packed(choice: Choice, bits: int | None) -> Iterator[str]:

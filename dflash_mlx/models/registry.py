@@ -13,24 +13,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from dflash_mlx.engine.pair import Advice
+
 _FILE = Path(__file__).parent / "models.toml"
 _CACHED = re.compile(r"^models--.+--(?P<name>.+)$")  # a repository in the Hugging Face cache
 _BITS = r"\d+(?:\.\d+)?-?(?:bits?|bpw)|int\d|q\d"
 _FLOATS = r"b?float(?:16|32)|bf16|(?:mx|nv)?fp\d+"
 _RECIPES = r"mlx|gs\d+|dwq(?:-\d{6})?|awq|gptq|optiq"
 _QUANTISED = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_RECIPES}))+$")
-
-
-@dataclass(frozen=True)
-class Advice:
-    """How a pair is best used.
-
-    method: what `auto` means, itself where that is open. block_size: of dflash, None for the
-    drafter's own.
-    """
-
-    method: str = "auto"
-    block_size: int | None = None
 
 
 @dataclass(frozen=True)

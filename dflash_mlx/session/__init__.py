@@ -1,1 +1,6 @@
-"""Conversations: prompts through chat templates, streamed answers, caches that turns share."""
+"""Conversations, for every client: the chat, the command lines, a server.
+
+Begin with `stream.py`: a Session answers a prompt round by round and keeps its caches for the next
+turn. `templates.py` makes prompts of messages, `text.py` text of tokens (stop texts, thoughts),
+`responder.py` answers requests with one pair, `worker.py` runs them on a thread and cancels them.
+"""

@@ -1,24 +1,24 @@
-"""Rounds of tokens to text: streaming, stop tokens and stop texts, conversations."""
+"""One conversation: answers as they are decoded, with caches that later turns reuse."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.drafters.auto import settle
-from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.methods import make_drafter, settle
 from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.exact import noise_of
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.load import Pair
-from dflash_mlx.session.chat import Prompt, prompt_tokens
+from dflash_mlx.session.templates import Prompt, prompt_tokens
+from dflash_mlx.session.text import StopText
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class TextDelta:
     text: may be empty while a character or a stop text is incomplete. tokens: a stop token
     included. accepted: the round's tree and path. finish_reason: None until the last delta, then
     "stop" (stop token or text), "length" (max_tokens) or "context" (the model's context is full).
-    statistics: of the answer so far; one object that goes on counting.
+    statistics: of the answer so far; one object that goes on counting. anchor: the token before
+    `tokens`, which the tree's root stands for.
+    proposal: the tree, and why it was chosen.
     """
 
     text: str
@@ -36,6 +38,8 @@ class TextDelta:
     accepted: Accepted
     finish_reason: str | None
     statistics: Statistics
+    anchor: int
+    proposal: Proposal
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,11 @@ class Session:
             target, self.drafter, state, prompt, self.config, observer
         )
         statistics.prefill_seconds = time.perf_counter() - begin
-        resumed = time.perf_counter()
-        for accepted in decode(target, self.drafter, state, self.config, observer):
+        anchor, resumed = prompt[-1], time.perf_counter()
+        for round_ in decode(target, self.drafter, state, self.config, observer):
+            accepted, proposal = round_.accepted, round_.proposal
             kept = text.take(accepted.tokens)
-            statistics.add_round(accepted)
+            statistics.add_round(accepted, proposal.mode)
             statistics.generated_tokens += len(kept)
             if statistics.rounds == 1:
                 statistics.time_to_first_token = time.perf_counter() - begin
@@ -110,10 +115,10 @@ class Session:
                 state.trim(len(prompt) + statistics.generated_tokens - 1)
             piece = text.read(reason is not None)
             statistics.decode_seconds += time.perf_counter() - resumed
-            yield TextDelta(piece, kept, accepted, reason, statistics)
+            yield TextDelta(piece, kept, accepted, reason, statistics, anchor, proposal)
             if reason is not None:
                 return
-            resumed = time.perf_counter()
+            anchor, resumed = kept[-1], time.perf_counter()
 
     def _finish_reason(self, text: StopText, length: int, statistics: Statistics) -> str | None:
         if text.stopped:
@@ -133,67 +138,6 @@ class Session:
                 f"{limit} with the answer",
                 "shorten the prompt or begin a new conversation",
             )
-
-
-class StopText:
-    """Turns tokens into text and cuts it where plain decoding would stop.
-
-    Stop tokens end the answer and are not part of its text. A stop text is cut off together with
-    all that follows; text that may be the beginning of one is held back.
-    """
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self.stopped = False
-        self._stop_ids = tokenizer.eos_token_ids
-        self._stops = tuple(stops)
-        self._detokenizer = tokenizer.detokenizer
-        self._sent = 0
-        self._cut: int | None = None
-
-    def take(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Read the tokens of a round; return those up to the one that ends the answer."""
-        for i, token in enumerate(tokens):
-            if token in self._stop_ids:
-                self.stopped = True
-            else:
-                self._detokenizer.add_token(token)
-                self._find_stop_text()
-            if self.stopped:
-                return tuple(tokens[: i + 1])
-        return tuple(tokens)
-
-    def read(self, finished: bool) -> str:
-        """The text that became certain since the last call; all of it when `finished`."""
-        if finished:
-            self._detokenizer.finalize()
-            self._find_stop_text()
-        text = self._detokenizer.text
-        end = len(text) if finished else len(text) - self._held_back(text)
-        end = min(end, self._cut) if self._cut is not None else end
-        begin, self._sent = self._sent, max(self._sent, end)
-        return str(text[begin:end])
-
-    def _find_stop_text(self) -> None:
-        # Read after every token: mlx-lm's detokenizer loses an incomplete character behind a
-        # newline when both arrive between two reads.
-        text = self._detokenizer.text
-        found = [
-            at for stop in self._stops if (at := text.find(stop, self._search_from(stop))) >= 0
-        ]
-        if found and self._cut is None:
-            self._cut, self.stopped = min(found), True
-
-    def _search_from(self, stop: str) -> int:
-        """Earlier text was searched before; a stop text may still begin inside what was held."""
-        return max(0, self._sent - len(stop))
-
-    def _held_back(self, text: str) -> int:
-        """How many of the last characters may be the beginning of a stop text."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for n in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-n:]) for stop in self._stops):
-                return n
-        return 0
 
 
 def stream(

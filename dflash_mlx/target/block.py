@@ -30,10 +30,25 @@ class Block:
         """A chain needs no explicit positions or mask; any other tree does."""
         return cls(len(tree), None if tree.is_chain else tree)
 
-    @property
+    @cached_property
     def is_run(self) -> bool:
         """Whether the rows are consecutive tokens."""
         return self.tree is None and self.branches == 1
+
+    def positions(self, first: int) -> int | mx.array:
+        """The position of the first row, or [rows] of each where they are not consecutive.
+
+        All layers of a pass ask for the same ones, so they go to the device once.
+        """
+        if self.is_run:
+            return first
+        if first not in self._positions:
+            self._positions[first] = mx.array(self.depths + first)
+        return self._positions[first]
+
+    @cached_property
+    def _positions(self) -> dict[int, mx.array]:
+        return {}
 
     @cached_property
     def depths(self) -> npt.NDArray[np.int32]:

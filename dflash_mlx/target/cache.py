@@ -20,11 +20,11 @@ import numpy.typing as npt
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.kv_packing import pack, unpack
 from dflash_mlx.target.routing import Kernels
-from kernels_metal.cache_commit import accepted_rows_reference, cache_commit
-from kernels_metal.cascade_attention import MAX_ROWS, Visibility
-from kernels_metal.operations import CACHE_COMMIT, CASCADE_ATTENTION
+from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
+from kernels_metal.cascade_attention import CASCADE_ATTENTION, MAX_ROWS, Visibility
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
+_NO_ROWS = Block(0)
 SLACK = 64  # positions kept behind a window, so that the last rounds can be taken back
 
 
@@ -48,14 +48,13 @@ class LayerCache:
         self.length = 0
         self.block = Block(0)
         self._start = 0
+        self._asks_kernels = False
         self._stored: list[mx.array] = []  # of the keys, then as many of the values
 
     @property
     def offset(self) -> int | mx.array:
         """Position of the block's first row, or of every row where they are not consecutive."""
-        if self.block.is_run:
-            return self.length
-        return self.length + mx.array(self.block.depths)
+        return self.block.positions(self.length)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -65,19 +64,33 @@ class LayerCache:
     @property
     def _first(self) -> int:
         """Oldest committed position that the block's first row sees."""
+        if self.window is None:
+            return self._start
         return max(self._start, self._oldest(self.length))
+
+    def begin(self, block: Block, asks_kernels: bool | None = None) -> None:
+        """Announce the rows of the next pass.
+
+        asks_kernels: whether a kernel could run; found out where it is None.
+        """
+        if asks_kernels is None:
+            asks_kernels = self.kernels is not None and self.kernels.active
+        self.block = block
+        self._asks_kernels = asks_kernels and block.rows <= MAX_ROWS
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the block's rows after the committed ones; return all that its rows may see."""
-        rows = keys.shape[2]
-        parts = [*pack(keys, self.kv_bits), *pack(values, self.kv_bits)]
+        rows, bits = keys.shape[2], self.kv_bits
+        parts = [keys, values] if bits is None else [*pack(keys, bits), *pack(values, bits)]
         self._reserve(rows, parts)
         at, first = self.length - self._start, self._first - self._start
         for stored, part in zip(self._stored, parts, strict=True):
             stored[..., at : at + rows, :] = part
         seen = [stored[..., first : at + rows, :] for stored in self._stored]
+        if bits is None:
+            return seen[0], seen[1]
         half = len(seen) // 2
-        return unpack(seen[:half], self.kv_bits), unpack(seen[half:], self.kv_bits)
+        return unpack(seen[:half], bits), unpack(seen[half:], bits)
 
     def make_mask(
         self, rows: int, window_size: int | None = None, return_array: bool = False
@@ -104,7 +117,7 @@ class LayerCache:
             visible = visible & (depths > depths[:, None] - window)
         before = mx.arange(prefix) >= mx.array(first)[:, None]
         mask = mx.concatenate([before, mx.array(visible)], axis=1)
-        if self.kernels is not None and self.kernels.active and len(depths) <= MAX_ROWS:
+        if self._asks_kernels:
             self.block.remember(mask, Visibility(prefix, visible, tuple(first.tolist())))
         return mask
 
@@ -123,8 +136,8 @@ class LayerCache:
         queries: [1, heads, rows, D]. mask: from `make_mask` or `attention_mask`, or any that MLX's
         own attention takes, which then computes it.
         """
-        kernels, rows = self.kernels, queries.shape[2]
-        if kernels is not None and kernels.active and rows == self.block.rows <= MAX_ROWS:
+        kernels = self.kernels
+        if self._asks_kernels and kernels is not None and queries.shape[2] == self.block.rows:
             seen = self.block.seen(mask, keys.shape[2])
             if seen is None:
                 kernels.note(CASCADE_ATTENTION.name, "some layers make masks of their own")
@@ -142,7 +155,7 @@ class LayerCache:
 
     def discard(self) -> None:
         """Drop the block's rows."""
-        self.block = Block(0)
+        self.block = _NO_ROWS
 
     def can_trim(self, length: int) -> bool:
         """Whether the positions that a query at `length` sees are still stored."""
@@ -191,8 +204,8 @@ class LayerCache:
 
 def commit_layers(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
     """Keep the rows in `path`, in all layers at once."""
-    arrays = [array for layer in layers for array in layer.arrays]
-    first = [layer.length - layer._start for layer in layers for _ in layer.arrays]
+    arrays = [array for layer in layers for array in layer._stored]
+    first = [layer.length - layer._start for layer in layers for _ in layer._stored]
     kernels = layers[0].kernels
     if kernels is not None and kernels.active and layers[0].kv_bits is not None:
         kernels.note(CACHE_COMMIT.name, "keys and values are quantised")
@@ -200,7 +213,7 @@ def commit_layers(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
     cache_commit(arrays, path, first, partial(_accepted_rows, kernels))
     for layer in layers:
         layer.length += len(path)
-        layer.block = Block(0)
+        layer.block = _NO_ROWS
 
 
 def _accepted_rows(

@@ -15,8 +15,8 @@ import mlx.nn as nn
 
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.routing import Kernels
-from kernels_metal.operations import CASCADE_ATTENTION, VERIFY_QMM
-from kernels_metal.verify_qmm import MAX_ROWS, Packing
+from kernels_metal.cascade_attention import CASCADE_ATTENTION
+from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing
 
 _ROUTE = "_routed_through"  # in the class of a hooked module: what its calls go through
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name

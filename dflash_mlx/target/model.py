@@ -10,7 +10,6 @@ recurrent layers verify chains; what is kept of their passes is in `recurrent.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +22,6 @@ from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.hooks import KernelHooks, override
 from dflash_mlx.target.kernels import Table
 from dflash_mlx.target.layouts import is_recurrent, layout_of, new_sequence
-from dflash_mlx.target.rope import rotate
 from dflash_mlx.target.routing import Kernels
 from dflash_mlx.target.sequence import SequenceCache
 from kernels_metal.dispatch import Mode
@@ -164,7 +162,10 @@ class Target:
 def _rope_at_positions(
     rope: Any, forward: Callable[..., mx.array], x: mx.array, offset: Any = 0, **kwargs: Any
 ) -> mx.array:
-    return rotate(partial(forward, rope), x, offset, **kwargs)
+    """As `rotate`, which says why."""
+    if not isinstance(offset, mx.array) or offset.size == 1 or x.shape[0] > 1:
+        return forward(rope, x, offset=offset, **kwargs)
+    return forward(rope, x.swapaxes(0, 2), offset=offset, **kwargs).swapaxes(0, 2)
 
 
 def _find_module(model: Any, names: tuple[str, ...], model_name: str) -> Any:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kernels_metal.dispatch import Choice, Dispatch, Mode, Operation
+from kernels_metal.dispatch import Choice, Dispatch, Mode
 from kernels_metal.factory import Executor, executor, metal
+from kernels_metal.operation import Operation
 
 
 class Store(Protocol):

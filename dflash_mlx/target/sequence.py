@@ -43,7 +43,7 @@ class SequenceCache:
     def arrays(self) -> list[mx.array]:
         """What has to be evaluated for the caches to be up to date."""
         states = [] if self._recurrent is None else self._recurrent.arrays
-        return [array for layer in self._attention for array in layer.arrays] + states
+        return [array for layer in self._attention for array in layer._stored] + states
 
     def extend(self, block: Block) -> None:
         """Announce the rows of the next pass. Recurrent layers take consecutive tokens only."""
@@ -54,8 +54,10 @@ class SequenceCache:
                     "use --method dflash or --method ngram, which draft chains",
                 )
             self._recurrent.begin(block.rows)
+        kernels = self._attention[0].kernels if self._attention else None  # one for all layers
+        asks = kernels is not None and kernels.active
         for layer in self._attention:
-            layer.block = block
+            layer.begin(block, asks)
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the block's rows in `path`, for recurrent layers a leading run of them."""

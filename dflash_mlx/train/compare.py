@@ -15,12 +15,10 @@ from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.system.files import write_report
 from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
-from dflash_mlx.train.evaluate import Drafter, measure, walk
-from dflash_mlx.train.start import open_drafter
+from dflash_mlx.train.evaluate import measure, walk
+from dflash_mlx.train.trainee import Trainee
 
 PROGRAM = "dflash_mlx.train.compare"
-
-Figures = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -30,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     place = feature_place(arguments)
     pair = load_target(cli.read_pair_config(arguments).model)
     drafters = {
-        name: Drafter(*open_drafter(resolve_folder(name, "drafter"), pair.target)[:2], pair.target)
+        name: Trainee.read(resolve_folder(name, "drafter"), pair.target)
         for name in arguments.drafter
     }
     taps = {drafter.config.target_layer_ids for drafter in drafters.values()}
@@ -39,25 +37,23 @@ def main(argv: Sequence[str]) -> None:
     texts = read_texts(arguments.corpus, pair, taps.pop(), place)
     if not arguments.all_rows:
         _, texts = texts.split(arguments.held_out)
-    greedy = texts.only(lambda i: texts.rows[i].temperature == 0)
-    if not len(greedy):
+    if not len(texts.greedy()):
         raise DFlashError("the rows are all sampled", "compare with greedy answers")
-    texts = greedy
-    figures = {name: by_category(drafter, texts) for name, drafter in drafters.items()}
+    figures = {name: by_category(drafter, texts.greedy()) for name, drafter in drafters.items()}
     print(table(figures))
     if arguments.json is not None:
         write_report(arguments.json, json.dumps(figures, indent=1) + "\n")
 
 
-def by_category(drafter: Drafter, texts: Texts) -> dict[str, Figures]:
+def by_category(drafter: Trainee, texts: Texts) -> dict[str, Any]:
     """The figures of all texts, and of each category that the corpora name."""
     rounds = walk(drafter, texts)
     prefixes = range(drafter.config.block_size - 1)
     continuations = [measure(drafter, texts, n) for n in prefixes]
     groups = {"all": list(range(len(texts)))}
-    for i, row in enumerate(texts.rows):
-        if row.category:
-            groups.setdefault(row.category, []).append(i)
+    for i, text in enumerate(texts.texts):
+        if text.row.category:
+            groups.setdefault(text.row.category, []).append(i)
     result = {}
     for category, chosen in groups.items():
         walked = rounds.of(chosen)
@@ -71,7 +67,7 @@ def by_category(drafter: Drafter, texts: Texts) -> dict[str, Figures]:
     return result
 
 
-def table(figures: dict[str, dict[str, Figures]]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Markdown: a row per drafter and category."""
     width = max(len(part["all"]["by_prefix"]) for part in figures.values())
     head = ["drafter", "texts", "tokens/round", *(f"prefix {n}" for n in range(width))]

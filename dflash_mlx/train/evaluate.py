@@ -8,14 +8,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafters.dflash.block_model import embedding_scale
-from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.growth.rank import rank
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import Array, cut_blocks
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.packed import hidden_states
+from dflash_mlx.train.trainee import Trainee
 
 ANCHORS = 16  # per text
 _TEXTS = 8  # drafted for at once
@@ -48,54 +45,42 @@ class Acceptance:
         """1 + the mean number of leading drafts that are right."""
         return 1 + float(self.hits.sum(axis=-1).mean())
 
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{self.tokens_per_round:.3f} tokens/round | by position {shares(self.by_position)}"
 
-@dataclass(frozen=True)
-class Drafter:
-    """A network as training sees it: what it is, and whose embedding and head it borrows."""
 
-    network: Network
-    config: NetworkConfig
-    target: Target
+def hits_at(
+    trainee: Trainee, texts: Texts, chosen: Array, anchors: Array, prefix: int = 0
+) -> Array:
+    """[S, A, B - 1 - prefix] for blocks at `anchors` [S, A] of the texts `chosen` [S].
 
-    def hits(self, texts: Texts, chosen: Array, anchors: Array, prefix: int = 0) -> Array:
-        """[S, A, B - 1 - prefix] for blocks at `anchors` [S, A] of the texts `chosen` [S].
+    Teacher-forced and greedy: a draft is right when it is the target's choice and all before it
+    are. `prefix` true tokens are visible after the anchor. In sampled texts a draft counts as
+    wrong behind the first token that is not the target's choice.
+    """
+    size, prefixes = trainee.config.block_size, np.full(anchors.shape, prefix)
+    blocks = cut_blocks(texts.sequences, chosen, anchors, size, prefixes)
+    states = trainee.states(*trainee.inputs(texts, blocks))
+    drafts = _drafts(trainee, states[:, :, prefix + 1 :], blocks.tokens[..., prefix:-1])
+    right = (drafts == blocks.labels[..., prefix + 1 :]) & blocks.supervised[..., prefix + 1 :]
+    return np.cumprod(right, axis=-1)
 
-        Teacher-forced and greedy: a draft is right when it is the target's choice and all before
-        it are. `prefix` true tokens are visible after the anchor. In sampled texts a draft counts
-        as wrong behind the first token that is not the target's choice.
-        """
-        config = self.config
-        prefixes = np.full(anchors.shape, prefix)
-        blocks = cut_blocks(texts.sequences, chosen, anchors, config.block_size, prefixes)
-        x = embed(self.target, config, blocks.inputs(config.mask_token_id))
-        features = texts.features(chosen, int(anchors.max()))
-        hidden = hidden_states(self.network, config, features, mx.array(anchors), x)
-        before = blocks.tokens[..., prefix:-1]
-        drafts = self._drafts(hidden[:, :, prefix + 1 :], before)
-        right = (drafts == blocks.labels[..., prefix + 1 :]) & blocks.supervised[..., prefix + 1 :]
-        return np.cumprod(right, axis=-1)
 
-    def logits(self, states: mx.array) -> mx.array:
-        """[..., V] from final states [..., d]."""
-        logits = self.target.head()(states * self.config.output_multiplier)
-        if (cap := self.config.final_logit_softcapping) is not None:
-            logits = mx.tanh(logits / cap) * cap
-        return logits
+def _drafts(trainee: Trainee, states: mx.array, before: Array) -> Array:
+    """[S, A, n] tokens from final states [S, A, n, d]; before: [S, A, n], what precedes them.
 
-    def _drafts(self, states: mx.array, before: Array) -> Array:
-        """[S, A, n] tokens from final states [S, A, n, d]; before: [S, A, n], what precedes them.
-
-        A selector goes by the true token before, as its own path does up to the first wrong draft,
-        behind which nothing counts.
-        """
-        if self.config.selector is None:
-            return np.array(mx.argmax(self.logits(states), axis=-1))
-        ranked = rank_in_parts(self.logits, states.flatten(0, 2), self.config.selector.top_k)
-        tokens, selector = mx.array(ranked.tokens), self.network.candidate_selector
-        edges = selector.edges(states.flatten(0, 2), mx.array(before.reshape(-1, 1)), tokens)
-        best = (ranked.logprobs + np.array(edges)[:, 0]).argmax(axis=-1)
-        drafts: Array = np.take_along_axis(ranked.tokens, best[:, None], axis=-1)
-        return drafts.reshape(before.shape)
+    A selector goes by the true token before, as its own path does up to the first wrong draft,
+    behind which nothing counts.
+    """
+    if trainee.config.selector is None:
+        return np.array(mx.argmax(trainee.logits(states), axis=-1))
+    ranked = rank_in_parts(trainee.logits, states.flatten(0, 2), trainee.config.selector.top_k)
+    tokens, selector = mx.array(ranked.tokens), trainee.network.candidate_selector
+    edges = selector.edges(states.flatten(0, 2), mx.array(before.reshape(-1, 1)), tokens)
+    best = (ranked.logprobs + np.array(edges)[:, 0]).argmax(axis=-1)
+    drafts: Array = np.take_along_axis(ranked.tokens, best[:, None], axis=-1)
+    return drafts.reshape(before.shape)
 
 
 def rank_in_parts(logits: Callable[[mx.array], mx.array], states: mx.array, k: int) -> Ranked:
@@ -107,29 +92,29 @@ def rank_in_parts(logits: Callable[[mx.array], mx.array], states: mx.array, k: i
     return Ranked(tokens, np.concatenate([part.logprobs for part in parts]))
 
 
-def measure(drafter: Drafter, texts: Texts, prefix: int = 0) -> Acceptance:
+def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Acceptance:
     """Drafts at 16 anchors of every text, evenly spread where the prefix leaves one to draft."""
     hits: list[Array] = []
     for start in range(0, len(texts), _TEXTS):
         chosen = np.arange(start, min(start + _TEXTS, len(texts)))
         anchors = np.stack([_spread(texts.sequences[i].anchors, prefix) for i in chosen])
-        hits += list(drafter.hits(texts, chosen, anchors, prefix))
+        hits += list(hits_at(trainee, texts, chosen, anchors, prefix))
     return Acceptance(hits)
 
 
-def walk(drafter: Drafter, texts: Texts) -> Acceptance:
+def walk(trainee: Trainee, texts: Texts) -> Acceptance:
     """The rounds of greedy decoding, each beginning where the one before ended.
 
     The texts must be greedy ones.
     """
-    return Acceptance([_walk_one(drafter, texts, i) for i in range(len(texts))])
+    return Acceptance([_walk_one(trainee, texts, i) for i in range(len(texts))])
 
 
-def _walk_one(drafter: Drafter, texts: Texts, i: int) -> Array:
+def _walk_one(trainee: Trainee, texts: Texts, i: int) -> Array:
     anchors, chosen = texts.sequences[i].anchors, np.array([i])
-    step = max(1, _CHUNK // drafter.config.block_size)
+    step = max(1, _CHUNK // trainee.config.block_size)
     parts = [anchors[None, start : start + step] for start in range(0, len(anchors), step)]
-    hits = np.concatenate([drafter.hits(texts, chosen, part)[0] for part in parts])
+    hits = np.concatenate([hits_at(trainee, texts, chosen, part)[0] for part in parts])
     rounds, place = [], 0
     while place < len(anchors):
         rounds.append(hits[place])
@@ -140,12 +125,6 @@ def _walk_one(drafter: Drafter, texts: Texts, i: int) -> Array:
 def shares(by_position: Iterable[float]) -> str:
     """Shares for people: .763 .497 ..."""
     return " ".join(f"{share:.3f}".lstrip("0") for share in by_position)
-
-
-def embed(target: Target, config: NetworkConfig, inputs: Array) -> mx.array:
-    """Block embeddings [..., d] in float32."""
-    rows = target.embedding()(mx.array(inputs)).astype(mx.float32)
-    return rows * (config.input_embedding_scale * embedding_scale(target))  # type: ignore[no-any-return]
 
 
 def _spread(anchors: Array, prefix: int) -> Array:

@@ -1,39 +1,35 @@
 """What the target thinks of every training sequence, computed once and kept on disk.
 
-A folder holds `index.json` (what was computed), `features.bin` (bfloat16, one row of m*d numbers
-per token, sequence after sequence), `choices.bin` (the target's most likely next tokens after every
-token, with their probabilities) and `checksums.bin` (one CRC-32 of each per finished sequence).
-Sequences are appended, so an interrupted build goes on where it stopped.
+A folder is named by what it holds, so that it never holds anything else: a .safetensors file per
+sequence of T tokens, with `features` [T, m*d] (the bits of bfloat16), `choices` [T, 2 * CHOICES]
+(the target's most likely next tokens after every token, with their probabilities) and, in its
+metadata, a CRC-32 of each. A file is complete before it takes its name, so an interrupted build
+goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
-import os
-import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import cpu_math
-from dflash_mlx.system.files import remove_partial, replace_text
+from dflash_mlx.system.files import remove_partial, replace_safetensors
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
-from dflash_mlx.train.likeliest import CHOICE, CHOICES, likeliest
-from dflash_mlx.train.start import hidden_width
+from dflash_mlx.train.likeliest import CHOICE, likeliest
 
-_VERSION = 2
+_VERSION = 3  # of the files
 _BYTES = 2  # of a bfloat16
-_CHOICES_BYTES = CHOICES * CHOICE.itemsize
-_CHECKSUMS = 8  # of a sequence's features and of its choices
 _CHUNK = 512  # tokens per target pass
 _BUILD_AGAIN = "delete that folder and start again; the features will be computed anew"
 
@@ -41,120 +37,90 @@ _BUILD_AGAIN = "delete that folder and start again; the features will be compute
 class FeatureCache:
     """Features and most likely next tokens of sequences on disk.
 
-    folder: made when it is not there. sequences: token ids. taps: target layers (0-based), m of
-    them. limit: most bytes of `features.bin`; sequences from the first that does not fit on are
-    left out. Raises DFlashError when that are all, and for a folder that holds the features of
-    something else.
+    place: a folder, made when it is not there, whose name goes on with a digest of sequences,
+    target and taps. sequences: token ids. taps: target layers (0-based), m of them. limit: most
+    bytes of features; sequences from the first that does not fit on are left out. Raises
+    DFlashError when that are all.
     """
 
     def __init__(
         self,
-        folder: Path,
+        place: Path,
         sequences: Sequence[Sequence[int]],
         target: Target,
         taps: tuple[int, ...],
         limit: int,
     ) -> None:
-        self._folder, self._target, self._taps = folder, target, taps
+        self._target, self._taps = target, taps
         self.width = len(taps) * hidden_width(target)
-        room = limit // (self.width * _BYTES)
         ends = np.cumsum([len(tokens) for tokens in sequences], dtype=np.int64)
-        self._starts = [0, *ends[ends <= room].tolist()]
+        self._length = int((ends * self.width * _BYTES <= limit).sum())
         self._sequences = sequences
         if not len(self):
             raise DFlashError(
                 f"{limit} bytes have no room for the features of the first sequence",
                 "give more with --cache-gb",
             )
-        self._open_folder()
+        identity = repr((_VERSION, target_fingerprint(target), taps, list(map(list, sequences))))
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        self.folder = place.with_name(f"{place.name}-{digest}")
 
     def __len__(self) -> int:
         """Sequences that fit."""
-        return len(self._starts) - 1
+        return self._length
 
     @property
-    def finished(self) -> int:
-        """Sequences whose features are on disk."""
-        return min(_size(self._file("checksums")) // _CHECKSUMS, len(self))
+    def missing(self) -> list[int]:
+        """Sequences whose features are not on disk."""
+        return [i for i in range(len(self)) if not self._file(i).exists()]
 
-    def fill(self) -> Iterable[int]:
+    def fill(self) -> Iterator[int]:
         """Compute what is missing; yields the tokens of every sequence that is done.
 
         Raises OSError when the disk is full; what is finished stays usable. Raises DFlashError
         while another process is at it.
         """
-        with (self._folder / "index.json").open("rb") as locked:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("wb") as locked:
             try:
                 fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise DFlashError(
-                    f"another process is computing the features in {self._folder}", "wait for it"
+                    f"another process is computing the features in {self.folder}", "wait for it"
                 ) from None
-            yield from self._fill()
-
-    def _fill(self) -> Iterable[int]:
-        self._target.tap(self._taps)
-        done = self.finished
-        start = self._starts[done]
-        _truncate(self._file("features"), start * self.width * _BYTES)
-        _truncate(self._file("choices"), start * _CHOICES_BYTES)
-        _truncate(self._file("checksums"), done * _CHECKSUMS)
-        with (
-            self._file("features").open("ab") as features,
-            self._file("choices").open("ab") as choices,
-            self._file("checksums").open("ab") as checksums,
-        ):
-            for tokens in self._sequences[done : len(self)]:
-                parts = self._compute(tokens)
-                for file, data in zip((features, choices), parts, strict=True):
-                    file.write(data)
-                    file.flush()
-                checksums.write(np.array([zlib.crc32(data) for data in parts], "<u4").tobytes())
-                checksums.flush()
-                yield len(tokens)
+            remove_partial(self.folder)
+            self._target.tap(self._taps)
+            for i in self.missing:
+                kept = self._compute(self._sequences[i])
+                sums = {name: _checksum(array) for name, array in kept.items()}
+                arrays = {name: mx.array(array) for name, array in kept.items()}
+                replace_safetensors(self._file(i), arrays, sums)
+                yield len(self._sequences[i])
 
     def features(self, i: int) -> mx.array:
         """Features [T, m*d] (bfloat16) of sequence i; DFlashError when they are damaged."""
-        start, end = self._starts[i], self._starts[i + 1]
-        count, offset = (end - start) * self.width, start * self.width * _BYTES
-        data = self._read("features", np.uint16, count, offset)
-        self._check(i, 0, data.data.cast("B"))
-        return mx.array(data).view(mx.bfloat16).reshape(-1, self.width)
+        return mx.array(self._read(i, "features")).view(mx.bfloat16)
 
     def choices(self, i: int) -> npt.NDArray[Any]:
         """The target's most likely next tokens after every token of sequence i, likeliest first.
 
-        [T, CHOICES] of CHOICE; the probabilities are those of the whole vocabulary.
+        [T, CHOICES] of CHOICE; the probabilities are those of the whole vocabulary. DFlashError
+        when they are damaged.
         """
-        start, end = self._starts[i], self._starts[i + 1]
-        data = self._read("choices", CHOICE, (end - start) * CHOICES, start * _CHOICES_BYTES)
-        self._check(i, 1, data.data.cast("B"))
-        return data.reshape(-1, CHOICES)
+        return self._read(i, "choices").view(CHOICE)
 
-    def _check(self, i: int, which: int, data: Any) -> None:
-        expected = self._read("checksums", np.uint32, 2, i * _CHECKSUMS)
-        if expected.size < 2 or zlib.crc32(data) != expected[which]:
-            raise self._damaged(i)
-
-    def _read(self, name: str, dtype: Any, count: int, offset: int) -> npt.NDArray[Any]:
-        """Numbers from a file; fewer where it is shorter, none where it is missing.
-
-        Neither mapped nor read ahead: sequences come in random order, so what a disk reads around
-        them, megabytes at a time, is seldom used.
-        """
+    def _read(self, i: int, name: str) -> npt.NDArray[Any]:
         try:
-            with self._file(name).open("rb") as file:
-                if sys.platform == "linux":
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-                return np.fromfile(file, dtype, count, offset=offset)
-        except OSError:
-            return np.empty(0, dtype)
+            with safe_open(self._file(i), framework="numpy") as file:
+                data, expected = file.get_tensor(name), file.metadata()[name]
+        except (OSError, SafetensorError, KeyError, TypeError):
+            data = expected = None
+        if data is None or _checksum(data) != expected:
+            raise DFlashError(f"{self.folder} is damaged at sequence {i}", _BUILD_AGAIN)
+        return data  # type: ignore[no-any-return]
 
-    def _damaged(self, i: int) -> DFlashError:
-        return DFlashError(f"{self._folder} is damaged at sequence {i}", _BUILD_AGAIN)
-
-    def _compute(self, tokens: Sequence[int]) -> tuple[bytes, bytes]:
-        """Features and choices of one sequence as they are kept."""
+    def _compute(self, tokens: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+        """What is kept of one sequence."""
         cache = self._target.new_cache()
         features, choices = [], []
         with cpu_math.vectorised():
@@ -166,58 +132,28 @@ class FeatureCache:
                 mx.eval(features[-1], cache.arrays)
                 choices.append(likeliest(np.array(logits.astype(mx.float32))))
                 cache.commit(range(piece.size))
-        return np.array(mx.concatenate(features)).tobytes(), np.concatenate(choices).tobytes()
+        words = np.concatenate(choices).view(np.uint32)
+        return {"features": np.array(mx.concatenate(features)), "choices": words}
 
-    def _file(self, name: str) -> Path:
-        return self._folder / f"{name}.bin"
-
-    def _open_folder(self) -> None:
-        index_file, index = self._folder / "index.json", self._index()
-        try:
-            found = json.loads(index_file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            found = self._new_folder(index_file, index)
-        except (ValueError, OSError) as error:
-            raise DFlashError(f"{index_file} cannot be read ({error})", _BUILD_AGAIN) from None
-        if isinstance(found, dict) and found.get("version", _VERSION) != _VERSION:
-            raise DFlashError(
-                f"{self._folder} holds features of version {found['version']}, not {_VERSION}",
-                f"{_BUILD_AGAIN}; or choose another folder with --cache",
-            )
-        if found != index:
-            raise DFlashError(
-                f"{self._folder} holds features of another corpus, target or set of layers",
-                "delete that folder, or choose another one with --cache",
-            )
-
-    def _new_folder(self, index_file: Path, index: dict[str, Any]) -> dict[str, Any]:
-        remove_partial(self._folder)
-        if self._folder.exists() and any(self._folder.iterdir()):
-            raise DFlashError(
-                f"{self._folder} is not empty and holds no features",
-                "choose another folder with --cache",
-            )
-        self._folder.mkdir(parents=True, exist_ok=True)
-        replace_text(index_file, json.dumps(index, indent=1))
-        return index
-
-    def _index(self) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        for tokens in self._sequences:
-            digest.update(np.array(tokens, dtype=np.int64).tobytes())
-        return {
-            "format": "dflash-features",
-            "version": _VERSION,
-            "target": fingerprint(self._target),
-            "target_layer_ids": list(self._taps),
-            "width": self.width,
-            "sequences": len(self._sequences),
-            "tokens": sum(len(tokens) for tokens in self._sequences),
-            "corpus": digest.hexdigest(),
-        }
+    def _file(self, i: int) -> Path:
+        return self.folder / f"{i}.safetensors"
 
 
-def fingerprint(target: Target) -> str:
+def _checksum(array: npt.NDArray[Any]) -> str:
+    return str(zlib.crc32(array.data))
+
+
+def hidden_width(target: Target) -> int:
+    """Width d of the target's hidden states."""
+    return int(target.embedding()(mx.array([0])).shape[-1])
+
+
+def vocabulary_size(target: Target) -> int:
+    """Logits that the target gives, V."""
+    return int(target.head()(mx.zeros((1, hidden_width(target)))).shape[-1])
+
+
+def target_fingerprint(target: Target) -> str:
     """Tells targets apart by the first and last row of every weight, which all training changes."""
     digest = hashlib.sha256()
     for name, array in target.parameters():
@@ -225,14 +161,3 @@ def fingerprint(target: Target) -> str:
         ends = mx.stack([array[0], array[-1]]) if array.ndim > 1 else array
         digest.update(np.array(ends.astype(mx.float32)).tobytes())
     return digest.hexdigest()
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
-
-
-def _truncate(file: Path, size: int) -> None:
-    with file.open("ab") as opened:
-        if _size(file) < size:
-            raise DFlashError(f"{file} is shorter than its index says", _BUILD_AGAIN)
-        opened.truncate(size)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from dflash_mlx.drafters.dflash.block_model import capped
 from dflash_mlx.system import cpu_math
 
 _custom: Any = mx.custom_function  # whose result mypy takes for a plain object
@@ -44,15 +45,13 @@ def cross_entropy(
     """-sum over k of share k * log q(label k), per row [N], and q(label 0); the head is frozen.
 
     hidden: [N, d]. head: [V', d], the output head's rows of the draft vocabulary. labels:
-    [N, K] indices into it. shares: [N, K], what the drafter should give them, 1 in all. softcap:
-    logits become softcap * tanh(logits / softcap). No gradient flows through q(label 0).
+    [N, K] indices into it. shares: [N, K], what the drafter should give them, 1 in all. softcap: of
+    the logits. No gradient flows through q(label 0).
     """
     if cpu_math.applies() and softcap is None:
         losses, q = _cpu_cross_entropy(hidden, head, labels, shares)
         return losses, mx.stop_gradient(mx.take_along_axis(q, labels[:, :1], axis=-1)[:, 0])
-    logits = (hidden @ mx.stop_gradient(head).T).astype(mx.float32)
-    if softcap is not None:
-        logits = mx.tanh(logits / softcap) * softcap
+    logits = capped((hidden @ mx.stop_gradient(head).T).astype(mx.float32), softcap)
     picked = mx.take_along_axis(logits, labels, axis=-1)
     picked = picked - mx.logsumexp(logits, axis=-1, keepdims=True)
     return -(shares * picked).sum(axis=-1), mx.stop_gradient(mx.exp(picked[:, 0]))

@@ -12,12 +12,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from dflash_mlx.drafters.dflash.checkpoint import parse_config
 from dflash_mlx.drafters.dflash.config_file import VERSION_2
-from dflash_mlx.drafters.dflash.network import Network
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
-from dflash_mlx.drafters.dflash.tensors import parameters_of
-from dflash_mlx.train.evaluate import Drafter
+from dflash_mlx.train.trainee import Trainee
 
 _ROWS = 4096  # of a codebook that are computed at once
 _SAMPLE = 1024  # tokens whose rows give the scale
@@ -71,34 +68,29 @@ class MappedSelector(nn.Module):
         return result
 
 
-def with_selector(
-    drafter: Drafter, raw: dict[str, Any], maps: MappedSelector, config: SelectorConfig
-) -> tuple[Drafter, dict[str, Any]]:
-    """The drafter with a selector, as version 2, and its config.json.
+def with_selector(trainee: Trainee, maps: MappedSelector, config: SelectorConfig) -> Trainee:
+    """The drafter with a selector, as version 2.
 
     Version 2 has convolutions around its sub-layers too. Here they are the identity, of one tap,
     which whoever loads the folder may leave out, as we do.
     """
     method = {
-        **raw["dflash_config"],
-        "block_size": drafter.config.block_size,
-        "conv_group_size": drafter.config.hidden_size,
+        **trainee.raw["dflash_config"],
+        "block_size": trainee.config.block_size,
+        "conv_group_size": trainee.config.hidden_size,
         "conv_kernel_size": 1,
         "selector_rank": config.rank,
         "selector_top_k": config.top_k,
     }
-    raw = {name: value for name, value in raw.items() if name != "block_size"}
-    raw = {**raw, "architectures": [VERSION_2], "dflash_config": method}
-    network_config = parse_config(raw, "the drafter")
-    network = Network(network_config)
-    selector = maps.selector(config)
+    plain = {name: value for name, value in trainee.raw.items() if name != "block_size"}
+    raw = {**plain, "architectures": [VERSION_2], "dflash_config": method}
+    result, selector = Trainee.of(raw, trainee.target), maps.selector(config)
     flat: Any = tree_flatten(selector.parameters())
-    weights = parameters_of(drafter.network)
-    weights |= {f"candidate_selector.{name}": array for name, array in flat}
-    for name, array in parameters_of(network).items():
+    weights = trainee.weights() | {f"candidate_selector.{name}": array for name, array in flat}
+    for name, array in result.weights().items():
         if "_conv." in name:
             made = mx.ones if name.endswith("base_kernel") else mx.zeros
             weights[name] = made(array.shape)
-    network.load_weights(list(weights.items()))
-    mx.eval(network.parameters())
-    return Drafter(network, network_config, drafter.target), raw
+    result.network.load_weights(list(weights.items()))
+    mx.eval(result.network.parameters())
+    return result

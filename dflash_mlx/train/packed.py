@@ -1,14 +1,17 @@
 """The drafter over many blocks at once: every block sees its own context prefix and itself.
 
-The same arithmetic as `drafters.network`, which runs one block after a cache. Here the context's
-keys and values are computed once per sequence and shared by all of its blocks.
+`Network.__call__` runs one block behind a cache. Here the layers' own attention and MLP run over A
+blocks in each of S sequences, and the context's keys and values, computed once per sequence, are
+shared by all of its blocks.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
-from dflash_mlx.drafters.dflash.network import Attention, Network, NetworkConfig
+from dflash_mlx.drafters.dflash.network import MLP, Network, NetworkConfig
 from dflash_mlx.system import cpu_math
 
 _HIDDEN = -1e9  # an attention score that leaves no weight
@@ -23,17 +26,24 @@ def hidden_states(
     positions; a block sees the features before its anchor. x: [S, A, B, d], the blocks'
     embeddings.
     """
+    shape, rows = x.shape, x.flatten(0, 1)
     context = network.hidden_norm(network.fc(features))
     masks = {
-        kind: _mask(anchors, x.shape[2], features.shape[1], *kind)
+        kind: _mask(anchors, shape[2], features.shape[1], *kind)
         for kind in set(zip(config.layer_windows, config.layer_causal, strict=True))
     }
-    for i, layer in enumerate(network.layers):
-        mask = masks[config.layer_windows[i], config.layer_causal[i]]
-        x = x + _attend(layer.self_attn, layer.input_layernorm(x), context, anchors, mask)
-        y = layer.post_attention_layernorm(x)
-        x = x + layer.mlp.down_proj(cpu_math.swiglu(layer.mlp.gate_proj(y), layer.mlp.up_proj(y)))
-    return network.norm(x)  # type: ignore[no-any-return]
+    kinds = zip(config.layer_windows, config.layer_causal, strict=True)
+    for layer, kind in zip(network.layers, kinds, strict=True):
+        at_start: Any = _ContextCache()
+        cache: Any = _BlockCache(anchors, layer.self_attn.remember(context, at_start))
+        rows = rows + layer.self_attn(layer.input_layernorm(rows), masks[kind], cache)
+        rows = rows + _mlp(layer.mlp, layer.post_attention_layernorm(rows))
+    return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]
+
+
+def _mlp(mlp: MLP, x: mx.array) -> mx.array:
+    """As `MLP.__call__`, with an exponential that is fast on Linux, too."""
+    return mlp.down_proj(cpu_math.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 def _mask(anchors: mx.array, B: int, T: int, window: int | None, causal: bool) -> mx.array:
@@ -51,43 +61,40 @@ def _mask(anchors: mx.array, B: int, T: int, window: int | None, causal: bool) -
     return mx.concatenate([before, inside], axis=-1)[:, None, :, None]
 
 
-def _attend(
-    attention: Attention, x: mx.array, context: mx.array, anchors: mx.array, mask: mx.array
-) -> mx.array:
-    """Attention of block rows x [S, A, B, d] to context [S, T, d] and to their own block."""
-    (S, A, B, _), T = x.shape, context.shape[1]
-    D, groups = attention.head_dim, _groups(attention)
-    block_rows = x.reshape(S * A, B, -1)
-    at = anchors.flatten()
-    q = _rotated(attention, attention.q_norm(_heads(attention.q_proj(block_rows), D)), at)
-    k = _rotated(attention, attention.k_norm(_heads(attention.k_proj(block_rows), D)), at)
-    v = _heads(attention.v_proj(block_rows), D)
-    context_k = _rotated(attention, attention.k_norm(_heads(attention.k_proj(context), D)), 0)
-    context_v = _heads(attention.v_proj(context), D)
+class _ContextCache:
+    """The part of a `LayerCache` that `Attention.remember` needs, for rows from position 0 on."""
 
-    q = mx.unflatten(q * D**-0.5, 1, (-1, groups)).flatten(2, 3)  # [S*A, Hkv, g*B, D]
-    shared = mx.unflatten(q, 0, (S, A)).swapaxes(1, 2).flatten(2, 3)  # [S, Hkv, A*g*B, D]
-    outside = mx.unflatten(shared @ context_k.swapaxes(-1, -2), 2, (A, groups, B))
-    own = mx.unflatten(q @ k.swapaxes(-1, -2), 0, (S, A)).swapaxes(1, 2)
-    own = mx.unflatten(own, 3, (groups, B))
-    scores = mx.where(mask, mx.concatenate([outside, own], axis=-1), _HIDDEN)
-    weights = cpu_math.softmax(scores)  # [S, Hkv, A, g, B, T + B]
-    outside, own = weights[..., :T].flatten(2, 4), weights[..., T:].flatten(3, 4)
-    from_context = mx.unflatten(outside @ context_v, 2, (A, groups, B))
-    from_block = own.swapaxes(1, 2).flatten(0, 1) @ v  # [S*A, Hkv, g*B, D]
-    from_block = mx.unflatten(from_block, 0, (S, A)).swapaxes(1, 2)
-    out = from_context + mx.unflatten(from_block, 3, (groups, B))
-    out = out.transpose(0, 2, 4, 1, 3, 5)  # [S, A, B, Hkv, g, D]
-    return attention.o_proj(out.flatten(3))
+    offset = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
 
 
-def _groups(attention: Attention) -> int:
-    return int(attention.q_proj.weight.shape[0] // attention.k_proj.weight.shape[0])
+class _BlockCache(_ContextCache):
+    """... and the part that `Attention.__call__` needs, for all blocks [S*A, Hkv, B, D].
 
+    anchors: [S, A]. context: keys and values [S, Hkv, T, D] of the sequences.
+    """
 
-def _heads(x: mx.array, D: int) -> mx.array:
-    return mx.unflatten(x, -1, (-1, D)).swapaxes(1, 2)
+    def __init__(self, anchors: mx.array, context: tuple[mx.array, mx.array]) -> None:
+        self.offset: Any = anchors.flatten()
+        self._shape, self._context = anchors.shape, context
 
-
-def _rotated(attention: Attention, x: mx.array, offset: mx.array | int) -> mx.array:
-    return attention.rope(x, offset=offset)  # type: ignore[no-any-return]
+    def attend(
+        self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array
+    ) -> mx.array:
+        """[S*A, H, B, D] for queries of that shape; mask: of `_mask`."""
+        (S, A), (keys, values) = self._shape, self._context
+        groups, B, T = q.shape[1] // k.shape[1], q.shape[2], keys.shape[2]
+        q = mx.unflatten(q * scale, 1, (-1, groups)).flatten(2, 3)  # [S*A, Hkv, g*B, D]
+        shared = mx.unflatten(q, 0, (S, A)).swapaxes(1, 2).flatten(2, 3)  # [S, Hkv, A*g*B, D]
+        outside = mx.unflatten(shared @ keys.swapaxes(-1, -2), 2, (A, groups, B))
+        own = mx.unflatten(q @ k.swapaxes(-1, -2), 0, (S, A)).swapaxes(1, 2)
+        own = mx.unflatten(own, 3, (groups, B))
+        scores = mx.where(mask, mx.concatenate([outside, own], axis=-1), _HIDDEN)
+        weights = cpu_math.softmax(scores)  # [S, Hkv, A, g, B, T + B]
+        outside, own = weights[..., :T].flatten(2, 4), weights[..., T:].flatten(3, 4)
+        from_block = mx.unflatten(own.swapaxes(1, 2).flatten(0, 1) @ v, 2, (groups, B))
+        from_context = mx.unflatten(outside @ values, 2, (A, groups, B)).swapaxes(1, 2)
+        out = from_context.flatten(0, 1) + from_block  # [S*A, Hkv, g, B, D]
+        return out.flatten(1, 2)

@@ -7,16 +7,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.system.files import replace_text
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.evaluate import Drafter, measure
+from dflash_mlx.train.evaluate import measure, shares
 from dflash_mlx.train.state import save_state
 from dflash_mlx.train.trainer import Trainer
 
@@ -48,25 +45,31 @@ class Record:
         """What the best drafter has most of: the mean continuation over all prefixes."""
         return float(np.mean(self.by_prefix))
 
+    def describe(self) -> str:
+        """One line for people."""
+        parts = [
+            f"step {self.step}",
+            f"{self.minutes:.1f} min",
+            f"{self.tokens_per_round:.3f} tokens/round",
+            f"by position {shares(self.by_position)}",
+        ]
+        if len(self.by_prefix) > 1:
+            prefixes = " ".join(f"{length:.2f}" for length in self.by_prefix)
+            parts.append(f"continuation by prefix {prefixes}")
+        if self.loss is not None:
+            parts += [f"loss {self.loss:.3f}", f"{self.tokens_per_second:.0f} block tokens/s"]
+        return " | ".join(parts)
 
-class Run:
+
+class TrainingRun:
     """Trains into `folder`: the best drafter so far, `state/`, and `history.jsonl`.
 
-    data: identifies the corpora. raw_config: the drafter's config.json.
+    data: identifies the corpora.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        target: Target,
-        held_out: Texts,
-        folder: Path,
-        raw_config: dict[str, Any],
-        data: str,
-    ) -> None:
+    def __init__(self, trainer: Trainer, held_out: Texts, folder: Path, data: str) -> None:
         self.trainer, self.folder = trainer, folder
-        self._target, self._held_out = target, held_out
-        self._raw_config, self._data = raw_config, data
+        self._held_out, self._data = held_out, data
         self.history = read_history(folder / HISTORY, trainer.step)
 
     def __iter__(self) -> Iterator[float | Record]:
@@ -75,9 +78,9 @@ class Run:
             yield self.record([], 0.0)
         trainer = self.trainer
         since, before, losses = time.perf_counter(), trainer.tokens, []
-        while trainer.progress < 1:
-            losses.append(trainer.train_step())
-            yield losses[-1]
+        for loss in trainer.losses():
+            losses.append(loss)
+            yield loss
             spent = time.perf_counter() - since
             if spent > 60 * trainer.config.evaluate_minutes or trainer.progress >= 1:
                 yield self.record(losses, (trainer.tokens - before) / spent)
@@ -87,12 +90,8 @@ class Run:
         """Measure, keep the drafter if it is the best so far, and save the state."""
         trainer = self.trainer
         variable = trainer.config.mode == "variable-prefix"
-        config = trainer.network_config
-        drafter = Drafter(trainer.network, config, self._target)
-        results = [
-            measure(drafter, self._held_out, prefix)
-            for prefix in range(config.block_size - 1 if variable else 1)
-        ]
+        prefixes = range(trainer.trainee.config.block_size - 1 if variable else 1)
+        results = [measure(trainer.trainee, self._held_out, prefix) for prefix in prefixes]
         record = Record(
             step=trainer.step,
             minutes=round(trainer.seconds / 60, 2),
@@ -102,7 +101,7 @@ class Run:
             by_prefix=[result.tokens_per_round - 1 for result in results],
         )
         if record.score > max((r.score for r in self.history), default=-1.0):
-            save_drafter(self.folder, trainer.network, self._raw_config)
+            trainer.trainee.save(self.folder)
         save_state(self.folder, trainer, self._data)
         self.history.append(record)
         lines = [json.dumps(vars(record)) + "\n" for record in self.history]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,67 +10,28 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import check_fit, load_network, read_config, read_drafter
-from dflash_mlx.drafters.dflash.config_file import VERSION_1
-from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.target.model import Target
-
-_VERSION_2_FIELDS = ("conv_", "selector_", "block_size")
-_START_FROM = "choose a DFlash drafter of the first version, in full precision"
-_NOISE = 0.02  # standard deviation of fresh weights
+from dflash_mlx.train.features import hidden_width, vocabulary_size
+from dflash_mlx.train.trainee import Trainee
 
 
-def open_drafter(folder: Path, target: Target) -> tuple[Network, NetworkConfig, dict[str, Any]]:
-    """An existing drafter, in float32, its configuration, and its config.json in z-lab's format.
-
-    Raises DFlashError for one that does not fit the target, or cannot be trained here.
-    """
-    config = read_config(folder)
-    check_fit(config, describe_target(target), target.name)
-    if config.own_head or config.own_embedding or config.quantization:
-        raise DFlashError(
-            f"{folder} holds a drafter with its own vocabulary, or a quantised one", _START_FROM
-        )
-    network = load_network(folder, config, mx.float32)
-    if any(isinstance(layer, ConvolvedLayer) for layer in network.layers):
-        raise DFlashError(f"{folder} holds a DFlash 2 drafter with convolutions", _START_FROM)
-    return network, config, read_drafter(folder).raw
-
-
-def without_selector(
-    network: Network, config: NetworkConfig, raw: dict[str, Any]
-) -> tuple[Network, NetworkConfig, dict[str, Any]]:
-    """The same drafter as version 1: its selector was trained for the states that it had.
-
-    Arguments: as `open_drafter` gives them.
-    """
-    if config.selector is None:
-        return network, config, raw
-    method = {k: v for k, v in raw["dflash_config"].items() if not k.startswith(_VERSION_2_FIELDS)}
-    plain = {**raw, "architectures": [VERSION_1], "block_size": config.block_size}
-    network.pop("candidate_selector")
-    config = replace(config, convolution=None, selector=None)
-    return network, config, {**plain, "dflash_config": method}
-
-
-def describe_target(target: Target) -> dict[str, Any]:
-    """What `check_fit` compares."""
-    width = hidden_width(target)
-    return {
-        "hidden_size": width,
-        "vocab_size": vocabulary_size(target),
-        "num_hidden_layers": target.num_layers,
-    }
-
-
-def vocabulary_size(target: Target) -> int:
-    """Logits that the target gives, V."""
-    return int(target.head()(mx.zeros((1, hidden_width(target)))).shape[-1])
-
-
-def hidden_width(target: Target) -> int:
-    """Width d of the target's hidden states."""
-    return int(target.embedding()(mx.array([0])).shape[-1])
+def begin(config: TrainConfig, pair: Pair) -> Trainee:
+    """The drafter that a run starts from; its config.json says what it is trained to be."""
+    if config.init is not None:
+        folder = resolve_folder(config.init, "init")
+        trainee = Trainee.read(folder, pair.target).without_selector()
+    else:
+        raw = new_config(pair.target, config, mask_token(pair.tokenizer))
+        trainee = Trainee.fresh(raw, pair.target, config.seed)
+        if config.start == "target":
+            warm_start(trainee)
+    method = trainee.raw["dflash_config"]
+    method.pop("training_mode", None)
+    if config.mode == "variable-prefix":
+        method["training_mode"] = "vp_drafter"
+    return trainee
 
 
 def mask_token(tokenizer: Any) -> int:
@@ -141,31 +100,17 @@ def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[
         "rope_scaling": getattr(args, "rope_scaling", None),
         "rope_theta": float(getattr(args, "rope_theta", 10000.0)),
         "tie_word_embeddings": False,
-        "vocab_size": describe_target(target)["vocab_size"],
+        "vocab_size": vocabulary_size(target),
     }
 
 
-def fresh_network(config: NetworkConfig, seed: int) -> Network:
-    """Norms at one, everything else small noise."""
-    network = Network(config)
-    noise = mx.random.key(seed)
-    weights = []
-    for name, array in _flat(network):
-        noise, key = mx.random.split(noise)
-        weight = mx.random.normal(array.shape, key=key) * _NOISE
-        weights.append((name, mx.ones(array.shape) if array.ndim == 1 else weight))
-    network.load_weights(weights)
-    mx.eval(network.parameters())
-    return network
-
-
-def warm_start(network: Network, target: Target) -> None:
+def warm_start(trainee: Trainee) -> None:
     """Take over the target's last layers and final norm, and pass its last tap through `fc`.
 
     Norms of queries and keys, which most targets lack, stay at one. Raises DFlashError for a
     target whose layers are built otherwise.
     """
-    taken = []
+    network, target, taken = trainee.network, trainee.target, []
     if len(network.layers) > target.num_layers:
         raise DFlashError(
             f"layers is {len(network.layers)}, but {target.name} has only {target.num_layers}",
@@ -173,10 +118,10 @@ def warm_start(network: Network, target: Target) -> None:
         )
     layers = target.model.layers[-len(network.layers) :]
     for i, (layer, source) in enumerate(zip(network.layers, layers, strict=True)):
-        own, given = dict(_flat(layer)), _dense(source)
-        taken += [
-            (f"layers.{i}.{name}", given[name].astype(mx.float32)) for name in _same(own, given)
-        ]
+        given = _dense(source)
+        for name, own in _flat(layer):
+            if name in given and given[name].shape == own.shape:
+                taken.append((f"layers.{i}.{name}", given[name].astype(mx.float32)))
     if not any(name.endswith("down_proj.weight") for name, _ in taken):
         raise DFlashError(
             f"the layers of {target.name} are not built like a drafter's",
@@ -189,10 +134,6 @@ def warm_start(network: Network, target: Target) -> None:
     if norm is not None and norm.weight.shape == network.norm.weight.shape:
         network.norm.weight = norm.weight.astype(mx.float32)
     mx.eval(network.parameters())
-
-
-def _same(own: dict[str, mx.array], given: dict[str, mx.array]) -> list[str]:
-    return [name for name in own if name in given and given[name].shape == own[name].shape]
 
 
 def _dense(layer: nn.Module) -> dict[str, mx.array]:

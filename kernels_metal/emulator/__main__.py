@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     entry = CATALOG[options.name]
     try:
-        shape = {**entry.parameters, **_parse_shape(options.shape, entry.parameters)}
+        shape = {**entry.defaults, **_parse_shape(options.shape, entry.defaults)}
         with emulated() as run:
             result = entry.run(**shape)
             mx.eval(result)
@@ -49,14 +49,14 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="SIZE=N",
         help="; ".join(
-            f"{name}: {' '.join(f'{k}={v}' for k, v in entry.parameters.items())}"
+            f"{name}: {' '.join(f'{k}={v}' for k, v in entry.defaults.items())}"
             for name, entry in CATALOG.items()
         ),
     )
     return parser
 
 
-def _parse_shape(texts: Sequence[str], known: dict[str, int]) -> dict[str, int]:
+def _parse_shape(texts: Sequence[str], known: Mapping[str, int]) -> dict[str, int]:
     """Raises ValueError for unknown sizes and for what is no number."""
     sizes = {}
     for text in (part for given in texts for part in given.split(",") if part):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class EmulatorError(Exception):
+class EmulatorError(RuntimeError):
     """A fault of a kernel, found before, while or after it ran.
 
     `kind` is one of compile, lint, address space, bounds, alignment, read-only, race, divergence,

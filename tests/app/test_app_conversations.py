@@ -3,10 +3,11 @@
 import asyncio
 import threading
 
+import pytest
 from textual import events
 from textual.widgets import Input, OptionList
 
-from dflash_chat.conversation import Turn
+from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.screens import ConfirmScreen
 from dflash_chat.store import Store
@@ -17,6 +18,7 @@ from support.app_scripts import (
     ScriptedBackend,
     answered,
     drive,
+    in_chat,
     notices,
     say,
     screen_text,
@@ -33,104 +35,97 @@ def test_a_conversation_is_resumed_where_it_was(tmp_path):
         assert "That is all." in screen_text(app)
         assert "40.0 tok/s" in screen_text(app), "with the figures of its last answer"
         await answered(app, pilot, "And then?")
-        assert len(backend.questions[0].messages) == 3
+        assert len(backend.requests[0].messages) == 3
 
     drive(first, tmp_path)
     drive(second, tmp_path, resume=True)
     assert len(Store(tmp_path).entries()) == 1
 
 
-def test_a_question_whose_answer_was_lost_is_back_in_the_line(tmp_path):
-    async def first(app, pilot, backend):
-        await answered(app, pilot, "one")
-        app.conversation.turns.append(Turn("user", "lost"))
-        await app.save()
-
-    async def second(app, pilot, backend):
-        assert app.prompt.text == "lost"
-        await pilot.press("enter")
-        await until(lambda: len(app.conversation.turns) == 4, pilot)
-        assert [m["content"] for m in backend.questions[0].messages][-1] == "lost"
-
-    drive(first, tmp_path)
-    drive(second, tmp_path, resume=True)
+@pytest.fixture
+def stored(tmp_path):
+    """Two questions, the second one unanswered, which a started chat resumes."""
+    turns = [Turn("user", "one"), Turn("assistant", ANSWER), Turn("user", "lost")]
+    store = Store(tmp_path / "talks")
+    store.save(Conversation(turns=turns))
+    (file,) = store.folder.iterdir()
+    return file
 
 
-def test_a_damaged_conversation_opens_as_far_as_it_goes_and_says_so(tmp_path):
-    async def first(app, pilot, backend):
-        await answered(app, pilot, "one")
-        await answered(app, pilot, "two")
-
-    async def second(app, pilot, backend):
-        assert "is damaged; 3 messages were read" in notices(app)[0]
-        assert app.prompt.text == "two"
-
-    drive(first, tmp_path)
-    (file,) = tmp_path.glob("*.jsonl")
-    file.write_bytes(file.read_bytes()[:-30])
-    drive(second, tmp_path, resume=True)
+@pytest.fixture
+def damaged(stored):
+    stored.write_bytes(stored.read_bytes() + b'{"role": "assistant", "content": "half')
 
 
-def test_conversations_are_listed_opened_renamed_and_deleted(tmp_path):
-    async def steps(app, pilot, backend):
-        for question in ("first talk", "second talk"):
-            await answered(app, pilot, question)
-            await say(app, pilot, "/new")
-        assert app.conversation.turns == []
-        await say(app, pilot, "/open")
-        assert isinstance(app.screen, OpenScreen)
-        assert app.screen.query_one(OptionList).option_count == 2
-        await pilot.press("down", "r")
-        app.screen.query_one(Input).value = "Rivers"
-        await pilot.press("enter")
-        assert "Rivers" in screen_text(app)
-        app.screen.query_one(OptionList).highlighted = 1
-        await pilot.press("d")
-        assert isinstance(app.screen, ConfirmScreen)
-        await pilot.press("y")
-        assert app.screen.query_one(OptionList).option_count == 1
-        await pilot.press("enter")
-        await until(lambda: app.conversation.turns, pilot)
-        assert app.conversation.shown_title == "Rivers"
-
-    drive(steps, tmp_path)
+@in_chat(lambda stored: None, resume=True)
+async def test_a_question_whose_answer_was_lost_is_back_in_the_line(app, pilot, backend):
+    assert app.prompt.text == "lost"
+    await pilot.press("enter")
+    await until(lambda: len(app.conversation.turns) == 4, pilot)
+    assert [m["content"] for m in backend.requests[0].messages][-1] == "lost"
 
 
-def test_a_conversation_deleted_in_the_list_leaves_the_screen(tmp_path):
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "gone")
-        await say(app, pilot, "/open")
-        await pilot.press("d", "y", "escape")
-        await until(lambda: not app.conversation.turns, pilot)
-        assert "gone" not in screen_text(app)
-
-    drive(steps, tmp_path)
-    assert Store(tmp_path).entries() == []
+@in_chat(lambda damaged: None, resume=True)
+async def test_a_damaged_conversation_opens_as_far_as_it_goes_and_says_so(app, pilot, backend):
+    assert "is damaged; 3 messages were read" in notices(app)[0]
+    assert app.prompt.text == "lost"
 
 
-def test_rename_delete_and_export_work_on_the_conversation_on_screen(tmp_path, monkeypatch):
+@in_chat()
+async def test_conversations_are_listed_opened_renamed_and_deleted(app, pilot, backend):
+    for question in ("first talk", "second talk"):
+        await answered(app, pilot, question)
+        await say(app, pilot, "/new")
+    assert app.conversation.turns == []
+    await say(app, pilot, "/open")
+    assert isinstance(app.screen, OpenScreen)
+    assert app.screen.query_one(OptionList).option_count == 2
+    await pilot.press("down", "r")
+    app.screen.query_one(Input).value = "Rivers"
+    await pilot.press("enter")
+    assert "Rivers" in screen_text(app)
+    app.screen.query_one(OptionList).highlighted = 1
+    await pilot.press("d")
+    assert isinstance(app.screen, ConfirmScreen)
+    await pilot.press("y")
+    assert app.screen.query_one(OptionList).option_count == 1
+    await pilot.press("enter")
+    await until(lambda: app.conversation.turns, pilot)
+    assert app.conversation.shown_title == "Rivers"
+
+
+@in_chat()
+async def test_a_conversation_deleted_in_the_list_leaves_the_screen(app, pilot, backend):
+    await answered(app, pilot, "gone")
+    await say(app, pilot, "/open")
+    await pilot.press("d", "y", "escape")
+    await until(lambda: not app.conversation.turns, pilot)
+    assert "gone" not in screen_text(app)
+    assert app.store.entries() == []
+
+
+@in_chat()
+async def test_rename_delete_and_export_work_on_the_conversation_on_screen(
+    app, pilot, backend, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "Why?")
-        await say(app, pilot, "/rename Big Question")
-        assert "Big Question" in screen_text(app)
-        await say(app, pilot, "/export")
-        assert "# Big Question" in (tmp_path / "big-question.md").read_text()
-        await say(app, pilot, "/export big-question.md")
-        assert "exists already" in notices(app)[-1]
-        for name in ("~no-such-user/talk.md", "x" * 5000, "no/such/folder/talk.md"):
-            await say(app, pilot, f"/export {name}")
-            assert "; name " in notices(app)[-1]
-        await say(app, pilot, "/delete")
-        await pilot.press("n")
-        assert app.conversation.turns
-        await say(app, pilot, "/delete")
-        await pilot.press("y")
-        await until(lambda: not app.conversation.turns, pilot)
-
-    drive(steps, tmp_path / "talks")
-    assert Store(tmp_path / "talks").entries() == []
+    await answered(app, pilot, "Why?")
+    await say(app, pilot, "/rename Big Question")
+    assert "Big Question" in screen_text(app)
+    await say(app, pilot, "/export")
+    assert "# Big Question" in (tmp_path / "big-question.md").read_text()
+    await say(app, pilot, "/export big-question.md")
+    assert "exists already" in notices(app)[-1]
+    for name in ("~no-such-user/talk.md", "x" * 5000, "no/such/folder/talk.md"):
+        await say(app, pilot, f"/export {name}")
+        assert "; name " in notices(app)[-1]
+    await say(app, pilot, "/delete")
+    await pilot.press("n")
+    assert app.conversation.turns
+    await say(app, pilot, "/delete")
+    await pilot.press("y")
+    await until(lambda: not app.conversation.turns, pilot)
+    assert app.store.entries() == []
 
 
 def long_talk(count):
@@ -139,133 +134,125 @@ def long_talk(count):
     ]
 
 
-def test_a_conversation_of_500_messages_costs_no_more_than_a_short_one(tmp_path):
-    async def widgets(app, pilot, count):
-        app.conversation.turns[:] = long_talk(count)
-        await app.transcript.show(app.conversation.turns)
-        await pilot.pause()
-        return len(app.query("*"))
-
-    async def steps(app, pilot, backend):
-        short = await widgets(app, pilot, 40)
-        long = await widgets(app, pilot, 500)
-        assert long == short
-        assert "… 470 earlier messages" in str(app.query_one("#earlier").render())
-        bottom = app.transcript.scroll_y
-        await pilot.press("pageup")
-        await until(lambda: app.transcript.scroll_y < bottom, pilot)
-        for page in range(1, 4):
-            app.transcript.scroll_home(animate=False)
-            await until(lambda n=page: app.transcript.window.start == 470 - 15 * n, pilot)
-            assert len(app.query("*")) <= long + 2
-        await pilot.press("a")
-        assert app.prompt.text == "a"
-        await answered(app, pilot, "and now")
-        assert app.transcript.window.at_end
-        assert "That is all." in screen_text(app)
-        assert len(app.query("*")) <= long + 20
-
-    drive(steps, tmp_path)
+async def widgets(app, pilot, count):
+    app.conversation.turns[:] = long_talk(count)
+    await app.transcript.show(app.conversation.turns)
+    await pilot.pause()
+    return len(app.query("*"))
 
 
-def test_scrolling_up_keeps_the_place_and_stays_there_while_an_answer_streams(tmp_path):
-    backend = ScriptedBackend(gate=threading.Semaphore(1))
-
-    async def steps(app, pilot, backend):
-        app.conversation.turns[:] = long_talk(100)
-        await app.transcript.show(app.conversation.turns)
-        await say(app, pilot, "What meets?")
-        await until(lambda: app.status.figures, pilot)
+@in_chat()
+async def test_a_conversation_of_500_messages_costs_no_more_than_a_short_one(app, pilot, backend):
+    short = await widgets(app, pilot, 40)
+    long = await widgets(app, pilot, 500)
+    assert long == short
+    assert "… 470 earlier messages" in str(app.query_one("#earlier").render())
+    bottom = app.transcript.scroll_y
+    await pilot.press("pageup")
+    await until(lambda: app.transcript.scroll_y < bottom, pilot)
+    for page in range(1, 4):
         app.transcript.scroll_home(animate=False)
-        await until(lambda: not app.transcript.window.at_end, pilot)
-        place = app.transcript.window
-        assert 0 < app.transcript.scroll_y < app.transcript.max_scroll_y
-        backend.gate.release(100)
-        await until(lambda: app.listener.job is None, pilot)
-        assert app.transcript.window.start == place.start
-        assert app.conversation.turns[-1].content == ANSWER
-
-        def at_the_end():
-            app.transcript.scroll_end(animate=False)
-            return "That is all." in screen_text(app)
-
-        await until(at_the_end, pilot, 60)
-
-    drive(steps, tmp_path, backend)
+        await until(lambda n=page: app.transcript.window.start == 470 - 15 * n, pilot)
+        assert len(app.query("*")) <= long + 2
+    await pilot.press("a")
+    assert app.prompt.text == "a"
+    await answered(app, pilot, "and now")
+    assert app.transcript.window.at_end
+    assert "That is all." in screen_text(app)
+    assert len(app.query("*")) <= long + 20
 
 
-def test_a_page_may_be_turned_while_the_answer_is_drawn(tmp_path):
-    backend = ScriptedBackend(gate=threading.Semaphore(1))
+@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(1)))
+async def test_scrolling_up_stays_there_while_an_answer_streams(app, pilot, backend):
+    app.conversation.turns[:] = long_talk(100)
+    await app.transcript.show(app.conversation.turns)
+    await say(app, pilot, "What meets?")
+    await until(lambda: app.status.figures, pilot)
+    app.transcript.scroll_home(animate=False)
+    await until(lambda: not app.transcript.window.at_end, pilot)
+    place = app.transcript.window
+    assert 0 < app.transcript.scroll_y < app.transcript.max_scroll_y
+    backend.gate.release(100)
+    await until(lambda: app.listener.job is None, pilot)
+    assert app.transcript.window.start == place.start
+    assert app.conversation.turns[-1].content == ANSWER
 
-    async def steps(app, pilot, backend):
-        transcript = app.transcript
-        app.conversation.turns[:] = long_talk(60)
-        await transcript.show(app.conversation.turns)
-        await say(app, pilot, "What meets?")
-        await until(lambda: app.status.figures, pilot)
-        for turn in (Window.earlier, Window.later):
-            page = asyncio.create_task(transcript._turn_page(turn))
-            while not page.done():
-                transcript.receive("and ")
-                await transcript.draw()
-                await asyncio.sleep(0)
-            await page
-        backend.gate.release(100)
-        await until(lambda: app.listener.job is None, pilot, 60)
-        assert "and and" in app.conversation.turns[-1].content
+    def at_the_end():
+        app.transcript.scroll_end(animate=False)
+        return "That is all." in screen_text(app)
 
-    drive(steps, tmp_path, backend)
-
-
-def test_a_list_in_which_nothing_could_be_saved_takes_nothing_from_the_screen(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "only in memory")
-        await say(app, pilot, "/open")
-        assert "cannot read" in screen_text(app)
-        await pilot.press("escape")
-        await until(lambda: app.screen is app.base, pilot)
-        await answered(app, pilot, "still here?")
-        assert len(backend.questions[-1].messages) == 3
-
-    drive(steps, tmp_path / "file" / "talks")
+    await until(at_the_end, pilot, 60)
 
 
-def test_a_title_that_cannot_be_saved_is_a_sentence_in_the_list(tmp_path, monkeypatch):
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "first talk")
-        await say(app, pilot, "/open")
-
-        def full(_):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr("os.fsync", full)
-        await pilot.press("r")
-        app.screen.query_one(Input).value = "Rivers"
-        await pilot.press("enter")
-        await until(lambda: "cannot write to" in screen_text(app), pilot)
-        monkeypatch.undo()
-
-    drive(steps, tmp_path)
-
-
-def test_enter_pressed_twice_in_the_list_opens_one_conversation(tmp_path):
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "first talk")
-        await say(app, pilot, "/open")
-        for _ in range(2):
-            app.post_message(events.Key("enter", "\r"))
-        await until(lambda: app.screen is app.base, pilot)
-        await answered(app, pilot, "goes on")
-
-    drive(steps, tmp_path)
+@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(1)))
+async def test_a_page_may_be_turned_while_the_answer_is_drawn(app, pilot, backend):
+    transcript = app.transcript
+    app.conversation.turns[:] = long_talk(60)
+    await transcript.show(app.conversation.turns)
+    await say(app, pilot, "What meets?")
+    await until(lambda: app.status.figures, pilot)
+    for turn in (Window.earlier, Window.later):
+        page = asyncio.create_task(transcript._turn_page(turn))
+        while not page.done():
+            transcript.receive("and ")
+            await transcript.draw()
+            await asyncio.sleep(0)
+        await page
+    backend.gate.release(100)
+    await until(lambda: app.listener.job is None, pilot, 60)
+    assert "and and" in app.conversation.turns[-1].content
 
 
-def test_notices_do_not_pile_up(tmp_path):
-    async def steps(app, pilot, backend):
-        for _ in range(MOST_NOTICES + 5):
-            await say(app, pilot, "/nonsense")
-        assert len(app.query(".notice")) == MOST_NOTICES
+@pytest.fixture
+def blocked(tmp_path):
+    """A file where the folder of the conversations should be."""
+    (tmp_path / "talks").write_text("in the way")
 
-    drive(steps, tmp_path)
+
+@in_chat(lambda blocked: None)
+async def test_a_folder_that_cannot_be_written_is_said_once_and_the_chat_goes_on(
+    app, pilot, backend
+):
+    await answered(app, pilot, "only in memory")
+    assert len([n for n in notices(app) if "is not saved" in n]) == 1
+    assert "--conversations" in notices(app)[-1]
+    await say(app, pilot, "/open")
+    assert "cannot read" in screen_text(app)
+    await pilot.press("escape")
+    await until(lambda: app.screen is app.base, pilot)
+    await answered(app, pilot, "still here?")
+    assert not [n for n in notices(app) if "is not saved" in n]
+    assert len(backend.requests[-1].messages) == 3
+
+
+@in_chat()
+async def test_a_title_that_cannot_be_saved_is_said_in_the_list(app, pilot, backend, monkeypatch):
+    await answered(app, pilot, "first talk")
+    await say(app, pilot, "/open")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    await pilot.press("r")
+    app.screen.query_one(Input).value = "Rivers"
+    await pilot.press("enter")
+    await until(lambda: "cannot write to" in screen_text(app), pilot)
+    monkeypatch.undo()
+
+
+@in_chat()
+async def test_enter_pressed_twice_in_the_list_opens_one_conversation(app, pilot, backend):
+    await answered(app, pilot, "first talk")
+    await say(app, pilot, "/open")
+    for _ in range(2):
+        app.post_message(events.Key("enter", "\r"))
+    await until(lambda: app.screen is app.base, pilot)
+    await answered(app, pilot, "goes on")
+
+
+@in_chat()
+async def test_notices_do_not_pile_up(app, pilot, backend):
+    for _ in range(MOST_NOTICES + 5):
+        await say(app, pilot, "/nonsense")
+    assert len(app.query(".notice")) == MOST_NOTICES

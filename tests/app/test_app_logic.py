@@ -1,41 +1,44 @@
 """The chat's pure parts: tables of inputs and what they give."""
 
+import json
+from dataclasses import replace
+
 import pytest
+from dflash_mlx.models.drafter_choice import DRAFTED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_chat.commands import COMMANDS, help_rows, parse
+from dflash_chat.draft_panel import styled
 from dflash_chat.figures import (
     BARS,
-    Figures,
+    figures_of,
     fit,
     histogram,
+    read_figures,
     round_parts,
     sparkline,
     speed_parts,
     statistics_rows,
 )
-from dflash_chat.messages import ModelInfo
-from dflash_chat.naming import pair_line
+from dflash_chat.naming import TARGET, legend, needs_drafter, pair_line
 from dflash_chat.pace import Pace
 from dflash_chat.prompt import History, Pastes
 from dflash_chat.status import Progress, read_progress
-from dflash_chat.thinking import Split, ThinkingReader, split_thinking
 from dflash_chat.tree_view import (
     ACCEPTED,
-    FIRST,
     REJECTED,
-    TARGET,
     DrawnTree,
-    Piece,
     draw,
+    sources,
     tint,
     visible,
 )
 from dflash_chat.window import Window
 from dflash_mlx import DecodeConfig, DFlashError, Statistics
-from dflash_mlx.drafters.auto import Means
-from support.app_scripts import figures_of, tree_of
+from dflash_mlx.core.config import METHODS
+from dflash_mlx.engine.pair import Means
+from support.app_scripts import ANSWER, WORDS, pair_of, rounds_of, statistics_of
 
 # A busy machine is slow, not wrong.
 UNHURRIED = settings(suppress_health_check=[HealthCheck.too_slow])
@@ -82,39 +85,6 @@ def test_help_lists_every_command_and_names_are_unique():
     assert len({command.name for command in COMMANDS}) == len(COMMANDS)
 
 
-# Thinking
-
-
-@pytest.mark.parametrize(
-    ("text", "thought", "answer"),
-    [
-        ("plain", "", "plain"),
-        ("<think>why</think>so", "why", "so"),
-        ("a<think>b</think>c<think>d</think>e", "bd", "ace"),
-        ("<think>never closed", "never closed", ""),
-        ("opened before</think>so", "opened before", "so"),
-        ("1 < 2 <thin> air", "", "1 < 2 <thin> air"),
-        ("ends with <thi", "", "ends with <thi"),
-    ],
-)
-def test_thoughts_are_told_from_the_answer(text, thought, answer):
-    assert split_thinking(text) == Split(thought, answer)
-
-
-@UNHURRIED
-@given(st.lists(st.sampled_from(["<think>", "</think>", "<", "th", "ink>", "a", "</"])), st.data())
-def test_thoughts_are_told_the_same_however_the_text_is_cut(parts, data):
-    text = "".join(parts)
-    reader, read, at = ThinkingReader(), Split(), 0
-    while at < len(text):
-        size = data.draw(st.integers(1, 4))
-        read += reader.feed(text[at : at + size])
-        at += size
-    read += reader.finish()
-    whole = ThinkingReader()
-    assert read == whole.feed(text) + whole.finish()
-
-
 # Figures
 
 
@@ -131,49 +101,46 @@ def test_a_status_line_never_exceeds_its_width(parts, width):
     assert len(fit(parts, width)) <= width
 
 
+FIGURES = figures_of(statistics_of(20, 8, 30, 10), 8192)
+
+
 def test_the_most_important_figures_stay_on_a_narrow_screen():
-    parts = speed_parts(figures_of(20, 8, 30, 10), 0.05)
+    parts = speed_parts(FIGURES, 0.05)
     assert fit(parts, 30) == "40.0 tok/s | 2.00x plain"
     assert fit(parts, 8) == "40.0 tok"
 
 
 def test_the_ratio_to_plain_decoding_is_shown_only_when_it_was_measured():
-    figures = figures_of(20, 8, 30, 10)
-    assert "plain" not in " ".join(speed_parts(figures, None))
-    assert "2.00x plain" in speed_parts(figures, 0.05)
-    assert "1.00x plain" in speed_parts(figures, 0.025)
-    assert ("against plain decoding", "not measured yet") in statistics_rows(figures, None)
-    measured = dict(statistics_rows(figures, 0.05))["against plain decoding"]
+    assert "plain" not in " ".join(speed_parts(FIGURES, None))
+    assert "1.00x plain" in speed_parts(FIGURES, 0.025)
+    assert dict(statistics_rows(FIGURES, None))["against plain decoding"] == "not measured yet"
+    measured = dict(statistics_rows(FIGURES, 0.05))["against plain decoding"]
     assert measured.startswith("2.00 times as fast (20.0 tok/s")
 
 
 def test_the_second_line_counts_context_and_new_prompt_tokens():
-    line = " ".join(round_parts(figures_of(20, 8, 30, 10), [1, 4, 2], 100))
+    line = " ".join(round_parts(FIGURES, [1, 4, 2], 100))
     assert "ctx 50/8192" in line
     assert "prefilled 20 of 30" in line
     assert "per round ▃█▅" in line
 
 
-def test_figures_are_a_copy_of_the_statistics():
-    statistics = Statistics("dflash", prompt_tokens=10, reused_tokens=4)
-    statistics.generated_tokens, statistics.rounds, statistics.decode_seconds = 6, 2, 0.5
+def test_rounds_are_counted_by_their_mode_where_one_was_chosen():
+    statistics = Statistics("dflash", rounds=3)
+    assert ("rounds", "3") in statistics_rows(figures_of(statistics, 100), None)
     statistics.modes.update(plain=1, tree=2)
-    figures = Figures.of(statistics, 100)
-    assert ("rounds", "2 (2 tree, 1 plain)") in statistics_rows(figures, None)
-    statistics.generated_tokens = 99
-    assert (figures.generated_tokens, figures.tokens_per_second) == (6, 12.0)
-    assert (figures.new_tokens, figures.context_used) == (6, 16)
+    assert ("rounds", "3 (2 tree, 1 plain)") in statistics_rows(figures_of(statistics, 100), None)
 
 
 def test_stored_figures_come_back_and_damaged_ones_are_left_out():
-    figures = figures_of(20, 8, 30, 10)
-    assert Figures.read(figures.as_dict()) == figures
+    assert read_figures(json.loads(json.dumps(FIGURES))) == FIGURES
+    nothing = read_figures({})
+    assert dict(statistics_rows(nothing, None))["tokens per second, decoding"] == "0.00"
     bad = {"rounds": "many", "tokens_per_second": None, "prompt_tokens": True, "other": 1}
-    assert Figures.read(bad) == Figures()
-    assert Figures.read({"accepted_by_position": ["x"]}).accepted_by_position == ()
-    for figure in (float("nan"), float("inf")):
+    assert read_figures(bad) == nothing
+    for figure in ("x", float("nan"), float("inf")):
         endless = {"accepted_by_position": [figure], "tokens_per_second": figure}
-        assert Figures.read(endless) == Figures()
+        assert read_figures(endless) == nothing
 
 
 # Redrawing
@@ -258,21 +225,38 @@ def test_a_large_tree_is_cut_and_says_so():
     assert lines == ["a", "├─✗b", "├─✗c", "… 5 more branches", "target: t"]
 
 
-def test_every_node_of_a_tree_is_drawn():
-    tree = tree_of(["one ", "two ", "three "])
-    drawn = "".join(labels(draw(tree, 99)))
-    assert all(visible(text) in drawn for text in tree.texts)
+def test_every_node_of_a_round_is_drawn():
+    for delta in rounds_of(ANSWER):
+        drawn = DrawnTree.of(delta, lambda token: WORDS.decode([token]))
+        text = "".join(labels(draw(drawn, 99)))
+        assert all(visible(text_of_node) in text for text_of_node in drawn.texts)
+        assert (drawn.texts[0], drawn.reason) == (" so", "tree of 6 pays")
+
+
+def test_the_tokens_of_a_round_come_from_their_nodes_and_the_last_from_the_target():
+    for delta in rounds_of(ANSWER):
+        read = list(sources(delta))
+        assert WORDS.decode([token for token, _ in read]) == delta.text
+        tree, path = delta.accepted.tree, delta.accepted.path
+        assert [source for _, source in read] == [*(tree.sources[n] for n in path[1:]), TARGET]
+        cut = replace(delta, tokens=delta.tokens[:1])  # behind a stop
+        assert list(sources(cut)) == read[:1]
+
+
+def test_a_source_that_nobody_described_has_a_style_and_is_drawn():
+    known = [source for _, source in legend()]
+    spans = styled([[(source, source) for source in (*known, "new one")]]).spans
+    styles = [str(span.style) for span in spans]
+    assert len(set(styles)) == len(styles) == len(known) + 1
 
 
 def test_a_root_alone_is_drawn_as_plain_decoding():
     assert labels(draw(DrawnTree(("a",), (-1,), (0,), "b"), 4)) == ["a", "target: b"]
 
 
-def test_the_answer_is_tinted_by_origin_and_neighbours_are_joined():
-    pieces = [Piece("a", FIRST), Piece("b", FIRST), Piece("c", TARGET)]
-    assert tint(pieces, 10) == [("ab", FIRST), ("c", TARGET)]
-    assert tint(pieces, 2) == [("b", FIRST), ("c", TARGET)]
-    assert tint(pieces, 0) == []
+def test_neighbours_of_one_source_are_tinted_together():
+    assert tint([]) == []
+    assert tint([("a", "x"), ("b", "x"), ("c", "y")]) == [("ab", "x"), ("c", "y")]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +303,10 @@ def test_a_large_paste_is_a_label_until_it_is_sent():
 )
 def test_the_head_line_names_the_pair(method, drafters, line):
     config, means = DecodeConfig(method), Means(drafters)
-    assert pair_line(ModelInfo("M", 10, means), config) == line
     assert pair_line(None, config) == ""
-    assert pair_line(ModelInfo("/some/where/M", 10, means), config) == line
-    assert pair_line(ModelInfo("owner/M", 10, means), config) == "owner/" + line
+    for name, shown in (("M", line), ("/some/where/M", line), ("owner/M", f"owner/{line}")):
+        assert pair_line(pair_of(name, means), config) == shown
+
+
+def test_the_methods_that_need_a_drafter_are_those_that_loading_says_need_one():
+    assert {method for method in METHODS if needs_drafter(method)} == set(DRAFTED) & set(METHODS)

@@ -5,13 +5,11 @@ import threading
 import pytest
 from textual.widgets import Collapsible
 
-from dflash_chat.figures import Figures
-from dflash_chat.store import Store
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
     answered,
-    drive,
+    in_chat,
     notices,
     rounds_of,
     say,
@@ -21,242 +19,189 @@ from support.app_scripts import (
 )
 
 
-def test_an_answer_streams_in_and_is_saved(tmp_path):
-    backend = ScriptedBackend(gate=threading.Semaphore(0))
-
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "What meets?")
-        assert app.prompt.text == ""
-        lengths = []
-        for n in range(1, 4):
-            backend.gate.release()
-            await until(lambda n=n: app.status.figures and app.status.figures.rounds == n, pilot)
-            await until(lambda: not app.listener.dirty, pilot)
-            lengths.append(len(shown_answer(app)))
-        assert lengths == sorted(set(lengths)), "the text on screen grows"
-        assert "40.0 tok/s | 2.00x plain" in screen_text(app)
-        backend.gate.release(100)
-        await until(lambda: app.listener.job is None and app.conversation.turns[1:], pilot)
-        assert shown_answer(app) == ANSWER
-
-    drive(steps, tmp_path, backend)
-    (entry,) = Store(tmp_path).entries()
-    turns = Store(tmp_path).open(entry.file).conversation.turns
-    assert [(turn.role, turn.content) for turn in turns] == [
-        ("user", "What meets?"),
-        ("assistant", ANSWER),
-    ]
-    assert Figures.read(turns[1].figures).tokens_per_second == 40.0
+def stored(app):
+    """The turns of the one conversation on disk."""
+    (entry,) = app.store.entries()
+    return app.store.read(entry.file).conversation.turns
 
 
-def test_a_follow_up_sends_the_whole_conversation_and_shows_what_was_prefilled(tmp_path):
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "one two")
-        await answered(app, pilot, "three")
-        roles = [m["role"] for m in backend.questions[1].messages]
-        assert roles == ["user", "assistant", "user"]
-        assert backend.questions[1].messages[1]["content"] == ANSWER
-        figures = app.status.figures
-        assert f"prefilled {figures.new_tokens} of {figures.prompt_tokens}" in screen_text(app)
-        assert figures.new_tokens < figures.prompt_tokens
-
-    drive(steps, tmp_path)
-
-
-def test_the_system_prompt_goes_with_every_question(tmp_path):
-    async def steps(app, pilot, backend):
-        await answered(app, pilot)
-        await say(app, pilot, "/system Be brief.")
-        await answered(app, pilot)
-        await say(app, pilot, "/system -")
-        await answered(app, pilot)
-        assert [q.system for q in backend.questions] == ["From the start.", "Be brief.", None]
-
-    drive(steps, tmp_path, system="From the start.")
+@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(0)))
+async def test_an_answer_streams_in_and_is_saved(app, pilot, backend):
+    await say(app, pilot, "What meets?")
+    assert app.prompt.text == ""
+    lengths = []
+    for n in range(1, 4):
+        backend.gate.release()
+        await until(lambda n=n: app.status.figures and app.status.figures["rounds"] == n, pilot)
+        await until(lambda: not app.listener.dirty, pilot)
+        lengths.append(len(shown_answer(app)))
+    assert lengths == sorted(set(lengths)), "the text on screen grows"
+    assert "40.0 tok/s | 2.00x plain" in screen_text(app)
+    backend.gate.release(100)
+    await until(lambda: app.listener.job is None and app.conversation.turns[1:], pilot)
+    assert shown_answer(app) == ANSWER
+    question, answer = stored(app)
+    assert (question.role, question.content) == ("user", "What meets?")
+    assert (answer.role, answer.content) == ("assistant", ANSWER)
+    assert answer.figures["tokens_per_second"] == 40.0
 
 
-def test_a_question_asked_while_another_is_answered_stays_in_the_line(tmp_path):
-    backend = ScriptedBackend(gate=threading.Semaphore(1))
-
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "first")
-        await until(lambda: app.status.figures, pilot)
-        await say(app, pilot, "second")
-        assert app.prompt.text == "second"
-        assert "an answer is being written" in notices(app)[-1]
-        assert len(backend.questions) == 1
-        backend.gate.release(100)
-        await until(lambda: app.listener.job is None, pilot)
-
-    drive(steps, tmp_path, backend)
+@in_chat()
+async def test_a_follow_up_sends_the_whole_conversation_and_prefills_its_end(app, pilot, backend):
+    await answered(app, pilot, "one two")
+    await answered(app, pilot, "three")
+    roles = [m["role"] for m in backend.requests[1].messages]
+    assert roles == ["user", "assistant", "user"]
+    assert backend.requests[1].messages[1]["content"] == ANSWER
+    prompt, reused = (app.status.figures[n] for n in ("prompt_tokens", "reused_tokens"))
+    assert f"prefilled {prompt - reused} of {prompt}" in screen_text(app)
+    assert 0 < reused < prompt
 
 
-def test_a_message_of_spaces_is_not_sent(tmp_path):
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "  \n ")
-        assert backend.questions == []
-        assert app.conversation.turns == []
-
-    drive(steps, tmp_path)
-
-
-def test_shift_enter_makes_a_line_and_enter_sends_them_all(tmp_path):
-    async def steps(app, pilot, backend):
-        await pilot.press("a", "shift+enter", "b", "ctrl+j", "c", "enter")
-        await until(lambda: backend.questions, pilot)
-        assert backend.questions[0].messages[-1]["content"] == "a\nb\nc"
-        await until(lambda: app.listener.job is None, pilot)
-
-    drive(steps, tmp_path)
+@in_chat(system="From the start.")
+async def test_the_system_prompt_goes_with_every_question(app, pilot, backend):
+    await answered(app, pilot)
+    await say(app, pilot, "/system Be brief.")
+    await answered(app, pilot)
+    await say(app, pilot, "/system -")
+    await answered(app, pilot)
+    assert [q.system for q in backend.requests] == ["From the start.", "Be brief.", None]
 
 
-def test_up_and_down_walk_through_earlier_questions(tmp_path):
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "one")
-        await answered(app, pilot, "two")
-        app.prompt.text = "dra"
-        await pilot.press("up")
-        assert app.prompt.text == "two"
-        await pilot.press("up", "up")
-        assert app.prompt.text == "one"
-        await pilot.press("down", "down")
-        assert app.prompt.text == "dra"
-
-    drive(steps, tmp_path)
+@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(1)))
+async def test_a_question_asked_while_another_is_answered_stays_in_the_line(app, pilot, backend):
+    await say(app, pilot, "first")
+    await until(lambda: app.status.figures, pilot)
+    await say(app, pilot, "second")
+    assert app.prompt.text == "second"
+    assert "an answer is being written" in notices(app)[-1]
+    assert len(backend.requests) == 1
+    backend.gate.release(100)
+    await until(lambda: app.listener.job is None, pilot)
 
 
-def test_thoughts_are_folded_and_can_be_opened(tmp_path):
-    backend = ScriptedBackend(["<think>first I wonder</think>Then I say."])
-
-    async def steps(app, pilot, backend):
-        await answered(app, pilot)
-        fold = app.query_one(Collapsible)
-        assert fold.display
-        assert fold.collapsed
-        assert "3 words" in fold.title
-        assert shown_answer(app) == "Then I say."
-        assert "wonder" not in screen_text(app)
-        fold.collapsed = False
-        await pilot.pause()
-        assert "first I wonder" in screen_text(app)
-        assert app.conversation.turns[1].content.startswith("<think>")
-
-    drive(steps, tmp_path, backend)
+@in_chat()
+async def test_a_message_of_spaces_is_not_sent(app, pilot, backend):
+    await say(app, pilot, "  \n ")
+    assert backend.requests == []
+    assert app.conversation.turns == []
 
 
-def test_an_answer_without_thoughts_has_no_fold(tmp_path):
-    async def steps(app, pilot, backend):
-        await answered(app, pilot)
-        assert not app.query_one(Collapsible).display
+@in_chat()
+async def test_shift_enter_makes_a_line_and_enter_sends_them_all(app, pilot, backend):
+    await pilot.press("a", "shift+enter", "b", "ctrl+j", "c", "enter")
+    await until(lambda: backend.requests, pilot)
+    assert backend.requests[0].messages[-1]["content"] == "a\nb\nc"
+    await until(lambda: app.listener.job is None, pilot)
 
-    drive(steps, tmp_path)
+
+@in_chat()
+async def test_up_and_down_walk_through_earlier_questions(app, pilot, backend):
+    await answered(app, pilot, "one")
+    await answered(app, pilot, "two")
+    app.prompt.text = "dra"
+    await pilot.press("up")
+    assert app.prompt.text == "two"
+    await pilot.press("up", "up")
+    assert app.prompt.text == "one"
+    await pilot.press("down", "down")
+    assert app.prompt.text == "dra"
+
+
+@in_chat(lambda: ScriptedBackend(["<think>first I wonder</think>Then I say."]))
+async def test_thoughts_are_folded_and_can_be_opened(app, pilot, backend):
+    await answered(app, pilot)
+    fold = app.query_one(Collapsible)
+    assert fold.display
+    assert fold.collapsed
+    assert "3 words" in fold.title
+    assert shown_answer(app) == "Then I say."
+    assert "wonder" not in screen_text(app)
+    fold.collapsed = False
+    await pilot.pause()
+    assert "first I wonder" in screen_text(app)
+    assert app.conversation.turns[1].content.startswith("<think>")
+
+
+@in_chat()
+async def test_an_answer_without_thoughts_has_no_fold(app, pilot, backend):
+    await answered(app, pilot)
+    assert not app.query_one(Collapsible).display
 
 
 # Stop
 
 
 @pytest.mark.parametrize("key", ["escape", "ctrl+c"])
-def test_an_answer_stops_within_one_round_and_keeps_what_was_said(tmp_path, key):
-    backend = ScriptedBackend(gate=threading.Semaphore(2))
-
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "What meets?")
-        await until(lambda: app.status.figures and app.status.figures.rounds == 2, pilot)
-        await pilot.press(key)
-        await until(lambda: app.listener.job.cancelled.is_set(), pilot)
-        backend.gate.release(100)
-        await until(lambda: app.listener.job is None, pilot)
-        assert backend.rounds_run <= 3
-        turn = app.conversation.turns[-1]
-        assert turn.ending == "stopped"
-        assert turn.content == "".join(r.text for r in rounds_of(ANSWER)[: backend.rounds_run])
-        assert "stopped here" in screen_text(app)
-        await answered(app, pilot, "go on")
-        assert backend.questions[-1].messages[1]["content"] == turn.content
-
-    drive(steps, tmp_path, backend)
+@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(2)))
+async def test_an_answer_stops_within_one_round_and_keeps_what_was_said(app, pilot, backend, key):
+    await say(app, pilot, "What meets?")
+    await until(lambda: app.status.figures and app.status.figures["rounds"] == 2, pilot)
+    await pilot.press(key)
+    await until(lambda: app.listener.job.cancelled.is_set(), pilot)
+    backend.gate.release(100)
+    await until(lambda: app.listener.job is None, pilot)
+    assert backend.rounds_run <= 3
+    turn = app.conversation.turns[-1]
+    assert turn.ending == "stopped"
+    assert turn.content == "".join(r.text for r in rounds_of(ANSWER)[: backend.rounds_run])
+    assert "stopped here" in screen_text(app)
+    await answered(app, pilot, "go on")
+    assert backend.requests[-1].messages[1]["content"] == turn.content
 
 
-def test_an_answer_stopped_before_its_first_word_gives_the_question_back(tmp_path):
-    backend = ScriptedBackend(prefills=[(10, 100)])
-
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "long prompt")
-        await until(lambda: "10 of 100 tokens" in screen_text(app), pilot)
-        await pilot.press("escape")
-        backend.held.set()
-        await until(lambda: app.listener.job is None, pilot)
-        assert app.conversation.turns == []
-        assert app.prompt.text == "long prompt"
-        assert "tokens" not in screen_text(app)
-
-    drive(steps, tmp_path, backend)
+@in_chat(lambda: ScriptedBackend(prefills=[(10, 100)]))
+async def test_an_answer_stopped_before_its_first_word_gives_the_question_back(app, pilot, backend):
+    await say(app, pilot, "long prompt")
+    await until(lambda: "10 of 100 tokens" in screen_text(app), pilot)
+    await pilot.press("escape")
+    backend.held.set()
+    await until(lambda: app.listener.job is None, pilot)
+    assert app.conversation.turns == []
+    assert app.prompt.text == "long prompt"
+    assert "tokens" not in screen_text(app)
 
 
-def test_a_question_stopped_while_the_model_loads_is_given_back_at_once(tmp_path):
-    hold = threading.Event()
-
-    class Slow(ScriptedBackend):
-        def load(self, config):
-            if config.model:
-                hold.wait(60)
-            return super().load(config)
-
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "/model other/one")
-        await say(app, pilot, "hello")
-        await pilot.press("escape")
-        await until(lambda: app.prompt.text == "hello", pilot)
-        assert app.listener.job is None
-        assert "loading other/one" in screen_text(app), "still under way"
-        hold.set()
-        await until(lambda: app.info.name == "other/one", pilot)
-        await answered(app, pilot, "hello")
-        assert len(backend.questions) == 1, "what was stopped is never begun"
-
-    drive(steps, tmp_path, Slow())
+@in_chat()
+async def test_a_question_stopped_while_the_model_loads_is_given_back_at_once(app, pilot, backend):
+    backend.waits = "load"
+    await say(app, pilot, "/model other/one")
+    await say(app, pilot, "hello")
+    await pilot.press("escape")
+    await until(lambda: app.prompt.text == "hello", pilot)
+    assert app.listener.job is None
+    assert "loading other/one" in screen_text(app), "still under way"
+    backend.held.set()
+    await until(lambda: app.pair.target.name == "other/one", pilot)
+    await answered(app, pilot, "hello")
+    assert len(backend.requests) == 1, "what was stopped is never begun"
 
 
-def test_a_question_without_an_answer_yet_survives_leaving(tmp_path):
-    backend = ScriptedBackend(prefills=[(10, 100)])
-
-    async def first(app, pilot, backend):
-        await say(app, pilot, "long prompt")
-        await until(lambda: "10 of 100 tokens" in screen_text(app), pilot)
-        app.run_worker(app.action_quit())
-        await until(lambda: app._exit, pilot)
-        backend.held.set()
-
-    async def second(app, pilot, backend):
-        assert app.prompt.text == "long prompt"
-
-    drive(first, tmp_path, backend)
-    drive(second, tmp_path, resume=True)
+@in_chat(lambda: ScriptedBackend(prefills=[(10, 100)]))
+async def test_a_question_without_an_answer_yet_survives_leaving(app, pilot, backend):
+    await say(app, pilot, "long prompt")
+    await until(lambda: "10 of 100 tokens" in screen_text(app), pilot)
+    app.run_worker(app.action_quit())
+    await until(lambda: app._exit, pilot)
+    backend.held.set()
+    assert [turn.content for turn in stored(app)] == ["long prompt"]
 
 
-def test_ctrl_c_copies_a_selection_and_otherwise_tells_how_to_leave(tmp_path):
-    async def steps(app, pilot, backend):
-        app.prompt.text = "copy me"
-        await pilot.press("ctrl+c")
-        assert [n.message for n in app._notifications] == ["Ctrl+Q or /quit leaves."]
-        app.prompt.select_all()
-        await pilot.press("ctrl+c")
-        assert app.clipboard == "copy me"
-
-    drive(steps, tmp_path)
+@in_chat()
+async def test_ctrl_c_copies_a_selection_and_otherwise_tells_how_to_leave(app, pilot, backend):
+    app.prompt.text = "copy me"
+    await pilot.press("ctrl+c")
+    assert [n.message for n in app._notifications] == ["Ctrl+Q or /quit leaves."]
+    app.prompt.select_all()
+    await pilot.press("ctrl+c")
+    assert app.clipboard == "copy me"
 
 
-def test_leaving_in_the_middle_of_an_answer_keeps_it(tmp_path):
-    backend = ScriptedBackend(gate=threading.Semaphore(2))
-
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "What meets?")
-        await until(lambda: app.status.figures and app.status.figures.rounds == 2, pilot)
-        backend.gate.release(100)
-        await pilot.press("ctrl+q")
-
-    drive(steps, tmp_path, backend)
-    (entry,) = Store(tmp_path).entries()
-    turns = Store(tmp_path).open(entry.file).conversation.turns
-    assert len(turns) == 2
-    assert turns[1].content.startswith("Two rivers")
+@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(2)))
+async def test_leaving_in_the_middle_of_an_answer_keeps_it(app, pilot, backend):
+    await say(app, pilot, "What meets?")
+    await until(lambda: app.status.figures and app.status.figures["rounds"] == 2, pilot)
+    backend.gate.release(100)
+    await pilot.press("ctrl+q")
+    _, answer = stored(app)
+    assert answer.content.startswith("Two rivers")

@@ -1,30 +1,26 @@
 """Commands, settings, pickers, views and races in the chat."""
 
-import asyncio
 import sys
 import threading
 
 import pytest
 from textual.widgets import Input, OptionList, Static
 
-from dflash_chat.messages import Verdict
-from dflash_chat.picker import Candidate
+from dflash_chat.race import RaceResult
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
-from dflash_mlx import DecodeConfig, DFlashError, PairConfig
-from dflash_mlx.drafters.auto import Means
-from dflash_mlx.models.registry import Advice
+from dflash_mlx import AvailableModel, DecodeConfig, DFlashError, PairConfig
+from dflash_mlx.engine.pair import Advice, Means
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
     answered,
-    drive,
+    in_chat,
     notices,
     race_of,
     say,
     screen_text,
-    scripted_app,
     shown_answer,
     until,
 )
@@ -42,254 +38,203 @@ from support.app_scripts import (
         ("/race", "nothing has been asked yet"),
     ],
 )
-def test_a_command_that_cannot_be_run_says_what_to_do(tmp_path, line, sentence):
-    async def steps(app, pilot, backend):
-        await say(app, pilot, line)
-        assert sentence in notices(app)[-1]
-        await answered(app, pilot)
-
-    drive(steps, tmp_path)
+@in_chat()
+async def test_a_command_that_cannot_be_run_says_what_to_do(app, pilot, backend, line, sentence):
+    await say(app, pilot, line)
+    assert sentence in notices(app)[-1]
+    await answered(app, pilot)
 
 
-def test_method_and_temperature_hold_for_the_next_answer(tmp_path):
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "/method ngram")
-        await say(app, pilot, "/temperature 0.7")
-        await answered(app, pilot)
-        config = backend.questions[0].config
-        assert (config.method, config.sampling.temperature) == ("ngram", 0.7)
-        assert "n-gram lookup" in screen_text(app)
-
-    drive(steps, tmp_path)
+@in_chat()
+async def test_method_and_temperature_hold_for_the_next_answer(app, pilot, backend):
+    await say(app, pilot, "/method ngram")
+    await say(app, pilot, "/temperature 0.7")
+    await answered(app, pilot)
+    config = backend.requests[0].config
+    assert (config.method, config.sampling.temperature) == ("ngram", 0.7)
+    assert "n-gram lookup" in screen_text(app)
 
 
-def test_settings_show_every_option_and_apply_together(tmp_path):
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "/settings")
-        screen = app.screen
-        assert isinstance(screen, SettingsScreen)
-        texts = " ".join(str(s.render()) for s in screen.query(Static))
-        assert "stop after this many tokens" in texts
-        assert "keep the k most likely tokens" in texts
-        screen.query_one("#set-max_tokens", Input).value = "many"
-        await pilot.press("ctrl+s")
-        assert "max_tokens is 'many'; type a whole number" in screen_text(app)
-        screen.query_one("#set-max_tokens", Input).value = "7"
-        screen.query_one("#set-top_p", Input).value = "3"
-        await pilot.press("ctrl+s")
-        assert "top_p is 3.0" in screen_text(app)
-        screen.query_one("#set-top_p", Input).value = "0.9"
-        screen.query_one("#set-stop", Input).value = "END, ###"
-        await pilot.press("ctrl+s")
-        await pilot.pause()
-        assert (app.config.max_tokens, app.config.sampling.top_p) == (7, 0.9)
-        assert app.config.stop == ("END", "###")
-        assert app.config.method == "d2sd"
-
-    drive(steps, tmp_path)
+@in_chat()
+async def test_settings_show_every_option_and_apply_together(app, pilot, backend):
+    await say(app, pilot, "/settings")
+    screen = app.screen
+    assert isinstance(screen, SettingsScreen)
+    texts = " ".join(str(s.render()) for s in screen.query(Static))
+    assert "stop after this many tokens" in texts
+    assert "keep the k most likely tokens" in texts
+    screen.query_one("#set-max_tokens", Input).value = "many"
+    await pilot.press("ctrl+s")
+    assert "max_tokens is 'many'; type a whole number" in screen_text(app)
+    screen.query_one("#set-max_tokens", Input).value = "7"
+    screen.query_one("#set-top_p", Input).value = "3"
+    await pilot.press("ctrl+s")
+    assert "top_p is 3.0" in screen_text(app)
+    screen.query_one("#set-top_p", Input).value = "0.9"
+    screen.query_one("#set-stop", Input).value = "END, ###"
+    await pilot.press("ctrl+s")
+    await pilot.pause()
+    assert (app.config.max_tokens, app.config.sampling.top_p) == (7, 0.9)
+    assert app.config.stop == ("END", "###")
+    assert app.config.method == "d2sd"
 
 
-def test_settings_left_with_escape_change_nothing(tmp_path):
-    async def steps(app, pilot, backend):
-        before = app.config
-        await say(app, pilot, "/settings")
-        app.screen.query_one("#set-max_tokens", Input).value = "7"
-        await pilot.press("escape")
-        assert app.config is before
-        await say(app, pilot, "/settings")
-        await pilot.press("ctrl+s")
-        await pilot.pause()
-        assert app.config == before, "saving unchanged settings changes nothing either"
-
-    drive(steps, tmp_path, decode=DecodeConfig(method="d2sd", budget=8, stop=("a",)))
+@in_chat(decode=DecodeConfig(method="d2sd", budget=8, stop=("a",)))
+async def test_settings_left_with_escape_change_nothing(app, pilot, backend):
+    before = app.config
+    await say(app, pilot, "/settings")
+    app.screen.query_one("#set-max_tokens", Input).value = "7"
+    await pilot.press("escape")
+    assert app.config is before
+    await say(app, pilot, "/settings")
+    await pilot.press("ctrl+s")
+    await pilot.pause()
+    assert app.config == before, "saving unchanged settings changes nothing either"
 
 
-def test_the_model_picker_loads_what_is_chosen(tmp_path, monkeypatch):
+@in_chat()
+async def test_the_model_picker_loads_what_is_chosen(app, pilot, backend, monkeypatch):
     listed = [
-        Candidate("built in", PairConfig(), "built in", 10**9),
-        Candidate("./own", PairConfig("./own", "./own-drafter"), "local folder", 5 * 10**9),
+        AvailableModel("built in", PairConfig(), "built in", 10**9),
+        AvailableModel("./own", PairConfig("./own", "./own-drafter"), "local folder", 5 * 10**9),
     ]
-    monkeypatch.setattr("dflash_chat.picker_screen.candidates", lambda here: listed)
-    monkeypatch.setattr("dflash_chat.memory.available", lambda: 2 * 10**9)
-
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "/model")
-        options = app.screen.query_one(OptionList)
-        await until(lambda: options.option_count == 2, pilot)
-        assert "needs 1.00 GB of 2.00 GB" in screen_text(app)
-        assert "does not fit" in screen_text(app)
-        await pilot.press("down", "enter")
-        await until(lambda: len(backend.loaded) == 2, pilot)
-        assert backend.loaded[1] == PairConfig("./own", "./own-drafter")
-        await say(app, pilot, "/model")
-        await until(lambda: app.screen.query(OptionList).first().option_count == 2, pilot)
-        await pilot.press("tab")
-        app.screen.query_one(Input).value = "typed/name"
-        await pilot.press("enter")
-        await until(lambda: len(backend.loaded) == 3, pilot)
-        assert backend.loaded[2] == PairConfig("typed/name")
-
-    drive(steps, tmp_path)
+    monkeypatch.setattr("dflash_chat.picker_screen.available_models", lambda here: listed)
+    monkeypatch.setattr("dflash_chat.picker_screen.available_memory", lambda: 2 * 10**9)
+    await say(app, pilot, "/model")
+    options = app.screen.query_one(OptionList)
+    await until(lambda: options.option_count == 2, pilot)
+    assert "needs 1.00 GB of 2.00 GB" in screen_text(app)
+    assert "does not fit" in screen_text(app)
+    await pilot.press("down", "enter")
+    await until(lambda: len(backend.loaded) == 2, pilot)
+    assert backend.loaded[1] == PairConfig("./own", "./own-drafter")
+    await say(app, pilot, "/model")
+    await until(lambda: app.screen.query(OptionList).first().option_count == 2, pilot)
+    await pilot.press("tab")
+    app.screen.query_one(Input).value = "typed/name"
+    await pilot.press("enter")
+    await until(lambda: len(backend.loaded) == 3, pilot)
+    assert backend.loaded[2] == PairConfig("typed/name")
 
 
-def test_help_and_figures_open_over_the_chat_and_close(tmp_path):
-    async def steps(app, pilot, backend):
-        await say(app, pilot, "/help")
-        assert isinstance(app.screen, RowsScreen)
-        assert "/temperature [number]" in screen_text(app)
-        await pilot.press("escape")
-        await answered(app, pilot)
-        await pilot.press("f3")
-        await pilot.pause()
-        assert "2.00 times as fast" in screen_text(app)
-        await pilot.press("f3")
-        assert app.screen is app.base
-
-    drive(steps, tmp_path, size=(100, 40))
+@in_chat(size=(100, 40))
+async def test_help_and_figures_open_over_the_chat_and_close(app, pilot, backend):
+    await say(app, pilot, "/help")
+    assert isinstance(app.screen, RowsScreen)
+    assert "/temperature [number]" in screen_text(app)
+    await pilot.press("escape")
+    await answered(app, pilot)
+    await pilot.press("f3")
+    await pilot.pause()
+    assert "2.00 times as fast" in screen_text(app)
+    await pilot.press("f3")
+    assert app.screen is app.base
 
 
-def test_the_palette_has_every_command(tmp_path):
-    async def steps(app, pilot, backend):
-        titles = [command.title for command in app.get_system_commands(app.screen)]
-        assert "/race [question]" in titles
-        assert "/rename title" in titles
-        await pilot.press("ctrl+p")
-        await pilot.press(*"theme")
-        await until(lambda: "light or dark" in screen_text(app), pilot)
-        before = app.theme
-        await pilot.press("enter", "enter")
-        await until(lambda: app.theme != before, pilot)
-
-    drive(steps, tmp_path)
+@in_chat()
+async def test_the_palette_has_every_command(app, pilot, backend):
+    titles = [command.title for command in app.get_system_commands(app.screen)]
+    assert "/race [question]" in titles
+    assert "/rename title" in titles
+    await pilot.press("ctrl+p")
+    await pilot.press(*"theme")
+    await until(lambda: "light or dark" in screen_text(app), pilot)
+    before = app.theme
+    await pilot.press("enter", "enter")
+    await until(lambda: app.theme != before, pilot)
 
 
-def test_a_theme_is_chosen_at_the_start_and_changed_with_a_command(tmp_path):
-    async def steps(app, pilot, backend):
-        assert app.theme == "textual-light"
-        await say(app, pilot, "/theme")
-        assert app.theme == "textual-dark"
-
-    drive(steps, tmp_path, theme="light")
+@in_chat(theme="light")
+async def test_a_theme_is_chosen_at_the_start_and_changed_with_a_command(app, pilot, backend):
+    assert app.theme == "textual-light"
+    await say(app, pilot, "/theme")
+    assert app.theme == "textual-dark"
 
 
-def test_the_draft_view_shows_origins_and_the_last_tree(tmp_path):
-    async def steps(app, pilot, backend):
-        await answered(app, pilot)
-        assert "second draft" not in screen_text(app)
-        app.prompt.text = "half a question"
-        await pilot.press("f2")
-        await pilot.pause()
-        assert app.prompt.text == "half a question"
-        text = screen_text(app)
-        assert "second draft" in text
-        assert "✗·wrong" in text
-        assert "tree of 6 pays" in text
-        await say(app, pilot, "/draft")
-        assert "second draft" not in screen_text(app)
-
-    drive(steps, tmp_path, size=(120, 40))
+@in_chat(size=(120, 40))
+async def test_the_draft_view_shows_origins_and_the_last_tree(app, pilot, backend):
+    await answered(app, pilot)
+    assert "second draft" not in screen_text(app)
+    app.prompt.text = "half a question"
+    await pilot.press("f2")
+    await pilot.pause()
+    assert app.prompt.text == "half a question"
+    text = screen_text(app)
+    assert "second draft" in text
+    assert "✗·wrong" in text
+    assert "tree of 6 pays" in text
+    await say(app, pilot, "/draft")
+    assert "second draft" not in screen_text(app)
 
 
-def test_a_race_runs_on_the_last_question_and_ends_with_a_verdict(tmp_path):
-    verdict = Verdict("All 12 tokens are the same. 2.00 times as fast.", True)
-
-    async def steps(app, pilot, backend):
-        await answered(app, pilot, "What meets?")
-        backend.race_steps = [*race_of(ANSWER, 12), verdict]
-        await say(app, pilot, "/race")
-        await until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over, pilot)
-        text = screen_text(app)
-        assert "12 tokens  0.3 s  40.0 tok/s  done" in text
-        assert "12 tokens  0.6 s  20.0 tok/s  done" in text
-        assert "All 12 tokens are the same" in text
-        assert [m["content"] for m in backend.questions[-1].messages] == ["What meets?"]
-        await pilot.press("escape")
-        await answered(app, pilot, "on")
-        assert len(app.conversation.turns) == 4, "a race leaves no trace in the conversation"
-
-    drive(steps, tmp_path, size=(120, 40))
+@in_chat(size=(120, 40))
+async def test_a_race_runs_on_the_last_question_and_ends_with_a_verdict(app, pilot, backend):
+    result = RaceResult("All 12 tokens are the same. 2.00 times as fast.", True)
+    await answered(app, pilot, "What meets?")
+    backend.race_steps = [*race_of(ANSWER, 12), result]
+    await say(app, pilot, "/race")
+    await until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over, pilot)
+    text = screen_text(app)
+    assert "12 tokens  0.3 s  40.0 tok/s  done" in text
+    assert "12 tokens  0.6 s  20.0 tok/s  done" in text
+    assert "All 12 tokens are the same" in text
+    assert [m["content"] for m in backend.requests[-1].messages] == ["What meets?"]
+    await pilot.press("escape")
+    await answered(app, pilot, "on")
+    assert len(app.conversation.turns) == 4, "a race leaves no trace in the conversation"
 
 
-def test_a_race_can_be_stopped_and_can_fail(tmp_path):
-    backend = ScriptedBackend(gate=threading.Semaphore(3))
-
-    async def steps(app, pilot, backend):
-        backend.race_steps = race_of(ANSWER, 12)
-        await say(app, pilot, "/race What meets?")
-        await until(lambda: "2 tokens" in screen_text(app), pilot)
-        await pilot.press("ctrl+c")
-        assert app.screen is app.base
-        backend.gate.release(100)
-        backend.race_steps = [DFlashError("the method is none", "choose another /method")]
-        await say(app, pilot, "/race again")
-        await until(lambda: "choose another /method" in screen_text(app), pilot)
-        await pilot.press("escape")
-        await answered(app, pilot)
-
-    drive(steps, tmp_path, backend)
+@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(3)))
+async def test_a_race_can_be_stopped_and_can_fail(app, pilot, backend):
+    backend.race_steps = race_of(ANSWER, 12)
+    await say(app, pilot, "/race What meets?")
+    await until(lambda: "2 tokens" in screen_text(app), pilot)
+    await pilot.press("ctrl+c")
+    assert app.screen is app.base
+    backend.gate.release(100)
+    backend.race_steps = [DFlashError("the method is none", "choose another /method")]
+    await say(app, pilot, "/race again")
+    await until(lambda: "choose another /method" in screen_text(app), pilot)
+    await pilot.press("escape")
+    await answered(app, pilot)
 
 
-def test_what_is_printed_while_loading_is_shown_as_progress(tmp_path):
-    hold = threading.Event()
-
-    class Slow(ScriptedBackend):
-        def load(self, config):
-            hold.wait(10)
-            return super().load(config)
-
-    async def run():
-        app, _ = scripted_app(tmp_path, Slow())
-        async with app.run_test(size=(100, 30)) as pilot:
-            await pilot.pause()
-            assert "loading SmolLM2" in screen_text(app)
-            app.read_output("\r unpacking:  45%|████      | 44.1M/98.4M")
-            await until(lambda: "unpacking" in screen_text(app), pilot)
-            assert "45%" in screen_text(app)
-            hold.set()
-            await until(lambda: app.info and not app.listener.waiting, pilot)
-            app.read_output("a warning from a library\n")
-            await pilot.pause()
-            assert "unpacking" not in screen_text(app)
-            assert "warning" not in screen_text(app)
-
-    asyncio.run(run())
+@in_chat(lambda: ScriptedBackend(waits="load"))
+async def test_what_is_printed_while_loading_is_shown_as_progress(app, pilot, backend):
+    assert "loading SmolLM2" in screen_text(app)
+    app.read_output("\r unpacking:  45%|████      | 44.1M/98.4M")
+    await until(lambda: "unpacking" in screen_text(app), pilot)
+    assert "45%" in screen_text(app)
+    backend.held.set()
+    await until(lambda: app.pair and not app.listener.waiting, pilot)
+    app.read_output("a warning from a library\n")
+    await pilot.pause()
+    assert "unpacking" not in screen_text(app)
+    assert "warning" not in screen_text(app)
 
 
-def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(tmp_path):
-    hold = threading.Event()
-
-    class Timing(ScriptedBackend):
-        def plain_seconds(self):
-            sys.stderr.write("\rtiming this machine, once:  50%|████      | 6/12")
-            hold.wait(60)
-            return super().plain_seconds()
-
-    async def run():
-        app, backend = scripted_app(tmp_path, Timing(), decode=DecodeConfig())
-        async with app.run_test(size=(100, 30)) as pilot:
-            await until(lambda: "timing this machine, once" in screen_text(app), pilot)
-            assert "50%" in screen_text(app)
-            await pilot.press("h", "i")
-            assert app.prompt.text == "hi"
-            await pilot.press("enter")
-            await until(lambda: app.listener.job is not None, pilot)
-            assert backend.questions == [], "it waits its turn"
-            hold.set()
-            await until(lambda: app.listener.job is None, pilot)
-            assert "timing" not in screen_text(app)
-            assert shown_answer(app) == ANSWER
-
-    asyncio.run(run())
+@in_chat(lambda: ScriptedBackend(waits="measure"), decode=DecodeConfig())
+async def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(app, pilot, backend):
+    await until(lambda: app.pair and app.listener.waiting, pilot)
+    sys.stderr.write("\rtiming this machine, once:  50%|████      | 6/12")
+    await until(lambda: "timing this machine, once" in screen_text(app), pilot)
+    assert "50%" in screen_text(app)
+    await pilot.press("h", "i")
+    assert app.prompt.text == "hi"
+    await pilot.press("enter")
+    await until(lambda: app.listener.job is not None, pilot)
+    assert backend.requests == [], "it waits its turn"
+    backend.held.set()
+    await until(lambda: app.listener.job is None, pilot)
+    assert "timing" not in screen_text(app)
+    assert shown_answer(app) == ANSWER
 
 
-def test_the_method_says_what_auto_is_with_this_model(tmp_path):
-    async def steps(app, pilot, backend):
-        assert "DFlash tree" in screen_text(app)
-        await say(app, pilot, "/method")
-        assert notices(app) == ["The method is auto, which is ddtree with this model."]
-        await say(app, pilot, "/method ngram")
-        assert notices(app)[1:] == ["The method is ngram."]
-        assert "n-gram lookup" in screen_text(app)
-
-    advised = Means(2, advice=Advice("ddtree"))
-    drive(steps, tmp_path, ScriptedBackend(means=advised), decode=DecodeConfig())
+@in_chat(lambda: ScriptedBackend(means=Means(2, advice=Advice("ddtree"))), decode=DecodeConfig())
+async def test_the_method_says_what_auto_is_with_this_model(app, pilot, backend):
+    assert "DFlash tree" in screen_text(app)
+    await say(app, pilot, "/method")
+    assert notices(app) == ["The method is auto, which is ddtree with this model."]
+    await say(app, pilot, "/method ngram")
+    assert notices(app)[1:] == ["The method is ngram."]
+    assert "n-gram lookup" in screen_text(app)

@@ -20,11 +20,18 @@ import pytest
 from textual.widgets import OptionList
 
 from dflash_chat.conversation import Conversation, Turn
-from dflash_chat.messages import Verdict
-from dflash_chat.picker import Candidate
+from dflash_chat.race import RaceResult
 from dflash_chat.race_screen import RaceScreen
-from dflash_mlx import DFlashError, PairConfig
-from support.app_scripts import ANSWER, ScriptedBackend, race_of, scripted_app, until
+from dflash_mlx import AvailableModel, DFlashError, PairConfig
+from support.app_scripts import (
+    ANSWER,
+    ScriptedBackend,
+    answered,
+    race_of,
+    say,
+    scripted_app,
+    until,
+)
 
 ROOT = Path(__file__).parents[2]
 PICTURES = {True: ROOT / "docs", False: Path(__file__).parents[1] / "snapshots"}
@@ -32,31 +39,18 @@ PATIENCE = 15.0  # seconds until a screen that looks otherwise is taken for chan
 LARGE, SMALL, TINY = (120, 40), (80, 24), (40, 12)
 QUESTION = "Which two rivers meet in Mainz? Add a Python function that lists them."
 THOUGHT = "<think>Mainz lies where the Main flows into the Rhine.</think>"
-VERDICT = Verdict(
+RESULT = RaceResult(
     "All 19 tokens are the same. 2.00 times as fast as plain decoding on this question.", True
 )
 
 
-async def ask(app, pilot, text=QUESTION):
-    before = len(app.conversation.turns)
-    app.prompt.text = text
-    await pilot.press("enter")
-    await until(lambda: app.listener.job is None and len(app.conversation.turns) > before, pilot)
-
-
 async def stream(app, pilot, rounds):
     """Ask, and stop the scripted engine after so many rounds."""
-    app.prompt.text = QUESTION
-    await pilot.press("enter")
+    app._backend.gate = threading.Semaphore(0)
+    await say(app, pilot, QUESTION)
     app._backend.gate.release(rounds)
-    await until(lambda: app.status.figures and app.status.figures.rounds == rounds, pilot)
+    await until(lambda: app.status.figures and app.status.figures["rounds"] == rounds, pilot)
     await until(lambda: not app.listener.dirty, pilot)
-
-
-async def command(app, pilot, line):
-    app.prompt.text = line
-    await pilot.press("enter")
-    await pilot.pause()
 
 
 async def idle(app, pilot):
@@ -64,43 +58,40 @@ async def idle(app, pilot):
 
 
 async def streaming(app, pilot):
-    await ask(app, pilot, "Hello!")
-    app._backend.gate = threading.Semaphore(0)
+    await answered(app, pilot, "Hello!")
     await stream(app, pilot, 5)
 
 
 async def draft_view(app, pilot):
     await pilot.press("f2")
-    app._backend.gate = threading.Semaphore(0)
     await stream(app, pilot, 4)
 
 
 async def race(app, pilot):
-    app._backend.race_steps = [*race_of(ANSWER, 19), VERDICT]
-    await command(app, pilot, f"/race {QUESTION}")
+    app._backend.race_steps = [*race_of(ANSWER, 19), RESULT]
+    await say(app, pilot, f"/race {QUESTION}")
     await until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over, pilot)
 
 
 async def error(app, pilot):
-    await ask(app, pilot)
+    await answered(app, pilot, QUESTION)
     app._backend.loads = [
         DFlashError(
             "'Qwen/Qwen3-4b' is neither a folder nor a public model",
             "give a local folder or a Hugging Face id like owner/name with --model",
         )
     ]
-    await command(app, pilot, "/model Qwen/Qwen3-4b")
+    await say(app, pilot, "/model Qwen/Qwen3-4b")
     await until(lambda: app.query(".notice"), pilot)
 
 
-async def answered(app, pilot):
-    await ask(app, pilot)
+async def answer(app, pilot):
+    await answered(app, pilot, QUESTION)
 
 
 async def prefill(app, pilot):
     app._backend.prefills = [(1536, 4096)]
-    app.prompt.text = QUESTION
-    await pilot.press("enter")
+    await say(app, pilot, QUESTION)
     await until(lambda: app.query_one("#progress").display, pilot)
 
 
@@ -110,11 +101,11 @@ async def conversations(app, pilot):
         app.store.save(Conversation(f"2026-01-{day}T10-30-00-000000", "", "M", turns))
     for age, file in enumerate(sorted(app.store.folder.iterdir())):
         os.utime(file, (1000 + age, 1000 + age))
-    await command(app, pilot, "/open")
+    await say(app, pilot, "/open")
 
 
 async def models(app, pilot):
-    await command(app, pilot, "/model")
+    await say(app, pilot, "/model")
     await until(lambda: app.screen.query_one(OptionList).option_count, pilot)
 
 
@@ -125,13 +116,13 @@ CASES = [
     ("chat-draft-view", LARGE, draft_view, "dark", True),
     ("chat-race", LARGE, race, "dark", True),
     ("chat-error", LARGE, error, "dark", True),
-    ("chat-80x24", SMALL, answered, "light", True),
+    ("chat-80x24", SMALL, answer, "light", True),
     ("streaming-80x24", SMALL, streaming, "dark", False),
     ("draft-view-80x24", SMALL, draft_view, "light", False),
     ("prefill-80x24", SMALL, prefill, "dark", False),
     ("conversations-80x24", SMALL, conversations, "dark", False),
     ("models-80x24", SMALL, models, "dark", False),
-    ("answered-40x12", TINY, answered, "dark", False),
+    ("answered-40x12", TINY, answer, "dark", False),
 ]
 
 
@@ -139,8 +130,8 @@ CASES = [
 def same_machine(monkeypatch, tmp_path):
     """What would differ from one machine to the next."""
     listed = [
-        Candidate("SmolLM2-135M-Instruct", PairConfig(), "built in", 720_000_000),
-        Candidate(
+        AvailableModel("SmolLM2-135M-Instruct", PairConfig(), "built in", 720_000_000),
+        AvailableModel(
             "Qwen/Qwen3-8B",
             PairConfig("Qwen/Qwen3-8B"),
             "Hugging Face cache",
@@ -148,8 +139,8 @@ def same_machine(monkeypatch, tmp_path):
             "drafter z-lab/Qwen3-8B-DFlash-b16",
         ),
     ]
-    monkeypatch.setattr("dflash_chat.picker_screen.candidates", lambda here: listed)
-    monkeypatch.setattr("dflash_chat.memory.available", lambda: 16_000_000_000)
+    monkeypatch.setattr("dflash_chat.picker_screen.available_models", lambda here: listed)
+    monkeypatch.setattr("dflash_chat.picker_screen.available_memory", lambda: 16_000_000_000)
     monkeypatch.chdir(tmp_path)
 
 

@@ -21,17 +21,11 @@ from dflash_mlx.drafters import methods
 from dflash_mlx.target.pass_times import PassTimes
 from support.models import write_drafter, write_model
 
-TERMS = {"draft", "verify", "commit", "overhead"}
 METHODS = ["none", "dflash:4", "dflash:8"]
-FIGURES = {
-    "tokens_per_second",
-    "speedup",
-    "mean_accepted",
-    "acceptance_rate",
-    "parity",
-    "first_differences",
-    "round_ms",
-}
+FIGURES = """
+    tokens_per_second speedup ratio_of_medians mean_accepted rows_per_round acceptance_rate
+    accepted_by_position committed reliability merging modes guard parity first_differences round_ms
+"""
 TEXTS = {"code": ["def f():", "x = 1", "import os"], "chat": ["hello", "how are you?"]}
 ROWS = [
     {"id": f"{category}-{i}", "category": category, "messages": [{"role": "user", "content": text}]}
@@ -40,17 +34,12 @@ ROWS = [
 ]
 
 
-def write_rows(file: Path, rows: list[Any]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("benchmark")
     write_model(root / "model")
     write_drafter(root / "drafter")
-    write_rows(root / "prompts.jsonl", ROWS)
+    (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     return root
 
 
@@ -79,108 +68,66 @@ def measured(folders: Path) -> dict[str, Any]:
 
 
 def test_the_report_says_what_was_measured_on_what(measured, folders):
-    assert measured.keys() >= {"machine", "versions", "pair", "settings", "methods", "categories"}
-    assert measured["machine"]["cores"] >= 1 and measured["machine"]["memory_bytes"] > 1e8
-    assert all(measured["machine"][key] for key in ("processor", "system", "device"))
+    said = {"machine", "versions", "pair", "settings", "methods", "categories"}
+    assert measured.keys() == said
+    assert measured["machine"].keys() >= {"processor", "system", "device", "cores", "memory_bytes"}
     assert measured["versions"].keys() >= {"python", "mlx", "mlx-lm"}
     named = {"target": str(folders / "model"), "drafter": str(folders / "drafter")}
     assert measured["pair"].items() >= named.items()
-    assert measured["settings"]["prompts"] == len(ROWS)
-    assert measured["settings"]["prompts_file"].endswith(".jsonl")
-    assert list(measured["settings"]["methods"]) == METHODS
-    for name, config in measured["settings"]["methods"].items():
+    settings = measured["settings"]
+    told = {"prompts": len(ROWS), "prompts_file": "prompts.jsonl", "limit": None}
+    assert settings.items() >= told.items()
+    assert list(settings["methods"]) == METHODS
+    for name, config in settings["methods"].items():
         assert name.startswith(config["method"])
-        assert config["max_tokens"] == 12
-        assert config["sampling"]["temperature"] == 0
+        assert (config["max_tokens"], config["sampling"]["temperature"]) == (12, 0)
 
 
-def test_every_method_has_every_figure_overall_and_per_category(measured):
-    assert list(measured["methods"]) == METHODS
-    assert list(measured["categories"]) == list(TEXTS)
-    groups = [measured["methods"], *measured["categories"].values()]
-    assert all(list(group) == METHODS for group in groups)
-    for figures in (figures for group in groups for figures in group.values()):
-        assert figures.keys() >= FIGURES
-        assert figures["round_ms"].keys() == TERMS
+def test_every_method_has_every_figure_and_gives_the_plain_answers(measured):
+    groups = {"all": measured["methods"], **measured["categories"]}
+    assert list(groups) == ["all", *TEXTS]
+    assert all(list(group) == METHODS for group in groups.values())
+    for name, figures in (each for group in groups.values() for each in group.items()):
+        assert list(figures) == FIGURES.split()
         assert figures["tokens_per_second"] > 0 and figures["speedup"] > 0
-        assert figures["mean_accepted"] >= 1
-
-
-def test_every_method_gives_the_plain_answers(measured):
-    for name in METHODS:
-        assert measured["methods"][name]["parity"] == 1.0
-        assert measured["methods"][name]["first_differences"] == []
-
-
-def test_plain_decoding_is_its_own_measure(measured):
+        terms = figures["round_ms"]
+        assert list(terms) == ["draft", "verify", "commit", "overhead"]
+        assert min(terms.values()) >= 0 and terms["verify"] > 0
+        assert name == "none" or terms["draft"] > 0.01
+        assert (figures["parity"], figures["first_differences"]) == (1.0, [])
+    positions = [len(f["accepted_by_position"]) for f in measured["methods"].values()]
+    assert positions == [0, 3, 7]
     plain = measured["methods"]["none"]
     assert (plain["speedup"], plain["mean_accepted"], plain["acceptance_rate"]) == (1.0, 1.0, 0.0)
-    assert plain["accepted_by_position"] == []
-
-
-def test_block_sizes_of_the_methods_are_used(measured):
-    positions = {n: len(f["accepted_by_position"]) for n, f in measured["methods"].items()}
-    assert positions == {"none": 0, "dflash:4": 3, "dflash:8": 7}
-
-
-def test_the_terms_of_a_round_are_shares_of_its_time(measured):
-    for name in METHODS:
-        terms = measured["methods"][name]["round_ms"]
-        assert terms["verify"] > 0
-        assert all(milliseconds >= 0 for milliseconds in terms.values())
-        assert (terms["draft"] > 0.01) or name == "none"
-
-
-def test_plain_decoding_spends_its_rounds_on_the_target(measured):
-    terms = measured["methods"]["none"]["round_ms"]
-    assert terms["verify"] > terms["commit"]
-
-
-def test_random_answers_are_the_plain_ones_too(folders):
-    figures = run(folders, "--methods", "dflash:4", "--temperature", "1")["methods"]
-    assert figures["dflash:4"]["parity"] == 1.0
-
-
-def test_the_settings_of_random_answers_can_be_given_again(folders):
-    settings = run(folders, "--methods", "none", "--limit", "1", "--temperature", "1")["settings"]
-    assert isinstance(settings["methods"]["none"]["sampling"]["seed"], int)
 
 
 def test_a_limit_counts_per_category_and_none_is_always_run(folders, capsys):
-    figures = run(folders, "--methods", "dflash:4", "--limit", "1")
-    assert figures["settings"]["prompts"] == 2
-    assert list(figures["methods"]) == ["none", "dflash:4"]
-    out = capsys.readouterr().out
-    assert out.startswith("| category | method |")
-    rows = [line.split("|")[1:3] for line in out.split("\n\n")[0].splitlines()[2:]]
-    assert [[cell.strip() for cell in row] for row in rows] == [
-        [category, method]
-        for category in ("all", "code", "chat")
-        for method in ("none", "dflash:4")
-    ]
+    report = run(folders, "--methods", "dflash:4", "--limit", "1", "--temperature", "1")
+    assert report["settings"]["prompts"] == 2
+    assert isinstance(report["settings"]["methods"]["none"]["sampling"]["seed"], int)
+    assert report["methods"]["dflash:4"]["parity"] == 1.0
+    assert list(report["methods"]) == ["none", "dflash:4"]
+    assert capsys.readouterr().out.startswith("| category | method |")
 
 
 def test_the_order_of_the_methods_turns_from_prompt_to_prompt(folders, monkeypatch):
     order = []
 
     def answer(pair: Any, prompt: list[int], config: DecodeConfig) -> Any:
-        order.append((len(prompt), config.method, config.max_tokens))
+        order.append((config.method, config.max_tokens))
         return real(pair, prompt, config)
 
     real = measure.answer
     monkeypatch.setattr(measure, "answer", answer)
     run(folders, "--methods", "none,dflash", "--max-tokens", "3")
-    warm, measured = order[:2], order[2:]
-    assert [(method, tokens) for _, method, tokens in warm] == [("none", 8), ("dflash", 8)]
-    assert [m for _, m, _ in measured] == (["none", "dflash", "dflash", "none"] * 3)[:10]
-    assert all(tokens == 3 for *_, tokens in measured)
+    turning = ["none", "dflash", "dflash", "none"] * 3
+    assert order == [("none", 8), ("dflash", 8), *((method, 3) for method in turning[:10])]
 
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 needs_matplotlib = pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is not installed")
-
-
 TREES = ["d2sd:growth=paper", "d2sd:branches=2", "ddtree:budget=8", "resample:branches=2"]
+SWEPT = {value: f"d2sd:branches=2:budget={value}" for value in ("auto", "6")}
 
 
 @pytest.fixture(scope="module")
@@ -200,131 +147,108 @@ def trees(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 
 
 def test_random_answers_of_every_method_are_the_plain_ones_with_that_seed(trees):
-    report, out = trees
-    swept = ["d2sd:branches=2:budget=auto", "d2sd:branches=2:budget=6"]
-    fixed = [TREES[0], *swept, *TREES[2:]]
-    assert list(report["methods"]) == ["none", "dflash", *fixed]
+    report, _ = trees
+    assert list(report["methods"]) == ["none", "dflash", TREES[0], *SWEPT.values(), *TREES[2:]]
+    tokens = set()
     for figures in report["methods"].values():
         assert figures["parity"] == 1.0 and figures["mean_accepted"] >= 1
-    assert "temperature 0.7 with seed 3" in out
-    assert report["settings"]["methods"][swept[1]]["budget"] == 6
+        tokens.add(sum(int(n) * rounds for n, rounds in figures["committed"].items()))
+    assert len(tokens) == 1 and report["methods"]["none"]["committed"] == {"1": tokens.pop()}
+    assert report["settings"]["methods"][SWEPT["6"]]["budget"] == 6
+    assert report["sweep"] == {"setting": "budget", "lines": {"d2sd:branches=2": SWEPT}}
 
 
-def test_the_histogram_of_a_run_counts_every_token_of_every_answer(trees):
-    report, _ = trees
-    tokens = {
-        name: sum(int(n) * rounds for n, rounds in figures["committed"].items())
-        for name, figures in report["methods"].items()
-    }
-    assert len(set(tokens.values())) == 1
-    assert report["methods"]["none"]["committed"] == {"1": tokens["none"]}
-
-
-def test_reliability_is_there_where_trees_have_confidences(trees):
-    report, out = trees
-    for name in ("ddtree:budget=8", "d2sd:branches=2:budget=6", TREES[0], "resample:branches=2"):
-        diagram = report["methods"][name]["reliability"]
-        rounds = sum(report["methods"][name]["committed"].values())
+def test_what_became_of_trees_is_reported(trees):
+    methods = trees[0]["methods"]
+    for name in (TREES[0], SWEPT["6"], *TREES[2:]):
+        diagram = methods[name]["reliability"]
+        rounds = sum(methods[name]["committed"].values())
         assert sum(found["nodes"] for found in diagram["depth 1"]["bins"]) >= rounds / 2
         assert diagram["all"]["bins"][-1]["confidence"] <= 1
-    assert report["methods"]["none"]["reliability"] is None
-    assert "no confidences: none" in out
-
-
-def test_trees_that_merge_blocks_are_compared_with_separate_ones(trees):
-    report, out = trees
     for name in (TREES[0], TREES[3]):
-        merging = report["methods"][name]["merging"]
-        assert merging["merged_rows"] == report["methods"][name]["rows_per_round"]
-        assert merging["merged_rows"] < merging["separate_rows"]
+        merging = methods[name]["merging"]
+        assert merging["merged_rows"] == methods[name]["rows_per_round"] < merging["separate_rows"]
         assert merging["merged_ms"] < merging["separate_ms"]
-    assert report["methods"]["ddtree:budget=8"]["merging"] is None
-    assert "Rows per round, branches merged" in out
+    assert methods["none"]["reliability"] is methods["ddtree:budget=8"]["merging"] is None
+    most = {"none": 1, "ddtree:budget=8": 8, SWEPT["6"]: 6}
+    assert all(methods[name]["rows_per_round"] <= rows for name, rows in most.items())
 
 
-def test_rows_per_round_are_those_that_were_verified(trees):
-    report, _ = trees
-    rows = {name: figures["rows_per_round"] for name, figures in report["methods"].items()}
-    assert rows["none"] == 1
-    assert rows["ddtree:budget=8"] <= 8 and rows["d2sd:branches=2:budget=6"] <= 6
-
-
-def test_a_sweep_prints_its_table_and_names_its_runs(trees):
-    report, out = trees
-    runs = {"auto": "d2sd:branches=2:budget=auto", "6": "d2sd:branches=2:budget=6"}
-    assert report["sweep"] == {"setting": "budget", "lines": {"d2sd:branches=2": runs}}
-    assert "Sweep over budget:" in out and "| all | d2sd:branches=2 | 6 |" in out
+def test_all_that_there_are_figures_for_is_printed(trees):
+    for words in (
+        "temperature 0.7 with seed 3",
+        "Accepted after an accepted parent",
+        "Rows per round, branches merged",
+        "Sweep over budget:",
+        "| all | d2sd:branches=2 | 6 |",
+    ):
+        assert words in trees[1]
 
 
 @needs_matplotlib
-def test_every_picture_is_drawn_into_the_folder(trees):
+def test_the_pictures_are_those_that_there_are_figures_for(trees, measured, tmp_path):
     from matplotlib import image
 
-    folder = trees[0]["plots"]
     pictures = {"speed.png", "acceptance.png", "reliability.png", "sweep.png"}
-    assert {file.name for file in folder.iterdir()} == pictures
-    for file in folder.iterdir():
+    assert {file.name for file in trees[0]["plots"].iterdir()} == pictures
+    for file in trees[0]["plots"].iterdir():
         pixels = image.imread(file)
         assert min(pixels.shape[:2]) > 250 and pixels.std() > 0.05
+    assert [file.name for file in draw_all(measured, tmp_path)] == ["speed.png", "acceptance.png"]
 
 
-@needs_matplotlib
-def test_without_confidences_and_sweeps_there_are_no_pictures_of_them(measured, tmp_path):
-    files = draw_all(measured, tmp_path)
-    assert [file.name for file in files] == ["speed.png", "acceptance.png"]
-
-
-def test_a_sweep_with_auto_is_over_what_auto_is_with_the_pair(folders):
-    more = ["--methods", "auto", "--sweep", "budget=4,8", "--limit", "1", "--max-tokens", "3"]
-    report = run(folders, *more)
-    assert list(report["methods"]) == ["none", "ddtree:budget=4", "ddtree:budget=8"]
-    runs = {value: f"ddtree:budget={value}" for value in ("4", "8")}
-    assert report["sweep"]["lines"] == {"ddtree": runs}
-
-
-def test_contexts_are_compared_side_by_side(folders, capsys):
-    more = ["--methods", "none", "--limit", "1", "--max-tokens", "2"]
+def test_auto_is_swept_as_what_it_is_with_the_pair_and_contexts_side_by_side(folders, capsys):
+    more = ["--methods", "auto", "--sweep", "budget=4,8", "--limit", "1", "--max-tokens", "2"]
     report = run(folders, *more, "--context", "60,200")
+    runs = {value: f"ddtree:budget={value}" for value in ("4", "8")}
+    assert list(report["methods"]) == ["none", *runs.values()]
+    assert report["sweep"]["lines"] == {"ddtree": runs}
     assert list(report["categories"]) == ["60 tokens", "200 tokens"]
     lengths = report["settings"]["prompt_tokens"]
     assert lengths["asked"] == [60, 200] and 190 < lengths["longest"] <= 200
     assert f"to {lengths['longest']} tokens" in capsys.readouterr().out
 
 
-def test_a_context_that_the_model_cannot_hold_is_refused_before_anything_is_measured(
-    folders, monkeypatch
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("more", "value"),
+    [
+        (["--methods", "none,dflash", "--context", "600"], "512"),
+        (["--methods", "dflash:9"], "block_size is 9"),
+        (["--methods", "dflash", "--sweep", "block=4,9"], "block_size is 9"),
+    ],
+)
+def test_what_the_pair_cannot_do_is_refused_before_anything_is_measured(
+    folders, monkeypatch, more, value
 ):
-    monkeypatch.setattr(measure, "compare", lambda *_: pytest.fail("measured"))
-    with pytest.raises(DFlashError, match="can hold 512 with the answer"):
-        benchmark.main(options(folders, "--methods", "none", "--context", "600"))
+    monkeypatch.setattr(measure, "answer", lambda *_: pytest.fail("measured"))
+    with pytest.raises(DFlashError, match=value):
+        benchmark.main(options(folders, *more))
 
 
-# What is refused before the work starts
-
-ROW = ROWS[0]
-BAD_PROMPTS: dict[str, tuple[str, str]] = {
+GOOD = json.dumps(ROWS[0]) + "\n"
+BAD_PROMPTS = {
     "empty": ("", "holds no prompts"),
     "blank lines": ("\n \n", "holds no prompts"),
     "no JSON": ("hello\n", "line 1 of .* is no JSON"),
-    "one damaged line": (json.dumps(ROW) + "\n{\n", "line 2 of .* is no JSON"),
+    "one damaged line": (GOOD + "{\n", "line 2 of .* is no JSON"),
     "a list": ("[]\n", "line 1 of .* has no category"),
-    "no category": (json.dumps({**ROW, "category": None}) + "\n", "line 1 of .* has no category"),
-    "no messages": (json.dumps({"category": "chat"}) + "\n", "line 1 of .* holds no messages"),
-    "empty messages": (json.dumps({**ROW, "messages": []}) + "\n", "holds no messages"),
-    "a message without content": (
-        json.dumps(ROW) + "\n" + json.dumps({**ROW, "messages": [{"role": "user"}]}) + "\n",
-        "message 0 in line 2 of",
+    "no category": ('{"category": null, "prompt": "a"}', "line 1 of .* has no category"),
+    "no messages": ('{"category": "chat"}', "line 1 of .* holds no messages"),
+    "empty messages": ('{"category": "chat", "messages": []}', "holds no messages"),
+    "no content": (
+        GOOD + '{"category": "a", "messages": [{"role": "user"}]}',
+        "message 0 in line 2",
     ),
-    "a damaged row after a blank line": (json.dumps(ROW) + "\n\n[]\n", "line 3 of"),
+    "a damaged row after a blank line": (GOOD + "\n[]\n", "line 3 of"),
 }
 
 
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_pair(*_: Any) -> Any:
-        raise AssertionError("the pair was loaded")
-
-    monkeypatch.setattr(benchmark.cli, "open_pair", open_pair)
+    monkeypatch.setattr(benchmark.cli, "open_pair", lambda *_: pytest.fail("the pair was loaded"))
 
 
 @pytest.mark.usefixtures("no_work")
@@ -342,50 +266,34 @@ def test_a_damaged_prompts_file_is_refused(folders, tmp_path, case):
     ("more", "message"),
     [
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
-        (["--json", "nowhere/report.json"], "there is no folder nowhere"),
-        (["--plots", "nowhere/plots"], "there is no folder nowhere"),
+        (["--json", "nowhere/report.json"], "nowhere/"),
+        (["--plots", "nowhere/plots"], "nowhere/"),
         (["--json", "."], "folder"),
         (["--plots", "prompts.jsonl"], "prompts.jsonl is a file"),
-        (["--json", "prompts.jsonl", "--prompts", "prompts.jsonl"], "the prompts themselves"),
+        (["--json", "prompts.jsonl", "--prompts", "prompts.jsonl"], "prompts.jsonl"),
         (["--limit", "0"], "limit is 0"),
-        (["--limit", "-1"], "limit is -1"),
         (["--methods", "magic"], "method is 'magic'"),
-        (["--methods", ""], "method is ''"),
         (["--methods", "none,dflash:1"], "block_size is 1"),
-        (["--methods", "dflash:two"], "the block size in 'dflash:two' is 'two'"),
-        (["--methods", "dflash:²"], "the block size in 'dflash:²' is '²'"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--context", "long"], "the context is 'long'"),
-        (["--sweep", "speed"], "the sweep is over 'speed'"),
         (["--sweep", "budget=1", "--methods", "ddtree"], "budget is 1"),
-        (["--sweep", "budget", "--methods", "dflash"], "no method has a budget to sweep"),
+        (["--sweep", "budget", "--methods", "dflash"], "budget"),
     ],
 )
 def test_bad_options_are_refused_before_the_pair_is_loaded(
     folders, more, message, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(ROW))
+    (tmp_path / "prompts.jsonl").write_text(GOOD)
     with pytest.raises(DFlashError, match=message) as failure:
         benchmark.main(options(folders, *more))
     assert failure.value.next_step
-    assert (tmp_path / "prompts.jsonl").read_text() == json.dumps(ROW)
+    assert (tmp_path / "prompts.jsonl").read_text() == GOOD
 
 
 @pytest.mark.usefixtures("no_work")
-def test_a_drawing_without_matplotlib_is_refused_before_the_pair_is_loaded(
-    folders, tmp_path, monkeypatch
-):
+def test_a_drawing_without_matplotlib_is_refused(folders, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DFlashError, match="drawing needs matplotlib; install it"):
+    with pytest.raises(DFlashError, match="matplotlib"):
         benchmark.main(options(folders, "--plots", str(tmp_path / "plots")))
     assert not (tmp_path / "plots").exists()
-
-
-def test_a_block_larger_than_the_drafters_is_refused_before_anything_is_measured(
-    folders, monkeypatch
-):
-    monkeypatch.setattr(measure, "compare", lambda *_: pytest.fail("measured"))
-    for more in (["--methods", "dflash:9"], ["--methods", "dflash", "--sweep", "block=4,9"]):
-        with pytest.raises(DFlashError, match="block_size is 9"):
-            benchmark.main(options(folders, *more))

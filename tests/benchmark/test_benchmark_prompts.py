@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from dflash_mlx.benchmark.prompts import describe_lengths, pad, questions, read_contexts
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.session.templates import prompt_tokens
 from support.models import write_model
 
 TEXTS = ["how are you today?", "write a function", "a much longer question than the others", "2+2?"]
@@ -41,55 +41,50 @@ def test_a_padded_prompt_has_its_length_and_ends_in_its_own_question(tokenizer, 
     assert text.count(row["messages"][0]["content"]) == 1
     end = tokenizer.decode(plain(tokenizer, row))[len("<|im_start|>user\n") :]
     assert text.endswith("\n\n" + end)
+    if row == ROWS[1] and length == 333:
+        others = "\n\n".join([TEXTS[2], TEXTS[3], TEXTS[0]])
+        assert text.startswith(f"<|im_start|>user\n{others}\n\n{others}")
 
 
-def test_the_padding_is_the_text_of_the_other_prompts_in_order_and_again(tokenizer):
-    text = tokenizer.decode(pad(tokenizer, ROWS[1], 300, ROWS))
-    others = "\n\n".join([TEXTS[2], TEXTS[3], TEXTS[0]])
-    assert text.startswith(f"<|im_start|>user\n{others}\n\n{others}")
-
-
-def test_a_prompt_that_is_longer_already_stays_as_it_is(tokenizer):
-    for length in (1, len(plain(tokenizer, ROWS[0]))):
-        assert pad(tokenizer, ROWS[0], length, ROWS) == plain(tokenizer, ROWS[0])
-
-
-def test_a_prompt_too_short_of_room_for_any_padding_is_not_made_longer(tokenizer):
+def test_a_prompt_with_no_room_for_padding_stays_as_it_is_or_gets_less(tokenizer):
     own = plain(tokenizer, ROWS[0])
+    for length in (1, len(own)):
+        assert pad(tokenizer, ROWS[0], length, ROWS) == own
     for more in (1, 2, 3, 4):
-        assert len(pad(tokenizer, ROWS[0], len(own) + more, ROWS)) <= len(own) + more
+        assert len(own) <= len(pad(tokenizer, ROWS[0], len(own) + more, ROWS)) <= len(own) + more
 
 
-def test_without_a_context_prompts_are_as_they_are(tokenizer):
-    found = questions(tokenizer, ROWS, [], ROWS)
-    assert [question.tokens for question in found] == [plain(tokenizer, row) for row in ROWS]
-    assert [question.category for question in found] == ["a", "b", "a", "b"]
-    assert describe_lengths(found)["asked"] == []
-
-
-def test_one_context_keeps_the_categories_and_several_take_their_place(tokenizer):
-    one = questions(tokenizer, ROWS[:2], [100], ROWS)
-    assert [question.category for question in one] == ["a", "b"]
-    several = questions(tokenizer, ROWS[:2], [40, 100], ROWS)
-    assert [q.category for q in several] == ["40 tokens", "100 tokens"] * 2
-    assert [q.id for q in several] == ["0", "0", "1", "1"]
+@pytest.mark.parametrize(
+    ("contexts", "categories", "ids"),
+    [
+        ([], ["a", "b"], ["0", "1"]),
+        ([100], ["a", "b"], ["0", "1"]),
+        ([40, 100], ["40 tokens", "100 tokens"] * 2, ["0", "0", "1", "1"]),
+    ],
+)
+def test_one_context_keeps_the_categories_and_several_take_their_place(
+    tokenizer, contexts, categories, ids
+):
+    found = questions(tokenizer, ROWS[:2], contexts, ROWS)
+    assert [question.category for question in found] == categories
+    assert [question.id for question in found] == ids
+    if not contexts:
+        assert [question.tokens for question in found] == [plain(tokenizer, r) for r in ROWS[:2]]
 
 
 def test_the_lengths_say_what_was_reached(tokenizer):
+    assert describe_lengths(questions(tokenizer, ROWS, [], ROWS))["asked"] == []
     found = questions(tokenizer, ROWS, [50, 120], ROWS)
     lengths = [len(question.tokens) for question in found]
     longer = sum(n > 50 for n in lengths[::2])
     assert 0 < longer < len(ROWS)
-    assert describe_lengths(found) == {
-        "asked": [50, 120],
-        "longer_than_asked": longer,
-        "shortest": min(lengths),
-        "longest": max(lengths),
-    }
+    told = {"asked": [50, 120], "longer_than_asked": longer}
+    told |= {"shortest": min(lengths), "longest": max(lengths)}
+    assert describe_lengths(found) == told
 
 
 def test_padding_needs_other_text(tokenizer):
-    with pytest.raises(DFlashError, match="no other prompt to pad with"):
+    with pytest.raises(DFlashError, match="no other prompt"):
         pad(tokenizer, ROWS[0], 100, [ROWS[0], dict(ROWS[0])])
 
 

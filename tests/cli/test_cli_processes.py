@@ -31,7 +31,6 @@ def process(*argv: str, stdin: bytes = b"", **options: Any) -> subprocess.Comple
         [sys.executable, *argv],
         input=stdin,
         capture_output=True,
-        check=False,
         cwd=ROOT,
         env=environment,
         timeout=120,
@@ -39,20 +38,18 @@ def process(*argv: str, stdin: bytes = b"", **options: Any) -> subprocess.Comple
     )
 
 
-def test_a_process_leaves_with_2_for_bad_input():
-    result = process("-m", "dflash_mlx.generate", "--prompt", "hello", "--temperature", "-1")
-    assert result.returncode == 2
-    assert result.stdout == b""
-    assert result.stderr.startswith(b"dflash_mlx.generate: temperature is -1.0; ")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prompt", "hello", "--temperature", "-1"], b"temperature is -1.0"),
+        (["--method", "none", "--prompt", b"hel\xfflo"], b"UTF-8"),
+    ],
+)
+def test_a_process_leaves_with_2_for_bad_input(folders, options, said):
+    result = process("-m", "dflash_mlx.generate", "--model", folders["model"], *options)
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr.startswith(b"dflash_mlx.generate: ") and said in result.stderr
     assert result.stderr.count(b"\n") == 1
-
-
-def test_a_process_leaves_with_2_for_a_prompt_that_is_no_text(folders):
-    model = ["--model", folders["model"], "--method", "none"]
-    result = process("-m", "dflash_mlx.generate", *model, "--prompt", b"hel\xfflo")
-    assert result.returncode == 2
-    assert result.stdout == b""
-    assert b"Traceback" not in result.stderr
 
 
 def test_a_process_answers_utf8_from_a_pipe(folders):
@@ -65,29 +62,22 @@ def test_a_process_answers_utf8_from_a_pipe(folders):
 
 
 def test_a_reader_that_leaves_early_is_no_error(folders):
-    model = ["--model", folders["model"], "--method", "none"]
-    arguments = ["-m", "dflash_mlx.generate", *model, "--prompt", "hello", "--max-tokens", "100"]
+    options = ["--model", folders["model"], "--method", "none", "--prompt", "hello"]
+    arguments = [sys.executable, "-m", "dflash_mlx.generate", *options, "--max-tokens", "100"]
     script = '"$@" | head -c 1; exit ${PIPESTATUS[0]}'
-    result = subprocess.run(
-        ["bash", "-c", script, "bash", sys.executable, *arguments],
-        capture_output=True,
-        check=False,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert len(result.stdout) == 1
-    assert b"Error" not in result.stderr
-    assert result.returncode == 0
+    done = subprocess.run(["bash", "-c", script, "bash", *arguments], capture_output=True, cwd=ROOT)
+    assert (done.returncode, len(done.stdout)) == (0, 1)
+    assert b"Error" not in done.stderr
 
 
-FULL = "from dflash_mlx.cli.options import run; run(lambda argv: print('x' * 100_000), 'program')"
-FAULT = "from dflash_mlx.cli.options import run; run(lambda argv: 1 / 0, 'program')"
+RUN = "from dflash_mlx.cli import options as cli; cli.run(lambda argv: {}, 'program')"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_behind_stdout_is_one_sentence():
+    script = RUN.format("print('x' * 100_000)")
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", FULL], stdout=full, stderr=subprocess.PIPE)
+        done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 2
     last = done.stderr.decode().splitlines()[-1]
     assert last.startswith("program: ") and "No space left" in last
@@ -96,7 +86,8 @@ def test_a_full_disk_behind_stdout_is_one_sentence():
 
 def test_a_fault_of_ours_is_one_sentence_that_names_its_log(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", FAULT], capture_output=True, env=environment)
+    command = [sys.executable, "-c", RUN.format("1 / 0")]
+    done = subprocess.run(command, capture_output=True, env=environment)
     assert done.returncode == 1
     (log,) = tmp_path.glob("dflash-chat-*.log")
     assert str(log) in done.stderr.decode() and b"Traceback" not in done.stderr

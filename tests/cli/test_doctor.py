@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -44,11 +45,6 @@ def change(monkeypatch, name, **changes):
     monkeypatch.setattr(doctor, "trials", changed)
 
 
-def results(**choice):
-    """One right trial of each operation."""
-    return [doctor.Result(trial, 0.5, **choice) for trial in sweep.trials(0, 1)]
-
-
 def test_the_report_names_machine_versions_backend_and_folders(tmp_path):
     lines = doctor.about(tmp_path)
     titles = [line for line in lines if not line.startswith(" ")]
@@ -57,11 +53,9 @@ def test_the_report_names_machine_versions_backend_and_folders(tmp_path):
     text = "\n".join(lines)
     for word in ("processor", "GiB", f"mlx             {mx.__version__}", "Device(", "blas"):
         assert word in text
-    assert str(tmp_path) in text
-    assert "default model  not fetched yet" in text
-    assert "emulator       empty" in text
-    assert "none  decoding with an automatic budget measures it once" in text
-    assert "none: the first answer of a model on Metal makes them" in text
+    for word in (str(tmp_path), "default model  not fetched yet", "emulator       empty"):
+        assert word in text
+    assert text.count("none") >= 2
 
 
 def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
@@ -78,7 +72,8 @@ def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
 
 
 def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
-    made = Dispatch(table={"draft_head/8/32000x4/16/float16/g15s": Choice(False, "not faster")})
+    made = Dispatch()
+    made.table["draft_head/8/32000x4/16/float16/g15s"] = Choice(False, "not faster")
     Table("tiny", lambda: [], tmp_path / "kernels").save(made.to_json())
     lines = doctor.about(tmp_path)
     assert lines[-2:] == [
@@ -90,18 +85,23 @@ def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
 def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
     doctor.main(["--kernels", "--trials", "1", "--seed", "3"])
     out = capsys.readouterr().out
-    assert "metal   not on this machine" in out
-    assert "no Metal on this machine: decoding uses the references" in out
-    assert "no kernel ran on a GPU" in out
-    assert "Speed is not emulated" in out
+    for words in ("metal   not on this machine", "no kernel ran on a GPU", "Speed is not emulated"):
+        assert words in out
     for name in ("cascade_attention", "draft_head", "tree_walk", "cache_commit", "verify_qmm"):
         assert f"  {name} float32: " in out
     assert "0 of 5 trials wrong in the emulator" in out
     assert "chooses" not in out
 
 
+def test_without_metal_and_emulator_it_says_so_and_goes_on(without_metal, monkeypatch, capsys):
+    """As in an installation from the wheel."""
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    doctor.main(["--kernels"])
+    assert capsys.readouterr().out.endswith(f"kernels\n  {doctor.NO_EMULATOR}\n")
+
+
 def test_a_reference_that_differs_is_reported_and_ends_with_1(without_metal, monkeypatch, capsys):
-    made = sweep.operations.TREE_WALK
+    made = sweep.OPERATIONS[2]
     change(monkeypatch, "tree_walk", reference=lambda *a: made.reference(*a) + 1)
     with pytest.raises(SystemExit) as stop:
         doctor.main(["--kernels", "--trials", "1"])
@@ -137,29 +137,23 @@ def test_the_choices_are_made_by_dispatch_where_kernels_run():
     assert {result.choice for result in found} == {Choice(True, "not on Metal, so not raced")}
 
 
-def test_choices_are_printed_with_their_reasons():
-    quick = results(choice=Choice(True, "faster: 20 us against 30 us"))
-    slow = results(choice=Choice(False, "not faster: 30 us against 20 us"))
-    lines = doctor.verdict(quick[:1] + slow[1:2], "on Metal")
-    label = quick[0].trial.label
-    assert f"  kernel  faster: 20 us against 30 us  ({label})" in lines
-    assert f"  stock   not faster: 30 us against 20 us  ({slow[1].trial.label})" in lines
+def test_the_worst_trial_of_each_operation_and_all_choices_are_shown():
+    trial = next(sweep.trials(0, 1))
+    quick, slow = Choice(True, "20 us against 30 us"), Choice(False, "30 us against 20 us")
+    better = doctor.Result(trial, 0.5, choice=quick)
+    worse = doctor.Result(replace(trial, label="the worse"), 0.75, choice=slow)
+    lines = doctor.verdict([better, worse], "on Metal")
+    assert "     0.750  the worse" in lines and f"     0.500  {trial.label}" not in lines
+    assert f"  kernel  {quick.reason}  ({trial.label})" in lines
+    assert f"  stock   {slow.reason}  (the worse)" in lines
     assert lines[-1] == "  0 of 2 trials wrong on Metal"
-
-
-def test_the_worst_trial_of_each_operation_is_shown():
-    first = results()[0]
-    worse = replace(first, error=0.75, trial=replace(first.trial, label="the worse"))
-    lines = doctor.verdict([first, worse], "here")
-    assert "     0.750  the worse" in lines
-    assert not any(first.trial.label in line for line in lines)
 
 
 def test_no_compiler_is_one_sentence_and_not_a_wrong_kernel(without_metal, monkeypatch):
     def none():
         raise EmulatorError("compile", "no clang", "")
 
-    monkeypatch.setattr(doctor, "find_compiler", none)
+    monkeypatch.setattr("kernels_metal.emulator.compiler.find_compiler", none)
     with pytest.raises(DFlashError, match="cannot be emulated .*no clang.*; run the doctor on a"):
         doctor.main(["--kernels"])
 
@@ -187,13 +181,10 @@ def test_a_pair_that_cannot_be_used_ends_with_2_and_every_next_step(tmp_path, ca
     assert "  can be used\n" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
         doctor.main(["--model", str(drafter), "--drafter", str(model)])
-    assert stop.value.code == 2
     out = capsys.readouterr().out
-    assert (
-        f"error    {drafter} is a drafter, not a target\n           give it with --drafter" in out
-    )
-    assert f"error    {model} is a target, not a drafter\n           give it with --model" in out
-    assert out.endswith("  cannot be used\n")
+    assert stop.value.code == 2 and out.endswith("  cannot be used\n")
+    for name, option in ((drafter, "--drafter"), (model, "--model")):
+        assert re.search(rf"error    {name} is .*\n +give it with {option}", out)
 
 
 def test_a_drafter_of_the_registry_that_cannot_be_had_is_a_warning(tmp_path, capsys, monkeypatch):
@@ -204,7 +195,6 @@ def test_a_drafter_of_the_registry_that_cannot_be_had_is_a_warning(tmp_path, cap
     out = capsys.readouterr().out
     assert "  drafter  none, so drafts are looked up in the text\n" in out
     assert "  warning  the drafter z-lab/Qwen3-4B-DFlash-b16 cannot be used (" in out
-    assert "the hub cannot be reached" in out
     assert "), so drafts are n-gram lookups\n           name another one with --drafter" in out
     assert "  can be used\n" in out
     with pytest.raises(SystemExit) as stop:

@@ -52,19 +52,13 @@ def test_a_converted_target_gives_the_logits_and_tokens_of_the_original(tmp_path
     assert greedy(converted) == greedy(original)
 
 
-def test_a_converted_target_decodes_through_model(model, tmp_path):
+def test_a_converted_target_decodes_through_model_with_the_same_tokenizer_files(model, tmp_path):
     convert(model, tmp_path / "dst")
     plainly = DecodeConfig(method="none", max_tokens=12)
     before, after = (
         generate(load(model=str(folder)), "hello", plainly) for folder in (model, tmp_path / "dst")
     )
-    assert before.tokens == after.tokens
-    assert before.text == after.text
-
-
-def test_the_files_of_the_tokenizer_are_copied_as_they_are(model, tmp_path):
-    (tmp_path / "dst").mkdir()
-    convert(model, tmp_path / "dst")
+    assert (before.tokens, before.text) == (after.tokens, after.text)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "dst" / name).read_bytes() == (model / name).read_bytes()
 
@@ -95,23 +89,19 @@ def test_numbers_and_quantisation_are_those_of_mlx_lm(model, tmp_path, case):
     convert(model, tmp_path / "ours", *ours)
     convert_by_mlx_lm(str(model), str(tmp_path / "theirs"), **theirs)
     assert_same_tensors(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
-    assert config(tmp_path / "ours").get("quantization") == config(tmp_path / "theirs").get(
-        "quantization"
-    )
+    packings = [config(tmp_path / who).get("quantization") for who in ("ours", "theirs")]
+    assert packings[0] == packings[1]
     assert bool(mx.array_equal(logits(tmp_path / "ours"), logits(tmp_path / "theirs")))
 
 
-def test_the_dtype_that_the_checkpoint_names_is_taken_as_mlx_lm_takes_it(tmp_path):
+def test_the_dtype_that_the_checkpoint_names_is_taken_and_a_cast_target_names_its_new_one(tmp_path):
     source = write_model(tmp_path / "source", torch_dtype="bfloat16")
-    convert(source, tmp_path / "dst")
-    assert {array.dtype for array in tensors(tmp_path / "dst").values()} == {mx.bfloat16}
-
-
-def test_a_cast_target_names_its_new_dtype(tmp_path):
-    source = write_model(tmp_path / "source", torch_dtype="bfloat16")
-    first = convert(source, tmp_path / "first", "--dtype", "float16")
-    second = convert(first, tmp_path / "second")
-    assert_same_tensors(tensors(first), tensors(second))
+    for options, folder in (([], "named"), (["--dtype", "float16"], "cast")):
+        convert(source, tmp_path / folder, *options)
+        dtype = mx.float16 if options else mx.bfloat16
+        assert {array.dtype for array in tensors(tmp_path / folder).values()} == {dtype}
+    again = convert(tmp_path / "cast", tmp_path / "again")
+    assert_same_tensors(tensors(tmp_path / "cast"), tensors(again))
 
 
 def test_a_quantised_target_is_quantised_anew_only_after_dequantising(model, tmp_path):
@@ -126,21 +116,25 @@ def test_a_quantised_target_is_quantised_anew_only_after_dequantising(model, tmp
     assert_same_tensors(tensors(convert(plain, tmp_path / "again", "--bits", "8")), tensors(eight))
 
 
+class Bar:
+    """A progress bar that only counts."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def update(self, size: int) -> None:
+        self.done += size
+
+
 def test_weights_may_fill_several_files(model, tmp_path):
-    class Bar:
-        done = 0
-
-        def update(self, size: int) -> None:
-            self.done += size
-
     weights, bar = tensors(model), Bar()
-    (tmp_path / "dst").mkdir()
-    write_shards(tmp_path / "dst", dict(weights), bar, gigabytes=0)
-    files = sorted(file.name for file in tmp_path.glob("dst/*.safetensors"))
-    assert len(files) == len(weights)
-    assert files[0] == f"model-00001-of-{len(weights):05d}.safetensors"
-    assert_same_tensors(tensors(tmp_path / "dst"), weights)
-    index = json.loads((tmp_path / "dst/model.safetensors.index.json").read_text())
+    write_shards(tmp_path, dict(weights), bar, gigabytes=0)
+    count = len(weights)
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == [
+        f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
+    ]
+    assert_same_tensors(tensors(tmp_path), weights)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == weights.keys()
     assert index["metadata"]["total_size"] == bar.done == sum(w.nbytes for w in weights.values())
 
@@ -154,13 +148,8 @@ def test_every_type_and_shape_comes_back_as_it_was_written(tmp_path):
         "half": mx.array([1.5, -2.25], mx.bfloat16),
         "packed": mx.array([[2**32 - 1, 7]], mx.uint32),
     }
-    write_shards(tmp_path, dict(written), _Quiet())
+    write_shards(tmp_path, dict(written), Bar())
     assert_same_tensors(tensors(tmp_path), written)
-
-
-class _Quiet:
-    def update(self, size: int) -> None:
-        pass
 
 
 # GGUF
@@ -192,7 +181,6 @@ def test_the_tokenizer_of_a_gguf_file_becomes_a_folder_s(tmp_path):
     text = "hello <|im_end|> w12 é"
     assert pair.tokenizer.encode(text) == tokenizer.encode(text)
     assert pair.tokenizer.eos_token_ids == tokenizer.eos_token_ids
-    messages = [{"role": "user", "content": "hello"}]
-    assert pair.tokenizer.apply_chat_template(
-        messages, tokenize=False
-    ) == tokenizer.apply_chat_template(messages, tokenize=False)
+    said = [{"role": "user", "content": "hello"}]
+    prompts = [t.apply_chat_template(said, tokenize=False) for t in (pair.tokenizer, tokenizer)]
+    assert prompts[0] == prompts[1]

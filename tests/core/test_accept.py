@@ -5,12 +5,13 @@ from hypothesis import strategies as st
 
 from dflash_mlx.core.accept import accept
 from dflash_mlx.core.tree import Tree
+from support.decoding import tree_of
 
-CHAIN = Tree.of([1, 2, 3, 4], [-1, 0, 1, 2])
+CHAIN = tree_of([1, 2, 3, 4], [-1, 0, 1, 2])
 #      0:1
 #   1:2   2:3
 # 3:5  4:6   5:5
-TREE = Tree.of([1, 2, 3, 5, 6, 5], [-1, 0, 0, 1, 1, 2])
+TREE = tree_of([1, 2, 3, 5, 6, 5], [-1, 0, 0, 1, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ TREE = Tree.of([1, 2, 3, 5, 6, 5], [-1, 0, 0, 1, 1, 2])
         (CHAIN, [2, 3, 4, 9], (0, 1, 2, 3), (2, 3, 4, 9)),
         (CHAIN, [2, 3, 8, 9], (0, 1, 2), (2, 3, 8)),
         (CHAIN, [7, 3, 4, 9], (0,), (7,)),
-        (Tree.of([1], [-1]), [7], (0,), (7,)),
+        (tree_of([1], [-1]), [7], (0,), (7,)),
         (TREE, [2, 6, 0, 0, 4, 0], (0, 1, 4), (2, 6, 4)),
         (TREE, [3, 6, 5, 0, 4, 8], (0, 2, 5), (3, 5, 8)),
         (TREE, [3, 6, 6, 0, 4, 8], (0, 2), (3, 6)),
@@ -47,20 +48,20 @@ def test_the_token_after_a_leaf_is_not_read():
             raise AssertionError("the token was read")
 
     token = Unread()
-    assert accept(Tree.of([1], [-1]), lambda path: token).token is token
+    assert accept(tree_of([1], [-1]), lambda path: token).token is token
     with pytest.raises(AssertionError, match="was read"):
         accept(CHAIN, lambda path: token)
 
 
 def test_an_unevaluated_token_becomes_the_next_anchor():
-    accepted = accept(Tree.of([1], [-1]), lambda path: mx.argmax(mx.array([[0.0, 2.0, 1.0]]), -1))
+    accepted = accept(tree_of([1], [-1]), lambda path: mx.argmax(mx.array([[0.0, 2.0, 1.0]]), -1))
     assert accepted.next_anchor.tolist() == [1]
     assert accepted.tokens == (1,)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.lists(st.integers(0, 2), min_size=8))
 def test_a_chain_keeps_the_longest_prefix_that_equals_the_choices(drafts, choices):
-    tree = Tree.chain(mx.array([0, *drafts]))
+    tree = Tree.chain(drafts)
     accepted = accept(tree, lambda path: choices[path[-1]] if path[-1] < len(choices) else 0)
     agreed = 0
     while agreed < len(drafts) and drafts[agreed] == choices[agreed]:

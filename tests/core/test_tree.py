@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_mlx.core.tree import Tree
+from support.decoding import path_to, tree_of
 
 #      0
 #    1   2
 #   3 4   5
 #         6
-BRANCHES = Tree.of([10, 11, 12, 13, 14, 15, 16], [-1, 0, 0, 1, 1, 2, 5])
+BRANCHES = tree_of([10, 11, 12, 13, 14, 15, 16], [-1, 0, 0, 1, 1, 2, 5])
 
 parent_lists = st.lists(st.integers(0, 30), max_size=30).map(
     lambda numbers: [-1, *(n % (i + 1) for i, n in enumerate(numbers))]
@@ -18,17 +19,15 @@ parent_lists = st.lists(st.integers(0, 30), max_size=30).map(
 
 
 def test_a_chain_is_a_tree_with_one_branch():
-    chain = Tree.chain(mx.array([7, 8, 9]))
+    chain = Tree.chain([8, 9])
     assert chain.parents == (-1, 0, 1)
     assert chain.is_chain
     assert chain.depths == (0, 1, 2)
     assert not BRANCHES.is_chain
 
 
-def test_depths_paths_and_drafted_tokens_follow_the_parents():
+def test_depths_and_drafted_tokens_follow_the_parents():
     assert BRANCHES.depths == (0, 1, 1, 2, 2, 2, 3)
-    assert BRANCHES.path_to(6) == (0, 2, 5, 6)
-    assert BRANCHES.path_to(0) == (0,)
     assert BRANCHES.drafted == (11, 12, 13, 14, 15, 16)
 
 
@@ -45,33 +44,51 @@ def test_only_inner_nodes_have_children():
 
 @given(parent_lists)
 def test_ancestors_are_exactly_the_nodes_on_the_path(parents):
-    tree = Tree.of(range(len(parents)), parents)
+    tree = tree_of(range(len(parents)), parents)
     for node in range(len(tree)):
         on_path = np.zeros(len(tree), dtype=bool)
-        on_path[list(tree.path_to(node))] = True
+        on_path[path_to(tree, node)] = True
         assert (tree.ancestors[node] == on_path).all()
         assert tree.depths[node] == on_path.sum() - 1
 
 
 @pytest.mark.parametrize(
     ("tokens", "parents"),
-    [([], []), ([1], [0]), ([1, 2], [-1, 1]), ([1, 2], [-1, -1]), ([1, 2], [-1]), ([1], [-1, 0])],
+    [([], []), ([], [0]), ([2], [-1, 1]), ([2], [-1, -1]), ([2], [-1]), ([], [-1, 0])],
 )
 def test_parents_that_make_no_tree_are_refused(tokens, parents):
     with pytest.raises(ValueError, match="not a tree"):
-        Tree.of(tokens, parents)
+        Tree(tuple(tokens), tuple(parents))
 
 
-def test_a_grafted_chain_shares_what_the_tree_has_already():
-    tree = Tree(mx.array([9, 1, 2]), (-1, 0, 0), (0.0, -1.0, -2.0), ("", "first", "first"))
-    grown = tree.graft([2, 5, 6], [-1.5, -3.0, -3.0], "lookup")
-    assert grown.tokens.tolist() == [9, 1, 2, 5, 6]
+def test_a_merged_chain_shares_what_the_tree_has_already():
+    tree = Tree((1, 2), (-1, 0, 0), (0.0, -1.0, -2.0), ("", "first", "first"))
+    grown = tree.merge([2, 5, 6], [-1.5, -3.0, -3.0], "lookup")
+    assert grown.drafted == (1, 2, 5, 6)
     assert grown.parents == (-1, 0, 0, 2, 3)
     assert grown.logprobs == (0.0, -1.0, -1.5, -3.0, -3.0)
     assert grown.sources == ("", "first", "lookup", "lookup", "lookup")
 
 
-def test_a_lone_root_can_be_grafted_on_and_nothing_changes_nothing():
-    root = Tree.chain(mx.array([9]))
-    assert root.graft([4, 5], [-1.0, -1.0], "lookup").parents == (-1, 0, 1)
-    assert root.graft([], [], "lookup").tokens.tolist() == [9]
+def test_a_lone_root_can_be_merged_with_and_nothing_changes_nothing():
+    root = Tree.chain()
+    assert root.merge([4, 5], [-1.0, -1.0], "lookup").parents == (-1, 0, 1)
+    assert root.merge([], [], "lookup").drafted == ()
+
+
+def test_ids_go_to_the_device_behind_the_anchor_whether_they_are_known_yet_or_not():
+    anchor = mx.array([9])
+    assert Tree.chain().ids(anchor) is anchor
+    assert BRANCHES.ids(anchor).tolist() == [9, 11, 12, 13, 14, 15, 16]
+    pending = Tree.chain(mx.array([4, 5]))
+    assert pending.ids(anchor).tolist() == [9, 4, 5]
+    assert pending.drafted == (4, 5) and pending.child(1, 5) == 2
+
+
+def test_a_pruned_tree_keeps_its_tokens_parents_and_confidences():
+    tree = Tree((1, 2, 3), (-1, 0, 0, 2), (0.0, -1.0, -2.0, -3.0))
+    smaller = tree.prune([0, 2, 3])
+    assert smaller.drafted == (2, 3)
+    assert smaller.parents == (-1, 0, 1)
+    assert smaller.logprobs == (0.0, -2.0, -3.0)
+    assert tree.prune(range(4)) is tree

@@ -6,20 +6,21 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import Adaptive
 from dflash_mlx.drafters.none import NoContext, NoDraft
-from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.decode import answer as answer_of
+from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
+from support.decoding import go_on, start
+from support.decoding import rounds as decode
 from support.families import make_model
 from support.toys import ToyTarget
 
@@ -51,7 +52,7 @@ class TimedTarget(ToyTarget):
         return super().forward(tokens, cache, block, taps)
 
 
-class Honest:
+class Honest(EachAlone):
     """Knows the next token with probability `sure(position)`, says so, and offers siblings."""
 
     taps, rounds_ahead = (), 0
@@ -72,12 +73,12 @@ class Honest:
     def new_context(self) -> NoContext:
         return NoContext()
 
-    def propose(self, state: State, room: int) -> Tree:
+    def draft(self, state: State, room: int) -> Proposal:
         self.clock.now += self.seconds
         done = len(state.tokens) - 3
-        tokens, parents, logprobs, parent = [state.tokens[-1]], [-1], [0.0], 0
+        tokens, parents, logprobs, parent = [], [-1], [0.0], 0
         for i in range(done, min(done + 7, len(self.plain), done + room - 1)):
-            right, first = self.plain[i], len(tokens)
+            right, first = self.plain[i], len(parents)
             guesses = [(right + k) % VOCABULARY for k in range(self.width)]
             if self.rng.random() > self.sure(i):
                 guesses = [(guess + 5) % VOCABULARY for guess in guesses]
@@ -86,7 +87,7 @@ class Honest:
             parents += [parent] * self.width
             logprobs += [float(np.log(max(self.sure(i), 1e-3) / self.width))] * self.width
             parent = first + (guesses.index(right) if right in guesses else 0)
-        return Tree(mx.array(tokens), tuple(parents), tuple(logprobs))
+        return Proposal(Tree(tuple(tokens), tuple(parents), tuple(logprobs)))
 
 
 class Unlucky(Honest):
@@ -96,19 +97,29 @@ class Unlucky(Honest):
         super().__init__("draft", plain, seconds, sure, clock)
         self.wrong, self.rng = wrong, np.random.default_rng(seed)
 
-    def propose(self, state: State, room: int) -> Tree:
-        tree, self.wrong = super().propose(state, room), self.wrong - 1
+    def draft(self, state: State, room: int) -> Proposal:
+        proposal, self.wrong = super().draft(state, room), self.wrong - 1
         if self.wrong < 0:
-            return tree
-        drafts = (tree.tokens[1:] + 5) % VOCABULARY
-        return replace(tree, tokens=mx.concatenate([tree.tokens[:1], drafts]))
+            return proposal
+        drafts = tuple((token + 5) % VOCABULARY for token in proposal.tree.drafted)
+        return Proposal(replace(proposal.tree, drafts=drafts))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A round: what was proposed and why, and the tokens it brought."""
+
+    tree: Tree
+    tokens: tuple[int, ...]
+    mode: str
+    reason: str
 
 
 def run(target, drafter, tokens):
-    config = DecodeConfig(max_tokens=tokens)
-    state = State(target.new_cache(), drafter.new_context())
-    prefill(target, drafter, state, [1, 2, 3], config, Observer())
-    return list(decode(target, drafter, state, config, Observer()))
+    found = answer_of(target, drafter, [1, 2, 3], DecodeConfig(max_tokens=tokens))
+    return [
+        Seen(r.proposal.tree, r.accepted.tokens, r.proposal.mode, r.proposal.reason) for r in found
+    ]
 
 
 def answer(rounds):
@@ -127,7 +138,7 @@ class Case:
             name: Honest(name, self.plain, seconds, sure, self.clock, width)
             for name, (seconds, sure, width) in drafters.items()
         }
-        self.drafter = Adaptive("toy", made, times, looks_up=False, clock=self.clock)
+        self.drafter = Adaptive(made, times, looks_up=False, clock=self.clock)
         start = self.clock.now
         self.rounds = run(self.target, self.drafter, tokens)
         self.seconds = self.clock.now - start
@@ -136,7 +147,7 @@ class Case:
     def modes(self):
         """The share of each mode in the second half, when all is known."""
         half = self.rounds[len(self.rounds) // 2 :]
-        counts = Counter(accepted.tree.mode for accepted in half)
+        counts = Counter(accepted.mode for accepted in half)
         return {mode: count / len(half) for mode, count in counts.items()}
 
 
@@ -160,7 +171,7 @@ def test_the_mode_is_the_one_that_pays(name):
 def test_drafts_that_never_pay_cost_little():
     case = Case(RISING, {"draft": (0.5, lambda i: 0.03, 1)}, tokens=1000)
     assert case.seconds < 1.03 * case.plain_seconds
-    tried = [i for i, accepted in enumerate(case.rounds) if "trying" in accepted.tree.reason]
+    tried = [i for i, accepted in enumerate(case.rounds) if "trying" in accepted.reason]
     assert tried and tried[-1] > 500, "they are tried again all the same"
 
 
@@ -179,7 +190,7 @@ def test_drafts_that_pay_a_fifth_are_not_given_up_for_bad_luck(wrong, least, mea
     shares, start = [], clock.now
     for seed in range(8):
         unlucky = Unlucky(plain, 0.4, uneven, clock, wrong, seed)
-        rounds = run(target, Adaptive("toy", {"draft": unlucky}, RISING, False, clock), 150)
+        rounds = run(target, Adaptive({"draft": unlucky}, RISING, (), False, clock), 150)
         assert answer(rounds) == plain
         shares.append(np.mean([len(accepted.tree) > 1 for accepted in rounds]))
     assert min(shares) > least
@@ -194,19 +205,17 @@ def test_a_drafter_that_is_sure_and_always_wrong_is_soon_given_up(seconds):
     plain = answer(run(target, NoDraft(), 1000))
     wrong = Unlucky(plain, seconds, lambda i: 0.9, clock, wrong=1000)
     start = clock.now
-    rounds = run(target, Adaptive("toy", {"draft": wrong}, RISING, False, clock), 1000)
+    rounds = run(target, Adaptive({"draft": wrong}, RISING, (), False, clock), 1000)
     assert answer(rounds) == plain
     assert clock.now - start < 1.03 * 1000
 
 
 def test_the_second_draft_is_made_where_it_pays_and_only_there():
     worth = {"first": (0.1, lambda i: 0.3, 1), "both": (0.3, lambda i: 0.95, 1)}
-    assert "both" in Case(FLAT, worth).rounds[-1].tree.reason.split(":")[1][:30]
+    assert "both" in Case(FLAT, worth).rounds[-1].reason.split(":")[1][:30]
     useless = {"first": (0.1, lambda i: 0.8, 1), "both": (2.0, lambda i: 0.85, 1)}
     case = Case(FLAT, useless)
-    chosen = Counter(
-        accepted.tree.reason.split(":")[-1].split()[0] for accepted in case.rounds[50:]
-    )
+    chosen = Counter(accepted.reason.split(":")[-1].split()[0] for accepted in case.rounds[50:])
     assert chosen.most_common(1)[0][0] == "first"
 
 
@@ -233,7 +242,7 @@ def test_an_easier_answer_is_noticed_at_its_beginning():
     case.drafter._drafters["draft"].sure = lambda position: 0.9
     rounds = run(case.target, case.drafter, 60)
     assert answer(rounds) == case.plain[:60]
-    assert "trying the draft" in rounds[0].tree.reason
+    assert "trying the draft" in rounds[0].reason
     assert sum(len(accepted.tree) > 1 for accepted in rounds[:12]) > 6
 
 
@@ -255,14 +264,14 @@ def test_every_round_says_how_and_why():
     case = Case(RISING, {"draft": (0.3, lambda i: 0.5, 1)})
     for accepted in case.rounds:
         tree = accepted.tree
-        assert tree.mode == ("plain" if len(tree) == 1 else "chain")
-        assert tree.reason
+        assert accepted.mode == ("plain" if len(tree) == 1 else "chain")
+        assert accepted.reason
 
 
 def test_what_one_session_learned_the_next_one_knows():
     case = Case(RISING, {"draft": (0.5, lambda i: 0.03, 1)})
     honest = Honest("draft", case.plain, 0.5, lambda i: 0.03, case.clock)
-    fresh = Adaptive("toy", {"draft": honest}, RISING, looks_up=False, clock=case.clock)
+    fresh = Adaptive({"draft": honest}, RISING, looks_up=False, clock=case.clock)
     fresh.experience = case.drafter.experience
     rounds = run(case.target, fresh, 30)
     assert sum(len(accepted.tree) > 1 for accepted in rounds) <= 2
@@ -278,7 +287,7 @@ def test_lookups_join_plain_rounds_and_drafts_at_no_cost():
     plain = answer(run(target, NoDraft(), 300))
     useless = Honest("draft", plain, 5.0, lambda i: 0.01, clock)
     start = clock.now
-    rounds = run(target, Adaptive("toy", {"draft": useless}, FLAT, True, clock), 300)
+    rounds = run(target, Adaptive({"draft": useless}, FLAT, (), True, clock), 300)
     assert answer(rounds) == plain
     assert clock.now - start < 100, "far less than the 300 passes of plain decoding"
     sources = {source for accepted in rounds for source in accepted.tree.sources}
@@ -288,14 +297,13 @@ def test_lookups_join_plain_rounds_and_drafts_at_no_cost():
 def test_an_answer_that_is_abandoned_teaches_nothing_wrong():
     case = Case(RISING, {"draft": (0.3, lambda i: 0.6, 1)})
     target, drafter = case.target, case.drafter
-    state = State(target.new_cache(), drafter.new_context())
     config = DecodeConfig(max_tokens=50)
-    prefill(target, drafter, state, [1, 2, 3], config, Observer())
-    next(decode(target, drafter, state, config, Observer()))
+    state = start(target, drafter, [1, 2, 3], config)
+    next(decode(target, drafter, state, config))
     case.clock.now += 1000.0  # the user thinks
     prompt = [*state.tokens, 4]
-    prefill(target, drafter, state, prompt, config, Observer())
-    for _ in decode(target, drafter, state, config, Observer()):
+    go_on(target, drafter, state, prompt, config)
+    for _ in decode(target, drafter, state, config):
         pass
     assert all(arm.seconds.mean < 3 for arm in drafter.experience.arms)
 
@@ -304,9 +312,8 @@ def test_rounds_that_wait_for_the_screen_do_not_count_in_full():
     case = Case(RISING, {"draft": (0.3, lambda i: 0.6, 1)})
     before = [arm.seconds.mean for arm in case.drafter.experience.arms]
     config = DecodeConfig(max_tokens=20)
-    state = State(case.target.new_cache(), case.drafter.new_context())
-    prefill(case.target, case.drafter, state, [1, 2, 3], config, Observer())
-    for i, _ in enumerate(decode(case.target, case.drafter, state, config, Observer())):
+    state = start(case.target, case.drafter, [1, 2, 3], config)
+    for i, _ in enumerate(decode(case.target, case.drafter, state, config)):
         case.clock.now += 500.0 if i == 3 else 0.0
     after = [arm.seconds.mean for arm in case.drafter.experience.arms]
     assert after == pytest.approx(before, rel=0.3)
@@ -318,13 +325,13 @@ def test_a_changed_tree_is_not_taken_for_the_one_proposed():
     target = TimedTarget(clock, RISING)
     for changed, learned in ((False, True), (True, False)):
         honest = Honest("draft", [5] * 50, 0.1, lambda i: 0.9, clock)
-        drafter = Adaptive("toy", {"draft": honest}, RISING, False, clock)
-        state = State(target.new_cache(), drafter.new_context())
-        prefill(target, drafter, state, [1, 2, 3], DecodeConfig(), Observer())
-        tree = drafter.propose(state, 9)
+        drafter = Adaptive({"draft": honest}, RISING, (), False, clock)
+        state = start(target, drafter, [1, 2, 3])
+        state.end = state.position + 9
+        tree = drafter.propose([state], 96)[0].tree
         assert len(tree) > 1
         state.last = Accepted(replace(tree) if changed else tree, (0,), 7)
-        drafter.propose(state, 9)
+        drafter.propose([state], 96)
         assert (drafter.experience.reliability.tried.sum() > 0) == learned
 
 
@@ -340,7 +347,7 @@ def test_passes_that_take_longer_than_measured_make_wider_trees_worth_it():
     target = Slow(clock, RISING)
     plain = answer(run(target, NoDraft(), 300))
     honest = Honest("draft", plain, 0.3, lambda i: 0.7, clock)
-    drafter = Adaptive("toy", {"draft": honest}, RISING, False, clock)
+    drafter = Adaptive({"draft": honest}, RISING, (), False, clock)
     start = clock.now
     rounds = run(target, drafter, 300)
     assert clock.now - start < 0.65 * 300 * 11
@@ -352,14 +359,14 @@ def test_drafts_are_timed_before_the_first_round():
     """The first guess at a round is its draft's time and a pass over eight rows."""
 
     class Timed(Honest):
-        def propose(self, state, room):
+        def draft(self, state, room):
             self.clock.now += self.seconds
-            return Tree.chain(state.anchor)
+            return Proposal(Tree.chain())
 
     clock = Clock()
     target = Target(make_model("llama"), 200, "tiny")
     made = {name: Timed(name, [], took, float, clock) for name, took in (("a", 0.25), ("b", 2.0))}
-    drafter = Adaptive("toy", made, RISING, clock=clock)
+    drafter = Adaptive(made, RISING, clock=clock)
     drafter.time_drafts(target)
     plain, *drafted = drafter.experience.arms
     assert plain.seconds.mean == pytest.approx(1.0)

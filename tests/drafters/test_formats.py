@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from dflash_mlx.drafters.selected import SelectedPath
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
@@ -27,7 +28,6 @@ from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.dflash.tensors import Header, wanted_headers
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.drafters.selected import SelectedPath
 from dflash_mlx.engine.decode import decode, prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.models.check import check_drafter

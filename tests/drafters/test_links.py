@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
@@ -19,11 +18,12 @@ from dflash_mlx.drafters.growth.links import conditional, follow_links
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.load import Pair
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
+from support.decoding import answer as decoded
+from support.decoding import feed
 from support.families import VOCAB_SIZE, make_model
 from support.reference_dflash import write_drafter_folder
 
@@ -187,14 +187,14 @@ class Drafting:
         config = read_config(folder)
         network = load_network(folder, config, mx.float32)
         self.target = Target(make_model("llama"), 512, "llama")
-        self.pair = Pair(self.target, None, network, config)
-        self.model = BlockModel(network, config, self.target)
+        self.pair = Pair(self.target, None, (BlockModel(network, config, self.target),))
+        self.model = self.pair.drafters[0]
 
     def tree(self, drafter: BestFirst, features: Array, anchor: int) -> Any:
         state = State(self.target.new_cache(), drafter.new_context())
-        state.context.append(mx.array(features))
+        feed(state.context, features)
         state.set_anchor(anchor)
-        return drafter.propose(state, 100)
+        return drafter.draft(state, 100).tree
 
     def every_path(self, features: Array, anchor: int, rows: int) -> Nodes:
         table = np.array(self.target.embedding().weight)
@@ -225,11 +225,11 @@ def test_a_drafter_s_tree_is_that_of_the_reference(tmp_path, method):
         features = np.random.default_rng(seed).normal(size=(9, WIDTH)).astype(np.float32)
         tree, anchor = None, seed * 20 % VOCAB_SIZE
         tree = drafting.tree(drafter, features, anchor)
-        assert len(tree) == 14 and tree.tokens.tolist()[0] == anchor
-        found = nodes_of(Prefixes(tree.tokens.tolist(), list(tree.parents), list(tree.logprobs)))
+        assert len(tree) == 14
+        found = nodes_of(Prefixes([anchor, *tree.drafted], list(tree.parents), list(tree.logprobs)))
         check_likeliest(found, drafting.every_path(features, anchor, 5), 1e-3)
         context = drafting.model.new_context()
-        context.append(mx.array(features))
+        feed(context, mx.array(features))
         plain = rank(drafting.model.logits(context, mx.array([anchor]), 5), 4)
         detours += nodes_of(best_first(follow(plain), 14)).keys() != found.keys()
     assert detours == 5, "the selector changes every tree, so that it is seen"
@@ -239,7 +239,7 @@ def test_a_drafter_s_tree_is_that_of_the_reference(tmp_path, method):
 def test_a_position_offers_the_selector_s_candidates_and_16_at_most(tmp_path, top_k, offered):
     drafting = Drafting(tmp_path, selector_top_k=top_k)
     context = drafting.model.new_context()
-    context.append(mx.array(np.ones((3, WIDTH), np.float32)))
+    feed(context, mx.array(np.ones((3, WIDTH), np.float32)))
     ranked, edges = drafting.model.linked(context, mx.array([7]), 4)
     assert ranked.tokens.shape == (3, offered) and edges.shape == (3, offered, offered)
     assert (np.diff(ranked.logprobs) <= 0).all()
@@ -247,11 +247,7 @@ def test_a_position_offers_the_selector_s_candidates_and_16_at_most(tmp_path, to
 
 
 def answer(drafting: Drafting, drafter: Any, count: int) -> list[int]:
-    state = State(drafting.target.new_cache(), drafter.new_context())
-    config = DecodeConfig(max_tokens=count)
-    prefill(drafting.target, drafter, state, [3, 1, 4, 1, 5, 9], config, Observer())
-    rounds = decode(drafting.target, drafter, state, config, Observer())
-    return [token for accepted in rounds for token in accepted.tokens]
+    return decoded(drafting.target, drafter, [3, 1, 4, 1, 5, 9], DecodeConfig(max_tokens=count))
 
 
 @pytest.mark.parametrize("budget", [2, 12, 40])

@@ -10,14 +10,13 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer
-from dflash_mlx.drafters import methods
+from dflash_mlx.drafters import adaptive
 from dflash_mlx.drafters.methods import METHODS, make_drafter
-from dflash_mlx.engine.decode import decode, prefill
-from dflash_mlx.engine.state import State
-from dflash_mlx.models.load import Pair
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
+from support.decoding import feed, start
+from support.decoding import rounds as decode
 from support.drafter_folders import drafter_folder
 from support.families import POSITION_DEPENDENT, VOCAB_SIZE, make_model
 
@@ -45,15 +44,15 @@ TREES = [name for name in CASES if name.startswith(("ddtree", "d2sd", "resample"
 def known_times(monkeypatch):
     """No machine is timed, and nothing is written to the user's cache."""
     times = PassTimes((1, 96), (1.0, 3.0))
-    monkeypatch.setattr(methods, "stored_times", lambda target, again: times)
+    monkeypatch.setattr(adaptive, "stored_times", lambda target, again: times)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     target = Target(make_model("llama"), 200, "tiny")
-    first = drafter_folder(tmp_path_factory.mktemp("first"), [0, 2], 1)
-    second = drafter_folder(tmp_path_factory.mktemp("second"), [1], 2)
-    return Pair(target, None, first[0], first[1], "tiny", second[0], second[1])
+    first = drafter_folder(tmp_path_factory.mktemp("first"), [0, 2], 1, target)
+    second = drafter_folder(tmp_path_factory.mktemp("second"), [1], 2, target)
+    return Pair(target, None, (first, second), "tiny")
 
 
 def config_of(name, **changes):
@@ -63,14 +62,13 @@ def config_of(name, **changes):
 
 def drafter_of(pair, name, **changes):
     if not CASES[name].get("second", True):
-        pair = replace(pair, second_network=None, second_config=None)
+        pair = replace(pair, drafters=pair.drafters[:1])
     return make_drafter(pair, config_of(name, **changes))
 
 
 def rounds(pair, drafter, config, prompt):
-    state = State(pair.target.new_cache(), drafter.new_context())
-    prefill(pair.target, drafter, state, prompt, config, Observer())
-    return list(decode(pair.target, drafter, state, config, Observer()))
+    state = start(pair.target, drafter, prompt, config)
+    return list(decode(pair.target, drafter, state, config))
 
 
 def answer(found):
@@ -107,7 +105,7 @@ def test_no_tree_is_larger_or_deeper_than_allowed(pair, name):
         deepest = 16 if "lookup" in accepted.tree.sources else (config.block_size or 16) - 1
         assert max(accepted.tree.depths) <= min(left - 1, deepest)
         if name in TREES and config.growth == "joint":
-            assert len(accepted.tree) <= (config.budget or methods.MOST_NODES)
+            assert len(accepted.tree) <= (config.budget or adaptive.MOST_NODES)
         left -= len(accepted.tokens)
     assert left == 0
 
@@ -133,13 +131,13 @@ def test_the_second_drafter_reads_its_own_layers(pair):
     assert drafter.taps == (0, 1, 2)
     features = mx.random.normal((7, 3 * 64), key=mx.random.key(0))
     context = drafter.new_context()
-    context.append(features)
+    feed(context, features)
     parts = mx.split(features, 3, axis=-1)
     alone = drafter._models[1].new_context()
-    alone.append(parts[1])
+    feed(alone, parts[1])
     assert mx.array_equal(context.contexts[1].arrays[0], alone.arrays[0])
     both = drafter._models[0].new_context()
-    both.append(mx.concatenate([parts[0], parts[2]], axis=-1))
+    feed(both, mx.concatenate([parts[0], parts[2]], axis=-1))
     assert mx.array_equal(context.contexts[0].arrays[0], both.arrays[0])
 
 

@@ -19,6 +19,7 @@ from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
+from support.decoding import feed
 from support.families import VOCAB_SIZE, make_model
 from support.reference_dflash import (
     draft_logits,
@@ -97,7 +98,7 @@ class Drafting:
         state = State(self.target.new_cache(), self.drafter.new_context())
         at = 0
         for length in splits:
-            state.context.append(mx.array(features[at : at + length]))
+            feed(state.context, mx.array(features[at : at + length]))
             at += length
         state.set_anchor(anchor)
         return state
@@ -203,18 +204,18 @@ def test_the_embedding_and_the_head_are_those_of_the_target(tmp_path):
 @pytest.mark.parametrize("room", [1, 2, 5, 8, 100])
 def test_a_block_is_proposed_as_a_chain_that_fits_the_room(drafting, room):
     subject, features = drafting("full"), random_features(11)
-    tree = subject.drafter.propose(subject.state(features, [11], 7), room)
+    tree = subject.drafter.draft(subject.state(features, [11], 7), room).tree
     rows = min(room, BLOCK)
     assert tree.is_chain and len(tree) == rows
     expected = [] if rows == 1 else subject.reference(features, 7, rows).argmax(-1).tolist()
-    assert tree.tokens.tolist() == [7, *expected]
+    assert tree.drafted == tuple(expected)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_smaller_block_may_be_asked_for(drafting, size):
     subject, features = drafting("full"), random_features(11)
     drafter = BlockDiffusion(subject.model, size)
-    tree = drafter.propose(subject.state(features, [11], 7), 100)
+    tree = drafter.draft(subject.state(features, [11], 7), 100).tree
     assert tree.drafted == tuple(subject.reference(features, 7, size).argmax(-1).tolist())
 
 
@@ -235,7 +236,7 @@ def test_the_rows_of_a_block_never_reach_the_context(drafting, name):
     first = subject.logits(state, 8)
     assert state.context.length == 20
     assert np.array_equal(subject.logits(state, 8), first)
-    state.context.append(mx.array(features[20:]))
+    feed(state.context, mx.array(features[20:]))
     fresh = subject.state(features, [20, 10], 7)
     found, expected = subject.logits(state, 5), subject.logits(fresh, 5)
     assert np.allclose(found, expected, rtol=1e-4, atol=1e-4), "sums in another order at most"
@@ -250,7 +251,7 @@ def test_a_trimmed_context_that_grows_again_equals_a_fresh_one(drafting, name, l
     assert state.context.refill_from(length) == length
     state.context.trim(length)
     assert state.context.length == length
-    state.context.append(mx.array(other[length:]))
+    feed(state.context, mx.array(other[length:]))
     expected = subject.reference(other, 7, 8)
     assert difference(subject.logits(state, 8), expected) < TOLERANCE
 
@@ -283,11 +284,12 @@ class Recorder:
     """Passes what a drafter's context is given on to it, and remembers it."""
 
     def __init__(self, context: Any) -> None:
-        self.context, self.features = context, []
+        self.context, self.tokens, self.features = context, [], []
 
-    def append(self, features: mx.array) -> None:
+    def append(self, tokens: mx.array, features: mx.array) -> None:
+        self.tokens += tokens.tolist()
         self.features.append(np.array(features))
-        self.context.append(features)
+        self.context.append(tokens, features)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.context, name)
@@ -303,6 +305,7 @@ def test_prefill_gives_the_drafter_the_outputs_of_the_tapped_layers(drafting, st
     outputs = layer_outputs(make_model("llama"), prompt[:-1])
     expected = np.concatenate([outputs[tap] for tap in TAPS], axis=-1)
     assert difference(np.concatenate(recorder.features), expected) < TOLERANCE
+    assert recorder.tokens == prompt[:-1]
 
 
 @pytest.mark.parametrize("name", ["full", "mixed"])

@@ -10,18 +10,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from dflash_mlx.drafters.selected import SelectedPath
 
 import dflash_mlx
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
-from dflash_mlx.drafters.selected import SelectedPath
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
-from dflash_mlx.train.evaluate import Drafter
 from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
+from dflash_mlx.train.trainee import Trainee
 from support import reference_dflash2
 from support.families import make_model
 from support.models import drafter_config
@@ -195,8 +194,8 @@ def test_a_drafter_that_was_given_a_selector_has_the_reference_s_logits_and_path
     rows = EmbeddingRows(both.embedding(), config.vocab_size)
     maps = MappedSelector(config.hidden_size, 8, rows, seed=0)
     maps.predecessor = maps.predecessor * 30  # so that it changes paths
-    made = with_selector(Drafter(network, config, tables), raw, maps, SelectorConfig(8, 5))
-    save_drafter(tmp_path, made[0].network, made[1])
+    trainee = Trainee(network, config, raw, tables)
+    with_selector(trainee, maps, SelectorConfig(8, 5)).save(tmp_path)
     pair, detours = Both(tmp_path, monkeypatch), 0
     for length, anchor in ((1, 3), (20, 7), (90, 96)):
         features = pair.features(length)

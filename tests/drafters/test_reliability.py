@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,27 +11,28 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.reliability import Reliability, reach, worth_keeping
 from dflash_mlx.target.pass_times import PassTimes
+from support.decoding import path_to
 from support.toys import random_tree
 
 FLAT = PassTimes((1, 96), (1.0, 1.0))
 STEEP = PassTimes((1, 96), (1.0, 191.0))
 
 
-def tree_of(seed: int, nodes: int) -> Tree:
+def random(seed: int, nodes: int) -> Tree:
     rng = np.random.default_rng(seed)
     tokens, parents = random_tree(rng, nodes, 50)
     logprobs = (0.0, *np.log(rng.uniform(0.05, 0.95, len(tokens))).tolist())
-    return replace(Tree.of([1, *tokens], [-1, *parents]), logprobs=logprobs)
+    return Tree(tuple(tokens), (-1, *parents), logprobs)
 
 
-trees = st.builds(tree_of, st.integers(0, 10**6), st.integers(1, 25))
+trees = st.builds(random, st.integers(0, 10**6), st.integers(1, 25))
 
 
 @given(trees)
 def test_no_node_is_reached_more_often_than_its_parent(tree):
     reached = reach(tree, np.exp(tree.logprobs))
     for node in range(1, len(tree)):
-        path = tree.path_to(node)
+        path = path_to(tree, node)
         assert reached[node] == pytest.approx(np.exp(sum(tree.logprobs[i] for i in path)))
         assert reached[node] <= reached[tree.parents[node]]
 
@@ -45,43 +44,41 @@ def test_what_is_kept_is_closed_and_no_number_of_nodes_pays_more(tree, draft, sl
         return 1 + slope * np.asarray(rows)
 
     reached = reach(tree, np.exp(tree.logprobs))
-    kept = worth_keeping(reached, seconds, draft)
+    kept = worth_keeping(reached, seconds, draft, 96)
     assert kept[0] == 0
     assert all(tree.parents[node] in kept for node in kept[1:])
     best = np.sort(reached)[::-1]
     rates = [best[:n].sum() / (draft + seconds(n)) for n in range(1, len(tree) + 1)]
     assert reached[kept].sum() / (draft + seconds(len(kept))) == pytest.approx(max(rates))
-    assert len(tree.only(kept)) == len(kept)
+    assert len(tree.prune(kept)) == len(kept)
 
 
 def test_width_that_costs_nothing_is_used_and_width_that_costs_a_pass_is_not():
-    tree = tree_of(3, 20)
+    tree = random(3, 20)
     reached = reach(tree, np.exp(tree.logprobs))
-    assert len(worth_keeping(reached, FLAT.of, 0.1)) == len(tree)
-    assert worth_keeping(reached, STEEP.of, 0.1) == [0]
+    assert len(worth_keeping(reached, FLAT.of, 0.1, 96)) == len(tree)
+    assert worth_keeping(reached, STEEP.of, 0.1, 96) == [0]
+
+
+@given(trees, st.integers(1, 30))
+def test_no_more_rows_are_kept_than_there_are(tree, most):
+    kept = worth_keeping(reach(tree, np.exp(tree.logprobs)), FLAT.of, 0.1, most)
+    assert len(tree.prune(kept)) == min(most, len(tree))
 
 
 def test_a_sure_chain_is_kept_where_only_sure_nodes_pay():
-    chain = Tree.of([1, 2, 3, 4, 5, 6], [-1, 0, 1, 2, 0, 4])
+    chain = Tree((2, 3, 4, 5, 6), (-1, 0, 1, 2, 0, 4))
     chances = np.array([1, 0.99, 0.99, 0.99, 0.3, 0.3])
     times = PassTimes((1, 2, 3, 4, 5, 6), (1.0, 1.1, 1.2, 1.3, 2.4, 3.5))
-    kept = worth_keeping(reach(chain, chances), times.of, 0.2)
+    kept = worth_keeping(reach(chain, chances), times.of, 0.2, 96)
     assert kept == [0, 1, 2, 3]
-    assert chain.only(kept).is_chain
-
-
-def test_a_smaller_tree_keeps_its_tokens_parents_and_confidences():
-    tree = replace(Tree.of([9, 1, 2, 3], [-1, 0, 0, 2]), logprobs=(0.0, -1.0, -2.0, -3.0))
-    smaller = tree.only([0, 2, 3])
-    assert smaller.tokens.tolist() == [9, 2, 3]
-    assert smaller.parents == (-1, 0, 1)
-    assert smaller.logprobs == (0.0, -2.0, -3.0)
+    assert chain.prune(kept).is_chain
 
 
 def test_reliability_begins_with_the_drafters_word_and_ends_with_the_facts():
     """A drafter says 0.75 and is right in 30 of 100."""
     rng = np.random.default_rng(0)
-    tree = replace(Tree.of([1, 2], [-1, 0]), logprobs=(0.0, float(np.log(0.75))))
+    tree = Tree((2,), (-1, 0), (0.0, float(np.log(0.75))))
     reliability = Reliability()
     assert reliability.chances(tree)[1] == pytest.approx(0.75)
     for _ in range(2000):
@@ -90,7 +87,7 @@ def test_reliability_begins_with_the_drafters_word_and_ends_with_the_facts():
 
 
 def test_only_children_of_accepted_nodes_are_counted():
-    tree = replace(Tree.of([1, 2, 3, 4, 5], [-1, 0, 0, 1, 2]), logprobs=(0.0, *[-0.1] * 4))
+    tree = Tree((2, 3, 4, 5), (-1, 0, 0, 1, 2), (0.0, *[-0.1] * 4))
     reliability = Reliability()
     reliability.learn(Accepted(tree, (0, 1), 7))
     assert reliability.tried.sum(axis=(0, 2))[:3].tolist() == [2, 1, 0]
@@ -100,10 +97,10 @@ def test_only_children_of_accepted_nodes_are_counted():
 def test_each_drafter_is_trusted_by_its_own_record():
     confident = float(np.log(0.75))
     trees = {
-        source: replace(Tree.of([1, 2], [-1, 0]), logprobs=(0.0, confident), sources=("", source))
+        source: Tree((2,), (-1, 0), (0.0, confident), ("", source))
         for source in ("first", "second", "lookup")
     }
-    reliability = Reliability()
+    reliability = Reliability(("first", "second", "lookup"))
     for _ in range(500):
         reliability.learn(Accepted(trees["first"], (0,), 5))
         reliability.learn(Accepted(trees["second"], (0, 1), 5))
@@ -115,13 +112,11 @@ def test_each_drafter_is_trusted_by_its_own_record():
 def test_a_source_that_breaks_its_word_is_doubted_where_it_was_not_tried_yet():
     """Three drafts at 0.75 were wrong: its next at 0.35 is no longer taken at its word."""
     trees = {
-        (source, chance): replace(
-            Tree.of([1, 2], [-1, 0]), logprobs=(0.0, float(np.log(chance))), sources=("", source)
-        )
+        (source, chance): Tree((2,), (-1, 0), (0.0, float(np.log(chance))), ("", source))
         for source in ("first", "lookup")
         for chance in (0.75, 0.35)
     }
-    reliability = Reliability()
+    reliability = Reliability(("first", "lookup"))
     for _ in range(3):
         reliability.learn(Accepted(trees["first", 0.75], (0,), 5))
     assert reliability.chances(trees["first", 0.35])[1] < 0.2

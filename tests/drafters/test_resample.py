@@ -16,9 +16,11 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.growth.grow import Prefixes
+from dflash_mlx.drafters.methods import find_method
 from dflash_mlx.drafters.resample import Resample, log_softmax, merge_samples
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
+from support.decoding import feed
 from support.families import make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
@@ -96,10 +98,10 @@ def tokens_drawn(model: BlockModel, seed: int, committed: int = 3) -> tuple[int,
     """The tree of a drafter that starts afresh behind `committed` tokens."""
     drafter = Resample(model, None, 4, seed)
     context = drafter.new_context()
-    context.append(mx.zeros((committed, 2 * 64)))
+    feed(context, mx.zeros((committed, 2 * 64)))
     state = State(Target(make_model("llama"), 200, "tiny").new_cache(), context)
     state.set_anchor(7)
-    tree = drafter.propose(state, room=100)
+    tree = drafter.draft(state, 100).tree
     assert max(tree.depths) == model.config.block_size - 1
     return tree.drafted
 
@@ -113,11 +115,11 @@ def test_a_round_without_room_drafts_nothing(model):
     drafter = Resample(model, None, 4, 0)
     state = State(Target(make_model("llama"), 200, "tiny").new_cache(), drafter.new_context())
     state.set_anchor(7)
-    assert len(drafter.propose(state, room=1)) == 1
+    assert len(drafter.draft(state, 1).tree) == 1
 
 
 def test_the_control_can_be_compared_but_is_not_offered():
-    assert DecodeConfig(method="resample").method == "resample"
+    assert find_method("resample").is_control
     parser = Parser()
     add_options(parser, DecodeConfig)
     with pytest.raises(SystemExit):

@@ -10,21 +10,21 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import tempered
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
-from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
 from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.growth.links import along_path, conditional
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.drafters.selected import DrawnPath, SelectedPath
-from dflash_mlx.engine.reject import DrawnChain
+from dflash_mlx.engine.drafter import Proposal
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.load import Pair
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
+from support.decoding import feed
 from support.families import VOCAB_SIZE, make_model
 from support.law import chi_square
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
@@ -56,7 +56,7 @@ def features_of(seed: int) -> np.ndarray:
 
 def state_of(model: BlockModel, target: Target, seed: int, anchor: int) -> State:
     state = State(target.new_cache(), model.new_context())
-    state.context.append(mx.array(features_of(seed)))
+    feed(state.context, features_of(seed))
     state.set_anchor(anchor)
     return state
 
@@ -78,9 +78,9 @@ def test_the_greedy_walk_is_that_of_the_reference(model, tensors, target):
         anchor = seed * 3 % VOCAB_SIZE
         state = state_of(model, target, seed, anchor)
         hidden, unary = reference(tensors, target, seed, anchor)
-        tree = drafter.propose(state, 100)
+        tree = drafter.draft(state, 100).tree
         path = reference_dflash2.greedy_path(tensors, CONFIG, hidden, unary, anchor)
-        assert tree.is_chain and tree.tokens.tolist() == [anchor, *path]
+        assert tree.is_chain and tree.drafted == tuple(path)
         detours += path != unary.argmax(axis=-1).tolist()
     assert detours > 10, "the selector changes most paths, so that its walk is seen"
 
@@ -90,7 +90,7 @@ def test_the_first_draft_of_d2sd_is_the_greedy_walk(model, tensors, target):
     for seed in range(25):
         anchor = seed * 3 % VOCAB_SIZE
         state = State(target.new_cache(), drafter.new_context())
-        state.context.append(mx.array(features_of(seed)))
+        feed(state.context, features_of(seed))
         state.set_anchor(anchor)
         first, _ = drafter.drafts(state, BLOCK)
         hidden, unary = reference(tensors, target, seed, anchor)
@@ -120,7 +120,7 @@ def test_behind_the_walk_candidates_stand_as_they_do_after_its_tokens():
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 50])
 def test_a_path_fits_the_room(model, target, room):
-    tree = SelectedPath(model).propose(state_of(model, target, 0, 7), room)
+    tree = SelectedPath(model).draft(state_of(model, target, 0, 7), room).tree
     assert len(tree) == min(room, BLOCK)
 
 
@@ -157,11 +157,9 @@ def test_scores_are_those_of_the_equation_for_every_pair_of_candidates():
 # Drawn
 
 
-def drawn_path(model: BlockModel, state: State, temperature: float, seed: int) -> DrawnChain:
+def drawn_path(model: BlockModel, state: State, temperature: float, seed: int) -> Proposal:
     sampling = SamplingConfig(seed=seed, temperature=temperature)
-    tree = DrawnPath(model, None, sampling).propose(state, 100)
-    assert isinstance(tree, DrawnChain)
-    return tree
+    return DrawnPath(model, None, sampling).draft(state, 100)
 
 
 def test_drawn_paths_follow_the_law_of_the_walk(model, tensors, target, monkeypatch):
@@ -173,7 +171,7 @@ def test_drawn_paths_follow_the_law_of_the_walk(model, tensors, target, monkeypa
     monkeypatch.setattr(
         model, "candidates", lambda *block: found
     )  # the pass itself is always alike
-    draws = [drawn_path(model, state, 1.3, seed).drafted for seed in range(1500)]
+    draws = [drawn_path(model, state, 1.3, seed).tree.drafted for seed in range(1500)]
     assert chi_square(law, draws) < 4
     flat = {path: 1 / len(law) for path in law}
     assert chi_square(flat, draws) > 4, "the test notices another law"
@@ -183,8 +181,8 @@ def test_q_is_the_law_of_each_token_after_those_drawn_before(model, tensors, tar
     state = state_of(model, target, 2, 9)
     hidden, unary = reference(tensors, target, 2, 9)
     for seed in range(5):
-        tree = drawn_path(model, state, 0.8, seed)
-        q = np.array(tree.q)
+        proposal = drawn_path(model, state, 0.8, seed)
+        tree, q = proposal.tree, np.array(proposal.q)
         assert q.shape == (BLOCK - 1, VOCAB_SIZE) and np.allclose(q.sum(axis=-1), 1)
         before = 9
         for t, token in enumerate(tree.drafted):
@@ -203,8 +201,9 @@ def test_q_is_the_law_of_each_token_after_those_drawn_before(model, tensors, tar
 def test_the_targets_filters_apply_to_the_candidates(model, target, filters):
     state = state_of(model, target, 3, 11)
     sampling = SamplingConfig(temperature=1.0, seed=4, **filters)
-    tree = DrawnPath(model, None, sampling).propose(state, 100)
-    q, found = np.array(tree.q), model.candidates(state.context, state.anchor, BLOCK)
+    proposal = DrawnPath(model, None, sampling).draft(state, 100)
+    tree = proposal.tree
+    q, found = np.array(proposal.q), model.candidates(state.context, state.anchor, BLOCK)
     path = [np.array(found.tokens)[t].tolist().index(k) for t, k in enumerate(tree.drafted)]
     kept = np.isfinite(np.array(tempered(found.scores_along(mx.array(path)), sampling)))
     assert (q > 0).sum(axis=-1).tolist() == kept.sum(axis=-1).tolist()
@@ -231,7 +230,7 @@ def test_the_dflash_method_takes_the_paths_of_drafters_that_have_them(
     folder = write_drafter_folder(tmp_path, raw, weights)
     config = read_config(folder)
     network = load_network(folder, config, mx.float32)
-    pair = Pair(target, None, network=network, network_config=config)
+    pair = Pair(target, None, (BlockModel(network, config, target),))
     use = DecodeConfig(
         method="dflash",
         acceptance="reject" if sampling else "match",

@@ -9,15 +9,17 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.decode import prefill
+from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.exact import SAFETY, Noise, lead, measure_noise, noise_of
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import verify
-from dflash_mlx.models.load import Pair
 from dflash_mlx.session.stream import Session, TextDelta, collect
 from dflash_mlx.target.block import Block
+from support.decoding import rounds as decode
+from support.decoding import tree_of
 from support.letters import Letters
 from support.rounding import (
     EXACT,
@@ -181,8 +183,8 @@ def test_the_checks_write_nothing_into_the_state(target):
     assert all(accepted.near_ties.checks == len(accepted.tokens) for accepted in rounds)
     again = start(target, NoDraft(), prompt_of(2))
     for accepted in rounds:
-        verify(target, again, accepted.tree, ())
-        again.commit(accepted, None)
+        (verdict,) = verify(target, [again], [Proposal(accepted.tree)], ())
+        again.commit(accepted, verdict.ids, None)
     assert_same_rows(state, again)
 
 
@@ -224,17 +226,17 @@ def test_an_interrupt_inside_a_check_leaves_the_cache_as_it_was(target, monkeypa
     monkeypatch.undo()
     target.noise = None
     again = start(target, NoDraft(), prompt)
-    verify(target, again, first.tree, ())
-    again.commit(first, None)
+    (verdict,) = verify(target, [again], [Proposal(first.tree)], ())
+    again.commit(first, verdict.ids, None)
     assert_same_rows(state, again)
 
 
 def test_statistics_add_up_the_checks_and_say_so_in_json_and_in_the_summary():
     statistics = Statistics("dflash")
     assert statistics.as_dict()["guard_checks"] == 0
-    assert "near-ties" not in summary(TextDelta("", (), None, "stop", statistics))
+    assert "near-ties" not in summary(TextDelta("", (), None, None, "stop", statistics))
     for near_ties in (NearTies(2, 3, 1, 1, 0.5), NearTies(), NearTies(1, 1, 0, 0, 0.25)):
-        statistics.add_round(Accepted(Tree.of([1], [-1]), (0,), 5, near_ties))
+        statistics.add_round(Accepted(tree_of([1], [-1]), (0,), 5, near_ties))
     counts = {k: v for k, v in statistics.as_dict().items() if k.startswith("guard_")}
     assert counts == {
         "guard_checks": 3,
@@ -243,7 +245,7 @@ def test_statistics_add_up_the_checks_and_say_so_in_json_and_in_the_summary():
         "guard_changed": 1,
         "guard_seconds": 0.75,
     }
-    line = summary(TextDelta("", (), None, "stop", statistics))
+    line = summary(TextDelta("", (), None, None, "stop", statistics))
     assert line.endswith("3 near-ties in 0.75 s, 1 changed")
 
 

@@ -5,15 +5,16 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-
 from dflash_mlx.benchmark.parity import first_difference
+
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.exact import measure_noise
-from dflash_mlx.models.load import Pair
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.stream import Session
 from dflash_mlx.target import pass_times as budget
 from dflash_mlx.target.block import Block
@@ -59,7 +60,7 @@ def pair(target, tmp_path):
     folder = write_drafter_folder(tmp_path, config, random_drafter(config, 1))
     network_config = read_config(folder)
     network = load_network(folder, network_config, mx.float32)
-    return Pair(target, Letters(), network, network_config, "tiny")
+    return Pair(target, Letters(), (BlockModel(network, network_config, target),), "tiny")
 
 
 def answer(session, prompt):

@@ -6,18 +6,17 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.checkpoint import NetworkConfig
 from dflash_mlx.drafters.dflash.selector import Candidates, SelectorConfig, predecessors
-from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.resample import Resample
-from dflash_mlx.drafters.selected import DrawnPath, SelectedPath
-from dflash_mlx.engine import reject
+from dflash_mlx.engine import rules
 from support.law import LENGTH, VOCABULARY, answer, chi_square, enumerated_law
 from support.toy_drafter import ToyDrafter
 from support.toys import ToyTarget
@@ -138,14 +137,15 @@ def test_rejection_sampling_follows_the_law_with_every_filter(name, settings):
 
 @pytest.mark.parametrize("mistake", ["keeps all", "keeps by p", "draws from p"])
 def test_the_law_test_notices_wrong_rejection_rules(monkeypatch, mistake):
-    keeps = reject.keeps
+    kept = rules.kept
     if mistake == "keeps all":
-        monkeypatch.setattr(reject, "keeps", lambda p, q, token, u: True)
+        monkeypatch.setattr(rules, "kept", lambda p, q, tokens, u: mx.array(len(tokens)))
     elif mistake == "keeps by p":
-        ones = mx.ones(VOCABULARY)
-        monkeypatch.setattr(reject, "keeps", lambda p, q, token, u: keeps(p, ones, token, u))
+        monkeypatch.setattr(
+            rules, "kept", lambda p, q, tokens, u: kept(p, mx.ones_like(q), tokens, u)
+        )
     else:
-        monkeypatch.setattr(reject, "remainder", lambda p, q: p)
+        monkeypatch.setattr(rules, "remainder", lambda p, q: p)
     assert distance("dflash, reject", 800) > 4
 
 

@@ -10,16 +10,19 @@ from dflash_mlx.core.accept import accept
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.rejection import kept, remainder
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.drawn import DrawnBlock
-from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine.decode import decode, prefill
-from dflash_mlx.engine.reject import DrawnChain, Reject, keeps, remainder
+from dflash_mlx.drafters.methods import draws_drafts, make_drafter
+from dflash_mlx.engine.decode import prefill
+from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.rules import Reject
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
-from dflash_mlx.models.load import Pair
 from dflash_mlx.target.model import Target
+from support.decoding import rounds as decode
 from support.drafter_folders import drafter_folder
 from support.families import make_model
 from support.toy_drafter import ToyDrafter
@@ -28,8 +31,9 @@ from support.toys import ToyTarget
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    network, config = drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 2], 1)
-    return Pair(Target(make_model("llama"), 200, "tiny"), None, network, config, "tiny")
+    target = Target(make_model("llama"), 200, "tiny")
+    model = drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 2], 1, target)
+    return Pair(target, None, (model,), "tiny")
 
 
 laws = st.lists(st.integers(0, 9), min_size=5, max_size=5).filter(any)
@@ -44,9 +48,9 @@ def law(weights):
 def test_kept_drafts_and_replacements_together_have_the_targets_law(p, q):
     """p(x) = min(p, q)(x) + (1 - sum min(p, q)) remainder(x), for every token x."""
     p, q = law(p), law(q)
-    kept = np.minimum(p, q)
+    agreed = np.minimum(p, q)
     rest = np.array(remainder(mx.array(p), mx.array(q)))
-    assert np.allclose(kept + (1 - kept.sum()) * rest, p, atol=1e-6)
+    assert np.allclose(agreed + (1 - agreed.sum()) * rest, p, atol=1e-6)
     assert np.isclose(rest.sum(), 1, atol=1e-5)
     assert (rest >= 0).all()
 
@@ -58,12 +62,21 @@ def test_a_draft_is_kept_with_probability_p_over_q(p, q, token):
     assume(q[token] > 0)
     share = p[token] / q[token]
 
-    def kept(u):
-        return keeps(mx.array(p), mx.array(q), token, mx.array(u))
+    def keeps(u):
+        return kept(mx.array(p)[None], mx.array(q)[None], mx.array([token]), mx.array([u])).item()
 
-    assert all(kept(u) for u in (0.0, 0.5, 0.99) if u < share - 0.001)
-    assert not any(kept(u) for u in (0.0, 0.5, 0.99) if u > share + 0.001)
-    assert kept(0.0) == (p[token] > 0)
+    assert all(keeps(u) for u in (0.0, 0.5, 0.99) if u < share - 0.001)
+    assert not any(keeps(u) for u in (0.0, 0.5, 0.99) if u > share + 0.001)
+    assert keeps(0.0) == (p[token] > 0)
+
+
+@given(st.lists(st.booleans(), max_size=6))
+def test_nothing_behind_the_first_rejection_is_kept(fine):
+    n = len(fine)
+    p = mx.array([[0.5, 0.5] if ok else [1.0, 0.0] for ok in fine]).reshape(n, 2)
+    q = mx.array([[0.0, 1.0]] * n).reshape(n, 2)
+    length = kept(p, q, mx.ones(n, mx.int32), mx.zeros(n)).item()
+    assert length == [*fine, False].index(False)
 
 
 def test_where_nothing_is_left_the_target_itself_is_drawn_from():
@@ -71,15 +84,21 @@ def test_where_nothing_is_left_the_target_itself_is_drawn_from():
     assert remainder(p, p).tolist() == [0.25, 0.75]
 
 
-def test_a_chain_that_was_cut_is_matched_not_rejected():
-    chain = DrawnChain(mx.array([0, 1, 2]), (-1, 0, 1), q=mx.ones((2, 4)) / 4)
-    cut = chain.only([0, 1])
-    assert type(cut) is Tree
-    assert cut.tokens.tolist() == [0, 1]
+def test_a_proposal_that_was_cut_to_its_share_is_matched_not_rejected():
+    class Wide(EachAlone):
+        def draft(self, state, room):
+            return Proposal(Tree((1, 2), (-1, 0, 0)), mx.ones((2, 4)) / 4)
+
+    state = State(ToyTarget(4).new_cache(), None)
+    state.end = 9
+    (whole,), (cut,) = (Wide().propose([state], rows) for rows in (3, 2))
+    assert (len(whole.tree), whole.q is None) == (3, False)
+    assert (cut.tree, cut.q) == (Tree((1,), (-1, 0)), None)
 
 
-def verdict_of(tree, logits):
-    return Verdict(tree, mx.array(logits), None)
+def verdict_of(tree, logits, q=None):
+    proposal = Proposal(tree, None if q is None else mx.array(q))
+    return Verdict(proposal, tree.ids(mx.array([0])), mx.array(logits), None)
 
 
 class Here:
@@ -94,9 +113,9 @@ def test_drafts_are_kept_up_to_the_first_that_the_target_excludes():
     logits[2, 4] = -np.inf
     q = np.full((3, 5), 0.0, np.float32)
     q[[0, 1, 2], [1, 2, 4]] = 0.2
-    tree = DrawnChain(mx.array([0, 1, 2, 4]), (-1, 0, 1, 2), q=mx.array(q))
+    tree = Tree.chain([1, 2, 4])
     rule = Reject(Sampler(SamplingConfig(temperature=1.0, seed=3)))
-    accepted = rule.accept(verdict_of(tree, logits), Here())
+    accepted = rule.accept(verdict_of(tree, logits, q), Here())
     assert accepted.path == (0, 1, 2)
     assert accepted.tokens[:2] == (1, 2)
     assert accepted.tokens[2] != 4
@@ -106,9 +125,9 @@ def test_a_chain_that_is_kept_whole_ends_with_a_token_of_the_target():
     logits = np.full((3, 5), -np.inf, np.float32)
     logits[[0, 1, 2], [1, 2, 3]] = 0
     q = np.full((2, 5), 0.2, np.float32)
-    tree = DrawnChain(mx.array([0, 1, 2]), (-1, 0, 1), q=mx.array(q))
+    tree = Tree.chain([1, 2])
     rule = Reject(Sampler(SamplingConfig(temperature=0.7, seed=3)))
-    accepted = rule.accept(verdict_of(tree, logits), Here())
+    accepted = rule.accept(verdict_of(tree, logits, q), Here())
     assert accepted.tokens == (1, 2, 3)
     assert accepted.path == (0, 1, 2)
 
@@ -116,7 +135,7 @@ def test_a_chain_that_is_kept_whole_ends_with_a_token_of_the_target():
 def test_other_trees_are_matched():
     logits = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
     sampler = Sampler(SamplingConfig(temperature=1.0, seed=3))
-    tree = Tree.of([0, 1, 2], [-1, 0, 0])
+    tree = Tree((1, 2), (-1, 0, 0))
     verdict = verdict_of(tree, logits)
     expected = accept(tree, verdict.choices(sampler, Here()))
     accepted = Reject(sampler).accept(verdict, Here())
@@ -127,7 +146,7 @@ def drawn(seed, temperature=0.7, room=4, **filters):
     drafter = DrawnBlock(ToyDrafter(1), None, SamplingConfig(temperature, seed=seed, **filters))
     state = State(ToyTarget(4).new_cache(), drafter.new_context())
     state.set_anchor(2)
-    return drafter.propose(state, room)
+    return drafter.draft(state, room)
 
 
 def test_drafts_are_drawn_from_the_q_they_carry():
@@ -135,30 +154,30 @@ def test_drafts_are_drawn_from_the_q_they_carry():
     q = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     counts = np.zeros((3, 4))
     for seed in range(600):
-        tree = drawn(seed)
-        counts[np.arange(3), tree.drafted] += 1
-    assert np.allclose(tree.q, q, atol=1e-5)
+        proposal = drawn(seed)
+        counts[np.arange(3), proposal.tree.drafted] += 1
+    assert np.allclose(proposal.q, q, atol=1e-5)
     assert np.abs(counts / 600 - q).max() < 0.09  # four standard deviations
 
 
 def test_drafts_pass_the_filters_that_the_target_uses():
-    tree = drawn(0, top_k=2)
-    assert (np.array(tree.q) > 0).sum(axis=-1).tolist() == [2, 2, 2]
+    proposal = drawn(0, top_k=2)
+    assert (np.array(proposal.q) > 0).sum(axis=-1).tolist() == [2, 2, 2]
 
 
 def test_one_seed_gives_one_draft_and_room_for_one_token_none():
-    assert drawn(5).drafted == drawn(5).drafted
-    assert len({drawn(seed).drafted for seed in range(20)}) > 5
-    assert len(drawn(0, room=1)) == 1
-    assert len(drawn(0, room=3)) == 3
+    assert drawn(5).tree.drafted == drawn(5).tree.drafted
+    assert len({drawn(seed).tree.drafted for seed in range(20)}) > 5
+    assert len(drawn(0, room=1).tree) == 1
+    assert len(drawn(0, room=3).tree) == 3
 
 
 def test_drawing_is_for_dflash_with_a_temperature():
     warm, cold = SamplingConfig(temperature=0.7), SamplingConfig()
-    assert DecodeConfig("dflash", acceptance="reject", sampling=warm).draws_drafts
-    assert not DecodeConfig("dflash", acceptance="reject", sampling=cold).draws_drafts
-    assert not DecodeConfig("ddtree", acceptance="reject", sampling=warm).draws_drafts
-    assert not DecodeConfig("dflash", acceptance="match", sampling=warm).draws_drafts
+    assert draws_drafts(DecodeConfig("dflash", acceptance="reject", sampling=warm))
+    assert not draws_drafts(DecodeConfig("dflash", acceptance="reject", sampling=cold))
+    assert not draws_drafts(DecodeConfig("ddtree", acceptance="reject", sampling=warm))
+    assert not draws_drafts(DecodeConfig("dflash", acceptance="match", sampling=warm))
     with pytest.raises(DFlashError, match="acceptance is 'both'"):
         DecodeConfig(acceptance="both")
 
@@ -178,13 +197,13 @@ def test_real_networks_draw_and_reject_and_an_abandoned_answer_goes_on(pair):
     assert isinstance(drafter, DrawnBlock)
     state = State(pair.target.new_cache(), drafter.new_context())
     prefill(pair.target, drafter, state, [1, 2, 3], config, Observer())
-    said, chains = [], 0
+    said, rounds = [], 0
     for accepted in decode(pair.target, drafter, state, config, Observer()):
         said += accepted.tokens
-        chains += isinstance(accepted.tree, DrawnChain)
+        rounds += 1
         if len(said) >= 15:
             break
-    assert chains < len(said)  # some drafts were kept
+    assert rounds < len(said), "some drafts were kept"
     assert state.tokens == [1, 2, 3, *said]
     assert state.context.length == state.position == 2 + len(said)
     rest = [t for r in decode(pair.target, drafter, state, config, Observer()) for t in r.tokens]

@@ -6,7 +6,7 @@ import pytest
 
 from kernels_metal.emulator import emulated
 from kernels_metal.factory import Kernel, Launch, executor, launch
-from support.emulator_tiny import RAMP, fault, numbers, run, run_all
+from support.emulator_tiny import RAMP, assert_gives, fault, numbers, run, run_all
 
 DTYPES = [
     mx.float32, mx.float16, mx.bfloat16, mx.int8, mx.uint8, mx.int16, mx.uint16, mx.int32,
@@ -26,17 +26,12 @@ def test_an_input_below_8_elements_is_constant_and_from_8_on_device():
     run(as_constant, seven)
     fault("address space", "__constant", as_device, seven)
     fault("address space", "__global", as_constant, eight)
-    assert (
-        numbers(run("o[i] = a[1];", seven)[0])[0] == numbers(run("o[i] = a[1];", eight)[0])[0] == 1
-    )
+    for few_or_many in (seven, eight):
+        assert_gives(1, "o[i] = a[1];", few_or_many)
 
 
-def test_a_scalar_comes_as_a_reference():
-    output, _ = run("o[i] = a + b;", mx.array(2.5), mx.array(3, mx.int8))
-    assert numbers(output)[0] == 5.5
-
-
-def test_an_empty_input_may_be_passed_but_not_read():
+def test_a_scalar_comes_as_a_reference_and_an_empty_input_is_not_read():
+    assert_gives(5.5, "o[i] = a + b;", mx.array(2.5), mx.array(3, mx.int8))
     run("o[i] = 1;", mx.zeros((0, 4)))
     fault("bounds", "of a, which has 0", "o[i] = a[i];", mx.zeros((0, 4)))
 
@@ -54,6 +49,7 @@ def test_every_type_arrives_and_leaves_unchanged(dtype):
 
 STRIDED = "const int64_t n = a_shape[1];\n"
 STRIDED += "o[i] = a[(i / n) * a_strides[0] + (i % n) * a_strides[1]];"
+ELEMENTS = "o[i] = a[elem_to_loc(i, a_shape, a_strides, a_ndim)];"  # MLX's own helper
 
 
 def views() -> dict[str, mx.array]:
@@ -72,15 +68,10 @@ def views() -> dict[str, mx.array]:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_a_strided_input_is_read_through_its_strides(name, dtype):
     a = views()[name].astype(dtype)
-    for contiguous in (False, True):
-        output, _ = run(
-            STRIDED,
-            a,
-            grid=(a.size, 1, 1),
-            outputs=((a.shape, dtype),),
-            ensure_row_contiguous=contiguous,
-        )
-        assert mx.array_equal(output, a)
+    settings = {"grid": (a.size, 1, 1), "outputs": ((a.shape, dtype),)}
+    for body in (STRIDED, ELEMENTS)[: 1 if name == "backwards" else 2]:  # its sums are unsigned
+        for contiguous in (False, True):
+            assert_gives(numbers(a), body, a, **settings, ensure_row_contiguous=contiguous)
 
 
 def test_a_strided_input_ignored_its_strides_is_wrong_unless_it_is_copied_first():
@@ -100,19 +91,8 @@ def test_what_lies_between_the_rows_of_a_slice_does_not_belong_to_it():
 
 
 def test_shapes_and_dimensions_are_those_of_the_array():
-    output, _ = run(
-        "o[i] = a_ndim * 1000 + a_shape[0] * 100 + a_shape[1] * 10 + a_strides[0];",
-        mx.zeros((2, 3)),
-        outputs=(((32,), mx.int32),),
-    )
-    assert np.array(output)[0] == 2233
-
-
-def test_elements_are_found_with_the_helper_of_mlx():
-    a = mx.arange(32).astype(mx.float32).reshape(4, 8).T
-    body = "o[i] = a[elem_to_loc(i, a_shape, a_strides, a_ndim)];"
-    output, _ = run(body, a, outputs=((a.shape, mx.float32),), ensure_row_contiguous=False)
-    assert mx.array_equal(output, a)
+    body = "o[i] = a_ndim * 1000 + a_shape[0] * 100 + a_shape[1] * 10 + a_strides[0];"
+    assert_gives(2233, body, mx.zeros((2, 3)))
 
 
 # Grids
@@ -131,10 +111,8 @@ def test_a_grid_that_is_no_multiple_of_the_threadgroup_runs_every_thread_once(gr
     body = "uint3 p = thread_position_in_grid; uint3 n = threads_per_grid;\n"
     body += "uint at = p.x + n.x * (p.y + n.y * p.z); o[at] = at;"
     count = int(np.prod(grid))
-    output, counters = run(
-        body, grid=grid, threadgroup=threadgroup, outputs=(((count,), mx.uint32),)
-    )
-    np.testing.assert_array_equal(np.array(output), np.arange(count))
+    settings = {"grid": grid, "threadgroup": threadgroup, "outputs": (((count,), mx.uint32),)}
+    counters = assert_gives(np.arange(count), body, **settings)
     groups = [-(-n // min(n, t)) for n, t in zip(grid, threadgroup, strict=True)]
     assert (counters.threads, counters.threadgroups) == (count, np.prod(groups))
 
@@ -152,8 +130,8 @@ def test_several_outputs_of_several_types():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.int32], ids=str)
 def test_outputs_start_with_the_initial_value(dtype):
-    output, _ = run("if (i == 3) o[i] = 9;", init_value=2, outputs=(((5,), dtype),))
-    np.testing.assert_array_equal(numbers(output), [2, 2, 2, 9, 2])
+    settings = {"init_value": 2, "outputs": (((5,), dtype),)}
+    assert_gives([2, 2, 2, 9, 2], "if (i == 3) o[i] = 9;", **settings)
 
 
 def test_an_input_is_not_changed_by_the_launch():
@@ -208,25 +186,19 @@ def test_operations_count_once_for_the_threads_that_take_part():
 
 def test_launches_are_emulated_inside_the_block_only():
     before = executor()
-    with emulated() as outer:
+    with pytest.raises(KeyError), emulated() as outer:
         assert executor() is outer
         with emulated() as inner:
             assert executor() is inner
         assert executor() is outer
-    assert executor() is before
-
-
-def test_the_block_ends_with_an_exception():
-    before = executor()
-    with pytest.raises(KeyError), emulated():
         raise KeyError
     assert executor() is before
 
 
-def test_a_launch_without_executor_says_what_the_wrapper_should_have_done(tmp_path, monkeypatch):
+def test_a_launch_that_nothing_can_run_names_the_kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     plan = Launch((1, 1, 1), (1, 1, 1), ((1,),), (mx.float32,))
-    with pytest.raises(RuntimeError, match="kernel nobody: .* should have taken the reference"):
+    with pytest.raises(RuntimeError, match="kernel nobody: "):
         launch(Kernel("nobody", (), ("o",), folder=tmp_path), [], plan)
 
 

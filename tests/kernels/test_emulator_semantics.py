@@ -4,80 +4,63 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from support.emulator_tiny import RAMP, fault, numbers, run
+from support.emulator_tiny import RAMP, array, assert_gives, fault, numbers, of_type, run
 
-INT = (((32,), mx.int32),)
-UINT = (((32,), mx.uint32),)
+INT = {"outputs": (((32,), mx.int32),)}
+UINT = {"outputs": (((32,), mx.uint32),)}
 RNG = np.random.default_rng(0)
-
-
-def of_type(dtype: mx.Dtype) -> dict:
-    return {"template": (("T", dtype),), "outputs": (((32,), dtype),)}
-
-
-def array(values, dtype=mx.float32) -> mx.array:
-    return mx.array(np.asarray(values)).astype(dtype)
+I = np.arange(32)  # noqa: E741
 
 
 # Scalars
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-def test_half_types_round_after_every_operation(dtype):
+def test_half_types_round_after_every_operation_and_conversion(dtype):
     a, b = (array(RNG.standard_normal(32) * 9, dtype) for _ in range(2))
-    output, _ = run("T x = a[i] * b[i]; o[i] = x + a[i] / b[i];", a, b, **of_type(dtype))
-    expected = a * b + a / b  # MLX rounds each result
-    np.testing.assert_array_equal(numbers(output), numbers(expected))
+    expected = numbers(a * b + a / b)  # MLX rounds each result
+    assert_gives(expected, "T x = a[i] * b[i]; o[i] = x + a[i] / b[i];", a, b, **of_type(dtype))
+    ties = 1 + 2.0 ** (-10 if dtype == mx.float16 else -7) * (np.arange(16) + 0.5)  # to even
+    values = array(np.concatenate([ties, RNG.standard_normal(14) * 1e3, [np.inf, -np.inf]]))
+    assert_gives(numbers(values.astype(dtype)), "o[i] = T(a[i]);", values, **of_type(dtype))
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-def test_conversion_from_float_rounds_to_nearest_even(dtype):
-    step = 2.0 ** (-10 if dtype == mx.float16 else -7)
-    ties = 1 + step * (np.arange(32) + 0.5)
-    values = array(np.concatenate([ties[:16], RNG.standard_normal(14) * 1e3, [np.inf, -np.inf]]))
-    output, _ = run("o[i] = T(a[i]);", values, **of_type(dtype))
-    np.testing.assert_array_equal(numbers(output), numbers(values.astype(dtype)))
+def float32(values) -> np.ndarray:
+    return np.asarray(values, np.float32)
 
 
-def test_nan_stays_nan_in_bfloat():
-    output, _ = run("o[i] = T(a[i]);", mx.full((32,), float("nan")), **of_type(mx.bfloat16))
-    assert np.isnan(numbers(output)).all()
+X = float32(1 + 2.0**-12 * I)
+SCALARS = {
+    "NaN in bfloat": (
+        "o[i] = T(a[i]);", mx.full((32,), float("nan")), np.nan, of_type(mx.bfloat16)),
+    "constants in single precision": (
+        "o[i] = 0.1 * a[i] + 1e-3;", RAMP, float32(0.1) * float32(I) + float32(1e-3), {}),
+    "literals of half": ("o[i] = float(0.1h) + 0.1h;", RAMP, 2 * np.float64(np.float16(0.1)), {}),
+    "multiply and add in two operations": (
+        "o[i] = a[i] * a[i] - 1.0f;", array(X), X * X - float32(1), {}),
+    "fma in one": (
+        "o[i] = fma(a[i], a[i], -1.0f);", array(X), float32(X.astype(np.float64) ** 2 - 1), {}),
+    "integers have Metal's sizes and wrap": (
+        "uchar c = uchar(i + 250); ushort s = ushort(i + 65530); uint u = i - 1; "
+        "o[i] = int(c) + int(s) + int(u) + sizeof(long) + sizeof(half);",
+        RAMP, (I + 250) % 256 + (I + 65530) % 65536 + (I - 1) + 8 + 2, INT),
+    "as_type keeps the bits": (
+        "o[i] = as_type<int>(a[i]);", RAMP, I.astype(np.float32).view(np.int32), INT),
+    "infinities": (
+        "float x = -INFINITY; o[i] = i % 3 == 0 ? exp(x) : "
+        "i % 3 == 1 ? max(x, a[i]) : float(x == -INFINITY);",
+        RAMP, np.where(I % 3 == 0, 0, np.where(I % 3 == 1, I, 1)), {}),
+    "limits": (
+        "o[i] = i % 3 == 0 ? numeric_limits<float>::max() : i % 3 == 1 ? Limits<float>::min : "
+        "float(numeric_limits<int>::lowest()) + float(numeric_limits<half>::max());", RAMP,
+        np.array([np.finfo(np.float32).max, -np.inf, float32(-(2.0**31) + 65504)])[I % 3], {}),
+}  # fmt: skip
 
 
-def test_constants_are_single_precision():
-    output, _ = run("o[i] = 0.1 * a[i] + 1e-3;", RAMP)
-    expected = np.float32(0.1) * np.arange(32, dtype=np.float32) + np.float32(1e-3)
-    np.testing.assert_array_equal(numbers(output), expected.astype(np.float64))
-
-
-def test_literals_of_half():
-    output, _ = run("o[i] = float(0.1h) + 0.1h;", RAMP)
-    assert numbers(output)[0] == 2 * np.float64(np.float16(0.1))
-
-
-def test_multiply_and_add_stay_two_operations_and_fma_is_one():
-    a = array(1 + 2.0**-12 * np.arange(32))
-    separate, _ = run("o[i] = a[i] * a[i] - 1.0f;", a)
-    fused, _ = run("o[i] = fma(a[i], a[i], -1.0f);", a)
-    x = np.array(a)
-    np.testing.assert_array_equal(numbers(separate), (x * x - np.float32(1)).astype(np.float64))
-    exact = x.astype(np.float64) ** 2 - 1
-    np.testing.assert_array_equal(numbers(fused), exact.astype(np.float32).astype(np.float64))
-
-
-def test_integers_have_metal_sizes_and_wrap():
-    body = "uchar c = uchar(i + 250); ushort s = ushort(i + 65530); uint u = i - 1; "
-    output, _ = run(
-        body + "o[i] = int(c) + int(s) + int(u) + sizeof(long) + sizeof(half);", outputs=INT
-    )
-    i = np.arange(32)
-    expected = (i + 250) % 256 + (i + 65530) % 65536 + (i - 1) + 8 + 2
-    np.testing.assert_array_equal(np.array(output), expected)
-
-
-def test_as_type_keeps_the_bits():
-    output, _ = run("o[i] = as_type<int>(a[i]);", RAMP, outputs=INT)
-    np.testing.assert_array_equal(np.array(output), np.arange(32, dtype=np.float32).view(np.int32))
+@pytest.mark.parametrize("name", SCALARS)
+def test_scalars(name):
+    body, input_, expected, settings = SCALARS[name]
+    assert_gives(expected, body, input_, **settings)
 
 
 MATHS = {
@@ -122,73 +105,45 @@ def test_functions_of_one_number():
     np.testing.assert_allclose(numbers(output), wanted, rtol=2e-6, atol=2e-6)
 
 
-def test_infinities_behave():
-    body = "float x = -INFINITY; o[i] = i == 0 ? exp(x) : "
-    body += "i == 1 ? max(x, a[i]) : i == 2 ? float(x == -INFINITY) : 0;"
-    np.testing.assert_array_equal(numbers(run(body, RAMP)[0])[:3], [0, 1, 1])
-
-
 def test_integer_functions():
     body = "uint x = a[i]; o[i] = popcount(x) + 100 * clz(x) + "
     body += "10000 * ctz(x) + 1000000 * extract_bits(x, 1u, 2u);"
     values = RNG.integers(1, 2**31, 32).astype(np.uint32)
-    output, _ = run(body, mx.array(values), outputs=UINT)
-    texts = [f"{v:032b}" for v in values]
-    wanted = [
-        t.count("1") + 100 * t.index("1") + 10000 * t[::-1].index("1") + 1000000 * (int(v) >> 1 & 3)
-        for t, v in zip(texts, values, strict=True)
-    ]
-    np.testing.assert_array_equal(np.array(output), wanted)
-
-
-def test_limits():
-    body = "o[i] = i == 0 ? numeric_limits<float>::max() : i == 1 ? Limits<float>::min : "
-    output, _ = run(
-        body + "float(numeric_limits<int>::lowest()) + float(numeric_limits<half>::max());"
-    )
-    assert numbers(output)[0] == np.finfo(np.float32).max
-    assert numbers(output)[1] == -np.inf
-    assert numbers(output)[2] == np.float32(-(2.0**31) + 65504)
+    wanted = []
+    for value in map(int, values):
+        text = f"{value:032b}"
+        counts = text.count("1") + 100 * text.index("1") + 10000 * text[::-1].index("1")
+        wanted.append(counts + 1000000 * (value >> 1 & 3))
+    assert_gives(wanted, body, mx.array(values), **UINT)
 
 
 # Vectors
 
-
-def test_swizzles_read_and_write():
-    body = "float4 v = float4(a[i], 1, 2, 3); float4 w = v.wzyx; w.xy = v.ww; v.rgb = w.zxy;\n"
-    output, _ = run(
-        body + "o[i] = w.x * 1000 + w.z * 100 + w.w * 10 + v.x + v.y + v.z + v[3];", RAMP
-    )
-    i = np.arange(32)
-    w = [3, 3, 1, i]
-    wanted = w[0] * 1000 + w[2] * 100 + w[3] * 10 + (w[2] + w[0] + w[1]) + 3
-    np.testing.assert_array_equal(numbers(output), wanted)
-
-
-def test_vectors_are_made_of_scalars_and_vectors_and_converted():
-    body = "float2 p = float2(a[i], 2.7); float4 q = float4(p, p.yx); "
-    body += "int4 n = int4(q); half4 h = half4(n);\n"
-    body += "using V = vec<T, 4>; V v = V(q); v += V(T(1)); "
-    body += "v = v * vec<T, 4>(T(1), T(2), T(3), T(4));\n"
-    output, _ = run(
-        body + "o[i] = n.x + 10 * n.y + int(h.w) + int(v.z) + sizeof(float3);",
-        RAMP,
-        **of_type(mx.int32),
-    )
-    i = np.arange(32)
-    np.testing.assert_array_equal(np.array(output), i + 20 + i + 3 * (2 + 1) + 16)
+V = I[:, None] + np.arange(4)
+VECTORS = {
+    "swizzles read and write": (
+        "float4 v = float4(a[i], 1, 2, 3); float4 w = v.wzyx; w.xy = v.ww; v.rgb = w.zxy;\n"
+        "o[i] = w.x * 1000 + w.z * 100 + w.w * 10 + v.x + v.y + v.z + v[3];",
+        3 * 1000 + 100 + I * 10 + (1 + 3 + 3) + 3, {}),
+    "made of scalars and vectors, and converted": (
+        "float2 p = float2(a[i], 2.7); float4 q = float4(p, p.yx); int4 n = int4(q); "
+        "half4 h = half4(n);\nusing V = vec<T, 4>; V v = V(q); v += V(T(1)); "
+        "v = v * vec<T, 4>(T(1), T(2), T(3), T(4));\n"
+        "o[i] = n.x + 10 * n.y + int(h.w) + int(v.z) + sizeof(float3);",
+        I + 20 + I + 3 * (2 + 1) + 16, of_type(mx.int32)),
+    "arithmetic, comparison and functions": (
+        "float4 v = float4(a[i]) + float4(0, 1, 2, 3); "
+        "float4 w = max(v, float4(3)) * 2.0f - v;\n"
+        "o[i] = dot(w, float4(1)) + float(any(v > 30.0f)) + "
+        "2 * float(all(v > 30.0f)) + exp(v - v).x;",
+        (2 * np.maximum(V, 3) - V).sum(1) + (V > 30).any(1) + 2 * (V > 30).all(1) + 1, {}),
+}  # fmt: skip
 
 
-def test_vector_arithmetic_comparison_and_functions():
-    body = (
-        "float4 v = float4(a[i]) + float4(0, 1, 2, 3); float4 w = max(v, float4(3)) * 2.0f - v;\n"
-    )
-    body += "o[i] = dot(w, float4(1)) + float(any(v > 30.0f)) + "
-    body += "2 * float(all(v > 30.0f)) + exp(v - v).x;"
-    output, _ = run(body, RAMP)
-    v = np.arange(32)[:, None] + np.arange(4)
-    wanted = (2 * np.maximum(v, 3) - v).sum(1) + (v > 30).any(1) + 2 * (v > 30).all(1) + 1
-    np.testing.assert_array_equal(numbers(output), wanted)
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors(name):
+    body, expected, settings = VECTORS[name]
+    assert_gives(expected, body, RAMP, **settings)
 
 
 @pytest.mark.parametrize(
@@ -196,20 +151,18 @@ def test_vector_arithmetic_comparison_and_functions():
 )
 def test_vectors_in_memory(dtype):
     body = "const device vec<T, 4>* p = (const device vec<T, 4>*)a;\n"
-    body += "if (i < 8) {\nvec<T, 4> v = p[i];\n"
-    body += "((device vec<T, 4>*)o)[i] = v.wzyx;\n}"
-    output, counters = run(body, array(np.arange(32), dtype), **of_type(dtype))
-    np.testing.assert_array_equal(
-        numbers(output).reshape(8, 4), np.arange(32).reshape(8, 4)[:, ::-1]
-    )
+    body += "if (i < 8) {\nvec<T, 4> v = p[i];\n((device vec<T, 4>*)o)[i] = v.wzyx;\n}"
+    output, counters = run(body, array(I, dtype), **of_type(dtype))
+    np.testing.assert_array_equal(numbers(output).reshape(8, 4), I.reshape(8, 4)[:, ::-1])
     assert counters.buffers["a"].read == counters.buffers["o"].written == 32 * dtype.size
 
 
 def test_packed_integers_unpack_like_a_quantised_weight():
-    words = mx.array(RNG.integers(0, 2**32, 4).astype(np.uint32))
-    output, _ = run("o[i] = float((a[i / 8] >> (4 * (i % 8))) & 0xf);", words)
-    wanted = (np.array(words)[:, None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
-    np.testing.assert_array_equal(numbers(output).reshape(4, 8), wanted)
+    words = RNG.integers(0, 2**32, 4).astype(np.uint32)
+    wanted = (words[:, None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
+    assert_gives(
+        wanted.ravel(), "o[i] = float((a[i / 8] >> (4 * (i % 8))) & 0xf);", mx.array(words)
+    )
 
 
 def test_a_vector_of_the_wrong_number_of_values_does_not_compile():

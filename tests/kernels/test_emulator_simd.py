@@ -4,18 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from support.emulator_tiny import RAMP, fault, numbers, run, run_all
+from support.emulator_tiny import RAMP, array, assert_gives, fault, numbers, of_type, run
 
 UINT = (((32,), mx.uint32),)
 RNG = np.random.default_rng(0)
-
-
-def of_type(dtype: mx.Dtype) -> dict:
-    return {"template": (("T", dtype),), "outputs": (((32,), dtype),)}
-
-
-def array(values, dtype=mx.float32) -> mx.array:
-    return mx.array(np.asarray(values)).astype(dtype)
 
 
 # SIMD-groups
@@ -63,27 +55,25 @@ def test_simd_operations_of_a_full_group():
     assert counters.simd_operations == len(SIMD) + 4  # two fill, and shuffle twice; one has three
 
 
-def test_simd_operations_of_a_group_that_is_not_full():
+@pytest.mark.parametrize("count", [1, 7, 31, 33, 45])
+def test_simd_operations_of_a_group_that_is_not_full(count):
     body = "o[i * 4] = simd_sum(a[i]); o[i * 4 + 1] = simd_max(a[i]);\n"
     body += "o[i * 4 + 2] = simd_min(a[i]); o[i * 4 + 3] = simd_prefix_inclusive_sum(a[i]);"
-    for count in (1, 7, 31, 33, 45):
-        a = array(np.arange(count) + 1)
-        output, _ = run(
-            body, a, grid=(count, 1, 1), threadgroup=(64, 1, 1), outputs=(((count, 4), mx.float32),)
-        )
-        for first in range(0, count, 32):
-            part = np.arange(count)[first : first + 32] + 1
-            rows = numbers(output)[first : first + 32]
-            np.testing.assert_array_equal(rows[:, 0], part.sum())
-            np.testing.assert_array_equal(rows[:, 1], part.max())
-            np.testing.assert_array_equal(rows[:, 2], part.min())
-            np.testing.assert_array_equal(rows[:, 3], part.cumsum())
+    a, groups = np.arange(count) + 1, []
+    for first in range(0, count, 32):
+        part = a[first : first + 32]
+        columns = (part.sum(), part.max(), part.min(), part.cumsum())
+        groups.append(np.stack([np.broadcast_to(column, part.shape) for column in columns], 1))
+    settings = {"grid": (count, 1, 1), "threadgroup": (64, 1, 1)}
+    outputs = (((count, 4), mx.float32),)
+    assert_gives(np.concatenate(groups), body, array(a), **settings, outputs=outputs)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.int32], ids=str)
 def test_simd_operations_of_other_types(dtype):
-    output, _ = run("o[i] = simd_max(a[i]) + simd_sum(T(1));", RAMP.astype(dtype), **of_type(dtype))
-    np.testing.assert_array_equal(numbers(output), 63)
+    assert_gives(
+        63, "o[i] = simd_max(a[i]) + simd_sum(T(1));", RAMP.astype(dtype), **of_type(dtype)
+    )
 
 
 def test_a_simd_operation_in_a_function_of_the_header():
@@ -96,43 +86,30 @@ def test_a_simd_operation_in_a_function_of_the_header():
 
 
 def test_the_position_attributes():
-    names = [
-        "thread_position_in_threadgroup.y",
-        "threadgroup_position_in_grid.x",
-        "thread_index_in_threadgroup",
-        "simdgroup_index_in_threadgroup",
-        "thread_index_in_simdgroup",
-        "threads_per_threadgroup.x",
-        "threads_per_grid.y",
-        "threadgroups_per_grid.x",
-        "simdgroups_per_threadgroup",
-        "dispatch_threads_per_threadgroup.x",
-        "thread_execution_width",
-    ]
+    def wanted(x, y):
+        width = min(4, 10 - x // 4 * 4)
+        index = x % 4 + y * width
+        return {
+            "thread_position_in_threadgroup.y": y,
+            "threadgroup_position_in_grid.x": x // 4,
+            "thread_index_in_threadgroup": index,
+            "simdgroup_index_in_threadgroup": index // 32,
+            "thread_index_in_simdgroup": index % 32,
+            "threads_per_threadgroup.x": width,
+            "threads_per_grid.y": 6,
+            "threadgroups_per_grid.x": 3,
+            "simdgroups_per_threadgroup": (width * 6 + 31) // 32,
+            "dispatch_threads_per_threadgroup.x": 4,
+            "thread_execution_width": 32,
+        }
+
+    names = list(wanted(0, 0))
     body = "uint at = thread_position_in_grid.y * 10 + i;\n"
     body += "\n".join(f"o[at * {len(names)} + {n}] = {name};" for n, name in enumerate(names))
-    output, counters = run(
-        body, outputs=(((60, len(names)), mx.uint32),), grid=(10, 6, 1), threadgroup=(4, 6, 1)
-    )
-    got = np.array(output).reshape(6, 10, len(names))
-    for y in range(6):
-        for x in range(10):
-            width = min(4, 10 - x // 4 * 4)
-            index = x % 4 + y * width
-            wanted = [
-                y,
-                x // 4,
-                index,
-                index // 32,
-                index % 32,
-                width,
-                6,
-                3,
-                (width * 6 + 31) // 32,
-                4,
-                32,
-            ]
-            assert got[y, x].tolist() == wanted
+    rows = [list(wanted(x, y).values()) for y in range(6) for x in range(10)]
+    settings = {"grid": (10, 6, 1), "threadgroup": (4, 6, 1)}
+    outputs = (((60, len(names)), mx.uint32),)
+    counters = assert_gives(rows, body, **settings, outputs=outputs)
     assert (counters.threads, counters.threadgroups) == (60, 3)
 
 
@@ -155,11 +132,12 @@ def test_matrices_multiply_and_add(dtype):
     assert counters.simd_operations == 4
 
 
+MATRIX = {"outputs": (((8, 8), mx.float32),)}
+
+
 def test_a_matrix_from_one_value_is_diagonal():
     body = "simdgroup_matrix<float, 8, 8> z(3.0f);\nsimdgroup_store(z, o, 8);"
-    np.testing.assert_array_equal(
-        numbers(run(body, outputs=(((8, 8), mx.float32),))[0]), 3 * np.eye(8)
-    )
+    assert_gives(3 * np.eye(8), body, **MATRIX)
 
 
 def test_matrices_in_threadgroup_memory_with_origin_and_their_elements():
@@ -168,62 +146,53 @@ def test_matrices_in_threadgroup_memory_with_origin_and_their_elements():
     body += "simdgroup_load(z, s, 16, ulong2(8, 4));\n"
     body += "z.thread_elements()[0] *= 2;\nsimdgroup_store(z, o, 8);"
     a = np.arange(256, dtype=np.float32).reshape(16, 16)
-    output, _ = run(body, array(a), outputs=(((8, 8), mx.float32),))
     wanted = a[4:12, 8:16].copy()
     wanted[:, ::2] *= 2
-    np.testing.assert_array_equal(numbers(output), wanted)
+    assert_gives(wanted, body, array(a), **MATRIX)
 
 
 def test_a_matrix_needs_the_whole_simdgroup_and_bounds():
     body = "simdgroup_float8x8 z;\nif (i < {}) simdgroup_load(z, a + "
     body += "{}, 8);\nsimdgroup_store(z, o, 8);"
-    out = {"outputs": (((8, 8), mx.float32),)}
     a = mx.zeros((64,))
-    run(body.format(32, 0), a, **out)
-    fault("divergence", "simdgroup_", body.format(16, 0), a, **out)
-    fault("bounds", "of a", body.format(32, 1), a, **out)
+    run(body.format(32, 0), a, **MATRIX)
+    fault("divergence", "simdgroup_", body.format(16, 0), a, **MATRIX)
+    fault("bounds", "of a", body.format(32, 1), a, **MATRIX)
 
 
 # Atomics
 
+FOUR = {"outputs": (((4,), mx.float32),), "atomic_outputs": True}
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+
 
 def test_atomic_outputs_add_up_over_all_threadgroups():
     body = "atomic_fetch_add_explicit(&o[i % 4], a[i], memory_order_relaxed);"
-    shape = {"outputs": (((4,), mx.float32),), "threadgroup": (8, 1, 1), "atomic_outputs": True}
-    output, counters = run(body, RAMP, init_value=0, **shape)
-    np.testing.assert_array_equal(numbers(output), np.arange(32).reshape(8, 4).sum(0))
-    assert counters.atomics == 32
-    fault("uninitialised", "of o", body, RAMP, **shape)
-
-
-def test_an_atomic_output_is_touched_by_atomics_only():
-    shape = {"outputs": (((4,), mx.float32),), "atomic_outputs": True}
-    fault("address space", "no viable overloaded '='", "o[i % 4] = a[i];", RAMP, **shape)
+    settings = FOUR | {"threadgroup": (8, 1, 1)}
+    wanted = np.arange(32).reshape(8, 4).sum(0)
+    assert assert_gives(wanted, body, RAMP, init_value=0, **settings).atomics == 32
+    fault("uninitialised", "of o", body, RAMP, **settings)
+    fault("address space", "no viable overloaded '='", "o[i % 4] = a[i];", RAMP, **FOUR)
 
 
 def test_atomics_in_threadgroup_memory():
     body = "threadgroup atomic_uint s[2];\n"
-    body += "if (i < 2) atomic_store_explicit(&s[i], 7u, memory_order_relaxed);\n"
-    body += "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
-    body += "atomic_fetch_max_explicit(&s[i % 2], i, memory_order_relaxed);\n"
-    body += "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+    body += "if (i < 2) atomic_store_explicit(&s[i], 7u, memory_order_relaxed);\n" + BARRIER
+    body += "atomic_fetch_max_explicit(&s[i % 2], i, memory_order_relaxed);\n" + BARRIER
     body += "o[i] = atomic_load_explicit(&s[i % 2], memory_order_relaxed);"
-    output, _ = run(body, outputs=UINT)
-    np.testing.assert_array_equal(np.array(output), 30 + np.arange(32) % 2)
+    assert_gives(30 + np.arange(32) % 2, body, outputs=UINT)
 
 
 def test_an_atomic_and_a_plain_access_race():
-    body = (
-        "threadgroup atomic_uint s[1];\natomic_store_explicit(&s[0], 7u, memory_order_relaxed);\n"
-    )
-    body += "{}threadgroup uint* p = (threadgroup uint*)s;\no[i] = *p;"
-    fault("race", "of s", body.format(""), outputs=UINT)
-    barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
-    run(body.format(barrier), outputs=UINT)
+    body = "threadgroup atomic_uint s[1];\n"
+    body += "atomic_store_explicit(&s[0], 7u, memory_order_relaxed);\n"
+    plain = "threadgroup uint* p = (threadgroup uint*)s;\no[i] = *p;"
+    fault("race", "of s", body + plain, outputs=UINT)
+    run(body + BARRIER + plain, outputs=UINT)
 
 
 def test_compare_and_exchange():
     body = "uint seen = 0;\nwhile (!atomic_compare_exchange_weak_explicit(&o[0], &seen, seen + i, "
     body += "memory_order_relaxed, memory_order_relaxed)) {}\n"
-    (output,), _ = run_all(body, outputs=(((1,), mx.uint32),), init_value=0, atomic_outputs=True)
-    assert output.item() == 496
+    one = {"outputs": (((1,), mx.uint32),), "atomic_outputs": True}
+    assert_gives(496, body, init_value=0, **one)

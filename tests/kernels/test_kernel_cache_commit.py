@@ -1,12 +1,27 @@
-"""The cache_commit kernel in the emulator against its reference."""
+"""cache_commit: the kernel in the emulator against its reference, and that against the cache."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernels_metal.cache_commit import accepted_rows, accepted_rows_reference, cache_commit
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.cache import LayerCache
+from kernels_metal.cache_commit import (
+    CACHE_COMMIT,
+    accepted_rows,
+    accepted_rows_reference,
+    cache_commit,
+)
 from kernels_metal.emulator import emulated
-from support import kernel_cases as cases
+from support.kernels import (
+    DTYPES,
+    arguments,
+    assert_found,
+    exact,
+    faults,
+    launches,
+    refused,
+)
 
 # caches, heads, D, rows of the path, first slot
 SHAPES = [
@@ -17,46 +32,115 @@ SHAPES = [
 
 
 def make(shape, dtype, strided=False):
-    """Caches of unequal heads and slots, some of them views of stored [slots, heads, D]."""
+    """Unequal heads, widths and slots; every second cache a view of stored [slots, heads, D]."""
     caches, heads, width, rows, first = shape
-    rng = np.random.default_rng(rows)
-    path = np.cumsum(1 + rng.integers(0, 3, rows)).tolist()
-    slots = first + caches + path[-1] + 1
-    arrays, starts = [], []
-    for i in range(caches):
+    sizes = {"caches": caches, "heads": heads + 2, "dim": width + 1, "rows": rows}
+    arrays, path, starts = arguments(CACHE_COMMIT, dtype, **sizes, prefix=first + caches)
+    for i, cache in enumerate(arrays):
+        cache = mx.contiguous(cache[:, : heads + i % 3, i:, : width + i % 2])
         if strided and i % 2 == 0:
-            wide = cases.normal(rng, (1, slots, heads + i % 3, width + i % 2), dtype)
-            arrays.append(wide.swapaxes(1, 2))
-        else:
-            arrays.append(cases.normal(rng, (1, heads + i % 3, slots, width + i % 2), dtype))
-        starts.append(first + i)
+            cache = mx.contiguous(cache.swapaxes(1, 2)).swapaxes(1, 2)
+        arrays[i], starts[i] = cache, starts[i] - i
     return arrays, path, starts
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gathered_rows_equal_the_references(dtype):
     with emulated():
         for i, shape in enumerate(SHAPES):
-            arguments = make(shape, dtype, strided=i % 3 == 0)
-            result = accepted_rows(*arguments)
-            for ours, reference in zip(result, accepted_rows_reference(*arguments), strict=True):
+            given = make(shape, dtype, strided=i % 3 == 0)
+            pairs = zip(accepted_rows(*given), accepted_rows_reference(*given), strict=True)
+            for ours, reference in pairs:
                 assert ours.dtype == dtype
                 assert mx.array_equal(ours, reference), shape
-    assert len(SHAPES) >= 40
 
 
 def test_the_commit_leaves_the_same_caches_as_mlx_indexing():
-    ours, path, first = make((5, 2, 8, 4, 3), mx.float16)
+    (ours, _, first), path = make((5, 2, 8, 4, 3), mx.float16), [0, 2, 3, 7]
     theirs = [mx.array(cache) for cache in ours]
     with emulated():
-        cache_commit(ours, [0, *path], first)
-    cache_commit(theirs, [0, *path], first, accepted_rows_reference)
+        cache_commit(ours, path, first)
+    cache_commit(theirs, path, first, accepted_rows_reference)
     for a, b in zip(ours, theirs, strict=True):
         assert mx.array_equal(a, b)
 
 
-def test_eight_caches_take_one_launch_and_only_the_rows_are_read():
-    arguments = make((16, 2, 64, 5, 30), mx.float16)
-    with emulated() as run:
-        accepted_rows(*arguments)
-    assert len(run.counters) == 2
+def test_committed_rows_stand_where_the_caches_own_commit_puts_them():
+    keys, values = (mx.random.normal((1, 2, 30, 8), key=mx.random.key(i)) for i in range(2))
+    ours, rows = [mx.array(keys), mx.array(values)], np.array(keys)[:, :, [10, 12, 13, 17]]
+    assert np.array_equal(accepted_rows_reference(ours, [0, 2, 3, 7], [10, 10])[0], rows)
+    cache_commit(ours, [0, 2, 3, 7], [10, 10], accepted_rows_reference)
+    assert np.array_equal(np.array(ours[0])[:, :, 10:14], rows)
+
+    theirs = LayerCache()
+    theirs.block = Block(30)
+    theirs.update_and_fetch(keys, values)
+    theirs.commit(range(10))
+    theirs.commit([0, 2, 3, 7])
+    for mine, stored in zip(ours, theirs.arrays, strict=True):
+        assert mx.array_equal(mine[:, :, :14], stored[:, :, :14])
+
+
+def test_a_leading_run_of_rows_moves_nothing():
+    def gather(*arguments):
+        raise AssertionError("gathered")
+
+    caches = [mx.zeros((1, 1, 4, 2))]
+    cache_commit(caches, [0, 1, 2], [1], gather)
+    with pytest.raises(AssertionError, match="gathered"):
+        cache_commit(caches, [0, 2], [1], gather)
+
+
+def test_eight_caches_take_one_launch():
+    assert len(launches(CACHE_COMMIT, *make((16, 2, 64, 5, 30), mx.float16))) == 2
+
+
+TWO = [mx.zeros((1, 2, 10, 4))] * 2
+
+
+@pytest.mark.parametrize(
+    ("caches", "path", "first", "message"),
+    [
+        (TWO, [], [0, 0], r"path is \[\], but must be one or more increasing rows"),
+        (TWO, [2, 2], [0, 0], r"path is \[2, 2\], but must be one or more increasing rows"),
+        (TWO, [-1, 2], [0, 0], r"path is \[-1, 2\], but must be one or more increasing rows"),
+        (TWO, [0, 2], [0], "length of first is 1, but must be 2"),
+        (TWO, [0, 2], [0, 8], r"first\[1\] is 8, but must be 0 to 7, .* inside 10 slots"),
+        ([], [1], [], "number of caches is 0, but must be 1 or more"),
+        ([TWO[0], TWO[0].astype(mx.float16)], [1], [0, 0], r"caches\[1\] is float16, .* float32"),
+    ],
+)
+def test_what_it_refuses(caches, path, first, message):
+    with refused(message):
+        accepted_rows(caches, path, first)
+
+
+def committing():
+    shapes = [(1, 2, 40, 8), (1, 3, 50, 8), (1, 2, 41, 8)]
+    caches = [mx.random.normal(shape, key=mx.random.key(0))[:, :, :-3] for shape in shapes]
+    caches[2] = mx.random.normal((1, 20, 2, 8), key=mx.random.key(0)).swapaxes(1, 2)
+    given = caches, [0, 2, 5, 9, 10], [3, 30, 9]
+    pairs = zip(accepted_rows(*given), accepted_rows_reference(*given), strict=True)
+    return [(exact(ours), exact(wanted)) for ours, wanted in pairs]
+
+
+# By what is wrong: the source, what becomes of it, and what is found
+# fmt: off
+FAULTS = [
+    *faults("cache_commit", committing, {
+        "one thread too many": ("if (element >= heads", "if (element > heads", "bounds"),
+        "one thread too few": ("if (element >= heads * rows * width)",
+            "if (element + 1 >= heads * rows * width)", "unwritten"),
+        "a cache is written": (
+            "    rows0[element] =\n        cache0[",
+            "    rows0[element] = 0; ((device float*)cache0)[0] = 0 * \n"
+            "        cache0[", "read-only"),
+        "the path begins at slot 0": ("sizes[cache * 4 + 2] + path", "path", "result"),
+    }),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_fault_is_found(fault, tmp_path):
+    assert_found(fault, tmp_path)

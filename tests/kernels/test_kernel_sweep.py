@@ -1,13 +1,30 @@
-"""The random sweep that a Mac's user runs: its trials, its errors, and that it finds a fault."""
+"""The table of operations, and the random sweep over it that a Mac's user runs."""
 
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
+import pytest
 
+from kernels_metal.catalog import CATALOG, OPERATIONS
+from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import emulated
-from kernels_metal.operations import OPERATIONS
+from kernels_metal.factory import SOURCE
 from kernels_metal.sweep import Trial, error, trials
+
+
+def test_every_source_file_is_a_body_or_header_of_the_table():
+    kernels = [kernel for operation in OPERATIONS for kernel in operation.kernels]
+    used = {k.path for k in kernels} | {k.header_path for k in kernels if k.header_path}
+    assert used == set(SOURCE.glob("*.metal"))
+    assert CATALOG.keys() == {kernel.name for kernel in kernels}
+
+
+def test_every_operation_and_kernel_is_described():
+    text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    for name in (*CATALOG, *(operation.name for operation in OPERATIONS)):
+        assert f"`{name}`" in text
 
 
 def test_a_seed_names_the_same_trials_of_every_operation():
@@ -20,7 +37,7 @@ def test_kernels_stay_within_rounding_in_the_emulator():
     with emulated() as run:
         for trial in trials(5, 1):
             assert error(trial) <= 1, trial.label
-    assert len({counters.kernel for counters in run.counters}) == 7
+    assert {counters.kernel for counters in run.counters} == CATALOG.keys()
 
 
 def test_a_fault_is_an_error_above_one():
@@ -39,43 +56,29 @@ def test_a_fault_is_an_error_above_one():
         assert error(replace(trial, operation=replace(right, kernel=faulty))) > 1
 
 
-def wrong_ids(head):
-    """The first and the last of each row changed places, their log-probabilities did not."""
-    order = [head.ids.shape[1] - 1, *range(1, head.ids.shape[1] - 1), 0]
-    return replace(head, ids=head.ids[:, mx.array(order)])
+RANDOM = (mx.random.normal((2, 9), key=mx.random.key(0)), 3)
+EQUAL = (mx.zeros((2, 9)), 3)
 
 
-def test_wrong_ids_are_an_error_however_right_their_probabilities():
-    (made,) = (o for o in OPERATIONS if o.name == "draft_head")
-    faults = {
-        "in another order": wrong_ids,
-        "negative": lambda head: replace(head, ids=head.ids - 1000),
-        "behind the last": lambda head: replace(head, ids=head.ids + 1000),
-    }
-    trial = Trial(made, (mx.random.normal((3, 100), key=mx.random.key(0)), 4), "by hand")
-    for name, fault in faults.items():
+@pytest.mark.parametrize(
+    ("arguments", "ids", "right"),
+    [
+        (RANDOM, lambda ids: ids, True),
+        (RANDOM, lambda ids: ids[:, ::-1], False),
+        (RANDOM, lambda ids: ids - 1000, False),
+        (RANDOM, lambda ids: ids + 1000, False),
+        (EQUAL, lambda ids: mx.array([[0, 1, 2], [8, 4, 6]]), True),
+        (EQUAL, lambda ids: mx.array([[0, 1, 9]] * 2), False),
+        (EQUAL, lambda ids: mx.array([[-1, 1, 2]] * 2), False),
+    ],
+)
+def test_wrong_ids_are_an_error_but_of_equal_logits_any_is_right(arguments, ids, right):
+    def kernel(logits, k):
+        head = DRAFT_HEAD.reference(logits, k)
+        return replace(head, ids=ids(head.ids))
 
-        def faulty(logits, k, fault=fault):
-            return fault(made.reference(logits, k))
-
-        assert error(replace(trial, operation=replace(made, kernel=faulty))) > 1, name
-    assert error(replace(trial, operation=replace(made, kernel=made.reference))) == 0
-
-
-def test_of_equal_logits_any_id_is_right_that_there_is():
-    (made,) = (o for o in OPERATIONS if o.name == "draft_head")
-    trial = Trial(made, (mx.zeros((2, 9)), 3), "by hand")
-    for ids, right in (
-        ([0, 1, 2], True),
-        ([8, 4, 6], True),
-        ([0, 1, 9], False),
-        ([-1, 1, 2], False),
-    ):
-
-        def chosen(logits, k, ids=ids):
-            return replace(made.reference(logits, k), ids=mx.array([ids, ids]))
-
-        assert (error(replace(trial, operation=replace(made, kernel=chosen))) == 0) is right
+    found = error(Trial(replace(DRAFT_HEAD, kernel=kernel), arguments, "by hand"))
+    assert (found == 0) is right and (found > 1) is not right
 
 
 def test_the_reference_is_computed_on_the_cpu_and_the_kernel_is_not(monkeypatch):

@@ -1,84 +1,91 @@
-"""The verify_qmm kernel in the emulator against its reference."""
-
-import itertools
+"""verify_qmm: the kernel in the emulator against its reference, and that against NumPy."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from kernels_metal.emulator import emulated
-from kernels_metal.verify_qmm import Packing, verify_qmm, verify_qmm_reference
-from support import kernel_cases as cases
+from kernels_metal.verify_qmm import (
+    BITS,
+    GROUPS,
+    VERIFY_QMM,
+    Packing,
+    verify_qmm,
+    verify_qmm_reference,
+)
+from support.kernels import (
+    DTYPES,
+    arguments,
+    assert_close,
+    assert_found,
+    bytes_read,
+    exact,
+    faults,
+    refused,
+)
 
 # rows, K, N, bits, group
 SHAPES = [
-    (1, 32, 1, 4, 32),
-    (2, 32, 2, 8, 32),
-    (3, 64, 3, 4, 64),
-    (4, 64, 4, 8, 32),
-    (5, 96, 5, 4, 32),
-    (6, 128, 6, 8, 128),
-    (7, 128, 7, 4, 128),
-    (8, 192, 8, 8, 64),
-    (9, 224, 9, 4, 32),
-    (10, 256, 15, 8, 32),
-    (11, 256, 16, 4, 64),
-    (12, 288, 17, 8, 32),
-    (13, 320, 31, 4, 64),
-    (14, 384, 32, 8, 128),
-    (15, 480, 33, 4, 32),
-    (16, 512, 34, 8, 64),
-    (17, 512, 35, 4, 128),
-    (18, 544, 3, 8, 32),
-    (19, 640, 20, 4, 128),
-    (20, 768, 9, 8, 128),
-    (21, 1024, 8, 4, 64),
-    (22, 1024, 4, 8, 32),
-    (23, 1056, 11, 4, 32),
-    (24, 32, 64, 8, 32),
-    (25, 64, 65, 4, 32),
-    (26, 128, 63, 8, 64),
-    (27, 256, 40, 4, 32),
-    (28, 64, 100, 8, 64),
-    (29, 96, 70, 4, 32),
-    (30, 128, 50, 8, 32),
-    (31, 192, 31, 4, 64),
-    (32, 256, 33, 8, 128),
-    (32, 2048, 5, 4, 64),
-    (2, 2048, 12, 4, 128),
-    (3, 2080, 6, 8, 32),
-    (8, 4096, 9, 4, 64),
-    (1, 4096, 13, 8, 64),
-    (4, 1536, 70, 4, 32),
-    (2, 512, 4100, 4, 64),
-    (17, 512, 1030, 8, 128),
-    (9, 128, 257, 4, 32),
-    (16, 96, 129, 8, 32),
+    *[(1, 32, 1, 4, 32), (2, 32, 2, 8, 32), (3, 64, 3, 4, 64), (4, 64, 4, 8, 32)],
+    *[(5, 96, 5, 4, 32), (6, 128, 6, 8, 128), (7, 128, 7, 4, 128), (8, 192, 8, 8, 64)],
+    *[(9, 224, 9, 4, 32), (10, 256, 15, 8, 32), (11, 256, 16, 4, 64), (12, 288, 17, 8, 32)],
+    *[(13, 320, 31, 4, 64), (14, 384, 32, 8, 128), (15, 480, 33, 4, 32), (16, 512, 34, 8, 64)],
+    *[(17, 512, 35, 4, 128), (18, 544, 3, 8, 32), (19, 640, 20, 4, 128), (20, 768, 9, 8, 128)],
+    *[(21, 1024, 8, 4, 64), (22, 1024, 4, 8, 32), (23, 1056, 11, 4, 32), (24, 32, 64, 8, 32)],
+    *[(25, 64, 65, 4, 32), (26, 128, 63, 8, 64), (27, 256, 40, 4, 32), (28, 64, 100, 8, 64)],
+    *[(29, 96, 70, 4, 32), (30, 128, 50, 8, 32), (31, 192, 31, 4, 64), (32, 256, 33, 8, 128)],
+    # Sums over K by several SIMD-groups, and columns that fill the GPU without
+    *[(32, 2048, 5, 4, 64), (2, 2048, 12, 4, 128), (3, 2080, 6, 8, 32), (8, 4096, 9, 4, 64)],
+    *[(1, 4096, 13, 8, 64), (4, 1536, 70, 4, 32), (2, 512, 4100, 4, 64), (17, 512, 1030, 8, 128)],
+    *[(9, 128, 257, 4, 32), (16, 96, 129, 8, 32)],
 ]
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.name)
+def product(rows, depth, columns, bits, group, dtype=mx.float32, invariant=False):
+    """The arguments of a product."""
+    sizes = {"rows": rows, "depth": depth, "columns": columns, "bits": bits, "group": group}
+    return arguments(VERIFY_QMM, dtype, seed=rows, **sizes, invariant=invariant)
+
+
+def multiply(x, weights, scales, biases, packing: Packing) -> np.ndarray:
+    """The product with every weight unpacked from its word."""
+    words = np.array(weights)
+    shifts = np.arange(0, 32, packing.bits, dtype=np.uint32)
+    q = (words[:, :, None] >> shifts) & np.uint32(2**packing.bits - 1)
+    spread = [np.repeat(exact(a), packing.group, axis=1) for a in (scales, biases)]
+    return exact(x) @ (spread[0] * q.reshape(len(words), -1) + spread[1]).T
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("invariant", [False, True], ids=["fast", "invariant"])
-def test_verify_qmm_equals_its_reference(invariant, dtype):
-    rng = np.random.default_rng(0)
-    assert len(SHAPES) >= 40
+def test_the_kernel_equals_its_reference(invariant, dtype):
     with emulated():
-        for rows, depth, columns, bits, group in SHAPES:
-            packing = Packing(bits, group, invariant)
-            x, weights, scales, biases, _ = cases.quantised(
-                rng, rows, depth, columns, dtype, packing
-            )
-            result = verify_qmm(x, weights, scales, biases, packing)
+        for shape in SHAPES:
+            x, weights, scales, biases, packing = product(*shape, dtype, invariant)
             wide = [a.astype(mx.float32) for a in (x, scales, biases)]
-            expected = verify_qmm_reference(wide[0], weights, *wide[1:], Packing(bits, group))
-            cases.assert_close(result, expected, dtype)
+            expected = verify_qmm_reference(wide[0], weights, *wide[1:], Packing(*shape[3:]))
+            assert_close(verify_qmm(x, weights, scales, biases, packing), expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.name)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_reference_unpacks_the_weights_as_numpy_does(bits, group, invariant):
+    given = product(5, 256, 12, bits, group, invariant=invariant)
+    assert_close(verify_qmm_reference(*given), multiply(*given))
+
+
+def test_rows_of_the_invariant_reference_are_those_of_single_rows():
+    x, *weights = product(9, 512, 20, 4, 64, invariant=True)
+    together = verify_qmm_reference(x, *weights)
+    for i in range(9):
+        assert mx.array_equal(together[i : i + 1], verify_qmm_reference(x[i : i + 1], *weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", BITS)
 def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(bits, dtype):
-    packing = Packing(bits, 64, invariant=True)
-    x, *weights = cases.quantised(np.random.default_rng(0), 32, 1088, 9, dtype, packing)
+    x, *weights = product(32, 1088, 9, bits, 64, dtype, invariant=True)
     with emulated():
         single = mx.concatenate([verify_qmm(x[i : i + 1], *weights) for i in range(32)])
         for width in range(2, 33):
@@ -86,30 +93,93 @@ def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(bits, dtype)
 
 
 def test_the_fast_mode_splits_otherwise_for_many_rows_so_its_bits_may_differ():
-    packing = Packing(4, 64)
-    x, *weights = cases.quantised(np.random.default_rng(0), 32, 1024, 1024, mx.float32, packing)
+    x, *weights = product(32, 1024, 1024, 4, 64)
     with emulated():
         wide, single = verify_qmm(x, *weights), verify_qmm(x[:1], *weights)
     assert not mx.array_equal(wide[:1], single)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 32])
-@pytest.mark.parametrize(("bits", "invariant"), [*itertools.product([4, 8], [False, True])])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("invariant", [False, True])
 def test_each_weight_is_read_once_for_all_rows(rows, bits, invariant):
-    packing = Packing(bits, 32, invariant)
-    x, weights, *rest = cases.quantised(
-        np.random.default_rng(0), rows, 1024, 37, mx.float16, packing
-    )
+    given = product(rows, 1024, 37, bits, 32, mx.float16, invariant)
     with emulated() as run:
-        verify_qmm(x, weights, *rest)
-    assert cases.bytes_read(run, "verify_qmm", "weights") == weights.nbytes
+        verify_qmm(*given)
+    assert bytes_read(run, "verify_qmm", "weights") == given[1].nbytes
 
 
 def test_one_row_at_a_time_reads_the_weights_once_for_each_row():
     """The control: the same numbers with eight times the traffic."""
-    packing = Packing(4, 64, invariant=True)
-    x, weights, *rest = cases.quantised(np.random.default_rng(0), 8, 512, 20, mx.float16, packing)
+    x, weights, *rest = product(8, 512, 20, 4, 64, mx.float16, invariant=True)
     with emulated() as run:
         single = mx.concatenate([verify_qmm(x[i : i + 1], weights, *rest) for i in range(8)])
-        assert cases.bytes_read(run, "verify_qmm", "weights") == 8 * weights.nbytes
+        assert bytes_read(run, "verify_qmm", "weights") == 8 * weights.nbytes
         assert mx.array_equal(verify_qmm(x, weights, *rest), single)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": mx.zeros((33, 128))}, "rows of x is 33, but must be 1 to 32"),
+        ({"x": mx.zeros((4, 100))}, "columns of x is 100, but must be a multiple of 32"),
+        ({"x": mx.zeros((4, 160))}, r"shape of weights is \[6, 16\], but must be \[any, 20\]"),
+        ({"x": mx.zeros((4, 128), mx.float16)}, "dtype of scales is float32, but must be float16"),
+        ({"weights": mx.zeros((6, 16), mx.int32)}, "dtype of weights is int32, but must be uint32"),
+        ({"biases": mx.zeros((6, 5))}, r"shape of biases is \[6, 5\], but must be \[6, 4\]"),
+        ({"weights": mx.zeros((16, 6), mx.uint32).T}, r"strides is \(4, 24\), .* contiguous"),
+        ({"scales": mx.zeros((6, 8))[:, ::2]}, r"strides is \(32, 8\), but must be contiguous"),
+    ],
+)
+def test_what_it_refuses(changes, message):
+    *arrays, packing = product(4, 128, 6, 4, 32)
+    given = dict(zip(("x", "weights", "scales", "biases"), arrays, strict=True)) | changes
+    with refused(message):
+        verify_qmm(*given.values(), packing)
+
+
+def test_other_packings_are_refused():
+    with refused("bits is 3, but must be one of 4, 8"):
+        Packing(3, 32)
+    with refused("group is 16, but must be one of 32, 64, 128"):
+        Packing(4, 16)
+
+
+def multiplying():
+    given = product(5, 576, 11, 4, 32)
+    return [(exact(verify_qmm(*given)), multiply(*given))]
+
+
+# By what is wrong: the source, what becomes of it, and what is found
+# fmt: off
+FAULTS = [
+    *faults("verify_qmm", multiplying, {
+        "no barrier between the groups' sums": (
+            "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "uninitialised or race"),
+        "all SIMD-groups write one sum": ("group_sums[group * 32 + m", "group_sums[m", "race"),
+        "only the first lanes add up": (
+            "  if (m < rows) {\n"
+            "    for (int c = 0; c < COLS; ++c) {\n"
+            "      const float sum = simd_sum",
+            "  if (m < rows && lane < 16) {\n"
+            "    for (int c = 0; c < COLS; ++c) {\n"
+            "      const float sum = simd_sum", "divergence"),
+        "a column behind the last": ("if (begin + n < columns)",
+            "if (begin + n <= columns)", "bounds or race"),
+        "too few sums": ("group_sums[SIMD_GROUPS * 32]", "group_sums[SIMD_GROUPS * 16]", "bounds"),
+        "sums start anywhere": ("  sums[i] = 0.0f;\n", "", "uninitialised"),
+        "a sum in double precision": ("    float sum = 0.0f;", "    double sum = 0.0;", "lint"),
+        "the lowest bit of a weight is lost": ("((1u << BITS) - 1)",
+            "((1u << BITS) - 2)", "result"),
+        "part of K is left out": ("k < depth;", "k < depth / 2;", "result"),
+    }),
+    *faults("widen", multiplying, {
+        "one of four numbers is taken twice": ("float(x[3])", "float(x[2])", "result"),
+    }),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_fault_is_found(fault, tmp_path):
+    assert_found(fault, tmp_path)

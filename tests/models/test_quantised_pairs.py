@@ -12,13 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from dflash_mlx.benchmark.parity import first_difference
 from mlx.utils import tree_flatten
 
 from dflash_chat import main as chat
 from dflash_chat.backend import Backend
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, generate
 from dflash_mlx.benchmark import __main__ as benchmark
-from dflash_mlx.benchmark.parity import first_difference
 from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.cli import options as cli
@@ -26,9 +26,10 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, parse_config, read_config
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.quantized import Quantization, quantization_of
-from dflash_mlx.models.load import Pair, load_pair
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.numeric_range import RangeCheck
-from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from support.app_scripts import ScriptedBackend, drive, notices, until

@@ -3,13 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from dflash_mlx.benchmark.parity import first_difference
+from dflash_mlx.drafters.selected import SelectedPath
 
 from dflash_mlx import DecodeConfig, Pair, SamplingConfig, Session, generate, load, stream
-from dflash_mlx.benchmark.parity import first_difference
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.selected import SelectedPath
-from dflash_mlx.session.chat import prompt_tokens
 from dflash_mlx.session.stream import collect
+from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.target.block import Block
 
 pytestmark = pytest.mark.real

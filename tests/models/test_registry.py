@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from dflash_mlx import DFlashError, PairConfig, Session, load
 from dflash_mlx.core.config import METHODS, DecodeConfig, SamplingConfig
-from dflash_mlx.drafters.auto import Means, settle
 from dflash_mlx.drafters.dflash.checkpoint import read_config
+from dflash_mlx.drafters.methods import settle
+from dflash_mlx.engine.pair import Advice, Means
 from dflash_mlx.models import registry
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Names, find_names
 from dflash_mlx.models.pair_folder import write
-from dflash_mlx.models.registry import Advice, entries, find
+from dflash_mlx.models.registry import entries, find
 from dflash_mlx.session.stream import generate
 from support.models import write_drafter, write_model
 from support.responses import Response

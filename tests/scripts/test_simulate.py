@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -16,25 +16,23 @@ from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.load import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.rows import Row
 from support.families import make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "simulate_trees.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 METHODS = "dflash,dflash:3,d2sd:growth=paper,d2sd:budget=12,ddtree:budget=7,ngram"
 PROMPT = [5, 9, 5, 9, 5, 3]
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("simulate_trees", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for their types
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(SCRIPTS))
+    yield importlib.import_module("simulate_trees")
+    sys.path.remove(str(SCRIPTS))
 
 
 @pytest.fixture(scope="module")
@@ -68,37 +66,26 @@ def test_simulated_rounds_are_those_of_decoding(script, pair):
     answer, _ = decoded(pair, DecodeConfig(method="none", max_tokens=60))
     row = Row("a", "math", tuple(PROMPT), tuple(answer), 0.0)
     with script.remembering() as memory:
-        counts = script.simulate(pair, dict(script.made(pair, methods)), [row], memory)
+        counts = script.simulate(pair, dict(script.made(pair, methods)), [row, row], memory)
     assert set(counts) == {*methods, "d2sd:growth=paper alone", "d2sd:budget=12 alone"}
     for name, method in methods.items():
         found, rounds = decoded(pair, method)
         assert found == answer
-        assert counts[name].rounds["math"] == len(rounds)
-        assert counts[name].tokens["all"] == sum(tokens for tokens, _ in rounds)
-        assert counts[name].rows["all"] == sum(rows for _, rows in rounds)
+        assert counts[name].rounds["math"] == 2 * len(rounds)
+        assert counts[name].tokens["all"] == 2 * sum(tokens for tokens, _ in rounds)
+        assert counts[name].rows["all"] == 2 * sum(rows for _, rows in rounds)
     assert counts["ngram"].tokens["all"] > counts["ngram"].rounds["all"], "something was accepted"
 
 
-def test_what_is_remembered_is_forgotten_when_the_text_goes_on(script, pair):
-    row = Row("a", "math", tuple(PROMPT), tuple([7, 8] * 20), 0.0)
-    methods = read_methods("dflash", DecodeConfig())
-    with script.remembering() as memory:
-        drafters = {"one": make_drafter(pair, methods["dflash"])}
-        counts = script.simulate(pair, drafters, [row, row], memory)
-        alone = script.simulate(pair, drafters, [row], memory)
-    assert counts["one"].rounds["all"] == 2 * alone["one"].rounds["all"]
-
-
 @pytest.mark.parametrize(
-    ("methods", "message"),
-    [("none", "nothing to simulate"), ("d2sd", "depends on times"), ("ddtree:4", "depends on")],
+    ("options", "value"),
+    [
+        (["--methods", "none"], "'none'"),
+        (["--methods", "d2sd"], "'d2sd'"),
+        (["--methods", "ddtree:4"], "'ddtree:4'"),
+        (["--methods", "dflash", "--every", "0"], "--every is 0"),
+    ],
 )
-def test_what_cannot_be_simulated_is_refused(script, methods, message):
-    with pytest.raises(DFlashError, match=message):
-        script.simulated(methods, DecodeConfig())
-
-
-def test_every_zeroth_answer_is_refused(script, tmp_path):
-    arguments = ["--corpus", str(tmp_path / "none"), "--methods", "dflash", "--every", "0"]
-    with pytest.raises(DFlashError, match="--every is 0"):
-        script.main(arguments)
+def test_what_cannot_be_simulated_is_refused(script, options, value):
+    with pytest.raises(DFlashError, match=value):
+        script.main(["--corpus", "none", *options])

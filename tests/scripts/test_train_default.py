@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -12,8 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from dflash_mlx.core.config import SelectorTraining
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SHORT_VENV = """
@@ -32,7 +29,12 @@ out = sys.argv[sys.argv.index("--out") + 1] if "--out" in sys.argv else None
 if out and not os.path.isdir(out):
     open(out, "a").close()
 """
-SETTINGS = ("FUNCTIONS", "CHATS", "WRITTEN", "KEEP_CLEAR_OF", "SELF_PROMPTS", "SELECTOR_MINUTES")
+SETTINGS = ("OWN_PROMPTS", "KEEP_CLEAR_OF", "SELF_PROMPTS", "SELECTOR_MINUTES")
+MODULES = {
+    "keep_clear.py": "keep_clear",
+    "dflash_mlx.corpus": "dflash_mlx.train.corpus.__main__",
+    "dflash_mlx.train": "dflash_mlx.train.__main__",
+}
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def root(tmp_path):
     python = root / ".venv" / "bin" / "python"
     python.write_text(SHORT_PYTHON)
     python.chmod(0o755)
-    return root
+    return root.resolve()
 
 
 def run(root: Path, *arguments: str, **settings: str) -> tuple[int, list[list[str]]]:
@@ -59,45 +61,38 @@ def run(root: Path, *arguments: str, **settings: str) -> tuple[int, list[list[st
     return done.returncode, [json.loads(call) for call in calls]
 
 
-def programs(calls: list[list[str]]) -> list[str]:
-    return [call[1] if call[0] == "-m" else Path(call[0]).name for call in calls]
+def program(call: list[str]) -> str:
+    return call[1] if call[0] == "-m" else Path(call[0]).name
 
 
 def values(call: list[str], option: str) -> list[str]:
-    return [call[i + 1] for i, word in enumerate(call) if word == option]
+    """As paths below the folder that was asked for, where they are some."""
+    given = [call[i + 1] for i, word in enumerate(call) if word == option]
+    return [value.partition("/out/")[2] or value for value in given]
 
 
-def test_prompts_are_made_first_and_every_corpus_is_trained_on(root):
-    code, calls = run(root, "out", "my prompts.jsonl", KEEP_CLEAR_OF="my eval.jsonl", CHATS="7")
+def test_every_corpus_is_collected_and_every_drafter_trained_on_all_of_them(root, monkeypatch):
+    settings = {"KEEP_CLEAR_OF": "my eval.jsonl", "SELECTOR_MINUTES": "9"}
+    code, calls = run(root, "out", "my prompts.jsonl", **settings)
     assert code == 0
-    corpus, train = "dflash_mlx.corpus", "dflash_mlx.train"
-    assert programs(calls) == [
-        *("make_prompts.py", *[corpus] * 4),
-        *(train, train, f"{train}.selector", f"{train}.compare"),
-    ]
-    out = root.resolve() / "out"
-    made = str(out / "made-prompts.jsonl")
-    assert calls[0] == [
-        str(root.resolve() / "scripts" / "make_prompts.py"),
-        *("--out", made, "--functions", "1500", "--chats", "7"),
-        *("--wrap", "my prompts.jsonl", "--written", "--keep-clear-of", "my eval.jsonl"),
-    ]
-    assert [values(call, "--prompts") for call in calls[1:3]] == [["my prompts.jsonl"], [made]]
-    files = [str(out / f"{name}.jsonl") for name in ("answers", "made", "code", "chat")]
+    corpus, train = ["dflash_mlx.corpus"] * 4, "dflash_mlx.train"
+    trained = [train, train, f"{train}.selector", f"{train}.compare"]
+    assert [program(call) for call in calls] == ["keep_clear.py", *corpus, *trained]
+    clear, answers, own, *_, second, selector, compare = calls
+    sources = [Path(file).name for file in values(clear, "--prompts")]
+    assert (sources, values(clear, "--of")) == (["made.jsonl", "written.jsonl"], ["my eval.jsonl"])
+    assert values(answers, "--prompts") == ["my prompts.jsonl"]
+    assert values(own, "--prompts") == values(clear, "--out")
+    files = [f"{name}.jsonl" for name in ("answers", "own", "code", "chat")]
     assert [values(call, "--out")[0] for call in calls[1:5]] == files
     assert all(values(call, "--corpus") == files for call in calls[5:])
-
-
-def test_the_selector_learns_from_the_drafters_answers(root):
-    _, calls = run(root, "out", SELECTOR_MINUTES="9")
-    out = root.resolve() / "out"
-    *_, second, trained, compared = calls
-    assert values(trained, "--corpus") == values(second, "--corpus")
-    assert values(trained, "--cache") == [str(out / "features")]
-    assert values(trained, "--minutes") == ["9"]
-    drafters = [str(out / name) for name in ("dflash", "variable-prefix", "selected")]
-    assert values(trained, "--drafter") == drafters[:1] and values(trained, "--out") == drafters[2:]
-    assert values(compared, "--drafter") == drafters
+    assert (values(selector, "--cache"), values(selector, "--minutes")) == (["features"], ["9"])
+    assert values(second, "--init") == values(selector, "--drafter") == ["dflash"]
+    assert values(compare, "--drafter") == ["dflash", "variable-prefix", "selected"]
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    for call in calls:
+        parser = importlib.import_module(MODULES.get(program(call), program(call))).parser()
+        parser.parse_args(call[2:] if call[0] == "-m" else call[1:])
 
 
 @pytest.mark.parametrize(("selector", "drafter", "trained"), [(2, 1, 0), (1, 2, 1), (None, 1, 1)])
@@ -105,92 +100,39 @@ def test_a_selector_is_trained_again_where_it_is_unfinished_or_its_drafter_newer
     root, selector, drafter, trained
 ):
     """selector, drafter: the times of their last files, None where it is not there yet."""
-    for folder, file, time in (
-        ("dflash", "model.safetensors", drafter),
-        ("selected", "config.json", selector),
-    ):
-        (root / "out" / folder).mkdir(parents=True)
-        (root / "out" / folder / "model.safetensors").touch()
+    for file, time in (("dflash/model.safetensors", drafter), ("selected/config.json", selector)):
+        (root / "out" / file).parent.mkdir(parents=True)
         if time is not None:
-            (root / "out" / folder / file).touch()
-            os.utime(root / "out" / folder / file, (time, time))
+            (root / "out" / file).touch()
+            os.utime(root / "out" / file, (time, time))
     _, calls = run(root, "out")
-    assert programs(calls).count("dflash_mlx.train.selector") == trained
+    assert [program(call) for call in calls].count("dflash_mlx.train.selector") == trained
     assert len(values(calls[-1], "--drafter")) == 3
 
 
-def test_the_selector_s_minutes_are_the_command_s_own_by_default(root):
-    _, calls = run(root, "out")
-    assert values(calls[-2], "--minutes") == [f"{SelectorTraining.minutes:.0f}"]
-
-
-def test_without_minutes_for_it_there_is_no_selector(root):
-    _, calls = run(root, "out", SELECTOR_MINUTES="0")
-    assert "dflash_mlx.train.selector" not in programs(calls)
-    assert len(values(calls[-1], "--drafter")) == 2
-
-
-def test_without_a_prompts_file_nothing_is_wrapped(root):
-    _, calls = run(root, "out")
-    assert calls[0][1:] == [
-        *("--out", str(root.resolve() / "out" / "made-prompts.jsonl")),
-        *("--functions", "1500", "--chats", "1500", "--written"),
-    ]
-    names = [Path(file).stem for file in values(calls[-1], "--corpus")]
-    assert names == ["made", "code", "chat"]
-
-
 @pytest.mark.parametrize(
-    ("settings", "options"),
+    ("arguments", "settings", "corpora", "drafters"),
     [
-        ({"WRITTEN": "0"}, ["--functions", "1500", "--chats", "1500"]),
-        ({"FUNCTIONS": "0", "CHATS": "0"}, ["--functions", "0", "--chats", "0", "--written"]),
+        (["out"], {}, ["own", "code", "chat"], 3),
+        (["out", "p.jsonl"], {"OWN_PROMPTS": "0"}, ["answers", "code", "chat"], 3),
+        (["out"], {"SELECTOR_MINUTES": "0"}, ["own", "code", "chat"], 2),
     ],
 )
-def test_written_prompts_are_made_unless_they_are_turned_off(root, settings, options):
-    _, calls = run(root, "out", **settings)
-    assert calls[0][3:] == options
+def test_what_is_turned_off_is_left_out(root, arguments, settings, corpora, drafters):
+    _, calls = run(root, *arguments, **settings)
+    assert [Path(file).stem for file in values(calls[-1], "--corpus")] == corpora
+    assert len(values(calls[-1], "--drafter")) == drafters
+    assert (program(calls[0]) == "keep_clear.py") == ("own" in corpora)
 
 
-def test_another_setting_for_written_prompts_is_refused(root):
-    assert run(root, "out", WRITTEN="no") == (2, [])
+def test_what_makes_no_sense_is_refused_before_anything_is_made(root):
+    assert run(root, "out", OWN_PROMPTS="no") == (2, [])
+    assert run(root) == (2, [])
     assert not (root / "out").exists()
 
 
-def test_with_zero_of_all_kinds_nothing_is_made(root):
-    settings = {"FUNCTIONS": "0", "CHATS": "0", "WRITTEN": "0"}
-    _, calls = run(root, "out", "p.jsonl", **settings)
-    assert "make_prompts.py" not in programs(calls)
-    names = [Path(file).stem for file in values(calls[-1], "--corpus")]
-    assert names == ["answers", "code", "chat"]
-
-
-@pytest.mark.parametrize(
-    "failing", ["make_prompts", "made.jsonl", "self-prompt", "variable-prefix", "train.selector"]
-)
+@pytest.mark.parametrize("failing", ["keep_clear", "self-prompt", "variable-prefix", "selector"])
 def test_a_step_that_fails_ends_the_script(root, failing):
     code, calls = run(root, "out", FAILS=failing)
-    assert code == 2
-    assert failing in " ".join(calls[-1])
-    assert "dflash_mlx.train.compare" not in programs(calls)
-
-
-def test_without_a_folder_it_says_how_it_is_called(root):
-    assert run(root) == (2, [])
-
-
-def test_every_program_understands_its_options(root, monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    _, calls = run(root, "out", "p.jsonl", KEEP_CLEAR_OF="e.jsonl")
-    for program, call in zip(programs(calls), calls, strict=True):
-        options = call[2:] if call[0] == "-m" else call[1:]
-        assert isinstance(parser_of(program).parse_args(options), argparse.Namespace)
-
-
-def parser_of(program: str) -> argparse.ArgumentParser:
-    names = {
-        "make_prompts.py": "make_prompts",
-        "dflash_mlx.corpus": "dflash_mlx.train.corpus.__main__",
-        "dflash_mlx.train": "dflash_mlx.train.__main__",
-    }
-    return importlib.import_module(names.get(program, program)).parser()
+    assert code == 2 and failing in " ".join(calls[-1])
+    assert program(calls[-1]) != "dflash_mlx.train.compare"

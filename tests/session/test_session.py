@@ -12,7 +12,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.models.load import Pair
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.stream import Session
 from dflash_mlx.target.model import Target
 from support.families import VOCAB_SIZE, make_model
@@ -35,7 +35,7 @@ def pair(request, target_name, tmp_path):
     folder = write_drafter_folder(tmp_path, config, random_drafter(config, 1))
     network_config = read_config(folder)
     network = load_network(folder, network_config, mx.float32)
-    return Pair(target, Letters(), network, network_config, "tiny")
+    return Pair(target, Letters(), (BlockModel(network, network_config, target),), "tiny")
 
 
 def tokens_of(seed, length):
@@ -53,7 +53,7 @@ def assert_in_step(session):
     fresh.state.trim(len(committed))
     for either in (state, fresh.state):
         either.anchor = mx.array([anchor])
-    model = BlockModel(session.pair.network, session.pair.network_config, session.pair.target)
+    model = session.pair.drafters[0]
     ours = np.array(model.logits(state.context, state.anchor, 8))
     expected = np.array(model.logits(fresh.state.context, fresh.state.anchor, 8))
     assert np.abs(ours - expected).max() < 1e-4

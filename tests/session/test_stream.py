@@ -8,8 +8,9 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.decode import decode
-from dflash_mlx.models.load import Pair
-from dflash_mlx.session.stream import Session, StopText, collect
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.stream import Session, collect
+from dflash_mlx.session.text import StopText
 from support.toys import Scripted, ToyTarget
 
 WORDS = ["<end>", "a", "b", "ab", "abc", " ", "\n", "é", "sto", "p", "stop"]

@@ -1,26 +1,27 @@
-"""A scripted engine for tests of the chat: answers word by word, no model, no clock."""
+"""A scripted backend for tests of the chat: answers word by word, no model, no clock."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
+from types import SimpleNamespace
 from typing import Any
 
 from textual.widgets import Markdown, Static
 
+from dflash_chat.backend import Loaded, PlainMeasured
 from dflash_chat.chat_app import ChatApp, Start
-from dflash_chat.engine import OnPrefilled, Question
-from dflash_chat.figures import Figures
-from dflash_chat.messages import DRAFTED, PLAIN, ModelInfo, RaceStep, Round, Verdict
 from dflash_chat.options import ChatConfig
-from dflash_chat.tree_view import FIRST, SECOND, TARGET, DrawnTree, Piece
-from dflash_mlx import DecodeConfig, PairConfig
-from dflash_mlx.drafters.auto import Means
+from dflash_chat.race import DRAFTED, PLAIN, RaceStep
+from dflash_mlx import DecodeConfig, PairConfig, Statistics, TextDelta
+from dflash_mlx.core.accept import Accepted
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.engine.pair import Means
 
-CONTEXT = 8192
 ANSWER = """Two rivers meet **here**:
 
 1. the *Rhine*
@@ -34,46 +35,73 @@ def rivers() -> list[str]:
 That is all."""
 
 
-def rounds_of(text: str, prompt: int = 34, reused: int = 0) -> list[Round]:
+class Words:
+    """A tokenizer, and its own detokenizer, that makes a token of every text it is given."""
+
+    def __init__(self):
+        self._texts = []
+
+    def token(self, text):
+        self._texts.append(text)
+        return len(self._texts) - 1
+
+    def decode(self, tokens):
+        return "".join(self._texts[token] for token in tokens)
+
+    @property
+    def detokenizer(self):
+        return self
+
+    def add_token(self, token):
+        self.last_segment = self._texts[token]
+
+
+WORDS = Words()
+
+
+def rounds_of(text, prompt=34, reused=0):
     """`text` in rounds of one to four words, with figures that grow by fixed steps."""
     words = [word + " " for word in text.split(" ")]
     words[-1] = words[-1].rstrip(" ")
-    rounds: list[Round] = []
-    tokens = at = 0
-    while at < len(words):
-        size = 1 + (len(rounds) * 2 + 1) % 4
-        kept = words[at : at + size]
-        at += size
+    rounds = []
+    tokens = 0
+    while tokens < len(words):
+        kept = words[tokens : tokens + 1 + (len(rounds) * 2 + 1) % 4]
         tokens += len(kept)
-        origins = [(FIRST, FIRST, SECOND)[i % 3] for i in range(len(kept) - 1)] + [TARGET]
-        pieces = tuple(Piece(w, o) for w, o in zip(kept, origins, strict=True))
-        rounds.append(
-            Round(
-                "".join(kept),
-                pieces,
-                tree_of(kept),
-                figures_of(tokens, len(rounds) + 1, prompt, reused),
-                "stop" if at >= len(words) else None,
-            )
-        )
+        reason = "stop" if tokens >= len(words) else None
+        statistics = statistics_of(tokens, len(rounds) + 1, prompt, reused)
+        accepted, root = round_of(kept)
+        delta = TextDelta("".join(kept), accepted.tokens, accepted, reason, statistics, root)
+        rounds.append(delta)
     return rounds
 
 
-def tree_of(kept: Sequence[str]) -> DrawnTree:
+def round_of(kept):
     """The kept drafts as a path, each with a rejected sibling, and a rejected end."""
-    texts, parents, path = [" so"], [-1], [0]
-    for word in kept[:-1]:
+    texts, parents, sources, path = [" so"], [-1], [""], [0]
+    for i, word in enumerate(kept[:-1]):
         parent = path[-1]
+        path.append(len(texts))
         texts += [word, " or"]
         parents += [parent, parent]
-        path.append(len(texts) - 2)
+        sources += [("first", "first", "second")[i % 3]] * 2
     texts += [" wrong", " end"]
     parents += [path[-1], len(texts) - 2]
-    return DrawnTree(tuple(texts), tuple(parents), tuple(path), kept[-1], "tree of 6 pays")
+    tree = Tree.of([WORDS.token(text) for text in texts], parents)
+    tree = replace(tree, sources=(*sources, "first", "first"), reason="tree of 6 pays")
+    root = WORDS.token(" so")
+    return Accepted(tree, tuple(path), WORDS.token(kept[-1])), root
 
 
-def figures_of(tokens: int, rounds: int, prompt: int, reused: int) -> Figures:
-    return Figures(
+class Fixed(Statistics):
+    """Without what differs from one machine to the next."""
+
+    def as_dict(self):
+        return {**super().as_dict(), "peak_memory_bytes": 1_200_000_000}
+
+
+def statistics_of(tokens, rounds, prompt, reused):
+    return Fixed(
         method="d2sd",
         prompt_tokens=prompt,
         reused_tokens=reused,
@@ -82,13 +110,16 @@ def figures_of(tokens: int, rounds: int, prompt: int, reused: int) -> Figures:
         prefill_seconds=0.25,
         time_to_first_token=0.31,
         decode_seconds=tokens / 40,
-        tokens_per_second=40.0,
-        mean_accepted=tokens / rounds,
-        acceptance_rate=0.61,
-        accepted_by_position=(0.8, 0.6, 0.5, 0.3, 0.2),
-        peak_memory_bytes=1_200_000_000,
-        context_length=CONTEXT,
+        drafted=Counter({1: 440, 2: 100, 3: 100, 4: 100, 5: 100}),
+        accepted=Counter({1: 352, 2: 60, 3: 50, 4: 30, 5: 20}),
     )
+
+
+def pair_of(name="M", means=None, fallback=""):
+    """What the chat reads of a loaded pair."""
+    target = SimpleNamespace(name=name, context_length=8192)
+    means = means or Means(2)
+    return SimpleNamespace(target=target, means=means, fallback=fallback, notes=(), tokenizer=WORDS)
 
 
 @dataclass
@@ -96,83 +127,88 @@ class ScriptedBackend:
     """Answers with `answers` in turn. Whatever is an exception is raised instead.
 
     gate: opened once per round, so a test decides how far an answer is; None lets all through.
-    prefills: what it says of prefill; after each it waits for `held`.
+    prefills: what it says of prefill; after each it waits for `held`. waits: the job, "load" or
+    "measure", that waits for `held` too.
     """
 
     answers: list[Any] = field(default_factory=lambda: [ANSWER])
     loads: list[Any] = field(default_factory=list)
-    race_steps: list[RaceStep | Verdict | Exception] = field(default_factory=list)
+    race_steps: list[Any] = field(default_factory=list)
     gate: threading.Semaphore | None = None
     prefills: list[tuple[int, int]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
-    questions: list[Question] = field(default_factory=list)
+    waits: str = ""
+    requests: list[Any] = field(default_factory=list)
     loaded: list[PairConfig] = field(default_factory=list)
     means: Means = Means(2)
     fallback: str = ""
     rounds_run: int = 0
 
-    def load(self, config: PairConfig) -> ModelInfo:
+    def load(self, config):
+        self._wait_in("load")
         self.loaded.append(config)
         result = self.loads.pop(0) if self.loads else None
         if isinstance(result, BaseException):
             raise result
         name = config.model or "SmolLM2-135M-Instruct"
-        return ModelInfo(name, CONTEXT, self.means, self.fallback)
+        yield Loaded(pair_of(name, self.means, self.fallback))
 
-    def plain_seconds(self) -> float | None:
-        return 0.05
+    def measure(self):
+        self._wait_in("measure")
+        yield PlainMeasured(0.05)
 
-    def answer(self, question: Question, prefilled: OnPrefilled) -> Iterator[Round]:
-        self.questions.append(question)
-        result = self.answers[(len(self.questions) - 1) % len(self.answers)]
+    def answer(self, request, observer):
+        self.requests.append(request)
+        result = self.answers[(len(self.requests) - 1) % len(self.answers)]
         if isinstance(result, BaseException):
             raise result
-        prompt = sum(len(m["content"].split()) + 10 for m in question.messages)
-        last = len(question.messages[-1]["content"].split()) + 10
+        prompt = sum(len(m["content"].split()) + 10 for m in request.messages)
+        last = len(request.messages[-1]["content"].split()) + 10
         for tokens, total in self.prefills:
-            prefilled(tokens, total)
+            observer.prefilled(tokens, total)
             self.held.wait(60)
-        prefilled(prompt - last, prompt)
+        observer.prefilled(prompt - last, prompt)
         rounds = rounds_of(result, prompt, prompt - last) if isinstance(result, str) else result
-        for done in rounds:
-            if self.gate is not None:
-                self.gate.acquire()
-            if isinstance(done, BaseException):
-                raise done
+        for done in self._through_the_gate(rounds):
             self.rounds_run += 1
             yield done
 
-    def race(self, question: Question) -> Iterator[RaceStep | Verdict]:
-        self.questions.append(question)
-        for step in self.race_steps:
-            if isinstance(step, Exception):
-                raise step
+    def race(self, request):
+        self.requests.append(request)
+        yield from self._through_the_gate(self.race_steps)
+
+    def _wait_in(self, job):
+        if self.waits == job:
+            self.held.wait(60)
+
+    def _through_the_gate(self, events):
+        for event in events:
             if self.gate is not None:
                 self.gate.acquire()
-            yield step
+            if isinstance(event, BaseException):
+                raise event
+            yield event
 
 
-def race_of(text: str, tokens: int) -> list[RaceStep | Verdict]:
+def race_of(text, tokens):
     """Both sides take turns; the drafted one is twice as fast."""
     words = [word + " " for word in text.split(" ")][:tokens]
-    steps: list[RaceStep | Verdict] = []
-    for i, word in enumerate(words):
-        steps.append(RaceStep(DRAFTED, word, i + 1, (i + 1) / 40, i + 1 == len(words)))
-        steps.append(RaceStep(PLAIN, word, i + 1, (i + 1) / 20, i + 1 == len(words)))
+    steps = []
+    for i, word in enumerate(words, start=1):
+        for side, speed in ((DRAFTED, 40), (PLAIN, 20)):
+            steps.append(RaceStep(side, word, i, i / speed, i == len(words)))
     return steps
 
 
-def scripted_app(
-    folder: Path, backend: ScriptedBackend | None = None, **chat: Any
-) -> tuple[ChatApp, ScriptedBackend]:
-    """An app on a scripted engine whose conversations are in `folder`."""
+def scripted_app(folder, backend=None, **chat):
+    """An app on a scripted backend whose conversations are in `folder`."""
     backend = backend or ScriptedBackend()
     decode = chat.pop("decode", DecodeConfig(method="d2sd"))
     config = replace(ChatConfig(conversations=folder), **chat)
     return ChatApp(Start(PairConfig(), decode, config), backend), backend
 
 
-async def until(condition: Callable[[], object], pilot: Any, most: float = 60.0) -> None:
+async def until(condition, pilot, most=60.0):
     """Let the app run until `condition` holds; AssertionError after `most` seconds."""
     loop = asyncio.get_running_loop()
     end = loop.time() + most
@@ -182,7 +218,7 @@ async def until(condition: Callable[[], object], pilot: Any, most: float = 60.0)
     await pilot.pause()
 
 
-def screen_text(app: ChatApp) -> str:
+def screen_text(app):
     """What is on screen, line by line."""
     lines = app.screen._compositor.render_strips()
     return "\n".join(strip.text.rstrip() for strip in lines)
@@ -194,14 +230,35 @@ def drive(steps, folder, backend=None, size=(100, 30), **chat):
     async def run():
         app, used = scripted_app(folder, backend, **chat)
         async with app.run_test(size=size) as pilot:
-            await until(lambda: not app.listener.waiting, pilot)
+            await until(lambda: used.waits or not app.listener.waiting, pilot)
             await steps(app, pilot, used)
             await pilot.pause()
         assert app.return_code in (0, None)
         assert app.clean
-        return app
 
-    return asyncio.run(run())
+    asyncio.run(run())
+
+
+def in_chat(make=lambda: ScriptedBackend(), size=(100, 30), **chat):
+    """Makes a test of steps(app, pilot, backend, *fixtures), which are driven on a loaded app.
+
+    make: the backend, for each run of the test; its arguments are fixtures, too.
+    """
+
+    def decorate(steps):
+        asked, needed = list(signature(steps).parameters)[3:], list(signature(make).parameters)
+        names = dict.fromkeys([*asked, *needed, "tmp_path"])
+
+        @wraps(steps)
+        def test(**fixtures):
+            given = {name: fixtures[name] for name in asked}
+            backend = make(*(fixtures[name] for name in needed))
+            drive(partial(steps, **given), fixtures["tmp_path"] / "talks", backend, size, **chat)
+
+        test.__signature__ = Signature([Parameter(n, Parameter.KEYWORD_ONLY) for n in names])
+        return test
+
+    return decorate
 
 
 async def say(app, pilot, text):

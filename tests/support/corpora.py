@@ -8,22 +8,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.train.corpus.rows import Row, read_rows
-from support.models import write_model
+from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 
 corpus = import_module("dflash_mlx.train.corpus.__main__")
 
-
 MAX_TOKENS = 40
-
-
 PROMPTS = [
     {
         "id": f"p{i}",
         "category": "chat",
         "messages": [{"role": "user", "content": "ab Cd, e." * (i % 7) + f"{i}?"}],
     }
-    for i in range(24)
+    for i in range(16)
 ]
 
 
@@ -32,28 +28,17 @@ def write_prompts(file: Path, prompts: Sequence[dict[str, Any]] = PROMPTS) -> Pa
     return file
 
 
-def write_folder(root: Path) -> Path:
-    write_model(root / "model")
-    write_prompts(root / "prompts.jsonl")
-    return root
-
-
 def options(folder: Path, out: Path, *more: str) -> list[str]:
-    return [
-        *("--model", str(folder / "model")),
-        *("--prompts", str(folder / "prompts.jsonl")),
-        *("--out", str(out)),
-        *("--max-tokens", str(MAX_TOKENS)),
-        *("--batch-size", "8"),
-        *more,
-    ]
+    words = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.jsonl")]
+    words += ["--out", str(out), "--max-tokens", str(MAX_TOKENS), "--batch-size", "8"]
+    return [*words, *more]
 
 
-def run(folder: Path, out: Path, *more: str) -> list[Row]:
+def run(folder: Path, out: Path, *more: str) -> list[CorpusRow]:
     corpus.main(options(folder, out, *more))
     return read_rows(out)[1]
 
 
-def by_id(rows: Sequence[Row]) -> dict[str, Row]:
+def by_id(rows: Sequence[CorpusRow]) -> dict[str, CorpusRow]:
     assert len({row.id for row in rows}) == len(rows), "a prompt was answered twice"
     return {row.id: row for row in rows}

@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
-from support.family_configs import QWEN3_MOE, VOCAB_SIZE, WINDOW, config
+from support.family_configs import LATENT_ATTENTION, QWEN3_MOE, VOCAB_SIZE, WINDOW, config
 from support.recurrent_families import RECURRENT, UNSUPPORTED
 
 
@@ -58,17 +58,14 @@ _MINISTRAL_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 4,
 }
 _DEEPSEEK: dict[str, Any] = {
+    **LATENT_ATTENTION,
     "num_key_value_heads": 4,
     "moe_intermediate_size": 32,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
-    "kv_lora_rank": 32,
     "q_lora_rank": 24,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -144,20 +141,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 # Families with RotatingKVCache layers in make_cache().
-SLIDING = frozenset(
-    {
-        "llama_sliding",
-        "gemma3_text",
-        "gemma4_text",
-        "gemma4_text_shared_kv",
-        "gpt_oss",
-        "olmo3",
-        "cohere2",
-        "ministral3",
-        "exaone4",
-        "muse_glimmer",
-    }
-)
+SLIDING = frozenset(name for name, settings in FAMILIES.items() if "sliding_window" in settings)
 
 # Families that use the cache offset for more than mx.fast.rope, so a vector of offsets breaks them:
 # ministral3 scales queries by arange(L) + offset, dynamic rope compares the offset with a limit.

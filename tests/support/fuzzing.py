@@ -35,10 +35,11 @@ from mlx.utils import tree_flatten  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig  # noqa: E402
+from dflash_mlx.engine.pair import Pair  # noqa: E402
 from dflash_mlx.models import pair_folder  # noqa: E402
 from dflash_mlx.models.check import check_drafter  # noqa: E402
 from dflash_mlx.models.formats.gguf_target import load_gguf  # noqa: E402
-from dflash_mlx.models.load import Pair, load_pair  # noqa: E402
+from dflash_mlx.models.load import load_pair  # noqa: E402
 from dflash_mlx.models.source import Source  # noqa: E402
 from support import gguf_files, reference_dflash2  # noqa: E402
 from support.drafter_formats import (  # noqa: E402

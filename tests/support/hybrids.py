@@ -1,4 +1,4 @@
-"""What tests of targets with recurrent layers share."""
+"""Passes over a target and answers of it, as its tests share them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
+from support.decoding import rounds as decode
 from support.families import VOCAB_SIZE
 from support.toys import Scripted
 
@@ -51,12 +52,13 @@ def forward(target: Target, cache: SequenceCache, tokens: Sequence[int]) -> mx.a
     return target.forward(mx.array(tokens), cache, Block(len(tokens)))[0]
 
 
-def fresh(target: Target, tokens: Sequence[int]) -> SequenceCache:
-    """A cache that one pass over `tokens` has written."""
+def fresh(target: Target, tokens: Sequence[int], step: int = 512) -> SequenceCache:
+    """A cache that passes over `tokens` have written, `step` at a time."""
     cache = target.new_cache()
-    if tokens:
-        mx.eval(forward(target, cache, tokens))
-        cache.commit(range(len(tokens)))
+    for at in range(0, len(tokens), step):
+        chunk = tokens[at : at + step]
+        mx.eval(forward(target, cache, chunk))
+        cache.commit(range(len(chunk)))
     return cache
 
 

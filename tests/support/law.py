@@ -7,9 +7,7 @@ import itertools
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.observer import Observer
-from dflash_mlx.engine.decode import decode, prefill
-from dflash_mlx.engine.state import State
+from support import decoding
 from support.toys import ToyTarget
 
 PROMPT, LENGTH, VOCABULARY = [0, 1, 2], 3, 4
@@ -43,10 +41,7 @@ def enumerated_law(target: ToyTarget, config: SamplingConfig) -> dict[tuple[int,
 
 
 def answer(target: ToyTarget, drafter, config: DecodeConfig) -> tuple[int, ...]:
-    state = State(target.new_cache(), drafter.new_context())
-    prefill(target, drafter, state, PROMPT, config, Observer())
-    rounds = decode(target, drafter, state, config, Observer())
-    return tuple(token for accepted in rounds for token in accepted.tokens)
+    return tuple(decoding.answer(target, drafter, PROMPT, config))
 
 
 def chi_square(law: dict[tuple[int, ...], float], answers: list[tuple[int, ...]]) -> float:

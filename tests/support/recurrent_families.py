@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from support.family_configs import QWEN3_MOE, WINDOW, config
+from support.family_configs import LATENT_ATTENTION, QWEN3_MOE, WINDOW, config
 
 _GATED_DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4,
@@ -23,6 +23,7 @@ _MAMBA: dict[str, Any] = {
     "mamba_conv_bias": True,
 }
 _BAILING: dict[str, Any] = {
+    **LATENT_ATTENTION,
     "num_key_value_heads": 4,
     "moe_intermediate_size": 32,
     "num_experts": 4,
@@ -34,10 +35,6 @@ _BAILING: dict[str, Any] = {
     "layer_group_size": 2,
     "group_norm_size": 2,
     "routed_scaling_factor": 1.0,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
     "tie_word_embeddings": False,
 }
 
@@ -146,10 +143,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
         model_max_length=512,
         num_experts=4,
         moe_intermediate_size=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
+        **LATENT_ATTENTION,
         num_experts_per_token=2,
         num_shared_experts=1,
         first_k_dense_replace=1,

@@ -7,9 +7,10 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
+from support.decoding import rounds as decode
 from support.families import VOCAB_SIZE, make_model
 from support.toys import Scripted, random_tree
 

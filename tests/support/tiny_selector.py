@@ -6,35 +6,24 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import SelectorTraining
 from dflash_mlx.train.blocks import TextTokens
-from dflash_mlx.train.corpus.rows import Row
-from dflash_mlx.train.data import Texts
-from dflash_mlx.train.evaluate import Drafter
+from dflash_mlx.train.corpus.rows import CorpusRow
+from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.selector import SelectorTrainer
+from dflash_mlx.train.trainee import Trainee
 from support.families import VOCAB_SIZE
-from support.tiny_training import TAPS, WIDTH, drafter_config, make_network, tiny_target
+from support.tiny_training import TAPS, WIDTH, drafter_config
 
 RAW = drafter_config(block_size=6)
 
 
-def plain_drafter(seed: int = 0, **changes: Any) -> Drafter:
-    """A random drafter of version 1."""
-    return Drafter(*make_network({**RAW, **changes}, seed), tiny_target())
-
-
-def trainer_of(drafter: Drafter, texts: Texts, **settings: Any) -> SelectorTrainer:
+def trainer_of(trainee: Trainee, texts: Texts, **settings: Any) -> SelectorTrainer:
     given = {"rank": 16, "top_k": 97, "sequences": 2, "anchors": 8, "warmup": 5, "steps": 100}
     given = {**given, "draft_vocabulary": VOCAB_SIZE, "learning_rate": 0.005}
     config = SelectorTraining(**{**given, **settings})
-    return SelectorTrainer(drafter, texts, config)
-
-
-def weights_of(trainer: SelectorTrainer) -> dict[str, np.ndarray]:
-    flat: Any = tree_flatten(trainer.maps.trainable_parameters())
-    return {name: np.array(array) for name, array in flat}
+    return SelectorTrainer(trainee, texts, config)
 
 
 class Noise:
@@ -49,13 +38,14 @@ def walks(count: int, first: int) -> Texts:
     """Texts in which every token is decided by the one before, and by nothing else."""
     order = np.random.default_rng(0).permutation(VOCAB_SIZE)
     after = dict(zip(order.tolist(), np.roll(order, -1).tolist(), strict=True))  # one cycle
-    sequences, cache = [], Noise()
+    texts: list[Text] = []
+    cache: Any = Noise()
     for i in range(first, first + count):
         tokens = [i * 7 % VOCAB_SIZE]
         for _ in range(40):
             tokens.append(after[tokens[-1]])
         likely = np.array([[after[token]] for token in tokens])
-        sequences.append(TextTokens(np.array(tokens), 4, likely, np.ones((41, 1))))
-    places: Any = [(cache, i) for i in range(first, first + count)]
-    rows = [Row(str(i), "", (), (), 0.0) for i in range(count)]
-    return Texts("walks", sequences, rows, list(range(count)), places)
+        row = CorpusRow(str(i), "", (), (), 0.0)
+        sequence = TextTokens(np.array(tokens), 4, likely, np.ones((41, 1)))
+        texts.append(Text(row, i, sequence, cache, i))
+    return Texts("walks", texts)

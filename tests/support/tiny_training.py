@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from dflash_mlx.core.config import TrainConfig
-from dflash_mlx.drafters.dflash.checkpoint import load_network, parse_config, read_config
-from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.core.config import DecodeConfig, TrainConfig
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.state import State
 from dflash_mlx.models.load import load_target
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.__main__ import main
-from dflash_mlx.train.corpus.rows import Header, Row, fingerprint
-from dflash_mlx.train.data import Texts, text_tokens
+from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
+from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.features import FeatureCache
+from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
 from support.families import VOCAB_SIZE, make_model
 from support.models import write_model
@@ -40,7 +43,7 @@ def tiny_target(seed: int = 0) -> Target:
 
 
 @cache
-def greedy_rows(count: int, answer: int, prompt: int = 6, seed: int = 0) -> tuple[Row, ...]:
+def greedy_rows(count: int, answer: int, prompt: int = 6, seed: int = 0) -> tuple[CorpusRow, ...]:
     """Random prompts and what the tiny target answers to them."""
     rng = np.random.default_rng([seed, count])
     tokens = mx.array(rng.integers(VOCAB_SIZE, size=(count, prompt)))
@@ -48,21 +51,21 @@ def greedy_rows(count: int, answer: int, prompt: int = 6, seed: int = 0) -> tupl
         best = mx.argmax(tiny_target().model(tokens)[:, -1:], axis=-1)
         tokens = mx.concatenate([tokens, best.astype(tokens.dtype)], axis=1)
     return tuple(
-        Row(f"row-{i}", "tiny", tuple(text[:prompt]), tuple(text[prompt:]), 0.0)
+        CorpusRow(f"row-{i}", "tiny", tuple(text[:prompt]), tuple(text[prompt:]), 0.0)
         for i, text in enumerate(tokens.tolist())
     )
 
 
-def sampled_row(name: str, row: Row, seed: int = 0) -> Row:
+def sampled_row(name: str, row: CorpusRow, seed: int = 0) -> CorpusRow:
     """`row` with two tokens of its answer replaced, as a sampler might have chosen them."""
     rng = np.random.default_rng(seed)
     answer = list(row.answer)
     for at in rng.choice(len(answer), 2, replace=False):
         answer[at] = (answer[at] + 1) % VOCAB_SIZE
-    return Row(name, row.category, row.prompt, tuple(answer), 0.6)
+    return CorpusRow(name, row.category, row.prompt, tuple(answer), 0.6)
 
 
-def write_corpus(file: Path, rows: Sequence[Row], header: Header | None = None) -> Path:
+def write_corpus(file: Path, rows: Sequence[CorpusRow], header: CorpusHeader | None = None) -> Path:
     """A corpus file."""
     lines = [*([header.as_line()] if header else []), *(row.as_line() for row in rows)]
     file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
@@ -85,39 +88,32 @@ def sliding(pattern: str, window: int) -> dict[str, Any]:
     }
 
 
-def make_network(raw: dict[str, Any], seed: int = 0) -> tuple[Network, NetworkConfig]:
+def make_trainee(raw: dict[str, Any] | None = None, seed: int = 0) -> Trainee:
     """The drafter of a config.json with random weights."""
-    config = parse_config(raw, "tiny")
-    network = Network(config)
-    weights = random_drafter(raw, seed)
-    network.load_weights([(name, mx.array(array)) for name, array in weights.items()])
-    return network, config
+    trainee = Trainee.of(drafter_config() if raw is None else raw, tiny_target())
+    weights = random_drafter(trainee.raw, seed)
+    trainee.network.load_weights([(name, mx.array(array)) for name, array in weights.items()])
+    return trainee
 
 
-def texts_of(folder: Path, rows: Sequence[Row], taps: tuple[int, ...] = TAPS) -> Texts:
+def texts_of(folder: Path, rows: Sequence[CorpusRow], taps: tuple[int, ...] = TAPS) -> Texts:
     """`rows` with the tiny target's features, kept in `folder`."""
     tokens = [row.prompt + row.answer for row in rows]
     features = FeatureCache(folder, tokens, tiny_target(), taps, 1 << 30)
     for _ in features.fill():
         pass
-    return Texts(
-        name=folder.name,
-        sequences=[text_tokens(row, features, i) for i, row in enumerate(rows)],
-        rows=list(rows),
-        numbers=list(range(len(rows))),
-        places=[(features, i) for i in range(len(rows))],
-    )
+    texts = [Text.of(row, i, features, i) for i, row in enumerate(rows)]
+    return Texts(folder.name, texts)
 
 
 def make_trainer(texts: Texts, raw: dict[str, Any] | None = None, **settings: Any) -> Trainer:
     """A trainer of a random drafter; `settings` are TrainConfig's."""
-    network, config = make_network(raw or drafter_config())
     given = {"steps": 10, "sequences": 2, "anchors": 4, "draft_vocabulary": VOCAB_SIZE, "warmup": 2}
-    return Trainer(network, config, tiny_target(), texts, TrainConfig(**{**given, **settings}))
+    return Trainer(make_trainee(raw), texts, TrainConfig(**{**given, **settings}))
 
 
 @cache
-def corpus_rows() -> tuple[Row, ...]:
+def corpus_rows() -> tuple[CorpusRow, ...]:
     """Six greedy answers and a sampled one."""
     rows = greedy_rows(6, 20)
     return (*rows, sampled_row("sampled", rows[1]))
@@ -137,10 +133,12 @@ class Place:
     def __init__(self, root: Path, model: Path) -> None:
         self.root, self.model = root, model
         self.out, self.cache = root / "out", root / "cache"
-        self.header = Header("tiny", VOCAB_SIZE, fingerprint(load_target(str(model)).tokenizer))
+        self.header = CorpusHeader(
+            "tiny", VOCAB_SIZE, tokenizer_fingerprint(load_target(str(model)).tokenizer)
+        )
         self.corpus = self.write("corpus.jsonl", corpus_rows())
 
-    def write(self, name: str, rows: Any, header: Header | None = None) -> Path:
+    def write(self, name: str, rows: Any, header: CorpusHeader | None = None) -> Path:
         return write_corpus(self.root / name, rows, header or self.header)
 
     def words(self, **options: object) -> list[str]:
@@ -175,14 +173,27 @@ class Place:
 
     def read(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The drafter in the out folder: its weights and its config.json."""
-        network = load_network(self.out, read_config(self.out), mx.float32)
-        weights = {name: np.array(a) for name, a in tree_flatten(network.parameters())}
-        return weights, json.loads((self.out / "config.json").read_text())
+        trainee = Trainee.read(self.out, tiny_target())
+        return arrays_of(trainee.network), trainee.raw
 
     def history(self) -> list[dict[str, Any]]:
         """The measurements in the out folder."""
         lines = (self.out / "history.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+
+def decoded(drafter: Any, row: CorpusRow) -> list[tuple[int, ...]]:
+    """The tokens of every round of a greedy answer as long as the row's."""
+    target, settings = tiny_target(), DecodeConfig(max_tokens=len(row.answer))
+    state = State(target.new_cache(), drafter.new_context())
+    prefill(target, drafter, state, list(row.prompt), settings, Observer())
+    return [round.tokens for round in decode(target, drafter, state, settings, Observer())]
+
+
+def arrays_of(module: nn.Module) -> dict[str, np.ndarray]:
+    """What a network holds, by name."""
+    flat: Any = tree_flatten(module.parameters())
+    return {name: np.array(array) for name, array in flat}
 
 
 def files(folder: Path) -> dict[str, bytes]:

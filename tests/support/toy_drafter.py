@@ -21,6 +21,9 @@ class ToyContext(FeatureContext):
     def arrays(self) -> list[mx.array]:
         return []
 
+    def append(self, tokens: mx.array, features: mx.array | None) -> None:
+        pass
+
     def refill_from(self, length: int) -> int:
         return length
 
@@ -32,10 +35,13 @@ class ToyDrafter:
     """Stands for a drafter network: logits depend on the anchor, the prefix and the position."""
 
     kernels = selector = None
+    family = "dflash"
+    taps: tuple[int, ...] = ()
 
     def __init__(self, seed: int, block_size: int = 4) -> None:
         shape = (VOCABULARY, block_size, VOCABULARY)
         self.table = np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 1.5
+        self.block_size = block_size
         self.config = type(
             "Config",
             (),

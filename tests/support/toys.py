@@ -9,6 +9,7 @@ import numpy as np
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.none import NoContext
+from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.block import Block
 
@@ -70,7 +71,7 @@ class ToyTarget:
         return mx.array(np.stack(rows)), None
 
 
-class Scripted:
+class Scripted(EachAlone):
     """A drafter that proposes what `script(tokens, room)` returns below the anchor.
 
     script gives tokens and parents of nodes 1..N-1 (parents count the anchor as node 0).
@@ -86,9 +87,9 @@ class Scripted:
     def new_context(self) -> NoContext:
         return NoContext()
 
-    def propose(self, state: State, room: int) -> Tree:
+    def draft(self, state: State, room: int) -> Proposal:
         tokens, parents = self.script(state.tokens, room)
-        return Tree.of([state.tokens[-1], *tokens], [-1, *parents])
+        return Proposal(Tree(tuple(tokens), (-1, *parents)))
 
 
 def random_tree(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -32,12 +31,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     status = blas.preload()
 warned = [str(w.message) for w in caught if w.category is RuntimeWarning]
-"""
-
-PRELOAD = ALONE + CALL
-
-REPORT = """
-print(json.dumps({"library": status.library, "notice": status.notice, "warned": warned}))
+report = {"library": status.library, "notice": status.notice, "warned": warned}
 """
 
 PRODUCT = """
@@ -58,21 +52,25 @@ def picky(name, *args, **keywords):
 ctypes.CDLL = picky
 """
 
-NO_PACKAGE = """
+
+def hidden(*packages: str) -> str:
+    """The script that makes these packages look as if they were not installed."""
+    return f"""
 import importlib.metadata as metadata
 real_files = metadata.files
 def files(name):
-    if name in MISSING:
+    if name in {packages!r}:
         raise metadata.PackageNotFoundError(name)
     return real_files(name)
 metadata.files = files
 """
 
 
-def run(script: str, **environment: str) -> dict[str, Any]:
+def run(before: str = ALONE, after: str = "", **environment: str) -> dict[str, Any]:
+    """What preloading reports, in a process that does something before and after it."""
     inherited = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
     process = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", before + CALL + after + "\nprint(json.dumps(report))"],
         cwd=ROOT,
         env={**inherited, **environment},
         capture_output=True,
@@ -80,60 +78,42 @@ def run(script: str, **environment: str) -> dict[str, Any]:
         timeout=120,
     )
     assert process.returncode == 0, process.stderr
-    report: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    return report
+    found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return found
 
 
 def test_mlx_binds_its_matrix_product_to_openblas(tmp_path: Path) -> None:
-    if platform.libc_ver()[0] != "glibc":
-        pytest.skip("only the GNU loader can list its symbol bindings")
-    log = tmp_path / "bindings"
-    package = "from dflash_mlx import blas"
-    report = run(package + CALL + PRODUCT + REPORT, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(log))
+    """As the GNU loader says, with which all wheels of MLX for Linux run."""
+    log = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
+    report = run("from dflash_mlx import blas", PRODUCT, **log)
     lines = "".join(p.read_text(errors="replace") for p in tmp_path.glob("bindings.*")).split("\n")
     bound = [line for line in lines if "libmlx" in line and "`cblas_sgemm'" in line]
     assert bound, "MLX never resolved cblas_sgemm"
     assert all(f" to {report['library']} " in line for line in bound), bound
-
-
-def test_the_global_cblas_sgemm_is_the_one_in_openblas() -> None:
-    resolve = """
-import ctypes
-class Info(ctypes.Structure):
-    _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p),
-                ("symbol", ctypes.c_char_p), ("address", ctypes.c_void_p)]
-everything, info = ctypes.CDLL(None), Info()
-everything.dladdr(everything.cblas_sgemm, ctypes.byref(info))
-assert info.file.decode() == status.library, info.file
-assert status.library in open("/proc/self/maps").read()
-"""
-    report = run(PRELOAD + PRODUCT + resolve + REPORT)
     assert report["notice"] is None
     assert report["warned"] == []
 
 
-def test_a_second_call_neither_loads_nor_warns_again() -> None:
-    again = """
+AGAIN = """
 with warnings.catch_warnings():
     warnings.simplefilter("error")
     assert blas.preload() is status
 """
-    report = run("MISSING = ['cmeel-openblas']" + NO_PACKAGE + PRELOAD + again + REPORT)
-    assert report["notice"]
 
 
-def test_importing_mlx_first_gives_a_notice_and_still_works() -> None:
-    report = run("import mlx.core\n" + PRELOAD + REPORT)
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("import mlx.core\n", ["import dflash_mlx first"]),
+        (hidden("cmeel-openblas"), ["50 times slower", "pip install cmeel-openblas"]),
+        (hidden("mlx-cpu", "numpy") + DIRECT_LOADING_FAILS, ["libgfortran5"]),
+    ],
+    ids=["MLX comes first", "no package", "no libgfortran"],
+)
+def test_what_is_missing_gives_one_notice_that_names_it(before: str, words: list[str]) -> None:
+    report = run(before + ALONE, AGAIN + PRODUCT)
     assert report["library"] is None
-    assert "import dflash_mlx first" in report["notice"]
-    assert report["warned"] == [report["notice"]]
-
-
-def test_a_missing_package_gives_a_notice_that_names_it() -> None:
-    report = run("MISSING = ['cmeel-openblas']" + NO_PACKAGE + PRELOAD + PRODUCT + REPORT)
-    assert report["library"] is None
-    assert "50 times slower" in report["notice"]
-    assert "pip install cmeel-openblas" in report["notice"]
+    assert all(word in report["notice"] for word in words)
     assert report["warned"] == [report["notice"]]
 
 
@@ -143,19 +123,11 @@ def test_a_bundled_libgfortran_is_used_where_the_system_has_none(missing: list[s
 assert refused
 assert "memfd:libgfortran" in open("/proc/self/maps").read()
 """
-    hide = f"MISSING = {missing!r}" + NO_PACKAGE
-    report = run(hide + DIRECT_LOADING_FAILS + PRELOAD + PRODUCT + check + REPORT)
+    report = run(hidden(*missing) + DIRECT_LOADING_FAILS + ALONE, PRODUCT + check)
     assert report["notice"] is None
     assert report["library"].endswith("libopenblas.so")
 
 
-def test_no_libgfortran_anywhere_gives_a_notice() -> None:
-    hide = "MISSING = ['mlx-cpu', 'numpy']" + NO_PACKAGE
-    report = run(hide + DIRECT_LOADING_FAILS + PRELOAD + REPORT)
-    assert report["library"] is None
-    assert "libgfortran5" in report["notice"]
-
-
 def test_other_systems_are_left_alone() -> None:
-    report = run(ALONE + "sys.platform = 'darwin'" + CALL + REPORT)
+    report = run(ALONE + "sys.platform = 'darwin'")
     assert report == {"library": None, "notice": None, "warned": []}

@@ -10,25 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import decode, prefill
-from dflash_mlx.engine.state import State
 from dflash_mlx.target import pass_times as budget
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import SLACK, LayerCache
 from dflash_mlx.target.kv_packing import pack, unpack
 from dflash_mlx.target.model import Target
 from kernels_metal.emulator import emulated
+from support import rounding
 from support.families import FAMILIES, VOCAB_SIZE, make_model
+from support.hybrids import forward, fresh, plain_answer, rounds, start, tokens_of
 from support.recurrent_families import RECURRENT
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
-from support.rounding import EXACT, Rounding, drafted_answer, plain_answer
 from support.toys import Scripted, random_tree
 
 BITS = [4, 8]
@@ -69,19 +65,6 @@ def targets():
     return get
 
 
-def prefilled(target: Target, tokens: list[int], step: int = 9):
-    cache = target.new_cache()
-    for at in range(0, len(tokens), step):
-        chunk = tokens[at : at + step]
-        target.forward(mx.array(chunk), cache, Block(len(chunk)))
-        cache.commit(range(len(chunk)))
-    return cache
-
-
-def prompt_of(seed: int, length: int = 20) -> list[int]:
-    return np.random.default_rng(seed).integers(VOCAB_SIZE, size=length).tolist()
-
-
 # What is stored
 
 
@@ -93,15 +76,14 @@ def test_a_row_is_stored_alike_by_passes_of_any_width(bits, dtype):
     for width in (1, 8, 24):
         cache = LayerCache(kv_bits=bits)
         for at in range(0, 24, width):
-            cache.block = Block(width)
+            cache.begin(Block(width))
             rows = slice(at, at + width)
             cache.update_and_fetch(keys[:, :, rows], values[:, :, rows])
             cache.commit(range(width))
         stored.append(cache.arrays)
-    for narrow, wide in zip(stored[0], stored[1], strict=True):
-        assert mx.array_equal(narrow[:, :, :24], wide[:, :, :24])
-    for narrow, wide in zip(stored[0], stored[2], strict=True):
-        assert mx.array_equal(narrow[:, :, :24], wide[:, :, :24])
+    for arrays in zip(*stored, strict=True):
+        narrow, *wider = (array[:, :, :24] for array in arrays)
+        assert all(mx.array_equal(narrow, wide) for wide in wider)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -109,7 +91,7 @@ def test_a_row_is_stored_alike_by_passes_of_any_width(bits, dtype):
 def test_attention_sees_what_is_stored_close_to_what_was_written(bits, width):
     rows = random_rows(5, width)
     cache = LayerCache(kv_bits=bits)
-    cache.block = Block(5)
+    cache.begin(Block(5))
     keys, _ = cache.update_and_fetch(rows, rows)
     assert keys.shape == rows.shape and keys.dtype == rows.dtype
     assert mx.array_equal(keys, unpack(pack(rows, bits), bits))
@@ -226,7 +208,7 @@ def worst_node(target: Target, seed: int) -> float:
     rng = np.random.default_rng(seed)
     tokens, parents = random_tree(rng, 5, VOCAB_SIZE)
     tree = Tree.of([7, *tokens], [-1, *parents])
-    cache = prefilled(target, prompt_of(seed))
+    cache = fresh(target, tokens_of(seed, 20), step=9)
     start, off = cache.fork(), []
     logits, _ = target.forward(tree.tokens, cache, Block.of(tree))
     for leaf in set(range(len(tree))) - set(tree.parents):
@@ -250,10 +232,10 @@ def test_every_node_of_a_tree_equals_its_own_path_token_by_token(targets, name, 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_fewer_bits_change_more_of_what_the_target_computes(targets, name):
-    tokens, logits = mx.array(prompt_of(0)), {}
+    logits = {}
     for bits in (None, *BITS):
         target = targets(name, bits)
-        logits[bits] = target.forward(tokens, target.new_cache(), Block(len(tokens)))[0]
+        logits[bits] = forward(target, target.new_cache(), tokens_of(0, 20))
     errors = [mx.abs(logits[bits] - logits[None]).mean().item() for bits in (8, 4)]
     assert 1e-3 < errors[0] < errors[1]
 
@@ -264,31 +246,28 @@ def test_the_comparison_of_trees_notices_a_causal_mask(targets, monkeypatch):
     assert sorted(worst_node(targets("llama", 8), seed) for seed in range(3))[1] > 0.05
 
 
-def answer(target: Target, drafter, prompt: list[int], tokens: int = 28) -> tuple[list[int], int]:
-    state = State(target.new_cache(), drafter.new_context())
-    config = DecodeConfig(max_tokens=tokens)
-    prefill(target, drafter, state, prompt, config, Observer())
-    rounds = list(decode(target, drafter, state, config, Observer()))
-    return [token for accepted in rounds for token in accepted.tokens], len(rounds)
+def assert_drafts_change_nothing(target: Target, seed: int, wrong: int) -> None:
+    """Some of plain decoding's tokens as a chain, and up to `wrong` others below the root."""
+    prompt, rng = tokens_of(seed, 20), np.random.default_rng(seed)
+    plain = plain_answer(target, prompt, 28)
+
+    def script(tokens, room):
+        ahead = plain[len(tokens) - len(prompt) :][: int(rng.integers(6))][: room - 1]
+        others = [int(t) for t in rng.permutation(VOCAB_SIZE)[:wrong] if t not in ahead[:1]]
+        others = others[: room - 1 - len(ahead)]
+        return [*ahead, *others], [*range(len(ahead)), *(0 for _ in others)]
+
+    drafter = Scripted(script)
+    drafted = list(rounds(target, drafter, start(target, drafter, prompt), 28))
+    assert [token for accepted in drafted for token in accepted.tokens] == plain
+    assert len(drafted) < 0.7 * 28
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", ["llama", "llama_sliding", "gpt_oss"])
 def test_greedy_answers_with_drafts_are_those_without_them(targets, name, bits):
-    target = targets(name, bits)
     for seed in range(2):
-        prompt, rng = prompt_of(seed), np.random.default_rng(seed)
-        plain, rounds = answer(target, NoDraft(), prompt)
-
-        def script(tokens, room, rng=rng, plain=plain, prompt=prompt):
-            ahead = plain[len(tokens) - len(prompt) :][: int(rng.integers(6))][: room - 1]
-            others = [int(t) for t in rng.permutation(VOCAB_SIZE)[:4] if t not in ahead[:1]]
-            others = others[: room - 1 - len(ahead)]
-            return [*ahead, *others], [*range(len(ahead)), *(0 for _ in others)]
-
-        drafted, fewer = answer(target, Scripted(script), prompt)
-        assert drafted == plain
-        assert fewer < 0.7 * rounds
+        assert_drafts_change_nothing(targets(name, bits), seed, wrong=4)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -297,12 +276,12 @@ def test_exact_answers_are_plain_ones_though_passes_of_other_widths_round_otherw
 ):
     """Quantising makes small differences larger now and then, which the guard has measured."""
     monkeypatch.setitem(FAMILIES, "llama", {**FAMILIES["llama"], **WIDE["llama"]})
-    target = Rounding("llama", 0.003)
+    target = rounding.Rounding("llama", 0.003)
     target.kv_bits = bits
     changed = 0
     for seed in range(2):
-        plain = plain_answer(target, seed)
-        exact, statistics = drafted_answer(target, seed, EXACT)
+        plain = rounding.plain_answer(target, seed)
+        exact, statistics = rounding.drafted_answer(target, seed, rounding.EXACT)
         assert exact == plain
         changed += statistics.near_ties.changed
     assert changed > 0
@@ -321,25 +300,16 @@ def test_a_hybrid_target_quantises_its_attention_layers_and_keeps_its_states(mon
     monkeypatch.setitem(RECURRENT, "qwen3_5", {**RECURRENT["qwen3_5"], "head_dim": 32})
     target = Target(make_model("qwen3_5"), 512, "qwen3_5")
     target.kv_bits = 8
-    prompt, rng = prompt_of(0), np.random.default_rng(0)
-    cache = prefilled(target, prompt)
+    cache = fresh(target, tokens_of(0, 20))
     attention = [layer for layer in cache.layers if isinstance(layer, LayerCache)]
     assert attention and len(attention) < target.num_layers
     assert all(len(layer.arrays) == 6 for layer in attention)
-    plain, rounds = answer(target, NoDraft(), prompt)
-
-    def script(tokens, room):
-        ahead = plain[len(tokens) - len(prompt) :][: int(rng.integers(4))]
-        ahead = [*ahead, 1][: room - 1]
-        return ahead, list(range(len(ahead)))
-
-    drafted, fewer = answer(target, Scripted(script), prompt)
-    assert drafted == plain and fewer < 0.7 * rounds
+    assert_drafts_change_nothing(target, 0, wrong=0)
 
 
 def test_the_attention_kernel_takes_what_is_stored_and_the_commit_says_why_it_cannot(targets):
     target, tree = wide_target("llama", 4), Tree.of([3, 1, 4, 1], [-1, 0, 0, 1])
-    cache = prefilled(target, prompt_of(2))
+    cache = fresh(target, tokens_of(2, 20))
     stock, _ = target.forward(tree.tokens, cache.fork(), Block.of(tree))
     target.use_kernels("on")
     with emulated() as run:

@@ -11,6 +11,7 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import SLACK
 from dflash_mlx.target.model import Target
 from support.families import FAMILIES, POSITION_DEPENDENT, SLIDING, VOCAB_SIZE, make_model
+from support.hybrids import fresh
 from support.toys import random_tree
 
 TREE_FAMILIES = sorted(set(FAMILIES) - set(POSITION_DEPENDENT))
@@ -32,15 +33,6 @@ def targets():
 
 def tokens_of(rng, count):
     return rng.integers(VOCAB_SIZE, size=count).tolist()
-
-
-def prefilled(target, tokens, step=9):
-    cache = target.new_cache()
-    for at in range(0, len(tokens), step):
-        chunk = tokens[at : at + step]
-        mx.eval(target.forward(mx.array(chunk), cache, Block(len(chunk)))[0])
-        cache.commit(range(len(chunk)))
-    return cache
 
 
 def plain_logits(target, tokens):
@@ -71,7 +63,7 @@ def worst_node(target, cache, prompt, tree):
 def test_every_node_of_a_random_tree_equals_a_forward_over_its_own_path(targets, name):
     rng = np.random.default_rng(0)
     target, prompt = targets(name), tokens_of(rng, PROMPT_LENGTH)
-    cache = prefilled(target, prompt)
+    cache = fresh(target, prompt, 9)
     for _ in range(2):
         assert worst_node(target, cache, prompt, some_tree(rng)) < TOLERANCE
         cache.discard()
@@ -83,14 +75,14 @@ def test_every_node_of_a_random_tree_equals_a_forward_over_its_own_path(targets,
 def test_trees_of_any_shape_behind_prompts_of_any_length(targets, name, seed, nodes, length):
     rng = np.random.default_rng(seed)
     target, prompt = targets(name), tokens_of(rng, length)
-    assert worst_node(target, prefilled(target, prompt), prompt, some_tree(rng, nodes)) < TOLERANCE
+    assert worst_node(target, fresh(target, prompt, 9), prompt, some_tree(rng, nodes)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 def test_the_node_test_notices_a_causal_mask_in_place_of_the_ancestors(targets, name, monkeypatch):
     rng = np.random.default_rng(0)
     target, prompt = targets(name), tokens_of(rng, PROMPT_LENGTH)
-    cache = prefilled(target, prompt)
+    cache = fresh(target, prompt, 9)
     causal = property(lambda block: mx.tril(mx.full((block.rows, block.rows), True)))
     monkeypatch.setattr(Block, "visible", causal)
     assert worst_node(target, cache, prompt, some_tree(rng)) > 0.1
@@ -100,7 +92,7 @@ def test_the_node_test_notices_a_causal_mask_in_place_of_the_ancestors(targets, 
 def test_committing_a_path_equals_computing_it_from_scratch(targets, name):
     rng = np.random.default_rng(3)
     target, committed = targets(name), tokens_of(rng, 6)
-    cache = prefilled(target, committed)
+    cache = fresh(target, committed, 9)
     for _ in range(12):  # far enough for windows of 8 to wrap
         tree = some_tree(rng)
         target.forward(tree.tokens, cache, Block.of(tree))
@@ -115,7 +107,7 @@ def test_committing_a_path_equals_computing_it_from_scratch(targets, name):
 def test_chains_need_no_positions_per_row_and_work_on_every_family(targets, name):
     rng = np.random.default_rng(4)
     target, committed = targets(name), tokens_of(rng, 11)
-    cache = prefilled(target, committed)
+    cache = fresh(target, committed, 9)
     for rows, accepted in [(5, 2), (1, 1), (7, 7), (3, 1)]:
         tree = Tree.chain(mx.array(tokens_of(rng, rows)))
         logits, _ = target.forward(tree.tokens, cache, Block.of(tree))
@@ -130,12 +122,12 @@ def test_chains_need_no_positions_per_row_and_work_on_every_family(targets, name
 def test_a_wrapped_window_goes_back_only_as_far_as_its_slots_reach(targets, name):
     rng = np.random.default_rng(5)
     target, committed = targets(name), tokens_of(rng, 600)
-    cache = prefilled(target, committed, step=100)
+    cache = fresh(target, committed, 100)
     assert not cache.can_trim(40)
     back = 600 - SLACK
     assert cache.can_trim(back)
     cache.trim(back)
-    assert worst_node(target, cache, committed[:back], some_tree(rng)) < TOLERANCE
+    assert worst_node(target, cache, committed[:back], some_tree(rng, 3)) < TOLERANCE
     cache.trim(0)
     assert worst_node(target, cache, [], some_tree(rng)) < TOLERANCE
 
@@ -187,7 +179,7 @@ def test_two_targets_on_one_model_are_both_right(targets):
     )
     alone = targets("llama_sliding")
     for taps, target in both.items():
-        cache = prefilled(target, tokens.tolist())
+        cache = fresh(target, tokens.tolist(), 9)
         assert worst_node(target, cache, tokens.tolist(), some_tree(rng)) < TOLERANCE
         alone.tap(taps)
         ours, theirs = (

@@ -25,9 +25,8 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
-from kernels_metal.emulator import emulated
-from kernels_metal.operations import TREE_WALK
-from kernels_metal.tree_walk import tree_walk_reference
+from kernels_metal.emulator import Run, emulated
+from kernels_metal.tree_walk import TREE_WALK, tree_walk_reference
 from support.families import FAMILIES, make_model
 from support.models import write_model
 from support.toys import random_tree
@@ -44,12 +43,14 @@ ROUTED = {
 }
 
 
-def make_target(monkeypatch: pytest.MonkeyPatch, name: str, bits: int | None = None) -> Target:
+def make_target(
+    monkeypatch: pytest.MonkeyPatch, name: str, bits: int | None = None, **packing: Any
+) -> Target:
     changes = {"num_attention_heads": 4, "num_key_value_heads": 2, **ROUTED.get(name, {})}
     monkeypatch.setitem(FAMILIES, name, {**FAMILIES[name], **changes})
     model = make_model(name)
     if bits is not None:
-        nn.quantize(model, group_size=32, bits=bits)
+        nn.quantize(model, group_size=32, bits=bits, **packing)
     return Target(model, 200, name)
 
 
@@ -61,6 +62,13 @@ def pass_over(target: Target, tree: Tree = TREE) -> mx.array:
     logits = target.forward(tree.tokens, sequence, Block.of(tree))[0]
     mx.eval(logits)
     return logits
+
+
+def through_kernels(target: Target, mode: str = "on") -> tuple[mx.array, Run]:
+    """The same, with kernels emulated, and what they did."""
+    target.use_kernels(mode)  # type: ignore[arg-type]
+    with emulated() as run:
+        return pass_over(target), run
 
 
 def ran(target: Target) -> set[str]:
@@ -78,12 +86,23 @@ def classes(target: Target) -> list[type]:
 def test_families_attend_through_the_kernel_and_agree_with_stock_mlx(monkeypatch, name):
     target = make_target(monkeypatch, name)
     stock = pass_over(target)
-    target.use_kernels("on")
-    with emulated() as run:
-        ours = pass_over(target)
+    ours, run = through_kernels(target)
     assert len(run.of("cascade_attention")) == 2 * target.num_layers
     assert mx.abs(ours - stock).max().item() < 1e-4
     assert all(choice.kernel for choice in target.kernels.choices.values())
+
+
+@pytest.mark.parametrize(("name", "bits"), [("llama", 8), ("qwen2", 4)])
+def test_quantised_layers_with_and_without_bias_and_a_tied_head_go_through_theirs(
+    monkeypatch, name, bits
+):
+    target = make_target(monkeypatch, name, bits)
+    assert ("bias" in target.model.layers[0].self_attn.q_proj) == (name == "qwen2")
+    assert isinstance(target.embedding(), nn.QuantizedEmbedding)
+    stock = pass_over(target)
+    ours, run = through_kernels(target)
+    assert len(run.of("verify_qmm")) == 2 * (7 * target.num_layers + 1)
+    assert mx.abs(ours - stock).max().item() < 1e-4
 
 
 def test_a_wrong_window_would_be_noticed(monkeypatch):
@@ -101,48 +120,26 @@ def test_a_wrong_window_would_be_noticed(monkeypatch):
         assert mx.abs(pass_over(target) - stock).max().item() > 1e-3
 
 
-def test_what_the_kernels_do_not_take_is_left_to_stock_mlx_with_the_reason(monkeypatch):
-    narrow = make_target(monkeypatch, "qwen2")
-    softcapped = make_target(monkeypatch, "gemma2")
-    three_bits = make_target(monkeypatch, "llama", bits=3)
-    expected = [pass_over(target) for target in (narrow, softcapped)]
-    for target in (narrow, softcapped, three_bits):
-        target.use_kernels("on")
-    with emulated() as run:
-        found = [pass_over(target) for target in (narrow, softcapped)]
-    assert run.counters == []
-    assert all(mx.array_equal(a, b) for a, b in zip(found, expected, strict=True))
-    reasons = {choice.reason for choice in narrow.kernels.choices.values()}
-    assert reasons == {"the head dim of queries is 16, but must be one of 64, 80, 96, 128, 256"}
-    (choice,) = softcapped.kernels.choices.values()
-    assert choice.reason == "gemma2 computes the attention of some layers itself"
-    (choice,) = three_bits.kernels.choices.values()
-    assert choice.reason == "bits is 3, but must be one of 4, 8"
-    three_bits.use_kernels("off")
-    assert three_bits.kernels.choices == {}
+REFUSED = {
+    "qwen2": (None, {}, "the head dim of queries is 16, but must be one of 64, 80, 96, 128, 256"),
+    "gemma2": (None, {}, "gemma2 computes the attention of some layers itself"),
+    "smollm3": (3, {}, "bits is 3, but must be one of 4, 8"),
+    "olmo2": (4, {"mode": "mxfp4"}, "mode is mxfp4, but must be affine"),
+}
 
 
-def test_weights_packed_otherwise_are_left_to_stock_mlx_with_the_reason(monkeypatch):
-    target = make_target(monkeypatch, "qwen2")
-    nn.quantize(target.model, group_size=32, bits=4, mode="mxfp4")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_kernels_do_not_take_is_left_to_stock_mlx_with_the_reason(monkeypatch, name):
+    bits, packing, reason = REFUSED[name]
+    target = make_target(monkeypatch, name, bits, **packing)
     stock = pass_over(target)
-    target.use_kernels("on")
-    with emulated() as run:
-        assert mx.array_equal(pass_over(target), stock)
+    ours, run = through_kernels(target)
     assert run.counters == []
-    reasons = {choice.reason for choice in target.kernels.choices.values()}
-    assert "mode is mxfp4, but must be affine" in reasons
-
-
-def test_quantised_layers_and_a_tied_head_go_through_their_kernel(monkeypatch):
-    target = make_target(monkeypatch, "llama", bits=8)
-    assert isinstance(target.embedding(), nn.QuantizedEmbedding)
-    stock = pass_over(target)
-    target.use_kernels("on")
-    with emulated() as run:
-        ours = pass_over(target)
-    assert len(run.of("verify_qmm")) == 2 * (7 * target.num_layers + 1)
-    assert mx.abs(ours - stock).max().item() < 1e-4
+    assert mx.array_equal(ours, stock)
+    assert reason in {choice.reason for choice in target.kernels.choices.values()}
+    assert not any(choice.kernel for choice in target.kernels.choices.values())
+    target.use_kernels("off")
+    assert target.kernels.choices == {}
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
@@ -154,9 +151,7 @@ def test_models_of_half_precision_go_through_every_kernel(monkeypatch, dtype):
     exact.model.set_dtype(dtype)
     exact.model.set_dtype(mx.float32)
     logits = pass_over(exact)
-    target.use_kernels("on")
-    with emulated() as run:
-        ours = pass_over(target)
+    ours, run = through_kernels(target)
     assert {"cascade_attention", "verify_qmm"} <= {counters.kernel for counters in run.counters}
     assert all(choice.kernel for choice in target.kernels.choices.values())
     assert ours.dtype == dtype
@@ -164,25 +159,17 @@ def test_models_of_half_precision_go_through_every_kernel(monkeypatch, dtype):
     assert error < 2 * stock_error
 
 
-def test_a_bias_is_added_to_the_kernels_product(monkeypatch):
-    target = make_target(monkeypatch, "qwen2", bits=4)
-    assert "bias" in target.model.layers[0].self_attn.q_proj
-    stock = pass_over(target)
-    target.use_kernels("on")
-    with emulated() as run:
-        ours = pass_over(target)
-    assert run.of("verify_qmm")
-    assert mx.abs(ours - stock).max().item() < 1e-4
-
-
 def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkeypatch):
     target = make_target(monkeypatch, "llama", bits=4)
     target.tap((1,))
     before, stock = classes(target), pass_over(target)
     target.use_kernels("on")
+    target.use_kernels("auto")  # hooks once more, and no second time
     assert classes(target) != before
     sequence, head = target.new_cache(), target.head()
-    assert ran(target) == {"cascade_attention", "cascade_merge", "verify_qmm"}
+    with emulated() as run:
+        pass_over(target)
+    assert len(run.of("cascade_attention")) == 2 * target.num_layers
     target.use_kernels("off")
     assert classes(target) == before
     with emulated() as run:
@@ -191,18 +178,6 @@ def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkey
         assert mx.array_equal(pass_over(target), stock)
     assert run.counters == []
     assert target.kernels.choices == {}
-
-
-def test_switching_twice_hooks_once(monkeypatch):
-    target = make_target(monkeypatch, "llama", bits=4)
-    before = classes(target)
-    target.use_kernels("on")
-    target.use_kernels("auto")
-    with emulated() as run:
-        pass_over(target)
-    assert len(run.of("cascade_attention")) == 2 * target.num_layers
-    target.use_kernels("off")
-    assert classes(target) == before
 
 
 def test_what_was_measured_with_other_kernels_is_forgotten(monkeypatch):
@@ -241,7 +216,7 @@ def test_a_mask_from_elsewhere_is_left_to_stock_mlx():
     target = Target(make_model("llama"), 200, "tiny")
     target.use_kernels("on")
     layer = target.new_cache().layers[0]
-    layer.block = Block(4)
+    layer.begin(Block(4))
     x = mx.random.normal((1, 2, 4, 64), key=mx.random.key(0))
     mask = mx.random.normal((4, 4), key=mx.random.key(1))
     stock = mx.fast.scaled_dot_product_attention(x, x, x, scale=0.1, mask=mask)
@@ -255,33 +230,26 @@ def test_a_mask_from_elsewhere_is_left_to_stock_mlx():
 # Without anything that runs kernels, `auto` makes the calls that `off` makes.
 
 
-class Calls:
-    """Counts and remembers what MLX is asked for."""
+def calls_of(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[tuple[Any, ...]]:
+    """What MLX is asked for, with the shapes of the arrays."""
+    made = []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[tuple[Any, ...]] = []
-        for owner, name in (
-            (mx.fast, "scaled_dot_product_attention"),
-            (mx, "quantized_matmul"),
-            (mx, "concatenate"),
-            (mx, "argpartition"),
-        ):
-            monkeypatch.setattr(owner, name, self._spy(name, getattr(owner, name)))
+    def spy(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
 
-    def _spy(self, name: str, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            described = {key: getattr(value, "shape", value) for key, value in kwargs.items()}
-            self.made.append((name, [getattr(a, "shape", a) for a in args], described))
+            given = [*args, *kwargs.items()]
+            made.append((name, *(str(getattr(value, "shape", value)) for value in given)))
             return original(*args, **kwargs)
 
-        return call
+        patch.setattr(owner, name, call)
 
-
-def calls_of(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[Any]:
     with monkeypatch.context() as patch:
-        calls = Calls(patch)
+        spy(mx.fast, "scaled_dot_product_attention")
+        for name in ("quantized_matmul", "concatenate", "argpartition"):
+            spy(mx, name)
         work()
-    return [(name, [str(a) for a in args], str(kwargs)) for name, args, kwargs in calls.made]
+    return made
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.growth import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.load import Pair
 from dflash_mlx.target import cache
 from dflash_mlx.target.model import Target
 from kernels_metal.emulator import Run, emulated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,9 +17,10 @@ from dflash_mlx.target.kernels import Table, kernel_choices
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.routing import Kernels
 from kernels_metal import dispatch
+from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.dispatch import RUNS, Choice
+from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import Run, emulated
-from kernels_metal.operations import CASCADE_ATTENTION, DRAFT_HEAD
 from support.families import make_model
 
 FASTER = Choice(True, "faster: 1000000 us against 2000000 us")
@@ -79,12 +81,7 @@ def test_a_race_is_kept_and_the_next_session_does_not_race_again(tmp_path):
     assert second.choices == first.choices
     with pytest.raises(AssertionError, match="raced again"):
         ask(second, rows=9)
-
-
-def test_every_new_case_joins_the_file(tmp_path):
-    kernels = session(tmp_path)
-    ask(kernels)
-    ask(kernels, rows=9)
+    ask(first, rows=9)  # a new case joins the file
     assert len(stored(tmp_path)) == 2
     assert ask(session(tmp_path, stopped=True), rows=9)
 
@@ -127,10 +124,11 @@ def test_off_makes_a_model_forget_and_auto_remembers(tmp_path):
     assert ask(kernels)
 
 
-def damages() -> dict[str, str]:
+def damages() -> dict[str, str | bytes]:
     made = {"made with": dispatch.fingerprint(), "model": "tiny"}
     return {
         "empty": "",
+        "no text": b"\xff\xfe\x00",
         "cut": '{"model": "ti',
         "a list": "[]",
         "without a model": json.dumps({"made with": dispatch.fingerprint(), "choices": {}}),
@@ -147,17 +145,13 @@ def damages() -> dict[str, str]:
 def test_a_damaged_or_outdated_file_is_raced_anew_and_replaced(tmp_path, damage):
     ask(session(tmp_path))
     (file,) = tmp_path.iterdir()
-    file.write_text(damages()[damage])
+    found = damages()[damage]
+    file.write_bytes(found if isinstance(found, bytes) else found.encode())
     assert kernel_choices(tmp_path) == {}
     kernels = session(tmp_path)
     assert ask(kernels)
     assert stored(tmp_path) == kernels.choices
     assert ask(session(tmp_path, stopped=True))
-
-
-def test_bytes_that_are_no_text_are_damage_too(tmp_path):
-    (tmp_path / "0.json").write_bytes(b"\xff\xfe\x00")
-    assert kernel_choices(tmp_path) == {}
 
 
 def test_choices_that_cannot_be_kept_hold_for_the_session(tmp_path):
@@ -170,13 +164,8 @@ def test_choices_that_cannot_be_kept_hold_for_the_session(tmp_path):
 
 def test_a_kernel_that_gives_another_result_is_not_used_and_says_so(tmp_path, monkeypatch):
     kernels = session(tmp_path)
-    wrong = dispatch.Operation(
-        DRAFT_HEAD.name,
-        lambda logits, k: DRAFT_HEAD.kernel(logits + mx.arange(9), k),
-        DRAFT_HEAD.reference,
-        DRAFT_HEAD.check,
-        DRAFT_HEAD.case,
-        DRAFT_HEAD.compared,
+    wrong = replace(
+        DRAFT_HEAD, kernel=lambda logits, k: DRAFT_HEAD.kernel(logits + mx.arange(9), k)
     )
     assert kernels.run(wrong, mx.arange(18.0).reshape(2, 9), 3) is None
     (choice,) = stored(tmp_path).values()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +20,17 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.batch import draw
-from dflash_mlx.train.corpus.rows import Row
-from support.corpora import (
-    MAX_TOKENS,
-    PROMPTS,
-    by_id,
-    corpus,
-    options,
-    run,
-    write_folder,
-    write_prompts,
-)
-from support.models import EOS
+from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
+from support.corpora import MAX_TOKENS, PROMPTS, by_id, corpus, options, run, write_prompts
+from support.models import EOS, write_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("corpus"))
+    root = tmp_path_factory.mktemp("corpus")
+    write_model(root / "model")
+    write_prompts(root / "prompts.jsonl")
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def pair(folder: Path) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def answered(folder: Path) -> dict[str, Row]:
+def answered(folder: Path) -> dict[str, CorpusRow]:
     return by_id(run(folder, folder / "answered.jsonl"))
 
 
@@ -79,7 +78,7 @@ def test_sampled_rows_draw_from_the_targets_law_with_their_own_seed(answered, pa
         )
 
 
-def plain_law(target: Target, row: Row) -> np.ndarray:
+def plain_law(target: Target, row: CorpusRow) -> np.ndarray:
     """Log-probabilities before each token of the answer, all from one pass."""
     tokens = mx.array([*row.prompt, *row.answer[:-1]])
     logits, _ = target.forward(tokens, target.new_cache(), Block(len(tokens)))
@@ -88,13 +87,13 @@ def plain_law(target: Target, row: Row) -> np.ndarray:
 
 
 def test_the_share_of_greedy_rows_is_as_asked(folder, tmp_path, answered):
-    assert 5 <= sum(row.temperature == 0 for row in answered.values()) <= 19
+    assert 3 <= sum(row.temperature == 0 for row in answered.values()) <= 13
     for share in ("0", "1"):
         rows = run(folder, tmp_path / share, "--greedy-share", share, "--max-tokens", "1")
         assert {row.temperature == 0 for row in rows} == {share == "1"}
 
 
-@pytest.mark.parametrize("size", ["1", "3", "100"])
+@pytest.mark.parametrize("size", ["1", "100"])
 def test_the_batch_changes_no_answer(folder, tmp_path, answered, size):
     assert by_id(run(folder, tmp_path / "c", "--batch-size", size)) == answered
 
@@ -112,28 +111,14 @@ def test_prompts_may_be_plain_text_without_ids(folder, tmp_path):
     file = write_prompts(tmp_path / "prompts.jsonl", prompts)
     more = ["--prompts", str(file), "--max-tokens", "3"]
     rows = run(folder, tmp_path / "c", *more)
-    assert run(folder, tmp_path / "c", *more) == rows
-    assert len({row.id for row in rows}) == 3
+    before = (tmp_path / "c").read_bytes()
+    assert run(folder, tmp_path / "c", *more) == rows and len({row.id for row in rows}) == 3
+    assert (tmp_path / "c").read_bytes() == before, "a run that is repeated adds nothing"
 
 
 def test_a_system_prompt_comes_before_every_prompt(folder, tmp_path, pair):
     (row, *_) = run(folder, tmp_path / "c", "--system", "Be brief.", "--max-tokens", "1")
     assert "system\nBe brief." in pair.tokenizer.decode(row.prompt)
-
-
-# Refusals
-
-
-def test_prompts_longer_than_the_context_are_left_out_and_counted(folder, tmp_path, capsys):
-    long = {**PROMPTS[0], "id": "long", "prompt": None}
-    long["messages"] = [{"role": "user", "content": "x" * 600}]
-    file = write_prompts(tmp_path / "some.jsonl", [*PROMPTS[:3], long])
-    more = ["--max-tokens", "2", "--prompts", str(file)]
-    assert by_id(run(folder, tmp_path / "c", *more)).keys() == {"p0", "p1", "p2"}
-    assert "1 prompts were longer than the context" in capsys.readouterr().out
-    write_prompts(file, [long])
-    with pytest.raises(DFlashError, match="none of the 1 prompts fits .* 512 tokens"):
-        run(folder, tmp_path / "d", *more)
 
 
 def test_an_answer_ends_where_the_context_does(folder, tmp_path):
@@ -143,53 +128,121 @@ def test_an_answer_ends_where_the_context_does(folder, tmp_path):
     assert len(row.prompt) + len(row.answer) <= 512
 
 
-@pytest.fixture
-def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+# Going on
+
+
+@pytest.mark.parametrize("lines", [1, 9])
+def test_a_file_cut_anywhere_is_completed(folder, tmp_path, answered, lines):
+    whole = (folder / "answered.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "c").write_bytes(b"".join(whole[:lines]) + whole[lines][:17])
+    assert by_id(run(folder, tmp_path / "c", "--batch-size", "5")) == answered
+    assert (tmp_path / "c").read_bytes().splitlines(keepends=True)[:lines] == whole[:lines]
+
+
+def test_a_larger_limit_goes_on_where_the_smaller_ended(folder, tmp_path, answered):
+    few = run(folder, tmp_path / "c", "--limit", "5")
+    rows = run(folder, tmp_path / "c", "--limit", "16")
+    assert len(few) == 5 and rows[:5] == few
+    assert by_id(rows) == answered
+
+
+def test_a_killed_run_is_continued_without_loss_or_repetition(folder, tmp_path, answered):
+    out = tmp_path / "c"
+    words = [*options(folder, out), "--batch-size", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dflash_mlx.corpus", *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=dict(os.environ),
+    )
+    assert process.stderr is not None
+    heard = b""
+    while not re.search(rb"[1-9]\d*/16 ", heard) and (byte := process.stderr.read(1)):
+        heard += byte
+    os.kill(process.pid, signal.SIGKILL)
+    process.stderr.close()
+    assert process.wait() == -signal.SIGKILL, heard
+    finished = read_rows(out)[1]
+    assert 0 < len(finished) < len(PROMPTS), "it was killed too late"
+    rows = run(folder, out)
+    assert rows[: len(finished)] == finished
+    assert by_id(rows) == answered
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "before"),
+    [
+        ("max_tokens", 41, 40),
+        ("temperature", 0.7, 0.6),
+        ("greedy_share", 0.9, 0.5),
+        ("seed", 5, 0),
+        ("system", "Be brief.", None),
+    ],
+)
+def test_other_settings_do_not_continue_a_file(folder, answered, option, value, before):
+    contents = (folder / "answered.jsonl").read_bytes()
+    more = ["--" + option.replace("_", "-"), str(value)]
+    with pytest.raises(DFlashError, match=f"{option} {before!r}, not {value!r}"):
+        run(folder, folder / "answered.jsonl", *more)
+    assert (folder / "answered.jsonl").read_bytes() == contents
+
+
+def test_prompts_longer_than_the_context_are_left_out_and_counted(folder, tmp_path, capsys):
+    long = {**PROMPTS[0], "id": "long", "messages": [{"role": "user", "content": "x" * 600}]}
+    file = write_prompts(tmp_path / "some.jsonl", [*PROMPTS[:3], long])
+    more = ["--max-tokens", "2", "--prompts", str(file)]
+    assert by_id(run(folder, tmp_path / "c", *more)).keys() == {"p0", "p1", "p2"}
+    assert "1 prompts were longer than the context" in capsys.readouterr().out
+    write_prompts(file, [long])
+    with pytest.raises(DFlashError, match="of the 1 prompts .* 512 tokens"):
+        run(folder, tmp_path / "d", *more)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--out", "nowhere/c.jsonl"], "nowhere/c.jsonl"),
+        (["--out", "."], "written"),
+        (["--out", "notes.txt"], "notes.txt exists"),
+        (["--self-prompt", "3"], "one source of prompts"),
+        (["--opening", "Say"], "--self-prompt"),
+        (["--limit", "0"], "limit is 0"),
+        (["--greedy-share", "1.5"], "greedy_share is 1.5"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--top-p", "0"], "top_p is 0.0"),
+    ],
+)
+def test_bad_options_are_refused_before_the_model_is_loaded(
+    folder, tmp_path, monkeypatch, more, named
+):
     def load_pair(*_: Any) -> Any:
         raise AssertionError("the pair was loaded")
 
     monkeypatch.setattr(corpus, "load_target", load_pair)
-
-
-@pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
-        (["--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
-        (["--out", "nowhere/c.jsonl"], "nowhere/c.jsonl cannot be written"),
-        (["--out", "."], "cannot be written"),
-        (["--out", "prompts.jsonl"], "prompts.jsonl exists and does not begin"),
-        (["--out", "notes.txt"], "notes.txt exists and does not begin"),
-        (["--self-prompt", "3"], "one source of prompts"),
-        (["--opening", "Say"], "--self-prompt"),
-        (["--limit", "0"], "limit is 0"),
-        (["--batch-size", "0"], "batch_size is 0"),
-        (["--max-tokens", "0"], "max_tokens is 0"),
-        (["--greedy-share", "1.5"], "greedy_share is 1.5"),
-        (["--temperature", "0"], "temperature is 0.0"),
-        (["--temperature", "nan"], "temperature is nan"),
-        (["--top-p", "0"], "top_p is 0.0"),
-        (["--seed", "-1"], "seed is -1"),
-    ],
-)
-def test_bad_options_are_refused_before_the_model_is_loaded(
-    folder, tmp_path, monkeypatch, more, message
-):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.jsonl").touch()
     (tmp_path / "notes.txt").write_text("mine")
-    write_prompts(tmp_path / "prompts.jsonl")
-    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(DFlashError, match=message) as failure:
+    with pytest.raises(DFlashError, match=named) as failure:
         corpus.main(options(folder, tmp_path / "c", *more))
     assert failure.value.next_step
-    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_two_prompts_with_one_id_are_refused(folder, tmp_path):
     file = write_prompts(tmp_path / "p.jsonl", [PROMPTS[0], PROMPTS[1], PROMPTS[0]])
-    with pytest.raises(DFlashError, match="two prompts have the id 'p0'"):
+    with pytest.raises(DFlashError, match="'p0'"):
+        run(folder, tmp_path / "c", "--prompts", str(file))
+
+
+def test_another_prompt_with_the_id_of_an_answered_one_is_refused(folder, tmp_path):
+    run(folder, tmp_path / "c", "--limit", "3")
+    others = [{**prompt, "messages": PROMPTS[0]["messages"]} for prompt in PROMPTS]
+    file = write_prompts(tmp_path / "prompts.jsonl", others)
+    with pytest.raises(DFlashError, match="answer to another prompt with the id 'p"):
         run(folder, tmp_path / "c", "--prompts", str(file))
 
 

@@ -13,8 +13,7 @@ from dflash_mlx import DecodeConfig, Pair, Session, load
 from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.sampling import filter_logprobs
 from dflash_mlx.target.model import Target
-from dflash_mlx.train.corpus.batch import BatchDecoder, Done, Job, draw
-from dflash_mlx.train.corpus.loops import loop_end
+from dflash_mlx.train.corpus.batch import BatchDecoder, Done, Job, draw, loop_end
 from support.families import SLIDING, VOCAB_SIZE, make_model
 from support.models import EOS, write_model
 
@@ -66,14 +65,13 @@ def decode(
 # Draws
 
 
-@pytest.mark.parametrize("top_p", [0.2, 0.95, 1.0])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.3, 1.0), (1.0, 0.2), (1.7, 0.95)])
 def test_draws_follow_the_samplers_law(temperature, top_p):
     logits = mx.random.normal((50,), key=mx.random.key(3)) * 2
     config = SamplingConfig(temperature=temperature, top_p=top_p)
     law = np.array(mx.softmax(filter_logprobs(logits, config) / temperature))
     logprobs = np.array(logits - mx.logsumexp(logits))
-    n = 20_000
+    n = 5_000
     drawn = [draw(logprobs, temperature, top_p, (i + 0.5) / n) for i in range(n)]
     assert np.abs(np.bincount(drawn, minlength=50) / n - law).max() < 2 / n * 50
 
@@ -89,7 +87,7 @@ def test_a_draw_may_come_from_far_below_the_likeliest_token():
 # Loops
 
 
-@pytest.mark.parametrize("period", [1, 2, 7, 8, 9, 31, 32])
+@pytest.mark.parametrize("period", [1, 8, 9, 32])
 def test_a_loop_is_cut_after_its_first_repetition(period):
     cycle = list(range(100, 100 + period))
     before = [1, 2, 3, 4, 5]

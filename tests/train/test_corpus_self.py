@@ -12,7 +12,7 @@ from dflash_mlx import Pair, load
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train.corpus.batch import Done
-from dflash_mlx.train.corpus.rows import Row, read_rows
+from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.corpus.self_prompt import TurnTemplate, TurnWriter
 from support.models import EOS, TEMPLATE, write_model
 
@@ -42,17 +42,10 @@ def pair(folder: Path) -> Pair:
     return load(str(folder / "model"))
 
 
-def run(folder: Path, out: Path, wanted: int, *more: str) -> list[Row]:
-    options = [
-        *("--model", str(folder / "model")),
-        *("--out", str(out)),
-        *("--self-prompt", str(wanted)),
-        *("--max-tokens", "4"),
-        *("--batch-size", "6"),
-        *("--self-max-tokens", "60"),
-        *more,
-    ]
-    corpus.main(options)
+def run(folder: Path, out: Path, wanted: int, *more: str) -> list[CorpusRow]:
+    words = ["--model", str(folder / "model"), "--out", str(out), "--self-prompt", str(wanted)]
+    words += ["--max-tokens", "4", "--batch-size", "6", "--self-max-tokens", "60"]
+    corpus.main([*words, *more])
     return read_rows(out)[1]
 
 
@@ -60,11 +53,11 @@ WITH_OPENINGS = [option for opening in OPENINGS for option in ("--opening", open
 
 
 @pytest.fixture(scope="module")
-def asked(folder: Path) -> list[Row]:
+def asked(folder: Path) -> list[CorpusRow]:
     return run(folder, folder / "asked.jsonl", 10, *WITH_OPENINGS)
 
 
-def number(row: Row) -> int:
+def number(row: CorpusRow) -> int:
     return int(row.id.removeprefix("self-0-"))
 
 
@@ -95,27 +88,17 @@ def test_bad_turns_are_replaced_and_counted(folder, tmp_path, capsys):
     assert "user turns were empty, too long or not new" in capsys.readouterr().out
 
 
-def test_a_stopped_run_goes_on_with_the_same_turns(folder, tmp_path, asked):
+def test_a_stopped_run_goes_on_with_the_same_turns_and_may_be_asked_for_more(
+    folder, tmp_path, asked
+):
     whole = (folder / "asked.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "c").write_bytes(b"".join(whole[:4]) + whole[4][:30])
-    rows = run(folder, tmp_path / "c", 10, *WITH_OPENINGS)
-    assert len({row.id for row in rows}) == len({row.messages[0]["content"] for row in rows}) == 10
+    rows = run(folder, tmp_path / "c", 11, *WITH_OPENINGS)
+    assert len({row.id for row in rows}) == len({row.messages[0]["content"] for row in rows}) == 11
     assert rows[:3] == asked[:3]
     again = {row.id: row for row in asked}
     both = [row for row in rows[3:] if row.id in again]
     assert both and [again[row.id] for row in both] == both
-
-
-def test_more_turns_may_be_asked_for_later(folder, tmp_path, asked):
-    (tmp_path / "c").write_bytes((folder / "asked.jsonl").read_bytes())
-    assert run(folder, tmp_path / "c", 10, *WITH_OPENINGS) == asked
-    rows = run(folder, tmp_path / "c", 12, *WITH_OPENINGS)
-    assert rows[:10] == asked and len({row.id for row in rows}) == 12
-
-
-def test_other_openings_do_not_continue_a_file(folder, asked):
-    with pytest.raises(DFlashError, match="opening .*, not "):
-        run(folder, folder / "asked.jsonl", 10, "--opening", "Shout")
 
 
 def test_openings_come_from_a_file_too(folder, tmp_path):
@@ -133,7 +116,7 @@ def test_a_model_that_repeats_itself_is_given_up_on(folder, tmp_path):
 # Which turns are good
 
 
-def writer(pair: Pair, rows: tuple[Row, ...] = ()) -> TurnWriter:
+def writer(pair: Pair, rows: tuple[CorpusRow, ...] = ()) -> TurnWriter:
     return TurnWriter(pair, CorpusConfig(self_prompt=4, opening=("Say",)), rows)
 
 
@@ -145,40 +128,36 @@ def written(turns: TurnWriter, pair: Pair, text: str, finish: str = "stop") -> D
 
 def test_a_turn_is_good_once(pair):
     turns = writer(pair)
-    question = turns.question(written(turns, pair, " it!<|im_end|>"))
-    assert question is not None and question.messages[0]["content"] == "Say it!"
-    assert turns.question(written(turns, pair, " it! \n<|im_end|>")) is None
-    row = Row("self-9-0", "self", (5,), (5,), 0.0, messages=question.messages)
+    prompt = turns.prompt(written(turns, pair, " it!<|im_end|>"))
+    assert prompt is not None and prompt.messages[0]["content"] == "Say it!"
+    assert turns.prompt(written(turns, pair, " it! \n<|im_end|>")) is None
+    row = CorpusRow("self-9-0", "self", (5,), (5,), 0.0, messages=prompt.messages)
     resumed = writer(pair, (row,))
-    assert resumed.question(written(resumed, pair, " it!<|im_end|>")) is None
+    assert resumed.prompt(written(resumed, pair, " it!<|im_end|>")) is None
     assert (turns.rejected, resumed.rejected) == (1, 1)
 
 
 def test_the_numbers_that_a_file_has_are_not_written_again(pair):
-    rows = tuple(Row(f"self-0-{n}", "self", (5,), (5,), 0.0) for n in (0, 2, 3))
+    rows = tuple(CorpusRow(f"self-0-{n}", "self", (5,), (5,), 0.0) for n in (0, 2, 3))
     assert [job.key for job in writer(pair, rows).start(3)] == [1, 4, 5]
 
 
 @pytest.mark.parametrize(
     ("text", "finish"),
     [
-        ("<|im_end|>", "stop"),
         (" \n<|im_end|>", "stop"),
         (" it", "length"),
         (" it it it", "loop"),
         (" it<|im_start|>user<|im_end|>", "stop"),
         (" it<|pad|> now<|im_end|>", "stop"),
+        ("x" * 600 + "<|im_end|>", "stop"),
     ],
+    ids=["empty", "unfinished", "looped", "a role", "a special token", "too long"],
 )
-def test_a_turn_that_is_empty_unfinished_or_holds_special_tokens_is_no_good(pair, text, finish):
+def test_a_turn_that_is_no_good_is_left_out(pair, text, finish):
     turns = writer(pair)
-    assert turns.question(written(turns, pair, text, finish)) is None
+    assert turns.prompt(written(turns, pair, text, finish)) is None
     assert turns.rejected == 1
-
-
-def test_a_turn_that_does_not_fit_the_context_is_no_good(pair):
-    turns = writer(pair)
-    assert turns.question(written(turns, pair, "x" * 600 + "<|im_end|>")) is None
 
 
 # Chat templates
@@ -200,13 +179,11 @@ def test_the_end_of_a_turn_may_be_plain_text(folder):
     assert template.text("Say", tokens[:8], "length") is None
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("shouting", "changes the user's text"), ("none", "no chat template")],
-)
-def test_a_template_without_a_place_for_the_users_text_is_refused(folder, name, message):
-    with pytest.raises(DFlashError, match=message):
+@pytest.mark.parametrize("name", ["shouting", "none"])
+def test_a_template_without_a_place_for_the_users_text_is_refused(folder, name):
+    with pytest.raises(DFlashError) as failure:
         TurnTemplate(load(str(folder / name)).tokenizer, None)
+    assert "--prompts" in failure.value.next_step
 
 
 def test_a_template_that_refuses_a_system_prompt_says_so(tmp_path):
@@ -217,13 +194,10 @@ def test_a_template_that_refuses_a_system_prompt_says_so(tmp_path):
         TurnTemplate(tokenizer, "Be brief.")
 
 
-@pytest.mark.parametrize(
-    ("contents", "message"),
-    [("{", "cannot be read"), ("[]", "no openings"), ('"Say"', "no openings"), ("[1]", "holds 1")],
-)
-def test_a_damaged_openings_file_is_refused(folder, tmp_path, contents, message):
+@pytest.mark.parametrize("contents", ["{", "[]", '"Say"', "[1]"])
+def test_a_damaged_openings_file_is_refused(folder, tmp_path, contents):
     (tmp_path / "o.json").write_text(contents)
-    with pytest.raises(DFlashError, match=message):
+    with pytest.raises(DFlashError, match="o.json"):
         run(folder, tmp_path / "c", 1, "--openings", str(tmp_path / "o.json"))
 
 

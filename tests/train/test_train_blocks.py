@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.train.blocks import BlockSampler, TextTokens, cut_blocks
+from dflash_mlx.train.blocks import (
+    SAMPLERS,
+    BlockSampler,
+    RoundStartSampler,
+    TextTokens,
+    cut_blocks,
+    start_chances,
+)
 from support.training_blocks import equal, places, preferring, text_of
 
 MASK = 99
-
-
-def sampled(length: int, prompt: int, *wrong: int) -> TextTokens:
-    """A text that counts up, but where the target preferred 77 at the places `wrong`."""
-    text = text_of(length, prompt)
-    choices = text.choices.copy()
-    for at in wrong:
-        choices[at - 1] = 77
-    return preferring(text.tokens, prompt, choices)
 
 
 TEXTS = [text_of(30, 4), text_of(21, 9, 100), text_of(12, 11, 200), text_of(40, 1, 300)]
@@ -32,7 +31,6 @@ TEXTS = [text_of(30, 4), text_of(21, 9, 100), text_of(12, 11, 200), text_of(40, 
 
 def test_a_text_opens_blocks_from_the_end_of_its_prompt_to_its_last_but_one_token():
     assert text_of(9, 4).anchors.tolist() == [3, 4, 5, 6, 7]
-    assert text_of(2, 1).anchors.tolist() == [0]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 4), (3, 5), (1, 50)])
@@ -68,19 +66,14 @@ def test_fewer_groups_than_sequences_are_repeated():
 
 
 @pytest.mark.parametrize("base", [None, 0.8])
-def test_the_blocks_of_a_step_do_not_depend_on_what_was_asked_before(base):
-    asked = BlockSampler(TEXTS, 8, (2, 4), 3, base)
+@pytest.mark.parametrize("law", SAMPLERS)
+def test_the_blocks_of_a_step_depend_on_seed_and_step_alone(law, base):
+    asked = SAMPLERS[law](TEXTS, 8, (2, 4), 3, base)
     for step in [9, 0, 41, 2, 9, 40, 1]:
-        fresh = BlockSampler(TEXTS, 8, (2, 4), 3, base)
+        fresh = SAMPLERS[law](TEXTS, 8, (2, 4), 3, base)
         assert equal(asked.blocks(step), fresh.blocks(step))
-
-
-@pytest.mark.parametrize("base", [None, 0.8])
-def test_another_seed_or_step_gives_other_blocks(base):
-    sampler = BlockSampler(TEXTS, 8, (2, 4), 3, base)
-    other = BlockSampler(TEXTS, 8, (2, 4), 4, base)
-    assert not equal(sampler.blocks(0), other.blocks(0))
-    assert not equal(sampler.blocks(0), sampler.blocks(1))
+    assert not equal(asked.blocks(0), SAMPLERS[law](TEXTS, 8, (2, 4), 4, base).blocks(0))
+    assert not equal(asked.blocks(0), asked.blocks(1))
 
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.3, 90, 150), (1.0, 400, 400)])
@@ -89,12 +82,6 @@ def test_a_share_of_the_steps_has_blocks_of_half_the_size(share, least, most):
     sizes = Counter(sampler.blocks(step).tokens.shape[-1] for step in range(400))
     assert sizes.keys() <= {8, 4}
     assert least <= sizes[4] <= most
-
-
-def test_a_block_of_half_the_size_has_a_draft_at_least():
-    sampler = BlockSampler(TEXTS, 3, (2, 4), 0, 0.8, 1.0)
-    assert sampler.blocks(0).tokens.shape == (2, 4, 2)
-    assert not sampler.blocks(0).prefixes.any()
 
 
 def test_a_step_has_texts_of_like_length_in_another_order_every_epoch():
@@ -115,84 +102,23 @@ def test_a_step_has_texts_of_like_length_in_another_order_every_epoch():
 # Visible prefixes
 
 
-def test_dflash_sees_the_anchor_alone():
-    sampler = BlockSampler(TEXTS, 8, (2, 50), seed=0)
-    assert not any(sampler.blocks(step).prefixes.any() for step in range(5))
-
-
-@pytest.mark.parametrize("beta", [0.5, 0.8, 1.0, 1.25])
-def test_prefixes_follow_their_law(beta):
-    sampler = BlockSampler(TEXTS, 8, (4, 100), 0, beta)
+@pytest.mark.parametrize(("beta", "short"), [(0.5, 0.0), (1.25, 0.0), (0.5, 1.0), (None, 0.0)])
+def test_prefixes_follow_their_law(beta, short):
+    sampler = BlockSampler(TEXTS, 8, (4, 100), 0, beta, short)
     drawn = np.concatenate([sampler.blocks(step).prefixes.ravel() for step in range(50)])
-    law = beta ** np.arange(7.0)
+    law = (beta or 0.0) ** np.arange(3.0 if short else 7.0)  # DFlash sees the anchor alone
     law /= law.sum()
-    found = np.bincount(drawn, minlength=7) / drawn.size
-    deviation = np.sqrt(law * (1 - law) / drawn.size)
-    assert found.shape == (7,)
-    assert (np.abs(found - law) < 4.5 * deviation).all()
+    found = np.bincount(drawn, minlength=len(law)) / drawn.size
+    assert found.shape == law.shape
+    assert (np.abs(found - law) <= 4.5 * np.sqrt(law * (1 - law) / drawn.size)).all()
 
 
-def test_prefixes_of_short_blocks_follow_the_law_cut_short():
-    sampler = BlockSampler(TEXTS, 8, (4, 100), 0, 0.5, 1.0)
-    drawn = np.concatenate([sampler.blocks(step).prefixes.ravel() for step in range(50)])
-    assert np.allclose(np.bincount(drawn) / drawn.size, np.array([4, 2, 1]) / 7, atol=0.02)
-
-
-def test_anchor_and_prefix_are_visible_and_the_rest_is_masked():
-    blocks = cut_blocks(TEXTS, np.array([0]), np.array([[5, 5, 5]]), 4, np.array([[0, 1, 2]]))
-    assert blocks.inputs(MASK).tolist() == [
-        [[5, MASK, MASK, MASK], [5, 6, MASK, MASK], [5, 6, 7, MASK]]
-    ]
+def test_a_block_of_half_the_size_has_a_draft_at_least():
+    blocks = BlockSampler(TEXTS, 3, (2, 4), 0, 0.8, 1.0).blocks(0)
+    assert blocks.tokens.shape == (2, 4, 2) and not blocks.prefixes.any()
 
 
 # Labels and where they are known
-
-
-def one(text: TextTokens, anchor: int, prefix: int = 0, size: int = 6) -> tuple[list, list]:
-    blocks = cut_blocks([text], np.array([0]), np.array([[anchor]]), size, np.array([[prefix]]))
-    return blocks.labels[0, 0].tolist(), blocks.supervised[0, 0].tolist()
-
-
-def test_in_a_greedy_text_the_labels_are_the_text():
-    labels, supervised = one(text_of(20, 4), 5)
-    assert supervised == [False, True, True, True, True, True]
-    assert labels[1:] == [6, 7, 8, 9, 10]
-
-
-def test_supervision_stops_with_the_first_token_that_is_not_the_choice():
-    labels, supervised = one(sampled(20, 4, 8), 5)
-    assert supervised == [False, True, True, True, False, False]
-    assert labels[1:4] == [6, 7, 77]
-
-
-def test_a_token_that_is_not_the_choice_may_be_the_anchor_or_in_the_prefix():
-    text = sampled(20, 4, 5, 6, 7)
-    assert one(text, 5)[1] == [False, True, False, False, False, False]
-    assert one(text, 5, prefix=1)[1] == [False, False, True, False, False, False]
-    assert one(text, 5, prefix=2)[1] == [False, False, False, True, True, True]
-    assert one(text, 7)[1] == [False, True, True, True, True, True]
-
-
-def test_supervision_stops_at_the_end_of_the_text():
-    labels, supervised = one(text_of(8, 4), 5)
-    assert supervised == [False, True, True, False, False, False]
-    assert labels[1:3] == [6, 7]
-    assert one(text_of(8, 4), 5, prefix=2)[1] == [False] * 6
-    assert one(text_of(8, 4), 5, prefix=4)[1] == [False] * 6
-
-
-def test_behind_the_end_of_the_text_tokens_are_zero():
-    blocks = cut_blocks(TEXTS, np.array([0]), np.array([[28]]), 4, np.array([[0]]))
-    assert blocks.tokens.tolist() == [[[28, 29, 0, 0]]]
-
-
-def test_other_choices_and_their_probabilities_are_those_before_each_token():
-    text = sampled(20, 4, 7)
-    blocks = cut_blocks([text], np.array([0]), np.array([[5]]), 4, np.array([[0]]))
-    assert blocks.likely.shape == blocks.shares.shape == (1, 1, 4, 3)
-    assert blocks.likely[0, 0, 1:].tolist() == [[6, 1006, 2006], [77, 1077, 2077], [8, 1008, 2008]]
-    assert np.array_equal(blocks.shares[0, 0, 1:], text.shares[5:8].astype(np.float32))
-    assert len(set(blocks.shares[0, 0, 1:].ravel().tolist())) == 9
 
 
 def by_definition(
@@ -226,7 +152,7 @@ def texts(draw: st.DrawFn) -> TextTokens:
     return preferring(tokens, draw(st.integers(1, length - 1)), (greedy + noise) % 3)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(data=st.data(), some=st.lists(texts(), min_size=1, max_size=3), size=st.integers(2, 8))
 def test_blocks_are_what_a_loop_over_their_definition_gives(data, some, size):
     rows = np.array(data.draw(st.lists(st.integers(0, len(some) - 1), min_size=1, max_size=3)))
@@ -251,3 +177,55 @@ def test_blocks_are_what_a_loop_over_their_definition_gives(data, some, size):
         assert np.allclose(blocks.shares[s, a, supervised], text.shares[before])
         visible = blocks.inputs(MASK)[s, a].tolist()
         assert visible == [(tokens[k] or 0) if k <= prefix else MASK for k in range(size)]
+
+
+# Anchors where rounds begin
+
+
+def surprising(length: int, prompt: int, *hard: int) -> TextTokens:
+    """A text that the target was sure of, except for the tokens at `hard`, which it hardly saw."""
+    text = text_of(length, prompt)
+    likely, shares = text.likely.copy(), np.zeros_like(text.shares)
+    shares[:, 0] = 1.0
+    for at in hard:
+        likely[at - 1, :2], shares[at - 1, :2] = (77, text.tokens[at]), (0.9, 0.05)
+    return replace(text, likely=likely, shares=shares)
+
+
+def test_chances_fall_with_the_probability_of_the_token_at_the_anchor():
+    text = surprising(12, 4, 6, 8)
+    chances = dict(zip(text.anchors.tolist(), start_chances(text), strict=True))
+    assert chances.pop(3) == 1.0, "a round always begins at the first"
+    assert chances.pop(6) == chances.pop(8) == pytest.approx(0.22 + 0.6 * 0.95)
+    assert list(chances.values()) == pytest.approx([0.22] * 5)
+
+
+def test_a_token_that_is_not_among_the_likeliest_has_no_probability():
+    text = preferring(np.arange(9), 2, np.full(9, 77))
+    assert start_chances(text)[1:] == pytest.approx([0.82] * 6)
+
+
+def test_an_epoch_has_about_as_many_anchors_as_begin_rounds_each_once():
+    texts = [text_of(90, 10), text_of(41, 1)]
+    sampler = RoundStartSampler(texts, 4, (1, 8), seed=0)
+    for epoch in range(3):
+        steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
+        seen = Counter(place for step in steps for place in places(sampler.blocks(step)))
+        assert set(seen.values()) == {1}
+        assert Counter(text for text, _ in seen) == {0: 32, 1: 16}  # 0.45 of 80 and 40, in eights
+
+
+def test_a_text_shorter_than_a_group_fills_it_with_repeats():
+    blocks = RoundStartSampler([text_of(6, 3)], 4, (1, 8), seed=0).blocks(0)
+    assert sorted(set(blocks.anchors[0].tolist())) == [2, 3, 4]
+    assert blocks.anchors.shape == (1, 8)
+
+
+def test_hard_tokens_open_more_blocks_than_easy_ones():
+    hard = range(20, 100, 2)
+    sampler = RoundStartSampler([surprising(102, 1, *hard)], 4, (1, 4), seed=0)
+    seen = Counter(at for step in range(1100) for _, at in places(sampler.blocks(step)))
+    difficult = sum(seen[at] for at in hard) / len(hard)
+    easy = sum(seen[at] for at in range(21, 100, 2)) / len(hard)
+    assert 1.5 < difficult / easy < 0.79 / 0.22, "less than by chances: no anchor comes twice"
+    assert seen[0] > 0.9 * difficult

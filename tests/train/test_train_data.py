@@ -10,10 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.load import Pair
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
-from dflash_mlx.train.corpus.rows import Header, Row, fingerprint
+from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.data import Texts, read_texts
 from support.families import VOCAB_SIZE
 from support.tiny_training import CONTEXT, TAPS, greedy_rows, sampled_row, tiny_target, write_corpus
@@ -26,16 +25,16 @@ class Words:
         return {str(i): i for i in range(VOCAB_SIZE)}
 
 
-HEADER = Header("tiny", VOCAB_SIZE, fingerprint(Words()))
+HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(Words()))
 
 
-def rows_of(count: int, seed: int = 0) -> list[Row]:
+def rows_of(count: int, seed: int = 0) -> list[CorpusRow]:
     """Greedy answers, each with a category of its own."""
     rows = greedy_rows(count, 9, seed=seed)
     return [replace(row, category=f"{seed}-{i}") for i, row in enumerate(rows)]
 
 
-def read(folder: Path, *corpora: list[Row], **changes: Any) -> Texts:
+def read(folder: Path, *corpora: list[CorpusRow], **changes: Any) -> Texts:
     given = {"taps": TAPS, "limit": PLENTY, "header": HEADER, "target": tiny_target(), **changes}
     paths = [
         write_corpus(folder / f"corpus-{i}.jsonl", rows, given["header"])
@@ -45,8 +44,16 @@ def read(folder: Path, *corpora: list[Row], **changes: Any) -> Texts:
     return read_texts(paths, pair, given["taps"], (folder / "cache", given["limit"]))
 
 
+def rows_in(texts: Texts) -> list[CorpusRow]:
+    return [text.row for text in texts.texts]
+
+
+def numbers(texts: Texts) -> list[int]:
+    return [text.number for text in texts.texts]
+
+
 def categories(texts: Texts) -> list[str]:
-    return [row.category for row in texts.rows]
+    return [row.category for row in rows_in(texts)]
 
 
 # Reading
@@ -55,10 +62,10 @@ def categories(texts: Texts) -> list[str]:
 def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
     first, second = rows_of(4), rows_of(3, seed=1)
     texts = read(tmp_path, first, second)
-    assert texts.rows == [*first, *second]
-    assert texts.numbers == [0, 1, 2, 3, 0, 1, 2]
+    assert rows_in(texts) == [*first, *second]
+    assert numbers(texts) == [0, 1, 2, 3, 0, 1, 2]
     assert len(texts) == 7
-    for i, row in enumerate(texts.rows):
+    for i, row in enumerate(rows_in(texts)):
         sequence = texts.sequences[i]
         assert tuple(sequence.tokens) == row.prompt + row.answer
         assert sequence.prompt_length == len(row.prompt)
@@ -67,19 +74,11 @@ def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
         whole = len(sequence.tokens)
         found, expected = texts.features(np.array([i]), whole), alone.features(np.array([0]), whole)
         assert mx.array_equal(found, expected).item()
-
-
-def test_texts_say_what_else_the_target_considered_and_how_probable_that_was(tmp_path):
-    rows = rows_of(2)
-    rows[1] = sampled_row("sampled", rows[1])
-    for sequence, row in zip(read(tmp_path, rows).sequences, rows, strict=True):
-        logits = tiny_target().model(mx.array([row.prompt + row.answer]))[0]
-        p = np.array(mx.softmax(logits.astype(mx.float32), axis=-1))
-        assert sequence.likely.shape == sequence.shares.shape == (len(sequence.tokens), 8)
-        assert np.array_equal(sequence.choices, p.argmax(axis=-1))
-        of_them = np.take_along_axis(p, sequence.likely.astype(np.int64), axis=-1)
-        assert np.allclose(sequence.shares, of_them, rtol=1e-3)
-        assert np.allclose(sequence.shares, -np.sort(-p)[:, :8], rtol=1e-3)
+        choices = alone.texts[0].cache.choices(
+            0
+        )  # which test_train_features.py holds to the target
+        assert np.array_equal(sequence.likely, choices["token"])
+        assert np.array_equal(sequence.shares, choices["probability"])
 
 
 def test_features_are_computed_once(tmp_path, monkeypatch):
@@ -88,27 +87,12 @@ def test_features_are_computed_once(tmp_path, monkeypatch):
     assert read(tmp_path, rows_of(4)).name == name
 
 
-def test_other_data_has_another_name_and_a_folder_of_its_own(tmp_path):
-    rows = rows_of(3)
-    other = replace(rows[0], answer=rows[0].answer[:-1])
-    names = [
-        read(tmp_path, rows).name,
-        read(tmp_path, rows[:2]).name,
-        read(tmp_path, [other, *rows[1:]]).name,
-        read(tmp_path, rows, taps=(0, 1)).name,
-        read(tmp_path, rows, target=tiny_target(1)).name,
-        read(tmp_path, rows, rows_of(2, seed=1)).name,
-    ]
-    assert len(set(names)) == len(names)
-    assert len(list((tmp_path / "cache").iterdir())) == 6  # the last one shares the first's
-
-
 def test_rows_that_do_not_fit_the_limit_are_left_out_and_told(tmp_path, capsys):
     rows = rows_of(4)
     room = 2 * len(rows[0].prompt + rows[0].answer) * len(TAPS) * 64 * 2
     texts = read(tmp_path, rows, rows_of(4, seed=1), limit=room)
-    assert texts.numbers == [0, 1, 0, 1]
-    assert len(texts.sequences) == len(texts.rows) == len(texts.places) == 4
+    assert texts.name != read(tmp_path / "cache", rows, rows_of(4, seed=1)).name
+    assert numbers(texts) == [0, 1, 0, 1]
     said = capsys.readouterr().err
     for name in ("corpus-0", "corpus-1"):
         assert f"{name}.jsonl: rows left out: 2, no room for their features; --cache-gb" in said
@@ -118,22 +102,16 @@ def test_a_row_fills_the_context_at_most(tmp_path, capsys):
     row = rows_of(1)[0]
     full = replace(row, answer=tuple(range(CONTEXT - len(row.prompt))))
     over = replace(row, answer=(*full.answer, 1))
-    assert read(tmp_path, [full, over, row]).rows == [full, row]
+    assert rows_in(read(tmp_path, [full, over, row])) == [full, row]
     said = capsys.readouterr().err
     assert f"corpus-0.jsonl: rows left out: 1, longer than the context of {CONTEXT} tokens" in said
     assert "no room" not in said
 
 
-def test_a_corpus_of_another_model_is_refused_before_anything_is_computed(tmp_path):
-    with pytest.raises(DFlashError, match="was made with tiny, whose vocabulary has other tokens"):
-        read(tmp_path, rows_of(2), header=replace(HEADER, tokenizer="0"))
-    assert not (tmp_path / "cache").exists()
-
-
 # Holding out
 
 
-@pytest.mark.parametrize("held_out", [2, 3, 50])
+@pytest.mark.parametrize("held_out", [2, 50])
 def test_every_so_many_th_row_of_a_file_measures_and_is_not_trained_on(tmp_path, held_out):
     train, kept = read(tmp_path, rows_of(7), rows_of(4, seed=1)).split(held_out)
     wanted = [f"{seed}-{i}" for seed, n in ((0, 7), (1, 4)) for i in range(0, n, held_out)]
@@ -141,22 +119,16 @@ def test_every_so_many_th_row_of_a_file_measures_and_is_not_trained_on(tmp_path,
     assert categories(kept) == wanted
     assert categories(train) == others
     for texts in (train, kept):
-        for i, (sequence, row) in enumerate(zip(texts.sequences, texts.rows, strict=True)):
-            assert tuple(sequence.tokens) == row.prompt + row.answer
-            cache, place = texts.places[i]
-            assert cache.features(place).shape[0] == len(sequence.tokens)
+        for text in texts.texts:
+            assert tuple(text.sequence.tokens) == text.row.prompt + text.row.answer
+            assert text.cache.features(text.place).shape[0] == len(text.sequence.tokens)
 
 
 def test_greedy_rows_alone_measure_where_there_are_any(tmp_path):
     rows = rows_of(6)
     rows[0], rows[3] = sampled_row("a", rows[0]), sampled_row("b", rows[3])
     train, kept = read(tmp_path, rows).split(2)
-    assert [row.id for row in kept.rows] == ["row-2", "row-4"]
-    assert [row.id for row in train.rows] == ["row-1", "b", "row-5"]
+    assert [row.id for row in rows_in(kept)] == ["row-2", "row-4"]
+    assert [row.id for row in rows_in(train)] == ["row-1", "b", "row-5"]
     only = read(tmp_path, [rows[0], rows[1]])
-    assert [row.id for row in only.split(2)[1].rows] == ["a"]
-
-
-def test_one_row_is_too_little(tmp_path):
-    with pytest.raises(DFlashError, match="have one row in all; make a larger corpus"):
-        read(tmp_path, rows_of(1), rows_of(1, seed=1)).split(2)
+    assert [row.id for row in rows_in(only.split(2)[1])] == ["a"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -28,7 +26,7 @@ from support.tiny_training import (
 )
 
 BLOCK = 5
-ENTRIES = 2  # drawn in every tensor, beside the one with the largest gradient
+ENTRIES = 1  # drawn in every tensor, beside the one with the largest gradient
 STEP = 1e-4
 ANCHORS = np.array([[5, 9, 17], [12, 7, 29]])  # the last block passes the end of its text
 PREFIXES = {
@@ -38,10 +36,8 @@ PREFIXES = {
 
 SOFT = 0.5  # where a case does not say
 CASES = {
-    "decay": {"loss": "decay"},
     "decay, labels all soft": {"loss": "decay", "soft": 1.0},
     "decay, variable prefix": {"loss": "decay", "mode": "variable-prefix"},
-    "dpace": {"loss": "dpace"},
     "dpace, variable prefix": {"loss": "dpace", "mode": "variable-prefix"},
     "dpace, hard labels": {"loss": "dpace", "soft": 0.0},
     "a small draft vocabulary": {"loss": "dpace", "draft_vocabulary": 20, "soft": 0.7},
@@ -176,29 +172,6 @@ def test_mlx_own_functions_give_the_same_gradients(texts, case, monkeypatch):
         assert np.abs(gradient - other[name]).max() < 1e-4 * np.abs(gradient).max(), name
 
 
-@pytest.mark.parametrize("case", ["decay", "dpace, variable prefix", "a small draft vocabulary"])
-def test_without_softness_only_the_greedy_choices_are_learnt_from(texts, case):
-    settings = {**CASES[case], "soft": 0.0}
-    blocks = blocks_of(texts, settings)
-    greedy = replace(blocks, likely=blocks.likely[..., :1], shares=blocks.shares[..., :1])
-    value, found = gradients(texts, CONFIGS["full"], settings, blocks)
-    for soft in (0.0, 1.0):  # of a single word
-        other_value, other = gradients(texts, CONFIGS["full"], {**settings, "soft": soft}, greedy)
-        assert value == other_value
-        assert all(np.array_equal(found[name], other[name]) for name in found)
-    soft_value, _ = gradients(texts, CONFIGS["full"], {**settings, "soft": 0.5}, blocks)
-    assert abs(value - soft_value) > 1e-3
-
-
-def test_the_loss_is_a_line_between_the_hard_and_the_soft_one(texts):
-    values = [
-        gradients(texts, CONFIGS["full"], {"loss": "dpace", "soft": soft})[0]
-        for soft in (0.0, 0.25, 1.0)
-    ]
-    assert abs(values[0] - values[2]) > 1e-2
-    assert values[1] == pytest.approx(0.75 * values[0] + 0.25 * values[2], abs=1e-5)
-
-
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
 def test_a_shorter_block_has_the_loss_of_its_own_positions(texts, loss):
     blocks = blocks_of(texts, {}, size=3)
@@ -214,21 +187,3 @@ def test_blocks_that_have_nothing_to_learn_change_nothing(texts):
     assert not blocks.supervised.any()
     assert value == 0.0
     assert not any(gradient.any() for gradient in found.values())
-
-
-def test_positions_that_are_not_supervised_change_nothing(texts):
-    trainer = make_trainer(texts, CONFIGS["full"], loss="decay")
-    blocks = blocks_of(texts, {})
-    assert 0 < blocks.supervised[1].sum() < blocks.supervised[0].sum()  # the text leaves the path
-    supervised = blocks.supervised[..., None]
-    other = replace(
-        blocks,
-        likely=np.where(supervised, blocks.likely, (blocks.likely + 1) % VOCAB_SIZE),
-        shares=np.where(supervised, blocks.shares, blocks.shares[..., ::-1]),
-    )
-    assert (other.labels != blocks.labels).any() and (other.shares != blocks.shares).any()
-    loss, found = trainer._gradients(trainer.batch(blocks))
-    other_loss, others = trainer._gradients(trainer.batch(other))
-    assert loss.item() == other_loss.item()
-    for (name, a), (_, b) in zip(tree_flatten(found), tree_flatten(others), strict=True):
-        assert mx.array_equal(a, b).item(), name

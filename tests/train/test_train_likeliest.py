@@ -23,8 +23,7 @@ def drawn(rows: int, words: int, scale: float = 3.0) -> np.ndarray:
     return logits.astype(np.float32)
 
 
-@pytest.mark.parametrize("words", [8, 9, 97, 3000])
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(("rows", "words"), [(1, 9), (5, 8), (70, 300)])
 def test_tokens_and_probabilities_are_those_of_a_sort(rows, words):
     logits = drawn(rows, words)
     before = logits.copy()
@@ -37,26 +36,18 @@ def test_tokens_and_probabilities_are_those_of_a_sort(rows, words):
 
 
 @pytest.mark.parametrize("words", [1, 2, 7])
-def test_of_few_words_all_are_kept_and_the_rest_has_no_probability(words):
-    found = likeliest(drawn(4, words))
-    tokens, probabilities, _ = by_sorting(drawn(4, words))
+def test_of_few_words_all_are_kept_however_unlikely_and_the_rest_has_no_probability(words):
+    logits = drawn(4, words, scale=1000.0)
+    logits[0, 1:] = -np.inf
+    found = likeliest(logits)
+    tokens, probabilities, _ = by_sorting(logits)
     assert np.array_equal(found["token"][:, :words], tokens)
-    assert np.allclose(found["probability"][:, :words], probabilities, rtol=1e-5)
+    assert np.allclose(found["probability"][:, :words], probabilities, atol=1e-6)
     assert np.allclose(found["probability"].sum(axis=-1), 1.0)
     assert not found["token"][:, words:].any() and not found["probability"][:, words:].any()
 
 
-def test_logits_may_be_huge_and_words_impossible():
-    logits = drawn(3, 20, scale=1000.0)
-    logits[:, 5:] = -np.inf
-    found = likeliest(logits)
-    tokens, probabilities, _ = by_sorting(logits)
-    assert np.array_equal(found["token"][:, :5], tokens[:, :5])
-    assert np.allclose(found["probability"], probabilities, atol=1e-6)
-    assert not found["probability"][:, 5:].any()
-
-
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     words=st.sampled_from([1, 5, 8, 9, 12, 97, 300, 2000]),
     levels=st.integers(1, 6),
@@ -79,11 +70,3 @@ def test_equal_logits_are_ordered_by_token_and_the_first_is_the_greedy_choice(wo
     for row, chosen, least in zip(logits, tokens, edge, strict=True):
         above = np.flatnonzero(row > least)
         assert set(above.tolist()) <= set(chosen.tolist())
-
-
-@pytest.mark.parametrize("words", [9, 97, 300])
-def test_the_greedy_choice_comes_first_among_more_equal_logits_than_are_kept(words):
-    logits = np.zeros((words - 8, words), np.float32)
-    for first, row in enumerate(logits):
-        row[first : first + 9] = 1.0
-    assert likeliest(logits)["token"][:, 0].tolist() == list(range(words - 8))

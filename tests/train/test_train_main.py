@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.train.state import has_state
 from dflash_mlx.train.trainer import Trainer
-from support.drafter_formats import speculators, version_1
-from support.reference_dflash import random_drafter, write_drafter_folder
-from support.tiny_training import CONTEXT, corpus_rows, drafter_config, files
+from support.reference_dflash import random_drafter
+from support.tiny_training import CONTEXT, files
 
 # What a run leaves
 
@@ -34,17 +34,10 @@ def test_a_run_leaves_a_drafter_its_history_and_its_state(place, mode, capsys):
     assert first["loss"] is None and 0 < last["loss"] < 10
     assert len(last["by_prefix"]) == (7 if mode == "variable-prefix" else 1)
     assert len(last["by_position"]) == 7
-    assert (place.out / "state" / "state.json").exists()
+    assert has_state(place.out)
     assert (place.root / "run.png").read_bytes()[:4] == b"\x89PNG"
     said = capsys.readouterr().err
     assert "step 4 |" in said and "tokens/round" in said
-
-
-def test_a_run_trains(place):
-    twice = place.write("twice.jsonl", [corpus_rows()[0]] * 2)
-    place.train(corpus=twice, held_out=2, learning_rate=0.01, warmup=0, steps=25)
-    first, last = place.history()
-    assert last["by_position"][0] > first["by_position"][0]
 
 
 def test_the_drafter_is_kept_as_it_was_when_it_measured_best(place, monkeypatch):
@@ -78,9 +71,8 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(Trainer, "train_step", step)
 
 
-@pytest.mark.parametrize("mode", ["dflash", "variable-prefix"])
-def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(place, mode, monkeypatch):
-    options = {"mode": mode, "steps": 5, "evaluate_minutes": 1e-9}
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(place, monkeypatch):
+    options = {"steps": 5, "evaluate_minutes": 1e-9}
     place.train(out=place.root / "through", **options)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt_after(patch, 3)
@@ -93,7 +85,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(place, mode, m
     for name in ("model.safetensors", "config.json"):
         assert found[name] == expected[name]
     arrays = [
-        load_file(folder / "state" / "arrays.safetensors")
+        load_file(folder / "state" / "state.safetensors")
         for folder in (place.out, place.root / "through")
     ]
     assert arrays[0].keys() == arrays[1].keys()
@@ -109,28 +101,21 @@ def test_a_finished_run_stays_as_it_is_until_more_steps_are_asked_for(place):
     assert [record["step"] for record in place.history()] == [0, 2, 3]
 
 
-def test_a_kill_while_the_history_was_written_is_survived(place):
+@pytest.mark.parametrize("killed", ["in a line", "before its state was saved"])
+def test_a_kill_around_the_writing_of_the_history_is_survived(place, killed):
     place.train(steps=2)
+    ahead = json.dumps({**place.history()[-1], "step": 9}) + "\n"
     with (place.out / "history.jsonl").open("a") as file:
-        file.write('{"step": 3, "minu')
-    for steps in (3, 4, 5):
+        file.write(ahead[:15] if killed == "in a line" else ahead)
+    for steps in (3, 4):
         place.train(steps=steps)
-    assert [record["step"] for record in place.history()] == [0, 2, 3, 4, 5]
-
-
-def test_measurements_that_a_killed_run_did_not_save_a_state_for_are_made_again(place):
-    place.train(steps=2)
-    ahead = json.dumps({**place.history()[-1], "step": 9})
-    with (place.out / "history.jsonl").open("a") as file:
-        file.write(ahead + "\n")
-    place.train(steps=3)
-    assert [record["step"] for record in place.history()] == [0, 2, 3]
+    assert [record["step"] for record in place.history()] == [0, 2, 3, 4]
 
 
 def test_a_history_that_is_damaged_is_reported(place):
     place.train(steps=2)
     (place.out / "history.jsonl").write_text('{"steps": 2}\n')
-    with pytest.raises(DFlashError, match=r"history.jsonl cannot be read.*; put it right"):
+    with pytest.raises(DFlashError, match="history.jsonl"):
         place.train(steps=3)
 
 
@@ -139,7 +124,7 @@ def test_a_run_that_was_stopped_before_its_first_save_begins_again(place):
     (place.out / "history.jsonl").touch()
     (place.out / "model.safetensors").write_bytes(b"half")
     place.train(steps=2)
-    assert (place.out / "state" / "state.json").exists()
+    assert has_state(place.out)
     shutil.rmtree(place.out / "state")  # by hand, to save space: the drafter is finished
     with pytest.raises(DFlashError, match="holds no run to continue"):
         place.train(steps=2)
@@ -148,29 +133,16 @@ def test_a_run_that_was_stopped_before_its_first_save_begins_again(place):
 # Starting from a drafter
 
 
-def test_fields_of_the_config_that_training_does_not_know_are_kept(place):
+def test_what_training_does_not_change_is_saved_as_it_was(place):
     init = place.drafter(note={"by": "me"}, dflash={"training_mode": "other", "more": [1]})
-    place.train(init=init)
-    raw = place.read()[1]
+    place.train(init=init, learning_rate=1e-30, weight_decay=0.0, steps=1)
+    weights, raw = place.read()
     given = json.loads((init / "config.json").read_text())
     del given["dflash_config"]["training_mode"]
     assert raw == {**given, "dtype": "bfloat16"}
-
-
-def test_a_drafter_that_was_not_trained_yet_is_saved_as_it_was(place):
-    init = place.drafter()
-    place.train(init=init, learning_rate=1e-30, weight_decay=0.0, steps=1)
-    weights, given = place.read()[0], random_drafter(drafter_config())
-    for name, array in weights.items():
-        rounded = np.array(mx.array(given[name]).astype(mx.bfloat16).astype(mx.float32))
-        assert np.array_equal(array, rounded)
-
-
-def test_training_goes_on_from_a_drafter_of_speculators(place):
-    init = write_drafter_folder(place.root / "init", speculators(), random_drafter(version_1()))
-    place.train(init=init, layers=None, steps=1)
-    _, raw = place.read()
-    assert raw["architectures"] == ["DFlashDraftModel"] and raw["block_size"] == 6
+    for name, array in random_drafter(given).items():
+        rounded = np.array(mx.array(array).astype(mx.bfloat16).astype(mx.float32))
+        assert np.array_equal(weights[name], rounded)
 
 
 def test_a_run_that_began_with_a_drafter_is_not_continued_with_a_new_one(place):
@@ -178,7 +150,7 @@ def test_a_run_that_began_with_a_drafter_is_not_continued_with_a_new_one(place):
     init = place.drafter(**alike, dflash={"target_layer_ids": [1]})  # but for the mask
     place.train(init=init, steps=2)
     before = files(place.out)
-    with pytest.raises(DFlashError, match="has drafter's mask_token_id 5, not 8"):
+    with pytest.raises(DFlashError, match="mask_token_id 5, not 8"):
         place.train(steps=3)
     assert files(place.out) == before
     place.train(init=init, steps=3)

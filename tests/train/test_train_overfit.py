@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.observer import Observer
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine.decode import decode, prefill
-from dflash_mlx.engine.state import State
-from dflash_mlx.models.load import Pair
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train import evaluate
-from dflash_mlx.train.blocks import cut_blocks
-from dflash_mlx.train.corpus.rows import Row
+from dflash_mlx.train.corpus.rows import CorpusRow
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.evaluate import ANCHORS, Drafter, measure, walk
+from dflash_mlx.train.evaluate import ANCHORS, hits_at, measure, walk
+from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
 from support.reference_dflash import hidden_states
 from support.tiny_training import (
+    arrays_of,
+    decoded,
     drafter_config,
     greedy_rows,
+    make_trainee,
     make_trainer,
     sampled_row,
     texts_of,
@@ -38,7 +32,7 @@ BLOCK = RAW["block_size"]
 ANSWER = 40
 
 
-def known() -> tuple[Row, ...]:
+def known() -> tuple[CorpusRow, ...]:
     return greedy_rows(20, ANSWER)
 
 
@@ -52,40 +46,27 @@ def trained(texts: Texts) -> Trainer:
     """A drafter that knows twenty answers, in about 1,000 blocks of each."""
     shape = {"sequences": 10, "anchors": 16}
     trainer = make_trainer(texts, RAW, steps=200, learning_rate=8e-3, warmup=10, **shape)
-    while trainer.progress < 1:
-        trainer.train_step()
+    list(trainer.losses())
     return trainer
 
 
-def drafter_of(trainer: Trainer) -> Drafter:
-    return Drafter(trainer.network, trainer.network_config, tiny_target())
-
-
 def test_a_drafter_overfits_twenty_sequences(trained, texts):
-    assert measure(drafter_of(make_trainer(texts, RAW)), texts).tokens_per_round < 1.5
-    assert measure(drafter_of(trained), texts).tokens_per_round > 6
-    assert walk(drafter_of(trained), texts).tokens_per_round > 6
-
-
-def decoded(drafter: Any, row: Row) -> list[tuple[int, ...]]:
-    """The tokens of every round of a greedy answer, decoded."""
-    target, settings = tiny_target(), DecodeConfig(max_tokens=ANSWER)
-    state = State(target.new_cache(), drafter.new_context())
-    prefill(target, drafter, state, list(row.prompt), settings, Observer())
-    return [round.tokens for round in decode(target, drafter, state, settings, Observer())]
+    assert measure(make_trainee(RAW), texts).tokens_per_round < 1.5
+    assert measure(trained.trainee, texts).tokens_per_round > 6
+    assert walk(trained.trainee, texts).tokens_per_round > 6
 
 
 def test_decoding_accepts_what_was_measured(trained, texts, tmp_path):
-    save_drafter(tmp_path, trained.network, RAW)
-    config = read_config(tmp_path)
-    network = load_network(tmp_path, config, mx.float32)
-    drafter = make_drafter(Pair(tiny_target(), None, network, config), DecodeConfig("dflash"))
+    trained.trainee.save(tmp_path)
+    saved = Trainee.read(tmp_path, tiny_target())
+    pair = Pair(tiny_target(), None, saved.network, saved.config)
+    drafter = make_drafter(pair, DecodeConfig("dflash"))
     answers = [decoded(drafter, row) for row in known()]
     assert [tuple(sum(map(list, rounds), [])) for rounds in answers] == [
         row.answer for row in known()
     ]
     lengths = [len(tokens) for rounds in answers for tokens in rounds]
-    walked = 1 + walk(Drafter(network, config, tiny_target()), texts).hits.sum(axis=-1)
+    walked = 1 + walk(saved, texts).hits.sum(axis=-1)
     over = walked - lengths  # a walk counts the token behind an answer's last one
     assert over.min() == 0 and over.max() == 1 and over.sum() <= len(known())
     assert np.mean(lengths) > 6
@@ -96,8 +77,7 @@ def test_decoding_accepts_what_was_measured(trained, texts, tmp_path):
 
 def hits_by_loops(trainer: Trainer, texts: Texts, prefix: int) -> np.ndarray:
     """Text after text, anchor after anchor, by the NumPy drafter."""
-    weights = tree_flatten(trainer.network.parameters())
-    tensors = {name: np.array(array) for name, array in weights}
+    tensors = arrays_of(trainer.trainee.network)
     table = np.array(tiny_target().embedding().weight)
     result = []
     for i, text in enumerate(texts.sequences):
@@ -124,7 +104,7 @@ def hits_by_loops(trainer: Trainer, texts: Texts, prefix: int) -> np.ndarray:
 def test_a_measurement_is_what_loops_over_texts_and_anchors_find(trained, tmp_path, prefix):
     rows = [*known()[:3], *greedy_rows(12, 9, seed=1)[:6], sampled_row("s", known()[4])]
     texts = texts_of(tmp_path / "cache", rows)  # more than one batch, known texts and new ones
-    found = measure(drafter_of(trained), texts, prefix)
+    found = measure(trained.trainee, texts, prefix)
     expected = hits_by_loops(trained, texts, prefix)
     assert 0 < expected.mean() < 1
     assert np.array_equal(found.hits, expected)
@@ -138,21 +118,11 @@ def test_a_walk_begins_every_round_where_the_one_before_ended(
 ):
     monkeypatch.setattr(evaluate, "_CHUNK", chunk)
     texts = texts_of(tmp_path / "cache", [*known()[:2], greedy_rows(12, 9, seed=1)[0]])
-    walked, rounds = walk(drafter_of(trained), texts).hits, []
+    walked, rounds = walk(trained.trainee, texts).hits, []
     for i, text in enumerate(texts.sequences):
         place = 0
         while place < len(text.anchors):
             anchor = text.anchors[place : place + 1][None]
-            rounds.append(drafter_of(trained).hits(texts, np.array([i]), anchor)[0, 0])
+            rounds.append(hits_at(trained.trainee, texts, np.array([i]), anchor)[0, 0])
             place += 1 + int(rounds[-1].sum())
     assert np.array_equal(walked, rounds)
-
-
-def test_behind_a_token_that_the_target_did_not_choose_nothing_counts(trained, texts, tmp_path):
-    others = texts_of(tmp_path / "cache", [sampled_row("s", known()[0])])
-    chosen, anchors = np.array([0]), others.sequences[0].anchors[None]
-    greedy = drafter_of(trained).hits(texts, chosen, anchors)
-    found = drafter_of(trained).hits(others, chosen, anchors)
-    assert found.sum() < greedy.sum()
-    blocks = cut_blocks(others.sequences, chosen, anchors, BLOCK, np.zeros(anchors.shape, int))
-    assert (found <= blocks.supervised[..., 1:]).all()

@@ -7,16 +7,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dflash_mlx.system import cpu_math
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.sequence import SequenceCache
-from dflash_mlx.train.packed import hidden_states
 from support.reference_dflash import hidden_states as reference_states
 from support.reference_dflash import random_drafter
-from support.tiny_training import TAPS, WIDTH, drafter_config, make_network, sliding
+from support.tiny_training import TAPS, WIDTH, drafter_config, make_trainee, sliding
 
 TOLERANCE = 1e-4
 LENGTHS = (21, 30, 13)  # of the sequences; features behind the ends are padding
@@ -26,16 +23,11 @@ CONFIGS = {
     "full": drafter_config(),
     "full and causal": drafter_config(is_causal=True),
     "sliding": drafter_config(**sliding("SS", 12)),
-    "sliding, not causal": drafter_config(**sliding("SS", 12), is_causal=False),
-    "sliding, shorter than the block": drafter_config(**sliding("SS", 3)),
-    "sliding, shorter than the block, not causal": drafter_config(
-        **sliding("SS", 3), is_causal=False
-    ),
+    "shorter than the block": drafter_config(**sliding("SS", 3)),
+    "shorter, not causal": drafter_config(**sliding("SS", 3), is_causal=False),
     "sliding over one position": drafter_config(**sliding("SS", 1)),
-    "mixed": drafter_config(**sliding("SFS", 6)),
-    "one key for all heads": drafter_config(num_key_value_heads=1),
-    "a key for every head": drafter_config(num_key_value_heads=4),
-    "a faster rope": drafter_config(rope_theta=500.0),
+    "mixed": drafter_config(**sliding("SFS", 6), num_key_value_heads=1),
+    "a key for every head": drafter_config(num_key_value_heads=4, rope_theta=500.0),
 }
 
 
@@ -44,7 +36,7 @@ class Packed:
 
     def __init__(self, raw: dict[str, Any], seed: int = 0, blocks: int = 4) -> None:
         self.raw, self.tensors = raw, random_drafter(raw)
-        self.network, self.config = make_network(raw)
+        self.trainee = make_trainee(raw)
         rng = np.random.default_rng(seed)
         noise = rng.normal(size=(len(LENGTHS), max(LENGTHS), len(TAPS) * WIDTH))
         self.features = noise.astype(np.float32)
@@ -57,7 +49,7 @@ class Packed:
         """All hidden states in one pass; `changes` replaces features, anchors or x."""
         given = {"features": self.features, "anchors": self.anchors, "x": self.x, **changes}
         arrays = [mx.array(given[name]) for name in ("features", "anchors", "x")]
-        return np.array(hidden_states(self.network, self.config, *arrays))
+        return np.array(self.trainee.states(*arrays))
 
     def expected(self) -> np.ndarray:
         """Block after block, by the NumPy reference in float64."""
@@ -71,11 +63,11 @@ class Packed:
         """Block after block, as decoding drafts them: a context in caches, then one block."""
         result = np.empty_like(self.x)
         for s, a in np.ndindex(self.anchors.shape):
-            cache = SequenceCache([LayerCache(window) for window in self.config.layer_windows])
+            cache = SequenceCache([LayerCache(w) for w in self.trainee.config.layer_windows])
             for start in range(0, self.anchors[s, a], 7):
                 end = min(start + 7, self.anchors[s, a])
-                self.network.append(mx.array(self.features[s, start:end]), cache)
-            result[s, a] = np.array(self.network(mx.array(self.x[s, a][None]), cache)[0])
+                self.trainee.network.append(mx.array(self.features[s, start:end]), cache)
+            result[s, a] = np.array(self.trainee.network(mx.array(self.x[s, a][None]), cache)[0])
         return result
 
 
@@ -88,17 +80,12 @@ def worst(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=4)
-@given(seed=st.integers(0, 2**16))
-def test_every_block_has_the_hidden_states_of_the_reference(name, seed):
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_block_has_the_hidden_states_of_the_reference_and_of_decoding(name, seed):
     packed = Packed(CONFIGS[name], seed)
-    assert worst(packed.states(), packed.expected()) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_block_has_the_hidden_states_that_decoding_computes(name):
-    packed = Packed(CONFIGS[name], seed=1)
-    assert worst(packed.states(), packed.by_network()) < TOLERANCE
+    states = packed.states()
+    assert worst(states, packed.expected()) < TOLERANCE
+    assert worst(states, packed.by_network()) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["full", "mixed"])
@@ -107,24 +94,6 @@ def test_mlx_own_functions_give_the_same_hidden_states(name, monkeypatch):
     before = packed.states()
     monkeypatch.setattr(cpu_math, "applies", lambda: False)
     assert worst(packed.states(), before) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("full", {"is_causal": True}),
-        ("sliding", {"sliding_window": 11}),
-        ("sliding", {"is_causal": False}),
-        ("sliding, shorter than the block, not causal", {"sliding_window": 4}),
-        ("mixed", {"layer_types": ["full_attention"] * 3}),
-        ("a faster rope", {"rope_theta": 1000.0}),
-    ],
-)
-def test_the_comparison_notices_another_config(name, changes):
-    packed = Packed(CONFIGS[name], seed=1)
-    before = packed.states()
-    packed.raw = {**packed.raw, **changes}
-    assert worst(before, packed.expected()) > 100 * TOLERANCE
 
 
 def test_an_anchor_at_the_start_of_the_text_drafts_without_context():
@@ -145,44 +114,13 @@ def changed(array: np.ndarray, where: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_block_does_not_see_the_features_of_its_anchor_and_later_ones(name):
+def test_a_block_sees_no_other_block_and_no_feature_from_its_anchor_on(name):
     packed = Packed(CONFIGS[name])
     before = packed.states()
     for s, a in np.ndindex(packed.anchors.shape):
-        at = packed.anchors[s, a]
-        after = packed.states(features=changed(packed.features, np.s_[s, at:]))
+        features = changed(packed.features, np.s_[s, packed.anchors[s, a] :])
+        others = np.ones(packed.anchors.shape, bool)
+        others[s, a] = False
+        after = packed.states(features=features, x=changed(packed.x, others))
         assert np.array_equal(after[s, a], before[s, a])
-
-
-def test_a_block_sees_every_feature_before_its_anchor():
-    packed = Packed(CONFIGS["full"])
-    before = packed.states()
-    for s, a in np.ndindex(packed.anchors.shape):
-        for at in range(packed.anchors[s, a]):
-            after = packed.states(features=changed(packed.features, np.s_[s, at]))
-            assert worst(after[s, a], before[s, a]) > 1e-4
-
-
-def test_a_sliding_row_sees_as_far_back_as_its_window_reaches():
-    packed = Packed(drafter_config(**sliding("S", 5)))
-    packed.anchors[0, 0] = 20
-    before = packed.states()[0, 0]
-    for at in range(21):
-        after = packed.states(features=changed(packed.features, np.s_[0, at]))[0, 0]
-        rows = np.flatnonzero(np.abs(after - before).max(axis=-1) > 0)
-        assert rows.tolist() == [row for row in range(BLOCK) if 20 + row - 5 < at < 20]
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_block_sees_no_other_block_and_no_other_sequence(name):
-    packed = Packed(CONFIGS[name])
-    before = packed.states()
-    features, x = changed(packed.features, np.s_[1]), changed(packed.x, np.s_[1, 2])
-    after = packed.states(features=features, x=x)
-    same = np.ones(packed.anchors.shape, bool)
-    same[1] = False
-    assert np.array_equal(after[same], before[same])
-    others = np.arange(packed.anchors.shape[1]) != 2
-    alone = packed.states(x=x)
-    assert np.array_equal(alone[1, others], before[1, others])
-    assert worst(alone[1, 2], before[1, 2]) > 1e-2
+        assert worst(after[others], before[others]) > 1e-2

@@ -6,19 +6,21 @@ import json
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from safetensors import safe_open
 
-from dflash_mlx.drafters.dflash.checkpoint import load_network, parse_config, read_config
-from dflash_mlx.drafters.dflash.network import Network
-from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.system.files import replace_safetensors, replace_text
-from support.tiny_training import drafter_config, files, full_disk, make_network, sliding
+from dflash_mlx.train.trainee import Trainee
+from support.tiny_training import (
+    drafter_config,
+    files,
+    full_disk,
+    make_trainee,
+    sliding,
+    tiny_target,
+)
 
 CONFIGS = {
-    "full": drafter_config(),
     "mixed": drafter_config(**sliding("SFS", 6), is_causal=False),
     "biased": drafter_config(attention_bias=True),
     "unknown fields": drafter_config(
@@ -27,62 +29,47 @@ CONFIGS = {
 }
 
 
-def weights(network: Network) -> dict[str, mx.array]:
-    return dict(tree_flatten(network.parameters()))
-
-
-def network_of(name: str) -> Network:
-    network = Network(parse_config(CONFIGS[name], name))
-    mx.eval(network.parameters())
-    return network
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_saved_drafter_is_read_back_rounded_to_bfloat16(tmp_path, name):
-    raw, network = CONFIGS[name], network_of(name)
-    save_drafter(tmp_path / "drafter", network, raw)
-    config = read_config(tmp_path / "drafter")
-    found = weights(load_network(tmp_path / "drafter", config, mx.float32))
-    expected = weights(network)
+    saved = Trainee.fresh(CONFIGS[name], tiny_target(), seed=1)
+    folder = tmp_path / "Drafter für mich"
+    saved.save(folder)
+    found, expected = Trainee.read(folder, tiny_target()).weights(), saved.weights()
     assert found.keys() == expected.keys()
     for path, array in expected.items():
         rounded = array.astype(mx.bfloat16).astype(mx.float32)
         assert mx.array_equal(found[path], rounded).item()
     assert any(not mx.array_equal(found[path], expected[path]).item() for path in expected)
-    assert json.loads((tmp_path / "drafter" / "config.json").read_text()) == {
-        **raw,
-        "dtype": "bfloat16",
-    }
-
-
-def test_a_saved_folder_holds_two_files_in_the_published_format(tmp_path):
-    save_drafter(tmp_path, network_of("full"), CONFIGS["full"])
-    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
-    with safe_open(tmp_path / "model.safetensors", framework="numpy") as tensors:
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw == {**CONFIGS[name], "dtype": "bfloat16"}
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
+    with safe_open(folder / "model.safetensors", framework="numpy") as tensors:
         assert tensors.metadata() == {"format": "pt"}
         assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def test_saving_again_replaces_what_was_there(tmp_path):
-    save_drafter(tmp_path, make_network(CONFIGS["full"], seed=1)[0], {**CONFIGS["full"], "a": 1})
-    save_drafter(tmp_path, make_network(CONFIGS["full"], seed=2)[0], CONFIGS["full"])
-    fresh = tmp_path / "fresh"
-    save_drafter(fresh, make_network(CONFIGS["full"], seed=2)[0], CONFIGS["full"])
-    expected = files(fresh)
-    assert {name: (tmp_path / name).read_bytes() for name in expected} == expected
+def test_saving_again_replaces_what_was_there_and_a_full_disk_leaves_it(tmp_path):
+    first, second = make_trainee(seed=1), make_trainee(seed=2)
+    first.save(tmp_path / "a")
+    second.save(tmp_path / "a")
+    second.save(tmp_path / "b")
+    before = files(tmp_path / "a")
+    assert before == files(tmp_path / "b")
+    with full_disk(20_000), pytest.raises(OSError):
+        first.save(tmp_path / "a")
+    assert files(tmp_path / "a") == before
 
 
 @pytest.mark.parametrize("room", [0, 100, 5000])
-def test_a_full_disk_leaves_the_weights_that_were_there(tmp_path, room):
-    file = tmp_path / "arrays.safetensors"
-    arrays = {"a": mx.arange(5000), "b": mx.zeros((3, 7))}
-    replace_safetensors(file, arrays, {})
+def test_a_full_disk_leaves_the_arrays_and_the_text_that_were_there(tmp_path, room):
+    replace_safetensors(tmp_path / "a.safetensors", {"a": mx.arange(5000)}, {})
+    replace_text(tmp_path / "config.json", "before")
     before = files(tmp_path)
     with full_disk(room), pytest.raises(OSError):
-        replace_safetensors(file, {"a": mx.arange(9000)}, {})
+        replace_safetensors(tmp_path / "a.safetensors", {"a": mx.arange(9000)}, {})
+    with full_disk(room), pytest.raises(OSError):
+        replace_text(tmp_path / "config.json", "after " * 1000)
     assert files(tmp_path) == before
-    found = mx.load(str(file))
-    assert all(np.array_equal(found[name], arrays[name]) for name in arrays)
 
 
 def test_a_file_that_was_cut_without_a_word_does_not_replace_another(tmp_path, monkeypatch):
@@ -97,33 +84,3 @@ def test_a_file_that_was_cut_without_a_word_does_not_replace_another(tmp_path, m
     with pytest.raises(OSError, match="No space left"):
         replace_safetensors(file, {"a": mx.arange(90)}, {})
     assert files(tmp_path) == before
-
-
-@pytest.mark.parametrize("room", [0, 10])
-def test_a_full_disk_leaves_the_text_that_was_there(tmp_path, room):
-    replace_text(tmp_path / "config.json", "before")
-    with full_disk(room), pytest.raises(OSError):
-        replace_text(tmp_path / "config.json", "after " * 100)
-    assert files(tmp_path) == {"config.json": b"before"}
-
-
-def test_a_full_disk_leaves_the_drafter_that_was_there(tmp_path):
-    save_drafter(tmp_path, network_of("full"), CONFIGS["full"])
-    before = files(tmp_path)
-    with full_disk(20_000), pytest.raises(OSError):
-        save_drafter(tmp_path, make_network(CONFIGS["full"], seed=2)[0], {})
-    assert files(tmp_path) == before
-
-
-def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError):
-        save_drafter(tmp_path / "file", network_of("full"), CONFIGS["full"])
-
-
-def test_names_with_other_letters_are_written(tmp_path):
-    replace_text(tmp_path / "Ä.json", "ü")
-    assert (tmp_path / "Ä.json").read_text(encoding="utf-8") == "ü"
-    folder: Path = tmp_path / "Drafter für mich"
-    save_drafter(folder, network_of("full"), CONFIGS["full"])
-    load_network(folder, read_config(folder), mx.float32)

@@ -9,21 +9,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.train import selector
 from dflash_mlx.train.blocks import BlockSampler, RoundStartSampler
-from dflash_mlx.train.evaluate import Drafter, embed
-from dflash_mlx.train.packed import hidden_states
 from dflash_mlx.train.selector import SelectorTrainer
 from support.families import VOCAB_SIZE
-from support.tiny_selector import RAW, plain_drafter, trainer_of, walks, weights_of
-from support.tiny_training import greedy_rows, make_trainer, texts_of, tiny_target
+from support.tiny_selector import RAW, trainer_of, walks
+from support.tiny_training import arrays_of, greedy_rows, make_trainee, make_trainer, texts_of
 
 
 def laws_by_loops(trainer: SelectorTrainer) -> list[tuple[float, bool]]:
     """The probability of the right candidate at every position of the first step, or of all other
     tokens where it is none; and whether it is one."""
     blocks = trainer._sampler.blocks(0)
-    states, before, tokens, logprobs, *_ = map(np.array, trainer._batch(blocks))
+    states, before, tokens, logprobs, *_ = map(np.array, trainer.batch(blocks))
     assert np.array_equal(before, blocks.tokens[..., :-1].reshape(-1))
     edges = np.array(trainer.maps(*map(mx.array, (states, before, tokens))))
     result: list[tuple[float, bool]] = []
@@ -36,18 +33,16 @@ def laws_by_loops(trainer: SelectorTrainer) -> list[tuple[float, bool]]:
     return result
 
 
-def weights_by_loops(drafter: Drafter, trainer: SelectorTrainer) -> list[float]:
+def weights_by_loops(trainer: SelectorTrainer) -> list[float]:
     """Of the positions of the first step, 1 in all."""
-    config, blocks = drafter.config, trainer._sampler.blocks(0)
-    x = embed(drafter.target, config, blocks.inputs(config.mask_token_id))
-    features = trainer._texts.features(blocks.rows, int(blocks.anchors.max()))
-    states = hidden_states(drafter.network, config, features, mx.array(blocks.anchors), x)
+    drafter, blocks = trainer.trainee, trainer._sampler.blocks(0)
+    states = drafter.states(*drafter.inputs(trainer._texts, blocks))
     words = trainer.vocabulary.tokens
     chosen = words[np.array(drafter.logits(states))[..., words].argmax(axis=-1)]
     result = []
     for s, a in np.ndindex(blocks.anchors.shape):
         weight = 1.0
-        for k in range(1, config.block_size):
+        for k in range(1, drafter.config.block_size):
             label = blocks.labels[s, a, k]
             known = blocks.supervised[s, a, k] and label in words
             result.append(weight * known)
@@ -72,12 +67,12 @@ def mixed(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[SelectorTrain
     learner = make_trainer(texts, RAW, learning_rate=0.01)
     for _ in range(20):
         learner.train_step()
-    drafter = Drafter(learner.network, learner.network_config, tiny_target())
+    drafter = learner.trainee
     size = request.param
     trainer = trainer_of(drafter, texts, top_k=20, sequences=4, draft_vocabulary=size)
     outside = trainer.vocabulary.index[trainer._sampler.blocks(0).labels] < 0
     assert outside.any() == (size < VOCAB_SIZE)
-    return trainer, weights_by_loops(drafter, trainer)
+    return trainer, weights_by_loops(trainer)
 
 
 def test_the_loss_is_over_the_candidates_and_all_other_tokens_together(mixed):
@@ -86,12 +81,12 @@ def test_the_loss_is_over_the_candidates_and_all_other_tokens_together(mixed):
     assert 0.05 < np.mean([among for _, among in laws]) < 0.95
     shares = sorted(set(np.round(np.array(weights) / max(weights), 6)))
     assert shares == [0, 0.25, 1]  # not counted, behind a wrong draft, and up to it
-    assert trainer.train_step(0.0) == pytest.approx(loss_by_loops(laws, weights), rel=1e-4)
+    assert trainer.train_step() == pytest.approx(loss_by_loops(laws, weights), rel=1e-4)
 
 
 def test_the_gradient_is_the_loss_s_slope(mixed):
     trainer, weights = mixed
-    _, gradients = trainer._gradients(*trainer._batch(trainer._sampler.blocks(0)))
+    _, gradients = trainer._gradients(trainer.batch(trainer._sampler.blocks(0)))
     for name, gradient in gradients.items():
         kept, ahead = trainer.maps[name], gradient / mx.linalg.norm(gradient)
         losses = []
@@ -103,21 +98,13 @@ def test_the_gradient_is_the_loss_s_slope(mixed):
         assert slope == pytest.approx(float(mx.linalg.norm(gradient)), rel=0.02)
 
 
-def test_weights_fall_behind_the_first_wrong_draft():
-    right = np.array([[1, 1, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], bool)
-    counted = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 1, 1, 1]], bool)
-    expected = [[1, 1, 1, 0.25, 0], [1, 0.25, 0.25, 0.25, 0.25], [1, 0, 1, 1, 1]]
-    assert selector.position_weights(right, counted).tolist() == expected
-
-
-@pytest.mark.parametrize("size", [9, 40])
-def test_candidates_are_the_likeliest_of_the_draft_vocabulary(tmp_path, size):
+def test_candidates_are_the_likeliest_of_the_draft_vocabulary(tmp_path):
     texts = texts_of(tmp_path, greedy_rows(3, 20))
-    trainer = trainer_of(plain_drafter(), texts, top_k=9, draft_vocabulary=size)
+    trainer = trainer_of(make_trainee(RAW), texts, top_k=9, draft_vocabulary=40)
     blocks = trainer._sampler.blocks(0)
-    states, _, tokens, logprobs, right, _ = map(np.array, trainer._batch(blocks))
+    states, _, tokens, logprobs, right, _ = map(np.array, trainer.batch(blocks))
     words = trainer.vocabulary.tokens
-    logits = np.array(plain_drafter().logits(mx.array(states)))[:, words]
+    logits = np.array(make_trainee(RAW).logits(mx.array(states)))[:, words]
     law = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     best = np.argsort(-law, axis=-1)[:, :9]
     assert np.array_equal(tokens, words[best])
@@ -127,10 +114,14 @@ def test_candidates_are_the_likeliest_of_the_draft_vocabulary(tmp_path, size):
 
 def test_the_anchors_follow_the_chosen_law():
     texts, found = walks(3, 0), {}
-    unsure = [replace(t, shares=np.linspace(0, 1, 41)[:, None]) for t in texts.sequences]
+    unsure = [
+        replace(t, sequence=replace(t.sequence, shares=np.linspace(0, 1, 41)[:, None]))
+        for t in texts.texts
+    ]
+    texts = replace(texts, texts=unsure)
     for law, sampler in (("even", BlockSampler), ("starts", RoundStartSampler)):
-        trainer = trainer_of(plain_drafter(), replace(texts, sequences=unsure), anchor_law=law)
-        expected = sampler(unsure, RAW["block_size"], (2, 8), 0)
+        trainer = trainer_of(make_trainee(RAW), texts, anchor_law=law)
+        expected = sampler(texts.sequences, RAW["block_size"], (2, 8), 0)
         found[law] = trainer._sampler.blocks(1).anchors
         assert np.array_equal(found[law], expected.blocks(1).anchors)
     assert not np.array_equal(found["even"], found["starts"])
@@ -138,10 +129,11 @@ def test_the_anchors_follow_the_chosen_law():
 
 def test_a_step_in_which_nothing_counts_leaves_finite_weights():
     texts = walks(2, 0)
-    trainer = trainer_of(plain_drafter(), texts, top_k=5, draft_vocabulary=10)
+    trainer = trainer_of(make_trainee(RAW), texts, top_k=5, draft_vocabulary=10)
     absent = int(np.flatnonzero(trainer.vocabulary.index < 0)[0])
-    outside = [replace(text, likely=np.full((41, 1), absent)) for text in texts.sequences]
-    texts = replace(texts, sequences=outside)
-    trainer = trainer_of(plain_drafter(), texts, top_k=5, draft_vocabulary=10)
-    assert trainer.train_step(0.0) == 0
-    assert all(np.isfinite(array).all() for array in weights_of(trainer).values())
+    unknown = np.full((41, 1), absent)
+    outside = [replace(t, sequence=replace(t.sequence, likely=unknown)) for t in texts.texts]
+    texts = replace(texts, texts=outside)
+    trainer = trainer_of(make_trainee(RAW), texts, top_k=5, draft_vocabulary=10)
+    assert trainer.train_step() == 0
+    assert all(np.isfinite(array).all() for array in arrays_of(trainer.maps).values())

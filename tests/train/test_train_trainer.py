@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train.blocks import BlockSampler
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.trainer import Trainer
-from support.tiny_training import drafter_config, greedy_rows, make_trainer, texts_of, tiny_target
+from support.tiny_training import (
+    arrays_of,
+    greedy_rows,
+    make_trainer,
+    texts_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,76 +26,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
 
 
 def weights(trainer: Trainer) -> dict[str, np.ndarray]:
-    return {name: np.array(array) for name, array in tree_flatten(trainer.network.parameters())}
-
-
-def logits(trainer: Trainer, hidden: mx.array) -> np.ndarray:
-    """What the head of the draft vocabulary makes of final hidden states."""
-    return np.array(hidden @ trainer.vocabulary.head.T)
+    return arrays_of(trainer.trainee.network)
 
 
 # The batch
-
-
-def test_features_are_padded_with_zeros_behind_the_ends_of_texts(texts):
-    found = np.array(texts.features(np.array([0, 3]), 20))
-    assert found.shape == (2, 20, 128) and found.dtype == np.float32
-    for row, i in enumerate((0, 3)):
-        cache, place = texts.places[i]
-        kept = np.array(cache.features(place).astype(mx.float32))[:20]
-        assert np.array_equal(found[row, : len(kept)], kept)
-        assert not found[row, len(kept) :].any()
-    assert len(texts.sequences[3].tokens) < 20 < len(texts.sequences[0].tokens)
-
-
-@pytest.mark.parametrize("mode", ["dflash", "variable-prefix"])
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_a_batch_holds_the_target_s_embeddings_of_what_a_block_shows(texts, mode, scale):
-    raw = drafter_config(dflash={"input_embedding_scale": scale})
-    trainer = make_trainer(texts, raw, mode=mode, short_share=0.0)
-    blocks = trainer._sampler.blocks(0)
-    batch = trainer.batch(blocks)
-    assert blocks.prefixes.any() == (mode == "variable-prefix")
-    shown = np.where(np.arange(8) <= blocks.prefixes[..., None], blocks.tokens, 5)
-    table = np.array(tiny_target().embedding().weight)
-    assert np.allclose(np.array(batch.x), table[shown] * scale)
-    assert np.array_equal(np.array(batch.anchors), blocks.anchors)
-    assert batch.features.shape == (2, blocks.anchors.max(), 128)
-
-
-def test_positions_whose_label_is_no_draft_word_are_left_out(texts):
-    trainer = make_trainer(texts, draft_vocabulary=15)
-    blocks = trainer._sampler.blocks(0)
-    batch = trainer.batch(blocks)
-    words = trainer.vocabulary.tokens
-    expected = np.flatnonzero(blocks.supervised & np.isin(blocks.labels, words))
-    assert 0 < expected.size < blocks.supervised.sum()
-    assert np.array(batch.places).tolist() == expected.tolist()
-    assert words[np.array(batch.labels)[:, 0]].tolist() == blocks.labels.ravel()[expected].tolist()
-
-
-@pytest.mark.parametrize("soft", [0.0, 0.3, 1.0])
-def test_a_batch_shares_every_label_out_among_the_draft_words_that_the_target_considered(
-    texts, soft
-):
-    trainer = make_trainer(texts, draft_vocabulary=15, soft=soft)
-    blocks = trainer._sampler.blocks(0)
-    batch = trainer.batch(blocks)
-    words, left_out = trainer.vocabulary.tokens.tolist(), 0
-    labels, shares = np.array(batch.labels), np.array(batch.shares)
-    assert labels.shape == shares.shape == (batch.places.size, 8)
-    for n, place in enumerate(np.array(batch.places)):
-        likely = blocks.likely.reshape(-1, 8)[place].tolist()
-        p = dict(zip(likely, blocks.shares.reshape(-1, 8)[place].tolist(), strict=True))
-        total = sum(p[token] for token in likely if token in words)
-        expected = {token: soft * p[token] / total for token in likely if token in words}
-        expected[likely[0]] += 1 - soft
-        found = dict.fromkeys(expected, 0.0)
-        for k in np.flatnonzero(shares[n]):
-            found[words[labels[n, k]]] += float(shares[n, k])
-        assert found == pytest.approx(expected, abs=1e-6)
-        left_out += len(likely) - len(expected)
-    assert left_out > 0 and labels.min() >= 0 and labels.max() < len(words)
 
 
 # Steps
@@ -168,13 +104,3 @@ def test_gradients_are_clipped_to_their_norm(texts, monkeypatch):
     monkeypatch.setattr(trainer.optimizer, "update", watch)
     trainer.train_step()
     assert seen == [pytest.approx(0.05, rel=1e-3)]
-
-
-def test_features_that_were_damaged_stop_the_training(texts: Texts, tmp_path: Path):
-    damaged = texts_of(tmp_path / "cache", texts.rows)
-    trainer = make_trainer(damaged)
-    file = tmp_path / "cache" / "features.bin"
-    file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(DFlashError, match="is damaged at sequence"):
-        trainer.train_step()
-    assert trainer.step == 0

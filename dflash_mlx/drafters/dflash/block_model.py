@@ -20,13 +20,15 @@ Prefixes = Sequence[Sequence[int]]
 
 
 class BlockModel:
-    """A drafter network with an embedding and a head: its own, or those of its target.
+    """A DFlash network with an embedding and a head: its own, or those of its target.
 
     Logits are always over the target's vocabulary, so what is drafted from them needs to know
     nothing of a draft vocabulary: tokens outside it have -inf. That costs writing [n, V] numbers
     once a draft; the product with the head, which costs much more, stays as small as its own.
     Raises DFlashError for a target whose embedding cannot be found.
     """
+
+    family = "dflash"
 
     def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:
         self.config = config
@@ -43,6 +45,16 @@ class BlockModel:
         if config.draft_vocab_size is not None:
             self._ids = mx.arange(config.draft_vocab_size) + network.d2t
         target.tap(config.target_layer_ids)
+
+    @property
+    def block_size(self) -> int:
+        """Rows that it was trained for, the anchor included."""
+        return self.config.block_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers that it reads."""
+        return self.config.target_layer_ids
 
     def new_context(self) -> FeatureContext:
         """An empty context for one sequence."""
@@ -99,13 +111,17 @@ class BlockModel:
     def _logits(self, states: mx.array) -> mx.array:
         """[n, V] from final states [n, d]."""
         logits = self._head(states * self.config.output_multiplier)
-        if (cap := self.config.final_logit_softcapping) is not None:
-            logits = mx.tanh(logits / cap) * cap
+        logits = capped(logits, self.config.final_logit_softcapping)
         if self._ids is None:
             return logits
         whole = mx.full((logits.shape[0], self.config.vocab_size), -mx.inf, dtype=logits.dtype)
         whole[:, self._ids] = logits
         return whole
+
+
+def capped(logits: mx.array, cap: float | None) -> mx.array:
+    """Logits under a soft cap, cap * tanh(logits / cap); None leaves them as they are."""
+    return logits if cap is None else mx.tanh(logits / cap) * cap
 
 
 def embedding_scale(target: Target) -> float:

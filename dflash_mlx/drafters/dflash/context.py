@@ -66,8 +66,9 @@ class FeatureContext:
         """Keys and values of all layers."""
         return self.cache.arrays
 
-    def append(self, features: mx.array) -> None:
-        """Take in the features [n, m*d] of the next n committed tokens."""
+    def append(self, tokens: mx.array, features: mx.array | None) -> None:
+        """Take in the features [n, m*d] of the next n committed tokens [n]."""
+        assert features is not None  # the drafter taps layers
         self._waiting.append(features)
         if self._rows >= _MOST_WAITING:
             _ = self.cache
@@ -107,14 +108,14 @@ class DualContext:
         """Keys and values of all layers of both."""
         return [array for context in self.contexts for array in context.arrays]
 
-    def append(self, features: mx.array) -> None:
-        """Take in the features [n, m*d] of the next n committed tokens."""
+    def append(self, tokens: mx.array, features: mx.array | None) -> None:
+        """Take in the features [n, m*d] of the next n committed tokens [n]."""
         for context, columns in zip(self.contexts, self._columns, strict=True):
-            if columns == tuple(range(self._taps)):
-                context.append(features)
+            if features is None or columns == tuple(range(self._taps)):
+                context.append(tokens, features)
             else:
                 parts = mx.split(features, self._taps, axis=-1)
-                context.append(mx.concatenate([parts[i] for i in columns], axis=-1))
+                context.append(tokens, mx.concatenate([parts[i] for i in columns], axis=-1))
 
     def refill_from(self, length: int) -> int:
         """From where on either needs features appended again for drafts at `length`."""

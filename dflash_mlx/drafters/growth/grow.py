@@ -6,10 +6,9 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from functools import cached_property
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
@@ -17,6 +16,8 @@ from dflash_mlx.core.tree import Tree
 
 Path = tuple[int, ...]  # drafted tokens from the root on
 Array = npt.NDArray[Any]
+Offers = tuple[list[int], list[float]]  # tokens and their log-probabilities, best first
+Choices = Callable[[Path], Offers | None]  # what may follow a path; None where that is not known
 
 _LEAST = 1e-300  # a probability whose logarithm is finite
 
@@ -37,6 +38,11 @@ class Ranked:
     def after(self, positions: int) -> Ranked:
         """Without the first `positions`."""
         return Ranked(self.tokens[positions:], self.logprobs[positions:])
+
+    @cached_property
+    def offers(self) -> list[Offers]:
+        """What each position offers."""
+        return list(zip(self.tokens.tolist(), self.logprobs.tolist(), strict=True))
 
     @property
     def best(self) -> Path:
@@ -61,27 +67,31 @@ class Prefixes:
     parents: list[int] = field(default_factory=lambda: [-1])
     logprobs: list[float] = field(default_factory=lambda: [0.0])
     sources: list[str] = field(default_factory=lambda: [""])
-    _children: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, logprob: float, source: str = "first") -> int:
         """The child of `parent` that carries `token`, new or old; its node id."""
-        if (node := self._children.get((parent, token))) is not None:
+        children = self._children
+        if (node := children.get((parent, token))) is not None:
             return node
-        node = self._children[parent, token] = len(self)
+        node = children[parent, token] = len(self)
         self.tokens.append(token)
         self.parents.append(parent)
         self.logprobs.append(logprob)
         self.sources.append(source)
         return node
 
-    def as_tree(self, anchor: mx.array) -> Tree:
-        """The finished tree; its root carries `anchor` [1]."""
-        drafted = mx.array(self.tokens[1:], dtype=anchor.dtype)
-        tokens = mx.concatenate([anchor, drafted])
-        return Tree(tokens, tuple(self.parents), tuple(self.logprobs), tuple(self.sources))
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        edges = zip(self.parents, self.tokens, strict=True)
+        return {edge: node for node, edge in enumerate(edges)}
+
+    def as_tree(self) -> Tree:
+        """The finished tree."""
+        drafted = tuple(self.tokens[1:])
+        return Tree(drafted, tuple(self.parents), tuple(self.logprobs), tuple(self.sources))
 
     def add_path(
         self, path: Sequence[int], logprobs: Sequence[float], source: str = "first"
@@ -141,53 +151,54 @@ def likely_boundaries(first: Ranked, branches: int) -> list[Path]:
     return [paths[i] for i in ranked[:branches]]
 
 
-def best_first(choices: Callable[[Path], tuple[Array, Array] | None], nodes: int) -> Prefixes:
+def best_first(choices: Choices, nodes: int) -> Prefixes:
     """The `nodes` likeliest prefixes, the root included (DDTree, arXiv 2604.12989).
 
-    choices(path): tokens [k] and log-probabilities [k], best first, of what may follow `path`;
-    None where nothing is known. A prefix is as likely as the product of its tokens. Each node
-    taken offers its next sibling and its first child, so parents come before children and
-    likelier siblings before others.
+    A prefix is as likely as the product of its tokens; what is impossible has -inf. Each node taken
+    offers its next sibling and its first child, so parents come before children and likelier
+    siblings before others. No two siblings carry one token.
     """
-    tree, order = Prefixes(), count()
-    heap: list[tuple[float, int, int, Path, int, tuple[Array, Array]]] = []
+    tokens, parents, logprobs = [0], [-1], [0.0]
+    heap: list[tuple[float, int, int, Path, int, Offers]] = []
+    order = 0  # of two that are as likely the older goes first
 
-    def offer(score: float, parent: int, path: Path, rank: int, found: Any) -> None:
-        if found is not None and rank < len(found[0]) and np.isfinite(found[1][rank]):
-            total = score + float(found[1][rank])
-            heapq.heappush(heap, (-total, next(order), parent, path, rank, found))
+    def offer(score: float, parent: int, path: Path, rank: int, offers: Offers | None) -> None:
+        nonlocal order
+        if offers is not None and rank < len(offers[1]) and offers[1][rank] > -math.inf:
+            heapq.heappush(heap, (score - offers[1][rank], order, parent, path, rank, offers))
+            order += 1
 
     offer(0.0, 0, (), 0, choices(()))
-    while heap and len(tree) < nodes:
-        negative, _, parent, path, rank, found = heapq.heappop(heap)
-        token, logprob = int(found[0][rank]), float(found[1][rank])
-        node = tree.add(parent, token, logprob)
-        offer(-negative - logprob, parent, path, rank + 1, found)
-        offer(-negative, node, (*path, token), 0, choices((*path, token)))
-    return tree
+    while heap and len(tokens) < nodes:
+        score, _, parent, path, rank, offers = heapq.heappop(heap)
+        token, logprob = offers[0][rank], offers[1][rank]
+        offer(score + logprob, parent, path, rank + 1, offers)
+        offer(score, len(tokens), (*path, token), 0, choices((*path, token)))
+        tokens.append(token)
+        parents.append(parent)
+        logprobs.append(logprob)
+    return Prefixes(tokens, parents, logprobs, ["", *["first"] * (len(tokens) - 1)])
 
 
-def follow(ranked: Ranked) -> Callable[[Path], tuple[Array, Array] | None]:
+def follow(ranked: Ranked) -> Choices:
     """Choices by depth alone: what one draft pass knows."""
-    return lambda path: (
-        (ranked.tokens[len(path)], ranked.logprobs[len(path)]) if len(path) < len(ranked) else None
-    )
+    offers = ranked.offers
+    return lambda path: offers[len(path)] if len(path) < len(offers) else None
 
 
-def follow_nearest(
-    drafts: Mapping[Path, Ranked],
-) -> Callable[[Path], tuple[Array, Array] | None]:
+def follow_nearest(drafts: Mapping[Path, Ranked]) -> Choices:
     """Choices from the draft with the longest prefix in common, of those that know the position.
 
     drafts: by the prefix that was visible to the drafter; () must be among them.
     """
     longest = max(len(prefix) for prefix in drafts)
+    known = {prefix: ranked.offers for prefix, ranked in drafts.items()}
 
-    def choices(path: Path) -> tuple[Array, Array] | None:
+    def choices(path: Path) -> Offers | None:
         for length in range(min(longest, len(path)), -1, -1):
-            ranked = drafts.get(path[:length])
-            if ranked is not None and len(path) - length < len(ranked):
-                return ranked.tokens[len(path) - length], ranked.logprobs[len(path) - length]
+            offers = known.get(path[:length], [])
+            if len(path) - length < len(offers):
+                return offers[len(path) - length]
         return None
 
     return choices

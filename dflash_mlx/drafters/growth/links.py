@@ -7,11 +7,9 @@ the candidates share what is left beside those.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from dflash_mlx.drafters.growth.grow import Array, Path, Ranked
+from dflash_mlx.drafters.growth.grow import Array, Choices, Offers, Path, Ranked
 
 
 def conditional(ranked: Ranked, edges: Array) -> Array:
@@ -28,19 +26,20 @@ def conditional(ranked: Ranked, edges: Array) -> Array:
     return result
 
 
-def follow_links(ranked: Ranked, edges: Array) -> Callable[[Path], tuple[Array, Array] | None]:
+def follow_links(ranked: Ranked, edges: Array) -> Choices:
     """Choices by depth and by the last token of the path, which must be a candidate there."""
     logprobs = conditional(ranked, edges)
+    places = [{token: i for i, token in enumerate(row)} for row in ranked.tokens.tolist()]
     order = np.argsort(-logprobs, axis=-1, kind="stable")
-    places = [{int(token): i for i, token in enumerate(row)} for row in ranked.tokens]
+    tokens = np.take_along_axis(ranked.tokens[:, None], order, axis=-1).tolist()
+    known = np.take_along_axis(logprobs, order, axis=-1).tolist()
 
-    def choices(path: Path) -> tuple[Array, Array] | None:
+    def choices(path: Path) -> Offers | None:
         depth = len(path)
         if depth == len(ranked):
             return None
         before = places[depth - 1][path[-1]] if path else 0
-        best = order[depth, before]
-        return ranked.tokens[depth][best], logprobs[depth, before][best]
+        return tokens[depth][before], known[depth][before]
 
     return choices
 

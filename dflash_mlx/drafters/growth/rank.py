@@ -8,8 +8,9 @@ import numpy as np
 from dflash_mlx.drafters.growth.grow import Array, Ranked
 from dflash_mlx.system import cpu_math
 from dflash_mlx.target.routing import Kernels
-from kernels_metal.draft_head import DraftHead, draft_head_reference
-from kernels_metal.operations import DRAFT_HEAD
+from kernels_metal.draft_head import DRAFT_HEAD, DraftHead, draft_head_reference
+
+TOP_K = 8  # tokens that a position can offer
 
 
 def rank(logits: mx.array, k: int, kernels: Kernels | None = None) -> Ranked:
@@ -25,10 +26,11 @@ def rank(logits: mx.array, k: int, kernels: Kernels | None = None) -> Ranked:
 
 def _rank_on_host(logits: Array, k: int) -> Ranked:
     """As above; NumPy selects and exponentiates much faster than MLX's CPU backend."""
-    top = np.argpartition(-logits, k - 1, axis=-1)[:, :k]
+    top = np.argpartition(logits, -k, axis=-1)[:, -k:]
     values = np.take_along_axis(logits, top, axis=-1)
     order = np.argsort(-values, axis=-1, kind="stable")
     peak = values.max(axis=-1, keepdims=True)
-    normal = np.log(np.exp(logits - peak).sum(axis=-1, keepdims=True)) + peak
+    shifted = logits - peak
+    normal = np.log(np.exp(shifted, out=shifted).sum(axis=-1, keepdims=True)) + peak
     tokens = np.take_along_axis(top, order, axis=-1)
     return Ranked(tokens, np.take_along_axis(values, order, axis=-1) - normal)

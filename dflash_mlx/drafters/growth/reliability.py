@@ -11,7 +11,6 @@ import numpy.typing as npt
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import Tree
 
-_SOURCES = ("", "first", "second", "lookup")
 _BINS = 10  # of confidence
 _DEPTHS = 8  # told apart; deeper nodes count as the last
 _PRIOR = 6.0  # nodes that a drafter's own confidence weighs as much as
@@ -22,19 +21,21 @@ _MEMORY = 300  # nodes that a cell remembers: texts differ
 class Reliability:
     """How often drafted tokens were right, by source, depth and confidence.
 
-    A cell starts at the confidence itself, as if it had been seen to hold for a few tokens, and at
-    less or more of it where the source has kept less or more than it promised in other cells.
+    sources: names that nodes can have, others count as "". A cell starts at the confidence itself,
+    as if it had been seen to hold for a few tokens, and at less or more of it where the source has
+    kept less or more than it promised in other cells.
     """
 
-    def __init__(self) -> None:
-        self.tried = np.zeros((len(_SOURCES), _DEPTHS, _BINS))
+    def __init__(self, sources: Sequence[str] = ()) -> None:
+        self._rows = {name: row for row, name in enumerate(("", *sources))}
+        self.tried = np.zeros((len(self._rows), _DEPTHS, _BINS))
         self.right = np.zeros_like(self.tried)
         self.promised = np.zeros_like(self.tried)  # sums of confidences
 
     def chances(self, tree: Tree) -> npt.NDArray[Any]:
         """[N] estimated probability that each node is accepted, given that its parent is."""
         confidence = np.exp(np.array(tree.logprobs))
-        cells = _cells(tree, range(len(tree)), confidence)
+        cells = self._cells(tree, range(len(tree)), confidence)
         tried, right = self.tried[cells], self.right[cells]
         believed = np.minimum(confidence * self._trust()[cells[0]], 1.0)
         chances: npt.NDArray[Any] = (right + _PRIOR * believed) / (tried + _PRIOR)
@@ -47,27 +48,26 @@ class Reliability:
         tree, path = accepted.tree, set(accepted.path)
         tested = [i for i in range(1, len(tree)) if tree.parents[i] in path]
         confidence = np.exp(np.array([tree.logprobs[i] for i in tested]))
-        cells = _cells(tree, tested, confidence)
+        cells = self._cells(tree, tested, confidence)
         for counts in (self.tried, self.right, self.promised):
             counts[cells] *= 1 - 1 / _MEMORY
         np.add.at(self.tried, cells, 1)
         np.add.at(self.right, cells, [i in path for i in tested])
         np.add.at(self.promised, cells, confidence)
 
+    def _cells(
+        self, tree: Tree, nodes: Sequence[int], confidence: npt.NDArray[Any]
+    ) -> tuple[list[int], Any, Any]:
+        """Indices of source, depth and confidence of `nodes`."""
+        sources = [self._rows.get(tree.sources[i], 0) if tree.sources else 0 for i in nodes]
+        depths = np.clip(np.array([tree.depths[i] for i in nodes], dtype=int), 1, _DEPTHS) - 1
+        return sources, depths, np.clip((confidence * _BINS).astype(int), 0, _BINS - 1)
+
     def _trust(self) -> npt.NDArray[Any]:
         """[sources] what each has kept of what it promised, 1 to begin with."""
         kept, promised = (counts.sum(axis=(1, 2)) for counts in (self.right, self.promised))
         trust: npt.NDArray[Any] = (kept + _CREDIT) / (promised + _CREDIT)
         return trust
-
-
-def _cells(
-    tree: Tree, nodes: Sequence[int], confidence: npt.NDArray[Any]
-) -> tuple[list[int], Any, Any]:
-    """Indices of source, depth and confidence of `nodes`."""
-    sources = [_SOURCES.index(tree.sources[i]) if tree.sources else 0 for i in nodes]
-    depths = np.clip(np.array([tree.depths[i] for i in nodes], dtype=int), 1, _DEPTHS) - 1
-    return sources, depths, np.clip((confidence * _BINS).astype(int), 0, _BINS - 1)
 
 
 def reach(tree: Tree, chances: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -79,15 +79,18 @@ def reach(tree: Tree, chances: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def worth_keeping(
-    reached: npt.NDArray[Any], seconds: Callable[[Any], npt.NDArray[Any]], draft_seconds: float
+    reached: npt.NDArray[Any],
+    seconds: Callable[[Any], npt.NDArray[Any]],
+    draft_seconds: float,
+    most: int,
 ) -> list[int]:
     """The nodes that promise most tokens per second, in order; the root is always among them.
 
-    reached: [N] as `reach` gives it. seconds: of a target pass over n rows. Maximises
+    reached: [N] as `reach` gives it. seconds: of a target pass over n rows. most: nodes. Maximises
     (1 + expected accepted) / (draft + pass) over the n likeliest nodes, which are closed under
     parents because no node is likelier than its parent.
     """
-    order = np.argsort(-reached, kind="stable")
-    sizes = np.arange(1, len(reached) + 1)
+    order = np.argsort(-reached, kind="stable")[:most]
+    sizes = np.arange(1, len(order) + 1)
     rate = np.cumsum(reached[order]) / (draft_seconds + seconds(sizes))
     return sorted(order[: int(np.argmax(rate)) + 1].tolist())

@@ -33,11 +33,17 @@ _TYPES = {
     GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d", GGUFValueType.STRING: "",
 }  # fmt: skip
 
+READABLE = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0")  # types of tensors
+
 Metadata = dict[str, Any]
 
 
-def check_gguf(file: Path) -> int:
-    """How many tensors a GGUF file has; DFlashError for one that is no whole, consistent file."""
+class _Unreadable(Exception):
+    """A tensor's type, where MLX might stop without a word."""
+
+
+def check_gguf(file: Path) -> None:
+    """Raise DFlashError for a file that is no whole, consistent one, or that MLX does not read."""
     try:
         if not file.is_file():
             raise ValueError("it is no file")
@@ -47,7 +53,10 @@ def check_gguf(file: Path) -> int:
             open(file, "rb") as opened,
             mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents,
         ):
-            return _check(_Cursor(contents))
+            _check(_Cursor(contents))
+    except _Unreadable as error:
+        step = f"choose a GGUF file of type {', '.join(READABLE)}"
+        raise DFlashError(f"in {file.name}, {error}, which MLX does not read", step) from None
     except (ValueError, OSError) as error:
         what = f"{file.name} cannot be read as a GGUF file ({error})"
         raise DFlashError(what, "download or copy it again") from None
@@ -99,7 +108,7 @@ class _Cursor:
         return result
 
 
-def _check(cursor: _Cursor) -> int:
+def _check(cursor: _Cursor) -> None:
     begin = cursor.skip(4)
     if (magic := cursor.contents[begin:4]) != b"GGUF":
         raise ValueError(f"it begins with {magic!r}, not with b'GGUF'")
@@ -118,7 +127,6 @@ def _check(cursor: _Cursor) -> int:
         end = stop
     if end > left:
         raise ValueError(f"its tensors end at byte {end} of the data, it has {max(left, 0)}")
-    return len(places)
 
 
 def _entry(cursor: _Cursor) -> Any:
@@ -144,6 +152,8 @@ def _place(cursor: _Cursor, alignment: int) -> tuple[int, int]:
     if not all(1 <= n <= MAX_DIMENSION for n in shape):
         raise ValueError(f"the shape of {cursor.at} is {shape}")
     kind, begin = cursor.kind(GGMLQuantizationType), cursor.value("Q")
+    if kind.name not in READABLE:
+        raise _Unreadable(f"{cursor.at} is of type {kind.name}")
     block, size = GGML_QUANT_SIZES[kind]
     if shape[0] % block:
         raise ValueError(f"{cursor.at} has rows of {shape[0]}, {kind.name} has blocks of {block}")

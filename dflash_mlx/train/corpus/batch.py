@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from dflash_mlx.system import cpu_math
 from dflash_mlx.target.model import Target
-from dflash_mlx.train.corpus.loops import loop_end
 
+LONGEST_PERIOD = 32  # tokens of a cycle that ends an answer
+REPEATS = 3
+LEAST_TOKENS = 24
 # mlx-lm copies every cache of the batch when a sequence joins or leaves, which costs as much as
 # several steps. So they come and go together, when this share of the batch has finished.
 _FINISHED_SHARE = 0.25
@@ -51,7 +53,6 @@ class Done:
 @dataclass
 class _Running:
     job: Job
-    random: np.random.Generator
     tokens: list[int] = field(default_factory=list)
     over: bool = False
 
@@ -82,12 +83,10 @@ class BatchDecoder:
         self._generator = BatchGenerator(
             self._model,
             max_tokens=_NO_LIMIT,
-            sampler=self._sample,
             completion_batch_size=batch_size,
             prefill_batch_size=batch_size,
         )
         self._rows: dict[int, _Running] = {}  # by mlx-lm's number, in the order of its batch
-        self._to_sample: deque[list[_Running]] = deque()
 
     def run(self) -> Iterator[list[Done]]:
         """The jobs that each step finished, often none, until no job is left."""
@@ -104,9 +103,6 @@ class BatchDecoder:
             self._generator.remove(over)
             for number in over:
                 del self._rows[number]
-        self._to_sample.clear()
-        if self._rows:
-            self._to_sample.append(list(self._rows.values()))
         if self.waiting and len(self._rows) <= (1 - _FINISHED_SHARE) * self._size:
             self._start()
 
@@ -118,10 +114,9 @@ class BatchDecoder:
             [[job.prompt[-1]] for job in jobs],
             caches=[self._prefill(job.prompt[:-1]) for job in jobs],
             all_tokens=[list(job.prompt[:-1]) for job in jobs],
+            samplers=[_sampler(job) for job in jobs],
         )
-        new = [_Running(job, np.random.default_rng(job.seed)) for job in jobs]
-        self._rows |= dict(zip(numbers, new, strict=True))
-        self._to_sample.append(new)
+        self._rows |= {number: _Running(job) for number, job in zip(numbers, jobs, strict=True)}
 
     def _prefill(self, prompt: Sequence[int]) -> list[Any]:
         """Caches that hold `prompt`, computed alone: padding would cost more than it saves."""
@@ -145,19 +140,26 @@ class BatchDecoder:
                 row.over = True
                 yield Done(row.job, tuple(row.tokens), finish)
 
-    def _sample(self, logprobs: mx.array) -> mx.array:
-        """Next tokens [B] from log-probabilities [B, V]; mlx-lm asks for old rows before new."""
-        rows = self._to_sample.popleft() if self._to_sample else list(self._rows.values())
-        assert len(rows) == len(logprobs), "mlx-lm runs other rows than expected"
-        tokens = mx.argmax(logprobs, axis=-1)
-        drawn = [i for i, row in enumerate(rows) if row.job.temperature > 0 and not row.over]
-        if not drawn:
-            return tokens
-        values, chosen = np.array(logprobs.astype(mx.float32)), np.array(tokens)
-        for i in drawn:
-            job = rows[i].job
-            chosen[i] = draw(values[i], job.temperature, job.top_p, rows[i].random.random())
-        return mx.array(chosen)
+
+def _sampler(job: Job) -> Callable[[mx.array], mx.array]:
+    """What gives the next token [B] for log-probabilities [B, V]; B is 1 for draws.
+
+    mlx-lm's own samplers share one random state, so that a row's draws would depend on its company
+    and could not be repeated from the seed that is written beside it.
+    """
+    if job.temperature == 0:
+        return _greedy
+    uniform = np.random.default_rng(job.seed)
+
+    def sample(logprobs: mx.array) -> mx.array:
+        row = np.array(logprobs.astype(mx.float32))[0]
+        return mx.array([draw(row, job.temperature, job.top_p, uniform.random())])
+
+    return sample
+
+
+def _greedy(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
 
 
 def draw(logprobs: NDArray[np.float32], temperature: float, top_p: float, at: float) -> int:
@@ -176,3 +178,26 @@ def draw(logprobs: NDArray[np.float32], temperature: float, top_p: float, at: fl
     total = np.cumsum(weights)
     place = int(np.searchsorted(total, at * total[-1], side="right"))
     return int(likely[min(place, len(likely) - 1)])
+
+
+def loop_end(tokens: Sequence[int]) -> int | None:
+    """How many of `tokens` to keep where their tail repeats a short cycle, None where it does not.
+
+    A tail is a loop when a cycle of at most LONGEST_PERIOD tokens fills it REPEATS times or more
+    and it has at least LEAST_TOKENS tokens. What is kept ends with the first repetition.
+    """
+    for period in range(1, LONGEST_PERIOD + 1):
+        repeated = max((REPEATS - 1) * period, LEAST_TOKENS - period)
+        if len(tokens) < repeated + period:
+            continue
+        if all(tokens[-i] == tokens[-i - period] for i in range(1, repeated + 1)):
+            return _start(tokens, period) + 2 * period
+    return None
+
+
+def _start(tokens: Sequence[int], period: int) -> int:
+    """Where the cycle that ends `tokens` begins."""
+    start = len(tokens) - period
+    while start > 0 and tokens[start - 1] == tokens[start - 1 + period]:
+        start -= 1
+    return start

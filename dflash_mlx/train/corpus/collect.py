@@ -11,11 +11,11 @@ from typing import Any
 
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.load import Pair
-from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.corpus.batch import BatchDecoder, Done
-from dflash_mlx.train.corpus.jobs import Question, answer_job, answer_row
-from dflash_mlx.train.corpus.rows import Row
+from dflash_mlx.train.corpus.jobs import Prompt, answer_job
+from dflash_mlx.train.corpus.rows import CorpusRow
 from dflash_mlx.train.corpus.self_prompt import TurnWriter
 from dflash_mlx.train.corpus.writer import CorpusFile
 
@@ -50,21 +50,21 @@ class Collection:
         """
         shuffled = list(prompts)
         random.Random(self._config.seed).shuffle(shuffled)
-        asked = [self._question(prompt) for prompt in shuffled[: self._config.limit]]
+        asked = [self._prompt(row) for row in shuffled[: self._config.limit]]
         repeated = [name for name, count in Counter(q.id for q in asked).items() if count > 1]
         if repeated:
             raise DFlashError(f"two prompts have the id {repeated[0]!r}", "give each its own")
         room = self._pair.target.context_length
-        fitting = [question for question in asked if len(question.tokens) < room]
+        fitting = [prompt for prompt in asked if len(prompt.tokens) < room]
         self.skipped = len(asked) - len(fitting)
         if not fitting:
             raise DFlashError(
                 f"none of the {len(asked)} prompts fits the model's context of {room} tokens",
                 "give shorter ones",
             )
-        missing = [question for question in fitting if not self._is_done(question)]
-        for question in missing:
-            self.decoder.waiting.append(answer_job(question, self._pair, self._config))
+        missing = [prompt for prompt in fitting if not self._is_done(prompt)]
+        for prompt in missing:
+            self.decoder.waiting.append(answer_job(prompt, self._pair, self._config))
         return len(missing)
 
     def ask_itself(self, wanted: int) -> int:
@@ -74,19 +74,30 @@ class Collection:
         self.decoder.waiting.extend(self._turns.start(missing))
         return missing
 
-    def run(self) -> Iterator[list[Row]]:
+    def run(self) -> Iterator[list[CorpusRow]]:
         """Decode all that is queued, step by step; rows are in the file when they are yielded."""
         for finished in self.decoder.run():
             rows = [self._finish(done) for done in finished]
             yield [row for row in rows if row is not None]
 
-    def _finish(self, done: Done) -> Row | None:
+    def _finish(self, done: Done) -> CorpusRow | None:
         """Append an answer, or queue what a written user turn asks for."""
-        question = done.job.key
-        if not isinstance(question, Question):
+        prompt = done.job.key
+        if not isinstance(prompt, Prompt):
             self._ask_turn(done)
             return None
-        row = answer_row(question, done)
+        job = done.job
+        row = CorpusRow(
+            id=prompt.id,
+            category=prompt.category,
+            prompt=prompt.tokens,
+            answer=done.tokens,
+            temperature=job.temperature,
+            top_p=job.top_p,
+            seed=None if job.temperature == 0 else job.seed,
+            finish=done.finish,
+            messages=prompt.messages,
+        )
         self._file.append(row)
         self.finishes[row.finish] += 1
         return row
@@ -94,23 +105,23 @@ class Collection:
     def _ask_turn(self, done: Done) -> None:
         """Queue the answer to a user turn, or another turn where this one is no good."""
         assert self._turns is not None
-        question = self._turns.question(done)
-        if question is None:
+        prompt = self._turns.prompt(done)
+        if prompt is None:
             self.decoder.waiting.extend(self._turns.start(1))
         else:
-            self.decoder.waiting.appendleft(answer_job(question, self._pair, self._config))
+            self.decoder.waiting.appendleft(answer_job(prompt, self._pair, self._config))
 
-    def _question(self, prompt: dict[str, Any]) -> Question:
-        messages = prompt["messages"]
+    def _prompt(self, row: dict[str, Any]) -> Prompt:
+        messages = row["messages"]
         digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
         tokens = prompt_tokens(self._pair.tokenizer, messages, self._config.system)
-        return Question(str(prompt.get("id", digest[:16])), prompt["category"], tuple(tokens))
+        return Prompt(str(row.get("id", digest[:16])), row["category"], tuple(tokens))
 
-    def _is_done(self, question: Question) -> bool:
-        row = self._done.get(question.id)
-        if row is not None and row.prompt != question.tokens:
+    def _is_done(self, prompt: Prompt) -> bool:
+        row = self._done.get(prompt.id)
+        if row is not None and row.prompt != prompt.tokens:
             raise DFlashError(
-                f"{self._file.path} has an answer to another prompt with the id {question.id!r}",
+                f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}",
                 "give prompts ids of their own, or name another file with --out",
             )
         return row is not None

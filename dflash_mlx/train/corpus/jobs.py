@@ -6,16 +6,16 @@ import hashlib
 from dataclasses import asdict, dataclass
 
 from dflash_mlx.core.config import CorpusConfig
-from dflash_mlx.models.load import Pair
-from dflash_mlx.session.chat import Message
-from dflash_mlx.train.corpus.batch import Done, Job
-from dflash_mlx.train.corpus.rows import Header, Row, fingerprint
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.templates import Message
+from dflash_mlx.train.corpus.batch import Job
+from dflash_mlx.train.corpus.rows import CorpusHeader, tokenizer_fingerprint
 
 _ONLY_HOW_MANY = ("batch_size", "limit", "self_prompt")  # rows, not which
 
 
 @dataclass(frozen=True)
-class Question:
+class Prompt:
     """A prompt waiting for its answer; messages: where the model wrote it itself."""
 
     id: str
@@ -31,14 +31,14 @@ def lot(seed: int, name: str) -> tuple[float, int]:
     return chance, int.from_bytes(digest[8:12], "big")
 
 
-def answer_job(question: Question, pair: Pair, config: CorpusConfig) -> Job:
-    """Answer `question`, greedily or not, as its id and the seed decide."""
-    chance, seed = lot(config.seed, question.id)
+def answer_job(asked: Prompt, pair: Pair, config: CorpusConfig) -> Job:
+    """Answer `asked`, greedily or not, as its id and the seed decide."""
+    chance, seed = lot(config.seed, asked.id)
     greedy = chance < config.greedy_share
-    room = pair.target.context_length - len(question.tokens)
+    room = pair.target.context_length - len(asked.tokens)
     return Job(
-        key=question,
-        prompt=question.tokens,
+        key=asked,
+        prompt=asked.tokens,
         stops=frozenset(pair.tokenizer.eos_token_ids),
         max_tokens=min(config.max_tokens, room),
         temperature=0.0 if greedy else config.temperature,
@@ -47,23 +47,7 @@ def answer_job(question: Question, pair: Pair, config: CorpusConfig) -> Job:
     )
 
 
-def answer_row(question: Question, done: Done) -> Row:
-    """The row of a finished answer."""
-    job = done.job
-    return Row(
-        id=question.id,
-        category=question.category,
-        prompt=question.tokens,
-        answer=done.tokens,
-        temperature=job.temperature,
-        top_p=job.top_p,
-        seed=None if job.temperature == 0 else job.seed,
-        finish=done.finish,
-        messages=question.messages,
-    )
-
-
-def make_header(pair: Pair, config: CorpusConfig) -> Header:
+def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:
     """The header of what this pair's target answers with these settings."""
     settings = asdict(config)
     for name in _ONLY_HOW_MANY:
@@ -71,4 +55,6 @@ def make_header(pair: Pair, config: CorpusConfig) -> Header:
     settings["opening"] = list(config.opening)  # as JSON gives it back
     settings["source"] = "prompts" if config.self_prompt is None else "self"
     vocab_size = int(pair.target.embedding().weight.shape[0])
-    return Header(pair.target.name, vocab_size, fingerprint(pair.tokenizer), settings)
+    return CorpusHeader(
+        pair.target.name, vocab_size, tokenizer_fingerprint(pair.tokenizer), settings
+    )

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ _MAKE_ANEW = "make the corpus again with python -m dflash_mlx.corpus"
 
 
 @dataclass(frozen=True)
-class Header:
+class CorpusHeader:
     """What all rows of a file have in common.
 
-    tokenizer: `fingerprint` of the vocabulary. settings: all that decides the answers, and that a
-    run which continues the file must therefore share.
+    tokenizer: its `tokenizer_fingerprint`. settings: all that decides the answers, and that a run
+    which continues the file must therefore share.
     """
 
     model: str
@@ -44,7 +44,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Row:
+class CorpusRow:
     """One answer of the target.
 
     prompt: token ids through the chat template. answer: token ids, the stop token included where
@@ -65,22 +65,41 @@ class Row:
 
     def as_line(self) -> str:
         """A line of a corpus file, without its newline."""
-        fields: dict[str, Any] = {
-            "id": self.id,
-            "category": self.category,
-            "p": self.prompt,
-            "o": self.answer,
-            "t": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "finish": self.finish,
-        }
-        if self.messages:
-            fields["messages"] = self.messages
-        return json.dumps(fields)
+        line = {key: getattr(self, name) for name, (key, _) in _FIELDS.items()}
+        if not self.messages:
+            del line["messages"]
+        return json.dumps(line)
 
 
-def read_rows(path: Path, vocab_size: int | None = None) -> tuple[Header | None, list[Row]]:
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_ids(value: Any) -> bool:
+    whole = isinstance(value, list) and value and all(type(token) is int for token in value)
+    return bool(whole) and min(value) >= 0
+
+
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of a row: key in the line, and a check
+    "id": ("id", _is_text),
+    "category": ("category", _is_text),
+    "prompt": ("p", _are_ids),
+    "answer": ("o", _are_ids),
+    "temperature": ("t", _is_number),
+    "top_p": ("top_p", _is_number),
+    "seed": ("seed", lambda value: value is None or type(value) is int),
+    "finish": ("finish", _is_text),
+    "messages": ("messages", lambda v: isinstance(v, list) and all(type(m) is dict for m in v)),
+}
+
+
+def read_rows(
+    path: Path, vocab_size: int | None = None
+) -> tuple[CorpusHeader | None, list[CorpusRow]]:
     """The header, if any, and the rows of a corpus file, plain or gzip.
 
     vocab_size: token ids must be below it; the header's by default. A last line that a killed
@@ -95,7 +114,7 @@ def read_rows(path: Path, vocab_size: int | None = None) -> tuple[Header | None,
 
 def parse(
     path: Path, contents: bytes, vocab_size: int | None = None
-) -> tuple[Header | None, list[Row]]:
+) -> tuple[CorpusHeader | None, list[CorpusRow]]:
     """As `read_rows`, from what has been read of `path`; rows may be missing."""
     lines = contents.split(b"\n")
     objects = {i: _object(path, i, line, i == len(lines)) for i, line in enumerate(lines, 1)}
@@ -103,25 +122,26 @@ def parse(
     if isinstance(first := objects.get(1), dict) and "format" in first:
         header = _header(path, objects.pop(1))
         vocab_size = header.vocab_size if vocab_size is None else vocab_size
-    rows = [_row(path, i, values) for i, values in objects.items() if values is not None]
-    for i, row in zip((i for i, v in objects.items() if v is not None), rows, strict=True):
-        if vocab_size is not None and max(row.prompt + row.answer) >= vocab_size:
+    rows = {i: _row(path, i, values) for i, values in objects.items() if values is not None}
+    for i, row in rows.items():
+        largest = max(row.prompt + row.answer)
+        if vocab_size is not None and largest >= vocab_size:
             raise DFlashError(
-                f"line {i} of {path} holds the token {max(row.prompt + row.answer)}, but the "
-                f"model has only {vocab_size}",
+                f"line {i} of {path} holds the token {largest}, but the model has only "
+                f"{vocab_size}",
                 "use the corpus with the model that made it, or " + _MAKE_ANEW,
             )
-    return header, rows
+    return header, list(rows.values())
 
 
-def fingerprint(tokenizer: Any) -> str:
+def tokenizer_fingerprint(tokenizer: Any) -> str:
     """SHA-256 over the sorted vocabulary: the same for tokenizers whose ids mean the same."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
 def check_header(
-    header: Header | None, tokenizer: Any, vocab_size: int, source: str = "the corpus"
+    header: CorpusHeader | None, tokenizer: Any, vocab_size: int, source: str = "the corpus"
 ) -> None:
     """Raise DFlashError for a corpus of another tokenizer; older files do not say whose they are.
 
@@ -131,7 +151,7 @@ def check_header(
         return
     if header.vocab_size != vocab_size:
         difference = f"has {header.vocab_size} tokens, but this model has {vocab_size}"
-    elif header.tokenizer != fingerprint(tokenizer):
+    elif header.tokenizer != tokenizer_fingerprint(tokenizer):
         difference = "has other tokens than this model's"
     else:
         return
@@ -161,7 +181,7 @@ def _object(path: Path, i: int, line: bytes, is_last: bool) -> Any:
         ) from None
 
 
-def _header(path: Path, values: dict[str, Any]) -> Header:
+def _header(path: Path, values: dict[str, Any]) -> CorpusHeader:
     if values["format"] != FORMAT or values.get("version") != VERSION:
         raise DFlashError(
             f"{path} has the format {values['format']!r}, version {values.get('version')!r}, "
@@ -169,53 +189,27 @@ def _header(path: Path, values: dict[str, Any]) -> Header:
             "update dflash-chat, or " + _MAKE_ANEW,
         )
     kinds = {"model": str, "vocab_size": int, "tokenizer": str, "settings": dict}
+    given = {"settings": {}, **values}
     for name, kind in kinds.items():
-        value = values.get(name, {} if name == "settings" else None)
-        if not isinstance(value, kind):
-            raise _damaged(path, 1, name, value)
-    return Header(**{name: values[name] for name in kinds if name in values})
+        if not isinstance(given.get(name), kind):
+            raise _damaged(path, 1, name, given.get(name))
+    return CorpusHeader(**{name: given[name] for name in kinds})
 
 
-def _row(path: Path, i: int, values: Any) -> Row:
+def _row(path: Path, i: int, values: Any) -> CorpusRow:
     if not isinstance(values, dict):
         raise DFlashError(f"line {i} of {path} is no row", f"delete that line, or {_MAKE_ANEW}")
-    temperature, top_p = values.get("t"), values.get("top_p", 1.0)
-    for name, number in (("t", temperature), ("top_p", top_p)):
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise _damaged(path, i, name, number)
-    texts = {name: values.get(name, default) for name, default in _texts(i).items()}
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise _damaged(path, i, name, text)
-    seed, messages = values.get("seed"), values.get("messages", [])
-    if seed is not None and type(seed) is not int:
-        raise _damaged(path, i, "seed", seed)
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise _damaged(path, i, "messages", messages)
-    return Row(
-        prompt=_ids(path, i, "p", values),
-        answer=_ids(path, i, "o", values),
-        temperature=float(temperature),  # type: ignore[arg-type]
-        top_p=float(top_p),
-        seed=seed,
-        messages=tuple(messages),
-        **texts,
-    )
+    usual = {"top_p": 1.0, "id": f"line-{i}", "category": "", "finish": "", "messages": []}
+    given, fields = {**usual, **values}, dict[str, Any]()
+    for name, (key, is_right) in _FIELDS.items():
+        value = given.get(key)
+        if not is_right(value):
+            raise _damaged(path, i, key, value)
+        fields[name] = tuple(value) if isinstance(value, list) else value
+    return CorpusRow(**fields)
 
 
-def _texts(i: int) -> dict[str, str]:
-    return {"id": f"line-{i}", "category": "", "finish": ""}
-
-
-def _ids(path: Path, i: int, name: str, values: dict[str, Any]) -> tuple[int, ...]:
-    ids = values.get(name)
-    whole = isinstance(ids, list) and ids and all(type(token) is int for token in ids)
-    if not whole or min(ids) < 0:  # type: ignore[arg-type]
-        raise _damaged(path, i, name, ids)
-    return tuple(ids)  # type: ignore[arg-type]
-
-
-def _damaged(path: Path, i: int, name: str, value: Sequence[Any] | Any) -> DFlashError:
+def _damaged(path: Path, i: int, name: str, value: Any) -> DFlashError:
     shown = "missing" if value is None else repr(value)[:60]
     return DFlashError(
         f"field {name!r} in line {i} of {path} is {shown}", f"delete that line, or {_MAKE_ANEW}"

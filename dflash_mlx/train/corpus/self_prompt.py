@@ -12,24 +12,24 @@ from jinja2 import TemplateError
 
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.load import Pair
-from dflash_mlx.session.chat import prompt_tokens
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.corpus.batch import Done, Job
-from dflash_mlx.train.corpus.jobs import Question, lot
-from dflash_mlx.train.corpus.rows import Row
+from dflash_mlx.train.corpus.jobs import Prompt, lot
+from dflash_mlx.train.corpus.rows import CorpusRow
 
 _MARK = "dflash4c7a1e"  # stands for the user's text
 _PATIENCE = 20  # user turns rejected for each good one
 
 
 class TurnWriter:
-    """Jobs that make the model write user turns, and the questions that come of them.
+    """Jobs that make the model write user turns, and the prompts that come of them.
 
     Turns are numbered; a number's opening and seed never change, so a run that was killed goes on
     with the numbers that the file lacks. rows: what the file holds.
     """
 
-    def __init__(self, pair: Pair, config: CorpusConfig, rows: Sequence[Row]) -> None:
+    def __init__(self, pair: Pair, config: CorpusConfig, rows: Sequence[CorpusRow]) -> None:
         self.rejected = 0
         self._pair = pair
         self._config = config
@@ -49,7 +49,7 @@ class TurnWriter:
             )
         return [self._job(n) for n in islice(self._numbers, turns)]
 
-    def question(self, done: Done) -> Question | None:
+    def prompt(self, done: Done) -> Prompt | None:
         """The prompt that a written turn makes; None for one that is no good or not new."""
         n = done.job.key
         text = self._template.text(self._opening(n), done.tokens, done.finish)
@@ -58,7 +58,7 @@ class TurnWriter:
             tokens = prompt_tokens(self._pair.tokenizer, [message], self._config.system)
             if len(tokens) < self._pair.target.context_length:
                 self._seen.add(text)
-                return Question(self._id(n), "self", tuple(tokens), (message,))
+                return Prompt(self._id(n), "self", tuple(tokens), (message,))
         self.rejected += 1
         return None
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from types import TracebackType
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.train.corpus.rows import Header, Row, parse
+from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, parse
 
 _ANOTHER = "name another file with --out"
 
@@ -25,68 +24,60 @@ class CorpusFile:
         if path.suffix == ".gz":
             raise DFlashError(f"{path} would be compressed", "write plain JSON and gzip it later")
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = path.open("ab+", buffering=0)
         except OSError as error:
             raise DFlashError(f"{path} cannot be written ({error.strerror})", _ANOTHER) from None
         try:
             self._lock()
             self._size = self._whole_lines()
         except BaseException:
-            os.close(self._descriptor)
+            self._file.close()
             raise
 
     def __enter__(self) -> CorpusFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Let another process have the file; one that holds nothing is removed."""
-        if os.fstat(self._descriptor).st_size == 0:
+        if os.fstat(self._file.fileno()).st_size == 0:
             self.path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        self._file.close()
 
-    def begin(self, header: Header) -> None:
+    def begin(self, header: CorpusHeader) -> None:
         """Write the header of a new file, or check that `header` continues this one.
 
         What a killed process left behind the last whole line is cut off. Raises DFlashError where
         the file was made by another model or with other settings.
         """
-        if self.header is None:
-            os.ftruncate(self._descriptor, self._size)
-            self._append(header.as_line())
-        elif self.header != header:
+        if self.header not in (None, header):
             raise DFlashError(
                 f"{self.path} was made with {_difference(self.header, header)}",
                 f"run with the settings it was made with, or {_ANOTHER}",
             )
-        else:
-            os.ftruncate(self._descriptor, self._size)
+        self._file.truncate(self._size)
+        if self.header is None:
+            self._append(header.as_line())
 
-    def append(self, row: Row) -> None:
+    def append(self, row: CorpusRow) -> None:
         """Write a row at once; where that fails the file is left as it was."""
         self._append(row.as_line())
 
     def _append(self, line: str) -> None:
-        rest = line.encode() + b"\n"
-        end = self._size + len(rest)
+        data, written = line.encode() + b"\n", 0
         try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            while written < len(data):
+                written += self._file.write(data[written:]) or 0
         except BaseException:
-            os.ftruncate(self._descriptor, self._size)
+            self._file.truncate(self._size)
             raise
-        self._size = end
+        self._size += written
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise DFlashError(
                 f"another process is writing {self.path}", f"wait for it, or {_ANOTHER}"
@@ -94,22 +85,18 @@ class CorpusFile:
 
     def _whole_lines(self) -> int:
         """Read header and rows; the length of the file without an incomplete last line."""
-        try:
-            contents = self.path.read_bytes()
-        except OSError as error:
-            raise DFlashError(f"{self.path} cannot be read ({error.strerror})", _ANOTHER) from None
-        if not Header.begins_with(contents):
+        self._file.seek(0)
+        contents = self._file.read()
+        if not CorpusHeader.begins_with(contents):
             raise DFlashError(f"{self.path} exists and does not begin as a corpus does", _ANOTHER)
         size = contents.rfind(b"\n") + 1
         self.header, self.rows = parse(self.path, contents[:size])
         return size
 
 
-def _difference(old: Header, new: Header) -> str:
+def _difference(old: CorpusHeader, new: CorpusHeader) -> str:
     """The first thing in which the headers differ, for a message."""
-    before = {"model": old.model, "tokenizer": old.tokenizer, **old.settings}
-    after = {"model": new.model, "tokenizer": new.tokenizer, **new.settings}
-    for name in before.keys() | after.keys():
-        if before.get(name) != after.get(name):
-            return f"{name} {before.get(name)!r}, not {after.get(name)!r}"
-    return f"a vocabulary of {old.vocab_size}, not {new.vocab_size}"
+    before, after = ({**vars(header), **header.settings} for header in (old, new))
+    names = (before.keys() | after.keys()) - {"settings"}
+    name = next(name for name in sorted(names) if before.get(name) != after.get(name))
+    return f"{name} {before.get(name)!r}, not {after.get(name)!r}"

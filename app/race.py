@@ -1,0 +1,109 @@
+"""A race: the same question decoded plainly and with drafts, in turns, and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+
+from dflash_mlx import (
+    DFlashError,
+    Difference,
+    Pair,
+    Request,
+    Session,
+    TextDelta,
+    draws_drafts,
+    first_difference,
+    prompt_tokens,
+    settle,
+)
+
+PLAIN, DRAFTED = "plain", "drafted"
+SLICE = 1.0  # seconds that one side of a race runs before the other may
+
+
+@dataclass(frozen=True)
+class RaceStep:
+    """One side of a race moved on. seconds: its own decoding time so far; text: what came new."""
+
+    side: str
+    text: str
+    tokens: int
+    seconds: float
+    finished: bool
+
+
+@dataclass(frozen=True)
+class RaceResult:
+    """How a race ended. text: a sentence. equal: whether every token is the same."""
+
+    text: str
+    equal: bool
+
+
+def race(pair: Pair, request: Request) -> Iterator[RaceStep | RaceResult]:
+    """Both sides in turn, always the one that has had less time, from the same seed."""
+    if request.config.method == "none":
+        raise DFlashError(
+            "the method is none, so both sides would decode plainly", "choose another /method"
+        )
+    sampling = request.config.sampling.with_seed()
+    config = settle(replace(request.config, sampling=sampling), pair.means)
+    if draws_drafts(config):
+        raise DFlashError(
+            "answers drawn by rejection differ from plain ones, by design",
+            "set acceptance to match in /settings to compare them token by token",
+        )
+    tokens = prompt_tokens(pair.tokenizer, request.messages, request.system)
+    plain = Lane(PLAIN, Session(pair, replace(config, method="none")).stream(tokens))
+    drafted = Lane(DRAFTED, Session(pair, config).stream(tokens))
+    while running := [lane for lane in (drafted, plain) if not lane.finished]:
+        yield from min(running, key=lambda lane: lane.seconds).run(SLICE)
+    difference = first_difference(pair.target, tokens, plain.tokens, drafted.tokens)
+    yield result_of(plain, drafted, difference)
+
+
+@dataclass
+class Lane:
+    """One side of a race. seconds: of decoding, its unfinished device work included."""
+
+    side: str
+    deltas: Iterator[TextDelta]
+    tokens: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    finished: bool = False
+
+    def run(self, seconds: float) -> Iterator[RaceStep]:
+        """Decode for so long, then wait for the device, lest it work in the other's time."""
+        end = self.seconds + seconds
+        while self.seconds < end and not self.finished:
+            begin = time.perf_counter()
+            delta = next(self.deltas)
+            first = not self.tokens
+            self.tokens.extend(delta.tokens)
+            self.finished = delta.finish_reason is not None
+            self.seconds += time.perf_counter() - begin
+            if first:
+                self.seconds -= delta.statistics.prefill_seconds
+            yield RaceStep(self.side, delta.text, len(self.tokens), self.seconds, self.finished)
+        begin = time.perf_counter()
+        mx.synchronize()
+        self.seconds += time.perf_counter() - begin
+
+
+def result_of(plain: Lane, drafted: Lane, difference: Difference | None) -> RaceResult:
+    """Who was faster, and whether both said the same, token by token."""
+    ratio = plain.seconds / drafted.seconds * len(drafted.tokens) / len(plain.tokens)
+    speed = f"{ratio:.2f} times as fast as plain decoding on this question"
+    if difference is None:
+        return RaceResult(f"All {len(plain.tokens)} tokens are the same. {speed}.", True)
+    if difference.margin is None:
+        why = "one answer ends there"
+    elif difference.is_near_tie:
+        why = f"where two tokens are all but tied (logits {difference.margin:.1e} apart)"
+    else:
+        why = f"with logits {difference.margin:.2f} apart, which is no tie: please report it"
+    return RaceResult(f"The same up to token {difference.position}, {why}. {speed}.", False)

@@ -1,0 +1,70 @@
+"""What a drafter registers of itself, for `methods.METHODS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.pair import Pair
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where drafted tokens can come from.
+
+    name: as in `Tree.sources`. label: for legends. colour: a colour of the screen's theme.
+    """
+
+    name: str
+    label: str
+    colour: str
+
+
+DRAFT = Source("first", "draft", "success")
+SECOND_DRAFT = Source("second", "second draft", "primary")
+LOOKUP = Source("lookup", "lookup", "warning")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A choice of `--method`.
+
+    name: as on the command line. label: for people; lone_label: where one draft model stands in
+    for two. make: the drafter for a pair and settings; DFlashError where the pair does not serve
+    it.
+
+    family: of the draft models that it runs, "" where it runs none. best_with: how many of them.
+    needs_trees: whether the target must verify trees. draws: whether it can draw its drafts, for
+    rejection sampling. settings: fields of `DecodeConfig` that it takes, beside those that hold
+    for every method. sources: of its tokens. preference: `auto` takes the highest that serves,
+    never 0. is_control: whether only benchmarks offer it.
+    """
+
+    name: str
+    label: str
+    make: Callable[[Pair, DecodeConfig], Drafter]
+    lone_label: str = ""
+    family: str = ""
+    best_with: int = 0
+    needs_trees: bool = False
+    draws: bool = False
+    settings: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
+    preference: int = 0
+    is_control: bool = False
+
+    def called(self, drafters: int) -> str:
+        """The label with so many draft models."""
+        return self.lone_label if self.lone_label and drafters == 1 else self.label
+
+
+def check_block_size(block_size: int | None, most: int) -> None:
+    """Raise DFlashError unless a drafter trained for blocks of `most` can draft such a block."""
+    if block_size is not None and not 2 <= block_size <= most:
+        raise DFlashError(
+            f"block_size is {block_size}, but this drafter was trained for blocks of {most}",
+            f"choose 2 to {most}",
+        )

@@ -1,0 +1,115 @@
+"""What is loaded: a target with its tokenizer, and the draft models that fit it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.state import Context
+from dflash_mlx.target.model import Target
+
+_T = TypeVar("_T")
+
+
+class DraftModel(Protocol):
+    """A draft model bound to its target; drafters of its family know what else it can do."""
+
+    @property
+    def family(self) -> str:
+        """Which methods can run it, see `Method.family`."""
+
+    @property
+    def block_size(self) -> int:
+        """The largest block that it was trained for, the anchor included."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers (0-based) whose output it reads."""
+
+    def new_context(self) -> Context:
+        """An empty context for one sequence."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """How a pair is best used.
+
+    method: what `auto` means, itself where that is open. block_size: of dflash, None for the
+    draft model's own.
+    """
+
+    method: str = "auto"
+    block_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a pair can draft with.
+
+    drafters: draft models, 0 to 2. trees: whether the target can verify them. advice: the
+    registry's. family: of the draft models, "" without any.
+    """
+
+    drafters: int
+    trees: bool = True
+    advice: Advice = Advice()
+    family: str = "dflash"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target with its tokenizer, and the draft models that fit it, if any.
+
+    tokenizer: mlx-lm's TokenizerWrapper. drafters: D2SD's variable-prefix drafter is the second.
+    drafter_name: where the first came from. undrafted: why there is none, where none was found.
+    advice: how the pair is best used. notes: what loading had to change, a sentence each.
+    learned: what sessions have learned about drafting; `recall` reads it.
+    """
+
+    target: Target
+    tokenizer: Any
+    drafters: tuple[DraftModel, ...] = ()
+    drafter_name: str | None = None
+    undrafted: str = ""
+    advice: Advice = Advice()
+    notes: tuple[str, ...] = ()
+    learned: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def fallback(self) -> str:
+        """What `auto` does for want of a drafter, "" where there is one."""
+        return f"{self.undrafted}, so drafts are n-gram lookups" if self.undrafted else ""
+
+    @property
+    def means(self) -> Means:
+        """What there is to draft with; no block is advised beyond the drafter's own."""
+        advice, family = self.advice, ""
+        if self.drafters:
+            first = self.drafters[0]
+            family = first.family
+            if advice.block_size is not None:
+                advice = replace(advice, block_size=min(advice.block_size, first.block_size))
+        return Means(len(self.drafters), _takes_trees(self.target), advice, family)
+
+    def recall(self, key: tuple[Any, ...], learn: Callable[[], _T]) -> _T:
+        """What was learned under `key`, by `learn()` where nothing was yet."""
+        if key not in self.learned:
+            self.learned[key] = learn()
+        return self.learned[key]  # type: ignore[no-any-return]
+
+    def require_drafter(self) -> DraftModel:
+        """The first draft model; DFlashError where there is none."""
+        if not self.drafters:
+            problem = self.undrafted or f"no drafter is known for {self.target.name}"
+            raise DFlashError(problem, "name one with --drafter, or use --method none")
+        return self.drafters[0]
+
+
+def _takes_trees(target: Target) -> bool:
+    try:
+        target.check_trees()
+    except DFlashError:
+        return False
+    return True

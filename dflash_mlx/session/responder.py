@@ -1,0 +1,77 @@
+"""Answers to requests, one after another: a conversation's next turn reuses its caches."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.drafters.methods import draws_drafts, settle
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.stream import Session, TextDelta
+from dflash_mlx.session.templates import Message, prompt_tokens
+from dflash_mlx.session.text import BEGIN, opens_thought
+from dflash_mlx.target.pass_times import stored_times
+
+
+@dataclass(frozen=True)
+class Request:
+    """A conversation to go on with, the question last."""
+
+    messages: tuple[Message, ...]
+    system: str | None
+    config: DecodeConfig
+
+
+class Responder:
+    """Answers requests with one pair, and keeps the caches of the last one for the next."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self._session: Session | None = None
+
+    def answer(
+        self, request: Request, observer: Observer | None = None
+    ) -> Generator[TextDelta, None, None]:
+        """A delta per round; a thought that the chat template opened is opened in the text.
+
+        Raises DFlashError as `prompt_tokens` and `Session` do.
+        """
+        tokens = prompt_tokens(self.pair.tokenizer, request.messages, request.system)
+        opening = BEGIN if opens_thought(self.pair.tokenizer, tokens) else ""
+        for delta in self._session_for(request.config).stream(tokens, observer):
+            yield replace(delta, text=opening + delta.text) if opening else delta
+            opening = ""
+
+    def plain_seconds(self) -> float | None:
+        """Of a one-token target pass, measured once per machine; None where it cannot be timed."""
+        target = self.pair.target
+        try:
+            if target.pass_times is None:
+                target.pass_times = stored_times(target)
+        except DFlashError:
+            return None
+        return float(target.pass_times.of(1))
+
+    def _session_for(self, config: DecodeConfig) -> Session:
+        """The session with its caches; a new one only where drafting itself has changed."""
+        config = settle(config, self.pair.means)
+        if self._session is None or _drafting(self._session.config) != _drafting(config):
+            self._session = Session(self.pair, config)
+        self._session.config = config
+        return self._session
+
+
+def _drafting(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | None]:
+    """What a session is made for: `config` without what may change between two of its turns."""
+    same = DecodeConfig()
+    lasting = replace(
+        config,
+        max_tokens=same.max_tokens,
+        stop=same.stop,
+        prefill_step=same.prefill_step,
+        sampling=same.sampling,
+    )
+    return lasting, config.sampling if draws_drafts(config) else None

@@ -1,0 +1,118 @@
+"""The table of methods: what `auto` is, and which settings belong to whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash_mlx.core.config import AUTO, DecodeConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.methods import (
+    METHODS,
+    check_given,
+    check_uses,
+    choices,
+    find_method,
+    given,
+    needs_drafter,
+    settle,
+    sources,
+    takers,
+    why_auto,
+)
+from dflash_mlx.engine.pair import Advice, Means
+
+WARM = SamplingConfig(temperature=0.7)
+TWO, ONE, NO = Means(2), Means(1), Means(0)
+CHAINS = Means(2, trees=False)
+DDTREE = Means(2, advice=Advice("ddtree", 5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "means", "method"),
+    [
+        ({}, TWO, "d2sd"),
+        ({}, ONE, "ddtree"),
+        ({}, NO, "ngram"),
+        ({}, CHAINS, "dflash"),
+        ({}, DDTREE, "ddtree"),
+        ({}, Means(1, family="toy"), "ngram"),
+        ({"branches": 4}, DDTREE, "d2sd"),
+        ({"branches": 3}, ONE, "d2sd"),
+        ({"branches": 3}, CHAINS, "dflash"),
+        ({"growth": "paper"}, DDTREE, "d2sd"),
+        ({"budget": 16}, DDTREE, "ddtree"),
+        ({"budget": 16}, NO, "ngram"),
+        ({"lookup": False}, TWO, "d2sd"),
+        ({"acceptance": "reject", "sampling": WARM}, TWO, "dflash"),
+        ({"acceptance": "reject", "sampling": WARM}, NO, "ngram"),
+        ({"acceptance": "reject"}, TWO, "d2sd"),
+        ({"acceptance": "match", "sampling": WARM}, TWO, "d2sd"),
+        ({"method": "none", "branches": 3}, TWO, "none"),
+    ],
+)
+def test_auto_is_what_the_pair_serves_the_settings_ask_for_and_the_registry_advises(
+    settings, means, method
+):
+    assert settle(DecodeConfig(**settings), means).method == method
+
+
+def test_the_advised_block_is_for_dflash_without_one_of_its_own():
+    for method, asked, block in (("dflash", None, 5), ("dflash", 3, 3), ("ddtree", None, None)):
+        config = settle(DecodeConfig(method, block_size=asked), DDTREE)
+        assert config.block_size == block
+
+
+def test_settings_of_one_method_are_given_when_they_are_not_the_default():
+    assert given(DecodeConfig(max_tokens=3, exact=True)) == ()
+    assert set(given(DecodeConfig(branches=4, lookup=False))) == {"branches", "lookup"}
+    assert takers("branches") == ("d2sd", "resample") and takers("max_tokens") == ()
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "owners"),
+    [
+        ("ngram", {"branches": 3}, "d2sd"),
+        ("dflash", {"budget": 16}, "ddtree, d2sd"),
+        ("ddtree", {"growth": "paper"}, "d2sd"),
+        ("ddtree", {"acceptance": "reject"}, "dflash"),
+        ("none", {"block_size": 4}, "dflash, ddtree, d2sd, ngram"),
+    ],
+)
+def test_a_setting_of_another_method_is_refused_with_the_methods_that_have_it(
+    method, settings, owners
+):
+    name, value = next(iter(settings.items()))
+    with pytest.raises(DFlashError, match=f"{name} is {value}.*{method}.*{owners}"):
+        check_given(DecodeConfig(method, **settings))
+    for owner in (AUTO, *owners.split(", ")):
+        check_given(DecodeConfig(owner, **settings))
+
+
+def test_settings_that_decide_what_auto_is_are_named():
+    assert "d2sd" in why_auto(DecodeConfig(branches=3), DDTREE)
+    assert "branches" in why_auto(DecodeConfig(branches=3), DDTREE)
+    for silent in (DecodeConfig(), DecodeConfig(budget=16), DecodeConfig("d2sd", branches=3)):
+        assert why_auto(silent, DDTREE) == ""
+
+
+def test_unknown_methods_are_refused_by_name_and_controls_are_not_offered():
+    with pytest.raises(DFlashError, match="method is 'fast'; choose one of auto, none, dflash"):
+        settle(DecodeConfig("fast"), TWO)
+    assert "resample" in METHODS and "resample" not in choices()
+
+
+def test_a_use_that_the_pair_cannot_serve_is_refused_before_weights_are_read():
+    with pytest.raises(DFlashError, match="none is known"):
+        check_uses([DecodeConfig("dflash")], [], NO, "none is known")
+    with pytest.raises(DFlashError, match="block_size is 7.*blocks of 6"):
+        check_uses([DecodeConfig("d2sd", block_size=7)], [8, 6], TWO, "")
+    check_uses([DecodeConfig("dflash", block_size=7), DecodeConfig("ngram")], [8, 6], TWO, "")
+
+
+def test_what_a_method_says_of_itself_fits_together():
+    for name, method in METHODS.items():
+        assert find_method(name) is method and method.label
+        assert all(hasattr(DecodeConfig(), setting) for setting in method.settings)
+        assert needs_drafter(name) == bool(method.family) == (method.best_with > 0)
+    assert len({source.name for source in sources()}) == len(sources())
+    assert find_method("d2sd").called(1) != find_method("d2sd").called(2)

@@ -1,0 +1,204 @@
+"""Requests on a tiny pair: turns reuse caches, and the worker runs, cancels and reports them."""
+
+import threading
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from dflash_mlx import (
+    DecodeConfig,
+    DFlashError,
+    Ended,
+    Failed,
+    Prefilled,
+    Request,
+    Responder,
+    SamplingConfig,
+    TextDelta,
+    Worker,
+    load,
+)
+from dflash_mlx.session import responder as module
+from support.models import TEMPLATE, write_drafter, write_model
+
+THINKING = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
+CONFIG = DecodeConfig(max_tokens=12, method="dflash")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pair")
+    model = write_model(root / "model", max_position_embeddings=400)
+    return load(str(model), str(write_drafter(root / "drafter")))
+
+
+@pytest.fixture
+def responder(pair):
+    return Responder(pair)
+
+
+def request(*texts, **settings):
+    roles = ("user", "assistant")
+    messages = tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(texts))
+    return Request(messages, None, replace(CONFIG, **settings))
+
+
+def answer(responder, asked):
+    """The text of an answer and its statistics."""
+    deltas = list(responder.answer(asked))
+    return "".join(delta.text for delta in deltas), deltas[-1].statistics
+
+
+def test_a_second_turn_computes_only_its_own_tokens_and_is_answered_as_without_reuse(responder):
+    text, first = answer(responder, request("hello"))
+    assert text == answer(responder, request("hello", method="none"))[0]
+    answer(responder, request("hello"))
+    follow_up = request("hello", text, "and you?")
+    again, second = answer(responder, follow_up)
+    assert second.reused_tokens >= first.prompt_tokens
+    assert second.reused_tokens > second.prompt_tokens / 2
+    assert answer(Responder(responder.pair), follow_up)[0] == again
+
+
+def test_a_delta_says_which_token_stood_before_it(responder):
+    first, *others = deltas = list(responder.answer(request("hello")))
+    prompt = responder.pair.tokenizer.encode("\n")
+    assert first.anchor == prompt[-1]
+    assert [delta.anchor for delta in others] == [delta.tokens[-1] for delta in deltas[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reuses"),
+    [
+        ({"max_tokens": 5, "stop": ("q",), "sampling": SamplingConfig(0.5, seed=1)}, True),
+        ({"method": "ngram"}, False),
+        ({"sampling": SamplingConfig(0.5)}, False),  # drafts are drawn by it
+    ],
+)
+def test_caches_are_kept_unless_drafting_itself_changes(responder, settings, reuses):
+    text, _ = answer(responder, request("hello"))
+    follow_up = request("hello", text, "on", **settings)
+    _, statistics = answer(responder, follow_up)
+    assert (statistics.reused_tokens > 0) == reuses
+    assert statistics.generated_tokens <= follow_up.config.max_tokens
+    _, statistics = answer(responder, follow_up)
+    assert statistics.reused_tokens > 0
+
+
+def test_a_thought_that_the_template_opens_is_opened_in_the_text(tmp_path):
+    pair = load(str(write_model(tmp_path / "thinking", template=THINKING)))
+    text, _ = answer(Responder(pair), request("hello", method="none"))
+    assert text.startswith("<think>")
+    assert not text[7:].startswith("<think>")
+
+
+@pytest.mark.parametrize(
+    ("asked", "value"), [(request("x" * 500), "400"), (request("hello", block_size=99), "99")]
+)
+def test_what_cannot_be_answered_is_refused_and_the_next_request_is_served(responder, asked, value):
+    before, _ = answer(responder, request("hello"))
+    with pytest.raises(DFlashError, match=value):
+        answer(responder, asked)
+    assert answer(responder, request("hello"))[0] == before
+
+
+def test_plain_decoding_is_measured_once_and_not_at_all_where_it_cannot_be(pair, monkeypatch):
+    class Times:
+        calls = 0
+
+        def of(self, rows):
+            Times.calls += 1
+            return mx.array(0.25 * rows)
+
+    def refuse(target):
+        raise DFlashError("it computes with one position", "use chains")
+
+    monkeypatch.setattr(pair.target, "pass_times", None)
+    monkeypatch.setattr(module, "stored_times", refuse)
+    assert Responder(pair).plain_seconds() is None
+    monkeypatch.setattr(module, "stored_times", lambda target: Times())
+    assert Responder(pair).plain_seconds() == 0.25
+    monkeypatch.setattr(module, "stored_times", refuse)
+    assert Responder(pair).plain_seconds() == 0.25, "remembered with the target"
+
+
+# The worker
+
+
+class Heard:
+    """A worker with a list of its events; `cancels` says at which one a job is cancelled."""
+
+    def __init__(self, cancels=lambda event: False):
+        self.events, self._over = [], threading.Condition()
+        self._cancels, self._ended = cancels, 0
+        self.worker = Worker(self.post)
+
+    def post(self, job, event):
+        if self._cancels(event):
+            job.cancelled.set()
+        with self._over:
+            self.events.append((job, event))
+            self._ended += isinstance(event, Ended | Failed)
+            self._over.notify()
+
+    def wait(self, jobs):
+        """Until so many jobs are over; then the worker ends."""
+        with self._over:
+            assert self._over.wait_for(lambda: self._ended == jobs, 60)
+        assert self.worker.close(60)
+
+    def of(self, job):
+        return [event for one, event in self.events if one is job]
+
+
+def is_delta(event):
+    return isinstance(event, TextDelta)
+
+
+def test_jobs_run_in_order_and_each_ends_once(responder):
+    heard, asked = Heard(), [request("hello"), request("x" * 500), request("hello")]
+    jobs = [heard.worker.submit(lambda job, r=r: responder.answer(r, job)) for r in asked]
+    heard.wait(3)
+    assert [job for job, event in heard.events if isinstance(event, Ended | Failed)] == jobs
+    (failed,) = heard.of(jobs[1])
+    assert "400" in str(failed.error)
+    for job in (jobs[0], jobs[2]):
+        *_, delta, ended = events = heard.of(job)
+        assert isinstance(events[0], Prefilled)
+        assert (delta.finish_reason, ended) == ("length", Ended())
+
+
+@pytest.mark.parametrize(
+    "cancels", [lambda e: isinstance(e, Prefilled) and e.tokens == 128, is_delta]
+)
+def test_a_cancelled_job_ends_before_its_next_pass_and_keeps_what_it_computed(pair, cancels):
+    """Cancelled in its prefill, or between two rounds; the same request then goes on from there."""
+    asked, responder = request("x" * 200, prefill_step=64), Responder(pair)
+    whole, _ = answer(Responder(pair), asked)
+    heard = Heard(cancels)
+    first = heard.worker.submit(lambda job: responder.answer(asked, job))
+    second = heard.worker.submit(lambda job: responder.answer(asked))  # hears of no prefill
+    heard.wait(2)
+    assert sum(map(is_delta, heard.of(first))) == (cancels is is_delta)
+    assert heard.of(first)[-1] == Ended()
+    *deltas, _ = heard.of(second)
+    assert deltas[0].statistics.reused_tokens >= 128
+    assert whole.startswith("".join(delta.text for delta in deltas))
+
+
+def test_a_job_cancelled_while_it_waits_is_never_begun():
+    heard, hold, called = Heard(), threading.Event(), []
+
+    def work(action):
+        called.append(action)
+        yield action()
+
+    first = heard.worker.submit(lambda job: work(hold.wait))
+    second = heard.worker.submit(lambda job: work(hold.set))
+    assert first.begun.wait(60) and not second.begun.is_set()
+    second.cancelled.set()
+    hold.set()
+    heard.wait(2)
+    assert heard.events == [(first, True), (first, Ended()), (second, Ended())]
+    assert called == [hold.wait]
