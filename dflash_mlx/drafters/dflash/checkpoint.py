@@ -17,9 +17,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Finding, in_one_line
 from dflash_mlx.drafters.dflash import speculators
+from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.config_file import (
     VERSION_1,
     VERSION_2,
@@ -27,6 +29,7 @@ from dflash_mlx.drafters.dflash.config_file import (
     parse_fields,
     problems,
 )
+from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.dflash.quantized import quantize_network
 from dflash_mlx.drafters.dflash.tensors import (
@@ -36,6 +39,7 @@ from dflash_mlx.drafters.dflash.tensors import (
     read_tensors,
 )
 from dflash_mlx.drafters.dflash.tensors import check_tensors as check_tensors  # with the others
+from dflash_mlx.target.model import Target
 
 CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
 _MARKS = ("dflash_config", "speculators_model_type", "speculators_config")
@@ -175,6 +179,16 @@ def load_network(
     network.drop_idle_convolutions(config)
     mx.eval(network.parameters())
     return network
+
+
+def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConfig) -> BlockModel:
+    """The drafter in `folder`, in the target's dtype and bound to it; raises as `read_drafter` does.
+
+    config: what `read_config` found there.
+    """
+    config = limit_windows(config, settings.draft_window)
+    network = load_network(folder, config, target.dtype, settings.drafter_bits)
+    return BlockModel(network, config, target)
 
 
 def _read(folder: Path) -> tuple[NetworkConfig, dict[str, Any]]:
