@@ -35,9 +35,13 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     part, drafters = find_parts(names, uses)
     target, tokenizer = part.load()
     target.kv_bits = config.kv_bits
+    dtype = target.dtype
     models = tuple(drafter.load(target, config) for drafter in drafters.parts)
-    notes = (*drafters.notes, *already_packed(drafters, config.drafter_bits))
-    notes += fit_ranges(target, models)
+    cast_to_fit = fit_ranges(target, models)
+    if target.dtype != dtype:  # what drafts for it computes in its new type, from files again
+        models = tuple(drafter.load(target, config) for drafter in drafters.parts)
+        cast_to_fit = tuple(dict.fromkeys(cast_to_fit + fit_ranges(target, models)))
+    notes = (*drafters.notes, *already_packed(drafters, config.drafter_bits), *cast_to_fit)
     target.use_kernels(cast(Mode, config.kernels))
     name = names.drafter if models else None
     return Pair(target, tokenizer, models, name, drafters.missing, names.advice, notes)

@@ -353,16 +353,6 @@ def test_what_loading_changed_is_said_by_backend_and_command_line(folders, monke
     assert "it computes in float32\n" in capsys.readouterr().err
 
 
-def test_a_drafter_takes_the_type_that_its_target_was_widened_to(folders, monkeypatch):
-    class Range(RangeCheck):
-        def __init__(self, target: Target, configs: Any) -> None:
-            super().__init__(target, configs)
-            target.model.set_dtype(mx.bfloat16)
-
-    monkeypatch.setattr(import_module("dflash_mlx.models.load"), "RangeCheck", Range)
-    assert pair_of(folders).network.norm.weight.dtype == mx.bfloat16
-
-
 # The default pair
 
 

@@ -155,7 +155,7 @@ def _alarm() -> Iterator[None]:
 
 def load_drafter(model: Path, folder: Path) -> None:
     """Damaged as the drafter of a sound target; its numbers must be those of the files."""
-    _same(_load(str(model), str(folder)).network, folder)
+    _same(_load(str(model), str(folder)).drafters[0].module, folder)
 
 
 def load_alone(folder: Path) -> None:
@@ -174,7 +174,7 @@ def load_pair_folder(model: Path, drafter: Path, folder: Path) -> None:
     (folder / pair_folder.DRAFTER).symlink_to(drafter)
     pair = _load(str(folder))
     _same(pair.target.model, model)
-    _same(pair.network, drafter)
+    _same(pair.drafters[0].module, drafter)
 
 
 def check_on_hub(repositories: dict[str, Path], folder: Path) -> None:
