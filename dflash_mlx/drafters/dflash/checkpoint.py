@@ -142,16 +142,6 @@ def check_fit(config: NetworkConfig, target: Mapping[str, Any], name: str) -> No
         raise DFlashError(misfit.what, misfit.next_step)
 
 
-def check_block_size(block_size: int | None, config: NetworkConfig) -> None:
-    """Raise DFlashError unless the drafter can draft blocks of `block_size` (None: its own)."""
-    if block_size is not None and not 2 <= block_size <= config.block_size:
-        raise DFlashError(
-            f"block_size is {block_size}, but this drafter was trained for blocks of "
-            f"{config.block_size}",
-            f"choose 2 to {config.block_size}",
-        )
-
-
 def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
     """A drafter folder of any format, checked, its tensors under our names and still lazy.
 
@@ -182,7 +172,7 @@ def load_network(
 
 
 def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConfig) -> BlockModel:
-    """The drafter in `folder`, in the target's dtype and bound to it; raises as `read_drafter` does.
+    """The drafter in `folder`, bound to its target; raises as `read_drafter` does.
 
     config: what `read_config` found there.
     """
