@@ -104,6 +104,7 @@ class Place:
 
     tokens: list[int]
     context: Context
+    room: int
     anchor: mx.array = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,12 +157,13 @@ def simulate(
             here = [name for name, position in following.items() if position == anchor]
             if not here:
                 continue
-            context.append(features[done:anchor])
+            context.append(mx.array(text[done:anchor]), features[done:anchor])
             done = anchor
             memory.forget()
             for name in here:
-                place = Place(text[: anchor + 1], context_of(drafters[name], context))
-                tree = drafters[name].propose(place, len(text) - 1 - anchor)  # type: ignore[arg-type]
+                room = len(text) - 1 - anchor
+                place: Any = Place(text[: anchor + 1], context_of(drafters[name], context), room)
+                tree = drafters[name].propose([place], room)[0].tree
                 tokens = len(accept(tree, continuing(text, anchor)).path)
                 counts[name].add(row.category, tokens, len(tree))
                 following[name] = anchor + tokens
@@ -243,8 +245,8 @@ def made(pair: Pair, methods: dict[str, DecodeConfig]) -> Iterator[tuple[str, Dr
     """The drafters; d2sd also with the first drafter as its own second."""
     for name, config in methods.items():
         yield name, make_drafter(pair, config)
-        if config.method == "d2sd" and pair.second_network is not None:
-            alone = replace(pair, second_network=None, second_config=None)
+        if config.method == "d2sd" and len(pair.drafters) > 1:
+            alone = replace(pair, drafters=pair.drafters[:1])
             yield f"{name} alone", make_drafter(alone, config)
 
 

@@ -26,12 +26,10 @@ def summarise(runs: Sequence[Run], times: PassTimes | None = None) -> dict[str, 
         methods = dict.fromkeys(run.method for run in some)
         return {m: _figures([run for run in some if run.method == m], times) for m in methods}
 
-    categories = dict.fromkeys(run.question.category for run in runs)
-    each = {c: [run for run in runs if run.question.category == c] for c in categories}
-    return {
-        "methods": by_method(runs),
-        "categories": {category: by_method(some) for category, some in each.items()},
-    }
+    each: dict[str, list[Run]] = {}
+    for run in runs:
+        each.setdefault(run.question.category, []).append(run)
+    return {"methods": by_method(runs), "categories": {c: by_method(r) for c, r in each.items()}}
 
 
 def groups(report: dict[str, Any]) -> dict[str, dict[str, Figures]]:

@@ -75,13 +75,14 @@ def _committed(methods: dict[str, Figures]) -> Lines:
 
 
 def _reliability(methods: dict[str, Figures], depth: str) -> Lines:
-    diagrams = {
+    found = {
         name: f["reliability"][depth]["bins"] for name, f in methods.items() if f["reliability"]
     }
-    return {
-        name: ([found["confidence"] for found in bins], [found["accepted"] for found in bins])
-        for name, bins in diagrams.items()
+    lines = {
+        name: ([each["confidence"] for each in bins], [each["accepted"] for each in bins])
+        for name, bins in found.items()
     }
+    return {**lines, "as often right as sure": ([0, 1], [0, 1])} if lines else {}
 
 
 def _swept(sweep: dict[str, dict[str, str]], methods: dict[str, Figures], key: str) -> Lines:

@@ -71,8 +71,7 @@ def _notes(report: dict[str, Any]) -> str:
             f"Sampled at temperature {sampling['temperature']:g} with seed {sampling['seed']}; "
             "parity is with plain decoding by the same seed."
         )
-    lengths = settings.get("prompt_tokens", {})
-    if lengths.get("asked"):
+    if (lengths := settings.get("prompt_tokens", {})).get("asked"):
         notes.append(
             f"Prompts padded with the text of other prompts: {lengths['shortest']} to "
             f"{lengths['longest']} tokens, {lengths['longer_than_asked']} longer than asked."

@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import mlx.core as mx
-
+from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Finding
 from dflash_mlx.drafters.dflash import checkpoint as dflash
+from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.system.safetensors_header import TensorHeader
+from dflash_mlx.target.model import Target
 
 
 class FileFormat(Protocol):
@@ -24,7 +25,10 @@ class FileFormat(Protocol):
         """Whether a config.json is of this family, readable or not."""
 
     def parse_config(self, raw: Any, source: str, names: Collection[str] = (), /) -> Any:
-        """The configuration in a config.json; names: of the tensors beside it. DFlashError."""
+        """The configuration in a config.json, with `block_size` and `taps`; DFlashError.
+
+        names: of the tensors beside it.
+        """
 
     def check_tensors(
         self, tensors: Mapping[str, TensorHeader], config: Any, source: str, /
@@ -36,10 +40,13 @@ class FileFormat(Protocol):
     ) -> Iterator[Finding]:
         """What keeps the drafter from a target with this config.json."""
 
-    def load_network(
-        self, folder: Path, config: Any, dtype: mx.Dtype, bits: int | None = None, /
-    ) -> Any:
-        """The network with its weights; DFlashError for what the checks find."""
+    def load(
+        self, folder: Path, config: Any, target: Target, settings: PairConfig, /
+    ) -> DraftModel:
+        """The draft model with its weights, bound to its target; DFlashError for what is damaged.
+
+        settings: whether its weights are quantised, and how far back it sees.
+        """
 
 
 FORMATS: tuple[FileFormat, ...] = (dflash,)

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+import mlx.core as mx
+import mlx.nn as nn
+
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.state import Context
 from dflash_mlx.target.model import Target
@@ -28,8 +31,18 @@ class DraftModel(Protocol):
     def taps(self) -> tuple[int, ...]:
         """Target layers (0-based) whose output it reads."""
 
+    @property
+    def module(self) -> nn.Module:
+        """Its own network."""
+
     def new_context(self) -> Context:
         """An empty context for one sequence."""
+
+    def try_out(self, context: Context) -> mx.array:
+        """Logits of one draft behind a context, 0 for tokens that it never drafts.
+
+        Loading looks at their numbers, so nothing else may be infinite.
+        """
 
 
 @dataclass(frozen=True)

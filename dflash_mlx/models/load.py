@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
-from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.names import find_names, target_names
-from dflash_mlx.models.numeric_range import RangeCheck
+from dflash_mlx.models.numeric_range import fit_drafter, fit_target
 from dflash_mlx.models.parts import TargetPart, already_packed, find_parts
 from kernels_metal.dispatch import Mode
 
@@ -36,13 +35,11 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     part, drafters = find_parts(names, uses)
     target, tokenizer = part.load()
     target.kv_bits = config.kv_bits
-    loaded = [drafter.load(config, target.dtype) for drafter in drafters.parts]
-    ranges = RangeCheck(target, [drafter_config for _, drafter_config in loaded])
-    loaded = [(ranges.widened(*drafter), drafter[1]) for drafter in loaded]
+    notes = (*drafters.notes, *already_packed(drafters, config.drafter_bits))
+    notes += fit_target(target, [tap for drafter in drafters.parts for tap in drafter.config.taps])
+    models = tuple(drafter.load(target, config) for drafter in drafters.parts)
+    notes += tuple(note for model in models for note in fit_drafter(model, target))
     target.use_kernels(cast(Mode, config.kernels))
-    packed = already_packed(drafters, config.drafter_bits)
-    notes = (*drafters.notes, *packed, *ranges.notes)
-    models = tuple(BlockModel(*drafter, target) for drafter in loaded)
     name = names.drafter if models else None
     return Pair(target, tokenizer, models, name, drafters.missing, names.advice, notes)
 

@@ -12,11 +12,9 @@ import mlx.core as mx
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.drafters.dflash.context import limit_windows
-from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import check_uses, needs_drafter, settle
-from dflash_mlx.engine.pair import Means
+from dflash_mlx.engine.pair import DraftModel, Means
 from dflash_mlx.models.check import (
     CHOOSE_TARGET,
     DrafterFacts,
@@ -144,11 +142,9 @@ class DrafterPart:
         """With its weights on this machine."""
         return replace(self, known=fetched(self.facts, check_drafter))
 
-    def load(self, config: PairConfig, dtype: mx.Dtype) -> tuple[Network, NetworkConfig]:
-        """The network in the target's dtype, and its configuration under the pair's settings."""
-        limited = limit_windows(self.config, config.draft_window)
-        folder, bits = self.facts.source.here, config.drafter_bits
-        return load_network(folder, limited, dtype, bits), limited
+    def load(self, target: Target, settings: PairConfig) -> DraftModel:
+        """The draft model, bound to its target."""
+        return self.facts.format.load(self.facts.source.here, self.config, target, settings)
 
 
 @dataclass(frozen=True)

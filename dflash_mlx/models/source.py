@@ -110,21 +110,18 @@ class Source:
 
     def read_json(self, file: str) -> dict[str, Any]:
         """A JSON object; DFlashError for a file that is missing, too large or anything else."""
-        place = self.place(file)
         if file not in self.files:
-            what = f"{self.name} has no {file}"
-        elif self.files[file] > _MAX_JSON:
-            what = f"{place} has {self.files[file]} bytes, at most {_MAX_JSON} are read"
-        else:
-            try:
-                found: Any = json.loads(self.path(file).read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError) as error:
-                what = f"{place} is no readable {file} ({error})"
-            else:
-                if isinstance(found, dict):
-                    return found
-                what = f"{place} is a JSON {type(found).__name__}, not an object"
-        raise DFlashError(what, _COMPLETE)
+            raise DFlashError(f"{self.name} has no {file}", _COMPLETE)
+        try:
+            if (size := self.files[file]) > _MAX_JSON:
+                raise ValueError(f"it has {size} bytes, at most {_MAX_JSON} are read")
+            found: Any = json.loads(self.path(file).read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError(f"it is a JSON {type(found).__name__}, not an object")
+        except (OSError, ValueError, RecursionError) as error:
+            what = f"{self.place(file)} is no readable {file} ({error})"
+            raise DFlashError(what, _COMPLETE) from None
+        return found
 
     def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:
         """The tensors of a .safetensors file, from its head alone; DFlashError where damaged.

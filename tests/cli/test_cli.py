@@ -7,11 +7,11 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import validate_repo_id
 
 from dflash_chat import main as chat
 from dflash_mlx.cli import generate
@@ -46,17 +46,6 @@ class Result:
 Command = Callable[..., Result]
 
 
-class Stdin(io.TextIOWrapper):
-    """Standard input: a pipe with these bytes, or a terminal."""
-
-    def __init__(self, contents: bytes = b"", terminal: bool = False) -> None:
-        super().__init__(io.BytesIO(contents), "utf-8")
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
-
-
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of the real hub; what is downloaded is what a test puts in its place."""
@@ -81,13 +70,14 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """Run a command line in this process."""
 
     def refuse(name: str, **_: Any) -> str:
+        validate_repo_id(name)  # the hub's own check, which needs no network
         raise FileNotFoundError(f"no network, asked for {name}")
 
     monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", refuse)
 
     def run(main: Callable[[Sequence[str]], None], *argv: str, stdin: bytes = b"") -> Result:
         monkeypatch.setattr(sys, "argv", ["program", *argv])
-        monkeypatch.setattr(sys, "stdin", Stdin(stdin))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
         with pytest.raises(SystemExit) as left:
             cli.run(main, "program")
         return Result(int(left.value.code or 0), *capsys.readouterr())
@@ -194,16 +184,8 @@ def test_an_answer_stops_where_the_context_is_full_and_drafts_in_smaller_blocks(
 # What is refused
 
 
-def messages(contents: str) -> Callable[[Path], list[str]]:
-    def write(folder: Path) -> list[str]:
-        (folder / "messages.json").write_text(contents)
-        return ["--messages", str(folder / "messages.json")]
-
-    return write
-
-
 PROMPT = ["--prompt", "hello"]
-REFUSED: dict[str, tuple[Any, str]] = {
+REFUSED = {
     "an unknown option": ([*PROMPT, "--sped", "1"], "--sped"),
     "no prompt": ([], "--prompt"),
     "two prompts": ([*PROMPT, "--messages", "x.json"], "--messages"),
@@ -212,19 +194,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an empty raw prompt": (["--prompt", "", "--raw"], "the prompt is empty"),
     "an empty standard input": (["--prompt", "-"], "the prompt is empty"),
     "a prompt that is no text": (["--prompt", "hel\udcfflo"], "UTF-8"),
-    "a raw conversation": (
-        lambda folder: [*messages('[{"role": "user", "content": "a"}]')(folder), "--raw"],
-        "--raw works on plain text alone",
-    ),
     "a raw system prompt": ([*PROMPT, "--raw", "--system", "be brief"], "--raw works on plain"),
     "messages that are missing": (["--messages", "nowhere.json"], "nowhere.json cannot be read"),
     "messages in a folder": (["--messages", "."], "cannot be read"),
-    "messages that are no JSON": (messages("hello"), "is no JSON text"),
-    "messages that are no list": (messages('{"role": "user"}'), "holds no messages"),
-    "no messages": (messages("[]"), "holds no messages"),
-    "messages that are texts": (messages('["hello"]'), "message 0"),
-    "messages without content": (messages('[{"role": "user"}]'), "message 0"),
-    "messages with a number": (messages('[{"role": "user", "content": 3}]'), "message 0"),
     "a prompt too long": (["--prompt", "x" * 300], "the prompt has 318 tokens"),
     "a raw prompt too long": (["--prompt", "x" * CONTEXT, "--raw"], f"has {CONTEXT} tokens"),
     "a prompt too long, as JSON": (["--prompt", "x" * 300, "--json"], "the prompt has 318 tokens"),
@@ -232,6 +204,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a model that cannot be had": ([*PROMPT, "--model", "owner/name"], "could not be downloaded"),
     "an unknown drafter": ([*PROMPT, "--drafter", "/nowhere/x"], "no folder '/nowhere/x'"),
     "a drafter that cannot be had": ([*PROMPT, "--drafter", "owner/name"], "could not be downl"),
+}
+MESSAGES = {
+    "hello": "is no JSON text",
+    '{"role": "user"}': "holds no messages",
+    "[]": "holds no messages",
+    '["hello"]': "message 0",
+    '[{"role": "user"}]': "message 0",
+    '[{"role": "user", "content": 3}]': "message 0",
+    '[{"role": "user", "content": "but raw"}]': "--raw works on plain text alone",
 }
 WRONG = {
     "--block-size": ("1", "9", "two"),
@@ -257,13 +238,17 @@ def assert_refused(result: Result, message: str) -> None:
     assert result.out == ""
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_one_sentence_and_nothing_on_stdout(
-    ask, case, tmp_path, monkeypatch, use_real_names
-):
+@pytest.mark.parametrize(("argv", "message"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_one_sentence_and_nothing_on_stdout(ask, argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    argv, message = REFUSED[case]
-    assert_refused(ask(*(argv(tmp_path) if callable(argv) else argv)), message)
+    assert_refused(ask(*argv), message)
+
+
+@pytest.mark.parametrize("contents", MESSAGES)
+def test_a_conversation_that_is_none_is_refused(ask, contents, tmp_path):
+    (tmp_path / "messages.json").write_text(contents)
+    raw = ["--raw"] if "but raw" in contents else []
+    assert_refused(ask("--messages", str(tmp_path / "messages.json"), *raw), MESSAGES[contents])
 
 
 @pytest.mark.parametrize(
@@ -273,18 +258,6 @@ def test_a_setting_of_no_sense_is_named_with_its_value(ask, option, value):
     result = ask(*PROMPT, f"{option}={value}")
     assert_refused(result, value or "''")
     assert option in result.err or option[2:].replace("-", "_") in result.err
-
-
-@pytest.fixture
-def use_real_names(command, monkeypatch):
-    """Names that cannot be hub ids are refused by the hub's own check, which needs no network."""
-    from huggingface_hub.utils import validate_repo_id
-
-    def snapshot_download(name: str, **_: Any) -> str:
-        validate_repo_id(name)
-        raise FileNotFoundError("no network")
-
-    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", snapshot_download)
 
 
 @pytest.mark.parametrize(
@@ -302,11 +275,6 @@ def test_a_pair_that_does_not_serve_is_one_sentence(ask, folders, model, drafter
     assert_refused(ask(*PROMPT, *pair, *options), message)
 
 
-def test_a_method_that_needs_a_drafter_is_refused_where_none_is_known(command, folders):
-    result = command(generate.main, *PROMPT, "--model", folders["model"], "--method", "ddtree")
-    assert_refused(result, "no drafter is known for")
-
-
 @pytest.mark.parametrize("main", [generate.main, chat.run], ids=["generate", "chat"])
 def test_a_model_without_a_known_drafter_looks_up_n_grams_and_says_so_in_one_line(
     command, folders, main
@@ -317,6 +285,7 @@ def test_a_model_without_a_known_drafter_looks_up_n_grams_and_says_so_in_one_lin
     assert result.code == 0 and "tok/s" in figures
     assert said.startswith(f"no drafter is known for {folders['model']}, so ")
     assert "n-gram" in said and "--drafter" in said
+    assert_refused(command(main, *options, "--method", "ddtree"), "no drafter is known for")
     chosen = command(main, *options, "--method", "ngram")
     assert (chosen.out, len(chosen.err.splitlines())) == (result.out, 1)
 

@@ -23,6 +23,7 @@ from dflash_mlx.session.stream import generate
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
 from support.converted import assert_same_tensors, config, convert, tensors
+from support.decoding import feed
 from support.drafter_formats import FORMATS, HALVES, WIDTH, case, version_1, write_shards
 from support.families import make_model
 from support.models import write_drafter, write_model
@@ -50,7 +51,7 @@ def block_logits(folder: Path, target: Target) -> np.ndarray:
     network = load_network(folder, network_config, mx.float32)
     block = BlockModel(network, network_config, target)
     context = block.new_context()
-    context.append(mx.array(np.random.default_rng(1).normal(size=(20, WIDTH)).astype(np.float32)))
+    feed(context, np.random.default_rng(1).normal(size=(20, WIDTH)).astype(np.float32))
     return np.array(block.logits(context, mx.array([7]), 6))
 
 

@@ -9,13 +9,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from dflash_mlx.drafters.selected import SelectedPath
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import (
     load_network,
@@ -28,11 +26,10 @@ from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.dflash.tensors import Header, wanted_headers
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import decode, prefill
-from dflash_mlx.engine.state import State
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
+from support.decoding import answer, feed, start
 from support.drafter_formats import (
     DRAFT_IDS,
     FORMATS,
@@ -55,25 +52,25 @@ BLOCK = 6
 class Drafting:
     """A drafter folder and a model of it, bound to a tiny target."""
 
-    def __init__(self, folder: Path, name: str, target: Target, is_sharded: bool) -> None:
-        self.raw, self.tensors = FORMATS[name]
-        self.folder = folder
-        write = write_shards if is_sharded else write_drafter_folder
-        write(folder, self.raw, self.tensors)
+    def __init__(self, folder: Path, raw: Any, tensors: Any, target: Target) -> None:
+        self.raw, self.tensors, self.folder = raw, tensors, folder
         self.config = read_config(folder)
-        network = load_network(folder, self.config, mx.float32)
-        self.model = BlockModel(network, self.config, target)
+        self.network = load_network(folder, self.config, mx.float32)
+        self.model = BlockModel(self.network, self.config, target)
         table = np.array(target.embedding().weight)
         self.tables = table, table
-        self.target = target
 
-    def expected(self, features: np.ndarray, anchor: int, rows: int) -> np.ndarray:
-        return expected_logits(self.raw, self.tensors, self.tables, features, anchor, rows)
-
-    def logits(self, features: np.ndarray, anchor: int, rows: int) -> np.ndarray:
+    def logits(self, features: np.ndarray, anchor: int, rows: int, *prefixes: Any) -> np.ndarray:
         context = self.model.new_context()
-        context.append(mx.array(features))
-        return np.array(self.model.logits(context, mx.array([anchor]), rows))
+        feed(context, features)
+        return np.array(self.model.logits(context, mx.array([anchor]), rows, *prefixes))
+
+    def error(self, features: np.ndarray, anchor: int, rows: int) -> float:
+        """How far the logits of a block are from the reference, which computes everything."""
+        block = features, anchor, rows
+        expected = expected_logits(self.raw, self.tensors, self.tables, *block)
+        assert expected.shape == (rows - 1, VOCAB_SIZE)
+        return difference(self.logits(*block), expected)
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +82,11 @@ def target():
 def drafting(tmp_path_factory, target):
     made = {}
 
-    def get(name: str, is_sharded: bool = False) -> Drafting:
-        if (name, is_sharded) not in made:
-            folder = tmp_path_factory.mktemp("drafter")
-            made[name, is_sharded] = Drafting(folder, name, target, is_sharded)
-        return made[name, is_sharded]
+    def get(name: str, write: Any = write_drafter_folder) -> Drafting:
+        if (name, write) not in made:
+            folder = write(tmp_path_factory.mktemp("drafter"), *FORMATS[name])
+            made[name, write] = Drafting(folder, *FORMATS[name], target)
+        return made[name, write]
 
     return get
 
@@ -111,18 +108,14 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("length", "anchor", "rows"), [(1, 0, 2), (23, 7, BLOCK), (40, 96, 3)])
 def test_a_block_has_the_logits_of_the_reference(drafting, name, length, anchor, rows):
-    subject, features = drafting(name), features_of(length, rows)
-    expected = subject.expected(features, anchor, rows)
-    assert expected.shape == (rows - 1, VOCAB_SIZE)
-    assert difference(subject.logits(features, anchor, rows), expected) < TOLERANCE
+    assert drafting(name).error(features_of(length, rows), anchor, rows) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["version 1", "version 2", "speculators, draft vocabulary"])
+@pytest.mark.parametrize("name", ["version 1", "version 2", HALVES])
 def test_the_weights_may_be_in_several_files(drafting, name):
-    subject, features = drafting(name, is_sharded=True), features_of(20)
+    subject = drafting(name, write_shards)
     assert len(list(subject.folder.glob("*.safetensors"))) == 3
-    expected = subject.expected(features, 7, BLOCK)
-    assert difference(subject.logits(features, 7, BLOCK), expected) < TOLERANCE
+    assert subject.error(features_of(20), 7, BLOCK) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["version 2", "speculators, version 2"])
@@ -145,18 +138,10 @@ def test_the_codebooks_of_the_selector_may_be_named_as_embeddings(drafting, tmp_
 @pytest.mark.parametrize("name", ["version 2", "version 2, three taps", "version 2, sliding"])
 def test_blocks_side_by_side_are_not_convolved_with_each_other(drafting, name):
     subject, features = drafting(name), features_of(20)
-    context = subject.model.new_context()
-    context.append(mx.array(features))
     prefixes = [(), (3,), (9, 4)]
-    together = np.array(subject.model.logits(context, mx.array([7]), BLOCK, prefixes))
-    method = subject.config
-    assert method.convolution is not None
-    alone = [
-        reference_dflash2.logits(
-            subject.tensors, subject.raw, subject.tables, features, 7, BLOCK, prefix
-        )
-        for prefix in prefixes
-    ]
+    together = subject.logits(features, 7, BLOCK, prefixes)
+    whole = subject.tensors, subject.raw, subject.tables, features, 7, BLOCK
+    alone = [reference_dflash2.logits(*whole, prefix) for prefix in prefixes]
     assert difference(together, np.concatenate(alone)) < TOLERANCE
 
 
@@ -179,41 +164,29 @@ def test_every_part_of_a_convolution_matters(drafting, name, side):
     assert difference(subject.logits(features, 7, BLOCK), other) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("taps", [1, 2])
-def test_convolutions_that_change_nothing_are_left_out(tmp_path, target, taps):
-    raw = reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": taps})
-    tensors = reference_dflash2.idle_tensors(raw)
-    config = read_config(write_drafter_folder(tmp_path, raw, tensors))
-    network = load_network(tmp_path, config, mx.float32)
-    assert not any(isinstance(layer, ConvolvedLayer) for layer in network.layers)
-    check_logits(BlockModel(network, config, target), raw, tensors)
+def changed_part(tensors: dict[str, np.ndarray], part: str, conv: str, side: int) -> None:
+    """Let an idle convolution of the second layer do something."""
+    if part == "the projection":
+        projection = tensors[f"layers.1.{conv}.kernel_projection.weight"]
+        projection[side * len(projection) // 2 + 3, 5] = 0.5
+    else:
+        base = tensors[f"layers.1.{conv}.base_kernel"]
+        base[side, int(part == "the row before"), 7] = 0.25
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
 @pytest.mark.parametrize("conv", ["attention_conv", "mlp_conv"])
-@pytest.mark.parametrize("part", ["the row itself", "the row before", "the projection"])
-def test_a_convolution_that_changes_anything_is_kept(tmp_path, target, part, conv, side):
-    raw = reference_dflash2.tiny_config()
+@pytest.mark.parametrize("part", ["nothing", "the row itself", "the row before", "the projection"])
+def test_only_convolutions_that_change_nothing_are_left_out(tmp_path, target, part, conv, side):
+    taps = 1 if part == "nothing" and side else 2
+    raw = reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": taps})
     tensors = reference_dflash2.idle_tensors(raw)
-    projection = tensors[f"layers.1.{conv}.kernel_projection.weight"]
-    base = tensors[f"layers.1.{conv}.base_kernel"]
-    if part == "the projection":
-        projection[side * len(projection) // 2 + 3, 5] = 0.5
-    else:
-        base[side, int(part == "the row before"), 7] = 0.25
-    config = read_config(write_drafter_folder(tmp_path, raw, tensors))
-    network = load_network(tmp_path, config, mx.float32)
-    assert [isinstance(layer, ConvolvedLayer) for layer in network.layers] == [False, True]
-    check_logits(BlockModel(network, config, target), raw, tensors)
-
-
-def check_logits(model: BlockModel, raw: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """A block's logits are those of the reference, which computes every convolution."""
-    context, features = model.new_context(), features_of(20)
-    context.append(mx.array(features))
-    table = np.array(make_model("llama").model.embed_tokens.weight)
-    expected = expected_logits(raw, tensors, (table, table), features, 7, BLOCK)
-    assert difference(np.array(model.logits(context, mx.array([7]), BLOCK)), expected) < TOLERANCE
+    if part != "nothing":
+        changed_part(tensors, part, conv, side)
+    subject = Drafting(write_drafter_folder(tmp_path, raw, tensors), raw, tensors, target)
+    kept = [isinstance(layer, ConvolvedLayer) for layer in subject.network.layers]
+    assert kept == [False, part != "nothing"]
+    assert subject.error(features_of(20), 7, BLOCK) < TOLERANCE
 
 
 def test_the_published_second_version_has_the_tensors_that_its_config_asks_for():
@@ -239,17 +212,14 @@ def test_the_published_second_version_is_read():
 def test_speculators_folders_may_have_any_rope_that_mlx_lm_knows(tmp_path, target, kind):
     rope = {"rope_theta": 1e4, "rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    logits = {}
-    for name, given in (("plain", {"rope_theta": 1e4, "rope_type": "default"}), ("scaled", rope)):
+    logits = []
+    for given in ({"rope_theta": 1e4, "rope_type": "default"}, rope):
         raw = speculators(transformer_layer_config={"rope_parameters": given})
         write_drafter_folder(tmp_path, raw, body(raw))
-        config = read_config(tmp_path)
-        assert config.rope == given
-        model = BlockModel(load_network(tmp_path, config, mx.float32), config, target)
-        context = model.new_context()
-        context.append(mx.array(features_of(30)))
-        logits[name] = np.array(model.logits(context, mx.array([7]), BLOCK))
-    assert difference(logits["plain"], logits["scaled"]) > 10 * TOLERANCE
+        subject = Drafting(tmp_path, raw, body(raw), target)
+        assert subject.config.rope == given
+        logits.append(subject.logits(features_of(30), 7, BLOCK))
+    assert difference(*logits) > 10 * TOLERANCE
 
 
 def test_a_rope_for_each_kind_of_layer_is_read_as_the_library_does(tmp_path):
@@ -272,16 +242,11 @@ def test_sliding_layers_of_speculators_are_causal_unless_the_config_says_otherwi
     assert (config.layer_windows, config.layer_causal) == ((4, None), causal)
 
 
-def test_tap_ids_of_speculators_number_hidden_states_and_a_note_says_so():
+def test_tap_ids_of_speculators_number_hidden_states_unless_the_config_gives_layers_itself():
     config = parse_config(speculators(), "tiny")
+    (note,) = config.notes
     assert config.target_layer_ids == (0, 2)
-    assert config.notes == (
-        "aux_hidden_state_layer_ids [1, 3] are taken to number hidden states, so the drafter "
-        "reads the outputs of layers [0, 2], counted from 0",
-    )
-
-
-def test_a_speculators_config_can_give_layers_itself():
+    assert "aux_hidden_state_layer_ids [1, 3]" in note and "layers [0, 2]" in note
     config = parse_config(speculators(dflash_config={"target_layer_ids": [1, 2]}), "tiny")
     assert (config.target_layer_ids, config.notes) == ((1, 2), ())
 
@@ -297,23 +262,14 @@ def test_a_folder_saved_in_our_layout_is_read_as_the_same_drafter(drafting, tmp_
     save_drafter(tmp_path, drafter.network(), {**drafter.raw, "auto_map": {"AutoModel": "x.Y"}})
     assert read_config(tmp_path) == drafter.config
     assert "auto_map" not in read_drafter(tmp_path).raw
+    saved = read_drafter(tmp_path).tensors
     for part, array in drafter.tensors.items():
-        saved = dict(read_drafter(tmp_path).tensors)[part]
         if mx.issubdtype(array.dtype, mx.floating):
             array = array.astype(mx.bfloat16)
-        assert mx.array_equal(saved, array), part
+        assert mx.array_equal(saved[part], array), part
 
 
 # Decoding
-
-
-def generate(target: Target, drafter: Any, count: int) -> tuple[list[int], int]:
-    """Greedy tokens after a prompt, and the rounds that they took."""
-    state = State(target.new_cache(), drafter.new_context())
-    config = DecodeConfig(max_tokens=count)
-    prefill(target, drafter, state, [3, 1, 4, 1, 5, 9, 2, 6], config, Observer())
-    rounds = list(decode(target, drafter, state, config, Observer()))
-    return [token for accepted in rounds for token in accepted.tokens], len(rounds)
 
 
 def drafters_of(model: BlockModel) -> list[Any]:
@@ -329,18 +285,17 @@ def drafters_of(model: BlockModel) -> list[Any]:
     "name", ["version 2", "version 2, sliding", HALVES, "speculators, own tables"]
 )
 def test_greedy_answers_are_the_targets_own(drafting, target, name):
-    expected, _ = generate(target, NoDraft(), 40)
+    prompt, config = [3, 1, 4, 1, 5, 9, 2, 6], DecodeConfig(max_tokens=40)
+    expected = answer(target, NoDraft(), prompt, config)
     for drafter in drafters_of(drafting(name).model):
-        assert generate(target, drafter, 40)[0] == expected, drafter.name
+        assert answer(target, drafter, prompt, config) == expected, drafter.name
 
 
-def test_drafts_of_a_draft_vocabulary_hold_no_other_token(drafting):
-    subject = drafting(HALVES)
-    state = State(subject.target.new_cache(), subject.model.new_context())
-    state.context.append(mx.array(features_of(12)))
-    for anchor in range(0, VOCAB_SIZE, 5):
-        state.set_anchor(anchor)
-        for drafter in drafters_of(subject.model)[:2]:
-            drafted = drafter.propose(state, 100).drafted
+def test_drafts_of_a_draft_vocabulary_hold_no_other_token(drafting, target):
+    for drafter in drafters_of(drafting(HALVES).model)[:2]:
+        state = start(target, drafter, list(range(12)))
+        for anchor in range(0, VOCAB_SIZE, 5):
+            state.set_anchor(anchor)
+            drafted = drafter.draft(state, 100).tree.drafted
             assert drafted and set(drafted) <= set(DRAFT_IDS.tolist())
     assert not set(range(40)) <= set(DRAFT_IDS.tolist()), "draft ids are not the target's"

@@ -20,9 +20,8 @@ def write(file: Path, *texts: str) -> str:
 
 
 def run(folder: Path, *options: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *options], cwd=folder, capture_output=True, text=True
-    )
+    command = [sys.executable, SCRIPT, *options, "--out", "out.jsonl"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     return done.returncode, done.stderr
 
 
@@ -34,7 +33,7 @@ def test_what_has_a_name_or_eight_words_of_the_evaluation_is_dropped_and_twins_c
     write(tmp_path / "two.jsonl", clear[0], "another")
     evaluation = write(tmp_path / "eval.jsonl", *kept)
     files = ["--prompts", "one.jsonl", "--prompts", "two.jsonl"]
-    assert run(tmp_path, *files, "--of", evaluation, "--out", "out.jsonl") == (0, "")
+    assert run(tmp_path, *files, "--of", evaluation) == (0, "")
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["messages"][0]["content"] for row in rows] == [*clear, "another"]
     assert [row["id"] for row in rows] == ["3", "4", "5", "6", "7", "1"]
@@ -52,6 +51,6 @@ def test_what_has_a_name_or_eight_words_of_the_evaluation_is_dropped_and_twins_c
 def test_bad_input_is_refused_and_the_file_is_left_alone(tmp_path, options, value):
     write(tmp_path / "some.jsonl", "a prompt")
     before = write(tmp_path / "out.jsonl", "what was there")
-    code, said = run(tmp_path, *options, "--out", "out.jsonl")
+    code, said = run(tmp_path, *options)
     assert code == 2 and value in said and said.count("\n") == 1
     assert "what was there" in Path(before).read_text()

@@ -125,14 +125,13 @@ def test_what_is_turned_off_is_left_out(root, arguments, settings, corpora, draf
     assert (program(calls[0]) == "keep_clear.py") == ("own" in corpora)
 
 
-def test_what_makes_no_sense_is_refused_before_anything_is_made(root):
-    assert run(root, "out", OWN_PROMPTS="no") == (2, [])
-    assert run(root) == (2, [])
-    assert not (root / "out").exists()
-
-
-@pytest.mark.parametrize("failing", ["keep_clear", "self-prompt", "variable-prefix", "selector"])
+@pytest.mark.parametrize("failing", ["keep_clear", "variable-prefix", "selector"])
 def test_a_step_that_fails_ends_the_script(root, failing):
     code, calls = run(root, "out", FAILS=failing)
     assert code == 2 and failing in " ".join(calls[-1])
     assert program(calls[-1]) != "dflash_mlx.train.compare"
+
+
+def test_what_makes_no_sense_is_refused_before_anything_is_made(root):
+    assert run(root) == run(root, "out", OWN_PROMPTS="no") == (2, [])
+    assert not (root / "out").exists()

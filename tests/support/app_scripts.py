@@ -19,8 +19,9 @@ from dflash_chat.options import ChatConfig
 from dflash_chat.race import DRAFTED, PLAIN, RaceStep
 from dflash_mlx import DecodeConfig, PairConfig, Statistics, TextDelta
 from dflash_mlx.core.accept import Accepted
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Means
+from support.decoding import tree_of
 
 ANSWER = """Two rivers meet **here**:
 
@@ -71,7 +72,10 @@ def rounds_of(text, prompt=34, reused=0):
         reason = "stop" if tokens >= len(words) else None
         statistics = statistics_of(tokens, len(rounds) + 1, prompt, reused)
         accepted, root = round_of(kept)
-        delta = TextDelta("".join(kept), accepted.tokens, accepted, reason, statistics, root)
+        proposal = Proposal(accepted.tree, why=lambda: "tree of 6 pays")
+        delta = TextDelta(
+            "".join(kept), accepted.tokens, accepted, reason, statistics, root, proposal
+        )
         rounds.append(delta)
     return rounds
 
@@ -87,8 +91,8 @@ def round_of(kept):
         sources += [("first", "first", "second")[i % 3]] * 2
     texts += [" wrong", " end"]
     parents += [path[-1], len(texts) - 2]
-    tree = Tree.of([WORDS.token(text) for text in texts], parents)
-    tree = replace(tree, sources=(*sources, "first", "first"), reason="tree of 6 pays")
+    tree = tree_of([WORDS.token(text) for text in texts], parents)
+    tree = replace(tree, sources=(*sources, "first", "first"))
     root = WORDS.token(" so")
     return Accepted(tree, tuple(path), WORDS.token(kept[-1])), root
 

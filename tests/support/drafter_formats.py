@@ -35,7 +35,6 @@ def speculators(kind: str = "dflash", **changes: Any) -> dict[str, Any]:
     del layers["rope_scaling"], layers["architectures"]
     layers.update(changes.pop("transformer_layer_config", {}))
     sizes = {k: v for k, v in method.items() if k.startswith(("conv_", "selector_"))}
-    verifier = {"architectures": ["LlamaForCausalLM"], "name_or_path": "tiny/llama"}
     return {
         "architectures": ["DFlash2DraftModel" if version_2 else "DFlashDraftModel"],
         "aux_hidden_state_layer_ids": [i + 1 for i in TAPS],
@@ -45,7 +44,7 @@ def speculators(kind: str = "dflash", **changes: Any) -> dict[str, Any]:
         "mask_token_id": 5,
         "sample_from_anchor": False,
         "sliding_window_non_causal": version_2,
-        "speculators_config": {"algorithm": kind, "verifier": verifier},
+        "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "tiny/llama"}},
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "target_hidden_size": None,
@@ -58,15 +57,9 @@ def speculators(kind: str = "dflash", **changes: Any) -> dict[str, Any]:
 def as_version_1(config: Config) -> dict[str, Any]:
     """What a speculators config says, written by hand in z-lab's layout."""
     layers = config["transformer_layer_config"]
-    method = {"mask_token_id": config["mask_token_id"], "target_layer_ids": TAPS}
-    return {
-        **layers,
-        "block_size": config["block_size"],
-        "dflash_config": {
-            **method,
-            **{k: v for k, v in config.items() if k.startswith(("conv_", "selector_"))},
-        },
-    }
+    sizes = {k: v for k, v in config.items() if k.startswith(("conv_", "selector_"))}
+    method = {"mask_token_id": config["mask_token_id"], "target_layer_ids": TAPS, **sizes}
+    return {**layers, "block_size": config["block_size"], "dflash_config": method}
 
 
 def own_tables(draft_ids: Array | None, seed: int = 5) -> dict[str, Array]:
@@ -128,8 +121,7 @@ SCALES = {
 def body(config: dict[str, Any]) -> dict[str, np.ndarray]:
     """Random tensors of the network itself."""
     if config.get("speculators_model_type"):
-        config = {**config["transformer_layer_config"], "dflash_config": config}
-        config["dflash_config"] = {**config["dflash_config"], "target_layer_ids": [0, 2]}
+        config = as_version_1(config)
     if "conv_kernel_size" in config["dflash_config"]:
         return reference_dflash2.random_tensors(config)
     return reference_dflash.random_drafter(config)

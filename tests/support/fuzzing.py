@@ -18,6 +18,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -127,16 +128,16 @@ def _outcome(subject: Subject, folder: Path, allowed: int) -> dict[str, Any]:
 
 def _clear(sentence: str, folder: Path, damaged: str) -> str:
     """The sentence without the folder's name, or why it is none."""
-    problems = {
+    names = (str(folder), damaged or "no file", "--")
+    wrong = {
         "more than one line": "\n" in sentence.strip(),
         "too long": len(sentence) > 1500,
         "no next step": "; " not in sentence,
-        "no file, folder or option": not any(
-            name in sentence for name in (str(folder), damaged or "no file", "--")
-        ),
+        "no file, folder or option": not any(name in sentence for name in names),
     }
-    wrong = [problem for problem, found in problems.items() if found]
-    return f"FAULT {wrong}: {sentence}" if wrong else sentence.replace(str(folder), "FOLDER")
+    if any(wrong.values()):
+        return f"FAULT {[problem for problem in wrong if wrong[problem]]}: {sentence}"
+    return sentence.replace(str(folder), "FOLDER")
 
 
 @contextmanager
@@ -152,13 +153,9 @@ def _alarm() -> Iterator[None]:
         signal.alarm(0)
 
 
-def load_drafter(model: Path) -> Callable[[Path], None]:
+def load_drafter(model: Path, folder: Path) -> None:
     """Damaged as the drafter of a sound target; its numbers must be those of the files."""
-
-    def load(folder: Path) -> None:
-        _same(_load(str(model), str(folder)).network, folder)
-
-    return load
+    _same(_load(str(model), str(folder)).network, folder)
 
 
 def load_alone(folder: Path) -> None:
@@ -166,39 +163,27 @@ def load_alone(folder: Path) -> None:
     _same(_load(str(folder)).target.model, folder)
 
 
-def load_target_of(drafter: Path) -> Callable[[Path], None]:
+def load_target_of(drafter: Path, folder: Path) -> None:
     """Damaged as the target of a sound drafter."""
-
-    def load(folder: Path) -> None:
-        _same(_load(str(folder), str(drafter)).target.model, folder)
-
-    return load
+    _same(_load(str(folder), str(drafter)).target.model, folder)
 
 
-def load_pair_folder(model: Path, drafter: Path) -> Callable[[Path], None]:
+def load_pair_folder(model: Path, drafter: Path, folder: Path) -> None:
     """Damaged as the description of a sound pair."""
-
-    def load(folder: Path) -> None:
-        (folder / pair_folder.TARGET).symlink_to(model)
-        (folder / pair_folder.DRAFTER).symlink_to(drafter)
-        pair = _load(str(folder))
-        _same(pair.target.model, model)
-        _same(pair.network, drafter)
-
-    return load
+    (folder / pair_folder.TARGET).symlink_to(model)
+    (folder / pair_folder.DRAFTER).symlink_to(drafter)
+    pair = _load(str(folder))
+    _same(pair.target.model, model)
+    _same(pair.drafters[0].module, drafter)
 
 
-def check_on_hub(repositories: dict[str, Path]) -> Callable[[Path], None]:
+def check_on_hub(repositories: dict[str, Path], folder: Path) -> None:
     """A drafter's head on a hub that serves `repositories`; it must be judged as one here is."""
-
-    def check(folder: Path) -> None:
-        repositories[REPOSITORY] = folder
-        there, here = check_drafter(Source(REPOSITORY)), check_drafter(folder)
-        sentences = [str(finding).replace(str(folder), REPOSITORY) for finding in here.findings]
-        assert [str(finding) for finding in there.findings] == sentences
-        here.raise_first()
-
-    return check
+    repositories[REPOSITORY] = folder
+    there, here = check_drafter(Source(REPOSITORY)), check_drafter(folder)
+    sentences = [str(finding).replace(str(folder), REPOSITORY) for finding in here.findings]
+    assert [str(finding) for finding in there.findings] == sentences
+    here.raise_first()
 
 
 def _load(*names: str) -> Pair:
@@ -236,7 +221,7 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     described = {pair_folder.FILE: (root / pair_folder.FILE).read_bytes()}
     tokenizer = write_drafter(root / "4")
     write_tokenizer(tokenizer)
-    load = load_drafter(model)
+    load = partial(load_drafter, model)
     found = [
         Subject(f"{name} {damaged}", _files(folder), damaged, load)
         for name, folder in drafters.items()
@@ -245,11 +230,15 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     return [
         *found,
         Subject("drafter tokenizer.json", _files(tokenizer), TOKENS, load),
-        Subject("drafter on the hub", _files(drafter), WEIGHTS, check_on_hub(repositories)),
+        Subject(
+            "drafter on the hub", _files(drafter), WEIGHTS, partial(check_on_hub, repositories)
+        ),
         Subject("index", _files(shards), "model.safetensors.index.json", load),
         *(Subject(f"target {f}", _files(model), f, load_alone) for f in (CONFIG, WEIGHTS, TOKENS)),
-        Subject("target of a pair", _files(model), CONFIG, load_target_of(drafter)),
-        Subject("pair.json", described, pair_folder.FILE, load_pair_folder(model, drafter)),
+        Subject("target of a pair", _files(model), CONFIG, partial(load_target_of, drafter)),
+        Subject(
+            "pair.json", described, pair_folder.FILE, partial(load_pair_folder, model, drafter)
+        ),
         Subject("GGUF", gguf, "model.gguf", load_file_alone),
     ]
 
@@ -272,17 +261,10 @@ def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (now + GROWTH, resource.RLIM_INFINITY))
 
 
-@contextmanager
-def hub(root: Path) -> Iterator[dict[str, Path]]:
-    """The repositories of a hub on this machine, which is asked instead of the public one."""
-    with serve({}, root / "cache") as served:
-        yield served.repositories
-
-
 def main(seed: int, first: int, last: int) -> None:
     """Cases `first` to `last` - 1 of a seed."""
-    with tempfile.TemporaryDirectory() as root, hub(Path(root)) as repositories:
-        all_subjects = subjects(Path(root), repositories)
+    with tempfile.TemporaryDirectory() as root, serve({}, Path(root) / "cache") as hub:
+        all_subjects = subjects(Path(root), hub.repositories)
         for subject in all_subjects:  # sound, all load; this imports what loading imports
             with tempfile.TemporaryDirectory() as folder:
                 for name, contents in subject.files.items():

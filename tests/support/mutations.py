@@ -156,13 +156,6 @@ def _digits(text: str, random: Random) -> str:
 
 
 _TREE: list[Callable[[Any, Random], None]] = [
-    _replace,
-    _replace,
-    _remove,
-    _near,
-    _near,
-    _add,
-    _empty,
-    _swap,
-]
+    _replace, _replace, _remove, _near, _near, _add, _empty, _swap,
+]  # fmt: skip
 _TEXT: list[Callable[[str, Random], str]] = [_twice, _nested, _cut, _padded, _digits]

@@ -8,7 +8,8 @@ positions before the anchor), B block positions (the anchor and masks), m taps, 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +20,69 @@ from safetensors.numpy import save_file
 Array = NDArray[Any]
 Config = Mapping[str, Any]
 Tensors = Mapping[str, Array]
+Around = Callable[[Tensors, Config, str, Array, Any], Array]
 
 
 def draft_logits(
-    tensors: Tensors,
-    config: Config,
-    embedding: Array,
-    lm_head: Array,
-    features: Array,
-    anchor: int,
-    block_size: int | None = None,
+    tensors: Tensors, config: Config, embedding: Array, lm_head: Array, *block: Any, **more: Any
 ) -> Array:
-    """Draft one block and return the logits of its positions after the anchor.
+    """Draft one block and return the logits of its masks, [n, V], float64.
 
-    embedding and lm_head are the target's, [V, d]; features [T, m*d] are its tapped hidden states
-    at positions 0..T-1, taps side by side; the anchor token sits at position T. block_size counts
-    the anchor and defaults to the checkpoint's. Returns [block_size - 1, V], float64; row k - 1
-    predicts the token at position T + k.
+    embedding and lm_head are the target's, [V, d]; the rest as of `draft_states`.
     """
-    weights = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
-    dflash = config["dflash_config"]
-    size = block_size or dflash.get("block_size") or config["block_size"]
-    tokens = [anchor] + [dflash["mask_token_id"]] * (size - 1)
-    x = np.asarray(embedding, np.float64)[tokens] * dflash.get("input_embedding_scale", 1.0)
-    x = hidden_states(weights, config, x, features)
-    logits = x[1:] @ np.asarray(lm_head, np.float64).T * dflash.get("output_multiplier", 1.0)
-    cap = dflash.get("final_logit_softcapping", config.get("final_logit_softcapping"))
+    method = config["dflash_config"]
+    hidden = draft_states(tensors, config, embedding, *block, **more)
+    logits = hidden @ np.asarray(lm_head, np.float64).T * method.get("output_multiplier", 1.0)
+    cap = method.get("final_logit_softcapping", config.get("final_logit_softcapping"))
     return np.tanh(logits / cap) * cap if cap else logits
 
 
-def hidden_states(tensors: Tensors, config: Config, x: Array, features: Array) -> Array:
+def draft_states(
+    tensors: Tensors,
+    config: Config,
+    embedding: Array,
+    features: Array,
+    anchor: int,
+    rows: int | None = None,
+    prefix: tuple[int, ...] = (),
+    around: Around | None = None,
+) -> Array:
+    """Return the final states of the masks of a block; row k predicts the token at its position.
+
+    features [T, m*d] are the target's tapped hidden states at positions 0..T-1, taps side by side;
+    the anchor sits at position T, drafted tokens that the block shows unmasked follow it. rows
+    counts all of them and defaults to the checkpoint's block size.
+    """
+    weights = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+    method = config["dflash_config"]
+    size = rows or method.get("block_size") or config["block_size"]
+    tokens = [anchor, *prefix, *[method["mask_token_id"]] * (size - 1 - len(prefix))]
+    x = np.asarray(embedding, np.float64)[tokens] * method.get("input_embedding_scale", 1.0)
+    return hidden_states(weights, config, x, features, around or _alone)[1 + len(prefix) :]
+
+
+def _alone(layer: Tensors, config: Config, name: str, x: Array, sub_layer: Any) -> Array:
+    """What the first version does around a sub-layer: nothing."""
+    return sub_layer(x)  # type: ignore[no-any-return]
+
+
+def hidden_states(
+    tensors: Tensors, config: Config, x: Array, features: Array, around: Around = _alone
+) -> Array:
     """Return the final states [B, d] of a block with embeddings x [B, d] after features [T, m*d].
 
-    Computes in the type of what it is given.
+    Computes in the type of what it is given. around: applies a sub-layer to its normed input.
     """
     eps = config["rms_norm_eps"]
     context = rms_norm(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
     for index in range(config["num_hidden_layers"]):
-        x = _decoder_layer(tensors, config, index, x, context)
+        layer = layer_tensors(tensors, index)
+        visible = visible_keys(config, index, len(context), len(x))
+        normed = rms_norm(x, layer["input_layernorm.weight"], eps)
+        attend = partial(attention, layer, config, context=context, visible=visible)
+        x = x + around(layer, config, "attention", normed, attend)
+        normed = rms_norm(x, layer["post_attention_layernorm.weight"], eps)
+        x = x + around(layer, config, "mlp", normed, partial(mlp, layer))
     return rms_norm(x, tensors["norm.weight"], eps)
 
 
@@ -110,15 +136,6 @@ def layer_tensors(weights: Tensors, index: int) -> dict[str, Array]:
     """Select one layer's tensors, their names without its prefix."""
     prefix = f"layers.{index}."
     return {n.removeprefix(prefix): weight for n, weight in weights.items() if n.startswith(prefix)}
-
-
-def _decoder_layer(weights: Tensors, config: Config, index: int, x: Array, context: Array) -> Array:
-    layer = layer_tensors(weights, index)
-    eps = config["rms_norm_eps"]
-    visible = visible_keys(config, index, len(context), len(x))
-    normed = rms_norm(x, layer["input_layernorm.weight"], eps)
-    x = x + attention(layer, config, normed, context, visible)
-    return x + mlp(layer, rms_norm(x, layer["post_attention_layernorm.weight"], eps))
 
 
 def mlp(layer: Tensors, x: Array) -> Array:

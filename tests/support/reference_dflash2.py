@@ -9,18 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from support import reference_dflash
 from support.reference_dflash import (
     Array,
     Config,
     Tensors,
-    attention,
-    layer_tensors,
-    mlp,
+    draft_logits,
     random_drafter,
-    rms_norm,
     tensor_shapes,
     tiny_drafter_config,
-    visible_keys,
 )
 
 
@@ -78,23 +75,22 @@ def idle_tensors(config: Config, seed: int = 0) -> dict[str, Array]:
     return tensors
 
 
-def states(tensors: Tensors, config: Config, x: Array, features: Array) -> Array:
-    """Return the final states [B, d] of a block embedded as x [B, d] after features [T, m*d]."""
-    weights = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
-    eps = config["rms_norm_eps"]
-    context = rms_norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
-    x = np.asarray(x, np.float64)
-    for index in range(config["num_hidden_layers"]):
-        layer = layer_tensors(weights, index)
-        visible = visible_keys(config, index, len(context), len(x))
-        normed = rms_norm(x, layer["input_layernorm.weight"], eps)
-        before, after = _kernels(layer, config, "attention", normed)
-        inner = attention(layer, config, _convolve(normed, before), context, visible)
-        x = x + _convolve(inner, after)
-        normed = rms_norm(x, layer["post_attention_layernorm.weight"], eps)
-        before, after = _kernels(layer, config, "mlp", normed)
-        x = x + _convolve(mlp(layer, _convolve(normed, before)), after)
-    return rms_norm(x, weights["norm.weight"], eps)
+def logits(tensors: Tensors, config: Config, tables: tuple[Array, Array], *block: Any) -> Array:
+    """Return the logits of a block's masks. tables: the target's embedding and head."""
+    return draft_logits(tensors, config, *tables, *block, around=_convolved)
+
+
+def draft_states(
+    tensors: Tensors, config: Config, tables: tuple[Array, Array], *block: Any
+) -> Array:
+    """Return the final states of a block's masks."""
+    return reference_dflash.draft_states(tensors, config, tables[0], *block, around=_convolved)
+
+
+def _convolved(layer: Tensors, config: Config, name: str, x: Array, sub_layer: Any) -> Array:
+    """A sub-layer between its two convolutions."""
+    before, after = _kernels(layer, config, name, x)
+    return _convolve(sub_layer(_convolve(x, before)), after)
 
 
 def _kernels(layer: Tensors, config: Config, name: str, x: Array) -> Array:
@@ -117,35 +113,6 @@ def _convolve(x: Array, kernel: Array) -> Array:
         for j in range(min(kernel.shape[1], t + 1)):
             out[t] += kernel[t, j] * x[t - j]
     return out
-
-
-def logits(tensors: Tensors, config: Config, tables: tuple[Array, Array], *block: Any) -> Array:
-    """Return the logits [B - 1, V] of a block; see `draft_states` for `block`."""
-    method = config["dflash_config"]
-    hidden = draft_states(tensors, config, tables, *block)
-    result = hidden @ np.asarray(tables[1], np.float64).T * method.get("output_multiplier", 1.0)
-    cap = method.get("final_logit_softcapping")
-    return np.tanh(result / cap) * cap if cap else result
-
-
-def draft_states(
-    tensors: Tensors,
-    config: Config,
-    tables: tuple[Array, Array],
-    features: Array,
-    anchor: int,
-    rows: int,
-    prefix: tuple[int, ...] = (),
-) -> Array:
-    """Return the final states of the masks of a block.
-
-    tables: embedding and head of the target, [V, d]. features [T, m*d]; the anchor sits at
-    position T, drafted tokens that the block shows unmasked follow it.
-    """
-    method = config["dflash_config"]
-    tokens = [anchor, *prefix, *[method["mask_token_id"]] * (rows - 1 - len(prefix))]
-    x = np.asarray(tables[0], np.float64)[tokens] * method.get("input_embedding_scale", 1.0)
-    return states(tensors, config, x, features)[1 + len(prefix) :]
 
 
 def score(tensors: Tensors, hidden: Array, unary: Array, a: int, b: int) -> float:

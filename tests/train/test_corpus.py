@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,40 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.batch import draw
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
-from support.corpora import MAX_TOKENS, PROMPTS, by_id, corpus, options, run, write_prompts
 from support.models import EOS, write_model
+
+corpus = import_module("dflash_mlx.train.corpus.__main__")
+
+MAX_TOKENS = 40
+PROMPTS = [
+    {
+        "id": f"p{i}",
+        "category": "chat",
+        "messages": [{"role": "user", "content": "ab Cd, e." * (i % 7) + f"{i}?"}],
+    }
+    for i in range(16)
+]
+
+
+def write_prompts(file: Path, prompts: Sequence[dict[str, Any]] = PROMPTS) -> Path:
+    file.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return file
+
+
+def options(folder: Path, out: Path, *more: str) -> list[str]:
+    words = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.jsonl")]
+    words += ["--out", str(out), "--max-tokens", str(MAX_TOKENS), "--batch-size", "8"]
+    return [*words, *more]
+
+
+def run(folder: Path, out: Path, *more: str) -> list[CorpusRow]:
+    corpus.main(options(folder, out, *more))
+    return read_rows(out)[1]
+
+
+def by_id(rows: Sequence[CorpusRow]) -> dict[str, CorpusRow]:
+    assert len({row.id for row in rows}) == len(rows), "a prompt was answered twice"
+    return {row.id: row for row in rows}
 
 
 @pytest.fixture(scope="module")

@@ -159,14 +159,6 @@ def open_for(file: Path, header: CorpusHeader = HEADER) -> CorpusFile:
     return corpus_file
 
 
-def test_rows_join_those_that_are_there(tmp_path):
-    file = corpus(tmp_path / "corpus.jsonl")
-    with open_for(file) as opened:
-        assert opened.rows == ROWS
-        opened.append(ROWS[0])
-    assert read_rows(file) == (HEADER, [*ROWS, ROWS[0]])
-
-
 def test_a_line_that_a_kill_cut_short_is_cut_off_before_the_next(tmp_path):
     whole = corpus(tmp_path / "corpus.jsonl").read_bytes()
     header = HEADER.as_line().encode() + b"\n"

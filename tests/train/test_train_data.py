@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.data import Texts, read_texts
 from support.families import VOCAB_SIZE
@@ -79,12 +78,6 @@ def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
         )  # which test_train_features.py holds to the target
         assert np.array_equal(sequence.likely, choices["token"])
         assert np.array_equal(sequence.shares, choices["probability"])
-
-
-def test_features_are_computed_once(tmp_path, monkeypatch):
-    name = read(tmp_path, rows_of(4)).name
-    monkeypatch.setattr(Target, "forward", lambda *_: pytest.fail("the target was run"))
-    assert read(tmp_path, rows_of(4)).name == name
 
 
 def test_rows_that_do_not_fit_the_limit_are_left_out_and_told(tmp_path, capsys):

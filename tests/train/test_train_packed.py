@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.system import cpu_math
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.sequence import SequenceCache
 from support.reference_dflash import hidden_states as reference_states
@@ -86,14 +85,6 @@ def test_every_block_has_the_hidden_states_of_the_reference_and_of_decoding(name
     states = packed.states()
     assert worst(states, packed.expected()) < TOLERANCE
     assert worst(states, packed.by_network()) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["full", "mixed"])
-def test_mlx_own_functions_give_the_same_hidden_states(name, monkeypatch):
-    packed = Packed(CONFIGS[name], seed=2)
-    before = packed.states()
-    monkeypatch.setattr(cpu_math, "applies", lambda: False)
-    assert worst(packed.states(), before) < 1e-5
 
 
 def test_an_anchor_at_the_start_of_the_text_drafts_without_context():

@@ -77,14 +77,6 @@ def test_what_cannot_be_trained_with_is_refused_in_one_sentence(place, monkeypat
     assert not (place.root / "out").exists()
 
 
-def test_a_damaged_cache_is_reported(place):
-    place.train(steps=1)
-    (file,) = place.cache.glob("*/2.safetensors")
-    file.write_bytes(file.read_bytes()[:-1] + b"!")
-    with pytest.raises(DFlashError, match="is damaged at sequence 2"):
-        place.train(steps=20)
-
-
 def test_a_run_on_another_corpus_is_not_continued(place):
     place.train(steps=2)
     before = files(place.out)
@@ -93,14 +85,3 @@ def test_a_run_on_another_corpus_is_not_continued(place):
         place.train(steps=3, corpus=other)
     assert "--out" in failure.value.next_step
     assert files(place.out) == before
-
-
-def test_a_damaged_state_is_reported_and_kept(place):
-    place.train(steps=2)
-    file = place.out / "state" / "state.safetensors"
-    file.write_bytes(file.read_bytes()[:-30])
-    before = files(place.out)
-    with pytest.raises(DFlashError, match=f"{file} .*--init {place.out}"):
-        place.train(steps=3)
-    assert files(place.out) == before
-    place.train(steps=3, init=place.out, out=place.root / "again")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dflash_mlx.drafters.selected import SelectedPath
 
 from dflash_mlx import load
 from dflash_mlx.core.config import DecodeConfig, SelectorTraining
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.block_diffusion import SelectedPath
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.drafters.methods import make_drafter
@@ -76,8 +76,7 @@ def test_a_trained_folder_accepts_more_and_is_compared_with_the_drafter_it_was(t
 def test_decoding_accepts_what_was_measured(trained, tmp_path):
     rows = [row for row in corpus_rows() if row.temperature == 0]
     pair = load(str(trained.model), str(trained.out))
-    assert pair.network_config is not None
-    config = pair.network_config
+    config = pair.drafters[0].config
     assert (config.selector, config.block_size) == (SelectorConfig(16, 97), 6)
     drafter = make_drafter(pair, DecodeConfig("dflash"))
     assert isinstance(drafter, SelectedPath)
@@ -117,17 +116,8 @@ def test_a_second_run_begins_with_the_drafter_alone(trained, tmp_path, capsys):
     assert figures[0] == figures[1] and len(figures[0]) == 2
     first, second = files(tmp_path / "once"), files(tmp_path / "again")
     assert first["model.safetensors"] == second["model.safetensors"]
-
-
-def test_training_goes_on_from_such_a_folder_as_version_1(trained, place):
-    place.train(init=trained.out, mode="variable-prefix", layers=None, steps=3)
-    weights, raw = place.read()
-    given = json.loads((trained.root / "drafter" / "config.json").read_text())
-    assert raw["architectures"] == ["DFlashDraftModel"] and raw["block_size"] == 6
-    method = {**given["dflash_config"], "training_mode": "vp_drafter"}
-    assert raw == {**given, "dtype": "bfloat16", "dflash_config": method}
-    assert weights.keys() == random_drafter(given).keys()
-    assert read_config(place.out).selector is None
+    trained.train(init=trained.out, out=tmp_path / "first", layers=None, steps=1)
+    assert read_config(tmp_path / "first").selector is None
 
 
 def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):

@@ -13,6 +13,7 @@ from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.dflash.selector import Candidates, predecessors
 from dflash_mlx.drafters.growth.grow import Array, Ranked
 from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.engine.state import Context
 from dflash_mlx.target.model import Target
 from kernels_metal.draft_head import MAX_K
 
@@ -54,7 +55,20 @@ class BlockModel:
     @property
     def taps(self) -> tuple[int, ...]:
         """Target layers that it reads."""
-        return self.config.target_layer_ids
+        return self.config.taps
+
+    @property
+    def module(self) -> Network:
+        """The network."""
+        return self._network
+
+    def try_out(self, context: Context) -> mx.array:
+        """Logits of a whole block; tokens outside a draft vocabulary have 0."""
+        assert isinstance(context, FeatureContext)
+        logits = self.logits(context, mx.zeros(1, mx.int32), self.block_size)
+        if self._ids is None:
+            return logits
+        return mx.where(logits == -mx.inf, 0, logits)
 
     def new_context(self) -> FeatureContext:
         """An empty context for one sequence."""

@@ -17,9 +17,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Finding, in_one_line
 from dflash_mlx.drafters.dflash import speculators
+from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.config_file import (
     VERSION_1,
     VERSION_2,
@@ -27,6 +29,7 @@ from dflash_mlx.drafters.dflash.config_file import (
     parse_fields,
     problems,
 )
+from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.dflash.quantized import quantize_network
 from dflash_mlx.drafters.dflash.tensors import (
@@ -36,6 +39,7 @@ from dflash_mlx.drafters.dflash.tensors import (
     read_tensors,
 )
 from dflash_mlx.drafters.dflash.tensors import check_tensors as check_tensors  # with the others
+from dflash_mlx.target.model import Target
 
 CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
 _MARKS = ("dflash_config", "speculators_model_type", "speculators_config")
@@ -138,16 +142,6 @@ def check_fit(config: NetworkConfig, target: Mapping[str, Any], name: str) -> No
         raise DFlashError(misfit.what, misfit.next_step)
 
 
-def check_block_size(block_size: int | None, config: NetworkConfig) -> None:
-    """Raise DFlashError unless the drafter can draft blocks of `block_size` (None: its own)."""
-    if block_size is not None and not 2 <= block_size <= config.block_size:
-        raise DFlashError(
-            f"block_size is {block_size}, but this drafter was trained for blocks of "
-            f"{config.block_size}",
-            f"choose 2 to {config.block_size}",
-        )
-
-
 def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
     """A drafter folder of any format, checked, its tensors under our names and still lazy.
 
@@ -175,6 +169,16 @@ def load_network(
     network.drop_idle_convolutions(config)
     mx.eval(network.parameters())
     return network
+
+
+def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConfig) -> BlockModel:
+    """The drafter in `folder`, bound to its target; raises as `read_drafter` does.
+
+    config: what `read_config` found there.
+    """
+    config = limit_windows(config, settings.draft_window)
+    network = load_network(folder, config, target.dtype, settings.drafter_bits)
+    return BlockModel(network, config, target)
 
 
 def _read(folder: Path) -> tuple[NetworkConfig, dict[str, Any]]:

@@ -65,6 +65,11 @@ class NetworkConfig:
     quantization: Quantization | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """`target_layer_ids`, by the name that all families have for it."""
+        return self.target_layer_ids
+
 
 class Attention(nn.Module):
     """Attention of block rows to the committed context and to the block."""

@@ -15,8 +15,7 @@ from dflash_mlx.cli.prompts import Row, read_prompts
 from dflash_mlx.core.config import ALL_BUT_MODEL, CorpusConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import load_target
-from dflash_mlx.train.corpus.collect import Collection
-from dflash_mlx.train.corpus.jobs import make_header
+from dflash_mlx.train.corpus.collect import Collection, make_header
 from dflash_mlx.train.corpus.self_prompt import read_openings
 from dflash_mlx.train.corpus.writer import CorpusFile
 

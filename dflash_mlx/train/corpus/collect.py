@@ -7,17 +7,19 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.templates import prompt_tokens
-from dflash_mlx.train.corpus.batch import BatchDecoder, Done
-from dflash_mlx.train.corpus.jobs import Prompt, answer_job
-from dflash_mlx.train.corpus.rows import CorpusRow
-from dflash_mlx.train.corpus.self_prompt import TurnWriter
+from dflash_mlx.train.corpus.batch import BatchDecoder, Done, Job
+from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
+from dflash_mlx.train.corpus.self_prompt import Prompt, TurnWriter, lot
 from dflash_mlx.train.corpus.writer import CorpusFile
+
+_ONLY_HOW_MANY = ("batch_size", "limit", "self_prompt")  # rows, not which
 
 
 class Collection:
@@ -63,8 +65,7 @@ class Collection:
                 "give shorter ones",
             )
         missing = [prompt for prompt in fitting if not self._is_done(prompt)]
-        for prompt in missing:
-            self.decoder.waiting.append(answer_job(prompt, self._pair, self._config))
+        self.decoder.waiting.extend(self._job(prompt) for prompt in missing)
         return len(missing)
 
     def ask_itself(self, wanted: int) -> int:
@@ -109,7 +110,22 @@ class Collection:
         if prompt is None:
             self.decoder.waiting.extend(self._turns.start(1))
         else:
-            self.decoder.waiting.appendleft(answer_job(prompt, self._pair, self._config))
+            self.decoder.waiting.appendleft(self._job(prompt))
+
+    def _job(self, prompt: Prompt) -> Job:
+        """Answer `prompt`, greedily or not, as its id and the seed decide."""
+        config, (chance, seed) = self._config, lot(self._config.seed, prompt.id)
+        greedy = chance < config.greedy_share
+        room = self._pair.target.context_length - len(prompt.tokens)
+        return Job(
+            key=prompt,
+            prompt=prompt.tokens,
+            stops=frozenset(self._pair.tokenizer.eos_token_ids),
+            max_tokens=min(config.max_tokens, room),
+            temperature=0.0 if greedy else config.temperature,
+            top_p=1.0 if greedy else config.top_p,
+            seed=seed,
+        )
 
     def _prompt(self, row: dict[str, Any]) -> Prompt:
         messages = row["messages"]
@@ -125,3 +141,16 @@ class Collection:
                 "give prompts ids of their own, or name another file with --out",
             )
         return row is not None
+
+
+def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:
+    """The header of what this pair's target answers with these settings."""
+    settings = asdict(config)
+    for name in _ONLY_HOW_MANY:
+        del settings[name]
+    settings["opening"] = list(config.opening)  # as JSON gives it back
+    settings["source"] = "prompts" if config.self_prompt is None else "self"
+    vocab_size = int(pair.target.embedding().weight.shape[0])
+    return CorpusHeader(
+        pair.target.name, vocab_size, tokenizer_fingerprint(pair.tokenizer), settings
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,29 @@ from jinja2 import TemplateError
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.templates import prompt_tokens
+from dflash_mlx.session.templates import Message, prompt_tokens
 from dflash_mlx.train.corpus.batch import Done, Job
-from dflash_mlx.train.corpus.jobs import Prompt, lot
 from dflash_mlx.train.corpus.rows import CorpusRow
 
 _MARK = "dflash4c7a1e"  # stands for the user's text
 _PATIENCE = 20  # user turns rejected for each good one
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt waiting for its answer; messages: where the model wrote it itself."""
+
+    id: str
+    category: str
+    tokens: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+
+
+def lot(seed: int, name: str) -> tuple[float, int]:
+    """A number from 0 to 1 and a 32-bit seed, the same for the same arguments everywhere."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    chance = int.from_bytes(digest[:8], "big") / 2**64
+    return chance, int.from_bytes(digest[8:12], "big")
 
 
 class TurnWriter:
