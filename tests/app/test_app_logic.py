@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from dflash_mlx.models.drafter_choice import DRAFTED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +20,7 @@ from dflash_chat.figures import (
     speed_parts,
     statistics_rows,
 )
-from dflash_chat.naming import TARGET, legend, needs_drafter, pair_line
+from dflash_chat.naming import TARGET, legend, pair_line
 from dflash_chat.pace import Pace
 from dflash_chat.prompt import History, Pastes
 from dflash_chat.status import Progress, read_progress
@@ -36,7 +35,6 @@ from dflash_chat.tree_view import (
 )
 from dflash_chat.window import Window
 from dflash_mlx import DecodeConfig, DFlashError, Statistics
-from dflash_mlx.core.config import METHODS
 from dflash_mlx.engine.pair import Means
 from support.app_scripts import ANSWER, WORDS, pair_of, rounds_of, statistics_of
 
@@ -306,7 +304,3 @@ def test_the_head_line_names_the_pair(method, drafters, line):
     assert pair_line(None, config) == ""
     for name, shown in (("M", line), ("/some/where/M", line), ("owner/M", f"owner/{line}")):
         assert pair_line(pair_of(name, means), config) == shown
-
-
-def test_the_methods_that_need_a_drafter_are_those_that_loading_says_need_one():
-    assert {method for method in METHODS if needs_drafter(method)} == set(DRAFTED) & set(METHODS)
