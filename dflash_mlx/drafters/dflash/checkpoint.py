@@ -172,7 +172,7 @@ def load_network(
 
 
 def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConfig) -> BlockModel:
-    """The drafter in `folder`, in the target's dtype and bound to it; raises as `read_drafter` does.
+    """The drafter in `folder`, in its target's dtype and bound to it; raises as `read_drafter`.
 
     config: what `read_config` found there.
     """
