@@ -27,16 +27,16 @@ from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.core.accept import Accepted, NearTies
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.parity import Difference
 from dflash_mlx.target.pass_times import PassTimes
+from support.decoding import tree_of
 
 #     0
 #   1   2      accepted: 0, 2, 4; the children of 1 are never compared
 #   3   4 5
 CONFIDENCES = (1.0, 0.3, 0.6, 0.9, 0.5, 0.4)
 TREE = replace(
-    Tree.of([9, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 2, 2]),
+    tree_of([9, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 2, 2]),
     logprobs=tuple(log(confidence) for confidence in CONFIDENCES),
 )
 ACCEPTED = Accepted(TREE, (0, 2, 4), 7)

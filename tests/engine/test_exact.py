@@ -234,7 +234,7 @@ def test_an_interrupt_inside_a_check_leaves_the_cache_as_it_was(target, monkeypa
 def test_statistics_add_up_the_checks_and_say_so_in_json_and_in_the_summary():
     statistics = Statistics("dflash")
     assert statistics.as_dict()["guard_checks"] == 0
-    assert "near-ties" not in summary(TextDelta("", (), None, None, "stop", statistics))
+    assert "near-ties" not in summary(TextDelta("", (), None, "stop", statistics, 0, None))
     for near_ties in (NearTies(2, 3, 1, 1, 0.5), NearTies(), NearTies(1, 1, 0, 0, 0.25)):
         statistics.add_round(Accepted(tree_of([1], [-1]), (0,), 5, near_ties))
     counts = {k: v for k, v in statistics.as_dict().items() if k.startswith("guard_")}
@@ -245,7 +245,7 @@ def test_statistics_add_up_the_checks_and_say_so_in_json_and_in_the_summary():
         "guard_changed": 1,
         "guard_seconds": 0.75,
     }
-    line = summary(TextDelta("", (), None, None, "stop", statistics))
+    line = summary(TextDelta("", (), None, "stop", statistics, 0, None))
     assert line.endswith("3 near-ties in 0.75 s, 1 changed")
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from dflash_mlx.benchmark.parity import first_difference
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
@@ -15,6 +14,7 @@ from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.exact import measure_noise
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.session.stream import Session
 from dflash_mlx.target import pass_times as budget
 from dflash_mlx.target.block import Block
@@ -107,7 +107,9 @@ def test_a_stop_token_amid_a_round_leaves_the_state_of_what_was_said(target):
 
 
 def test_a_drafters_window_is_computed_again_where_the_target_can_go_back_that_far(pair):
-    pair = replace(pair, network_config=limit_windows(pair.network_config, 16))
+    (whole,) = pair.drafters
+    limited = BlockModel(whole.module, limit_windows(whole.config, 16), pair.target)
+    pair = replace(pair, drafters=(limited,))
     session = Session(pair, DecodeConfig(method="dflash", max_tokens=8, prefill_step=100))
     prompt = tokens_of(14, 60)
     list(session.stream(prompt))

@@ -4,10 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.core.tree import Tree
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from kernels_metal.cascade_attention import Visibility
+from support.decoding import tree_of
 from support.kernels import refused
 
 
@@ -30,7 +30,7 @@ def test_bits_hold_the_first_key_and_one_bit_for_each_local_key():
 
 
 def test_the_mask_is_the_one_that_the_cache_makes_for_a_tree_in_a_window():
-    tree = Tree.of([1, 2, 3, 4, 5], [-1, 0, 0, 1, 2])
+    tree = tree_of([1, 2, 3, 4, 5], [-1, 0, 0, 1, 2])
     cache = LayerCache(window=6)
     cache.block = Block(20)
     cache.update_and_fetch(mx.zeros((1, 1, 20, 4)), mx.zeros((1, 1, 20, 4)))

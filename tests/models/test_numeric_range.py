@@ -18,11 +18,12 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.numeric_range import RangeCheck
+from dflash_mlx.models.numeric_range import fit_ranges
 from dflash_mlx.target.hooks import override
 from dflash_mlx.target.model import Target
+from support.decoding import rounds as decode
 from support.families import FAMILIES, make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
@@ -94,10 +95,9 @@ def test_a_target_that_overflows_computes_in_float32_and_says_so(tmp_path):
     network, config = make_drafter(tmp_path)
     expected, _ = answer(exact, NoDraft())
     assert drafted(target, network, config)[0] != expected, "without the check it is nonsense"
-    ranges = RangeCheck(target, [config])
-    network = ranges.widened(network, config)
+    notes = fit_ranges(target, [BlockModel(network, config, target)])
     said = "the numbers of biased exceed float16, so it computes in float32"
-    assert ranges.notes[0] == said
+    assert notes[0] == said
     assert dtypes(target.model) == {mx.float32}
     tokens, accepted = drafted(target, network, config)
     assert tokens == expected and accepted > 4
@@ -105,13 +105,15 @@ def test_a_target_that_overflows_computes_in_float32_and_says_so(tmp_path):
 
 def test_without_a_drafter_the_target_is_checked_as_well():
     target = make_target(30000)
-    assert RangeCheck(target, []).notes and target.dtype == mx.float32
+    assert fit_ranges(target, []) and target.dtype == mx.float32
 
 
 def test_a_target_near_the_end_of_the_range_is_cast_before_other_tokens_exceed_it(tmp_path):
-    _, config = make_drafter(tmp_path)
     for size, notes in ((12000, 1), (8000, 0)):  # three layers: 36,000 and 24,000 of 65,504
-        assert len(RangeCheck(make_target(size), [config]).notes) == notes
+        target = make_target(size)
+        network, config = make_drafter(tmp_path)
+        found = fit_ranges(target, [BlockModel(network, config, target)])
+        assert ["biased" in note for note in found][:1] == [True] * notes
 
 
 def test_a_drafter_that_overflows_alone_leaves_the_target_as_it_is(tmp_path):
@@ -119,11 +121,9 @@ def test_a_drafter_that_overflows_alone_leaves_the_target_as_it_is(tmp_path):
     network, config = make_drafter(tmp_path, gain=3000)
     plain, _ = answer(target, NoDraft())
     assert drafted(target, network, config) == (plain, 1)
-    ranges = RangeCheck(target, [config])
-    network = ranges.widened(network, config)
+    (note,) = fit_ranges(target, [BlockModel(network, config, target)])
     assert dtypes(network).isdisjoint({mx.float16})
     assert dtypes(target.model) == {mx.float16}
-    (note,) = ranges.notes
     assert note.startswith("the numbers of the drafter exceed float16, so it computes in ")
     tokens, accepted = drafted(target, network, config)
     assert tokens == plain and accepted > 4
@@ -134,7 +134,7 @@ def test_weights_that_were_bfloat16_become_that_again(trained):
     target = make_target(30000)
     weights = tree_map(lambda a: a.astype(trained).astype(mx.float16), target.model.parameters())
     target.model.update(weights)
-    (note,) = RangeCheck(target, []).notes
+    (note,) = fit_ranges(target, [])
     assert note.endswith(str(trained).removeprefix("mlx.core."))
     assert dtypes(target.model) == {trained}
     for (_, cast), (_, before) in zip(
@@ -148,7 +148,7 @@ def test_one_weight_that_was_never_bfloat16_is_enough_for_float32():
     weights = tree_map(lambda a: a.astype(mx.bfloat16).astype(a.dtype), target.model.parameters())
     target.model.update(weights)
     target.model.layers[-1].mlp.down_proj.weight[3, 5] = 1 + 2**-10
-    (note,) = RangeCheck(target, []).notes
+    (note,) = fit_ranges(target, [])
     assert note.endswith("it computes in float32")
     assert target.model.layers[-1].mlp.down_proj.weight[3, 5].item() == 1 + 2**-10
 
@@ -169,30 +169,29 @@ def test_tokens_that_a_family_never_says_are_not_beyond_the_range():
     """As mlx-lm's phi3small does with the ids that stand for nothing."""
     target = make_target(1)
     give_no_chance(target, mx.array([1, 50, 96]), slice(None))
-    assert RangeCheck(target, []).notes == [] and target.dtype == mx.float16
+    assert fit_ranges(target, []) == () and target.dtype == mx.float16
 
 
 def test_a_token_that_has_minus_infinity_in_some_rows_only_is_beyond_the_range():
     target = make_target(1)
     give_no_chance(target, mx.array([50]), slice(3, 5))
     with pytest.raises(DFlashError, match="numbers that are infinite"):
-        RangeCheck(target, [])
+        fit_ranges(target, [])
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
 def test_pairs_that_fit_keep_their_type(tmp_path, dtype):
     target = make_target(1, dtype)
     network, config = make_drafter(tmp_path, dtype=dtype)
-    ranges = RangeCheck(target, [config])
-    assert ranges.widened(network, config) is network
-    assert ranges.notes == [] and target.dtype == dtype and dtypes(network) == {dtype}
+    assert fit_ranges(target, [BlockModel(network, config, target)]) == ()
+    assert target.dtype == dtype and dtypes(network) == {dtype}
 
 
 def test_a_target_that_no_type_helps_is_refused_by_name():
     target = make_target(1)
     target.model.model.norm.weight = target.model.model.norm.weight * mx.nan
     with pytest.raises(DFlashError, match=r"biased computes numbers that are infinite.*; download"):
-        RangeCheck(target, [])
+        fit_ranges(target, [])
 
 
 def test_a_drafter_that_no_type_helps_is_refused_with_a_way_to_go_on(tmp_path):
@@ -200,4 +199,4 @@ def test_a_drafter_that_no_type_helps_is_refused_with_a_way_to_go_on(tmp_path):
     network, config = make_drafter(tmp_path)
     network.fc.weight = network.fc.weight * mx.inf
     with pytest.raises(DFlashError, match=r"the drafter for biased .*; .* or use --method ngram"):
-        RangeCheck(target, [config]).widened(network, config)
+        fit_ranges(target, [BlockModel(network, config, target)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from dflash_mlx.benchmark.parity import first_difference
 from mlx.utils import tree_flatten
 
 from dflash_chat import main as chat
@@ -27,12 +25,13 @@ from dflash_mlx.drafters.dflash.checkpoint import load_network, parse_config, re
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.quantized import Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.numeric_range import RangeCheck
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from support.app_scripts import ScriptedBackend, drive, notices, until
+from support.decoding import feed
 from support.families import FAMILIES, make_model
 from support.models import write_drafter, write_model
 from support.reference_dflash import (
@@ -109,11 +108,12 @@ def test_bits_for_keys_and_values_shrink_both_caches(folders, bits):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_bits_of_the_drafter_pack_its_matrices_and_nothing_of_the_target(folders, bits):
     pair, usual = pair_of(folders, drafter_bits=bits), pair_of(folders)
-    kinds = {type(module) for _, module in pair.network.named_modules()}
+    kinds = {type(module) for _, module in pair.drafters[0].module.named_modules()}
     assert nn.QuantizedLinear in kinds and nn.Linear not in kinds
-    assert pair.network.layers[0].mlp.up_proj.bits == bits
+    assert pair.drafters[0].module.layers[0].mlp.up_proj.bits == bits
     packed, full = (
-        stored_bytes([a for _, a in tree_flatten(p.network.parameters())]) for p in (pair, usual)
+        stored_bytes([a for _, a in tree_flatten(p.drafters[0].module.parameters())])
+        for p in (pair, usual)
     )
     assert packed < 0.5 * full
     assert not any(isinstance(m, nn.QuantizedLinear) for m in pair.target.model.modules())
@@ -137,9 +137,9 @@ def test_a_drafter_in_8_bits_drafts_nearly_what_it_did(folders):
     logits = []
     for bits in (None, 8, 4):
         pair = pair_of(folders, drafter_bits=bits)
-        model = BlockModel(pair.network, pair.network_config, pair.target)
+        model = pair.drafters[0]
         context = model.new_context()
-        context.append(mx.random.normal((20, 128), key=mx.random.key(0)))
+        feed(context, mx.random.normal((20, 128), key=mx.random.key(0)))
         logits.append(model.logits(context, mx.array([7]), 8))
     errors = [mx.abs(found - logits[0]).mean().item() for found in logits[1:]]
     assert 0 < errors[0] < 0.05 and errors[0] < errors[1]
@@ -164,7 +164,7 @@ def features_of(length: int) -> np.ndarray:
 def block_after(model: BlockModel, features: np.ndarray, step: int = 50) -> np.ndarray:
     context = model.new_context()
     for at in range(0, len(features), step):
-        context.append(mx.array(features[at : at + step]))
+        feed(context, mx.array(features[at : at + step]))
     assert context.length == len(features)
     return np.array(model.logits(context, mx.array([7]), 8))
 
@@ -202,7 +202,7 @@ def test_a_window_bounds_the_memory_of_the_context(tmp_path):
         model, _ = limited(tmp_path, most)
         context, sizes[most] = model.new_context(), []
         for _ in range(12):
-            context.append(mx.array(features_of(256)))
+            feed(context, mx.array(features_of(256)))
             sizes[most].append(stored_bytes(context.arrays))
     assert sizes[None][-1] > 10 * sizes[None][0]
     assert max(sizes[16][2:]) == min(sizes[16][2:]) < 2 * sizes[16][0]
@@ -217,18 +217,18 @@ def test_a_context_that_cannot_go_back_is_as_before_once_a_window_is_appended_ag
     features = features_of(700)
     context = model.new_context()
     for at in range(0, 700, 50):
-        context.append(mx.array(features[at : at + 50]))
+        feed(context, mx.array(features[at : at + 50]))
     start = context.refill_from(length)
     assert start == max(0, length - WINDOW + 1)
     for stop in (start + 3, length):  # interrupted, and then begun again
         context.trim(start)
         assert context.length == start
-        context.append(mx.array(features[start:stop]))
+        feed(context, mx.array(features[start:stop]))
         mx.eval(model.logits(context, mx.array([7]), 8))  # sees what there is
     assert context.refill_from(length) == length
     found = np.array(model.logits(context, mx.array([7]), 8))
     assert np.abs(found - block_after(model, features[:length])).max() < 1e-4
-    context.append(mx.array(features[length : length + 100]))
+    feed(context, mx.array(features[length : length + 100]))
     found = np.array(model.logits(context, mx.array([7]), 8))
     assert np.abs(found - block_after(model, features[: length + 100])).max() < 1e-4
 
@@ -244,7 +244,7 @@ def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_questi
         assert last.statistics.reused_tokens == reused
         answers.append((session.state.tokens, last.statistics.rounds))
     assert answers[0] == answers[1]
-    model = BlockModel(pair.network, pair.network_config, pair.target)
+    model = pair.drafters[0]
     ours, theirs = (model.logits(s.state.context, mx.array([7]), 8) for s in sessions)
     assert mx.abs(ours - theirs).max().item() < 1e-4
 
@@ -323,7 +323,9 @@ class Noting(ScriptedBackend):
     """A backend whose pairs were changed when they were loaded."""
 
     def load(self, config: PairConfig):
-        return replace(super().load(config), notes=("it computes in float32",))
+        for event in super().load(config):
+            event.pair.notes = ("it computes in float32",)
+            yield event
 
 
 def test_the_chat_says_what_loading_changed_and_another_model_keeps_the_settings(tmp_path):
@@ -332,7 +334,7 @@ def test_the_chat_says_what_loading_changed_and_another_model_keeps_the_settings
         kept = {"kv_bits": 4, "draft_window": 64, "kernels": "off"}
         app.pair_config = PairConfig(**kept)
         app.load(PairConfig("owner/other", "owner/drafter"))
-        await until(lambda: app.info.name == "owner/other", pilot)
+        await until(lambda: app.pair.target.name == "owner/other", pilot)
         given = PairConfig(
             "owner/other", "owner/drafter", kv_bits=4, draft_window=64, kernels="off"
         )
@@ -342,13 +344,10 @@ def test_the_chat_says_what_loading_changed_and_another_model_keeps_the_settings
 
 
 def test_what_loading_changed_is_said_by_backend_and_command_line(folders, monkeypatch, capsys):
-    class Range(RangeCheck):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            self.notes.append("it computes in float32")
-
-    monkeypatch.setattr(import_module("dflash_mlx.models.load"), "RangeCheck", Range)
-    assert Backend().load(PairConfig(*folders)).notes == ("it computes in float32",)
+    module = import_module("dflash_mlx.models.load")
+    monkeypatch.setattr(module, "fit_ranges", lambda *given: ("it computes in float32",))
+    (event,) = Backend().load(PairConfig(*folders))
+    assert event.pair.notes == ("it computes in float32",)
     generating.main(["--prompt", "a", "--max-tokens", "2", "--model", folders[0]])
     assert "it computes in float32\n" in capsys.readouterr().err
 

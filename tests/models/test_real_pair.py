@@ -3,14 +3,14 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from dflash_mlx.benchmark.parity import first_difference
-from dflash_mlx.drafters.selected import SelectedPath
 
 from dflash_mlx import DecodeConfig, Pair, SamplingConfig, Session, generate, load, stream
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.block_diffusion import SelectedPath
+from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.session.stream import collect
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.target.block import Block
+from support.decoding import ids_of, path_to, tree_of
 
 pytestmark = pytest.mark.real
 
@@ -61,10 +61,10 @@ def test_a_random_tree_over_the_real_target_equals_its_own_paths(pair):
     pair.target.forward(mx.array(prompt), cache, Block(len(prompt)))
     cache.commit(range(len(prompt)))
     tokens = rng.integers(1000, 40000, size=6).tolist()
-    tree = Tree.of(tokens, [-1, 0, 0, 1, 1, 4])
-    logits, _ = pair.target.forward(tree.tokens, cache, Block.of(tree))
+    tree = tree_of(tokens, [-1, 0, 0, 1, 1, 4])
+    logits, _ = pair.target.forward(ids_of(tree), cache, Block.of(tree))
     for node in range(len(tree)):
-        path = [tokens[n] for n in tree.path_to(node)]
+        path = [tokens[n] for n in path_to(tree, node)]
         alone = pair.target.model(mx.array([prompt + path]))[0, -1]
         assert np.abs(np.array(logits[node] - alone)).max() < 1e-3
 

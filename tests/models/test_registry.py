@@ -293,7 +293,7 @@ def test_a_second_drafter_that_was_asked_for_is_not_done_without(hub, tmp_path, 
 def test_no_drafter_is_fetched_for_methods_that_need_none(hub, method):
     hub[DRAFTER] = AssertionError("fetched")
     pair = load_pair(PairConfig("Qwen/Qwen3-4B"), DecodeConfig(method))
-    assert pair.network is None
+    assert pair.drafters == ()
     assert generate(pair, "hello", DecodeConfig(method, max_tokens=3)).statistics.method == method
     with pytest.raises(DFlashError, match=r"no drafter was loaded.*--drafter"):
         generate(pair, "hello", DecodeConfig("dflash"))

@@ -15,11 +15,12 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.rows import Row
+from support.decoding import rounds as decode
 from support.families import make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 

@@ -7,10 +7,10 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.engine.decode import decode
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.stream import Session, collect
 from dflash_mlx.session.text import StopText
+from support.decoding import rounds as decode
 from support.toys import Scripted, ToyTarget
 
 WORDS = ["<end>", "a", "b", "ab", "abc", " ", "\n", "é", "sto", "p", "stop"]

@@ -19,8 +19,8 @@ from dflash_chat.options import ChatConfig
 from dflash_chat.race import DRAFTED, PLAIN, RaceStep
 from dflash_mlx import DecodeConfig, PairConfig, Statistics, TextDelta
 from dflash_mlx.core.accept import Accepted
-from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.pair import Means
+from support.decoding import tree_of
 
 ANSWER = """Two rivers meet **here**:
 
@@ -87,7 +87,7 @@ def round_of(kept):
         sources += [("first", "first", "second")[i % 3]] * 2
     texts += [" wrong", " end"]
     parents += [path[-1], len(texts) - 2]
-    tree = Tree.of([WORDS.token(text) for text in texts], parents)
+    tree = tree_of([WORDS.token(text) for text in texts], parents)
     tree = replace(tree, sources=(*sources, "first", "first"), reason="tree of 6 pays")
     root = WORDS.token(" so")
     return Accepted(tree, tuple(path), WORDS.token(kept[-1])), root

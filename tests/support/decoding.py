@@ -72,3 +72,8 @@ def path_to(tree: Tree, node: int) -> list[int]:
     while (parent := tree.parents[path[0]]) >= 0:
         path.insert(0, parent)
     return path
+
+
+def ids_of(tree: Tree) -> mx.array:
+    """The tokens [N] of a pass over a tree, behind an anchor that is always the same."""
+    return tree.ids(mx.array([7]))

@@ -174,7 +174,7 @@ def load_pair_folder(model: Path, drafter: Path, folder: Path) -> None:
     (folder / pair_folder.DRAFTER).symlink_to(drafter)
     pair = _load(str(folder))
     _same(pair.target.model, model)
-    _same(pair.network, drafter)
+    _same(pair.drafters[0].module, drafter)
 
 
 def check_on_hub(repositories: dict[str, Path], folder: Path) -> None:

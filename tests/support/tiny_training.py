@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import DecodeConfig, TrainConfig
 from dflash_mlx.core.observer import Observer
-from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.models.load import load_target
 from dflash_mlx.target.model import Target
@@ -27,6 +27,7 @@ from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.features import FeatureCache
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
+from support.decoding import rounds as decode
 from support.families import VOCAB_SIZE, make_model
 from support.models import write_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder

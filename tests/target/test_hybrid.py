@@ -22,6 +22,7 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.target.hooks import override
 from dflash_mlx.target.layouts import Recurrent, is_recurrent, may_be_recurrent
 from dflash_mlx.target.model import Target
+from support.decoding import ids_of
 from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.hybrids import (
     difference,
@@ -308,7 +309,7 @@ def test_branches_and_rows_out_of_order_are_refused(targets):
     cache = fresh(target, tokens_of(8, 5))
     tree = Tree(mx.zeros(3, mx.int32), (-1, 0, 0))
     with pytest.raises(DFlashError, match="cannot follow the branches"):
-        target.forward(tree.tokens, cache, Block.of(tree))
+        target.forward(ids_of(tree), cache, Block.of(tree))
     forward(target, cache, [1, 2, 3])
     with pytest.raises(ValueError, match=r"first rows of a pass, not \[0, 2\]"):
         cache.commit([0, 2])

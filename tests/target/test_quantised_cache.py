@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.target import pass_times as budget
@@ -21,6 +20,7 @@ from dflash_mlx.target.kv_packing import pack, unpack
 from dflash_mlx.target.model import Target
 from kernels_metal.emulator import emulated
 from support import rounding
+from support.decoding import feed, ids_of, path_to, tree_of
 from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.hybrids import forward, fresh, plain_answer, rounds, start, tokens_of
 from support.recurrent_families import RECURRENT
@@ -207,14 +207,14 @@ def worst_node(target: Target, seed: int) -> float:
     """How far a tree's logits are from those of one-row passes over each node's own path."""
     rng = np.random.default_rng(seed)
     tokens, parents = random_tree(rng, 5, VOCAB_SIZE)
-    tree = Tree.of([7, *tokens], [-1, *parents])
+    tree = tree_of([7, *tokens], [-1, *parents])
     cache = fresh(target, tokens_of(seed, 20), step=9)
     start, off = cache.fork(), []
-    logits, _ = target.forward(tree.tokens, cache, Block.of(tree))
+    logits, _ = target.forward(ids_of(tree), cache, Block.of(tree))
     for leaf in set(range(len(tree))) - set(tree.parents):
         alone = start.fork()
-        for node in tree.path_to(leaf):
-            expected, _ = target.forward(tree.tokens[node : node + 1], alone, Block(1))
+        for node in path_to(tree, leaf):
+            expected, _ = target.forward(ids_of(tree)[node : node + 1], alone, Block(1))
             alone.commit([0])
             off.append(logits[node] - expected[0])
     worst = mx.abs(mx.stack(off)).max().item()
@@ -308,12 +308,12 @@ def test_a_hybrid_target_quantises_its_attention_layers_and_keeps_its_states(mon
 
 
 def test_the_attention_kernel_takes_what_is_stored_and_the_commit_says_why_it_cannot(targets):
-    target, tree = wide_target("llama", 4), Tree.of([3, 1, 4, 1], [-1, 0, 0, 1])
+    target, tree = wide_target("llama", 4), tree_of([3, 1, 4, 1], [-1, 0, 0, 1])
     cache = fresh(target, tokens_of(2, 20))
-    stock, _ = target.forward(tree.tokens, cache.fork(), Block.of(tree))
+    stock, _ = target.forward(ids_of(tree), cache.fork(), Block.of(tree))
     target.use_kernels("on")
     with emulated() as run:
-        ours, _ = target.forward(tree.tokens, cache, Block.of(tree))
+        ours, _ = target.forward(ids_of(tree), cache, Block.of(tree))
         mx.eval(ours)
         cache.commit([0, 2])
     assert run.of("cascade_attention") and not run.of("cache_commit")
@@ -339,7 +339,7 @@ def test_the_drafters_context_is_stored_in_the_same_bits(tmp_path, targets):
     for bits in (None, *BITS):
         model = BlockModel(network, config, targets("llama", bits))
         context = model.new_context()
-        context.append(features)
+        feed(context, features)
         logits[bits] = model.logits(context, mx.array([7]), 8)
         packed = [array for array in context.arrays if array.dtype == mx.uint32]
         assert len(packed) == (0 if bits is None else 2 * len(config.layer_windows))

@@ -10,6 +10,7 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import SLACK
 from dflash_mlx.target.model import Target
+from support.decoding import ids_of, path_to, tree_of
 from support.families import FAMILIES, POSITION_DEPENDENT, SLIDING, VOCAB_SIZE, make_model
 from support.hybrids import fresh
 from support.toys import random_tree
@@ -42,18 +43,18 @@ def plain_logits(target, tokens):
 
 def some_tree(rng, nodes=8):
     tokens, parents = random_tree(rng, nodes, VOCAB_SIZE)
-    return Tree.of([int(rng.integers(VOCAB_SIZE)), *tokens], [-1, *parents])
+    return tree_of([int(rng.integers(VOCAB_SIZE)), *tokens], [-1, *parents])
 
 
 def tokens_on(tree, path):
-    return [int(tree.tokens[node].item()) for node in path]
+    return [int(ids_of(tree)[node].item()) for node in path]
 
 
 def worst_node(target, cache, prompt, tree):
-    logits, _ = target.forward(tree.tokens, cache, Block.of(tree))
+    logits, _ = target.forward(ids_of(tree), cache, Block.of(tree))
     logits = np.array(logits)
     off = [
-        logits[n] - plain_logits(target, prompt + tokens_on(tree, tree.path_to(n)))
+        logits[n] - plain_logits(target, prompt + tokens_on(tree, path_to(tree, n)))
         for n in range(len(tree))
     ]
     return np.abs(off).max()  # no number, where any of these is none
@@ -95,8 +96,8 @@ def test_committing_a_path_equals_computing_it_from_scratch(targets, name):
     cache = fresh(target, committed, 9)
     for _ in range(12):  # far enough for windows of 8 to wrap
         tree = some_tree(rng)
-        target.forward(tree.tokens, cache, Block.of(tree))
-        path = tree.path_to(int(rng.integers(len(tree))))
+        target.forward(ids_of(tree), cache, Block.of(tree))
+        path = path_to(tree, int(rng.integers(len(tree))))
         cache.commit(path)
         committed = committed + tokens_on(tree, path)
     assert cache.length == len(committed)
@@ -110,7 +111,7 @@ def test_chains_need_no_positions_per_row_and_work_on_every_family(targets, name
     cache = fresh(target, committed, 9)
     for rows, accepted in [(5, 2), (1, 1), (7, 7), (3, 1)]:
         tree = Tree.chain(mx.array(tokens_of(rng, rows)))
-        logits, _ = target.forward(tree.tokens, cache, Block.of(tree))
+        logits, _ = target.forward(ids_of(tree), cache, Block.of(tree))
         path = tuple(range(accepted))
         cache.commit(path)
         committed = committed + tokens_on(tree, path)

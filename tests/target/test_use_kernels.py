@@ -27,11 +27,12 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
 from kernels_metal.emulator import Run, emulated
 from kernels_metal.tree_walk import TREE_WALK, tree_walk_reference
+from support.decoding import ids_of, tree_of
 from support.families import FAMILIES, make_model
 from support.models import write_model
 from support.toys import random_tree
 
-TREE = Tree.of([3, 1, 4, 1, 5, 9], [-1, 0, 0, 1, 2, 2])
+TREE = tree_of([3, 1, 4, 1, 5, 9], [-1, 0, 0, 1, 2, 2])
 PROMPT = mx.arange(11)
 # Head dims that the kernel takes, and what is special about each family.
 ROUTED = {
@@ -59,7 +60,7 @@ def pass_over(target: Target, tree: Tree = TREE) -> mx.array:
     sequence = target.new_cache()
     target.forward(PROMPT, sequence, Block(len(PROMPT)))
     sequence.commit(range(len(PROMPT)))
-    logits = target.forward(tree.tokens, sequence, Block.of(tree))[0]
+    logits = target.forward(ids_of(tree), sequence, Block.of(tree))[0]
     mx.eval(logits)
     return logits
 
@@ -281,7 +282,7 @@ def test_without_metal_ranking_and_walking_stay_on_the_host(monkeypatch):
     found, expected = rank(logits, 5, target.kernels), rank(logits, 5)
     assert np.array_equal(found.tokens, expected.tokens)
     assert np.array_equal(found.logprobs, expected.logprobs)
-    tree = Tree.of([3, 1], [-1, 0])
+    tree = tree_of([3, 1], [-1, 0])
     assert Verdict(tree, mx.zeros((2, 9)), None, target.kernels).greedy_walk() is None
 
 
@@ -319,9 +320,9 @@ def test_the_walk_has_to_be_faster_than_the_loop_on_the_host_which_gives_the_sam
     rng = np.random.default_rng(0)
     for nodes in (2, 3, 9, 40):
         tokens, parents = random_tree(rng, nodes, 3)
-        tree = Tree.of([0, *tokens], [-1, *parents])
+        tree = tree_of([0, *tokens], [-1, *parents])
         choices = mx.array(rng.integers(0, 3, len(tree)).astype(np.uint32))
-        arguments = choices, tree.tokens, mx.array(tree.parents)
+        arguments = choices, ids_of(tree), mx.array(tree.parents)
         assert mx.array_equal(WALK.reference(*arguments), tree_walk_reference(*arguments))
     assert WALK.kernel is TREE_WALK.kernel
 

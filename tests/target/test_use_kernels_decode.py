@@ -19,12 +19,13 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.growth import rank
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.target import cache
 from dflash_mlx.target.model import Target
 from kernels_metal.emulator import Run, emulated
+from support.decoding import rounds as decode
 from support.families import FAMILIES, make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 

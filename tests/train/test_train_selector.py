@@ -22,6 +22,7 @@ from dflash_mlx.train.evaluate import measure
 from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.vocabulary import DraftVocabulary
+from support.decoding import feed
 from support.drafter_formats import SCALES
 from support.families import VOCAB_SIZE
 from support.tiny_selector import RAW, trainer_of, walks
@@ -156,7 +157,7 @@ def random_features() -> mx.array:
 def block_logits(network: Network, drafter: Trainee) -> np.ndarray:
     model = BlockModel(network, drafter.config, tiny_target())
     context = model.new_context()
-    context.append(random_features())
+    feed(context, random_features())
     return np.array(model.logits(context, mx.array([7]), drafter.config.block_size, [(), (3,)]))
 
 

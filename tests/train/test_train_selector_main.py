@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dflash_mlx.drafters.selected import SelectedPath
 
 from dflash_mlx import load
 from dflash_mlx.core.config import DecodeConfig, SelectorTraining
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.block_diffusion import SelectedPath
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.drafters.methods import make_drafter
@@ -76,8 +76,7 @@ def test_a_trained_folder_accepts_more_and_is_compared_with_the_drafter_it_was(t
 def test_decoding_accepts_what_was_measured(trained, tmp_path):
     rows = [row for row in corpus_rows() if row.temperature == 0]
     pair = load(str(trained.model), str(trained.out))
-    assert pair.network_config is not None
-    config = pair.network_config
+    config = pair.drafters[0].config
     assert (config.selector, config.block_size) == (SelectorConfig(16, 97), 6)
     drafter = make_drafter(pair, DecodeConfig("dflash"))
     assert isinstance(drafter, SelectedPath)

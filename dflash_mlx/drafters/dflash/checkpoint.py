@@ -172,7 +172,7 @@ def load_network(
 
 
 def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConfig) -> BlockModel:
-    """The drafter in `folder`, in its target's dtype and bound to it; raises as `read_drafter`.
+    """The drafter in `folder`, bound to its target; raises as `read_drafter` does.
 
     config: what `read_config` found there.
     """
