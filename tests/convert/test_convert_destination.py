@@ -169,11 +169,12 @@ def test_an_empty_folder_may_be_the_destination(pair, tmp_path):
     assert config(tmp_path / "dst" / "target")["model_type"] == "llama"
 
 
-def test_a_folder_with_something_in_it_is_refused_and_kept(pair, tmp_path):
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_a_folder_with_something_in_it_is_refused_and_kept(pair, tmp_path, check):
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "precious").write_text("data")
     with pytest.raises(DFlashError, match="dst .* precious"):
-        main(pair)
+        main([*pair, *check])
     assert (tmp_path / "dst" / "precious").read_text() == "data"
 
 

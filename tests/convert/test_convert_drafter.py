@@ -210,9 +210,10 @@ def test_only_a_drafter_of_the_same_target_makes_a_pair(tmp_path, write_target):
     assert not (tmp_path / "none").exists()
 
 
-def test_target_and_drafter_the_wrong_way_round_are_refused(tmp_path, model):
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_target_and_drafter_the_wrong_way_round_are_refused(tmp_path, model, check):
     drafter, destination = write_drafter(tmp_path / "drafter"), str(tmp_path / "pair")
     for source, paired, is_what in ((drafter, model, "drafter"), (model, model, "target")):
         with pytest.raises(DFlashError, match=f"is a {is_what}, .* SRC .* --pair"):
-            main([str(source), destination, "--pair", str(paired)])
+            main([str(source), destination, "--pair", str(paired), *check])
     assert not (tmp_path / "pair").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +15,12 @@ from dflash_mlx.convert.__main__ import main
 from dflash_mlx.convert.conversion import RUNTIME
 from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.core.errors import DFlashError
-from support.converted import config, convert
+from support.converted import config, convert, tensors
 from support.families import FAMILIES
 from support.gguf_files import F32, Q4_0, Q4_1, Q5_0, Q8_0
 from support.gguf_files import make_model as make_gguf_model
 from support.gguf_files import write as write_gguf
-from support.models import DAMAGES, edit_config, write_drafter, write_model
+from support.models import DAMAGES, edit_config, overwrite, write_drafter, write_model
 
 
 def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -54,9 +53,12 @@ def test_options_that_do_not_exist_are_refused_by_the_parser(capsys, tmp_path):
 # A dry run of what is here
 
 
-def test_a_dry_run_of_a_pair_names_both_and_what_they_need(tmp_path, capsys):
+def test_a_dry_run_of_a_pair_names_both_and_what_they_need_and_reads_no_weights(tmp_path, capsys):
     model, drafter = write_model(tmp_path / "model"), write_drafter(tmp_path / "drafter")
+    mx.reset_peak_memory()
+    active = mx.get_active_memory()
     main([str(model), str(tmp_path / "dst"), "--pair", str(drafter), "--bits", "8", "--check"])
+    assert mx.get_peak_memory() - active < max(array.nbytes for array in tensors(model).values())
     target, drafts, disk, memory = capsys.readouterr().out.splitlines()
     assert target.startswith(f"target    {model}: llama in 8 bits in groups of 64, else in float32")
     assert drafts.startswith(f"drafter   {drafter}: DFlashDraftModel in float32, blocks of 8")
@@ -65,35 +67,12 @@ def test_a_dry_run_of_a_pair_names_both_and_what_they_need(tmp_path, capsys):
     assert not (tmp_path / "dst").exists()
 
 
-def test_a_dry_run_reads_no_weights(tmp_path, monkeypatch, capsys):
-    folder = write_model(tmp_path / "model")
-    drafter = write_drafter(tmp_path / "drafter")
-    mx.reset_peak_memory()
-    active = mx.get_active_memory()
-    main([str(folder), str(tmp_path / "dst"), "--bits", "4", "--pair", str(drafter), "--check"])
-    largest = max(array.nbytes for array in mx.load(str(folder / "model.safetensors")).values())  # type: ignore[union-attr]
-    assert mx.get_peak_memory() - active < largest
-
-
-def test_a_dry_run_refuses_what_the_conversion_would_refuse(tmp_path):
-    model, drafter = write_model(tmp_path / "model"), write_drafter(tmp_path / "drafter")
-    destination = str(tmp_path / "dst")
-    with pytest.raises(DFlashError, match="is a target, not a drafter"):
-        main([str(model), destination, "--pair", str(model), "--check"])
-    with pytest.raises(DFlashError, match="is a drafter, not a target"):
-        main([str(drafter), destination, "--pair", str(drafter), "--check"])
-    (tmp_path / "dst" / "full").mkdir(parents=True)
-    with pytest.raises(DFlashError, match="dst is not empty"):
-        main([str(model), destination, "--check"])
-
-
 @pytest.mark.parametrize("kinds", [{"": F32}, {"": Q4_0}, {"": Q4_1, "token_embd": Q8_0}])
 def test_a_dry_run_of_a_gguf_file_foretells_what_is_written(tmp_path, capsys, kinds):
     file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), kinds)
     main([str(file), str(tmp_path / "dst"), "--check"])
     foretold = capsys.readouterr().out.splitlines()[0]
-    weights = mx.load(str(convert(file, tmp_path / "dst") / "model.safetensors"))
-    size = sum(array.nbytes for array in weights.values())  # type: ignore[union-attr]
+    size = sum(array.nbytes for array in tensors(convert(file, tmp_path / "dst")).values())
     assert f", {size / 1000:.2f} kB" in foretold
 
 
@@ -142,18 +121,6 @@ def test_a_damaged_target_is_refused_with_the_reason(tmp_path, monkeypatch, case
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
 
 
-def overlap(folder: Path) -> None:
-    """Let the second tensor begin where the first one does."""
-    file = folder / "model.safetensors"
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    first, second = sorted(k for k in header if k != "__metadata__" and "layernorm" in k)[:2]
-    header[second]["data_offsets"] = header[first]["data_offsets"]
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-
-
 def pickle_it(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -162,12 +129,12 @@ def pickle_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "value"),
     [
-        (overlap, "model.safetensors is damaged"),
+        (overwrite("model.safetensors", "no weights"), "model.safetensors is damaged"),
         (pickle_it, "pickled .*pytorch_model.bin"),
         (lambda folder: edit_config(folder, auto_map={"AutoModel": "own.Model"}), "auto_map"),
         (lambda folder: (folder / "config.json").unlink(), "source has no config.json"),
     ],
-    ids=["overlapping", "pickled", "code", "no config"],
+    ids=["damaged", "pickled", "code", "no config"],
 )
 def test_what_could_run_code_or_is_inconsistent_is_refused(tmp_path, write, damage, value):
     folder = write(tmp_path / "source")

@@ -18,9 +18,9 @@ from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import GatedRepoError
 from safetensors.numpy import save_file
 
-from dflash_chat import memory, picker
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
 from dflash_mlx.convert.source import open_part
+from dflash_mlx.models import available, memory
 from dflash_mlx.models.check import check_target
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import whole_copy
@@ -217,8 +217,8 @@ def listed_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     folder = Path(constants.HF_HUB_CACHE) / "models--owner--model" / "snapshots" / COMMIT
     revision = SimpleNamespace(last_modified=1, snapshot_path=folder)
     repo = SimpleNamespace(repo_type="model", repo_id="owner/model", revisions=[revision])
-    monkeypatch.setattr(picker, "scan_cache_dir", lambda: SimpleNamespace(repos=[repo]))
-    return [found.name for found in picker.cached_folders()]
+    monkeypatch.setattr(available, "scan_cache_dir", lambda: SimpleNamespace(repos=[repo]))
+    return [found.name for found in available.cached_folders()]
 
 
 def test_a_folder_is_whole_with_all_shards_and_all_that_its_index_names(tmp_path):

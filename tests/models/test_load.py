@@ -291,3 +291,15 @@ def test_a_drafter_by_a_name_that_nothing_can_have_is_refused(tmp_path, name):
     model = str(write_model(tmp_path / "model"))
     with pytest.raises(DFlashError, match="there is no folder .*--drafter"):
         load(model=model, drafter=name)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_drafter_takes_the_type_that_its_target_was_widened_to(folders, monkeypatch):
+    def widen(target: Any, taps: Any) -> tuple[str, ...]:
+        target.model.set_dtype(mx.bfloat16)
+        return ("it computes in bfloat16",)
+
+    monkeypatch.setattr("dflash_mlx.models.load.fit_target", widen)
+    pair = load(*folders)
+    assert pair.drafters[0].module.norm.weight.dtype == mx.bfloat16
+    assert pair.notes == ("it computes in bfloat16",)

@@ -352,15 +352,6 @@ def test_what_loading_changed_is_said_by_backend_and_command_line(folders, monke
     assert "it computes in float32\n" in capsys.readouterr().err
 
 
-def test_a_drafter_takes_the_type_that_its_target_was_widened_to(folders, monkeypatch):
-    def widen(target: Target, taps: Any) -> tuple[str, ...]:
-        target.model.set_dtype(mx.bfloat16)
-        return ()
-
-    monkeypatch.setattr(import_module("dflash_mlx.models.load"), "fit_target", widen)
-    assert pair_of(folders).drafters[0].module.norm.weight.dtype == mx.bfloat16
-
-
 # The default pair
 
 

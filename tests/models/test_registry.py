@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_mlx import DFlashError, PairConfig, Session, load
-from dflash_mlx.core.config import METHODS, DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.dflash.checkpoint import read_config
-from dflash_mlx.drafters.methods import settle
+from dflash_mlx.drafters.methods import METHODS, choices, settle
 from dflash_mlx.engine.pair import Advice, Means
 from dflash_mlx.models import registry
 from dflash_mlx.models.load import load_pair
@@ -54,7 +54,7 @@ def test_every_pair_is_complete_and_named_once():
     assert len(set(names)) == len(names) > 15
     for entry in ENTRIES:
         assert all(target.count("/") == 1 for target in entry.targets)
-        assert entry.method in METHODS
+        assert entry.method in choices()
         assert entry.block_size is None or 2 <= entry.block_size <= 16
         for drafter in (entry.drafter, entry.second_drafter or entry.drafter):
             assert drafter.count("/") == 1 or read_config(SHIPPED / drafter)
@@ -135,7 +135,7 @@ def test_auto_is_what_the_pair_can_and_the_settings_ask_for(options, means, meth
     assert settle(settled, means) == settled
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "auto"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_method_that_was_chosen_stays(method):
     config = DecodeConfig(method, block_size=3)
     for means in (Means(0), Means(1), Means(2, False, Advice("ddtree", 5))):

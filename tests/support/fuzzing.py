@@ -155,7 +155,7 @@ def _alarm() -> Iterator[None]:
 
 def load_drafter(model: Path, folder: Path) -> None:
     """Damaged as the drafter of a sound target; its numbers must be those of the files."""
-    _same(_load(str(model), str(folder)).network, folder)
+    _same(_load(str(model), str(folder)).drafters[0].module, folder)
 
 
 def load_alone(folder: Path) -> None:
