@@ -45,8 +45,9 @@ def find_method(name: str) -> Method:
 
 
 def sources() -> tuple[Source, ...]:
-    """Of all methods, each once."""
-    return tuple(dict.fromkeys(s for method in METHODS.values() for s in method.sources))
+    """Of all methods, each once, in the order of the method that has the most."""
+    most_first = sorted(METHODS.values(), key=lambda method: -len(method.sources))
+    return tuple(dict.fromkeys(s for method in most_first for s in method.sources))
 
 
 def takers(setting: str) -> tuple[str, ...]:

@@ -293,7 +293,7 @@ def test_a_large_paste_is_a_label_until_it_is_sent():
         ("d2sd", 1, "M <- DFlash, continuing itself"),
         ("dflash", 1, "M <- DFlash"),
         ("none", 0, "M <- plain decoding"),
-        ("resample", 1, "M <- resample"),
+        ("resample", 1, "M <- resampled blocks"),
         ("auto", 0, "M <- n-gram lookup"),
         ("auto", 1, "M <- DFlash tree"),
         ("auto", 2, "M <- DFlash + variable-prefix"),
