@@ -68,7 +68,8 @@ def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
     for key, value in _details(name):
         if key not in _SETTINGS:
             raise DFlashError(f"{name!r} sets {key!r}", f"choose from {', '.join(_SETTINGS)}")
-        if config.method not in (AUTO, *takers(_SETTINGS[key])):
+        owners = takers(_SETTINGS[key])
+        if owners and config.method not in owners:
             what = f"{name!r} sets {key!r}, which {config.method} does not have"
             raise DFlashError(what, "leave it out")
         given[_SETTINGS[key]] = _read_value(name, key, value)

@@ -66,18 +66,19 @@ def test_plain_decoding_is_measured(backend, monkeypatch):
     assert list(backend.measure()) == [PlainMeasured(0.25)]
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.9)])
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.9, seed=1)])
 def test_a_race_decodes_both_ways_from_one_seed_and_compares_every_token(backend, sampling):
     *steps, result = backend.race(request(sampling=sampling))
     ends = {step.side: step for step in steps if step.finished}
-    assert ends["plain"].tokens == ends["drafted"].tokens == 12
+    length = ends["plain"].tokens
+    assert 0 < length == ends["drafted"].tokens
     assert all(isinstance(step, RaceStep) and step.seconds > 0 for step in steps)
     assert isinstance(result, RaceResult) and result.equal
-    assert result.text.startswith("All 12 tokens are the same. ")
+    assert result.text.startswith(f"All {length} tokens are the same. ")
     plain, drafted = ("".join(s.text for s in steps if s.side == side) for side in ends)
     assert plain == drafted
     if sampling.temperature == 0:
-        assert plain == text_of(backend)
+        assert plain == text_of(backend) and length == 12
 
 
 @pytest.mark.parametrize(

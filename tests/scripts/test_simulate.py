@@ -19,7 +19,7 @@ from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
-from dflash_mlx.train.corpus.rows import Row
+from dflash_mlx.train.corpus.rows import CorpusRow
 from support.decoding import rounds as decode
 from support.families import make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
@@ -65,7 +65,7 @@ def test_simulated_rounds_are_those_of_decoding(script, pair):
     config = DecodeConfig(max_tokens=60)
     methods = {n: c for n, c in read_methods(METHODS, config).items() if n != "none"}
     answer, _ = decoded(pair, DecodeConfig(method="none", max_tokens=60))
-    row = Row("a", "math", tuple(PROMPT), tuple(answer), 0.0)
+    row = CorpusRow("a", "math", tuple(PROMPT), tuple(answer), 0.0)
     with script.remembering() as memory:
         counts = script.simulate(pair, dict(script.made(pair, methods)), [row, row], memory)
     assert set(counts) == {*methods, "d2sd:growth=paper alone", "d2sd:budget=12 alone"}

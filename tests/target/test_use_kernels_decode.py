@@ -14,18 +14,16 @@ import mlx.nn as nn
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.growth import rank
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.state import State
 from dflash_mlx.target import cache
 from dflash_mlx.target.model import Target
 from kernels_metal.emulator import Run, emulated
-from support.decoding import rounds as decode
+from support.decoding import rounds, start
 from support.families import FAMILIES, make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
@@ -58,7 +56,9 @@ def model(monkeypatch: pytest.MonkeyPatch, bits: int | None) -> nn.Module:
     return made
 
 
-def network(folder: Path, taps: list[int], seed: int, **changes: Any) -> tuple[Any, Any]:
+def drafter_of(
+    target: Target, folder: Path, taps: list[int], seed: int, **changes: Any
+) -> BlockModel:
     """A drafter of one layer."""
     config = tiny_drafter_config(
         num_target_layers=LAYERS,
@@ -73,21 +73,21 @@ def network(folder: Path, taps: list[int], seed: int, **changes: Any) -> tuple[A
     )
     write_drafter_folder(folder, config, random_drafter(config, seed))
     read = read_config(folder)
-    return load_network(folder, read, mx.float32), read
+    return BlockModel(load_network(folder, read, mx.float32), read, target)
 
 
 def make_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bits: int | None) -> Pair:
     target = Target(model(monkeypatch, bits), 200, "tiny")
     window = {"layer_types": ["sliding_attention"], "sliding_window": 12}
-    first, second = network(tmp_path / "1", [0, 1], 1), network(tmp_path / "2", [1], 2, **window)
-    return Pair(target, None, first[0], first[1], "tiny", second[0], second[1])
+    first = drafter_of(target, tmp_path / "1", [0, 1], 1)
+    second = drafter_of(target, tmp_path / "2", [1], 2, **window)
+    return Pair(target, None, (first, second), "tiny")
 
 
 def answer(pair: Pair, config: DecodeConfig) -> Answer:
     drafter = make_drafter(pair, config)
-    state = State(pair.target.new_cache(), drafter.new_context())
-    prefill(pair.target, drafter, state, PROMPT, config, Observer())
-    found = list(decode(pair.target, drafter, state, config, Observer()))
+    state = start(pair.target, drafter, PROMPT, config)
+    found = list(rounds(pair.target, drafter, state, config))
     tokens = [token for accepted in found for token in accepted.tokens]
     return Answer(tokens[:TOKENS], [accepted.path for accepted in found])
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train import evaluate
@@ -59,7 +60,8 @@ def test_a_drafter_overfits_twenty_sequences(trained, texts):
 def test_decoding_accepts_what_was_measured(trained, texts, tmp_path):
     trained.trainee.save(tmp_path)
     saved = Trainee.read(tmp_path, tiny_target())
-    pair = Pair(tiny_target(), None, saved.network, saved.config)
+    target = tiny_target()
+    pair = Pair(target, None, (BlockModel(saved.network, saved.config, target),))
     drafter = make_drafter(pair, DecodeConfig("dflash"))
     answers = [decoded(drafter, row) for row in known()]
     assert [tuple(sum(map(list, rounds), [])) for rounds in answers] == [
