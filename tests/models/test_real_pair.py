@@ -10,7 +10,7 @@ from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.session.stream import collect
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.target.block import Block
-from support.decoding import ids_of, path_to, tree_of
+from support.decoding import path_to, tree_of
 
 pytestmark = pytest.mark.real
 
@@ -62,7 +62,7 @@ def test_a_random_tree_over_the_real_target_equals_its_own_paths(pair):
     cache.commit(range(len(prompt)))
     tokens = [7, *rng.integers(1000, 40000, size=5).tolist()]  # 7: the anchor of `ids_of`
     tree = tree_of(tokens, [-1, 0, 0, 1, 1, 4])
-    logits, _ = pair.target.forward(ids_of(tree), cache, Block.of(tree))
+    logits, _ = pair.target.forward(tree.ids(mx.array(tokens[:1])), cache, Block.of(tree))
     for node in range(len(tree)):
         path = [tokens[n] for n in path_to(tree, node)]
         alone = pair.target.model(mx.array([prompt + path]))[0, -1]
