@@ -6,23 +6,18 @@ import importlib
 import sys
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
 from dflash_mlx.benchmark.selection import read_methods
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.rows import CorpusRow
-from support.decoding import rounds as decode
+from support.decoding import rounds, start
+from support.drafter_folders import drafter_folder
 from support.families import make_model
-from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 METHODS = "dflash,dflash:3,d2sd:growth=paper,d2sd:budget=12,ddtree:budget=7,ngram"
@@ -38,27 +33,19 @@ def script():
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    networks = []
-    for seed, taps in ((1, [0, 2]), (2, [0, 2])):
-        folder = tmp_path_factory.mktemp("drafter")
-        config = tiny_drafter_config(
-            num_target_layers=3, dflash_config={"mask_token_id": 5, "target_layer_ids": taps}
-        )
-        write_drafter_folder(folder, config, random_drafter(config, seed))
-        read = read_config(folder)
-        networks.append((load_network(folder, read, mx.float32), read))
-    (first, config), (second, other) = networks
-    return Pair(Target(make_model("llama"), 200, "tiny"), None, first, config, "x", second, other)
+    target = Target(make_model("llama"), 200, "tiny")
+    first, second = (
+        drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 2], seed, target) for seed in (1, 2)
+    )
+    return Pair(target, None, (first, second), "x")
 
 
 def decoded(pair, config):
     """The rounds of decoding: tokens and rows of each."""
     drafter = make_drafter(pair, config)
-    state = State(pair.target.new_cache(), drafter.new_context())
-    prefill(pair.target, drafter, state, PROMPT, config, Observer())
-    rounds = list(decode(pair.target, drafter, state, config, Observer()))
-    answer = [token for accepted in rounds for token in accepted.tokens]
-    return answer, [(len(accepted.path), len(accepted.tree)) for accepted in rounds]
+    found = list(rounds(pair.target, drafter, start(pair.target, drafter, PROMPT, config), config))
+    answer = [token for accepted in found for token in accepted.tokens]
+    return answer, [(len(accepted.path), len(accepted.tree)) for accepted in found]
 
 
 def test_simulated_rounds_are_those_of_decoding(script, pair):
