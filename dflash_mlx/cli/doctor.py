@@ -26,6 +26,8 @@ from tqdm import tqdm
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.method import Method
+from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.report import check_named, lines
 from dflash_mlx.system.machine import describe_machine, describe_versions
@@ -135,6 +137,7 @@ def about(cache: Path) -> list[str]:
         *_section("machine", machine),
         *_section("versions", describe_versions()),
         *_section("backend", {"device": device, "metal": metal, "blas": blas}),
+        *_section("methods", {method.name: _needs(method) for method in METHODS.values()}),
         *_section("cache folders", _folders(cache)),
         *_section("stored calibration", _calibrations(cache / "timing")),
         "stored kernel choices",
@@ -145,6 +148,14 @@ def about(cache: Path) -> list[str]:
 def _section(title: str, rows: Mapping[str, Any]) -> list[str]:
     width = max(map(len, rows))
     return [title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
+
+
+def _needs(method: Method) -> str:
+    """What a method is, and what it needs of a pair."""
+    needs = [f"a draft model of the {method.family} family"] * bool(method.family)
+    needs += ["a target that verifies trees"] * method.needs_trees
+    said = f"{method.label}, needs {' and '.join(needs)}" if needs else method.label
+    return f"{said} (in benchmarks only)" if method.is_control else said
 
 
 def _folders(cache: Path) -> dict[str, str]:

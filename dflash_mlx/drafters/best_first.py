@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
+from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.growth.grow import best_first, follow
@@ -49,7 +50,8 @@ METHOD = Method(
     "ddtree",
     "DFlash tree",
     _make,
-    family="dflash",
+    family=checkpoint.FAMILY,
+    files=checkpoint,
     best_with=1,
     needs_trees=True,
     settings=("block_size", "budget", "lookup", "recalibrate"),

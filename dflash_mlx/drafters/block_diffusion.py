@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.method import DRAFT, Method
@@ -57,7 +58,8 @@ METHOD = Method(
     "dflash",
     "DFlash",
     _make,
-    family="dflash",
+    family=checkpoint.FAMILY,
+    files=checkpoint,
     best_with=1,
     draws=True,
     settings=("block_size", "acceptance"),

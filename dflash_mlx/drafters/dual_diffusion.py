@@ -9,6 +9,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
 from dflash_mlx.drafters.best_first import BestFirst
+from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import DualContext
 from dflash_mlx.drafters.growth.grow import (
@@ -157,7 +158,8 @@ METHOD = Method(
     "DFlash + variable-prefix",
     _make,
     lone_label="DFlash, continuing itself",
-    family="dflash",
+    family=checkpoint.FAMILY,
+    files=checkpoint,
     best_with=2,
     needs_trees=True,
     settings=("block_size", "branches", "growth", "budget", "lookup", "recalibrate"),

@@ -1,7 +1,7 @@
-"""Families of drafter files: what each offers to those who check, load and convert its folders.
+"""What a family of draft models offers to those who check and load its folders.
 
-Which family reads a folder is chosen by its config.json. A new one is a module with these functions
-and one line in FORMATS.
+A family is a module with these functions, named by the methods that run it (`Method.files`). Which
+one reads a folder is told by its config.json, see `methods.format_of`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,29 @@ from typing import Any, Protocol
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Finding
-from dflash_mlx.drafters.dflash import checkpoint as dflash
 from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.target.model import Target
+
+
+class DraftConfig(Protocol):
+    """What every family's configuration has."""
+
+    @property
+    def block_size(self) -> int:
+        """The largest block, the anchor included."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers (0-based) whose output is read."""
+
+    @property
+    def quantization(self) -> Any:
+        """None, or what the weights are packed in, with its `bits`."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What reading the folder had to assume."""
 
 
 class FileFormat(Protocol):
@@ -25,7 +44,7 @@ class FileFormat(Protocol):
         """Whether a config.json is of this family, readable or not."""
 
     def parse_config(self, raw: Any, source: str, names: Collection[str] = (), /) -> Any:
-        """The configuration in a config.json, with `block_size` and `taps`; DFlashError.
+        """The configuration in a config.json, a `DraftConfig`; DFlashError.
 
         names: of the tensors beside it.
         """
@@ -47,11 +66,3 @@ class FileFormat(Protocol):
 
         settings: whether its weights are quantised, and how far back it sees.
         """
-
-
-FORMATS: tuple[FileFormat, ...] = (dflash,)
-
-
-def format_of(raw: Mapping[str, Any]) -> FileFormat | None:
-    """The family that a config.json is of; None for a target's."""
-    return next((each for each in FORMATS if each.recognises(raw)), None)

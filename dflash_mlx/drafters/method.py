@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Pair
 
@@ -36,7 +37,8 @@ class Method:
     for two. make: the drafter for a pair and settings; DFlashError where the pair does not serve
     it.
 
-    family: of the draft models that it runs, "" where it runs none. best_with: how many of them.
+    family: of the draft models that it runs, "" where it runs none. files: how these are read from
+    a folder. best_with: how many of them.
     needs_trees: whether the target must verify trees. draws: whether it can draw its drafts, for
     rejection sampling. settings: fields of `DecodeConfig` that it takes, beside those that hold
     for every method. sources: of its tokens. preference: `auto` takes the highest that serves,
@@ -48,6 +50,7 @@ class Method:
     make: Callable[[Pair, DecodeConfig], Drafter]
     lone_label: str = ""
     family: str = ""
+    files: FileFormat | None = None
     best_with: int = 0
     needs_trees: bool = False
     draws: bool = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
+from typing import Any
 
 from dflash_mlx.core.config import AUTO, DecodeConfig
 from dflash_mlx.core.errors import DFlashError
@@ -15,6 +16,7 @@ from dflash_mlx.drafters import (
     none,
     resample,
 )
+from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.method import Method, Source, check_block_size
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Means, Pair
@@ -48,6 +50,17 @@ def sources() -> tuple[Source, ...]:
     """Of all methods, each once, in the order of the method that has the most."""
     most_first = sorted(METHODS.values(), key=lambda method: -len(method.sources))
     return tuple(dict.fromkeys(s for method in most_first for s in method.sources))
+
+
+def formats() -> tuple[FileFormat, ...]:
+    """The files of all families of draft models, each once."""
+    known = (method.files for method in METHODS.values())
+    return tuple(dict.fromkeys(each for each in known if each is not None))
+
+
+def format_of(raw: Mapping[str, Any]) -> FileFormat | None:
+    """The family that a config.json is of; None for a target's."""
+    return next((each for each in formats() if each.recognises(raw)), None)
 
 
 def takers(setting: str) -> tuple[str, ...]:

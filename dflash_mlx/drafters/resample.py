@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.dual_diffusion import BRANCHES
@@ -78,7 +79,8 @@ METHOD = Method(
     "resample",
     "resampled blocks",
     _make,
-    family="dflash",
+    family=checkpoint.FAMILY,
+    files=checkpoint,
     best_with=1,
     needs_trees=True,
     settings=("block_size", "branches"),

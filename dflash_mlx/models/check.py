@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Checked, Collector, Finding
 from dflash_mlx.drafters.dflash.tensors import DOWNLOAD_AGAIN
-from dflash_mlx.drafters.formats import FORMATS, FileFormat, format_of
+from dflash_mlx.drafters.formats import FileFormat
+from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.models.source import CONFIG, TARGET_WEIGHTS, WEIGHTS, Source
 from dflash_mlx.models.target_config import (
     check_code,
@@ -109,7 +110,7 @@ def describe_target(config: Mapping[str, Any], name: str) -> TargetFacts:
 def check_drafter(folder: Path | Source, name: str = "") -> DrafterFacts:
     """A drafter alone; arguments as of `check_target`."""
     source, raw, found = _open(folder, True)
-    readable, config, family = not found.errors, None, format_of(raw) or FORMATS[0]
+    readable, config, family = not found.errors, None, format_of(raw) or formats()[0]
     words, group_size = quantisation(raw)
     weights = check_weights(source, WEIGHTS, found, DOWNLOAD_AGAIN, group_size)
     too_large = [*check_sizes(source, raw, weights)] if weights.tensors else []

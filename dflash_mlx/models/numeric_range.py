@@ -41,8 +41,8 @@ def fit_target(target: Target, taps: Collection[int]) -> tuple[str, ...]:
 
 def fit_drafter(model: DraftModel, target: Target) -> tuple[str, ...]:
     """As `fit_target`, for a draft model of a target that fits."""
-    features = MARGIN * _pass(target, model.taps)[1]
-    notes = _widened(model.module, "the drafter", lambda: _drafts(model, features))
+    _, *features = _pass(target, model.taps)
+    notes = _widened(model.module, "the drafter", lambda: _drafts(model, *features))
     if notes is None:
         raise DFlashError(
             f"the drafter for {target.name} computes numbers that are infinite or no numbers",
@@ -81,10 +81,11 @@ def _pass(target: Target, taps: tuple[int, ...]) -> list[mx.array]:
     return [logits] if features is None else [logits, features]
 
 
-def _drafts(model: DraftModel, features: mx.array) -> bool:
+def _drafts(model: DraftModel, features: mx.array | None = None) -> bool:
     """Whether drafts behind features at the margin have logits that fit."""
     context = model.new_context()
-    context.append(mx.zeros(_TOKENS, mx.int32), features)
+    at_margin = None if features is None else MARGIN * features
+    context.append(mx.zeros(_TOKENS, mx.int32), at_margin)
     return _fit([model.try_out(context)])
 
 

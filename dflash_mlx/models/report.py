@@ -80,8 +80,8 @@ def _target(facts: TargetFacts) -> str:
 def _drafter(facts: DrafterFacts) -> str:
     parts = [facts.name, *_weights(facts.weights), facts.quantisation]
     if facts.config is not None:
-        taps = ", ".join(map(str, facts.config.target_layer_ids))
-        parts += [f"blocks of {facts.config.block_size}", f"reads layers {taps}"]
+        taps = ", ".join(map(str, facts.config.taps))
+        parts += [f"blocks of {facts.config.block_size}", f"reads layers {taps}" if taps else ""]
     return ", ".join(part for part in parts if part)
 
 

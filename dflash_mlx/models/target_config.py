@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Finding, in_one_line
-from dflash_mlx.drafters.formats import format_of
+from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.source import CONFIG, Source
 from dflash_mlx.models.weight_files import Weights
 from dflash_mlx.target.layouts import may_be_recurrent

@@ -17,6 +17,7 @@ from dflash_mlx.engine.state import Context
 from dflash_mlx.target.model import Target
 from kernels_metal.draft_head import MAX_K
 
+FAMILY = "dflash"
 Prefixes = Sequence[Sequence[int]]
 
 
@@ -29,7 +30,7 @@ class BlockModel:
     Raises DFlashError for a target whose embedding cannot be found.
     """
 
-    family = "dflash"
+    family = FAMILY
 
     def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:
         self.config = config

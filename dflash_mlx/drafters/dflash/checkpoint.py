@@ -4,7 +4,7 @@ Formats: z-lab's DFlash (variable-prefix drafters have the same) and DFlash 2, v
 and our own folders, which are z-lab's with weights that MLX may have packed. A format is read by
 telling its config.json in z-lab's words, so what follows knows one format only.
 
-This is the file side of the family; `drafters/formats.py` lists what every family offers.
+This is the file side of the family; `drafters/formats.py` says what every family offers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Finding, in_one_line
 from dflash_mlx.drafters.dflash import speculators
+from dflash_mlx.drafters.dflash.block_model import FAMILY as FAMILY
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.config_file import (
     VERSION_1,

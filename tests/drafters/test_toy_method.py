@@ -1,0 +1,228 @@
+"""A method with a network of its own: this file and one line in the table, and all doors know it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dflash_chat.naming import legend, method_name, source_style
+from dflash_mlx import PairConfig, Session, load_pair, method_choices
+from dflash_mlx.benchmark import __main__ as benchmark
+from dflash_mlx.cli import doctor
+from dflash_mlx.cli import generate as generating
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import Finding
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.method import Method, Source
+from dflash_mlx.drafters.methods import METHODS
+from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.state import State
+from dflash_mlx.target.model import Target
+from support.families import VOCAB_SIZE
+from support.models import write_drafter, write_model
+
+# The drafter: a network that reads the last committed tokens and no features.
+
+
+class Bigrams(nn.Module):
+    """Logits [V] after a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = mx.zeros((VOCAB_SIZE, VOCAB_SIZE))
+
+
+class Seen:
+    """Counts the committed tokens and keeps the last one."""
+
+    def __init__(self) -> None:
+        self.length, self.last = 0, mx.array([0])
+
+    arrays: list[mx.array] = []
+
+    def append(self, tokens: mx.array, features: mx.array | None) -> None:
+        assert features is None
+        self.length += tokens.shape[0]
+        self.last = tokens[-1:]
+
+    def refill_from(self, length: int) -> int:
+        return length
+
+    def trim(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+
+@dataclass(frozen=True)
+class ToyModel:
+    """A `DraftModel`."""
+
+    module: Bigrams
+    family = "toy"
+    block_size = 4
+    taps: tuple[int, ...] = ()
+
+    def new_context(self) -> Seen:
+        return Seen()
+
+    def try_out(self, context: Any) -> mx.array:
+        return self.module.after[context.last]
+
+
+class ToyDrafter(EachAlone):
+    """Greedy bigrams behind the anchor."""
+
+    name, taps, rounds_ahead = "toy", (), 0
+
+    def __init__(self, model: ToyModel) -> None:
+        self.model = model
+
+    def new_context(self) -> Seen:
+        return self.model.new_context()
+
+    def draft(self, state: State, room: int) -> Proposal:
+        assert state.context.length == state.position
+        token, drafts = state.anchor, []
+        for _ in range(min(self.model.block_size, room) - 1):
+            token = mx.argmax(self.model.module.after[token], axis=-1)
+            drafts.append(token.item())
+        return Proposal(Tree.chain(drafts))
+
+
+# Its files
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    block_size: int = 4
+    taps: tuple[int, ...] = ()
+    quantization = None
+    notes: tuple[str, ...] = ()
+
+
+class ToyFiles:
+    """A `FileFormat`."""
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
+        return raw.get("model_type") == "toy"
+
+    def parse_config(self, raw: Any, source: str, names: Collection[str] = ()) -> ToyConfig:
+        return ToyConfig()
+
+    def check_tensors(
+        self, tensors: Mapping[str, Any], config: ToyConfig, source: str
+    ) -> Iterator[Finding]:
+        if set(tensors) != {"after"}:
+            yield Finding("error", f"{source} has {sorted(tensors)}", "give bigrams")
+
+    def misfits(
+        self, config: ToyConfig, target: Mapping[str, Any], name: str, drafter: str
+    ) -> Iterator[Finding]:
+        if target.get("vocab_size") != VOCAB_SIZE:
+            yield Finding("error", f"{drafter} has other tokens than {name}", "choose another")
+
+    def load(
+        self, folder: Path, config: ToyConfig, target: Target, settings: PairConfig
+    ) -> ToyModel:
+        network = Bigrams()
+        network.load_weights(str(folder / "model.safetensors"))
+        return ToyModel(network)
+
+
+def make(pair: Pair, config: DecodeConfig) -> ToyDrafter:
+    model = pair.require_drafter()
+    assert isinstance(model, ToyModel)
+    return ToyDrafter(model)
+
+
+METHOD = Method(
+    "toy",
+    "toy bigrams",
+    make,
+    family="toy",
+    files=ToyFiles(),
+    best_with=1,
+    sources=(Source("bigram", "bigram", "secondary"),),
+    preference=9,
+)
+
+
+# One line in the table
+
+
+@pytest.fixture(autouse=True)
+def in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, METHOD.name, METHOD)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """A target and a toy drafter that knows the letters of the alphabet."""
+    model, drafter = write_model(tmp_path / "model"), tmp_path / "toy"
+    drafter.mkdir()
+    (drafter / "config.json").write_text(json.dumps({"model_type": "toy"}))
+    after = np.roll(np.eye(VOCAB_SIZE, dtype=np.float32), 1, axis=1)
+    save_file({"after": after}, drafter / "model.safetensors")
+    return ["--model", str(model), "--drafter", str(drafter)]
+
+
+def test_auto_takes_it_and_answers_are_plain_decodings(folders):
+    pair = load_pair(PairConfig(folders[1], folders[3]))
+    assert [model.family for model in pair.drafters] == ["toy"]
+    prompt, answers = list(range(30, 50)), {}
+    for method in ("auto", "none"):
+        session = Session(pair, DecodeConfig(method, max_tokens=30))
+        deltas = list(session.stream(prompt))
+        answers[session.config.method] = [token for delta in deltas for token in delta.tokens]
+    assert answers["toy"] == answers["none"]
+
+
+def test_the_command_line_answers_with_it(folders, capsys):
+    assert "toy" in method_choices()
+    generating.main([*folders, "--method", "toy", "--prompt", "abc", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["method"] == "toy" and said["rounds"] > 0
+    assert len(said["accepted_by_position"]) == 3
+
+
+def test_the_benchmark_compares_it(folders, tmp_path, capsys):
+    prompts, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    row = {"id": "1", "category": "a", "messages": [{"role": "user", "content": "abcabc"}]}
+    prompts.write_text(json.dumps(row) + "\n")
+    more = ["--methods", "toy", "--max-tokens", "8", "--json", str(report)]
+    benchmark.main([*folders, "--prompts", str(prompts), *more])
+    figures = json.loads(report.read_text())["methods"]
+    assert figures["toy"]["parity"] == 1.0 and "toy" in capsys.readouterr().out
+
+
+def test_the_chat_names_it_and_draws_its_tokens_in_its_colour():
+    assert method_name("toy", 1) == "toy bigrams"
+    assert ("bigram", "bigram") in legend()
+    assert source_style("bigram") == "$text-secondary on $secondary-muted"
+
+
+def test_the_doctor_shows_it_and_its_pair(folders, capsys):
+    doctor.main(folders)
+    out = capsys.readouterr().out
+    assert re.search(r"toy +toy bigrams, needs a draft model of the toy family", out)
+    assert "can be used" in out and "blocks of 4\n" in out
+
+
+def test_other_methods_refuse_its_draft_model_and_it_refuses_theirs(folders, tmp_path):
+    pair = load_pair(PairConfig(folders[1], folders[3]))
+    with pytest.raises(DFlashError, match="ddtree needs a drafter of the dflash family"):
+        Session(pair, DecodeConfig("ddtree"))
+    dflash = load_pair(PairConfig(folders[1], str(write_drafter(tmp_path / "dflash"))))
+    with pytest.raises(DFlashError, match="toy needs a drafter of the toy family"):
+        Session(dflash, DecodeConfig("toy"))
