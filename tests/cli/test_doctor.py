@@ -49,7 +49,7 @@ def test_the_report_names_machine_versions_backend_and_folders(tmp_path):
     lines = doctor.about(tmp_path)
     titles = [line for line in lines if not line.startswith(" ")]
     stored = ["stored calibration", "stored kernel choices"]
-    assert titles == ["machine", "versions", "backend", "cache folders", *stored]
+    assert titles == ["machine", "versions", "backend", "methods", "cache folders", *stored]
     text = "\n".join(lines)
     for word in ("processor", "GiB", f"mlx             {mx.__version__}", "Device(", "blas"):
         assert word in text

@@ -1,4 +1,4 @@
-"""A method with a network of its own: this file and one line in the table, and all doors know it."""
+"""A method with a network of its own: this file and one line in the table, and all know it."""
 
 from __future__ import annotations
 
