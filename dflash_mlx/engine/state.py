@@ -77,9 +77,9 @@ class State:
 
         ids: [N] of the verified nodes. features: [N, m*d], None for a drafter that reads none.
         """
-        path = accepted.path
-        self.cache.commit(path)
-        self.context.append(_rows(ids, path), None if features is None else _rows(features, path))
+        kept = _rows(accepted.path)
+        self.cache.commit(accepted.path)
+        self.context.append(ids[kept], None if features is None else features[kept])
         self.anchor = accepted.next_anchor
         self.last = accepted
         self._unread.append(accepted)
@@ -123,8 +123,6 @@ class State:
         del self.tokens[length:]
 
 
-def _rows(array: mx.array, path: tuple[int, ...]) -> mx.array:
-    """Rows of `array` [N, ...] on `path`, which increases; a leading run is a view."""
-    if path[-1] == len(path) - 1:
-        return array[: len(path)]
-    return array[mx.array(path)]
+def _rows(path: tuple[int, ...]) -> slice | mx.array:
+    """An index for the rows on `path`, which increases; a leading run is a slice."""
+    return slice(len(path)) if path[-1] == len(path) - 1 else mx.array(path)
