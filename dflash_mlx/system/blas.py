@@ -33,11 +33,6 @@ class BlasStatus:
 class _UnusableError(Exception):
     """Why OpenBLAS cannot serve MLX, and what the user can do about it."""
 
-    def __init__(self, why: str, next_step: str) -> None:
-        super().__init__(why)
-        self.why = why
-        self.next_step = next_step
-
 
 @functools.cache
 def preload() -> BlasStatus:
@@ -51,10 +46,9 @@ def preload() -> BlasStatus:
     try:
         return BlasStatus(str(_load_openblas()), None)
     except _UnusableError as error:
-        notice = (
-            "matrix products will be about 50 times slower on this machine, because "
-            f"{error.why}; {error.next_step}"
-        )
+        why, next_step = error.args
+        slower = "matrix products will be about 50 times slower on this machine"
+        notice = f"{slower}, because {why}; {next_step}"
         warnings.warn(notice, RuntimeWarning, stacklevel=2)
         return BlasStatus(None, notice)
 
@@ -64,7 +58,12 @@ def _load_openblas() -> Path:
         raise _UnusableError(
             "mlx.core was imported before OpenBLAS could be loaded", "import dflash_mlx first"
         )
-    library = _openblas_file()
+    found = _files_of(OPENBLAS_PACKAGE, lambda name: name == "libopenblas.so")
+    if not found:
+        raise _UnusableError(
+            f"the package {OPENBLAS_PACKAGE} is not installed", f"pip install {OPENBLAS_PACKAGE}"
+        )
+    library = found[0]
     try:
         _load_globally(library)
     except OSError:  # a bare machine lacks the libgfortran.so.5 that this OpenBLAS asks for
@@ -82,15 +81,6 @@ def _load_globally(library: Path) -> None:
     # Global symbols are searched before those of a library's own dependencies, so MLX's calls
     # to cblas_* end up here.
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-
-
-def _openblas_file() -> Path:
-    found = _files_of(OPENBLAS_PACKAGE, lambda name: name == "libopenblas.so")
-    if not found:
-        raise _UnusableError(
-            f"the package {OPENBLAS_PACKAGE} is not installed", f"pip install {OPENBLAS_PACKAGE}"
-        )
-    return found[0]
 
 
 def _load_bundled_fortran() -> None:

@@ -61,19 +61,12 @@ def _sigmoid_vjp(x: mx.array, cotangent: mx.array, s: mx.array) -> mx.array:
 
 def softmax(x: mx.array) -> mx.array:
     """Softmax over the last axis, differentiable."""
-    if not applies():
-        return mx.softmax(x, axis=-1)
-    return cast(mx.array, _softmax(x))
-
-
-def silu(x: mx.array) -> mx.array:
-    """X * sigmoid(x), differentiable."""
-    return x * cast(mx.array, _sigmoid(x)) if applies() else nn.silu(x)
+    return cast(mx.array, _softmax(x)) if applies() else mx.softmax(x, axis=-1)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) * x."""
-    return silu(gate) * x
+    """silu(gate) * x, differentiable."""
+    return (gate * cast(mx.array, _sigmoid(gate)) if applies() else nn.silu(gate)) * x
 
 
 def attention(
@@ -93,11 +86,7 @@ def attention(
         mask = mx.arange(columns)[None] <= mx.arange(columns - rows, columns)[:, None]
     if mask is not None:
         if mask.ndim == 4:
-            mask = (
-                mx.expand_dims(mask, 2)
-                if mask.shape[1] == 1
-                else mx.unflatten(mask, 1, (-1, groups))
-            )
+            mask = mx.unflatten(mask, 1, (-1, groups if mask.shape[1] > 1 else 1))
         scores = mx.where(mask, scores, -1e9) if mask.dtype == mx.bool_ else scores + mask
     return (softmax(scores) @ mx.expand_dims(v, 2)).flatten(1, 2)
 
@@ -126,9 +115,8 @@ def vectorised() -> Iterator[None]:
         (mx.fast, "scaled_dot_product_attention", attention),
         (mx, "logsumexp", logsumexp),
     ]
-    for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models") and getattr(module, "swiglu", None) is original:
-            swap.append((module, "swiglu", swiglu))
+    models = [module for name, module in sys.modules.items() if name.startswith("mlx_lm.models")]
+    swap += [(m, "swiglu", swiglu) for m in models if getattr(m, "swiglu", None) is original]
     before = [getattr(module, name) for module, name, _ in swap]
     for module, name, function in swap:
         setattr(module, name, function)

@@ -20,13 +20,15 @@ _PACKAGES = ("dflash-chat", "mlx", "mlx-lm", "numpy", "transformers", "cmeel-ope
 
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory, system, MLX's device, and the BLAS in use on Linux."""
+    served = blas.preload()
+    threads = f"{served.library}, {served.threads} threads"
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": str(mx.default_device()),
-        "blas": _blas(),
+        "blas": threads if served.library else "as built into mlx",
     }
 
 
@@ -49,11 +51,6 @@ def model_key(name: str, parameters: Iterable[tuple[str, mx.array]], *settings: 
     weights = [(path, array.shape, str(array.dtype)) for path, array in parameters]
     about = (describe_machine(), describe_versions(), name, weights, *settings)
     return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-
-
-def _blas() -> str:
-    status = blas.preload()
-    return f"{status.library}, {status.threads} threads" if status.library else "as built into mlx"
 
 
 def _processor() -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +26,10 @@ class Block:
     rows: int
     tree: Tree | None = None
     branches: int = 1
+    _positions: dict[int, mx.array] = field(default_factory=dict, init=False, compare=False)
+    _meanings: dict[object, tuple[mx.array | str | None, Visibility]] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     @classmethod
     def of(cls, tree: Tree) -> Block:
@@ -47,10 +53,6 @@ class Block:
         return self._positions[first]
 
     @cached_property
-    def _positions(self) -> dict[int, mx.array]:
-        return {}
-
-    @cached_property
     def depths(self) -> npt.NDArray[np.int32]:
         """[rows] distance of each row from the first position."""
         if self.tree is not None:
@@ -71,10 +73,6 @@ class Block:
             return self.tree.ancestors
         return (self.depths[:, None] >= self.depths) & self.same_branch
 
-    @cached_property
-    def _meanings(self) -> dict[object, tuple[mx.array | str | None, Visibility]]:
-        return {}
-
     def remember(self, mask: mx.array, seen: Visibility) -> None:
         """Note what a mask of this block stands for."""
         self._meanings[id(mask)] = mask, seen  # which keeps the mask, and so its id
@@ -89,3 +87,16 @@ class Block:
             local = np.broadcast_to(local, (self.rows, self.rows))
             self._meanings[mask, keys] = mask, Visibility(keys - self.rows, local)
         return self._meanings[mask, keys][1]
+
+
+def rotate(
+    rope: Callable[..., mx.array], x: mx.array, offset: int | mx.array, **kwargs: Any
+) -> mx.array:
+    """Rotate x [1, H, N, D] at one offset, or row by row when `offset` holds N positions.
+
+    rope: called as `rope(x, offset=...)`. `mx.fast.rope` takes one offset per batch row, so the
+    rows become the batch. A batch of sequences, as mlx-lm's own generators run, has one each.
+    """
+    if not isinstance(offset, mx.array) or offset.size == 1 or x.shape[0] > 1:
+        return rope(x, offset=offset, **kwargs)
+    return rope(x.swapaxes(0, 2), offset=offset, **kwargs).swapaxes(0, 2)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -210,17 +210,15 @@ def commit_layers(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
     if kernels is not None and kernels.active and layers[0].kv_bits is not None:
         kernels.note(CACHE_COMMIT.name, "keys and values are quantised")
         kernels = None
-    cache_commit(arrays, path, first, partial(_accepted_rows, kernels))
+
+    def accepted_rows(*given: Any) -> list[mx.array]:
+        rows = None if kernels is None else kernels.run(CACHE_COMMIT, *given)
+        return accepted_rows_reference(*given) if rows is None else rows
+
+    cache_commit(arrays, path, first, accepted_rows)
     for layer in layers:
         layer.length += len(path)
         layer.block = _NO_ROWS
-
-
-def _accepted_rows(
-    kernels: Kernels | None, caches: Sequence[mx.array], path: Sequence[int], first: Sequence[int]
-) -> list[mx.array]:
-    rows = None if kernels is None else kernels.run(CACHE_COMMIT, caches, path, first)
-    return accepted_rows_reference(caches, path, first) if rows is None else rows
 
 
 def _empty(rows: int, like: mx.array) -> mx.array:

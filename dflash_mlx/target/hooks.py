@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +21,8 @@ from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing
 
 _ROUTE = "_routed_through"  # in the class of a hooked module: what its calls go through
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
+# MLX's own modules, and the method in which each multiplies by its quantised weights
+_PRODUCTS: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbedding: "as_linear"}
 
 
 def override(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -47,13 +50,13 @@ class KernelHooks:
             attending = [m for m in layer.modules() if m is not layer and _attends(m)]
             for module in attending:
                 self._replace(module, "__call__", _rebound(type(module).__call__))
-            if not attending and any(_keeps_keys(m) for m in layer.modules()):
+            if not attending and any("update_and_fetch" in _names_in(m) for m in layer.modules()):
                 family = type(layer).__module__.rpartition(".")[2]
                 reason = f"{family} computes the attention of some layers itself"
                 kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
         for module in model.modules():
-            if (name := _product_of(module)) is not None:
-                self._product(module, name, kernels)
+            if type(module) in _PRODUCTS:
+                self._product(module, _PRODUCTS[type(module)], kernels)
 
     def remove(self) -> None:
         """Give every module its own class back."""
@@ -84,16 +87,15 @@ def _replace(module: Any, name: str, method: Callable[..., Any]) -> None:
 
 def _attends(module: Any) -> bool:
     """Whether a module's own call is Python that calls mlx-lm's attention by its usual name."""
-    call = type(module).__call__
-    if not inspect.isfunction(call) or _ATTENTION not in call.__code__.co_names:
+    if _ATTENTION not in _names_in(module):
         return False
-    return call.__globals__.get(_ATTENTION) is _stock_attention()
+    return type(module).__call__.__globals__.get(_ATTENTION) is _stock_attention()
 
 
-def _keeps_keys(module: Any) -> bool:
-    """Whether a module's own call writes keys and values into a cache."""
+def _names_in(module: Any) -> tuple[str, ...]:
+    """The names that a module's own call uses, if that is Python."""
     call = type(module).__call__
-    return inspect.isfunction(call) and "update_and_fetch" in call.__code__.co_names
+    return call.__code__.co_names if inspect.isfunction(call) else ()
 
 
 def _rebound(call: Any) -> FunctionType:
@@ -114,23 +116,15 @@ def _attention(  # noqa: PLR0913  # the signature of mlx-lm's
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's attention, which one of our caches computes itself."""
-    if not isinstance(cache, LayerCache):
-        stock = _stock_attention()
-        return stock(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
-    return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    ours = isinstance(cache, LayerCache)
+    attend = cache.attend if ours else partial(_stock_attention(), cache=cache)
+    return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 def _stock_attention() -> Callable[..., mx.array]:
     from mlx_lm.models import base  # not before a model is loaded: it takes seconds
 
     return base.scaled_dot_product_attention
-
-
-def _product_of(module: Any) -> str | None:
-    """The method in which a module multiplies by its quantised weights, if it is of MLX's own."""
-    if type(module) is nn.QuantizedLinear:
-        return "__call__"
-    return "as_linear" if type(module) is nn.QuantizedEmbedding else None
 
 
 def _few_rows(

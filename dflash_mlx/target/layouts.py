@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.target.sequence import SequenceCache, flat
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,44 @@ Layout = list[Part | tuple[Part, ...]]  # one entry per cache that the model ask
 
 def layout_of(model: Any, name: str) -> Layout:
     """Of the caches that an mlx-lm model makes. Raises DFlashError for kinds that are not ours."""
-    from mlx_lm.models.cache import make_prompt_cache  # not before a model is loaded: seconds
+    from mlx_lm.models.cache import (  # not before a model is loaded: it takes seconds
+        ArraysCache,
+        CacheList,
+        KVCache,
+        RotatingKVCache,
+        make_prompt_cache,
+    )
 
-    return [_entry(cache, i, name) for i, cache in enumerate(make_prompt_cache(model))]
+    def part(cache: Any, i: int) -> Part:
+        if type(cache) is KVCache:
+            return Attention(None)
+        if type(cache) is RotatingKVCache and cache.keep == 0:
+            return Attention(cache.max_size)
+        if isinstance(cache, ArraysCache):
+            return Recurrent(len(cache.cache))
+        raise DFlashError(
+            f"layer {i} of {name} keeps its state in a {type(cache).__name__}, "
+            "which cannot take a draft back",
+            "choose a model of another family",
+        )
+
+    def entry(cache: Any, i: int) -> Part | tuple[Part, ...]:
+        if type(cache) is CacheList and any(isinstance(c, ArraysCache) for c in cache.caches):
+            return tuple(part(inner, i) for inner in cache.caches)
+        return part(cache, i)
+
+    return [entry(cache, i) for i, cache in enumerate(make_prompt_cache(model))]
 
 
 def is_recurrent(layout: Layout) -> bool:
     """Whether any layer keeps a recurrent state."""
-    return any(isinstance(part, Recurrent) for part in _parts(layout))
+    return any(isinstance(part, Recurrent) for part in flat(layout))
 
 
 def new_sequence(layout: Layout, attention: Callable[[int | None], LayerCache]) -> SequenceCache:
     """An empty cache for one sequence. attention: makes that of a layer with a given window."""
     if not is_recurrent(layout):
-        return SequenceCache([attention(p.window) for p in _parts(layout) if type(p) is Attention])
+        return SequenceCache([attention(p.window) for p in flat(layout) if type(p) is Attention])
     from dflash_mlx.target.recurrent import RecurrentLayer, RecurrentStates
 
     states = RecurrentStates([])
@@ -91,38 +115,3 @@ def _imports(file: Path) -> Iterator[tuple[str, str]]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             yield from ((node.module or "", alias.name) for alias in node.names)
-
-
-def _entry(cache: Any, i: int, name: str) -> Part | tuple[Part, ...]:
-    from mlx_lm.models.cache import ArraysCache, CacheList
-
-    if type(cache) is not CacheList:
-        return _part(cache, i, name)
-    if not any(isinstance(part, ArraysCache) for part in cache.caches):
-        raise _unknown(cache, i, name)
-    return tuple(_part(part, i, name) for part in cache.caches)
-
-
-def _part(cache: Any, i: int, name: str) -> Part:
-    from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
-
-    if type(cache) is KVCache:
-        return Attention(None)
-    if type(cache) is RotatingKVCache and cache.keep == 0:
-        return Attention(cache.max_size)
-    if isinstance(cache, ArraysCache):
-        return Recurrent(len(cache.cache))
-    raise _unknown(cache, i, name)
-
-
-def _unknown(cache: Any, i: int, name: str) -> DFlashError:
-    return DFlashError(
-        f"layer {i} of {name} keeps its state in a {type(cache).__name__}, "
-        "which cannot take a draft back",
-        "choose a model of another family",
-    )
-
-
-def _parts(layout: Layout) -> Iterator[Part]:
-    for entry in layout:
-        yield from entry if isinstance(entry, tuple) else (entry,)

@@ -10,6 +10,7 @@ recurrent layers verify chains; what is kept of their passes is in `recurrent.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +18,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.target.block import Block
+from dflash_mlx.target.block import Block, rotate
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.hooks import KernelHooks, override
-from dflash_mlx.target.kernels import Table
 from dflash_mlx.target.layouts import is_recurrent, layout_of, new_sequence
-from dflash_mlx.target.routing import Kernels
+from dflash_mlx.target.routing import Kernels, Table
 from dflash_mlx.target.sequence import SequenceCache
 from kernels_metal.dispatch import Mode
 
@@ -124,19 +124,15 @@ class Target:
     def check_trees(self) -> None:
         """Raise DFlashError for a model that cannot have its rows at positions of their own."""
         kind = type(self.model).__module__.rpartition(".")[2]
-        if self.is_recurrent:
-            raise DFlashError(
-                f"{self.name} ({kind}) has layers with a recurrent state, which cannot follow the "
-                "branches of a tree",
-                "use --method dflash or --method ngram, which draft chains",
-            )
         ropes = {base.__name__ for m in self.model.modules() for base in type(m).__mro__}
-        if not self._ropes or kind in ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
-            raise DFlashError(
-                f"{self.name} ({kind}) computes with one position for all rows of a pass, "
-                "so it cannot verify trees",
-                "use --method dflash or --method ngram, which draft chains",
-            )
+        if self.is_recurrent:
+            why = "has layers with a recurrent state, which cannot follow the branches of a tree"
+        elif not self._ropes or kind in ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
+            why = "computes with one position for all rows of a pass, so it cannot verify trees"
+        else:
+            return
+        next_step = "use --method dflash or --method ngram, which draft chains"
+        raise DFlashError(f"{self.name} ({kind}) {why}", next_step)
 
     def embedding(self) -> Any:
         """The token embedding module, which the drafter shares."""
@@ -162,10 +158,7 @@ class Target:
 def _rope_at_positions(
     rope: Any, forward: Callable[..., mx.array], x: mx.array, offset: Any = 0, **kwargs: Any
 ) -> mx.array:
-    """As `rotate`, which says why."""
-    if not isinstance(offset, mx.array) or offset.size == 1 or x.shape[0] > 1:
-        return forward(rope, x, offset=offset, **kwargs)
-    return forward(rope, x.swapaxes(0, 2), offset=offset, **kwargs).swapaxes(0, 2)
+    return rotate(partial(forward, rope), x, offset, **kwargs)
 
 
 def _find_module(model: Any, names: tuple[str, ...], model_name: str) -> Any:

@@ -8,8 +8,7 @@ run again over these rows; their outputs are never computed, since nothing asks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +38,12 @@ class Call:
 
     def again(self, state: RecurrentLayer, rows: int, kept: int) -> None:
         """Run it over the first `kept` of its `rows` rows; what it returns is dropped."""
-        part = partial(_part, state=state, rows=rows, kept=kept)
+
+        def part(arg: Any) -> Any:
+            if isinstance(arg, mx.array) and arg.ndim > 1 and arg.shape[:2] == (1, rows):
+                return arg[:, :kept]
+            return state if arg is _STATE else arg
+
         self.run(*map(part, self.args), **{key: part(arg) for key, arg in self.kwargs.items()})
 
 
@@ -158,7 +162,8 @@ class RecurrentStates:
             if self._passes and self._passes[-1].start == ways[-1].start:
                 self._passes[-1] = replace(ways[-1], kept=length - ways[-1].start)
         else:
-            self._start_over()
+            for layer in self.layers:
+                layer.cache = [None] * len(layer.cache)
         self.length = length
         self._marks = [mark for mark in self._marks if mark <= length]
 
@@ -180,18 +185,12 @@ class RecurrentStates:
         if kept and back.calls is None:
             raise ValueError(f"a pass of {back.rows} rows can only be kept whole")
         self._put_back(back)
-        for layer in self.layers:
-            layer.calls = None
         for call in back.calls if kept and back.calls is not None else ():
             call.again(self.layers[call.layer], back.rows, kept)
 
     def _put_back(self, back: Pass) -> None:
         for layer, arrays in zip(self.layers, back.before, strict=True):
-            layer.cache = [_own(array) for array in arrays]
-
-    def _start_over(self) -> None:
-        for layer in self.layers:
-            layer.cache = [None] * len(layer.cache)
+            layer.cache, layer.calls = [_own(array) for array in arrays], None
 
     def _end_pass(self) -> None:
         self._running = None
@@ -237,8 +236,14 @@ def _mixers(model: Any, name: str) -> list[nn.Module]:
         return output
 
     caches = model.make_cache()
-    with _overridden(model, call):
+    classes = [(module, type(module)) for module in model.modules() if module is not model]
+    for module, _ in classes:
+        override(module, call)
+    try:
         model(mx.zeros((1, 2), mx.int32), cache=caches)
+    finally:
+        for module, original in classes:
+            module.__class__ = original
     known = {id(state) for _, state in found}
     for i, cache in enumerate(caches):
         parts = getattr(cache, "caches", (cache,))
@@ -251,19 +256,6 @@ def _mixers(model: Any, name: str) -> list[nn.Module]:
     return list({id(module): module for module, _ in found}.values())
 
 
-@contextmanager
-def _overridden(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Route the calls of all modules through `call` for a while."""
-    modules = [(module, type(module)) for module in model.modules() if module is not model]
-    for module, _ in modules:
-        override(module, call)
-    try:
-        yield
-    finally:
-        for module, original in modules:
-            module.__class__ = original
-
-
 def _state_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArraysCache | None:
     return next((a for a in (*args, *kwargs.values()) if isinstance(a, ArraysCache)), None)
 
@@ -271,12 +263,3 @@ def _state_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArraysCache |
 def _own(value: Any) -> Any:
     """An array's data under a name of its own: MLX's `+=` changes an array for all who have it."""
     return value[:] if isinstance(value, mx.array) and value.ndim else value
-
-
-def _part(arg: Any, *, state: RecurrentLayer, rows: int, kept: int) -> Any:
-    """An argument of a call that is run again over `kept` of its `rows` rows."""
-    if arg is _STATE:
-        return state
-    if isinstance(arg, mx.array) and arg.ndim > 1 and arg.shape[:2] == (1, rows):
-        return arg[:, :kept]
-    return arg

@@ -1,40 +1,71 @@
-"""Kernel or stock MLX, for the operations of one loaded model.
+"""Kernel or stock MLX, for the operations of one loaded model, and on disk what was raced here.
 
 Callers ask `Kernels.run` first and take their own stock expression when it has nothing to say, so
-nothing becomes dearer where no kernel runs.
+nothing becomes dearer where no kernel runs. `kernel_choices()` has the choices of every model that
+was raced on this machine, `pair.target.kernels.choices` those of a loaded one together with what
+could not be raced.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-from kernels_metal.dispatch import Choice, Dispatch, Mode
+import mlx.core as mx
+import platformdirs
+
+from dflash_mlx.system.files import keep_text
+from dflash_mlx.system.machine import model_key
+from kernels_metal.dispatch import Choice, Dispatch, Mode, table_from_json
 from kernels_metal.factory import Executor, executor, metal
 from kernels_metal.operation import Operation
 
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
-class Store(Protocol):
-    """Where the choices of earlier sessions are kept."""
+
+class Table:
+    """The choices for one model on this machine: a file in the cache folder beside pass times.
+
+    name, parameters: of the target. A file that cannot be read or written is done without.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Callable[[], Iterable[tuple[str, mx.array]]],
+        folder: Path | None = None,
+    ) -> None:
+        self._name, self._parameters, self._folder = name, parameters, folder or default_folder()
+
+    @cached_property
+    def file(self) -> Path:
+        """One for each machine, model and set of versions."""
+        return self._folder / f"{model_key(self._name, self._parameters())}.json"
 
     def load(self) -> dict[str, Choice]:
         """What was chosen before, empty where nothing fits or can be read."""
+        try:
+            return _read(self.file)[1]
+        except _DAMAGED:
+            return {}
 
     def save(self, table: dict[str, Any]) -> None:
-        """Keep what `Dispatch.to_json` gave, where that can be done."""
+        """Keep what `Dispatch.to_json` gave."""
+        keep_text(self.file, json.dumps({"model": self._name, **table}, indent=1))
 
 
 class Kernels:
     """The kernels of one model instance, off until switched; it changes nothing outside itself.
 
-    store: asked when kernels could run on Metal for the first time, and told of every new race.
+    table: asked when kernels could run on Metal for the first time, and told of every new race.
     """
 
-    def __init__(
-        self, store: Store | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._store, self._clock = store, clock
+    def __init__(self, table: Table, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._table, self._clock = table, clock
         self._dispatch: Dispatch | None = None
         self._runs_on: Executor | None = None
         self._known: dict[Any, bool] = {}
@@ -77,13 +108,44 @@ class Kernels:
     def _start(self, runs_on: Executor) -> None:
         self._runs_on = runs_on
         self._known.clear()
-        if self._dispatch and self._store and runs_on is metal and self.mode == "auto":
-            self._dispatch.table.update(self._store.load())
+        if self._dispatch and runs_on is metal and self.mode == "auto":
+            self._dispatch.table.update(self._table.load())
 
     def _choose(self, operation: Operation, args: tuple[Any, ...]) -> bool:
         assert self._dispatch is not None
         before = len(self._dispatch.table)
         chosen = self._dispatch.choose(operation, *args)
-        if self._store is not None and len(self._dispatch.table) > before:
-            self._store.save(self._dispatch.to_json())
+        if len(self._dispatch.table) > before:
+            self._table.save(self._dispatch.to_json())
         return chosen.kernel
+
+
+def kernel_choices(folder: Path | None = None) -> dict[str, dict[str, Choice]]:
+    """The stored choices that hold for these kernels and this MLX, by model, then by case.
+
+    A case reads op/rows/shape/bits/dtype/GPU. Empty where nothing was raced, as without Metal.
+    """
+    found: dict[str, dict[str, Choice]] = {}
+    for file in sorted((folder or default_folder()).glob("*.json")):
+        try:
+            name, choices = _read(file)
+        except _DAMAGED:
+            continue
+        if choices:
+            found.setdefault(name, {}).update(choices)
+    return found
+
+
+def default_folder() -> Path:
+    """In the user's cache."""
+    return platformdirs.user_cache_path("dflash-chat") / "kernels"
+
+
+def _read(file: Path) -> tuple[str, dict[str, Choice]]:
+    """A file's model and choices. Raises one of _DAMAGED for a file that `Table` did not write."""
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    choices = table_from_json(saved)
+    for choice in choices.values():
+        if not isinstance(choice.kernel, bool) or not isinstance(choice.reason, str):
+            raise ValueError("no choice")
+    return str(saved["model"]), choices

@@ -27,7 +27,7 @@ class SequenceCache:
     def __init__(self, layers: Sequence[Any], recurrent: RecurrentStates | None = None) -> None:
         self.layers = list(layers)
         self._recurrent = recurrent
-        self._attention = [part for part in _parts(layers) if isinstance(part, LayerCache)]
+        self._attention = [part for part in flat(layers) if isinstance(part, LayerCache)]
 
     @property
     def length(self) -> int:
@@ -85,10 +85,6 @@ class SequenceCache:
             length = self._recurrent.nearest(length)
         return length if all(layer.can_trim(length) for layer in self._attention) else 0
 
-    def can_trim(self, length: int) -> bool:
-        """Whether every layer can go back to `length` tokens."""
-        return self.nearest(length) == min(length, self.length)
-
     def refill_from(self, length: int) -> int:
         """Where attention layers have to go back to, to see all they should at `length` again."""
         return min(layer.refill_from(length) for layer in self._attention)
@@ -96,8 +92,8 @@ class SequenceCache:
     def trim(self, length: int) -> None:
         """Forget the committed tokens from `length` on.
 
-        Where it `can_trim`, nothing else is lost; otherwise only attention layers can, and those
-        with windows begin empty.
+        Where `nearest` is `length`, nothing else is lost; otherwise only attention layers can,
+        and those with windows begin empty.
         """
         if self._recurrent is not None:
             self._recurrent.trim(length)
@@ -118,6 +114,7 @@ class SequenceCache:
         return SequenceCache([copied(layer) for layer in self.layers], states)
 
 
-def _parts(layers: Sequence[Any]) -> Iterator[Any]:
+def flat(layers: Sequence[Any]) -> Iterator[Any]:
+    """Every part of every layer, which may be a tuple of them."""
     for layer in layers:
         yield from layer if isinstance(layer, tuple) else (layer,)

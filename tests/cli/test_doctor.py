@@ -18,8 +18,8 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import report as pair_report
 from dflash_mlx.models.source import Source
-from dflash_mlx.target.kernels import Table
 from dflash_mlx.target.pass_times import ROWS
+from dflash_mlx.target.routing import Table
 from kernels_metal import sweep
 from kernels_metal.dispatch import Choice, Dispatch
 from kernels_metal.emulator import EmulatorError, emulated

@@ -24,7 +24,6 @@ HARD = [-1e4, -200.0, -88.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 88.0, 200.0, 1e4]
 
 PAIRS = {
     "softmax": (cpu_math.softmax, partial(mx.softmax, axis=-1), 1),
-    "silu": (cpu_math.silu, nn.silu, 1),
     "swiglu": (cpu_math.swiglu, lambda gate, x: nn.silu(gate) * x, 2),
 }
 

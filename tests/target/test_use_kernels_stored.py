@@ -10,12 +10,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from dflash_mlx.target import kernels as kernels_module
 from dflash_mlx.target import routing
 from dflash_mlx.target.block import Block
-from dflash_mlx.target.kernels import Table, kernel_choices
 from dflash_mlx.target.model import Target
-from dflash_mlx.target.routing import Kernels
+from dflash_mlx.target.routing import Kernels, Table, kernel_choices
 from kernels_metal import dispatch
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.dispatch import RUNS, Choice
@@ -173,7 +171,7 @@ def test_a_kernel_that_gives_another_result_is_not_used_and_says_so(tmp_path, mo
 
 
 def test_a_loaded_model_keeps_its_choices_in_the_users_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels_module, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(routing, "default_folder", lambda: tmp_path)
     target = Target(make_model("llama"), 200, "tiny llama")
     target.use_kernels("auto")
     target.forward(mx.arange(4), target.new_cache(), Block(4))

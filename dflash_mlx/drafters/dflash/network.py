@@ -17,9 +17,8 @@ import numpy as np
 from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig, DynamicConvolution
 from dflash_mlx.drafters.dflash.quantized import Quantization
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
-from dflash_mlx.target.block import Block
+from dflash_mlx.target.block import Block, rotate
 from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.rope import rotate
 from dflash_mlx.target.sequence import SequenceCache
 
 
