@@ -46,15 +46,11 @@ class LayerCache:
         self.kernels = kernels
         self.kv_bits = kv_bits
         self.length = 0
+        self.offset: int | mx.array = 0  # of the block: its first row, or each row
         self.block = Block(0)
         self._start = 0
         self._asks_kernels = False
         self._stored: list[mx.array] = []  # of the keys, then as many of the values
-
-    @property
-    def offset(self) -> int | mx.array:
-        """Position of the block's first row, or of every row where they are not consecutive."""
-        return self.block.positions(self.length)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -75,7 +71,7 @@ class LayerCache:
         """
         if asks_kernels is None:
             asks_kernels = self.kernels is not None and self.kernels.active
-        self.block = block
+        self.block, self.offset = block, block.positions(self.length)
         self._asks_kernels = asks_kernels and block.rows <= MAX_ROWS
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -41,6 +41,26 @@ def override(module: nn.Module, call: Callable[..., Any]) -> None:
     setattr(type(module), _ROUTE, (call,))
 
 
+def rotate_by_row(rope: nn.Module) -> None:
+    """Let a rope module take an `offset` that holds a position for each row, as `rotate` does.
+
+    Every layer calls it twice a pass, so nothing stands between it and the rotation.
+    """
+    original = type(rope)
+    if rotate_by_row in vars(original).get(_ROUTE, ()):
+        return
+    forward = original.__call__
+
+    def __call__(self: Any, x: mx.array, offset: Any = 0, **kwargs: Any) -> mx.array:
+        if not isinstance(offset, mx.array) or offset.size == 1 or x.shape[0] > 1:
+            return forward(self, x, offset=offset, **kwargs)  # type: ignore[no-any-return]
+        turned = forward(self, x.swapaxes(0, 2), offset=offset, **kwargs)
+        return turned.swapaxes(0, 2)  # type: ignore[no-any-return]
+
+    _replace(rope, "__call__", __call__)
+    setattr(type(rope), _ROUTE, (rotate_by_row,))
+
+
 class KernelHooks:
     """Attention and quantised layers of a model that ask `kernels` first, until removed."""
 

@@ -10,7 +10,6 @@ recurrent layers verify chains; what is kept of their passes is in `recurrent.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +17,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.target.block import Block, rotate
+from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.hooks import KernelHooks, override
+from dflash_mlx.target.hooks import KernelHooks, override, rotate_by_row
 from dflash_mlx.target.layouts import is_recurrent, layout_of, new_sequence
 from dflash_mlx.target.routing import Kernels, Table
 from dflash_mlx.target.sequence import SequenceCache
@@ -49,14 +48,14 @@ class Target:
         self._tapped: set[int] = set()
         self._outputs: dict[int, mx.array] = {}
         self._ropes = 0
-        self.pass_times: Any = None  # measured when a budget needs them, see `budget.py`
+        self.pass_times: Any = None  # measured when a budget needs them, see `pass_times.py`
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
         self.kv_bits: int | None = None  # of caches made from now on, see `kv_packing.py`
         self.kernels = Kernels(Table(name, self.parameters))
         self._hooks: KernelHooks | None = None
         for module in model.modules():
             if isinstance(rope := module.get("rope"), nn.Module):
-                override(rope, _rope_at_positions)
+                rotate_by_row(rope)
                 self._ropes += 1
         if self.is_recurrent:
             from dflash_mlx.target.recurrent import keep_calls  # needs mlx-lm, which takes seconds
@@ -153,12 +152,6 @@ class Target:
             return output
 
         return call
-
-
-def _rope_at_positions(
-    rope: Any, forward: Callable[..., mx.array], x: mx.array, offset: Any = 0, **kwargs: Any
-) -> mx.array:
-    return rotate(partial(forward, rope), x, offset, **kwargs)
 
 
 def _find_module(model: Any, names: tuple[str, ...], model_name: str) -> Any:

@@ -159,21 +159,22 @@ def best_first(choices: Choices, nodes: int) -> Prefixes:
     siblings before others. No two siblings carry one token.
     """
     tokens, parents, logprobs = [0], [-1], [0.0]
-    heap: list[tuple[float, int, int, Path, int, Offers]] = []
     order = 0  # of two that are as likely the older goes first
-
-    def offer(score: float, parent: int, path: Path, rank: int, offers: Offers | None) -> None:
-        nonlocal order
-        if offers is not None and rank < len(offers[1]) and offers[1][rank] > -math.inf:
-            heapq.heappush(heap, (score - offers[1][rank], order, parent, path, rank, offers))
-            order += 1
-
-    offer(0.0, 0, (), 0, choices(()))
-    while heap and len(tokens) < nodes:
+    first = choices(())
+    heap: list[tuple[float, int, int, Path, int, Offers]] = []
+    if first is not None:
+        heap = [(-first[1][0], 0, 0, (), 0, first)]
+    while heap and len(tokens) < nodes and heap[0][0] < math.inf:
         score, _, parent, path, rank, offers = heapq.heappop(heap)
         token, logprob = offers[0][rank], offers[1][rank]
-        offer(score + logprob, parent, path, rank + 1, offers)
-        offer(score, len(tokens), (*path, token), 0, choices((*path, token)))
+        order += 2
+        if rank + 1 < len(offers[1]):
+            beside = score + logprob - offers[1][rank + 1]
+            heapq.heappush(heap, (beside, order, parent, path, rank + 1, offers))
+        path = (*path, token)
+        if (below := choices(path)) is not None:
+            child = (score - below[1][0], order + 1, len(tokens), path, 0, below)
+            heapq.heappush(heap, child)
         tokens.append(token)
         parents.append(parent)
         logprobs.append(logprob)
