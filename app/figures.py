@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_mlx import Statistics
+from dflash_mlx import NO_DRAFTS, Statistics
 
 BARS = "▁▂▃▄▅▆▇█"
 SEPARATOR = " | "
@@ -78,7 +78,7 @@ def speed_parts(figures: Figures, plain_seconds: float | None) -> list[str]:
     plain_seconds: of one plain token, measured on this machine; None while it is not known.
     """
     parts = [f"{figures['tokens_per_second']:.1f} tok/s"]
-    if plain_seconds is not None and figures["method"] != "none":
+    if plain_seconds is not None and figures["method"] != NO_DRAFTS:
         parts.append(f"{figures['tokens_per_second'] * plain_seconds:.2f}x plain")
     if figures["accepted_by_position"]:
         parts.append(f"{figures['mean_accepted']:.2f} tokens/round")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 
 from dflash_mlx import (
+    NO_DRAFTS,
     DFlashError,
     Difference,
     Pair,
@@ -46,7 +47,7 @@ class RaceResult:
 
 def race(pair: Pair, request: Request) -> Iterator[RaceStep | RaceResult]:
     """Both sides in turn, always the one that has had less time, from the same seed."""
-    if request.config.method == "none":
+    if request.config.method == NO_DRAFTS:
         raise DFlashError(
             "the method is none, so both sides would decode plainly", "choose another /method"
         )
@@ -58,7 +59,7 @@ def race(pair: Pair, request: Request) -> Iterator[RaceStep | RaceResult]:
             "set acceptance to match in /settings to compare them token by token",
         )
     tokens = prompt_tokens(pair.tokenizer, request.messages, request.system)
-    plain = Lane(PLAIN, Session(pair, replace(config, method="none")).stream(tokens))
+    plain = Lane(PLAIN, Session(pair, replace(config, method=NO_DRAFTS)).stream(tokens))
     drafted = Lane(DRAFTED, Session(pair, config).stream(tokens))
     while running := [lane for lane in (drafted, plain) if not lane.finished]:
         yield from min(running, key=lambda lane: lane.seconds).run(SLICE)

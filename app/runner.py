@@ -17,7 +17,7 @@ from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import ConfirmScreen, RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.store import export
-from dflash_mlx import AUTO, DecodeConfig, DFlashError, PairConfig, find_method, settle
+from dflash_mlx import DecodeConfig, DFlashError, PairConfig, method_choices, settle
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp
@@ -70,7 +70,9 @@ class CommandRunner:
     async def _method(self, name: str) -> None:
         app = self._app
         if name:
-            name = name if name == AUTO else find_method(name).name
+            if name not in method_choices():
+                offered = ", ".join(method_choices())
+                raise DFlashError(f"method is {name!r}", f"choose one of {offered}")
             app.set_config(replace(app.config, method=name))
         here = "" if app.pair is None else settle(app.config, app.pair.means).method
         chosen = f", which is {here} with this model" if here not in ("", app.config.method) else ""

@@ -8,10 +8,11 @@ from dflash_mlx.system import blas
 blas.preload()  # must come before anything imports mlx
 
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
+from dflash_mlx.core.config import PLAIN as NO_DRAFTS  # noqa: E402
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
 from dflash_mlx.core.observer import Observer, RoundTimer  # noqa: E402
 from dflash_mlx.core.statistics import Statistics  # noqa: E402
-from dflash_mlx.drafters.method import Source  # noqa: E402
+from dflash_mlx.drafters.method import TokenSource  # noqa: E402
 from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
 from dflash_mlx.drafters.methods import (  # noqa: E402
     draws_drafts,
@@ -44,6 +45,7 @@ __all__ = [
     "Ended",
     "Failed",
     "Job",
+    "NO_DRAFTS",
     "Observer",
     "Pair",
     "PairConfig",
@@ -53,11 +55,11 @@ __all__ = [
     "RoundTimer",
     "SamplingConfig",
     "Session",
-    "Source",
     "SplitText",
     "Statistics",
     "TextDelta",
     "ThinkingReader",
+    "TokenSource",
     "Worker",
     "available_memory",
     "available_models",

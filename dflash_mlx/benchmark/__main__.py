@@ -20,6 +20,7 @@ from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.method import BRANCHES
 from dflash_mlx.drafters.ngram import DEFAULT_SIZE
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.system.files import write_report
@@ -50,7 +51,10 @@ def main(argv: Sequence[str]) -> None:
         "prompts": len(asked),
         "prompt_tokens": describe_lengths(asked),
         "sampling": asdict(config.sampling),
-        "methods": {name: asdict(method) for name, method in methods.items()},
+        "methods": {
+            name: asdict(replace(method, branches=method.branches or BRANCHES))
+            for name, method in methods.items()
+        },
     }
     times = merge_times(pair, methods)
     report |= summarise(run_all(pair, asked, methods), times)

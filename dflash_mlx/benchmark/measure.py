@@ -13,7 +13,7 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.observer import RoundTimer
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.drafters.dual_diffusion import BRANCHES
+from dflash_mlx.drafters.method import BRANCHES
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import Difference, first_difference
 from dflash_mlx.session.stream import Session, TextDelta, collect

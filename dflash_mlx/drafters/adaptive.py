@@ -17,7 +17,7 @@ import mlx.core as mx
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.reliability import Reliability, reach, worth_keeping
-from dflash_mlx.drafters.method import LOOKUP, Source
+from dflash_mlx.drafters.method import LOOKUP, TokenSource
 from dflash_mlx.drafters.ngram import lookup
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
@@ -139,7 +139,7 @@ class Adaptive:
     promised, going by what became of others, not what they brought: that is mostly luck, and two
     unlucky drafts must not park what pays. sources: names of where drafted tokens come from.
     looks_up: n-gram continuations join every tree, and a plain round; they cost no pass. clock:
-    seconds.
+    seconds. What was learned, and whether plain rounds run unseen, holds for all its sequences.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class Adaptive:
 
 
 def within_budget(
-    drafters: dict[str, Drafter], pair: Pair, config: DecodeConfig, sources: Sequence[Source]
+    drafters: dict[str, Drafter], pair: Pair, config: DecodeConfig, sources: Sequence[TokenSource]
 ) -> Drafter:
     """The last drafter itself where the number of nodes is given, else whatever pays here.
 

@@ -65,4 +65,5 @@ METHOD = Method(
     settings=("block_size", "acceptance"),
     sources=(DRAFT,),
     preference=2,
+    takes_advised_block=True,
 )

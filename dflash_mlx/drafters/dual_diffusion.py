@@ -25,13 +25,18 @@ from dflash_mlx.drafters.growth.grow import (
 )
 from dflash_mlx.drafters.growth.links import along_path
 from dflash_mlx.drafters.growth.rank import TOP_K, rank
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, SECOND_DRAFT, Method, check_block_size
+from dflash_mlx.drafters.method import (
+    BRANCHES,
+    DRAFT,
+    LOOKUP,
+    SECOND_DRAFT,
+    Method,
+    check_block_size,
+)
 from dflash_mlx.drafters.one_draft import block_models, contexts_of
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-
-BRANCHES = 4  # prefixes that the second drafter continues
 
 
 class Growth(Protocol):

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.formats import FileFormat
+from dflash_mlx.drafters.growth.grow import FIRST, SECOND
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Pair
 
 
 @dataclass(frozen=True)
-class Source:
+class TokenSource:
     """Where drafted tokens can come from.
 
     name: as in `Tree.sources`. label: for legends. colour: a colour of the screen's theme.
@@ -24,9 +25,10 @@ class Source:
     colour: str
 
 
-DRAFT = Source("first", "draft", "success")
-SECOND_DRAFT = Source("second", "second draft", "primary")
-LOOKUP = Source("lookup", "lookup", "warning")
+BRANCHES = 4  # of trees that continue a draft in several places, unless asked for others
+DRAFT = TokenSource(FIRST, "draft", "success")
+SECOND_DRAFT = TokenSource(SECOND, "second draft", "primary")
+LOOKUP = TokenSource("lookup", "lookup", "warning")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Method:
     needs_trees: whether the target must verify trees. draws: whether it can draw its drafts, for
     rejection sampling. settings: fields of `DecodeConfig` that it takes, beside those that hold
     for every method. sources: of its tokens. preference: `auto` takes the highest that serves,
-    never 0. is_control: whether only benchmarks offer it.
+    never 0. takes_advised_block: whether its block is the one that is advised for a pair.
+    is_control: whether only benchmarks offer it.
     """
 
     name: str
@@ -55,8 +58,9 @@ class Method:
     needs_trees: bool = False
     draws: bool = False
     settings: tuple[str, ...] = ()
-    sources: tuple[Source, ...] = ()
+    sources: tuple[TokenSource, ...] = ()
     preference: int = 0
+    takes_advised_block: bool = False
     is_control: bool = False
 
     def called(self, drafters: int) -> str:

@@ -17,7 +17,7 @@ from dflash_mlx.drafters import (
     resample,
 )
 from dflash_mlx.drafters.formats import FileFormat
-from dflash_mlx.drafters.method import Method, Source, check_block_size
+from dflash_mlx.drafters.method import Method, TokenSource, check_block_size
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Means, Pair
 
@@ -46,7 +46,7 @@ def find_method(name: str) -> Method:
     return METHODS[name]
 
 
-def sources() -> tuple[Source, ...]:
+def sources() -> tuple[TokenSource, ...]:
     """Of all methods, each once, in the order of the method that has the most."""
     most_first = sorted(METHODS.values(), key=lambda method: -len(method.sources))
     return tuple(dict.fromkeys(s for method in most_first for s in method.sources))
@@ -63,6 +63,11 @@ def format_of(raw: Mapping[str, Any]) -> FileFormat | None:
     return next((each for each in formats() if each.recognises(raw)), None)
 
 
+def family_of(files: FileFormat) -> str | None:
+    """The family whose folders are read so, None where no method runs it."""
+    return next((m.family for m in METHODS.values() if m.files is files), None)
+
+
 def takers(setting: str) -> tuple[str, ...]:
     """The methods that a setting belongs to, () where it holds for every method."""
     return tuple(name for name, method in METHODS.items() if setting in method.settings)
@@ -76,38 +81,48 @@ def given(config: DecodeConfig) -> tuple[str, ...]:
 
 
 def check_given(config: DecodeConfig) -> None:
-    """Raise DFlashError for a setting that belongs to other methods than the one that was named."""
+    """Raise DFlashError for a setting that the method which was named cannot follow.
+
+    Switches may be off, and drafts be matched, with any method.
+    """
     if config.method == AUTO:
         return
     method = find_method(config.method)
     for setting in given(config):
-        if setting not in method.settings:
-            owners = ", ".join(takers(setting))
+        value = getattr(config, setting)
+        if setting not in method.settings and not isinstance(value, bool) and value != "match":
             raise DFlashError(
-                f"{setting} is {getattr(config, setting)}, but {config.method} does not have it",
-                f"leave it out, or choose a method that does: {owners}",
+                f"{setting} is {value}, but {config.method} does not have it",
+                f"leave it out, or choose one that does: {', '.join(_offered(setting))}",
             )
+
+
+def _offered(setting: str) -> list[str]:
+    """The methods of `--method` that a setting belongs to."""
+    return [name for name in takers(setting) if not METHODS[name].is_control]
 
 
 def settle(config: DecodeConfig, means: Means) -> DecodeConfig:
     """`config` with a method in place of `auto`, and with the block that pays, if it is known."""
     name = _auto(config, means).name if config.method == AUTO else find_method(config.method).name
     config = replace(config, method=name)
-    if name == "dflash" and config.block_size is None:
+    if METHODS[name].takes_advised_block and config.block_size is None:
         return replace(config, block_size=means.advice.block_size)
     return config
 
 
 def _auto(config: DecodeConfig, means: Means) -> Method:
-    """What the pair serves; of these, what takes the settings that were given; then the advice.
+    """What the pair serves; of these, the one that a given setting belongs to; then the advice.
 
-    A setting that none of them takes changes nothing.
+    Settings of several methods choose none, and one whose method cannot be had changes nothing.
     """
     serving = [method for method in METHODS.values() if _serves(method, means)]
     if config.acceptance == "reject" and config.sampling.temperature > 0:
         serving = [method for method in serving if method.draws] or serving
-    for setting in set(given(config)) - {"acceptance"}:
-        serving = [method for method in serving if setting in method.settings] or serving
+    for setting in given(config):
+        owner, *others = _offered(setting)
+        if not others and setting != "acceptance":
+            serving = [method for method in serving if method.name == owner] or serving
     serving.sort(key=lambda method: -method.preference)
     advised = [method for method in serving if method.name == means.advice.method]
     full = [method for method in serving if method.best_with <= means.drafters]
@@ -116,7 +131,8 @@ def _auto(config: DecodeConfig, means: Means) -> Method:
 
 def _serves(method: Method, means: Means) -> bool:
     """Whether `auto` may be this method with such a pair."""
-    drafted = not method.family or (means.drafters > 0 and method.family == means.family)
+    fits = means.family in (None, method.family)
+    drafted = not method.family or (means.drafters > 0 and fits)
     return method.preference > 0 and drafted and (means.trees or not method.needs_trees)
 
 
@@ -132,6 +148,11 @@ def why_auto(config: DecodeConfig, means: Means) -> str:
 def needs_drafter(name: str) -> bool:
     """Whether a method, `auto` excepted, runs draft models."""
     return name != AUTO and bool(find_method(name).family)
+
+
+def wants_two(name: str) -> bool:
+    """Whether a method, `auto` excepted, is best with a second draft model."""
+    return name != AUTO and find_method(name).best_with > 1
 
 
 def draws_drafts(config: DecodeConfig) -> bool:

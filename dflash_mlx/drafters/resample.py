@@ -9,9 +9,8 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
-from dflash_mlx.drafters.dual_diffusion import BRANCHES
 from dflash_mlx.drafters.growth.grow import Array, Prefixes
-from dflash_mlx.drafters.method import DRAFT, Method
+from dflash_mlx.drafters.method import BRANCHES, DRAFT, Method
 from dflash_mlx.drafters.one_draft import OneDraft, block_models
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Pair

@@ -107,7 +107,7 @@ def make_rule(target: Target, state: State, sampler: Sampler, config: DecodeConf
     """The acceptance rule that the settings ask for, for one answer."""
     if config.guarded:
         return NearTieGuard(target, state, sampler, noise_of(target))
-    return Match(sampler) if sampler.config.temperature == 0 else Reject(sampler)
+    return Reject(sampler) if config.draws_drafts else Match(sampler)
 
 
 def step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
@@ -62,13 +63,13 @@ class Means:
     """What a pair can draft with.
 
     drafters: draft models, 0 to 2. trees: whether the target can verify them. advice: the
-    registry's. family: of the draft models, "" without any.
+    registry's. family: of the draft models, None where it is not known yet.
     """
 
     drafters: int
     trees: bool = True
     advice: Advice = Advice()
-    family: str = "dflash"
+    family: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,10 @@ class Pair:
         """What `auto` does for want of a drafter, "" where there is one."""
         return f"{self.undrafted}, so drafts are n-gram lookups" if self.undrafted else ""
 
-    @property
+    @cached_property
     def means(self) -> Means:
         """What there is to draft with; no block is advised beyond the drafter's own."""
-        advice, family = self.advice, ""
+        advice, family = self.advice, None
         if self.drafters:
             first = self.drafters[0]
             family = first.family

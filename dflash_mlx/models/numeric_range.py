@@ -58,11 +58,9 @@ def _widened(module: nn.Module, name: str, fits: Callable[[], bool]) -> tuple[st
     """
     if fits():
         return ()
-    weights: list[tuple[str, mx.array]] = tree_flatten(module.parameters())  # type: ignore[assignment]
-    if not any(array.dtype == mx.float16 for _, array in weights):
+    if (dtype := _trained_in(module)) is None:
         return None
-    dtype = _trained_in(weights)
-    module.set_dtype(dtype)
+    module.set_dtype(dtype, lambda kind: kind == mx.float16)
     mx.eval(module.parameters())
     words = str(dtype).removeprefix("mlx.core.")
     said = (f"the numbers of {name} exceed float16, so it computes in {words}",)
@@ -95,8 +93,14 @@ def _fit(arrays: Sequence[mx.array]) -> bool:
     return all(fits.item() for fits in largest)
 
 
-def _trained_in(weights: Sequence[tuple[str, mx.array]]) -> mx.Dtype:
-    """Bfloat16, where a model's float16 weights look like they were that before; else float32."""
-    floats = (array for _, array in weights if array.dtype == mx.float16)
+def _trained_in(module: nn.Module) -> mx.Dtype | None:
+    """Bfloat16, where float16 weights look like they were that before; else float32.
+
+    None where none is float16.
+    """
+    weights: list[tuple[str, mx.array]] = tree_flatten(module.parameters())  # type: ignore[assignment]
+    floats = [array for _, array in weights if array.dtype == mx.float16]
+    if not floats:
+        return None
     exact = (mx.array_equal(a.astype(mx.bfloat16).astype(a.dtype), a) for a in floats)
     return mx.bfloat16 if all(same.item() for same in exact) else mx.float32  # up to the first

@@ -13,7 +13,7 @@ from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.drafters.dflash.checkpoint import read_config
-from dflash_mlx.drafters.methods import check_uses, needs_drafter, settle
+from dflash_mlx.drafters.methods import check_uses, family_of, needs_drafter, settle, wants_two
 from dflash_mlx.engine.pair import DraftModel, Means
 from dflash_mlx.models.check import (
     CHOOSE_TARGET,
@@ -186,7 +186,8 @@ def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetPart, 
     unless it can be done without.
     """
     choice = choose(names, uses).each(DrafterPart.readable)
-    means = Means(len(choice.parts), advice=names.advice)
+    family = family_of(choice.parts[0].facts.format) if choice.parts else None
+    means = Means(len(choice.parts), advice=names.advice, family=family)
     check_uses(uses, [part.config.block_size for part in choice.parts], means, choice.missing)
     target = TargetPart(names).checked()
     facts = target.facts
@@ -211,8 +212,8 @@ def choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
     if names.drafter is None:
         return Choice(missing=f"no drafter is known for {names.shown}")
     asked_methods = {use.method for use in uses}
-    second = names.second_drafter if "d2sd" in methods or not uses else None
-    second_asked = second is not None and (names.asks_second or "d2sd" in asked_methods)
+    second = names.second_drafter if any(map(wants_two, methods)) or not uses else None
+    second_asked = second is not None and (names.asks_second or any(map(wants_two, asked_methods)))
     first_asked = names.asks_first or any(map(needs_drafter, asked_methods)) or second_asked
     first = DrafterPart(names.drafter, "drafter", first_asked)
     if second is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
@@ -29,8 +29,7 @@ class TextDelta:
     included. accepted: the round's tree and path. finish_reason: None until the last delta, then
     "stop" (stop token or text), "length" (max_tokens) or "context" (the model's context is full).
     statistics: of the answer so far; one object that goes on counting. anchor: the token before
-    `tokens`, which the tree's root stands for.
-    proposal: the tree, and why it was chosen.
+    `tokens`, for which the tree's root stands. proposal: why that tree was chosen.
     """
 
     text: str
@@ -102,7 +101,7 @@ class Session:
         statistics.prefill_seconds = time.perf_counter() - begin
         anchor, resumed = prompt[-1], time.perf_counter()
         for round_ in decode(target, self.drafter, state, self.config, observer):
-            accepted, proposal = round_.accepted, round_.proposal
+            accepted, proposal = round_.accepted, replace(round_.proposal, q=None)  # it is large
             kept = text.take(accepted.tokens)
             statistics.add_round(accepted, proposal.mode)
             statistics.generated_tokens += len(kept)

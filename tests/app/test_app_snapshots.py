@@ -2,7 +2,7 @@
 
 After a change that is meant, look at the new pictures and keep them:
 
-    DFLASH_CHAT_SNAPSHOTS=write scripts/test tests/test_app_snapshots.py
+    DFLASH_CHAT_SNAPSHOTS=write scripts/test tests/app/test_app_snapshots.py
 
 The pictures in docs/ are those that the README and docs/chat.md show.
 """

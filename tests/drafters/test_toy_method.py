@@ -24,7 +24,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Finding
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.method import Method, Source
+from dflash_mlx.drafters.method import Method, TokenSource
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
@@ -153,7 +153,7 @@ METHOD = Method(
     family="toy",
     files=ToyFiles(),
     best_with=1,
-    sources=(Source("bigram", "bigram", "secondary"),),
+    sources=(TokenSource("bigram", "bigram", "secondary"),),
     preference=9,
 )
 

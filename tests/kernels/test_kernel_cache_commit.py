@@ -73,7 +73,7 @@ def test_committed_rows_stand_where_the_caches_own_commit_puts_them():
     assert np.array_equal(np.array(ours[0])[:, :, 10:14], rows)
 
     theirs = LayerCache()
-    theirs.block = Block(30)
+    theirs.begin(Block(30))
     theirs.update_and_fetch(keys, values)
     theirs.commit(range(10))
     theirs.commit([0, 2, 3, 7])

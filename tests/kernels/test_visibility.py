@@ -32,10 +32,10 @@ def test_bits_hold_the_first_key_and_one_bit_for_each_local_key():
 def test_the_mask_is_the_one_that_the_cache_makes_for_a_tree_in_a_window():
     tree = tree_of([1, 2, 3, 4, 5], [-1, 0, 0, 1, 2])
     cache = LayerCache(window=6)
-    cache.block = Block(20)
+    cache.begin(Block(20))
     cache.update_and_fetch(mx.zeros((1, 1, 20, 4)), mx.zeros((1, 1, 20, 4)))
     cache.commit(range(20))
-    cache.block = Block.of(tree)
+    cache.begin(Block.of(tree))
     expected = cache.make_mask(5)
     prefix = expected.shape[1] - 5
     first = tuple(min(prefix, depth) for depth in tree.depths)  # counted in the view

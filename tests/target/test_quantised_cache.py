@@ -140,7 +140,7 @@ class Sequence:
         """A block, of which nothing or a path is kept; sometimes some rows are taken back."""
         count = int(rng.integers(1, 9))
         block = random_rows(count, 32, seed=int(rng.integers(2**30)))
-        self.cache.block = Block(count)
+        self.cache.begin(Block(count))
         keys, values = self.cache.update_and_fetch(block, -block)
         self.check(keys, block)
         self.check(-values, block)
@@ -181,7 +181,7 @@ def test_whatever_happens_to_blocks_the_cache_holds_the_committed_rows(bits, see
 def test_committing_a_path_moves_the_stored_numbers_themselves(bits):
     rows = random_rows(7)
     cache = LayerCache(kv_bits=bits)
-    cache.block = Block(7)
+    cache.begin(Block(7))
     cache.update_and_fetch(rows, rows)
     before = [array[:, :, mx.array([0, 2, 3, 6])] for array in cache.arrays]
     cache.commit([0, 2, 3, 6])
@@ -194,7 +194,7 @@ def test_committing_a_path_moves_the_stored_numbers_themselves(bits):
 def test_a_window_gives_quantised_slots_up_as_well(bits):
     cache = LayerCache(window=8, kv_bits=bits)
     for _ in range(40):
-        cache.block = Block(50)
+        cache.begin(Block(50))
         cache.update_and_fetch(random_rows(50), random_rows(50))
         cache.commit(range(50))
     assert {array.shape[2] for array in cache.arrays} <= {256 + 7 + SLACK}

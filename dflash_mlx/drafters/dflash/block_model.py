@@ -18,7 +18,7 @@ from dflash_mlx.target.model import Target
 from kernels_metal.draft_head import MAX_K
 
 FAMILY = "dflash"
-Prefixes = Sequence[Sequence[int]]
+Shown = Sequence[Sequence[int]]  # drafted tokens that each block shows unmasked
 
 
 class BlockModel:
@@ -77,7 +77,11 @@ class BlockModel:
         return FeatureContext(self._network, windows, self.kernels, self._kv_bits)
 
     def logits(
-        self, context: FeatureContext, anchor: mx.array, rows: int, prefixes: Prefixes = ((),)
+        self,
+        context: FeatureContext,
+        anchor: mx.array,
+        rows: int,
+        prefixes: Shown = ((),),
     ) -> mx.array:
         """[n, V] for what follows each prefix in a block of `rows`, one prefix after the other.
 
@@ -108,7 +112,11 @@ class BlockModel:
         return ranked, np.array(edges)
 
     def _states(
-        self, context: FeatureContext, anchor: mx.array, rows: int, prefixes: Prefixes
+        self,
+        context: FeatureContext,
+        anchor: mx.array,
+        rows: int,
+        prefixes: Shown,
     ) -> mx.array:
         """[n, d] final states of the masks."""
         config = self.config

@@ -68,7 +68,8 @@ class FeatureContext:
 
     def append(self, tokens: mx.array, features: mx.array | None) -> None:
         """Take in the features [n, m*d] of the next n committed tokens [n]."""
-        assert features is not None  # the drafter taps layers
+        if features is None:
+            raise ValueError("no features of tokens, though the drafter reads them")
         self._waiting.append(features)
         if self._rows >= _MOST_WAITING:
             _ = self.cache

@@ -19,6 +19,7 @@ Array = npt.NDArray[Any]
 Offers = tuple[list[int], list[float]]  # tokens and their log-probabilities, best first
 Choices = Callable[[Path], Offers | None]  # what may follow a path; None where that is not known
 
+FIRST, SECOND = "first", "second"  # draft, of two
 _LEAST = 1e-300  # a probability whose logarithm is finite
 
 
@@ -71,7 +72,7 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int, logprob: float, source: str = "first") -> int:
+    def add(self, parent: int, token: int, logprob: float, source: str = FIRST) -> int:
         """The child of `parent` that carries `token`, new or old; its node id."""
         children = self._children
         if (node := children.get((parent, token))) is not None:
@@ -93,9 +94,7 @@ class Prefixes:
         drafted = tuple(self.tokens[1:])
         return Tree(drafted, tuple(self.parents), tuple(self.logprobs), tuple(self.sources))
 
-    def add_path(
-        self, path: Sequence[int], logprobs: Sequence[float], source: str = "first"
-    ) -> int:
+    def add_path(self, path: Sequence[int], logprobs: Sequence[float], source: str = FIRST) -> int:
         """Add a chain from the root on; its last node's id."""
         node = 0
         for token, logprob in zip(path, logprobs, strict=True):
@@ -111,7 +110,7 @@ class Prefixes:
             parent = self.parents[node]
             paths.append((*paths[parent], self.tokens[node]))
             behind.append(behind[parent] or paths[parent] in starts)
-            self.sources[node] = "second" if behind[node] else "first"
+            self.sources[node] = SECOND if behind[node] else FIRST
         return self
 
 
@@ -178,7 +177,7 @@ def best_first(choices: Choices, nodes: int) -> Prefixes:
         tokens.append(token)
         parents.append(parent)
         logprobs.append(logprob)
-    return Prefixes(tokens, parents, logprobs, ["", *["first"] * (len(tokens) - 1)])
+    return Prefixes(tokens, parents, logprobs, ["", *[FIRST] * (len(tokens) - 1)])
 
 
 def follow(ranked: Ranked) -> Choices:
@@ -227,5 +226,5 @@ def merge_branches(first: Ranked, branches: Mapping[Path, Ranked]) -> Prefixes:
     for prefix, ranked in branches.items():
         kept = first.logprobs[: len(prefix), 0].tolist()
         known = [*kept, *ranked.logprobs[:, 0].tolist()]
-        tree.add_path((*prefix, *ranked.best), known, "second")
+        tree.add_path((*prefix, *ranked.best), known, SECOND)
     return tree
