@@ -13,8 +13,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.train import features as module
-from dflash_mlx.train.features import FeatureCache
-from dflash_mlx.train.likeliest import CHOICE, CHOICES
+from dflash_mlx.train.features import CHOICE, CHOICES, FeatureCache
 from support.families import VOCAB_SIZE, make_model
 from support.tiny_training import TAPS, WIDTH, files, full_disk, tiny_target
 

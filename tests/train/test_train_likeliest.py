@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.train.likeliest import CHOICE, CHOICES, likeliest
+from dflash_mlx.train.features import CHOICE, CHOICES, likeliest
 
 
 def by_sorting(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -59,14 +59,11 @@ class CorpusFile:
             )
         self._file.truncate(self._size)
         if self.header is None:
-            self._append(header.as_line())
+            self.append(header)
 
-    def append(self, row: CorpusRow) -> None:
+    def append(self, line: CorpusHeader | CorpusRow) -> None:
         """Write a row at once; where that fails the file is left as it was."""
-        self._append(row.as_line())
-
-    def _append(self, line: str) -> None:
-        data, written = line.encode() + b"\n", 0
+        data, written = line.as_line().encode() + b"\n", 0
         try:
             while written < len(data):
                 written += self._file.write(data[written:]) or 0
