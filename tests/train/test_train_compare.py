@@ -11,8 +11,7 @@ import pytest
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train import compare
 from dflash_mlx.train.corpus.rows import read_rows
-from dflash_mlx.train.plot import plot_history
-from dflash_mlx.train.run import Record
+from dflash_mlx.train.run import Record, plot_history
 from support.tiny_training import Place, drafter_config, make_trainee
 
 
