@@ -17,13 +17,10 @@ from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, rea
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.train import maps
-from dflash_mlx.train.blocks import TextTokens, cut_blocks
 from dflash_mlx.train.evaluate import measure
 from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
 from dflash_mlx.train.trainee import Trainee
-from dflash_mlx.train.vocabulary import DraftVocabulary
 from support.decoding import feed
-from support.drafter_formats import SCALES
 from support.families import VOCAB_SIZE
 from support.tiny_selector import RAW, trainer_of, walks
 from support.tiny_training import (
@@ -113,21 +110,6 @@ def test_a_selector_starts_small_whatever_the_embedding_s_length_is(length):
     assert 0.01 < edges.std() < 1
     lengths = np.linalg.norm(np.array(rows_of(embedding)(mx.arange(VOCAB_SIZE))), axis=-1)
     assert lengths.mean() == pytest.approx(1, rel=0.1)
-
-
-def test_training_sees_the_logits_that_drafting_sees():
-    drafter = make_trainee(drafter_config(block_size=6, dflash=SCALES))
-    text = TextTokens(np.arange(30) % 8 + 7, 4, np.zeros((30, 1), int), np.ones((30, 1)))
-    blocks = cut_blocks([text], np.zeros(1, int), np.array([[16]]), 6, np.zeros((1, 1), int))
-    _, anchors, x = drafter.inputs(walks(1, 0), blocks)
-    assert text.tokens[16] == 7
-    states = drafter.states(random_features()[None, :16], anchors, x)
-    found = np.array(drafter.logits(states)[0, 0, 1:])
-    expected = block_logits(drafter.network, drafter)[:5]
-    assert np.abs(found - expected).max() < 1e-4 < np.abs(expected).max()
-    words = DraftVocabulary(drafter, walks(3, 0), 20)
-    chosen = np.array(words.logits(states[0, 0, 1:]))
-    assert np.abs(chosen - expected[:, words.tokens]).max() < 1e-4
 
 
 # As a folder of version 2

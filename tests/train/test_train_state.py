@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.state import has_state, restore_state, save_state
+from dflash_mlx.train.state import restore_state, save_state
 from dflash_mlx.train.trainer import Trainer
 from support.tiny_training import (
     drafter_config,
@@ -61,24 +61,6 @@ def stopped(tmp_path: Path, texts: Texts) -> Path:
 
 
 # Going on
-
-
-@pytest.mark.parametrize("mode", ["dflash", "variable-prefix"])
-@pytest.mark.parametrize("stops", [[0], [1, 5], [STEPS]])
-def test_a_run_that_was_stopped_ends_with_the_same_weights_to_the_bit(tmp_path, texts, mode, stops):
-    through = trainer_of(texts, mode=mode)
-    losses = train(through, STEPS)
-    found: list[float] = []
-    for stop in [*stops, STEPS]:
-        trainer = trainer_of(texts, mode=mode)
-        if has_state(tmp_path):
-            restore_state(tmp_path, trainer, "corpus")
-        assert trainer.step == len(found)
-        found += train(trainer, stop - trainer.step)
-        save_state(tmp_path, trainer, "corpus")
-    assert found == losses
-    assert (trainer.step, trainer.tokens) == (through.step, through.tokens)
-    assert everything(trainer) == everything(through) != everything(trainer_of(texts, mode=mode))
 
 
 @pytest.mark.parametrize("changes", [{}, {"steps": 50}, {"steps": None, "minutes": 2.0}])
