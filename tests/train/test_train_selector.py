@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -64,21 +63,17 @@ def test_the_drafter_stays_as_it_is():
     assert np.array_equal(drafter.target.embedding().weight, embedding)
 
 
-@pytest.mark.parametrize("changed", [None, "seed", "learning_rate"])
-def test_the_same_seed_gives_the_same_weights(changed):
-    other = {} if changed is None else {changed: 1}
-    runs = [trainer_of(make_trainee(RAW), walks(5, 0), **more) for more in ({}, other)]
-    if changed == "seed":
-        first, second = (arrays_of(trainer.maps) for trainer in runs)
-        assert not any(np.array_equal(first[name], second[name]) for name in first)
-        anchors = [trainer._sampler.blocks(0).anchors for trainer in runs]
-        assert not np.array_equal(*anchors)
-    for trainer in runs:
-        for _ in range(4):
-            trainer.train_step()
-    first, second = (arrays_of(trainer.maps) for trainer in runs)
-    same = [first[name].tobytes() == second[name].tobytes() for name in first]
-    assert all(same) if changed is None else not any(same)
+def test_maps_anchors_and_what_is_learned_depend_on_the_seed_alone():
+    runs = [trainer_of(make_trainee(RAW), walks(5, 0), seed=seed) for seed in (3, 3, 4)]
+    for _ in range(2):
+        first, again, other = (arrays_of(trainer.maps) for trainer in runs)
+        for name, array in first.items():
+            assert array.tobytes() == again[name].tobytes()
+            assert not np.array_equal(array, other[name])
+        for trainer in runs:
+            list(itertools.islice(trainer.losses(), 4))
+    anchors = [trainer._sampler.blocks(0).anchors for trainer in runs]
+    assert not np.array_equal(anchors[0], anchors[2])
 
 
 # Maps, written out
@@ -115,22 +110,6 @@ def test_a_selector_starts_small_whatever_the_embedding_s_length_is(length):
 # As a folder of version 2
 
 
-def saved(folder: Path, drafter: Trainee) -> tuple[Path, dict[str, Any]]:
-    """The drafter with a selector that was not trained."""
-    made = MappedSelector(WIDTH, 8, rows_of(tiny_target().embedding()), seed=1)
-    both = with_selector(drafter, made, SelectorConfig(8, 5))
-    both.save(folder)
-    return folder, both.raw
-
-
-def rounded(raw: dict[str, Any]) -> Trainee:
-    """A random drafter whose numbers a folder keeps."""
-    drafter = make_trainee(raw)
-    drafter.network.set_dtype(mx.bfloat16)
-    drafter.network.set_dtype(mx.float32)
-    return drafter
-
-
 def random_features() -> mx.array:
     rows = np.random.default_rng(0).normal(size=(16, len(TAPS) * WIDTH))
     return mx.array(rows.astype(np.float32))
@@ -148,18 +127,23 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 
 @pytest.mark.parametrize("changes", [{}, SLIDING, {"is_causal": True}], ids=str)
 def test_a_saved_folder_is_the_drafter_that_it_was_but_for_its_selector(tmp_path, changes):
-    drafter = rounded(drafter_config(note="mine", dflash={"output_multiplier": 0.5}, **changes))
-    folder, told = saved(tmp_path, drafter)
-    written = json.loads((folder / "config.json").read_text())
-    assert written == {**told, "dtype": "bfloat16"} and written["note"] == "mine"
+    raw = drafter_config(note="mine", dflash={"output_multiplier": 0.5}, **changes)
+    drafter = make_trainee(raw)
+    drafter.network.set_dtype(mx.bfloat16)  # what a folder keeps
+    drafter.network.set_dtype(mx.float32)
+    made = MappedSelector(WIDTH, 8, rows_of(tiny_target().embedding()), seed=1)
+    both = with_selector(drafter, made, SelectorConfig(8, 5))
+    both.save(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written == {**both.raw, "dtype": "bfloat16"} and written["note"] == "mine"
     assert "block_size" not in written
-    config = read_config(folder)
+    config = read_config(tmp_path)
     assert config.selector == SelectorConfig(8, 5) and config.convolution is not None
     same = replace(config, selector=None, convolution=None)
     assert same == drafter.config
-    network = load_network(folder, config, mx.float32)
+    network = load_network(tmp_path, config, mx.float32)
     assert not any(isinstance(layer, ConvolvedLayer) for layer in network.layers)
-    full = read_drafter(folder).network()  # as another program would make it
+    full = read_drafter(tmp_path).network()  # as another program would make it
     full.set_dtype(mx.float32)
     assert all(isinstance(layer, ConvolvedLayer) for layer in full.layers)
     expected = block_logits(drafter.network, drafter)

@@ -168,22 +168,29 @@ def module_at(layer: Any, path: str) -> Any:
     return layer
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_a_warm_start_takes_over_the_last_layers_and_the_final_norm(name):
-    target = Target(make_model(name), CONTEXT, name)
-    trainee = new_drafter(target)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "4 bits", "bfloat16"])
+def test_a_warm_start_takes_over_the_last_layers_and_the_final_norm_in_float32(kind):
+    name = kind if kind in FAMILIES else "llama"
+    model = make_model(name)
+    if kind == "4 bits":
+        model, _ = quantize_model(model, dict(FAMILIES[name]), 32, 4)
+    if kind == "bfloat16":
+        model.set_dtype(mx.bfloat16)
+    trainee = new_drafter(Target(model, CONTEXT, name))
     warm_start(trainee)
     network = trainee.network
-    for layer, source in zip(network.layers, target.model.layers[-2:], strict=True):
+    for layer, source in zip(network.layers, model.layers[-2:], strict=True):
         for path in MATRICES:
-            found = np.array(module_at(layer, path).weight)
-            assert np.abs(found - linear(module_at(source, path))).max() < 1e-6
+            found, given = np.array(module_at(layer, path).weight), module_at(source, path)
+            assert ("scales" in given) == (kind == "4 bits")
+            assert np.abs(found - linear(given)).max() < 1e-5
         for path in NORMS:
             assert mx.array_equal(layer[path].weight, source[path].weight).item()
         for path in ("q_norm", "k_norm"):
-            given = source.self_attn[path].weight if name == "qwen3" else mx.ones(16)
-            assert mx.array_equal(layer.self_attn[path].weight, given).item()
-    assert mx.array_equal(network.norm.weight, target.model.model.norm.weight).item()
+            own = source.self_attn[path].weight if name == "qwen3" else mx.ones(16)
+            assert mx.array_equal(layer.self_attn[path].weight, own).item()
+    assert mx.array_equal(network.norm.weight, model.model.norm.weight).item()
+    assert {array.dtype for array in arrays_of(network).values()} == {np.dtype(np.float32)}
 
 
 def test_a_warm_start_passes_the_last_tap_through():
@@ -196,24 +203,6 @@ def test_a_warm_start_passes_the_last_tap_through():
     assert network.fc.weight.shape == (d, 3 * d)
     assert mx.array_equal(network.fc.weight[:, -d:], mx.eye(d)).item()
     assert mx.array_equal(network.fc.weight[:, :-d], before[:, :-d]).item()
-
-
-@pytest.mark.parametrize("kind", ["4 bits", "bfloat16"])
-def test_a_warm_start_from_a_packed_target_is_float32(kind):
-    model = make_model("llama")
-    if kind == "4 bits":
-        model, _ = quantize_model(model, dict(FAMILIES["llama"]), 32, 4)
-    else:
-        model.set_dtype(mx.bfloat16)
-    trainee = new_drafter(Target(model, CONTEXT, "packed"))
-    warm_start(trainee)
-    for layer, source in zip(trainee.network.layers, model.layers[-2:], strict=True):
-        for path in MATRICES:
-            found, given = np.array(module_at(layer, path).weight), module_at(source, path)
-            assert ("scales" in given) == (kind == "4 bits")
-            assert np.abs(found - linear(given)).max() < 1e-5
-    dtypes = {array.dtype for array in arrays_of(trainee.network).values()}
-    assert dtypes == {np.dtype(np.float32)}
 
 
 @pytest.mark.parametrize(
