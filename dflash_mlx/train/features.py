@@ -172,20 +172,16 @@ def likeliest(logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
     Of equal ones the lowest token comes first; which of them stay at the far end is open. Of a
     vocabulary smaller than CHOICES, the last ones are token 0 with probability 0.
     """
-    parts = [_likeliest(logits[start : start + _ROWS]) for start in range(0, len(logits), _ROWS)]
-    return np.concatenate(parts) if parts else np.zeros((0, CHOICES), CHOICE)
-
-
-def _likeliest(logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-    count, rows = min(CHOICES, logits.shape[-1]), np.arange(len(logits))[:, None]
-    best = logits.argmax(axis=-1)
-    chosen = np.argpartition(logits, -count, axis=-1)[:, -count:]
-    missing = (chosen != best[:, None]).all(axis=-1)  # where all that are kept equal it
-    chosen[missing, 0] = best[missing]
-    chosen = chosen[rows, np.lexsort((chosen, -logits[rows, chosen]))]
-    powers = np.exp(logits - logits[rows, best[:, None]])
     result = np.zeros((len(logits), CHOICES), CHOICE)
-    result["token"][:, :count] = chosen
-    total = powers.sum(axis=-1, keepdims=True)
-    result["probability"][:, :count] = powers[rows, chosen] / total
+    for start in range(0, len(logits), _ROWS):
+        part, kept = logits[start : start + _ROWS], result[start : start + _ROWS]
+        count, rows = min(CHOICES, part.shape[-1]), np.arange(len(part))[:, None]
+        best = part.argmax(axis=-1)
+        chosen = np.argpartition(part, -count, axis=-1)[:, -count:]
+        missing = (chosen != best[:, None]).all(axis=-1)  # where all that are kept equal it
+        chosen[missing, 0] = best[missing]
+        chosen = chosen[rows, np.lexsort((chosen, -part[rows, chosen]))]
+        powers = np.exp(part - part[rows, best[:, None]])
+        kept["token"][:, :count] = chosen
+        kept["probability"][:, :count] = powers[rows, chosen] / powers.sum(axis=-1, keepdims=True)
     return result

@@ -22,7 +22,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
-from dflash_mlx.train.blocks import Array, Blocks
+from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
 from dflash_mlx.train.evaluate import measure, rank_in_parts
 from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
@@ -52,7 +52,9 @@ class SelectorTrainer(Training[SelectorTraining]):
         labels = blocks.labels[..., 1:]
         right = tokens == labels.reshape(-1, 1)
         counted = blocks.supervised[..., 1:] & (vocabulary.index[labels] >= 0)
-        weights = position_weights(right[:, 0].reshape(labels.shape), counted).reshape(-1)
+        reached = np.ones(labels.shape, bool)  # up to and with a block's first wrong draft
+        reached[..., 1:] = np.cumprod(right[:, 0].reshape(labels.shape)[..., :-1], axis=-1)
+        weights = (np.where(reached, 1.0, _BEHIND) * counted).astype(np.float32).reshape(-1)
         before = blocks.tokens[..., :-1].reshape(-1)
         arrays = (before, tokens, ranked.logprobs, right, weights)
         return states, *(mx.array(array) for array in arrays)
@@ -72,17 +74,6 @@ class SelectorTrainer(Training[SelectorTraining]):
         among = right.any(axis=-1)
         picked = mx.where(among, mx.where(right, scores, 0.0).sum(axis=-1), others) - whole
         return -(weights * picked).sum() / mx.maximum(weights.sum(), 1e-9)
-
-
-def position_weights(right: Array, counted: Array) -> Array:
-    """1 up to and with the first wrong draft of a block, `_BEHIND` after it, 0 if not counted.
-
-    right: [..., n], whether the likeliest token of the draft vocabulary is. counted: [..., n].
-    """
-    reached = np.ones(right.shape, bool)
-    reached[..., 1:] = np.cumprod(right[..., :-1], axis=-1)
-    weights: Array = np.where(reached, 1.0, _BEHIND) * counted
-    return weights.astype(np.float32)
 
 
 def main(argv: Sequence[str]) -> None:

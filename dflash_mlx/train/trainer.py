@@ -64,13 +64,11 @@ class Trainer(Training[TrainConfig]):
         losses, confidences = cross_entropy(
             rows, vocabulary.head, batch.labels, batch.shares, vocabulary.softcap
         )
-        weights = batch.decay if self.config.loss == "decay" else self._dpace(batch, confidences)
+        weights = batch.decay
+        if self.config.loss == "dpace":
+            shape, zeros = batch.x.shape[:-1], mx.zeros(math.prod(batch.x.shape[:-1]))
+            dense = zeros.at[batch.places].add(confidences).reshape(shape)
+            supervised = zeros.at[batch.places].add(1.0).reshape(shape)
+            weights = dpace_weights(dense, supervised > 0, self.config.alpha)
+            weights = weights.reshape(-1)[batch.places]
         return (weights * losses).sum() / mx.maximum(weights.sum(), 1e-9)  # 0 / 0 without places
-
-    def _dpace(self, batch: Batch, confidences: mx.array) -> mx.array:
-        shape = batch.x.shape[:-1]
-        count = math.prod(shape)
-        dense = mx.zeros(count).at[batch.places].add(confidences).reshape(shape)
-        supervised = mx.zeros(count).at[batch.places].add(1.0).reshape(shape)
-        weights = dpace_weights(dense, supervised > 0, self.config.alpha)
-        return weights.reshape(-1)[batch.places]

@@ -36,7 +36,7 @@ class Collection:
         self._pair = pair
         self._config = config
         self._file = file
-        self._done = {row.id: row for row in file.rows}
+        self._done = {row.id: row.prompt for row in file.rows}
         self.turns: TurnWriter | None = None  # where the model writes them itself
 
     def ask(self, prompts: Sequence[dict[str, Any]]) -> int:
@@ -69,7 +69,13 @@ class Collection:
                 f"none of the {len(asked)} prompts fits the model's context of {room} tokens",
                 "give shorter ones",
             )
-        return [prompt for prompt in fitting if not self._is_done(prompt)]
+        for prompt in fitting:
+            if prompt.id in self._done and self._done[prompt.id] != prompt.tokens:
+                raise DFlashError(
+                    f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}",
+                    "give prompts ids of their own, or name another file with --out",
+                )
+        return [prompt for prompt in fitting if prompt.id not in self._done]
 
     def run(self) -> Iterator[list[CorpusRow]]:
         """Decode all that is queued, step by step; rows are in the file when they are yielded."""
@@ -121,15 +127,6 @@ class Collection:
         digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
         tokens = prompt_tokens(self._pair.tokenizer, messages, self._config.system)
         return Prompt(str(row.get("id", digest[:16])), row["category"], tuple(tokens))
-
-    def _is_done(self, prompt: Prompt) -> bool:
-        row = self._done.get(prompt.id)
-        if row is not None and row.prompt != prompt.tokens:
-            raise DFlashError(
-                f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}",
-                "give prompts ids of their own, or name another file with --out",
-            )
-        return row is not None
 
 
 def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:

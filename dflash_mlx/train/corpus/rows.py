@@ -123,14 +123,16 @@ def parse(
     path: Path, contents: bytes, vocab_size: int | None = None
 ) -> tuple[CorpusHeader | None, list[CorpusRow]]:
     """As `read_rows`, from what has been read of `path`; rows may be missing."""
-    lines = contents.split(b"\n")
-    objects = {i: _object(path, i, line, i == len(lines)) for i, line in enumerate(lines, 1)}
-    header = None
-    if isinstance(first := objects.get(1), dict) and "format" in first:
-        header = _header(path, objects.pop(1))
-        vocab_size = header.vocab_size if vocab_size is None else vocab_size
-    rows = {i: _row(path, i, values) for i, values in objects.items() if values is not None}
-    for i, row in rows.items():
+    lines, header, rows = contents.split(b"\n"), None, []
+    for i, line in enumerate(lines, 1):
+        values = _object(path, i, line, i == len(lines))
+        if i == 1 and isinstance(values, dict) and "format" in values:
+            header = _header(path, values)
+            vocab_size = header.vocab_size if vocab_size is None else vocab_size
+            continue
+        if values is None:
+            continue
+        row = _row(path, i, values)
         largest = max(row.prompt + row.answer)
         if vocab_size is not None and largest >= vocab_size:
             raise DFlashError(
@@ -138,7 +140,8 @@ def parse(
                 f"{vocab_size}",
                 "use the corpus with the model that made it, or " + _MAKE_ANEW,
             )
-    return header, list(rows.values())
+        rows.append(row)
+    return header, rows
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -28,8 +28,18 @@ class CorpusFile:
         except OSError as error:
             raise DFlashError(f"{path} cannot be written ({error.strerror})", _ANOTHER) from None
         try:
-            self._lock()
-            self._size = self._whole_lines()
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise DFlashError(
+                    f"another process is writing {path}", f"wait for it, or {_ANOTHER}"
+                ) from None
+            self._file.seek(0)
+            contents = self._file.read()
+            if not CorpusHeader.begins_with(contents):
+                raise DFlashError(f"{path} exists and does not begin as a corpus does", _ANOTHER)
+            self._size = contents.rfind(b"\n") + 1  # without an incomplete last line
+            self.header, self.rows = parse(path, contents[: self._size])
         except BaseException:
             self._file.close()
             raise
@@ -71,24 +81,6 @@ class CorpusFile:
             self._file.truncate(self._size)
             raise
         self._size += written
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DFlashError(
-                f"another process is writing {self.path}", f"wait for it, or {_ANOTHER}"
-            ) from None
-
-    def _whole_lines(self) -> int:
-        """Read header and rows; the length of the file without an incomplete last line."""
-        self._file.seek(0)
-        contents = self._file.read()
-        if not CorpusHeader.begins_with(contents):
-            raise DFlashError(f"{self.path} exists and does not begin as a corpus does", _ANOTHER)
-        size = contents.rfind(b"\n") + 1
-        self.header, self.rows = parse(self.path, contents[:size])
-        return size
 
 
 def _difference(old: CorpusHeader, new: CorpusHeader) -> str:
