@@ -16,7 +16,6 @@ from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, rea
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.train import maps
-from dflash_mlx.train.evaluate import measure
 from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
 from dflash_mlx.train.trainee import Trainee
 from support.decoding import feed
@@ -34,21 +33,6 @@ from support.tiny_training import (
 
 def rows_of(embedding: nn.Module) -> EmbeddingRows:
     return EmbeddingRows(embedding, VOCAB_SIZE)
-
-
-# What it learns
-
-
-def test_a_selector_learns_what_the_token_before_decides():
-    drafter, train, held_out = make_trainee(RAW), walks(12, 0), walks(4, 50)
-    assert measure(drafter, held_out).tokens_per_round < 1.3
-    trainer = trainer_of(drafter, train, rank=32, steps=150, learning_rate=0.02)
-    losses = list(trainer.losses())
-    assert len(losses) == trainer.step == 150
-    assert np.mean(losses[-10:]) < 0.02 * losses[0]
-    selected = with_selector(drafter, trainer.maps, SelectorConfig(32, trainer.config.top_k))
-    found = measure(selected, held_out)
-    assert found.by_position[0] > 0.9 and found.tokens_per_round > 5
 
 
 def test_the_drafter_stays_as_it_is():

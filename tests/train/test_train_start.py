@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -63,22 +64,20 @@ def test_taps_are_layers_of_the_target_in_order(count):
 # The mask token
 
 
-class Words:
-    """A tokenizer whose conversations consist of the tokens `template`."""
+def words(special: list[int], template: list[int] | None, mask: int | None) -> Any:
+    """A tokenizer whose conversations are `template`, and 7 where an assistant speaks."""
 
-    def __init__(self, special: list[int], template: list[int] | None, mask: int | None) -> None:
-        self.all_special_ids, self.mask_token_id, self._template = special, mask, template
-        self.eos_token_ids, self.bos_token_id, self.pad_token_id = {2, 3}, 1, None
-        self.has_chat_template = template is not None
+    def apply(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> list[int]:
+        roles = [message["role"] for message in messages]
+        spoken = add_generation_prompt or "assistant" in roles
+        return [*(template or []), *([7] if spoken else [])]
 
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = False
-    ) -> list[int]:
-        assert self._template is not None
-        roles = {message["role"] for message in messages} | {"user"}
-        if add_generation_prompt:
-            roles.add("assistant")
-        return [*self._template, *([7] if "assistant" in roles else [])]
+    return SimpleNamespace(
+        **{"all_special_ids": special, "mask_token_id": mask, "eos_token_ids": {2, 3}},
+        **{"bos_token_id": 1, "pad_token_id": None},
+        has_chat_template=template is not None,
+        apply_chat_template=apply,
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,12 +93,12 @@ class Words:
     ids=["its own", "a spare one", "the last", "no role's", "no template", "token 0"],
 )
 def test_the_mask_is_a_token_that_no_conversation_contains(special, template, mask, expected):
-    assert mask_token(Words(special, template, mask)) == expected
+    assert mask_token(words(special, template, mask)) == expected
 
 
 def test_a_tokenizer_without_a_token_to_spare_is_refused():
     with pytest.raises(DFlashError, match="mask") as failure:
-        mask_token(Words([1, 2, 3, 5, 7], [5], None))
+        mask_token(words([1, 2, 3, 5, 7], [5], None))
     assert "--init" in failure.value.next_step
 
 

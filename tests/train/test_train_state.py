@@ -95,9 +95,6 @@ def test_a_full_disk_leaves_the_state_before(stopped, texts, room):
         ({"mode": "variable-prefix"}, "mode 'dflash', not 'variable-prefix'"),
         ({"seed": 9}, "seed 0, not 9"),
         ({"learning_rate": 1e-5}, "learning_rate 0.0008, not 1e-05"),
-        ({"anchors": 5}, "anchors 4, not 5"),
-        ({"soft": 0.25}, "soft 0.5, not 0.25"),
-        ({"held_out": 7}, "held_out 50, not 7"),
         ({"raw": {"num_hidden_layers": 1}}, r"layer_windows \[None, None\], not \[None\]"),
         ({"raw": {"intermediate_size": 32}}, "intermediate_size 96, not 32"),
         ({"raw": {"rope_theta": 5e5}}, "rope .*10000.*, not .*500000"),
@@ -134,15 +131,12 @@ def cut(share: float) -> Callable[[Path], None]:
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "no step": saved(step=None),
-    "a step in words": saved(step="three"),
     "no settings": saved(run=None),
     "nothing said": lambda file: mx.save_safetensors(str(file), {"a": mx.zeros(3)}),
     "an empty file": cut(0.0),
     "a cut header": cut(0.005),
     "half the arrays": cut(0.5),
-    "all but the last arrays": cut(0.999),
     "other bytes": lambda file: file.write_bytes(b"a" * 99),
-    "no optimiser": saved(lambda name: name.startswith("network")),
     "no momentum of one tensor": saved(lambda name: name != "optimizer.fc.weight.m"),
 }
 
