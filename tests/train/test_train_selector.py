@@ -15,8 +15,8 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, read_drafter
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
-from dflash_mlx.train import maps
-from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
+from dflash_mlx.train import selector
+from dflash_mlx.train.selector import EmbeddingRows, MappedSelector, with_selector
 from dflash_mlx.train.trainee import Trainee
 from support.decoding import feed
 from support.families import VOCAB_SIZE
@@ -65,7 +65,7 @@ def test_maps_anchors_and_what_is_learned_depend_on_the_seed_alone():
 
 @pytest.mark.parametrize("rows", [20, 4096])
 def test_codebooks_give_the_edges_that_the_maps_give(monkeypatch, rows):
-    monkeypatch.setattr(maps, "_ROWS", rows)
+    monkeypatch.setattr(selector, "_ROWS", rows)
     made = MappedSelector(WIDTH, 8, rows_of(tiny_target().embedding()), seed=3)
     written = made.selector(SelectorConfig(8, 5))
     rng = np.random.default_rng(0)
