@@ -39,6 +39,18 @@ def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
         raise DFlashError(f"{name} is {value!r}", f"choose {allowed}")
 
 
+def _require_least(settings: Any, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        _require(value is None or value >= least, name, value, f"{least} or more")
+
+
+def _require_positive(settings: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        _require(0 < value < float("inf"), name, value, "a finite number above 0")
+
+
 @dataclass(frozen=True)
 class PairConfig:
     """Which target and which drafter to load."""
@@ -277,24 +289,16 @@ class TrainConfig:
         for name, allowed in choices.items():
             value = getattr(self, name)
             _require(value in allowed, name, value, f"one of {', '.join(allowed)}")
-        for name in ("layers", "taps", "sequences", "anchors"):
-            value = getattr(self, name)
-            _require(value >= 1, name, value, "1 or more")
-        for name in ("block_size", "held_out"):
-            value = getattr(self, name)
-            _require(value >= 2, name, value, "2 or more")
-        for name in ("tau", "learning_rate", "clip", "evaluate_minutes", "prefix_base"):
-            value = getattr(self, name)
-            _require(0 < value < float("inf"), name, value, "a number above 0")
-        for name in ("minutes", "steps", "draft_vocabulary"):
-            value = getattr(self, name)
-            _require(value is None or value > 0, name, value, "a number above 0")
+        _require_least(self, 0, "warmup", "weight_decay", "seed")
+        _require_least(self, 1, "layers", "taps", "sequences", "anchors")
+        _require_least(self, 1, "steps", "draft_vocabulary")
+        _require_least(self, 2, "block_size", "held_out")
+        _require_positive(self, "tau", "learning_rate", "clip", "evaluate_minutes", "prefix_base")
+        endless_ok = self.minutes is None or self.minutes > 0
+        _require(endless_ok, "minutes", self.minutes, "a number above 0")
         _require(0 < self.alpha <= 1, "alpha", self.alpha, "a number above 0 and up to 1")
         _require(0 <= self.short_share <= 1, "short_share", self.short_share, "0 to 1")
         _require(0 <= self.soft <= 1, "soft", self.soft, "0 to 1")
-        for name in ("warmup", "weight_decay", "seed"):
-            value = getattr(self, name)
-            _require(value >= 0, name, value, "0 or more")
         ends = (self.minutes is None) != (self.steps is None)
         _require(ends, "minutes, steps", (self.minutes, self.steps), "one of --minutes and --steps")
 
@@ -323,21 +327,10 @@ class SelectorTraining:
     def __post_init__(self) -> None:
         laws = ", ".join(ANCHOR_LAWS)
         _require(self.anchor_law in ANCHOR_LAWS, "anchor_law", self.anchor_law, f"one of {laws}")
-        for name in ("rank", "sequences", "anchors"):
-            value = getattr(self, name)
-            _require(value >= 1, name, value, "1 or more")
-        for name in ("top_k", "held_out"):
-            value = getattr(self, name)
-            _require(value >= 2, name, value, "2 or more")
-        for name in ("minutes", "learning_rate"):
-            value = getattr(self, name)
-            _require(0 < value < float("inf"), name, value, "a number above 0")
-        for name in ("steps", "draft_vocabulary"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "1 or more")
-        for name in ("warmup", "seed"):
-            value = getattr(self, name)
-            _require(value >= 0, name, value, "0 or more")
+        _require_least(self, 0, "warmup", "seed")
+        _require_least(self, 1, "rank", "sequences", "anchors", "steps", "draft_vocabulary")
+        _require_least(self, 2, "top_k", "held_out")
+        _require_positive(self, "minutes", "learning_rate")
 
 
 @dataclass(frozen=True)
@@ -364,14 +357,11 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         _require(0 <= self.greedy_share <= 1, "greedy_share", self.greedy_share, "0 to 1")
-        for name in ("temperature", "self_temperature"):
-            value = getattr(self, name)
-            _require(0 < value < float("inf"), name, value, "a finite number above 0")
+        _require_positive(self, "temperature", "self_temperature")
         for name in ("top_p", "self_top_p"):
             value = getattr(self, name)
             _require(0 < value <= 1, name, value, "a number above 0 and up to 1")
-        for name in ("max_tokens", "batch_size", "limit", "self_prompt", "self_max_tokens"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "1 or more")
+        _require_least(self, 1, "max_tokens", "batch_size", "limit", "self_prompt")
+        _require_least(self, 1, "self_max_tokens")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
         _require(not isinstance(self.opening, str), "opening", self.opening, "a tuple of texts")

@@ -15,8 +15,7 @@ from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig, TrainConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import load_target
 from dflash_mlx.train.data import add_data_options, feature_place, read_texts
-from dflash_mlx.train.plot import plot_history
-from dflash_mlx.train.run import HISTORY, Record, TrainingRun
+from dflash_mlx.train.run import HISTORY, Record, TrainingRun, plot_history
 from dflash_mlx.train.start import begin
 from dflash_mlx.train.state import has_state, restore_state
 from dflash_mlx.train.trainer import Trainer

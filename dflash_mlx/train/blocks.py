@@ -90,7 +90,8 @@ class BlockSampler:
         self._texts, self._block_size, self._seed = texts, block_size, seed
         self._prefix_base, self._short_share = prefix_base, short_share
         self._sequences, self._anchors = shape
-        self._groups = np.repeat(np.arange(len(texts)), [self._groups_of(t) for t in texts])
+        self._counts = [self._count_groups(text) for text in texts]
+        self._groups = np.repeat(np.arange(len(texts)), self._counts)
         self.steps_per_epoch = -(-len(self._groups) // self._sequences)
         self._epoch = -1
 
@@ -113,22 +114,22 @@ class BlockSampler:
 
     def _shuffle(self, epoch: int) -> None:
         rng = np.random.default_rng([self._seed, epoch, 0])
-        parts = [self._anchors_of(text, rng) for text in self._texts]
+        parts = []
+        for text, groups in zip(self._texts, self._counts, strict=True):
+            wanted = groups * self._anchors
+            chosen = self._choose(text, wanted, rng)[:wanted]
+            parts += [chosen, rng.choice(chosen, wanted - len(chosen))]
         self._anchor_groups = np.concatenate(parts).reshape(-1, self._anchors)
         self._order = self._by_length(rng.permutation(len(self._groups)), rng)
         self._epoch = epoch
 
-    def _groups_of(self, text: TextTokens) -> int:
+    def _count_groups(self, text: TextTokens) -> int:
         """In how many groups per epoch a text's anchors come."""
         return -(-len(text.anchors) // self._anchors)
 
-    def _anchors_of(self, text: TextTokens, rng: np.random.Generator) -> Array:
-        """An epoch's anchors of a text, as many as fill its groups."""
-        return self._filled(rng.permutation(text.anchors), self._groups_of(text), rng)
-
-    def _filled(self, anchors: Array, groups: int, rng: np.random.Generator) -> Array:
-        missing = max(0, groups * self._anchors - len(anchors))
-        return np.concatenate([anchors, rng.choice(anchors, missing)])
+    def _choose(self, text: TextTokens, wanted: int, rng: np.random.Generator) -> Array:
+        """An epoch's anchors of a text, about `wanted`."""
+        return rng.permutation(text.anchors)
 
     def _by_length(self, order: Array, rng: np.random.Generator) -> Array:
         """`order` with steps of like length: less of a step is padding."""
@@ -150,21 +151,16 @@ class RoundStartSampler(BlockSampler):
     `start_chances`, as many of a text as whole groups come next to their sum, one group at least.
     """
 
-    def _groups_of(self, text: TextTokens) -> int:
-        return self._whole_groups(start_chances(text))
+    def _count_groups(self, text: TextTokens) -> int:
+        return max(1, round(float(start_chances(text).sum()) / self._anchors))
 
-    def _whole_groups(self, chances: Array) -> int:
-        return max(1, round(float(chances.sum()) / self._anchors))
-
-    def _anchors_of(self, text: TextTokens, rng: np.random.Generator) -> Array:
+    def _choose(self, text: TextTokens, wanted: int, rng: np.random.Generator) -> Array:
         chances = start_chances(text)
-        groups, order = self._whole_groups(chances), rng.permutation(len(chances))
-        anchors = text.anchors[order]
-        shares = np.minimum(chances[order] * (groups * self._anchors / chances.sum()), 1.0)
+        order = rng.permutation(len(chances))
+        shares = np.minimum(chances[order] * (wanted / chances.sum()), 1.0)
         # Systematic sampling: one anchor wherever the running sum passes a whole number.
         marks = np.floor(np.cumsum(shares) + rng.random())
-        chosen = anchors[np.diff(marks, prepend=0.0) > 0]
-        return self._filled(chosen[: groups * self._anchors], groups, rng)
+        return text.anchors[order][np.diff(marks, prepend=0.0) > 0]
 
 
 SAMPLERS = {"even": BlockSampler, "starts": RoundStartSampler}  # by the law of their anchors

@@ -96,9 +96,12 @@ def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Acceptance:
     """Drafts at 16 anchors of every text, evenly spread where the prefix leaves one to draft."""
     hits: list[Array] = []
     for start in range(0, len(texts), _TEXTS):
-        chosen = np.arange(start, min(start + _TEXTS, len(texts)))
-        anchors = np.stack([_spread(texts.sequences[i].anchors, prefix) for i in chosen])
-        hits += list(hits_at(trainee, texts, chosen, anchors, prefix))
+        chosen, parts = np.arange(start, min(start + _TEXTS, len(texts))), []
+        for i in chosen:
+            anchors = texts.sequences[i].anchors
+            anchors = anchors[: max(1, len(anchors) - prefix)]
+            parts.append(anchors[np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)])
+        hits += list(hits_at(trainee, texts, chosen, np.stack(parts), prefix))
     return Acceptance(hits)
 
 
@@ -107,28 +110,19 @@ def walk(trainee: Trainee, texts: Texts) -> Acceptance:
 
     The texts must be greedy ones.
     """
-    return Acceptance([_walk_one(trainee, texts, i) for i in range(len(texts))])
-
-
-def _walk_one(trainee: Trainee, texts: Texts, i: int) -> Array:
-    anchors, chosen = texts.sequences[i].anchors, np.array([i])
-    step = max(1, _CHUNK // trainee.config.block_size)
-    parts = [anchors[None, start : start + step] for start in range(0, len(anchors), step)]
-    hits = np.concatenate([hits_at(trainee, texts, chosen, part)[0] for part in parts])
-    rounds, place = [], 0
-    while place < len(anchors):
-        rounds.append(hits[place])
-        place += 1 + int(hits[place].sum())
-    return np.stack(rounds)
+    step, walked = max(1, _CHUNK // trainee.config.block_size), []
+    for i, text in enumerate(texts.sequences):
+        anchors, chosen = text.anchors[None], np.array([i])
+        parts = [anchors[:, start : start + step] for start in range(0, anchors.size, step)]
+        hits = np.concatenate([hits_at(trainee, texts, chosen, part)[0] for part in parts])
+        rounds, place = [], 0
+        while place < len(hits):
+            rounds.append(hits[place])
+            place += 1 + int(hits[place].sum())
+        walked.append(np.stack(rounds))
+    return Acceptance(walked)
 
 
 def shares(by_position: Iterable[float]) -> str:
     """Shares for people: .763 .497 ..."""
     return " ".join(f"{share:.3f}".lstrip("0") for share in by_position)
-
-
-def _spread(anchors: Array, prefix: int) -> Array:
-    """ANCHORS of those with more than `prefix` tokens behind them; of short texts the first."""
-    anchors = anchors[: max(1, len(anchors) - prefix)]
-    chosen: Array = anchors[np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)]
-    return chosen

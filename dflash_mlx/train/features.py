@@ -26,9 +26,12 @@ from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import remove_partial, replace_safetensors
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
-from dflash_mlx.train.likeliest import CHOICE, likeliest
+
+CHOICES = 8  # next tokens that are kept
+CHOICE = np.dtype([("token", "<u4"), ("probability", "<f4")])
 
 _VERSION = 3  # of the files
+_ROWS = 64  # of logits that are sorted at once
 _BYTES = 2  # of a bfloat16
 _CHUNK = 512  # tokens per target pass
 _BUILD_AGAIN = "delete that folder and start again; the features will be computed anew"
@@ -161,3 +164,24 @@ def target_fingerprint(target: Target) -> str:
         ends = mx.stack([array[0], array[-1]]) if array.ndim > 1 else array
         digest.update(np.array(ends.astype(mx.float32)).tobytes())
     return digest.hexdigest()
+
+
+def likeliest(logits: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    """[T, CHOICES] of CHOICE for logits [T, V], likeliest first, the first the greedy choice.
+
+    Of equal ones the lowest token comes first; which of them stay at the far end is open. Of a
+    vocabulary smaller than CHOICES, the last ones are token 0 with probability 0.
+    """
+    result = np.zeros((len(logits), CHOICES), CHOICE)
+    for start in range(0, len(logits), _ROWS):
+        part, kept = logits[start : start + _ROWS], result[start : start + _ROWS]
+        count, rows = min(CHOICES, part.shape[-1]), np.arange(len(part))[:, None]
+        best = part.argmax(axis=-1)
+        chosen = np.argpartition(part, -count, axis=-1)[:, -count:]
+        missing = (chosen != best[:, None]).all(axis=-1)  # where all that are kept equal it
+        chosen[missing, 0] = best[missing]
+        chosen = chosen[rows, np.lexsort((chosen, -part[rows, chosen]))]
+        powers = np.exp(part - part[rows, best[:, None]])
+        kept["token"][:, :count] = chosen
+        kept["probability"][:, :count] = powers[rows, chosen] / powers.sum(axis=-1, keepdims=True)
+    return result

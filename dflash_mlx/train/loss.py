@@ -6,10 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from dflash_mlx.drafters.dflash.block_model import capped
 from dflash_mlx.system import cpu_math
+from dflash_mlx.train.blocks import Array
 
 _custom: Any = mx.custom_function  # whose result mypy takes for a plain object
 
@@ -57,21 +57,19 @@ def cross_entropy(
     return -(shares * picked).sum(axis=-1), mx.stop_gradient(mx.exp(picked[:, 0]))
 
 
-def soft_shares(
-    shares: npt.NDArray[Any], usable: npt.NDArray[Any], soft: float
-) -> npt.NDArray[Any]:
+def soft_shares(shares: Array, usable: Array, soft: float) -> Array:
     """What a drafter should give tokens [N, K]: `soft` of it as the target, the rest to the first.
 
     shares: the target's probabilities, [N, K]. usable: [N, K], which tokens are in the draft
     vocabulary; the first of every row must be. The target's part is scaled to be 1 over those.
     """
     kept = np.where(usable, shares, 0.0)
-    result: npt.NDArray[Any] = soft * kept / np.maximum(kept.sum(axis=-1, keepdims=True), 1e-30)
+    result: Array = soft * kept / np.maximum(kept.sum(axis=-1, keepdims=True), 1e-30)
     result[:, 0] += 1.0 - soft
     return result.astype(np.float32)
 
 
-def decay_weights(prefixes: npt.NDArray[Any], block_size: int, tau: float) -> npt.NDArray[Any]:
+def decay_weights(prefixes: Array, block_size: int, tau: float) -> Array:
     """exp(-(k - l - 1) / tau) at position k > l, 0 before; [..., B] for prefix lengths l [...].
 
     Source: DFlash (arXiv 2602.06036), equation 4; with l > 0, D2SD (arXiv 2606.04446).

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.dflash.network import MLP, Network, NetworkConfig
+from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.system import cpu_math
 
 _HIDDEN = -1e9  # an attention score that leaves no weight
@@ -28,22 +28,16 @@ def hidden_states(
     """
     shape, rows = x.shape, x.flatten(0, 1)
     context = network.hidden_norm(network.fc(features))
-    masks = {
-        kind: _mask(anchors, shape[2], features.shape[1], *kind)
-        for kind in set(zip(config.layer_windows, config.layer_causal, strict=True))
-    }
-    kinds = zip(config.layer_windows, config.layer_causal, strict=True)
+    kinds = list(zip(config.layer_windows, config.layer_causal, strict=True))
+    masks = {kind: _mask(anchors, shape[2], features.shape[1], *kind) for kind in set(kinds)}
     for layer, kind in zip(network.layers, kinds, strict=True):
         at_start: Any = _ContextCache()
         cache: Any = _BlockCache(anchors, layer.self_attn.remember(context, at_start))
         rows = rows + layer.self_attn(layer.input_layernorm(rows), masks[kind], cache)
-        rows = rows + _mlp(layer.mlp, layer.post_attention_layernorm(rows))
+        y, mlp = layer.post_attention_layernorm(rows), layer.mlp
+        # As `MLP.__call__`, with an exponential that is fast on Linux, too.
+        rows = rows + mlp.down_proj(cpu_math.swiglu(mlp.gate_proj(y), mlp.up_proj(y)))
     return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]
-
-
-def _mlp(mlp: MLP, x: mx.array) -> mx.array:
-    """As `MLP.__call__`, with an exponential that is fast on Linux, too."""
-    return mlp.down_proj(cpu_math.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 def _mask(anchors: mx.array, B: int, T: int, window: int | None, causal: bool) -> mx.array:

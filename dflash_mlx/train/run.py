@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.files import replace_text
 from dflash_mlx.train.data import Texts
@@ -125,3 +126,32 @@ def read_history(file: Path, step: int) -> list[Record]:
             "put it right, or go on in another folder with --init",
         ) from None
     return [record for record in records if record.step <= step]
+
+
+def plot_history(history: Sequence[Record], file: Path) -> None:
+    """Loss, tokens per round and acceptance by position against minutes, as a PNG.
+
+    Raises DFlashError without matplotlib.
+    """
+    pyplot = import_pyplot()
+    figure, (losses, rounds, positions) = pyplot.subplots(1, 3, figsize=(12, 3.6))
+    minutes = [record.minutes for record in history]
+    measured = [np.nan if record.loss is None else record.loss for record in history]
+    losses.plot(minutes, measured, ".-")
+    losses.set(title="Loss (weighted)")
+    for prefix in range(len(history[0].by_prefix)):
+        values = [1 + record.by_prefix[prefix] for record in history]
+        rounds.plot(minutes, values, ".-", label=f"prefix {prefix}")
+    rounds.set(title="Held out: 1 + right drafts after a prefix")
+    for k in range(len(history[0].by_position)):
+        values = [record.by_position[k] for record in history]
+        positions.plot(minutes, values, ".-", label=f"first {k + 1}")
+    positions.set(title="Held out: first k drafts all right", ylim=(0, 1))
+    for axes in (losses, rounds, positions):
+        axes.set_xlabel("minutes")
+        axes.grid(alpha=0.3)
+    rounds.legend(fontsize=7)
+    positions.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

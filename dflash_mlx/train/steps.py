@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -65,11 +65,11 @@ class Training(ABC, Generic[_Config]):
         self._gradients = nn.value_and_grad(module, self._loss)
 
     @abstractmethod
-    def batch(self, blocks: Blocks) -> Any:
+    def batch(self, blocks: Blocks) -> tuple[mx.array, ...]:
         """The arrays of `blocks` that the loss takes."""
 
     @abstractmethod
-    def _loss(self, batch: Any) -> mx.array:
+    def _loss(self, batch: tuple[mx.array, ...]) -> mx.array:
         """The loss of a batch."""
 
     @property

@@ -69,7 +69,8 @@ class Trainee:
         Raises DFlashError for one that does not fit the target, or cannot be trained here.
         """
         config = read_config(folder)
-        check_fit(config, _describe(target), target.name)
+        sizes = {"hidden_size": hidden_width(target), "vocab_size": vocabulary_size(target)}
+        check_fit(config, {**sizes, "num_hidden_layers": target.num_layers}, target.name)
         if config.own_head or config.own_embedding or config.quantization:
             raise DFlashError(
                 f"{folder} holds a drafter with its own vocabulary, or a quantised one", _START_FROM
@@ -115,12 +116,3 @@ class Trainee:
         """[..., V] from final states [..., d]."""
         logits = self.target.head()(states * self.config.output_multiplier)
         return capped(logits, self.config.final_logit_softcapping)
-
-
-def _describe(target: Target) -> dict[str, Any]:
-    """What `check_fit` compares."""
-    return {
-        "hidden_size": hidden_width(target),
-        "vocab_size": vocabulary_size(target),
-        "num_hidden_layers": target.num_layers,
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -16,24 +15,6 @@ from dflash_mlx.train.steps import Training
 from dflash_mlx.train.trainee import Trainee
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A step's arrays: features [S, T, m*d], anchors [S, A], x [S, A, B, d].
-
-    places: [N] indices into S*A*B of the positions that are trained on. labels: [N, K] in the
-    draft vocabulary. shares: [N, K], what the drafter should give them. decay: [N] weights of the
-    decay loss.
-    """
-
-    features: mx.array
-    anchors: mx.array
-    x: mx.array
-    places: mx.array
-    labels: mx.array
-    shares: mx.array
-    decay: mx.array
-
-
 class Trainer(Training[TrainConfig]):
     """Trains a drafter's network."""
 
@@ -42,35 +23,33 @@ class Trainer(Training[TrainConfig]):
         network = trainee.network
         super().__init__(network, trainee, texts, config, prefix_base, config.short_share)
 
-    def batch(self, blocks: Blocks) -> Batch:
-        """The arrays of `blocks`."""
+    def batch(self, blocks: Blocks) -> tuple[mx.array, ...]:
+        """What the loss takes; see there."""
         labels = self.vocabulary.index[blocks.likely].reshape(-1, blocks.likely.shape[-1])
         weights = decay_weights(blocks.prefixes, blocks.tokens.shape[-1], self.config.tau)
         places = np.flatnonzero(blocks.supervised.reshape(-1) & (labels[:, 0] >= 0))
         labels, shares = labels[places], blocks.shares.reshape(labels.shape)[places]
-        return Batch(
-            *self.trainee.inputs(self._texts, blocks),
-            places=mx.array(places),
-            labels=mx.array(np.maximum(labels, 0)),
-            shares=mx.array(soft_shares(shares, labels >= 0, self.config.soft)),
-            decay=mx.array(weights.reshape(-1)[places]),
-        )
+        shares = soft_shares(shares, labels >= 0, self.config.soft)
+        arrays = (places, np.maximum(labels, 0), shares, weights.reshape(-1)[places])
+        return *self.trainee.inputs(self._texts, blocks), *(mx.array(array) for array in arrays)
 
-    def _loss(self, batch: Batch) -> mx.array:
-        """Weighted mean of the cross-entropies."""
-        states = self.trainee.states(batch.features, batch.anchors, batch.x)
-        vocabulary = self.vocabulary
-        rows = vocabulary.head_inputs(states.flatten(0, 2)[batch.places])
+    def _loss(self, batch: tuple[mx.array, ...]) -> mx.array:
+        """Weighted mean of the cross-entropies.
+
+        batch: features [S, T, m*d]; anchors [S, A]; x [S, A, B, d]; [N] indices into S*A*B of the
+        positions that are trained on; labels [N, K] in the draft vocabulary; [N, K] shares, what
+        the drafter should give them; [N] weights of the decay loss.
+        """
+        features, anchors, x, places, labels, shares, weights = batch
+        states, vocabulary = self.trainee.states(features, anchors, x), self.vocabulary
+        rows = vocabulary.head_inputs(states.flatten(0, 2)[places])
         losses, confidences = cross_entropy(
-            rows, vocabulary.head, batch.labels, batch.shares, vocabulary.softcap
+            rows, vocabulary.head, labels, shares, vocabulary.softcap
         )
-        weights = batch.decay if self.config.loss == "decay" else self._dpace(batch, confidences)
+        if self.config.loss == "dpace":
+            shape, zeros = states.shape[:-1], mx.zeros(math.prod(states.shape[:-1]))
+            dense = zeros.at[places].add(confidences).reshape(shape)
+            supervised = zeros.at[places].add(1.0).reshape(shape)
+            weights = dpace_weights(dense, supervised > 0, self.config.alpha)
+            weights = weights.reshape(-1)[places]
         return (weights * losses).sum() / mx.maximum(weights.sum(), 1e-9)  # 0 / 0 without places
-
-    def _dpace(self, batch: Batch, confidences: mx.array) -> mx.array:
-        shape = batch.x.shape[:-1]
-        count = math.prod(shape)
-        dense = mx.zeros(count).at[batch.places].add(confidences).reshape(shape)
-        supervised = mx.zeros(count).at[batch.places].add(1.0).reshape(shape)
-        weights = dpace_weights(dense, supervised > 0, self.config.alpha)
-        return weights.reshape(-1)[batch.places]

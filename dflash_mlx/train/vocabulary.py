@@ -8,8 +8,6 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.drafters.dflash.block_model import capped
-from dflash_mlx.target.model import Target
-from dflash_mlx.train.blocks import Array
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.trainee import Trainee
 
@@ -31,7 +29,12 @@ class DraftVocabulary:
         self.tokens = np.array(chosen[: draft_size(size, config.vocab_size)])
         self.index = np.full(config.vocab_size, -1)
         self.index[self.tokens] = np.arange(len(self.tokens))
-        self.head = _head_rows(trainee.target, config.hidden_size, self.tokens)
+        head, width = trainee.target.head(), config.hidden_size
+        bias = head(mx.zeros((1, width)))
+        weights = head(mx.eye(width)) - bias
+        parts = [weights, bias] if mx.any(bias != 0).item() else [weights]
+        rows = mx.concatenate(parts).T[mx.array(self.tokens)]
+        self.head = mx.contiguous(rows.astype(mx.float32))
         self.softcap = config.final_logit_softcapping
         self._multiplier = config.output_multiplier
         self._covered = float((self.index[answers] >= 0).mean())
@@ -56,13 +59,3 @@ class DraftVocabulary:
 def draft_size(size: int | None, vocab_size: int) -> int:
     """V': `size` of `vocab_size` tokens; None for a quarter."""
     return min(size or max(1, vocab_size // 4), vocab_size)
-
-
-def _head_rows(target: Target, width: int, tokens: Array) -> mx.array:
-    """[V', d] weights of the target's head for these tokens; [V', d + 1] where it has a bias."""
-    head = target.head()
-    bias = head(mx.zeros((1, width)))
-    weights = head(mx.eye(width)) - bias
-    parts = [weights, bias] if mx.any(bias != 0).item() else [weights]
-    rows = mx.concatenate(parts).T[mx.array(tokens)]
-    return mx.contiguous(rows.astype(mx.float32))

@@ -19,7 +19,7 @@ from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
-from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
+from dflash_mlx.train.selector import EmbeddingRows, MappedSelector, with_selector
 from dflash_mlx.train.trainee import Trainee
 from support import reference_dflash2
 from support.decoding import feed

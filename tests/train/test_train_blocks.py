@@ -43,6 +43,12 @@ def places(blocks: Blocks) -> list[tuple[int, int]]:
     ]
 
 
+def seen_in(sampler: BlockSampler, epoch: int) -> Counter[tuple[int, int]]:
+    """How often an epoch has every place."""
+    steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
+    return Counter(place for step in steps for place in places(sampler.blocks(step)))
+
+
 def equal(a: Blocks, b: Blocks) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in vars(a))
 
@@ -66,8 +72,7 @@ def test_an_epoch_has_every_anchor_of_every_text(shape):
     groups = sum(-(-len(text.anchors) // shape[1]) for text in TEXTS)
     wanted = {(i, int(anchor)) for i, text in enumerate(TEXTS) for anchor in text.anchors}
     for epoch in range(3):
-        steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
-        seen = Counter(p for step in steps for p in places(sampler.blocks(step)))
+        seen = seen_in(sampler, epoch)
         assert set(seen) == wanted
         filled_up = sum(-len(text.anchors) % shape[1] for text in TEXTS)
         filled_up += -groups % shape[0] * shape[1]  # a last step that begins again
@@ -225,19 +230,15 @@ def test_chances_fall_with_the_probability_of_the_token_at_the_anchor():
     assert chances.pop(3) == 1.0, "a round always begins at the first"
     assert chances.pop(6) == chances.pop(8) == pytest.approx(0.22 + 0.6 * 0.95)
     assert list(chances.values()) == pytest.approx([0.22] * 5)
-
-
-def test_a_token_that_is_not_among_the_likeliest_has_no_probability():
-    text = preferring(np.arange(9), 2, np.full(9, 77))
-    assert start_chances(text)[1:] == pytest.approx([0.82] * 6)
+    unlikely = preferring(np.arange(9), 2, np.full(9, 77))  # none is among the likeliest
+    assert start_chances(unlikely)[1:] == pytest.approx([0.82] * 6)
 
 
 def test_an_epoch_has_about_as_many_anchors_as_begin_rounds_each_once():
     texts = [text_of(90, 10), text_of(41, 1)]
     sampler = RoundStartSampler(texts, 4, (1, 8), seed=0)
     for epoch in range(3):
-        steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
-        seen = Counter(place for step in steps for place in places(sampler.blocks(step)))
+        seen = seen_in(sampler, epoch)
         assert set(seen.values()) == {1}
         assert Counter(text for text, _ in seen) == {0: 32, 1: 16}  # 0.45 of 80 and 40, in eights
 

@@ -1,8 +1,7 @@
-"""Drafters side by side, and the course of a run as a picture."""
+"""Drafters side by side."""
 
 from __future__ import annotations
 
-import builtins
 import json
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import pytest
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train import compare
 from dflash_mlx.train.corpus.rows import read_rows
-from dflash_mlx.train.plot import plot_history
-from dflash_mlx.train.run import Record
 from support.tiny_training import Place, drafter_config, make_trainee
 
 
@@ -62,16 +59,3 @@ def test_what_cannot_be_compared_is_refused(place, options, named):
     with pytest.raises(DFlashError, match=named) as failure:
         run(place, *folders, **options)
     assert failure.value.next_step
-
-
-def test_without_matplotlib_the_next_step_is_named(tmp_path, monkeypatch):
-    import_module = builtins.__import__
-
-    def refuse(name: str, *args: object, **kwargs: object) -> object:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return import_module(name, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(DFlashError, match="matplotlib"):
-        plot_history([Record(0, 0.0, None, 100.0, [0.5], [0.4])], tmp_path / "run.png")

@@ -47,14 +47,6 @@ def rows_in(texts: Texts) -> list[CorpusRow]:
     return [text.row for text in texts.texts]
 
 
-def numbers(texts: Texts) -> list[int]:
-    return [text.number for text in texts.texts]
-
-
-def categories(texts: Texts) -> list[str]:
-    return [row.category for row in rows_in(texts)]
-
-
 # Reading
 
 
@@ -62,7 +54,7 @@ def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
     first, second = rows_of(4), rows_of(3, seed=1)
     texts = read(tmp_path, first, second)
     assert rows_in(texts) == [*first, *second]
-    assert numbers(texts) == [0, 1, 2, 3, 0, 1, 2]
+    assert [text.number for text in texts.texts] == [0, 1, 2, 3, 0, 1, 2]
     assert len(texts) == 7
     for i, row in enumerate(rows_in(texts)):
         sequence = texts.sequences[i]
@@ -73,9 +65,7 @@ def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
         whole = len(sequence.tokens)
         found, expected = texts.features(np.array([i]), whole), alone.features(np.array([0]), whole)
         assert mx.array_equal(found, expected).item()
-        choices = alone.texts[0].cache.choices(
-            0
-        )  # which test_train_features.py holds to the target
+        choices = alone.texts[0].cache.choices(0)  # as test_train_features.py has it
         assert np.array_equal(sequence.likely, choices["token"])
         assert np.array_equal(sequence.shares, choices["probability"])
 
@@ -85,7 +75,7 @@ def test_rows_that_do_not_fit_the_limit_are_left_out_and_told(tmp_path, capsys):
     room = 2 * len(rows[0].prompt + rows[0].answer) * len(TAPS) * 64 * 2
     texts = read(tmp_path, rows, rows_of(4, seed=1), limit=room)
     assert texts.name != read(tmp_path / "cache", rows, rows_of(4, seed=1)).name
-    assert numbers(texts) == [0, 1, 0, 1]
+    assert [text.number for text in texts.texts] == [0, 1, 0, 1]
     said = capsys.readouterr().err
     for name in ("corpus-0", "corpus-1"):
         assert f"{name}.jsonl: rows left out: 2, no room for their features; --cache-gb" in said
@@ -109,8 +99,8 @@ def test_every_so_many_th_row_of_a_file_measures_and_is_not_trained_on(tmp_path,
     train, kept = read(tmp_path, rows_of(7), rows_of(4, seed=1)).split(held_out)
     wanted = [f"{seed}-{i}" for seed, n in ((0, 7), (1, 4)) for i in range(0, n, held_out)]
     others = [f"{seed}-{i}" for seed, n in ((0, 7), (1, 4)) for i in range(n) if i % held_out]
-    assert categories(kept) == wanted
-    assert categories(train) == others
+    assert [row.category for row in rows_in(kept)] == wanted
+    assert [row.category for row in rows_in(train)] == others
     for texts in (train, kept):
         for text in texts.texts:
             assert tuple(text.sequence.tokens) == text.row.prompt + text.row.answer

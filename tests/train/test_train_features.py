@@ -7,14 +7,15 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.train import features as module
-from dflash_mlx.train.features import FeatureCache
-from dflash_mlx.train.likeliest import CHOICE, CHOICES
+from dflash_mlx.train.features import CHOICE, CHOICES, FeatureCache, likeliest
 from support.families import VOCAB_SIZE, make_model
 from support.tiny_training import TAPS, WIDTH, files, full_disk, tiny_target
 
@@ -37,16 +38,6 @@ def filled(root: Path, limit: int = PLENTY) -> FeatureCache:
     return cache
 
 
-def by_target(tokens: list[int]) -> tuple[mx.array, mx.array]:
-    """Features and logits of one pass over a whole sequence."""
-    target = tiny_target()
-    target.tap(TAPS)
-    block = Block(len(tokens))
-    logits, features = target.forward(mx.array(tokens), target.new_cache(), block, TAPS)
-    assert features is not None
-    return features, logits
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files of a cache that was filled without interruption."""
@@ -61,9 +52,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.mark.parametrize("chunk", [512, 7])
 def test_features_and_choices_are_those_of_the_target(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(module, "_CHUNK", chunk)
-    cache = filled(tmp_path)
+    cache, target = filled(tmp_path), tiny_target()
     for i, tokens in enumerate(SEQUENCES):
-        features, logits = by_target(tokens)
+        whole = (target.new_cache(), Block(len(tokens)), TAPS)
+        logits, features = target.forward(mx.array(tokens), *whole)
         found = cache.features(i)
         assert found.dtype == mx.bfloat16 and found.shape == features.shape
         error = mx.abs(found.astype(mx.float32) - features)
@@ -175,12 +167,10 @@ def test_a_damaged_byte_is_found(tmp_path, name, at):
     data, kept = bytearray(file.read_bytes()), load_file(file)[name].tobytes()
     data[data.index(kept) + int(at * len(kept))] ^= 4
     file.write_bytes(bytes(data))
-    readers = {"features": cache.features, "choices": cache.choices}
     with pytest.raises(DFlashError, match=f"{cache.folder} .* sequence 3") as failure:
-        readers.pop(name)(3)
+        getattr(cache, name)(3)
     assert "delete that folder" in failure.value.next_step
-    (other,) = readers.values()
-    other(3), cache.features(2), cache.choices(4)
+    cache.features(2), cache.choices(4)
 
 
 @pytest.mark.parametrize("contents", [None, b"", b"{}", 30, -1], ids=repr)
@@ -194,3 +184,58 @@ def test_a_file_that_is_cut_or_missing_is_reported(tmp_path, contents):
     for read in (cache.features, cache.choices):
         with pytest.raises(DFlashError, match="sequence 4"):
             read(4)
+
+
+# The likeliest tokens
+
+
+def by_sorting(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first tokens of a stable sort, their probabilities, and all probabilities, in float64."""
+    powers = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    p = powers / powers.sum(axis=-1, keepdims=True)
+    tokens = np.argsort(-logits, axis=-1, kind="stable")[:, :CHOICES]
+    return tokens, np.take_along_axis(p, tokens, axis=-1), p
+
+
+def drawn(rows: int, words: int, scale: float) -> np.ndarray:
+    logits: np.ndarray = np.random.default_rng([rows, words]).normal(size=(rows, words)) * scale
+    return logits.astype(np.float32)
+
+
+@pytest.mark.parametrize(("rows", "words"), [(1, 9), (5, 8), (70, 300), (4, 1), (4, 7)])
+def test_the_likeliest_tokens_and_their_probabilities_are_those_of_a_sort(rows, words):
+    logits = drawn(rows, words, 3.0 if words > 7 else 1000.0)
+    logits[0, 1:] = -np.inf if words <= 7 else logits[0, 1:]
+    before, count = logits.copy(), min(words, CHOICES)
+    found = likeliest(logits)
+    tokens, probabilities, _ = by_sorting(logits)
+    assert found.dtype == CHOICE and found.shape == (rows, CHOICES) == (rows, 8)
+    assert np.array_equal(found["token"][:, :count], tokens)
+    assert np.allclose(found["probability"][:, :count], probabilities, rtol=1e-5, atol=1e-9)
+    assert not found["token"][:, words:].any() and not found["probability"][:, words:].any()
+    assert np.array_equal(logits, before)
+
+
+@settings(max_examples=60)
+@given(
+    words=st.sampled_from([1, 5, 8, 9, 12, 97, 300, 2000]),
+    levels=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+def test_equal_logits_are_ordered_by_token_and_the_first_is_the_greedy_choice(words, levels, seed):
+    logits = np.random.default_rng(seed).integers(levels, size=(3, words)).astype(np.float32)
+    found = likeliest(logits)
+    _, probabilities, p = by_sorting(logits)
+    count = min(CHOICES, words)
+    assert np.array_equal(found["token"][:, 0], logits.argmax(axis=-1))
+    tokens = found["token"][:, :count].astype(np.int64)
+    for row, chosen in zip(logits, tokens, strict=True):
+        assert chosen.tolist() == sorted(set(chosen.tolist()), key=lambda t: (-row[t], t))
+    # Which of the equal ones at the edge are kept is left open, but not their probabilities.
+    kept = found["probability"][:, :count]
+    assert np.allclose(kept, probabilities, rtol=1e-5)
+    assert np.allclose(kept, np.take_along_axis(p, tokens, axis=-1), rtol=1e-5)
+    edge = np.take_along_axis(logits, tokens[:, -1:], axis=-1)
+    for row, chosen, least in zip(logits, tokens, edge, strict=True):
+        above = np.flatnonzero(row > least)
+        assert set(above.tolist()) <= set(chosen.tolist())

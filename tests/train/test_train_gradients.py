@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten
 from dflash_mlx.system import cpu_math
 from dflash_mlx.train.blocks import Blocks, cut_blocks
 from dflash_mlx.train.data import Texts
-from support.dpace import dpace_by_loops
 from support.families import VOCAB_SIZE
 from support.reference_dflash import hidden_states, random_drafter
 from support.tiny_training import (
@@ -37,9 +36,9 @@ PREFIXES = {
 SOFT = 0.5  # where a case does not say
 CASES = {
     "decay, labels all soft": {"loss": "decay", "soft": 1.0},
-    "decay, variable prefix": {"loss": "decay", "mode": "variable-prefix"},
+    "decay, variable prefix": {"loss": "decay", "mode": "variable-prefix", "tau": 0.7},
     "dpace, variable prefix": {"loss": "dpace", "mode": "variable-prefix"},
-    "dpace, hard labels": {"loss": "dpace", "soft": 0.0},
+    "dpace, hard labels": {"loss": "dpace", "soft": 0.0, "alpha": 0.2},
     "a small draft vocabulary": {"loss": "dpace", "draft_vocabulary": 20, "soft": 0.7},
 }
 CONFIGS = {
@@ -122,9 +121,14 @@ class Loss:
         for s, a in np.ndindex(self.blocks.anchors.shape):
             trained, first = self.trained[s, a], self.blocks.prefixes[s, a] + 1
             if self.settings["loss"] == "decay":
-                result[s, a] = np.exp(-(np.arange(trained.size) - first) / 4.0) * trained
-            else:
-                result[s, a] = dpace_by_loops(confidences[s, a], trained, 0.5)
+                tau = self.settings.get("tau", 4.0)
+                result[s, a] = np.exp(-(np.arange(trained.size) - first) / tau) * trained
+                continue
+            alpha, known = self.settings.get("alpha", 0.5), np.flatnonzero(trained)
+            for j in known:  # the sum over m >= j of the product over i <= m
+                for m in known[known >= j]:
+                    factors = (1 - alpha) * confidences[s, a, known[known <= m]] + alpha
+                    result[s, a, j] += factors.prod()
         return result
 
 

@@ -72,7 +72,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 
 
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(place, monkeypatch):
-    options = {"steps": 5, "evaluate_minutes": 1e-9}
+    options = {"steps": 5, "evaluate_minutes": 1e-9, "mode": "variable-prefix"}
     place.train(out=place.root / "through", **options)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt_after(patch, 3)

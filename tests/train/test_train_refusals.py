@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -85,3 +86,10 @@ def test_a_run_on_another_corpus_is_not_continued(place):
         place.train(steps=3, corpus=other)
     assert "--out" in failure.value.next_step
     assert files(place.out) == before
+
+
+def test_a_picture_without_matplotlib_is_refused_before_work_starts(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(DFlashError, match="matplotlib"):
+        place.train(plot=place.root / "run.png")
+    assert not place.out.exists()

@@ -60,16 +60,11 @@ def test_saving_again_replaces_what_was_there_and_a_full_disk_leaves_it(tmp_path
     assert files(tmp_path / "a") == before
 
 
-@pytest.mark.parametrize("room", [0, 100, 5000])
-def test_a_full_disk_leaves_the_arrays_and_the_text_that_were_there(tmp_path, room):
-    replace_safetensors(tmp_path / "a.safetensors", {"a": mx.arange(5000)}, {})
+def test_a_full_disk_leaves_the_text_that_was_there(tmp_path):
     replace_text(tmp_path / "config.json", "before")
-    before = files(tmp_path)
-    with full_disk(room), pytest.raises(OSError):
-        replace_safetensors(tmp_path / "a.safetensors", {"a": mx.arange(9000)}, {})
-    with full_disk(room), pytest.raises(OSError):
+    with full_disk(100), pytest.raises(OSError):
         replace_text(tmp_path / "config.json", "after " * 1000)
-    assert files(tmp_path) == before
+    assert files(tmp_path) == {"config.json": b"before"}
 
 
 def test_a_file_that_was_cut_without_a_word_does_not_replace_another(tmp_path, monkeypatch):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,14 +15,10 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, read_drafter
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
-from dflash_mlx.train import maps
-from dflash_mlx.train.blocks import TextTokens, cut_blocks
-from dflash_mlx.train.evaluate import measure
-from dflash_mlx.train.maps import EmbeddingRows, MappedSelector, with_selector
+from dflash_mlx.train import selector
+from dflash_mlx.train.selector import EmbeddingRows, MappedSelector, with_selector
 from dflash_mlx.train.trainee import Trainee
-from dflash_mlx.train.vocabulary import DraftVocabulary
 from support.decoding import feed
-from support.drafter_formats import SCALES
 from support.families import VOCAB_SIZE
 from support.tiny_selector import RAW, trainer_of, walks
 from support.tiny_training import (
@@ -40,21 +35,6 @@ def rows_of(embedding: nn.Module) -> EmbeddingRows:
     return EmbeddingRows(embedding, VOCAB_SIZE)
 
 
-# What it learns
-
-
-def test_a_selector_learns_what_the_token_before_decides():
-    drafter, train, held_out = make_trainee(RAW), walks(12, 0), walks(4, 50)
-    assert measure(drafter, held_out).tokens_per_round < 1.3
-    trainer = trainer_of(drafter, train, rank=32, steps=150, learning_rate=0.02)
-    losses = list(trainer.losses())
-    assert len(losses) == trainer.step == 150
-    assert np.mean(losses[-10:]) < 0.02 * losses[0]
-    selected = with_selector(drafter, trainer.maps, SelectorConfig(32, trainer.config.top_k))
-    found = measure(selected, held_out)
-    assert found.by_position[0] > 0.9 and found.tokens_per_round > 5
-
-
 def test_the_drafter_stays_as_it_is():
     drafter = make_trainee(RAW)
     before, embedding = arrays_of(drafter.network), np.array(drafter.target.embedding().weight)
@@ -67,21 +47,17 @@ def test_the_drafter_stays_as_it_is():
     assert np.array_equal(drafter.target.embedding().weight, embedding)
 
 
-@pytest.mark.parametrize("changed", [None, "seed", "learning_rate"])
-def test_the_same_seed_gives_the_same_weights(changed):
-    other = {} if changed is None else {changed: 1}
-    runs = [trainer_of(make_trainee(RAW), walks(5, 0), **more) for more in ({}, other)]
-    if changed == "seed":
-        first, second = (arrays_of(trainer.maps) for trainer in runs)
-        assert not any(np.array_equal(first[name], second[name]) for name in first)
-        anchors = [trainer._sampler.blocks(0).anchors for trainer in runs]
-        assert not np.array_equal(*anchors)
-    for trainer in runs:
-        for _ in range(4):
-            trainer.train_step()
-    first, second = (arrays_of(trainer.maps) for trainer in runs)
-    same = [first[name].tobytes() == second[name].tobytes() for name in first]
-    assert all(same) if changed is None else not any(same)
+def test_maps_anchors_and_what_is_learned_depend_on_the_seed_alone():
+    runs = [trainer_of(make_trainee(RAW), walks(5, 0), seed=seed) for seed in (3, 3, 4)]
+    for _ in range(2):
+        first, again, other = (arrays_of(trainer.maps) for trainer in runs)
+        for name, array in first.items():
+            assert array.tobytes() == again[name].tobytes()
+            assert not np.array_equal(array, other[name])
+        for trainer in runs:
+            list(itertools.islice(trainer.losses(), 4))
+    anchors = [trainer._sampler.blocks(0).anchors for trainer in runs]
+    assert not np.array_equal(anchors[0], anchors[2])
 
 
 # Maps, written out
@@ -89,7 +65,7 @@ def test_the_same_seed_gives_the_same_weights(changed):
 
 @pytest.mark.parametrize("rows", [20, 4096])
 def test_codebooks_give_the_edges_that_the_maps_give(monkeypatch, rows):
-    monkeypatch.setattr(maps, "_ROWS", rows)
+    monkeypatch.setattr(selector, "_ROWS", rows)
     made = MappedSelector(WIDTH, 8, rows_of(tiny_target().embedding()), seed=3)
     written = made.selector(SelectorConfig(8, 5))
     rng = np.random.default_rng(0)
@@ -115,38 +91,7 @@ def test_a_selector_starts_small_whatever_the_embedding_s_length_is(length):
     assert lengths.mean() == pytest.approx(1, rel=0.1)
 
 
-def test_training_sees_the_logits_that_drafting_sees():
-    drafter = make_trainee(drafter_config(block_size=6, dflash=SCALES))
-    text = TextTokens(np.arange(30) % 8 + 7, 4, np.zeros((30, 1), int), np.ones((30, 1)))
-    blocks = cut_blocks([text], np.zeros(1, int), np.array([[16]]), 6, np.zeros((1, 1), int))
-    _, anchors, x = drafter.inputs(walks(1, 0), blocks)
-    assert text.tokens[16] == 7
-    states = drafter.states(random_features()[None, :16], anchors, x)
-    found = np.array(drafter.logits(states)[0, 0, 1:])
-    expected = block_logits(drafter.network, drafter)[:5]
-    assert np.abs(found - expected).max() < 1e-4 < np.abs(expected).max()
-    words = DraftVocabulary(drafter, walks(3, 0), 20)
-    chosen = np.array(words.logits(states[0, 0, 1:]))
-    assert np.abs(chosen - expected[:, words.tokens]).max() < 1e-4
-
-
 # As a folder of version 2
-
-
-def saved(folder: Path, drafter: Trainee) -> tuple[Path, dict[str, Any]]:
-    """The drafter with a selector that was not trained."""
-    made = MappedSelector(WIDTH, 8, rows_of(tiny_target().embedding()), seed=1)
-    both = with_selector(drafter, made, SelectorConfig(8, 5))
-    both.save(folder)
-    return folder, both.raw
-
-
-def rounded(raw: dict[str, Any]) -> Trainee:
-    """A random drafter whose numbers a folder keeps."""
-    drafter = make_trainee(raw)
-    drafter.network.set_dtype(mx.bfloat16)
-    drafter.network.set_dtype(mx.float32)
-    return drafter
 
 
 def random_features() -> mx.array:
@@ -166,18 +111,23 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 
 @pytest.mark.parametrize("changes", [{}, SLIDING, {"is_causal": True}], ids=str)
 def test_a_saved_folder_is_the_drafter_that_it_was_but_for_its_selector(tmp_path, changes):
-    drafter = rounded(drafter_config(note="mine", dflash={"output_multiplier": 0.5}, **changes))
-    folder, told = saved(tmp_path, drafter)
-    written = json.loads((folder / "config.json").read_text())
-    assert written == {**told, "dtype": "bfloat16"} and written["note"] == "mine"
+    raw = drafter_config(note="mine", dflash={"output_multiplier": 0.5}, **changes)
+    drafter = make_trainee(raw)
+    drafter.network.set_dtype(mx.bfloat16)  # what a folder keeps
+    drafter.network.set_dtype(mx.float32)
+    made = MappedSelector(WIDTH, 8, rows_of(tiny_target().embedding()), seed=1)
+    both = with_selector(drafter, made, SelectorConfig(8, 5))
+    both.save(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written == {**both.raw, "dtype": "bfloat16"} and written["note"] == "mine"
     assert "block_size" not in written
-    config = read_config(folder)
+    config = read_config(tmp_path)
     assert config.selector == SelectorConfig(8, 5) and config.convolution is not None
     same = replace(config, selector=None, convolution=None)
     assert same == drafter.config
-    network = load_network(folder, config, mx.float32)
+    network = load_network(tmp_path, config, mx.float32)
     assert not any(isinstance(layer, ConvolvedLayer) for layer in network.layers)
-    full = read_drafter(folder).network()  # as another program would make it
+    full = read_drafter(tmp_path).network()  # as another program would make it
     full.set_dtype(mx.float32)
     assert all(isinstance(layer, ConvolvedLayer) for layer in full.layers)
     expected = block_logits(drafter.network, drafter)

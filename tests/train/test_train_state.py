@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.state import has_state, restore_state, save_state
+from dflash_mlx.train.state import restore_state, save_state
 from dflash_mlx.train.trainer import Trainer
 from support.tiny_training import (
     drafter_config,
@@ -63,24 +63,6 @@ def stopped(tmp_path: Path, texts: Texts) -> Path:
 # Going on
 
 
-@pytest.mark.parametrize("mode", ["dflash", "variable-prefix"])
-@pytest.mark.parametrize("stops", [[0], [1, 5], [STEPS]])
-def test_a_run_that_was_stopped_ends_with_the_same_weights_to_the_bit(tmp_path, texts, mode, stops):
-    through = trainer_of(texts, mode=mode)
-    losses = train(through, STEPS)
-    found: list[float] = []
-    for stop in [*stops, STEPS]:
-        trainer = trainer_of(texts, mode=mode)
-        if has_state(tmp_path):
-            restore_state(tmp_path, trainer, "corpus")
-        assert trainer.step == len(found)
-        found += train(trainer, stop - trainer.step)
-        save_state(tmp_path, trainer, "corpus")
-    assert found == losses
-    assert (trainer.step, trainer.tokens) == (through.step, through.tokens)
-    assert everything(trainer) == everything(through) != everything(trainer_of(texts, mode=mode))
-
-
 @pytest.mark.parametrize("changes", [{}, {"steps": 50}, {"steps": None, "minutes": 2.0}])
 def test_time_and_place_go_on_too_and_a_run_may_be_made_longer(stopped, texts, changes):
     before = trainer_of(texts)
@@ -113,9 +95,6 @@ def test_a_full_disk_leaves_the_state_before(stopped, texts, room):
         ({"mode": "variable-prefix"}, "mode 'dflash', not 'variable-prefix'"),
         ({"seed": 9}, "seed 0, not 9"),
         ({"learning_rate": 1e-5}, "learning_rate 0.0008, not 1e-05"),
-        ({"anchors": 5}, "anchors 4, not 5"),
-        ({"soft": 0.25}, "soft 0.5, not 0.25"),
-        ({"held_out": 7}, "held_out 50, not 7"),
         ({"raw": {"num_hidden_layers": 1}}, r"layer_windows \[None, None\], not \[None\]"),
         ({"raw": {"intermediate_size": 32}}, "intermediate_size 96, not 32"),
         ({"raw": {"rope_theta": 5e5}}, "rope .*10000.*, not .*500000"),
@@ -152,15 +131,12 @@ def cut(share: float) -> Callable[[Path], None]:
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "no step": saved(step=None),
-    "a step in words": saved(step="three"),
     "no settings": saved(run=None),
     "nothing said": lambda file: mx.save_safetensors(str(file), {"a": mx.zeros(3)}),
     "an empty file": cut(0.0),
     "a cut header": cut(0.005),
     "half the arrays": cut(0.5),
-    "all but the last arrays": cut(0.999),
     "other bytes": lambda file: file.write_bytes(b"a" * 99),
-    "no optimiser": saved(lambda name: name.startswith("network")),
     "no momentum of one tensor": saved(lambda name: name != "optimizer.fc.weight.m"),
 }
 

@@ -29,12 +29,6 @@ def weights(trainer: Trainer) -> dict[str, np.ndarray]:
     return arrays_of(trainer.trainee.network)
 
 
-# The batch
-
-
-# Steps
-
-
 def test_the_learning_rate_rises_and_falls_as_documented(texts):
     trainer = make_trainer(texts, steps=100, warmup=9, learning_rate=2.0)
     found, peak = [], 2.0

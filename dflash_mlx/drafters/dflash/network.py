@@ -199,7 +199,7 @@ class Network(nn.Module):
             self.candidate_selector = CandidateSelector(config.vocab_size, d, config.selector)
 
     def drop_idle_convolutions(self, config: NetworkConfig) -> None:
-        """Leave out convolutions that change nothing; see `train/maps.py`."""
+        """Leave out convolutions that change nothing; see `train/selector.py`."""
         for i, layer in enumerate(self.layers):
             if isinstance(layer, ConvolvedLayer) and layer.is_plain:
                 self.layers[i] = layer.plain(config)

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
     with CorpusFile(arguments.out) as file:
         pair = load_target(cli.read_pair_config(arguments).model)
         file.begin(make_header(pair, config))
-        collect(Collection(pair, config, file), config, prompts)
+        collect(Collection(pair, config, file), prompts)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,13 +63,9 @@ def read_config(arguments: argparse.Namespace) -> CorpusConfig:
     return config
 
 
-def collect(collection: Collection, config: CorpusConfig, prompts: list[Row]) -> None:
+def collect(collection: Collection, prompts: list[Row]) -> None:
     """Run the collection behind a progress bar, then say what there is."""
-    if config.self_prompt is not None:
-        missing = collection.ask_itself(config.self_prompt)
-    else:
-        missing = collection.ask(prompts)
-    begin = time.perf_counter()
+    missing, begin = collection.ask(prompts), time.perf_counter()
     with tqdm(total=missing, unit="row", miniters=0) as bar:
         for rows in collection.run():
             rate = collection.decoder.generated / (time.perf_counter() - begin)
@@ -85,8 +81,8 @@ def report(collection: Collection) -> str:
     parts = [f"{finishes.total()} rows, {finishes['loop']} cut where they looped"]
     if collection.skipped:
         parts.append(f"{collection.skipped} prompts were longer than the context and left out")
-    if collection.rejected:
-        parts.append(f"{collection.rejected} user turns were empty, too long or not new")
+    if collection.turns is not None and (rejected := collection.turns.rejected):
+        parts.append(f"{rejected} user turns were empty, too long or not new")
     return "; ".join(parts)
 
 

@@ -148,7 +148,7 @@ def _sampler(job: Job) -> Callable[[mx.array], mx.array]:
     and could not be repeated from the seed that is written beside it.
     """
     if job.temperature == 0:
-        return _greedy
+        return lambda logprobs: mx.argmax(logprobs, axis=-1)
     uniform = np.random.default_rng(job.seed)
 
     def sample(logprobs: mx.array) -> mx.array:
@@ -156,10 +156,6 @@ def _sampler(job: Job) -> Callable[[mx.array], mx.array]:
         return mx.array([draw(row, job.temperature, job.top_p, uniform.random())])
 
     return sample
-
-
-def _greedy(logprobs: mx.array) -> mx.array:
-    return mx.argmax(logprobs, axis=-1)
 
 
 def draw(logprobs: NDArray[np.float32], temperature: float, top_p: float, at: float) -> int:
@@ -187,17 +183,9 @@ def loop_end(tokens: Sequence[int]) -> int | None:
     and it has at least LEAST_TOKENS tokens. What is kept ends with the first repetition.
     """
     for period in range(1, LONGEST_PERIOD + 1):
-        repeated = max((REPEATS - 1) * period, LEAST_TOKENS - period)
-        if len(tokens) < repeated + period:
-            continue
-        if all(tokens[-i] == tokens[-i - period] for i in range(1, repeated + 1)):
-            return _start(tokens, period) + 2 * period
+        end = len(tokens)
+        while end > period and tokens[end - 1] == tokens[end - 1 - period]:
+            end -= 1
+        if len(tokens) - end >= max((REPEATS - 1) * period, LEAST_TOKENS - period):
+            return end + period
     return None
-
-
-def _start(tokens: Sequence[int], period: int) -> int:
-    """Where the cycle that ends `tokens` begins."""
-    start = len(tokens) - period
-    while start > 0 and tokens[start - 1] == tokens[start - 1 + period]:
-        start -= 1
-    return start

@@ -36,20 +36,25 @@ class Collection:
         self._pair = pair
         self._config = config
         self._file = file
-        self._done = {row.id: row for row in file.rows}
-        self._turns: TurnWriter | None = None
-
-    @property
-    def rejected(self) -> int:
-        """User turns of the model's own that were no good."""
-        return 0 if self._turns is None else self._turns.rejected
+        self._done = {row.id: row.prompt for row in file.rows}
+        self.turns: TurnWriter | None = None  # where the model writes them itself
 
     def ask(self, prompts: Sequence[dict[str, Any]]) -> int:
         """Queue what `prompts` (rows of `read_prompts`) still lack; returns how many.
 
-        Raises DFlashError for an id that comes twice or was given to another prompt, and where
-        no prompt fits the context.
+        With `config.self_prompt` the model writes user turns until so many are answered. Raises
+        DFlashError for an id that comes twice or was given to another prompt, and where no prompt
+        fits the context.
         """
+        if self._config.self_prompt is None:
+            jobs = [self._job(prompt) for prompt in self._missing(prompts)]
+        else:
+            self.turns = TurnWriter(self._pair, self._config, self._file.rows)
+            jobs = self.turns.start(max(self._config.self_prompt - len(self._file.rows), 0))
+        self.decoder.waiting.extend(jobs)
+        return len(jobs)
+
+    def _missing(self, prompts: Sequence[dict[str, Any]]) -> list[Prompt]:
         shuffled = list(prompts)
         random.Random(self._config.seed).shuffle(shuffled)
         asked = [self._prompt(row) for row in shuffled[: self._config.limit]]
@@ -64,16 +69,13 @@ class Collection:
                 f"none of the {len(asked)} prompts fits the model's context of {room} tokens",
                 "give shorter ones",
             )
-        missing = [prompt for prompt in fitting if not self._is_done(prompt)]
-        self.decoder.waiting.extend(self._job(prompt) for prompt in missing)
-        return len(missing)
-
-    def ask_itself(self, wanted: int) -> int:
-        """Let the model write user turns until `wanted` are answered; returns how many to go."""
-        self._turns = TurnWriter(self._pair, self._config, self._file.rows)
-        missing = max(wanted - len(self._file.rows), 0)
-        self.decoder.waiting.extend(self._turns.start(missing))
-        return missing
+        for prompt in fitting:
+            if prompt.id in self._done and self._done[prompt.id] != prompt.tokens:
+                raise DFlashError(
+                    f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}",
+                    "give prompts ids of their own, or name another file with --out",
+                )
+        return [prompt for prompt in fitting if prompt.id not in self._done]
 
     def run(self) -> Iterator[list[CorpusRow]]:
         """Decode all that is queued, step by step; rows are in the file when they are yielded."""
@@ -82,12 +84,14 @@ class Collection:
             yield [row for row in rows if row is not None]
 
     def _finish(self, done: Done) -> CorpusRow | None:
-        """Append an answer, or queue what a written user turn asks for."""
-        prompt = done.job.key
-        if not isinstance(prompt, Prompt):
-            self._ask_turn(done)
+        """Append an answer; queue what a user turn asks for, or another where it is no good."""
+        job, prompt, waiting = done.job, done.job.key, self.decoder.waiting
+        if self.turns is not None and not isinstance(prompt, Prompt):
+            if (written := self.turns.prompt(done)) is None:
+                waiting.extend(self.turns.start(1))
+            else:
+                waiting.appendleft(self._job(written))
             return None
-        job = done.job
         row = CorpusRow(
             id=prompt.id,
             category=prompt.category,
@@ -102,15 +106,6 @@ class Collection:
         self._file.append(row)
         self.finishes[row.finish] += 1
         return row
-
-    def _ask_turn(self, done: Done) -> None:
-        """Queue the answer to a user turn, or another turn where this one is no good."""
-        assert self._turns is not None
-        prompt = self._turns.prompt(done)
-        if prompt is None:
-            self.decoder.waiting.extend(self._turns.start(1))
-        else:
-            self.decoder.waiting.appendleft(self._job(prompt))
 
     def _job(self, prompt: Prompt) -> Job:
         """Answer `prompt`, greedily or not, as its id and the seed decide."""
@@ -132,15 +127,6 @@ class Collection:
         digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
         tokens = prompt_tokens(self._pair.tokenizer, messages, self._config.system)
         return Prompt(str(row.get("id", digest[:16])), row["category"], tuple(tokens))
-
-    def _is_done(self, prompt: Prompt) -> bool:
-        row = self._done.get(prompt.id)
-        if row is not None and row.prompt != prompt.tokens:
-            raise DFlashError(
-                f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}",
-                "give prompts ids of their own, or name another file with --out",
-            )
-        return row is not None
 
 
 def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:

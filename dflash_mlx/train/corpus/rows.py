@@ -84,7 +84,14 @@ def _are_ids(value: Any) -> bool:
     return bool(whole) and min(value) >= 0
 
 
-_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of a row: key in the line, and a check
+_Fields = dict[str, tuple[str, Callable[[Any], bool]]]  # by our name: key in the line, and a check
+_HEADER: _Fields = {
+    "model": ("model", _is_text),
+    "vocab_size": ("vocab_size", lambda value: type(value) is int),
+    "tokenizer": ("tokenizer", _is_text),
+    "settings": ("settings", lambda value: isinstance(value, dict)),
+}
+_FIELDS: _Fields = {
     "id": ("id", _is_text),
     "category": ("category", _is_text),
     "prompt": ("p", _are_ids),
@@ -116,14 +123,16 @@ def parse(
     path: Path, contents: bytes, vocab_size: int | None = None
 ) -> tuple[CorpusHeader | None, list[CorpusRow]]:
     """As `read_rows`, from what has been read of `path`; rows may be missing."""
-    lines = contents.split(b"\n")
-    objects = {i: _object(path, i, line, i == len(lines)) for i, line in enumerate(lines, 1)}
-    header = None
-    if isinstance(first := objects.get(1), dict) and "format" in first:
-        header = _header(path, objects.pop(1))
-        vocab_size = header.vocab_size if vocab_size is None else vocab_size
-    rows = {i: _row(path, i, values) for i, values in objects.items() if values is not None}
-    for i, row in rows.items():
+    lines, header, rows = contents.split(b"\n"), None, []
+    for i, line in enumerate(lines, 1):
+        values = _object(path, i, line, i == len(lines))
+        if i == 1 and isinstance(values, dict) and "format" in values:
+            header = _header(path, values)
+            vocab_size = header.vocab_size if vocab_size is None else vocab_size
+            continue
+        if values is None:
+            continue
+        row = _row(path, i, values)
         largest = max(row.prompt + row.answer)
         if vocab_size is not None and largest >= vocab_size:
             raise DFlashError(
@@ -131,7 +140,8 @@ def parse(
                 f"{vocab_size}",
                 "use the corpus with the model that made it, or " + _MAKE_ANEW,
             )
-    return header, list(rows.values())
+        rows.append(row)
+    return header, rows
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -188,29 +198,26 @@ def _header(path: Path, values: dict[str, Any]) -> CorpusHeader:
             f"instead of {FORMAT!r}, version {VERSION}",
             "update dflash-chat, or " + _MAKE_ANEW,
         )
-    kinds = {"model": str, "vocab_size": int, "tokenizer": str, "settings": dict}
-    given = {"settings": {}, **values}
-    for name, kind in kinds.items():
-        if not isinstance(given.get(name), kind):
-            raise _damaged(path, 1, name, given.get(name))
-    return CorpusHeader(**{name: given[name] for name in kinds})
+    return CorpusHeader(**_checked(path, 1, {"settings": {}, **values}, _HEADER))
 
 
 def _row(path: Path, i: int, values: Any) -> CorpusRow:
     if not isinstance(values, dict):
         raise DFlashError(f"line {i} of {path} is no row", f"delete that line, or {_MAKE_ANEW}")
     usual = {"top_p": 1.0, "id": f"line-{i}", "category": "", "finish": "", "messages": []}
-    given, fields = {**usual, **values}, dict[str, Any]()
-    for name, (key, is_right) in _FIELDS.items():
+    return CorpusRow(**_checked(path, i, {**usual, **values}, _FIELDS))
+
+
+def _checked(path: Path, i: int, given: dict[str, Any], wanted: _Fields) -> dict[str, Any]:
+    """The values of a line by our names; DFlashError for the first that is wrong or missing."""
+    result = {}
+    for name, (key, is_right) in wanted.items():
         value = given.get(key)
         if not is_right(value):
-            raise _damaged(path, i, key, value)
-        fields[name] = tuple(value) if isinstance(value, list) else value
-    return CorpusRow(**fields)
-
-
-def _damaged(path: Path, i: int, name: str, value: Any) -> DFlashError:
-    shown = "missing" if value is None else repr(value)[:60]
-    return DFlashError(
-        f"field {name!r} in line {i} of {path} is {shown}", f"delete that line, or {_MAKE_ANEW}"
-    )
+            shown = "missing" if value is None else repr(value)[:60]
+            raise DFlashError(
+                f"field {key!r} in line {i} of {path} is {shown}",
+                f"delete that line, or {_MAKE_ANEW}",
+            )
+        result[name] = tuple(value) if isinstance(value, list) else value
+    return result

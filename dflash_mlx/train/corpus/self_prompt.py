@@ -164,9 +164,7 @@ def read_openings(file: Path) -> tuple[str, ...]:
         openings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DFlashError(f"{file} cannot be read ({error})", shape) from None
-    if not isinstance(openings, list) or not openings:
-        raise DFlashError(f"{file} holds no openings", shape)
-    for opening in openings:
-        if not isinstance(opening, str):
-            raise DFlashError(f"{file} holds {opening!r}", shape)
+    are_texts = isinstance(openings, list) and all(isinstance(text, str) for text in openings)
+    if not (openings and are_texts):
+        raise DFlashError(f"{file} holds {openings!r}"[:200], shape)
     return tuple(openings)

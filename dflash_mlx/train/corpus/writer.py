@@ -28,8 +28,18 @@ class CorpusFile:
         except OSError as error:
             raise DFlashError(f"{path} cannot be written ({error.strerror})", _ANOTHER) from None
         try:
-            self._lock()
-            self._size = self._whole_lines()
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise DFlashError(
+                    f"another process is writing {path}", f"wait for it, or {_ANOTHER}"
+                ) from None
+            self._file.seek(0)
+            contents = self._file.read()
+            if not CorpusHeader.begins_with(contents):
+                raise DFlashError(f"{path} exists and does not begin as a corpus does", _ANOTHER)
+            self._size = contents.rfind(b"\n") + 1  # without an incomplete last line
+            self.header, self.rows = parse(path, contents[: self._size])
         except BaseException:
             self._file.close()
             raise
@@ -59,14 +69,11 @@ class CorpusFile:
             )
         self._file.truncate(self._size)
         if self.header is None:
-            self._append(header.as_line())
+            self.append(header)
 
-    def append(self, row: CorpusRow) -> None:
+    def append(self, line: CorpusHeader | CorpusRow) -> None:
         """Write a row at once; where that fails the file is left as it was."""
-        self._append(row.as_line())
-
-    def _append(self, line: str) -> None:
-        data, written = line.encode() + b"\n", 0
+        data, written = line.as_line().encode() + b"\n", 0
         try:
             while written < len(data):
                 written += self._file.write(data[written:]) or 0
@@ -74,24 +81,6 @@ class CorpusFile:
             self._file.truncate(self._size)
             raise
         self._size += written
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DFlashError(
-                f"another process is writing {self.path}", f"wait for it, or {_ANOTHER}"
-            ) from None
-
-    def _whole_lines(self) -> int:
-        """Read header and rows; the length of the file without an incomplete last line."""
-        self._file.seek(0)
-        contents = self._file.read()
-        if not CorpusHeader.begins_with(contents):
-            raise DFlashError(f"{self.path} exists and does not begin as a corpus does", _ANOTHER)
-        size = contents.rfind(b"\n") + 1
-        self.header, self.rows = parse(self.path, contents[:size])
-        return size
 
 
 def _difference(old: CorpusHeader, new: CorpusHeader) -> str:
