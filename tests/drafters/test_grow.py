@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.drafters.growth.grow import (
-    Prefixes,
     Ranked,
     best_first,
     follow,
@@ -22,6 +21,8 @@ from dflash_mlx.drafters.growth.grow import (
     rejection_boundaries,
 )
 from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.growth.reliability import reach
+from support.decoding import paths_of
 
 VOCABULARY = 20
 
@@ -30,20 +31,6 @@ def ranked(seed: int, positions: int, k: int = 4) -> Ranked:
     """The k best of a random law per position."""
     logits = np.random.default_rng(seed).normal(size=(positions, VOCABULARY)) * 2
     return rank(mx.array(logits.astype(np.float32)), k)
-
-
-def paths_of(tree: Prefixes) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return paths
-
-
-def likelihood(tree: Prefixes) -> list[float]:
-    total = [0.0]
-    for logprob, parent in zip(tree.logprobs[1:], tree.parents[1:], strict=True):
-        total.append(total[parent] + logprob)
-    return total
 
 
 def test_rank_gives_the_best_tokens_of_the_softmax_in_order():
@@ -86,12 +73,11 @@ def test_best_first_takes_the_likeliest_prefixes_and_no_others(seed, nodes, posi
     ]
     best = sorted(every, key=lambda item: -item[0])[: nodes - 1]
     expected = {tuple(int(draft.tokens[d, r]) for d, r in enumerate(ranks)) for _, ranks in best}
-    paths = paths_of(tree)
+    paths = paths_of(tree.as_tree())
     assert len(paths) == min(nodes, len(every) + 1)
     assert set(paths[1:]) == expected
-    assert len(set(paths)) == len(paths), "two siblings carry one token"
-    order = likelihood(tree)
-    assert all(a >= b - 1e-9 for a, b in zip(order[1:], order[2:], strict=False))
+    order = np.log(reach(tree.as_tree(), np.exp(tree.logprobs)))
+    assert (np.diff(order[1:]) <= 1e-9).all()
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5))
@@ -102,9 +88,7 @@ def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes
     second = {prefix: ranked(seed + i + 1, 6 - len(prefix)) for i, prefix in enumerate(prefixes)}
     chains = [first.best, *((*prefix, *draft.best) for prefix, draft in second.items())]
     expected = {chain[:n] for chain in chains for n in range(len(chain) + 1)}
-    paths = paths_of(merge_branches(first, second))
-    assert set(paths) == expected
-    assert len(paths) == len(expected), "equal prefixes are not merged"
+    assert set(paths_of(merge_branches(first, second).as_tree())) == expected
 
 
 def test_boundaries_along_the_best_path_are_those_of_the_paper():

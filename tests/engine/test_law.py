@@ -31,16 +31,16 @@ class ToyPaths(ToyDrafter):
     def candidates(self, context, anchor, rows):
         logits = self.logits(context, anchor, rows)
         tokens = mx.argsort(-logits, axis=-1)[:, :3]
-        before = mx.concatenate([mx.repeat(anchor, 3)[None].astype(tokens.dtype), tokens[:-1]])
-        edges = mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
+        edges = self.edges(tokens, anchor)
         return Candidates(tokens, mx.take_along_axis(logits, tokens, axis=-1)[:, None] + edges)
 
     def linked(self, context, anchor, rows):
         ranked = rank(self.logits(context, anchor, rows), 3)
-        tokens = mx.array(ranked.tokens)
+        return ranked, np.array(self.edges(mx.array(ranked.tokens), anchor))
+
+    def edges(self, tokens, anchor):
         before = predecessors(tokens, anchor)
-        edges = mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
-        return ranked, np.array(edges)
+        return mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
 
 
 class ToyHalf(ToyDrafter):
@@ -66,9 +66,7 @@ MADE = {
     "ddtree, path": lambda sampling: BestFirst(ToyPaths(1), None, 6),
     "d2sd": lambda sampling: DualDiffusion(FIRST, SECOND, None, GROWTH),
     "d2sd, path": lambda sampling: DualDiffusion(ToyPaths(1), SECOND, None, GROWTH),
-    "d2sd, half the vocabulary": lambda sampling: DualDiffusion(
-        ToyHalf(1), ToyHalf(2), None, GROWTH
-    ),
+    "d2sd, half the vocabulary": lambda sampling: DualDiffusion(*HALVES, None, GROWTH),
     "d2sd, published": lambda sampling: DualDiffusion(FIRST, SECOND, None, PaperGrowth(2)),
     "d2sd, one drafter": lambda sampling: DualDiffusion(FIRST, None, None, GROWTH),
     "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
@@ -111,12 +109,10 @@ def test_rejection_sampling_follows_the_law_with_every_filter(name, settings):
 @pytest.mark.parametrize("mistake", ["keeps all", "keeps by p", "draws from p"])
 def test_the_law_test_notices_wrong_rejection_rules(monkeypatch, mistake):
     kept = rules.kept
-    if mistake == "keeps all":
-        monkeypatch.setattr(rules, "kept", lambda p, q, tokens, u: mx.array(len(tokens)))
-    elif mistake == "keeps by p":
-        monkeypatch.setattr(
-            rules, "kept", lambda p, q, tokens, u: kept(p, mx.ones_like(q), tokens, u)
-        )
-    else:
-        monkeypatch.setattr(rules, "remainder", lambda p, q: p)
+    name, wrong = {
+        "keeps all": ("kept", lambda p, q, tokens, u: mx.array(len(tokens))),
+        "keeps by p": ("kept", lambda p, q, tokens, u: kept(p, mx.ones_like(q), tokens, u)),
+        "draws from p": ("remainder", lambda p, q: p),
+    }[mistake]
+    monkeypatch.setattr(rules, name, wrong)
     assert distance("dflash, reject", 800) > 4
