@@ -6,6 +6,7 @@ from itertools import product
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,37 +92,35 @@ def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes
     assert set(paths_of(merge_branches(first, second).as_tree())) == expected
 
 
-def test_boundaries_along_the_best_path_are_those_of_the_paper():
-    sure = Ranked(np.array([[1], [2], [3]]), np.log(np.array([[0.9], [0.2], [0.5]])))
-    assert likely_boundaries(sure, 2) == [(1,), ()]  # one candidate per position: no other paths
-
-
-def test_a_likely_second_choice_can_be_a_place_to_start_again():
-    first = Ranked(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.5, 0.45], [0.3, 0.2]])))
-    assert likely_boundaries(first, 3) == [(), (1,), (2,)]
+@pytest.mark.parametrize(
+    ("tokens", "law", "boundaries"),
+    [
+        ([[1], [2], [3]], [[0.9], [0.2], [0.5]], [(1,), ()]),  # no other paths: as in the paper
+        ([[1, 2], [3, 4]], [[0.5, 0.45], [0.3, 0.2]], [(), (1,), (2,)]),
+    ],
+)
+def test_boundaries_are_those_of_the_best_path_and_of_likely_second_choices(
+    tokens, law, boundaries
+):
+    first = Ranked(np.array(tokens), np.log(np.array(law)))
+    assert likely_boundaries(first, len(boundaries)) == boundaries
 
 
 def test_choices_come_from_the_draft_that_saw_most_of_the_path():
     first, second, third = ranked(1, 4), ranked(2, 3), ranked(3, 2)
     a, b = first.best[:2]
-    choices = follow_nearest({(): first, (a,): second, (a, b): third})
-
-    def expect(path, draft, position):
-        tokens, _ = choices(path)
-        assert (tokens == draft.tokens[position]).all()
-
-    expect((), first, 0)
-    expect((b,), first, 1)
-    expect((a,), second, 0)
-    expect((a, a), second, 1)
-    expect((a, b, a), third, 1)
+    short = ranked(4, 1)
+    choices = follow_nearest({(): first, (a,): second, (a, b): third, (b,): short})
+    for path, draft, position in [
+        ((), first, 0),
+        ((a,), second, 0),
+        ((a, a), second, 1),
+        ((a, b, a), third, 1),
+        ((b,), short, 0),
+        ((b, a), first, 2),  # the short one has ended
+    ]:
+        assert (choices(path)[0] == draft.tokens[position]).all()
     assert choices((a, b, a, b)) is None
-
-
-def test_a_draft_that_ends_early_gives_way_to_the_one_before():
-    long, short = ranked(1, 4), ranked(2, 1)
-    choices = follow_nearest({(): long, (5,): short})
-    assert (choices((5, 6))[0] == long.tokens[2]).all()
 
 
 def test_mixing_adds_probabilities_and_keeps_the_order():
@@ -137,14 +136,6 @@ def test_the_joint_tree_without_second_drafts_is_ddtree():
     joint = best_first(follow_nearest({(): first}), 12)
     single = best_first(follow(first), 12)
     assert (joint.tokens, joint.parents) == (single.tokens, single.parents)
-
-
-def test_a_finished_tree_carries_what_the_drafters_thought():
-    tree = best_first(follow(ranked(4, 3)), 6)
-    finished = tree.as_tree()
-    assert finished.drafted == tuple(tree.tokens[1:])
-    assert finished.parents == tuple(tree.parents)
-    assert finished.logprobs == tuple(tree.logprobs)
 
 
 def test_probabilities_that_vanish_do_not_confuse_the_order():

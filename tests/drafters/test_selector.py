@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +12,6 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
 from dflash_mlx.drafters.growth.grow import Ranked
@@ -105,33 +103,6 @@ def test_behind_the_walk_candidates_stand_as_they_do_after_its_tokens():
 def test_a_path_fits_the_room(model, target, room):
     tree = SelectedPath(model).draft(behind(model, 7, features_of(0)), room).tree
     assert len(tree) == min(room, BLOCK)
-
-
-def test_scores_are_those_of_the_equation_for_every_pair_of_candidates():
-    rng = np.random.default_rng(0)
-    vocabulary, d, rank, n, k = 11, 6, 4, 5, 3
-    selector = CandidateSelector(vocabulary, d, SelectorConfig(rank, k))
-    weights = {
-        f"candidate_selector.{name}": rng.normal(size=shape).astype(np.float32)
-        for name, shape in {
-            "predecessor_codebook": (vocabulary, rank),
-            "successor_codebook": (vocabulary, rank),
-            "hidden_projection.weight": (rank, d),
-        }.items()
-    }
-    named = {name.partition(".")[2]: mx.array(array) for name, array in weights.items()}
-    selector.load_weights(list(named.items()))
-    hidden = rng.normal(size=(n, d)).astype(np.float32)
-    unary = rng.normal(size=(n, vocabulary)).astype(np.float32)
-    found = selector(mx.array(hidden), mx.array(unary), mx.array([8]))
-    tokens, scores = np.array(found.tokens), np.array(found.scores)
-    assert scores.shape == (n, k, k)
-    for t in range(n):
-        assert set(tokens[t]) == set(np.argsort(-unary[t])[:k])
-        for i, j in product(range(k), repeat=2):
-            edge = (8 if t == 0 else tokens[t - 1, i]), tokens[t, j]
-            expected = reference_dflash2.score(weights, hidden[t], unary[t], *edge)
-            assert abs(scores[t, i, j] - expected) < 1e-5
 
 
 # Drawn
