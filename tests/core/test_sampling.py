@@ -6,11 +6,11 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import Sampler, filter_logprobs, penalise
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.none import NoDraft
-from support.law import LENGTH, VOCABULARY, answer, chi_square, enumerated_law
+from support.decoding import answer
+from support.law import PROMPT, VOCABULARY, law_distance
 from support.toys import Scripted, ToyTarget, random_tree
 
 LOGITS = mx.log(mx.array([0.4, 0.3, 0.2, 0.1]))
-DRAWS = 2000
 
 
 def kept(logprobs: mx.array) -> list[int]:
@@ -72,36 +72,17 @@ def test_without_a_seed_every_answer_has_its_own():
     ids=["plain", "filtered", "penalised"],
 )
 def test_sampled_answers_follow_the_enumerated_law_whatever_was_drafted(settings):
-    target = ToyTarget(VOCABULARY)
     rng = np.random.default_rng(1)
     drafter = Scripted(lambda tokens, room: random_tree(rng, min(room, 6) - 1, VOCABULARY))
-    sampling = {"temperature": 1.0, **settings}
-    law = enumerated_law(target, SamplingConfig(**sampling))
-    answers = [
-        answer(
-            target,
-            drafter,
-            DecodeConfig(max_tokens=LENGTH, sampling=SamplingConfig(seed=i, **sampling)),
-        )
-        for i in range(DRAWS)
-    ]
-    assert chi_square(law, answers) < 4
+    config = DecodeConfig(sampling=SamplingConfig(**{"temperature": 1.0, **settings}))
+    assert law_distance(ToyTarget(VOCABULARY), lambda sampling: drafter, 2000, config) < 4
 
 
 def test_the_law_test_notices_a_rule_that_favours_drafts(monkeypatch):
-    target = ToyTarget(VOCABULARY)
     monkeypatch.setattr(Tree, "child", favour_the_draft)
     drafter = Scripted(lambda tokens, room: ([1], [0]) if room > 1 else ([], []))
-    law = enumerated_law(target, SamplingConfig(temperature=1.0))
-    answers = [
-        answer(
-            target,
-            drafter,
-            DecodeConfig(max_tokens=LENGTH, sampling=SamplingConfig(temperature=1.0, seed=i)),
-        )
-        for i in range(600)
-    ]
-    assert chi_square(law, answers) > 4
+    config = DecodeConfig(sampling=SamplingConfig(temperature=1.0))
+    assert law_distance(ToyTarget(VOCABULARY), lambda sampling: drafter, 600, config) > 4
 
 
 def favour_the_draft(tree: Tree, node: int, token: int) -> int | None:
@@ -117,4 +98,5 @@ def test_one_seed_gives_one_answer_with_and_without_drafts(settings):
     for seed in range(20):
         sampling = SamplingConfig(temperature=0.9, seed=seed, **settings)
         config = DecodeConfig(max_tokens=12, sampling=sampling)
-        assert answer(target, drafter, config) == answer(target, NoDraft(), config)
+        plain = answer(target, NoDraft(), PROMPT, config)
+        assert answer(target, drafter, PROMPT, config) == plain

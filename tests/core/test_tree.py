@@ -18,17 +18,12 @@ parent_lists = st.lists(st.integers(0, 30), max_size=30).map(
 )
 
 
-def test_a_chain_is_a_tree_with_one_branch():
+def test_depths_tokens_and_children_follow_the_parents():
     chain = Tree.chain([8, 9])
-    assert chain.parents == (-1, 0, 1)
-    assert chain.is_chain
-    assert chain.depths == (0, 1, 2)
-    assert not BRANCHES.is_chain
-
-
-def test_depths_and_drafted_tokens_follow_the_parents():
-    assert BRANCHES.depths == (0, 1, 1, 2, 2, 2, 3)
+    assert (chain.parents, chain.depths, chain.is_chain) == ((-1, 0, 1), (0, 1, 2), True)
+    assert BRANCHES.depths == (0, 1, 1, 2, 2, 2, 3) and not BRANCHES.is_chain
     assert BRANCHES.drafted == (11, 12, 13, 14, 15, 16)
+    assert [node for node in range(7) if BRANCHES.has_children(node)] == [0, 1, 2, 5]
 
 
 @pytest.mark.parametrize(
@@ -36,10 +31,6 @@ def test_depths_and_drafted_tokens_follow_the_parents():
 )
 def test_a_child_is_found_by_its_token(node, token, child):
     assert BRANCHES.child(node, token) == child
-
-
-def test_only_inner_nodes_have_children():
-    assert [BRANCHES.has_children(n) for n in range(7)] == [True] * 3 + [False] * 2 + [True, False]
 
 
 @given(parent_lists)
@@ -68,9 +59,6 @@ def test_a_merged_chain_shares_what_the_tree_has_already():
     assert grown.parents == (-1, 0, 0, 2, 3)
     assert grown.logprobs == (0.0, -1.0, -1.5, -3.0, -3.0)
     assert grown.sources == ("", "first", "lookup", "lookup", "lookup")
-
-
-def test_a_lone_root_can_be_merged_with_and_nothing_changes_nothing():
     root = Tree.chain()
     assert root.merge([4, 5], [-1.0, -1.0], "lookup").parents == (-1, 0, 1)
     assert root.merge([], [], "lookup").drafted == ()

@@ -19,8 +19,7 @@ from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
-from support.decoding import go_on, start
-from support.decoding import rounds as decode
+from support import decoding
 from support.families import make_model
 from support.toys import ToyTarget
 
@@ -53,22 +52,16 @@ class TimedTarget(ToyTarget):
 
 
 class Honest(EachAlone):
-    """Knows the next token with probability `sure(position)`, says so, and offers siblings."""
+    """Knows the next token with probability `sure(position)`, says so, and offers siblings.
 
-    taps, rounds_ahead = (), 0
+    Its clock, its name and the answer that it knows come from the case that it is in.
+    """
 
-    def __init__(
-        self,
-        name: str,
-        plain: list[int],
-        seconds: float,
-        sure: Callable[[int], float],
-        clock: Clock,
-        width: int = 1,
-    ) -> None:
-        self.name, self.plain, self.seconds = name, plain, seconds
-        self.sure, self.clock, self.width = sure, clock, width
-        self.rng = np.random.default_rng(1)
+    name, taps, rounds_ahead = "draft", (), 0
+
+    def __init__(self, seconds: float, sure: Callable[[int], float], width=1, seed=1) -> None:
+        self.seconds, self.sure, self.width = seconds, sure, width
+        self.rng = np.random.default_rng(seed)
 
     def new_context(self) -> NoContext:
         return NoContext()
@@ -93,9 +86,9 @@ class Honest(EachAlone):
 class Unlucky(Honest):
     """As honest, but its first drafts are wrong, whatever they promise."""
 
-    def __init__(self, plain, seconds, sure, clock, wrong, seed=1):
-        super().__init__("draft", plain, seconds, sure, clock)
-        self.wrong, self.rng = wrong, np.random.default_rng(seed)
+    def __init__(self, seconds, sure, wrong, seed=1):
+        super().__init__(seconds, sure, seed=seed)
+        self.wrong = wrong
 
     def draft(self, state: State, room: int) -> Proposal:
         proposal, self.wrong = super().draft(state, room), self.wrong - 1
@@ -105,73 +98,70 @@ class Unlucky(Honest):
         return Proposal(replace(proposal.tree, drafts=drafts))
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A round: what was proposed and why, and the tokens it brought."""
-
-    tree: Tree
-    tokens: tuple[int, ...]
-    mode: str
-    reason: str
-
-
-def run(target, drafter, tokens):
-    found = answer_of(target, drafter, [1, 2, 3], DecodeConfig(max_tokens=tokens))
-    return [
-        Seen(r.proposal.tree, r.accepted.tokens, r.proposal.mode, r.proposal.reason) for r in found
-    ]
-
-
-def answer(rounds):
-    return [token for accepted in rounds for token in accepted.tokens]
-
-
 class Case:
     """Plain decoding and a choice of drafters on one toy target, in simulated time."""
 
-    def __init__(self, times, drafters, tokens=400):
-        self.clock, self.times, self.tokens = Clock(), times, tokens
-        self.target = TimedTarget(self.clock, times)
-        self.plain = answer(run(self.target, NoDraft(), tokens))
-        self.plain_seconds = tokens * float(times.of(1))
-        made = {
-            name: Honest(name, self.plain, seconds, sure, self.clock, width)
-            for name, (seconds, sure, width) in drafters.items()
-        }
-        self.drafter = Adaptive(made, times, looks_up=False, clock=self.clock)
-        start = self.clock.now
-        self.rounds = run(self.target, self.drafter, tokens)
-        self.seconds = self.clock.now - start
+    def __init__(self, target, drafters, tokens=400, looks_up=False):
+        self.target, self.clock = target, target.clock
+        self.plain = decoding.answer(target, NoDraft(), [1, 2, 3], DecodeConfig(max_tokens=tokens))
+        self.plain_seconds = self.clock.now
+        for name, drafter in drafters.items():
+            drafter.name, drafter.plain, drafter.clock = name, self.plain, self.clock
+        self.drafter = Adaptive(drafters, target.times, (), looks_up, self.clock)
+        self.rounds = self.run(tokens)
+        self.seconds = self.clock.now - self.plain_seconds
+
+    def run(self, tokens):
+        """The rounds of another answer, which is plain decoding's."""
+        config = DecodeConfig(max_tokens=tokens)
+        rounds = list(answer_of(self.target, self.drafter, [1, 2, 3], config))
+        assert decoding.tokens_in(r.accepted for r in rounds) == self.plain[:tokens]
+        assert all(r.proposal.mode and r.proposal.reason for r in rounds)
+        return rounds
+
+    def start(self, tokens):
+        """A config of so many tokens, and a state behind the prompt."""
+        config = DecodeConfig(max_tokens=tokens)
+        return config, decoding.start(self.target, self.drafter, [1, 2, 3], config)
 
     @property
     def modes(self):
         """The share of each mode in the second half, when all is known."""
         half = self.rounds[len(self.rounds) // 2 :]
-        counts = Counter(accepted.mode for accepted in half)
+        counts = Counter(r.proposal.mode for r in half)
         return {mode: count / len(half) for mode, count in counts.items()}
 
 
-CASES = {
-    "drafts are wrong": ("plain", Case, RISING, {"draft": (0.3, lambda i: 0.05, 1)}),
-    "drafts are right but slow": ("plain", Case, RISING, {"draft": (8.0, lambda i: 0.8, 1)}),
-    "width costs much": ("chain", Case, STEEP, {"draft": (0.1, lambda i: 0.9, 1)}),
-    "width is free": ("tree", Case, FLAT, {"draft": (0.1, lambda i: 0.9, 3)}),
-}
+def case_of(times, *drafter, tokens=400):
+    """A case with one drafter."""
+    return Case(TimedTarget(Clock(), times), {"draft": Honest(*drafter)}, tokens)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_mode_is_the_one_that_pays(name):
-    mode, make, *arguments = CASES[name]
-    case = make(*arguments)
-    assert answer(case.rounds) == case.plain
+def drafted(rounds):
+    """Of each round, whether anything was drafted."""
+    return [len(r.proposal.tree) > 1 for r in rounds]
+
+
+@pytest.mark.parametrize(
+    ("mode", "times", "drafter"),
+    [
+        ("plain", RISING, (0.3, lambda i: 0.05)),
+        ("plain", RISING, (8.0, lambda i: 0.8)),
+        ("chain", STEEP, (0.1, lambda i: 0.9)),
+        ("tree", FLAT, (0.1, lambda i: 0.9, 3)),
+    ],
+    ids=["wrong drafts", "right but slow drafts", "width costs much", "width is free"],
+)
+def test_the_mode_is_the_one_that_pays(mode, times, drafter):
+    case = case_of(times, *drafter)
     assert case.modes.get(mode, 0) > 0.8
     assert case.seconds < 1.05 * case.plain_seconds
 
 
 def test_drafts_that_never_pay_cost_little():
-    case = Case(RISING, {"draft": (0.5, lambda i: 0.03, 1)}, tokens=1000)
+    case = case_of(RISING, 0.5, lambda i: 0.03, tokens=1000)
     assert case.seconds < 1.03 * case.plain_seconds
-    tried = [i for i, accepted in enumerate(case.rounds) if "trying" in accepted.reason]
+    tried = [i for i, r in enumerate(case.rounds) if "trying" in r.proposal.reason]
     assert tried and tried[-1] > 500, "they are tried again all the same"
 
 
@@ -184,155 +174,109 @@ def uneven(position: int) -> float:
 )
 def test_drafts_that_pay_a_fifth_are_not_given_up_for_bad_luck(wrong, least, mean):
     """Eight sessions of 150 tokens, each with so many useless drafts at its beginning."""
-    clock = Clock()
-    target = TimedTarget(clock, RISING)
-    plain = answer(run(target, NoDraft(), 150))
-    shares, start = [], clock.now
+    shares, seconds = [], 0.0
     for seed in range(8):
-        unlucky = Unlucky(plain, 0.4, uneven, clock, wrong, seed)
-        rounds = run(target, Adaptive({"draft": unlucky}, RISING, (), False, clock), 150)
-        assert answer(rounds) == plain
-        shares.append(np.mean([len(accepted.tree) > 1 for accepted in rounds]))
+        unlucky = {"draft": Unlucky(0.4, uneven, wrong, seed)}
+        case = Case(TimedTarget(Clock(), RISING), unlucky, 150)
+        shares.append(np.mean(drafted(case.rounds)))
+        seconds += case.seconds
     assert min(shares) > least
     assert np.mean(shares) > mean
-    assert (clock.now - start) / (8 * 150) < 0.88, "seconds per token; plain decoding takes 1"
+    assert seconds / (8 * 150) < 0.88, "seconds per token; plain decoding takes 1"
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0])
 def test_a_drafter_that_is_sure_and_always_wrong_is_soon_given_up(seconds):
-    clock = Clock()
-    target = TimedTarget(clock, RISING)
-    plain = answer(run(target, NoDraft(), 1000))
-    wrong = Unlucky(plain, seconds, lambda i: 0.9, clock, wrong=1000)
-    start = clock.now
-    rounds = run(target, Adaptive({"draft": wrong}, RISING, (), False, clock), 1000)
-    assert answer(rounds) == plain
-    assert clock.now - start < 1.03 * 1000
+    wrong = Unlucky(seconds, lambda i: 0.9, wrong=1000)
+    case = Case(TimedTarget(Clock(), RISING), {"draft": wrong}, 1000)
+    assert case.seconds < 1.03 * 1000
 
 
 def test_the_second_draft_is_made_where_it_pays_and_only_there():
-    worth = {"first": (0.1, lambda i: 0.3, 1), "both": (0.3, lambda i: 0.95, 1)}
-    assert "both" in Case(FLAT, worth).rounds[-1].reason.split(":")[1][:30]
-    useless = {"first": (0.1, lambda i: 0.8, 1), "both": (2.0, lambda i: 0.85, 1)}
-    case = Case(FLAT, useless)
-    chosen = Counter(accepted.reason.split(":")[-1].split()[0] for accepted in case.rounds[50:])
+    worth = {"first": Honest(0.1, lambda i: 0.3), "both": Honest(0.3, lambda i: 0.95)}
+    case = Case(TimedTarget(Clock(), FLAT), worth)
+    assert "both" in case.rounds[-1].proposal.reason.split(":")[1][:30]
+    useless = {"first": Honest(0.1, lambda i: 0.8), "both": Honest(2.0, lambda i: 0.85)}
+    case = Case(TimedTarget(Clock(), FLAT), useless)
+    chosen = Counter(r.proposal.reason.split(":")[-1].split()[0] for r in case.rounds[50:])
     assert chosen.most_common(1)[0][0] == "first"
 
 
 def test_it_notices_when_the_text_becomes_easy_and_when_it_becomes_hard():
-    def easy_in_the_middle(position: int) -> float:
-        return 0.9 if 300 <= position < 600 else 0.03
-
-    case = Case(RISING, {"draft": (0.4, easy_in_the_middle, 1)}, tokens=900)
-    position, drafted = 0, Counter()
-    for accepted in case.rounds:
-        drafted[position // 100] += len(accepted.tree) > 1
-        position += len(accepted.tokens)
-    plain_rounds = [100 - drafted[k] for k in (1, 2, 7, 8)]
-    assert min(plain_rounds) > 85, "parked where drafts fail"
-    assert drafted[4] + drafted[5] > 0.8 * sum(
-        1 for start in starts(case.rounds) if 400 <= start < 600
-    )
-    assert answer(case.rounds) == case.plain
+    case = case_of(RISING, 0.4, lambda i: 0.9 if 300 <= i < 600 else 0.03, tokens=900)
+    position, drafts, rounds = 0, Counter(), Counter()
+    for r, has_drafts in zip(case.rounds, drafted(case.rounds), strict=True):
+        drafts[position // 100] += has_drafts
+        rounds[position // 100] += 1
+        position += len(r.accepted.tokens)
+    assert min(100 - drafts[k] for k in (1, 2, 7, 8)) > 85, "parked where drafts fail"
+    assert drafts[4] + drafts[5] > 0.8 * (rounds[4] + rounds[5])
 
 
 def test_an_easier_answer_is_noticed_at_its_beginning():
-    case = Case(RISING, {"draft": (0.4, lambda i: 0.03, 1)})
+    case = case_of(RISING, 0.4, lambda i: 0.03)
     assert case.modes["plain"] > 0.9
     case.drafter._drafters["draft"].sure = lambda position: 0.9
-    rounds = run(case.target, case.drafter, 60)
-    assert answer(rounds) == case.plain[:60]
-    assert "trying the draft" in rounds[0].reason
-    assert sum(len(accepted.tree) > 1 for accepted in rounds[:12]) > 6
-
-
-def starts(rounds):
-    position = 0
-    for accepted in rounds:
-        yield position
-        position += len(accepted.tokens)
+    rounds = case.run(60)
+    assert "trying the draft" in rounds[0].proposal.reason
+    assert sum(drafted(rounds[:12])) > 6
 
 
 def test_parked_rounds_run_ahead_of_the_reader_and_others_do_not():
-    parked = Case(RISING, {"draft": (0.5, lambda i: 0.03, 1)})
-    assert parked.drafter.rounds_ahead == 1
-    busy = Case(FLAT, {"draft": (0.1, lambda i: 0.9, 1)})
-    assert busy.drafter.rounds_ahead == 0
-
-
-def test_every_round_says_how_and_why():
-    case = Case(RISING, {"draft": (0.3, lambda i: 0.5, 1)})
-    for accepted in case.rounds:
-        tree = accepted.tree
-        assert accepted.mode == ("plain" if len(tree) == 1 else "chain")
-        assert accepted.reason
+    assert case_of(RISING, 0.5, lambda i: 0.03).drafter.rounds_ahead == 1
+    assert case_of(FLAT, 0.1, lambda i: 0.9).drafter.rounds_ahead == 0
 
 
 def test_what_one_session_learned_the_next_one_knows():
-    case = Case(RISING, {"draft": (0.5, lambda i: 0.03, 1)})
-    honest = Honest("draft", case.plain, 0.5, lambda i: 0.03, case.clock)
-    fresh = Adaptive({"draft": honest}, RISING, looks_up=False, clock=case.clock)
-    fresh.experience = case.drafter.experience
-    rounds = run(case.target, fresh, 30)
-    assert sum(len(accepted.tree) > 1 for accepted in rounds) <= 2
-    assert answer(rounds) == case.plain[:30]
+    case = case_of(RISING, 0.5, lambda i: 0.03)
+    experience, drafters = case.drafter.experience, case.drafter._drafters
+    case.drafter = Adaptive(drafters, RISING, (), False, case.clock)
+    case.drafter.experience = experience
+    assert sum(drafted(case.run(30))) <= 2
 
 
 def test_lookups_join_plain_rounds_and_drafts_at_no_cost():
-    clock = Clock()
-    target = TimedTarget(clock, FLAT)
+    target = TimedTarget(Clock(), FLAT)
     target.table[:] = 0.0
     for token in range(VOCABULARY):  # an answer that repeats itself
         target.table[:, token, (token + 1) % VOCABULARY] = 5.0
-    plain = answer(run(target, NoDraft(), 300))
-    useless = Honest("draft", plain, 5.0, lambda i: 0.01, clock)
-    start = clock.now
-    rounds = run(target, Adaptive({"draft": useless}, FLAT, (), True, clock), 300)
-    assert answer(rounds) == plain
-    assert clock.now - start < 100, "far less than the 300 passes of plain decoding"
-    sources = {source for accepted in rounds for source in accepted.tree.sources}
-    assert "lookup" in sources
+    case = Case(target, {"draft": Honest(5.0, lambda i: 0.01)}, 300, looks_up=True)
+    assert case.seconds < 100, "far less than the 300 passes of plain decoding"
+    assert "lookup" in {source for r in case.rounds for source in r.proposal.tree.sources}
 
 
 def test_an_answer_that_is_abandoned_teaches_nothing_wrong():
-    case = Case(RISING, {"draft": (0.3, lambda i: 0.6, 1)})
-    target, drafter = case.target, case.drafter
-    config = DecodeConfig(max_tokens=50)
-    state = start(target, drafter, [1, 2, 3], config)
-    next(decode(target, drafter, state, config))
+    case = case_of(RISING, 0.3, lambda i: 0.6)
+    config, state = case.start(50)
+    next(decoding.rounds(case.target, case.drafter, state, config))
     case.clock.now += 1000.0  # the user thinks
-    prompt = [*state.tokens, 4]
-    go_on(target, drafter, state, prompt, config)
-    for _ in decode(target, drafter, state, config):
-        pass
-    assert all(arm.seconds.mean < 3 for arm in drafter.experience.arms)
+    decoding.go_on(case.target, case.drafter, state, [*state.tokens, 4], config)
+    decoding.run(case.target, case.drafter, state, config)
+    assert all(arm.seconds.mean < 3 for arm in case.drafter.experience.arms)
 
 
 def test_rounds_that_wait_for_the_screen_do_not_count_in_full():
-    case = Case(RISING, {"draft": (0.3, lambda i: 0.6, 1)})
+    case = case_of(RISING, 0.3, lambda i: 0.6)
     before = [arm.seconds.mean for arm in case.drafter.experience.arms]
-    config = DecodeConfig(max_tokens=20)
-    state = start(case.target, case.drafter, [1, 2, 3], config)
-    for i, _ in enumerate(decode(case.target, case.drafter, state, config)):
+    config, state = case.start(20)
+    for i, _ in enumerate(decoding.rounds(case.target, case.drafter, state, config)):
         case.clock.now += 500.0 if i == 3 else 0.0
     after = [arm.seconds.mean for arm in case.drafter.experience.arms]
     assert after == pytest.approx(before, rel=0.3)
 
 
-def test_a_changed_tree_is_not_taken_for_the_one_proposed():
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_changed_tree_is_not_taken_for_the_one_proposed(changed):
     """Whoever replaces a proposal must not be learned from."""
-    clock = Clock()
-    target = TimedTarget(clock, RISING)
-    for changed, learned in ((False, True), (True, False)):
-        honest = Honest("draft", [5] * 50, 0.1, lambda i: 0.9, clock)
-        drafter = Adaptive({"draft": honest}, RISING, (), False, clock)
-        state = start(target, drafter, [1, 2, 3])
-        state.end = state.position + 9
-        tree = drafter.propose([state], 96)[0].tree
-        assert len(tree) > 1
-        state.last = Accepted(replace(tree) if changed else tree, (0,), 7)
-        drafter.propose([state], 96)
-        assert (drafter.experience.reliability.tried.sum() > 0) == learned
+    case = case_of(RISING, 0.1, lambda i: 0.9, tokens=50)
+    tried = case.drafter.experience.reliability.tried
+    _, state = case.start(9)
+    state.end = state.position + 9
+    tree = case.drafter.propose([state], 96)[0].tree
+    assert len(tree) > 1
+    before, state.last = tried.sum(), Accepted(replace(tree) if changed else tree, (0,), 7)
+    case.drafter.propose([state], 96)
+    assert (case.drafter.experience.reliability.tried.sum() > before) != changed
 
 
 def test_passes_that_take_longer_than_measured_make_wider_trees_worth_it():
@@ -343,16 +287,9 @@ def test_passes_that_take_longer_than_measured_make_wider_trees_worth_it():
             self.clock.now += 10.0
             return super().forward(tokens, cache, block, taps)
 
-    clock = Clock()
-    target = Slow(clock, RISING)
-    plain = answer(run(target, NoDraft(), 300))
-    honest = Honest("draft", plain, 0.3, lambda i: 0.7, clock)
-    drafter = Adaptive({"draft": honest}, RISING, (), False, clock)
-    start = clock.now
-    rounds = run(target, drafter, 300)
-    assert clock.now - start < 0.65 * 300 * 11
-    late = [len(accepted.tree) for accepted in rounds[30:]]
-    assert np.mean(late) > 5
+    case = Case(Slow(Clock(), RISING), {"draft": Honest(0.3, lambda i: 0.7)}, 300)
+    assert case.seconds < 0.65 * 300 * 11
+    assert np.mean([len(r.proposal.tree) for r in case.rounds[30:]]) > 5
 
 
 def test_drafts_are_timed_before_the_first_round():
@@ -363,9 +300,10 @@ def test_drafts_are_timed_before_the_first_round():
             self.clock.now += self.seconds
             return Proposal(Tree.chain())
 
-    clock = Clock()
+    clock, made = Clock(), {"a": Timed(0.25, float), "b": Timed(2.0, float)}
+    for drafter in made.values():
+        drafter.clock = clock
     target = Target(make_model("llama"), 200, "tiny")
-    made = {name: Timed(name, [], took, float, clock) for name, took in (("a", 0.25), ("b", 2.0))}
     drafter = Adaptive(made, RISING, clock=clock)
     drafter.time_drafts(target)
     plain, *drafted = drafter.experience.arms

@@ -6,11 +6,11 @@ from itertools import product
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.drafters.growth.grow import (
-    Prefixes,
     Ranked,
     best_first,
     follow,
@@ -22,6 +22,8 @@ from dflash_mlx.drafters.growth.grow import (
     rejection_boundaries,
 )
 from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.growth.reliability import reach
+from support.decoding import paths_of
 
 VOCABULARY = 20
 
@@ -30,20 +32,6 @@ def ranked(seed: int, positions: int, k: int = 4) -> Ranked:
     """The k best of a random law per position."""
     logits = np.random.default_rng(seed).normal(size=(positions, VOCABULARY)) * 2
     return rank(mx.array(logits.astype(np.float32)), k)
-
-
-def paths_of(tree: Prefixes) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return paths
-
-
-def likelihood(tree: Prefixes) -> list[float]:
-    total = [0.0]
-    for logprob, parent in zip(tree.logprobs[1:], tree.parents[1:], strict=True):
-        total.append(total[parent] + logprob)
-    return total
 
 
 def test_rank_gives_the_best_tokens_of_the_softmax_in_order():
@@ -86,12 +74,11 @@ def test_best_first_takes_the_likeliest_prefixes_and_no_others(seed, nodes, posi
     ]
     best = sorted(every, key=lambda item: -item[0])[: nodes - 1]
     expected = {tuple(int(draft.tokens[d, r]) for d, r in enumerate(ranks)) for _, ranks in best}
-    paths = paths_of(tree)
+    paths = paths_of(tree.as_tree())
     assert len(paths) == min(nodes, len(every) + 1)
     assert set(paths[1:]) == expected
-    assert len(set(paths)) == len(paths), "two siblings carry one token"
-    order = likelihood(tree)
-    assert all(a >= b - 1e-9 for a, b in zip(order[1:], order[2:], strict=False))
+    order = np.log(reach(tree.as_tree(), np.exp(tree.logprobs)))
+    assert (np.diff(order[1:]) <= 1e-9).all()
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5))
@@ -102,42 +89,38 @@ def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes
     second = {prefix: ranked(seed + i + 1, 6 - len(prefix)) for i, prefix in enumerate(prefixes)}
     chains = [first.best, *((*prefix, *draft.best) for prefix, draft in second.items())]
     expected = {chain[:n] for chain in chains for n in range(len(chain) + 1)}
-    paths = paths_of(merge_branches(first, second))
-    assert set(paths) == expected
-    assert len(paths) == len(expected), "equal prefixes are not merged"
+    assert set(paths_of(merge_branches(first, second).as_tree())) == expected
 
 
-def test_boundaries_along_the_best_path_are_those_of_the_paper():
-    sure = Ranked(np.array([[1], [2], [3]]), np.log(np.array([[0.9], [0.2], [0.5]])))
-    assert likely_boundaries(sure, 2) == [(1,), ()]  # one candidate per position: no other paths
-
-
-def test_a_likely_second_choice_can_be_a_place_to_start_again():
-    first = Ranked(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.5, 0.45], [0.3, 0.2]])))
-    assert likely_boundaries(first, 3) == [(), (1,), (2,)]
+@pytest.mark.parametrize(
+    ("tokens", "law", "boundaries"),
+    [
+        ([[1], [2], [3]], [[0.9], [0.2], [0.5]], [(1,), ()]),  # no other paths: as in the paper
+        ([[1, 2], [3, 4]], [[0.5, 0.45], [0.3, 0.2]], [(), (1,), (2,)]),
+    ],
+)
+def test_boundaries_are_those_of_the_best_path_and_of_likely_second_choices(
+    tokens, law, boundaries
+):
+    first = Ranked(np.array(tokens), np.log(np.array(law)))
+    assert likely_boundaries(first, len(boundaries)) == boundaries
 
 
 def test_choices_come_from_the_draft_that_saw_most_of_the_path():
     first, second, third = ranked(1, 4), ranked(2, 3), ranked(3, 2)
     a, b = first.best[:2]
-    choices = follow_nearest({(): first, (a,): second, (a, b): third})
-
-    def expect(path, draft, position):
-        tokens, _ = choices(path)
-        assert (tokens == draft.tokens[position]).all()
-
-    expect((), first, 0)
-    expect((b,), first, 1)
-    expect((a,), second, 0)
-    expect((a, a), second, 1)
-    expect((a, b, a), third, 1)
+    short = ranked(4, 1)
+    choices = follow_nearest({(): first, (a,): second, (a, b): third, (b,): short})
+    for path, draft, position in [
+        ((), first, 0),
+        ((a,), second, 0),
+        ((a, a), second, 1),
+        ((a, b, a), third, 1),
+        ((b,), short, 0),
+        ((b, a), first, 2),  # the short one has ended
+    ]:
+        assert (choices(path)[0] == draft.tokens[position]).all()
     assert choices((a, b, a, b)) is None
-
-
-def test_a_draft_that_ends_early_gives_way_to_the_one_before():
-    long, short = ranked(1, 4), ranked(2, 1)
-    choices = follow_nearest({(): long, (5,): short})
-    assert (choices((5, 6))[0] == long.tokens[2]).all()
 
 
 def test_mixing_adds_probabilities_and_keeps_the_order():
@@ -153,14 +136,6 @@ def test_the_joint_tree_without_second_drafts_is_ddtree():
     joint = best_first(follow_nearest({(): first}), 12)
     single = best_first(follow(first), 12)
     assert (joint.tokens, joint.parents) == (single.tokens, single.parents)
-
-
-def test_a_finished_tree_carries_what_the_drafters_thought():
-    tree = best_first(follow(ranked(4, 3)), 6)
-    finished = tree.as_tree()
-    assert finished.drafted == tuple(tree.tokens[1:])
-    assert finished.parents == tuple(tree.parents)
-    assert finished.logprobs == tuple(tree.logprobs)
 
 
 def test_probabilities_that_vanish_do_not_confuse_the_order():

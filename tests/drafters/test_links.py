@@ -5,27 +5,23 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.drafters.growth.grow import Array, Path, Prefixes, Ranked, best_first, follow
+from dflash_mlx.drafters.growth.grow import Array, Path, Ranked, best_first, follow
 from dflash_mlx.drafters.growth.links import conditional, follow_links
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
-from support.decoding import answer as decoded
-from support.decoding import feed
+from support.decoding import answer, behind, paths_of
+from support.drafter_folders import written
 from support.families import VOCAB_SIZE, make_model
-from support.reference_dflash import write_drafter_folder
 
 VOCABULARY, K = 11, 4
 Nodes = dict[tuple[int, ...], float]  # the log-probability of every node, by its path
@@ -68,12 +64,6 @@ def test_candidates_and_all_other_tokens_share_one_law(seed, size):
         assert np.exp(found[t, a]).sum() + others == pytest.approx(1)
 
 
-def test_without_edges_the_law_is_that_of_the_draft_alone():
-    _, ranked, edges = case(0, 3)
-    found = conditional(ranked, 0 * edges)
-    assert np.abs(found - ranked.logprobs[:, None]).max() < 1e-12
-
-
 @pytest.mark.parametrize("size", [1.0, 2000.0])
 @pytest.mark.parametrize("over", [0.0, 1e-6], ids=["exact", "rounded up"])
 def test_candidates_that_are_the_whole_vocabulary_leave_nothing_to_others(size, over):
@@ -98,49 +88,43 @@ def test_candidates_that_cannot_be_are_not_made_possible():
 # Trees
 
 
-def nodes_of(tree: Any) -> Nodes:
+def nodes_of(tree: Tree) -> Nodes:
     """Every node's log-probability given its path, the root's left out."""
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(list(tree.tokens)[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], int(token)))
-    assert len(set(paths)) == len(paths), "two siblings carry one token"
-    return dict(zip(paths[1:], tree.logprobs[1:], strict=True))
+    return dict(zip(paths_of(tree)[1:], tree.logprobs[1:], strict=True))
 
 
-def every_path(law: Any, tokens: Array) -> Nodes:
-    """Every path's log-probability; law(t, a, b): of the b-th candidate after the a-th."""
+def every_path(logits: Array, tokens: Array, edges: Array) -> Nodes:
+    """The log-probability of every path of candidates; edges [n, k, k]."""
+    n, k = tokens.shape
+    laws = [
+        [whole_law(logits[t], tokens[t], edges[t, a])[tokens[t]] for a in range(k)]
+        for t in range(n)
+    ]
     found: Nodes = {}
-    for length in range(1, len(tokens) + 1):
-        for ranks in product(range(tokens.shape[1]), repeat=length):
+    for length in range(1, n + 1):
+        for ranks in product(range(k), repeat=length):
             before = (0, *ranks)
-            total = sum(law(t, before[t], b) for t, b in enumerate(ranks))
+            total = sum(float(laws[t][before[t]][b]) for t, b in enumerate(ranks))
             found[tuple(int(tokens[t, b]) for t, b in enumerate(ranks))] = total
     return found
-
-
-def along(nodes: Nodes, path: tuple[int, ...]) -> float:
-    return sum(nodes[path[:length]] for length in range(1, len(path) + 1))
 
 
 def check_likeliest(nodes: Nodes, every: Nodes, tolerance: float) -> None:
     """The nodes are as many of the likeliest of all paths."""
     best = sorted(every.values(), reverse=True)[: len(nodes)]
-    totals = sorted((along(nodes, path) for path in nodes), reverse=True)
-    assert np.allclose(totals, best, atol=tolerance)
-    for path in nodes:
-        assert abs(along(nodes, path) - every[path]) < tolerance
+    totals = {
+        path: sum(nodes[path[:length]] for length in range(1, len(path) + 1)) for path in nodes
+    }
+    assert np.allclose(sorted(totals.values(), reverse=True), best, atol=tolerance)
+    assert all(abs(total - every[path]) < tolerance for path, total in totals.items())
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("nodes", "positions"), [(1, 2), (7, 1), (6, 3), (25, 4), (400, 3)])
 def test_a_tree_holds_the_likeliest_prefixes_and_no_others(seed, nodes, positions):
     logits, ranked, edges = case(seed, positions)
-    laws = [
-        [whole_law(logits[t], ranked.tokens[t], edges[t, a])[ranked.tokens[t]] for a in range(K)]
-        for t in range(positions)
-    ]
-    every = every_path(lambda t, a, b: float(laws[t][a][b]), ranked.tokens)
-    found = nodes_of(best_first(follow_links(ranked, edges), nodes))
+    every = every_path(logits, ranked.tokens, edges)
+    found = nodes_of(best_first(follow_links(ranked, edges), nodes).as_tree())
     assert len(found) == min(nodes - 1, len(every))
     check_likeliest(found, every, 1e-9)
 
@@ -183,18 +167,8 @@ class Drafting:
     def __init__(self, folder: Any, **method: Any) -> None:
         self.raw = reference_dflash2.tiny_config(dflash_config={**METHOD, **method})
         self.tensors = reference_dflash2.random_tensors(self.raw)
-        write_drafter_folder(folder, self.raw, self.tensors)
-        config = read_config(folder)
-        network = load_network(folder, config, mx.float32)
         self.target = Target(make_model("llama"), 512, "llama")
-        self.pair = Pair(self.target, None, (BlockModel(network, config, self.target),))
-        self.model = self.pair.drafters[0]
-
-    def tree(self, drafter: BestFirst, features: Array, anchor: int) -> Any:
-        state = State(self.target.new_cache(), drafter.new_context())
-        feed(state.context, features)
-        state.set_anchor(anchor)
-        return drafter.draft(state, 100).tree
+        self.model = written(folder, self.raw, self.tensors, self.target)
 
     def every_path(self, features: Array, anchor: int, rows: int) -> Nodes:
         table = np.array(self.target.embedding().weight)
@@ -210,11 +184,7 @@ class Drafting:
 
         k = tokens.shape[1]
         edges = [[[edge(t, a, b) for b in range(k)] for a in range(k)] for t in range(rows - 1)]
-        laws = [
-            [whole_law(unary[t], tokens[t], edges[t][a])[tokens[t]] for a in range(k)]
-            for t in range(rows - 1)
-        ]
-        return every_path(lambda t, a, b: float(laws[t][a][b]), tokens)
+        return every_path(unary, tokens, np.array(edges))
 
 
 @pytest.mark.parametrize("method", [{}, SCALED], ids=["plain", "scaled and capped"])
@@ -223,36 +193,31 @@ def test_a_drafter_s_tree_is_that_of_the_reference(tmp_path, method):
     drafter = BestFirst(drafting.model, None, 14)
     for seed in range(5):
         features = np.random.default_rng(seed).normal(size=(9, WIDTH)).astype(np.float32)
-        tree, anchor = None, seed * 20 % VOCAB_SIZE
-        tree = drafting.tree(drafter, features, anchor)
-        assert len(tree) == 14
-        found = nodes_of(Prefixes([anchor, *tree.drafted], list(tree.parents), list(tree.logprobs)))
+        anchor = seed * 20 % VOCAB_SIZE
+        state = behind(drafter, anchor, features)
+        found = nodes_of(drafter.draft(state, 100).tree)
+        assert len(found) == 13
         check_likeliest(found, drafting.every_path(features, anchor, 5), 1e-3)
-        context = drafting.model.new_context()
-        feed(context, mx.array(features))
-        plain = rank(drafting.model.logits(context, mx.array([anchor]), 5), 4)
-        detours += nodes_of(best_first(follow(plain), 14)).keys() != found.keys()
+        plain = rank(drafting.model.logits(state.context, state.anchor, 5), 4)
+        detours += nodes_of(best_first(follow(plain), 14).as_tree()).keys() != found.keys()
     assert detours == 5, "the selector changes every tree, so that it is seen"
 
 
 @pytest.mark.parametrize(("top_k", "offered"), [(3, 3), (40, 16)])
 def test_a_position_offers_the_selector_s_candidates_and_16_at_most(tmp_path, top_k, offered):
-    drafting = Drafting(tmp_path, selector_top_k=top_k)
-    context = drafting.model.new_context()
-    feed(context, mx.array(np.ones((3, WIDTH), np.float32)))
-    ranked, edges = drafting.model.linked(context, mx.array([7]), 4)
+    model = Drafting(tmp_path, selector_top_k=top_k).model
+    state = behind(model, 7, np.ones((3, WIDTH), np.float32))
+    ranked, edges = model.linked(state.context, state.anchor, 4)
     assert ranked.tokens.shape == (3, offered) and edges.shape == (3, offered, offered)
     assert (np.diff(ranked.logprobs) <= 0).all()
     assert (edges[0] == edges[0, 0]).all(), "before the first position there is the anchor alone"
 
 
-def answer(drafting: Drafting, drafter: Any, count: int) -> list[int]:
-    return decoded(drafting.target, drafter, [3, 1, 4, 1, 5, 9], DecodeConfig(max_tokens=count))
-
-
 @pytest.mark.parametrize("budget", [2, 12, 40])
 def test_greedy_answers_of_linked_trees_are_the_target_s_own(tmp_path, budget):
-    drafting = Drafting(tmp_path)
-    drafter = make_drafter(drafting.pair, DecodeConfig("ddtree", budget=budget))
+    drafting, prompt = Drafting(tmp_path), [3, 1, 4, 1, 5, 9]
+    config = DecodeConfig("ddtree", budget=budget, max_tokens=25)
+    drafter = make_drafter(Pair(drafting.target, None, (drafting.model,)), config)
     assert isinstance(drafter, BestFirst)
-    assert answer(drafting, drafter, 25) == answer(drafting, NoDraft(), 25)
+    plain = answer(drafting.target, NoDraft(), prompt, config)
+    assert answer(drafting.target, drafter, prompt, config) == plain

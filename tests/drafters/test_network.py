@@ -12,21 +12,14 @@ from hypothesis import strategies as st
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion
-from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
-from support.decoding import feed
+from support.decoding import behind, feed, start
+from support.drafter_folders import written
 from support.families import VOCAB_SIZE, make_model
-from support.reference_dflash import (
-    draft_logits,
-    random_drafter,
-    tiny_drafter_config,
-    write_drafter_folder,
-)
+from support.reference_dflash import draft_logits, random_drafter, tiny_drafter_config
+from support.toys import prompt_of
 
 TOLERANCE = 1e-4
 TAPS = (0, 2)
@@ -84,10 +77,7 @@ class Drafting:
     def __init__(self, folder: Any, config: dict[str, Any], target: Target) -> None:
         self.config, self.target = config, target
         self.tensors = random_drafter(config)
-        write_drafter_folder(folder, config, self.tensors)
-        self.network_config = read_config(folder)
-        self.network = load_network(folder, self.network_config, mx.float32)
-        self.model = BlockModel(self.network, self.network_config, target)
+        self.model = written(folder, config, self.tensors, target)
         self.drafter = BlockDiffusion(self.model)
         self.embedding = np.array(target.embedding().weight)
         head = target.model if hasattr(target.model, "lm_head") else None
@@ -95,21 +85,16 @@ class Drafting:
 
     def state(self, features: np.ndarray, splits: list[int], anchor: int) -> State:
         """A state whose drafter context took the features in at these lengths."""
-        state = State(self.target.new_cache(), self.drafter.new_context())
-        at = 0
-        for length in splits:
-            feed(state.context, mx.array(features[at : at + length]))
-            at += length
-        state.set_anchor(anchor)
-        return state
+        return behind(self.drafter, anchor, *np.split(features, np.cumsum(splits))[: len(splits)])
 
-    def logits(self, state: State, rows: int) -> np.ndarray:
-        return np.array(self.model.logits(state.context, state.anchor, rows))
+    def logits(self, state: State, rows: int, *prefixes: tuple[int, ...]) -> np.ndarray:
+        found = self.model.logits(state.context, state.anchor, rows, prefixes or ((),))
+        return np.array(found)
 
-    def reference(self, features: np.ndarray, anchor: int, rows: int) -> np.ndarray:
-        return draft_logits(
-            self.tensors, self.config, self.embedding, self.head, features, anchor, rows
-        )
+    def reference(self, features: np.ndarray, anchor: int, rows: int, **changes: Any) -> np.ndarray:
+        """changes: of the drafter's config."""
+        weights = self.tensors, {**self.config, **changes}, self.embedding, self.head
+        return draft_logits(*weights, features, anchor, rows)
 
 
 @pytest.fixture(scope="module")
@@ -177,15 +162,7 @@ def test_a_block_has_the_logits_of_the_reference_after_windows_have_moved_on(dra
 def test_the_comparison_notices_another_config(drafting, name, changes):
     subject, features = drafting(name), random_features(20)
     state = subject.state(features, [20], 7)
-    other = draft_logits(
-        subject.tensors,
-        {**subject.config, **changes},
-        subject.embedding,
-        subject.head,
-        features,
-        7,
-        8,
-    )
+    other = subject.reference(features, 7, 8, **changes)
     assert difference(subject.logits(state, 8), other) > 100 * TOLERANCE
 
 
@@ -201,22 +178,20 @@ def test_the_embedding_and_the_head_are_those_of_the_target(tmp_path):
 # Trees
 
 
-@pytest.mark.parametrize("room", [1, 2, 5, 8, 100])
-def test_a_block_is_proposed_as_a_chain_that_fits_the_room(drafting, room):
+@pytest.mark.parametrize(
+    ("room", "size", "rows"),
+    [(1, None, 1), (2, None, 2), (5, None, 5), (8, None, 8), (100, None, 8)]
+    + [(100, 2, 2), (100, 3, 3), (100, 8, 8), (2, 3, 2)],
+)
+def test_a_chain_has_the_block_s_size_or_that_asked_for_and_fits_the_room(
+    drafting, room, size, rows
+):
     subject, features = drafting("full"), random_features(11)
-    tree = subject.drafter.draft(subject.state(features, [11], 7), room).tree
-    rows = min(room, BLOCK)
+    state = subject.state(features, [11], 7)
+    tree = BlockDiffusion(subject.model, size).draft(state, room).tree
     assert tree.is_chain and len(tree) == rows
     expected = [] if rows == 1 else subject.reference(features, 7, rows).argmax(-1).tolist()
     assert tree.drafted == tuple(expected)
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_a_smaller_block_may_be_asked_for(drafting, size):
-    subject, features = drafting("full"), random_features(11)
-    drafter = BlockDiffusion(subject.model, size)
-    tree = drafter.draft(subject.state(features, [11], 7), 100).tree
-    assert tree.drafted == tuple(subject.reference(features, 7, size).argmax(-1).tolist())
 
 
 @pytest.mark.parametrize("size", [-1, 0, 1, 9])
@@ -276,10 +251,6 @@ def layer_outputs(model: Any, tokens: list[int]) -> list[np.ndarray]:
     return outputs
 
 
-def prompt_of(length: int) -> list[int]:
-    return np.random.default_rng(length).integers(VOCAB_SIZE, size=length).tolist()
-
-
 class Recorder:
     """Passes what a drafter's context is given on to it, and remembers it."""
 
@@ -295,47 +266,32 @@ class Recorder:
         return getattr(self.context, name)
 
 
-@pytest.mark.parametrize("step", [1, 5, 512])
-def test_prefill_gives_the_drafter_the_outputs_of_the_tapped_layers(drafting, step):
-    subject, prompt = drafting("full"), prompt_of(23)
+@pytest.mark.parametrize(("name", "step"), [("full", 1), ("full", 5), ("mixed", 512)])
+def test_prefill_gives_the_drafter_the_outputs_of_the_tapped_layers(
+    drafting, monkeypatch, name, step
+):
+    subject, prompt = drafting(name), prompt_of(23, 23)
     recorder = Recorder(subject.drafter.new_context())
-    state = State(subject.target.new_cache(), recorder)
-    config = DecodeConfig(prefill_step=step)
-    prefill(subject.target, subject.drafter, state, prompt, config, Observer())
+    monkeypatch.setattr(subject.drafter, "new_context", lambda: recorder)
+    state = start(subject.target, subject.drafter, prompt, DecodeConfig(prefill_step=step))
     outputs = layer_outputs(make_model("llama"), prompt[:-1])
     expected = np.concatenate([outputs[tap] for tap in TAPS], axis=-1)
     assert difference(np.concatenate(recorder.features), expected) < TOLERANCE
     assert recorder.tokens == prompt[:-1]
-
-
-@pytest.mark.parametrize("name", ["full", "mixed"])
-def test_a_prefilled_block_has_the_logits_of_the_reference(drafting, name):
-    subject, prompt = drafting(name), prompt_of(31)
-    state = State(subject.target.new_cache(), subject.drafter.new_context())
-    config = DecodeConfig(prefill_step=7)
-    assert prefill(subject.target, subject.drafter, state, prompt, config, Observer()) == 0
-    assert (state.position, state.context.length) == (30, 30)
-    outputs = layer_outputs(make_model("llama"), prompt[:-1])
-    features = np.concatenate([outputs[tap] for tap in TAPS], axis=-1)
-    expected = subject.reference(features, prompt[-1], 8)
-    assert difference(subject.logits(state, 8), expected) < TOLERANCE
+    assert state.position == recorder.length == 22
+    block = subject.reference(expected, prompt[-1], 8)
+    assert difference(subject.logits(state, 8), block) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_blocks_drafted_side_by_side_equal_blocks_drafted_alone(drafting, name):
     subject = drafting(name)
-    rng = np.random.default_rng(7)
-    features = rng.normal(size=(30, WIDTH)).astype(np.float32)
-    state = subject.state(features, [30], anchor=9)
-    rows = subject.network_config.block_size
-    prefixes = [(), (3,), tuple(rng.integers(VOCAB_SIZE, size=rows - 2).tolist()), (3, 4)]
-    together = np.array(subject.model.logits(state.context, state.anchor, rows, prefixes))
-    alone = [
-        np.array(subject.model.logits(state.context, state.anchor, rows, [prefix]))
-        for prefix in prefixes
-    ]
+    state = subject.state(random_features(30, 7), [30], anchor=9)
+    rows = subject.model.config.block_size
+    prefixes = [(), (3,), tuple(prompt_of(1, rows - 2)), (3, 4)]
+    together = subject.logits(state, rows, *prefixes)
+    alone = [subject.logits(state, rows, prefix) for prefix in prefixes]
     assert [len(part) for part in alone] == [rows - 1 - len(prefix) for prefix in prefixes]
-    assert np.abs(together - np.concatenate(alone)).max() < TOLERANCE
-    other = np.array(subject.model.logits(state.context, state.anchor, rows, [(4,)]))
-    seen = np.abs(other - alone[1]).max() > TOLERANCE
+    assert difference(together, np.concatenate(alone)) < TOLERANCE
+    seen = difference(subject.logits(state, rows, (4,)), alone[1]) > TOLERANCE
     assert seen == (name != "sliding over one position"), "a mask sees the prefix before it"

@@ -53,17 +53,11 @@ def test_what_is_kept_is_closed_and_no_number_of_nodes_pays_more(tree, draft, sl
     assert len(tree.prune(kept)) == len(kept)
 
 
-def test_width_that_costs_nothing_is_used_and_width_that_costs_a_pass_is_not():
-    tree = random(3, 20)
-    reached = reach(tree, np.exp(tree.logprobs))
-    assert len(worth_keeping(reached, FLAT.of, 0.1, 96)) == len(tree)
-    assert worth_keeping(reached, STEEP.of, 0.1, 96) == [0]
-
-
 @given(trees, st.integers(1, 30))
-def test_no_more_rows_are_kept_than_there_are(tree, most):
-    kept = worth_keeping(reach(tree, np.exp(tree.logprobs)), FLAT.of, 0.1, most)
-    assert len(tree.prune(kept)) == min(most, len(tree))
+def test_width_that_costs_nothing_is_used_up_and_width_that_costs_a_pass_is_not(tree, most):
+    reached = reach(tree, np.exp(tree.logprobs))
+    assert len(tree.prune(worth_keeping(reached, FLAT.of, 0.1, most))) == min(most, len(tree))
+    assert worth_keeping(reached, STEEP.of, 0.1, most) == [0]
 
 
 def test_a_sure_chain_is_kept_where_only_sure_nodes_pay():
@@ -75,17 +69,6 @@ def test_a_sure_chain_is_kept_where_only_sure_nodes_pay():
     assert chain.prune(kept).is_chain
 
 
-def test_reliability_begins_with_the_drafters_word_and_ends_with_the_facts():
-    """A drafter says 0.75 and is right in 30 of 100."""
-    rng = np.random.default_rng(0)
-    tree = Tree((2,), (-1, 0), (0.0, float(np.log(0.75))))
-    reliability = Reliability()
-    assert reliability.chances(tree)[1] == pytest.approx(0.75)
-    for _ in range(2000):
-        reliability.learn(Accepted(tree, (0, 1) if rng.random() < 0.3 else (0,), 5))
-    assert reliability.chances(tree)[1] == pytest.approx(0.3, abs=0.06)
-
-
 def test_only_children_of_accepted_nodes_are_counted():
     tree = Tree((2, 3, 4, 5), (-1, 0, 0, 1, 2), (0.0, *[-0.1] * 4))
     reliability = Reliability()
@@ -94,33 +77,41 @@ def test_only_children_of_accepted_nodes_are_counted():
     assert reliability.right.sum(axis=(0, 2))[:3].tolist() == [1, 0, 0]
 
 
+def promise(chance: float, source: str = "") -> Tree:
+    """One draft, of which its drafter says so."""
+    return Tree((2,), (-1, 0), (0.0, float(np.log(chance))), ("", source))
+
+
+def trust(reliability: Reliability, tree: Tree) -> float:
+    return float(reliability.chances(tree)[1])
+
+
+def test_reliability_begins_with_the_drafters_word_and_ends_with_the_facts():
+    """A drafter says 0.75 and is right in 30 of 100."""
+    rng, reliability, tree = np.random.default_rng(0), Reliability(), promise(0.75)
+    assert trust(reliability, tree) == pytest.approx(0.75)
+    for _ in range(2000):
+        reliability.learn(Accepted(tree, (0, 1) if rng.random() < 0.3 else (0,), 5))
+    assert trust(reliability, tree) == pytest.approx(0.3, abs=0.06)
+
+
 def test_each_drafter_is_trusted_by_its_own_record():
-    confident = float(np.log(0.75))
-    trees = {
-        source: Tree((2,), (-1, 0), (0.0, confident), ("", source))
-        for source in ("first", "second", "lookup")
-    }
     reliability = Reliability(("first", "second", "lookup"))
     for _ in range(500):
-        reliability.learn(Accepted(trees["first"], (0,), 5))
-        reliability.learn(Accepted(trees["second"], (0, 1), 5))
-    assert reliability.chances(trees["first"])[1] < 0.02
-    assert reliability.chances(trees["second"])[1] > 0.98
-    assert reliability.chances(trees["lookup"])[1] == pytest.approx(0.75)
+        reliability.learn(Accepted(promise(0.75, "first"), (0,), 5))
+        reliability.learn(Accepted(promise(0.75, "second"), (0, 1), 5))
+    assert trust(reliability, promise(0.75, "first")) < 0.02
+    assert trust(reliability, promise(0.75, "second")) > 0.98
+    assert trust(reliability, promise(0.75, "lookup")) == pytest.approx(0.75)
 
 
 def test_a_source_that_breaks_its_word_is_doubted_where_it_was_not_tried_yet():
     """Three drafts at 0.75 were wrong: its next at 0.35 is no longer taken at its word."""
-    trees = {
-        (source, chance): Tree((2,), (-1, 0), (0.0, float(np.log(chance))), ("", source))
-        for source in ("first", "lookup")
-        for chance in (0.75, 0.35)
-    }
     reliability = Reliability(("first", "lookup"))
     for _ in range(3):
-        reliability.learn(Accepted(trees["first", 0.75], (0,), 5))
-    assert reliability.chances(trees["first", 0.35])[1] < 0.2
-    assert reliability.chances(trees["lookup", 0.35])[1] == pytest.approx(0.35)
+        reliability.learn(Accepted(promise(0.75, "first"), (0,), 5))
+    assert trust(reliability, promise(0.35, "first")) < 0.2
+    assert trust(reliability, promise(0.35, "lookup")) == pytest.approx(0.35)
     for _ in range(30):
-        reliability.learn(Accepted(trees["first", 0.75], (0, 1), 5))
-    assert reliability.chances(trees["first", 0.35])[1] == pytest.approx(0.35, rel=0.3)
+        reliability.learn(Accepted(promise(0.75, "first"), (0, 1), 5))
+    assert trust(reliability, promise(0.35, "first")) == pytest.approx(0.35, rel=0.3)

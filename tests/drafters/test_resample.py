@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 
 from dflash_mlx.cli.options import Parser, add_options
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.growth.grow import Prefixes
 from dflash_mlx.drafters.methods import find_method
 from dflash_mlx.drafters.resample import Resample, log_softmax, merge_samples
-from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
-from support.decoding import feed
+from support.decoding import behind, paths_of
+from support.drafter_folders import drafter_folder
 from support.families import make_model
-from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
 
 def law(seed: int, positions: int, vocabulary: int) -> np.ndarray:
@@ -31,10 +30,7 @@ def law(seed: int, positions: int, vocabulary: int) -> np.ndarray:
 
 
 def leaves(tree: Prefixes) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return [path for i, path in enumerate(paths) if i not in tree.parents]
+    return [path for i, path in enumerate(paths_of(tree.as_tree())) if i not in tree.parents]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 6))
@@ -46,15 +42,9 @@ def test_the_tree_is_the_likeliest_block_and_the_draws_with_shared_prefixes(seed
     assert blocks[0] == tuple(np.argmax(logprobs, axis=-1))
     assert {len(block) for block in blocks} == {n}
     assert 1 <= len(blocks) <= samples + 1
-    assert len({*zip(tree.parents, tree.tokens, strict=True)}) == len(tree), "equal siblings"
     assert len(tree) == 1 + len({block[:i] for block in blocks for i in range(1, n + 1)})
-    for token, parent, logprob in zip(
-        tree.tokens[1:], tree.parents[1:], tree.logprobs[1:], strict=True
-    ):
-        depth = 0
-        while parent > 0:
-            parent, depth = tree.parents[parent], depth + 1
-        assert logprob == logprobs[depth, token]
+    for node, depth in enumerate(tree.as_tree().depths[1:], start=1):
+        assert tree.logprobs[node] == logprobs[depth - 1, tree.tokens[node]]
 
 
 def test_blocks_are_drawn_with_their_probability():
@@ -85,37 +75,25 @@ def test_the_law_is_the_softmax():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> BlockModel:
-    folder = tmp_path_factory.mktemp("drafter")
-    dflash = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
-    config = tiny_drafter_config(num_target_layers=3, dflash_config=dflash)
-    write_drafter_folder(folder, config, random_drafter(config, 1))
-    network_config = read_config(folder)
     target = Target(make_model("llama"), 200, "tiny")
-    return BlockModel(load_network(folder, network_config, mx.float32), network_config, target)
+    return drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 2], 1, target)
 
 
-def tokens_drawn(model: BlockModel, seed: int, committed: int = 3) -> tuple[int, ...]:
-    """The tree of a drafter that starts afresh behind `committed` tokens."""
+def tree_drawn(model: BlockModel, seed: int, room: int = 100) -> Tree:
+    """The tree of a drafter that starts afresh."""
     drafter = Resample(model, None, 4, seed)
-    context = drafter.new_context()
-    feed(context, mx.zeros((committed, 2 * 64)))
-    state = State(Target(make_model("llama"), 200, "tiny").new_cache(), context)
-    state.set_anchor(7)
-    tree = drafter.draft(state, 100).tree
-    assert max(tree.depths) == model.config.block_size - 1
-    return tree.drafted
+    return drafter.draft(behind(drafter, 7, mx.zeros((3, 2 * 64))), room).tree
 
 
 def test_a_seed_gives_the_same_draws_again_and_another_seed_others(model):
-    assert tokens_drawn(model, 1) == tokens_drawn(model, 1)
-    assert tokens_drawn(model, 1) != tokens_drawn(model, 2)
+    tree = tree_drawn(model, 1)
+    assert max(tree.depths) == model.config.block_size - 1
+    assert tree_drawn(model, 1).drafted == tree.drafted
+    assert tree_drawn(model, 2).drafted != tree.drafted
 
 
 def test_a_round_without_room_drafts_nothing(model):
-    drafter = Resample(model, None, 4, 0)
-    state = State(Target(make_model("llama"), 200, "tiny").new_cache(), drafter.new_context())
-    state.set_anchor(7)
-    assert len(drafter.draft(state, 1).tree) == 1
+    assert len(tree_drawn(model, 0, room=1)) == 1
 
 
 def test_the_control_can_be_compared_but_is_not_offered():

@@ -12,8 +12,6 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
 from dflash_mlx.drafters.growth.grow import Ranked
@@ -24,10 +22,11 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
-from support.decoding import feed
+from support.decoding import behind
+from support.drafter_folders import written
 from support.families import VOCAB_SIZE, make_model
 from support.law import chi_square
-from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+from support.reference_dflash import random_drafter, tiny_drafter_config
 
 CONFIG = reference_dflash2.tiny_config(dflash_config={"selector_top_k": 3, "block_size": 4})
 BLOCK, TOP_K, WIDTH = 4, 3, 128
@@ -45,20 +44,11 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, tensors, target) -> BlockModel:
-    folder = write_drafter_folder(tmp_path_factory.mktemp("drafter"), CONFIG, tensors)
-    config = read_config(folder)
-    return BlockModel(load_network(folder, config, mx.float32), config, target)
+    return written(tmp_path_factory.mktemp("drafter"), CONFIG, tensors, target)
 
 
 def features_of(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(9, WIDTH)).astype(np.float32)
-
-
-def state_of(model: BlockModel, target: Target, seed: int, anchor: int) -> State:
-    state = State(target.new_cache(), model.new_context())
-    feed(state.context, features_of(seed))
-    state.set_anchor(anchor)
-    return state
 
 
 def reference(tensors: Any, target: Target, seed: int, anchor: int) -> tuple[Any, Any]:
@@ -72,31 +62,22 @@ def reference(tensors: Any, target: Target, seed: int, anchor: int) -> tuple[Any
 # Greedy
 
 
-def test_the_greedy_walk_is_that_of_the_reference(model, tensors, target):
-    drafter, detours = SelectedPath(model), 0
+def test_the_greedy_walk_and_d2sd_s_first_draft_are_those_of_the_reference(model, tensors, target):
+    drafter, both, detours = (
+        SelectedPath(model),
+        DualDiffusion(model, None, None, PaperGrowth(2)),
+        0,
+    )
     for seed in range(25):
-        anchor = seed * 3 % VOCAB_SIZE
-        state = state_of(model, target, seed, anchor)
+        anchor, features = seed * 3 % VOCAB_SIZE, features_of(seed)
         hidden, unary = reference(tensors, target, seed, anchor)
-        tree = drafter.draft(state, 100).tree
+        tree = drafter.draft(behind(drafter, anchor, features), 100).tree
         path = reference_dflash2.greedy_path(tensors, CONFIG, hidden, unary, anchor)
         assert tree.is_chain and tree.drafted == tuple(path)
+        first, _ = both.drafts(behind(both, anchor, features), BLOCK)
+        assert list(first.best) == path
         detours += path != unary.argmax(axis=-1).tolist()
     assert detours > 10, "the selector changes most paths, so that its walk is seen"
-
-
-def test_the_first_draft_of_d2sd_is_the_greedy_walk(model, tensors, target):
-    drafter = DualDiffusion(model, None, None, PaperGrowth(2))
-    for seed in range(25):
-        anchor = seed * 3 % VOCAB_SIZE
-        state = State(target.new_cache(), drafter.new_context())
-        feed(state.context, features_of(seed))
-        state.set_anchor(anchor)
-        first, _ = drafter.drafts(state, BLOCK)
-        hidden, unary = reference(tensors, target, seed, anchor)
-        assert list(first.best) == reference_dflash2.greedy_path(
-            tensors, CONFIG, hidden, unary, anchor
-        )
 
 
 def test_behind_the_walk_candidates_stand_as_they_do_after_its_tokens():
@@ -120,38 +101,8 @@ def test_behind_the_walk_candidates_stand_as_they_do_after_its_tokens():
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 50])
 def test_a_path_fits_the_room(model, target, room):
-    tree = SelectedPath(model).draft(state_of(model, target, 0, 7), room).tree
+    tree = SelectedPath(model).draft(behind(model, 7, features_of(0)), room).tree
     assert len(tree) == min(room, BLOCK)
-
-
-def test_scores_are_those_of_the_equation_for_every_pair_of_candidates():
-    rng = np.random.default_rng(0)
-    vocabulary, d, rank, n, k = 11, 6, 4, 5, 3
-    selector = CandidateSelector(vocabulary, d, SelectorConfig(rank, k))
-    weights = {
-        f"candidate_selector.{name}": rng.normal(size=shape).astype(np.float32)
-        for name, shape in {
-            "predecessor_codebook": (vocabulary, rank),
-            "successor_codebook": (vocabulary, rank),
-            "hidden_projection.weight": (rank, d),
-        }.items()
-    }
-    named = {name.partition(".")[2]: mx.array(array) for name, array in weights.items()}
-    selector.load_weights(list(named.items()))
-    hidden = rng.normal(size=(n, d)).astype(np.float32)
-    unary = rng.normal(size=(n, vocabulary)).astype(np.float32)
-    found = selector(mx.array(hidden), mx.array(unary), mx.array([8]))
-    tokens, scores = np.array(found.tokens), np.array(found.scores)
-    assert scores.shape == (n, k, k)
-    for t in range(n):
-        assert set(tokens[t]) == set(np.argsort(-unary[t])[:k])
-        for i in range(k):
-            before = 8 if t == 0 else tokens[t - 1, i]
-            for j in range(k):
-                expected = reference_dflash2.score(
-                    weights, hidden[t], unary[t], before, tokens[t, j]
-                )
-                assert abs(scores[t, i, j] - expected) < 1e-5
 
 
 # Drawn
@@ -163,7 +114,7 @@ def drawn_path(model: BlockModel, state: State, temperature: float, seed: int) -
 
 
 def test_drawn_paths_follow_the_law_of_the_walk(model, tensors, target, monkeypatch):
-    state = state_of(model, target, 1, 7)
+    state = behind(model, 7, features_of(1))
     hidden, unary = reference(tensors, target, 1, 7)
     law = reference_dflash2.path_law(tensors, CONFIG, hidden, unary, 7, 1.3)
     assert len(law) == TOP_K ** (BLOCK - 1) and abs(sum(law.values()) - 1) < 1e-9
@@ -178,7 +129,7 @@ def test_drawn_paths_follow_the_law_of_the_walk(model, tensors, target, monkeypa
 
 
 def test_q_is_the_law_of_each_token_after_those_drawn_before(model, tensors, target):
-    state = state_of(model, target, 2, 9)
+    state = behind(model, 9, features_of(2))
     hidden, unary = reference(tensors, target, 2, 9)
     for seed in range(5):
         proposal = drawn_path(model, state, 0.8, seed)
@@ -199,7 +150,7 @@ def test_q_is_the_law_of_each_token_after_those_drawn_before(model, tensors, tar
 
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.6}, {"min_p": 0.5}], ids=str)
 def test_the_targets_filters_apply_to_the_candidates(model, target, filters):
-    state = state_of(model, target, 3, 11)
+    state = behind(model, 11, features_of(3))
     sampling = SamplingConfig(temperature=1.0, seed=4, **filters)
     proposal = DrawnPath(model, None, sampling).draft(state, 100)
     tree = proposal.tree
@@ -227,13 +178,6 @@ def test_the_dflash_method_takes_the_paths_of_drafters_that_have_them(
 ):
     plain = tiny_drafter_config(num_target_layers=3, dflash_config={**CONFIG["dflash_config"]})
     raw, weights = (CONFIG, tensors) if is_second else (plain, random_drafter(plain))
-    folder = write_drafter_folder(tmp_path, raw, weights)
-    config = read_config(folder)
-    network = load_network(folder, config, mx.float32)
-    pair = Pair(target, None, (BlockModel(network, config, target),))
-    use = DecodeConfig(
-        method="dflash",
-        acceptance="reject" if sampling else "match",
-        sampling=SamplingConfig(**sampling),
-    )
+    pair = Pair(target, None, (written(tmp_path, raw, weights, target),))
+    use = DecodeConfig("dflash", sampling=SamplingConfig(**sampling))
     assert type(make_drafter(pair, use)) is expected

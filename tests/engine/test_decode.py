@@ -1,6 +1,5 @@
 """The loop on tiny real models: equality with plain decoding, limits, abandoning, turns."""
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,10 +11,10 @@ from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
-from support.decoding import answer, go_on, run, start
+from support.decoding import answer, go_on, run, start, tokens_in
 from support.decoding import rounds as decode
 from support.families import VOCAB_SIZE, make_model
-from support.toys import Scripted, ToyTarget, random_tree
+from support.toys import Scripted, ToyTarget, foretold, prompt_of, random_tree
 
 FAMILIES = ["llama", "llama_sliding", "gemma3_text", "gpt_oss", "qwen3_moe"]
 
@@ -25,32 +24,13 @@ def targets():
     return {name: Target(make_model(name), 1000, name) for name in FAMILIES}
 
 
-def prompt_of(seed, length=20):
-    return np.random.default_rng(seed).integers(VOCAB_SIZE, size=length).tolist()
-
-
-def foretold(prompt, plain, seed=0, width=9):
-    """Trees that hold a run of the plain answer, of random length, beside random branches."""
-    rng = np.random.default_rng(seed)
-
-    def script(tokens, room):
-        ahead = plain[len(tokens) - len(prompt) :][: int(rng.integers(room))]
-        others, parents = random_tree(rng, min(width, room - 1 - len(ahead)), VOCAB_SIZE)
-        if ahead and ahead[0] in others:  # keep siblings apart
-            others, parents = [], []
-        below = [p + len(ahead) if p else 0 for p in parents]
-        return [*ahead, *others], [*range(len(ahead)), *below]
-
-    return Scripted(script)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_answers_equal_plain_decoding_for_drafts_right_and_wrong(targets, name):
     target, prompt = targets[name], prompt_of(1)
     config = DecodeConfig(max_tokens=40, prefill_step=7)
     plain = answer(target, NoDraft(), prompt, config)
     for seed in range(3):
-        assert answer(target, foretold(prompt, plain, seed), prompt, config) == plain
+        assert answer(target, foretold(prompt, plain, seed, 20), prompt, config) == plain
     assert len(plain) == 40
 
 
@@ -62,7 +42,7 @@ def test_right_drafts_save_rounds(targets):
     state = start(target, drafter, prompt, config)
     rounds = list(decode(target, drafter, state, config))
     assert [len(r.tokens) for r in rounds] == [8] * 5
-    assert [t for r in rounds for t in r.tokens] == plain
+    assert tokens_in(rounds) == plain
 
 
 def chain(tokens):
@@ -101,44 +81,24 @@ def test_an_abandoned_answer_can_be_continued(targets, name, drafting):
     assert continued == answer(target, NoDraft(), more, config)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_sliding"])
-def test_a_second_turn_computes_only_what_is_new(targets, name):
-    target, prompt = targets[name], prompt_of(5)
-    config = DecodeConfig(max_tokens=10)
+@pytest.mark.parametrize(
+    ("name", "length", "change", "reused"),
+    [
+        ("llama", 20, lambda prompt, said: prompt + said + prompt_of(6, 8), 29),
+        ("llama_sliding", 20, lambda prompt, said: prompt + said + prompt_of(6, 8), 29),
+        ("llama", 20, lambda prompt, said: [*prompt[:12], VOCAB_SIZE - 1, *prompt[13:]], 12),
+        ("llama", 20, lambda prompt, said: prompt, 19),
+        ("llama_sliding", 600, lambda prompt, said: prompt[:60], 0),
+    ],
+    ids=["a turn more", "and a window", "edited", "again", "too far back for the window"],
+)
+def test_another_prompt_computes_only_what_is_new(targets, name, length, change, reused):
+    target, prompt = targets[name], prompt_of(5, length)
+    config = DecodeConfig(max_tokens=10, prefill_step=100)
     state = start(target, NoDraft(), prompt, config)
-    said = run(target, NoDraft(), state, config)
-    more = prompt + said + prompt_of(6, 8)
-    reused = go_on(target, NoDraft(), state, more, config)
-    assert reused == len(prompt) + len(said) - 1
-    assert run(target, NoDraft(), state, config) == answer(target, NoDraft(), more, config)
-
-
-def test_an_edited_conversation_goes_back_to_where_it_differs(targets):
-    target, prompt = targets["llama"], prompt_of(7)
-    config = DecodeConfig(max_tokens=5)
-    state = start(target, NoDraft(), prompt, config)
-    run(target, NoDraft(), state, config)
-    edited = [*prompt[:12], (prompt[12] + 1) % VOCAB_SIZE, *prompt[13:]]
-    assert go_on(target, NoDraft(), state, edited, config) == 12
-    assert run(target, NoDraft(), state, config) == answer(target, NoDraft(), edited, config)
-
-
-def test_the_same_prompt_again_leaves_one_token_to_compute(targets):
-    target, prompt = targets["llama"], prompt_of(8)
-    config = DecodeConfig(max_tokens=5)
-    state = start(target, NoDraft(), prompt, config)
-    first = run(target, NoDraft(), state, config)
-    assert go_on(target, NoDraft(), state, prompt, config) == len(prompt) - 1
-    assert run(target, NoDraft(), state, config) == first
-
-
-def test_where_a_window_has_moved_on_too_far_everything_starts_over(targets):
-    target, long = targets["llama_sliding"], prompt_of(9, 600)
-    config = DecodeConfig(max_tokens=5, prefill_step=100)
-    state = start(target, NoDraft(), long, config)
-    short = long[:60]
-    assert go_on(target, NoDraft(), state, short, config) == 0
-    assert run(target, NoDraft(), state, config) == answer(target, NoDraft(), short, config)
+    other = change(prompt, run(target, NoDraft(), state, config))
+    assert go_on(target, NoDraft(), state, other, config) == reused
+    assert run(target, NoDraft(), state, config) == answer(target, NoDraft(), other, config)
 
 
 @given(max_tokens=st.integers(1, 30), nodes=st.integers(1, 12), seed=st.integers(0, 99))
@@ -175,7 +135,7 @@ def test_an_observer_changes_no_token_and_sees_every_term(targets):
     timer = RoundTimer()
     state = start(target, NoDraft(), prompt, config)
     rounds = decode(target, NoDraft(), state, config, timer)
-    assert [t for accepted in rounds for t in accepted.tokens] == plain
+    assert tokens_in(rounds) == plain
     assert {"draft", "verify", "commit"} <= set(timer.seconds)
 
 
@@ -190,4 +150,4 @@ def test_prefill_reports_its_progress(targets):
     state = State(target.new_cache(), NoDraft().new_context())
     prefill(target, NoDraft(), state, prompt_of(1), config, Progress())
     assert Progress.seen == [(0, 19), (8, 19), (16, 19), (19, 19)]
-    assert mx.array(state.anchor).tolist() == prompt_of(1)[-1:]
+    assert state.anchor.tolist() == prompt_of(1)[-1:]

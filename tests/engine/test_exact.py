@@ -1,5 +1,7 @@
 """Greedy answers with --exact are plain decoding's, on targets whose passes differ by width."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 
@@ -7,10 +9,8 @@ from dflash_mlx.cli.options import summary
 from dflash_mlx.core.accept import Accepted, NearTies
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.exact import SAFETY, Noise, lead, measure_noise, noise_of
 from dflash_mlx.engine.pair import Pair
@@ -18,8 +18,8 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import verify
 from dflash_mlx.session.stream import Session, TextDelta, collect
 from dflash_mlx.target.block import Block
-from support.decoding import rounds as decode
-from support.decoding import tree_of
+from support import decoding
+from support.decoding import go_on, run, start, tokens_in, tree_of
 from support.letters import Letters
 from support.rounding import (
     EXACT,
@@ -27,14 +27,11 @@ from support.rounding import (
     LOOSE,
     TOKENS,
     Rounding,
-    answer,
+    counted,
     drafted_answer,
-    foretold,
     plain_answer,
-    prompt_of,
-    start,
 )
-from support.toys import Scripted
+from support.toys import Scripted, foretold, prompt_of
 
 SEEDS = range(3)
 
@@ -44,11 +41,14 @@ def target(request):
     return Rounding(request.param, FAMILIES[request.param])
 
 
-def assert_same_rows(state, other):
-    """Both states hold the same committed tokens, keys and values."""
-    assert state.tokens == other.tokens
-    assert state.position == other.position
-    for a, b in zip(state.cache.arrays, other.cache.arrays, strict=True):
+def assert_rows_are_those_of(state, target, prompt, rounds):
+    """The state holds the keys, values and tokens of these rounds without a guard."""
+    again = start(target, NoDraft(), prompt)
+    for accepted in rounds:
+        (verdict,) = verify(target, [again], [Proposal(accepted.tree)], ())
+        again.commit(accepted, verdict.ids, None)
+    assert (state.tokens, state.position) == (again.tokens, again.position)
+    for a, b in zip(state.cache.arrays, again.cache.arrays, strict=True):
         assert mx.array_equal(a[..., : state.position, :], b[..., : state.position, :])
 
 
@@ -126,7 +126,7 @@ def test_plain_decoding_is_left_alone(target):
     plain = plain_answer(target, 1)[:12]
     before = len(target.rows)
     state = start(target, NoDraft(), prompt_of(1))
-    tokens, statistics = answer(target, NoDraft(), state, config)
+    tokens, statistics = counted(target, NoDraft(), state, config)
     assert tokens == plain
     assert statistics.near_ties is None
     assert target.rows[before:].count(1) == 12
@@ -136,7 +136,7 @@ def test_rounds_without_drafts_are_plain_decodings_until_the_first_wide_pass(tar
     noise_of(target)
     before = len(target.rows)
     drafter = Scripted(lambda tokens, room: ([], []))
-    tokens, statistics = answer(target, drafter, start(target, drafter, prompt_of(1)), EXACT)
+    tokens, statistics = counted(target, drafter, start(target, drafter, prompt_of(1)), EXACT)
     assert tokens == plain_answer(target, 1)
     assert statistics.near_ties.checks == 0
     assert len(target.rows) - before == 1 + TOKENS  # the prompt, then one pass per token
@@ -154,23 +154,20 @@ def test_a_lone_root_behind_wide_rows_is_checked_too(target):
 
         drafter = Scripted(script)
         state = start(target, drafter, prompt_of(seed))
-        said = []
-        for accepted in decode(target, drafter, state, EXACT, Observer()):
-            said += accepted.tokens
-            checks += accepted.near_ties.checks if len(accepted.tree) == 1 else 0
-        assert said == plain
+        rounds = list(decoding.rounds(target, drafter, state, EXACT))
+        checks += sum(r.near_ties.checks for r in rounds if len(r.tree) == 1)
+        assert tokens_in(rounds) == plain
     assert checks > 0
 
 
 def test_a_repetition_penalty_is_part_of_the_choice(target):
     sampling = SamplingConfig(repetition_penalty=1.3)
     config = DecodeConfig(max_tokens=40, sampling=sampling)
-    exact = DecodeConfig(max_tokens=40, sampling=sampling, exact=True)
     prompt = prompt_of(0)
-    plain, _ = answer(target, NoDraft(), start(target, NoDraft(), prompt), config)
+    plain = decoding.answer(target, NoDraft(), prompt, config)
     assert plain != plain_answer(target, 0)[:40]
     drafter = foretold(prompt, plain)
-    assert answer(target, drafter, start(target, drafter, prompt), exact)[0] == plain
+    assert decoding.answer(target, drafter, prompt, replace(config, exact=True)) == plain
 
 
 def test_the_checks_write_nothing_into_the_state(target):
@@ -178,14 +175,10 @@ def test_the_checks_write_nothing_into_the_state(target):
     target.noise = Noise(1e9, 1e9)  # every node is a near-tie
     state = start(target, NoDraft(), prompt_of(2))
     drafter = foretold(prompt_of(2), plain_answer(target, 2), 3)
-    rounds = [next(decode(target, drafter, state, EXACT, Observer())) for _ in range(3)]
+    rounds = [next(decoding.rounds(target, drafter, state, EXACT)) for _ in range(3)]
     target.noise = None
     assert all(accepted.near_ties.checks == len(accepted.tokens) for accepted in rounds)
-    again = start(target, NoDraft(), prompt_of(2))
-    for accepted in rounds:
-        (verdict,) = verify(target, [again], [Proposal(accepted.tree)], ())
-        again.commit(accepted, verdict.ids, None)
-    assert_same_rows(state, again)
+    assert_rows_are_those_of(state, target, prompt_of(2), rounds)
 
 
 def test_an_answer_abandoned_after_a_near_tie_can_be_continued(target):
@@ -193,17 +186,17 @@ def test_an_answer_abandoned_after_a_near_tie_can_be_continued(target):
     drafter = foretold(prompt_of(0), plain_answer(target, 0))
     state = start(target, drafter, prompt_of(0))
     said = []
-    for accepted in decode(target, drafter, state, EXACT, Observer()):
+    for accepted in decoding.rounds(target, drafter, state, EXACT):
         said += accepted.tokens
         if accepted.near_ties.checks:
             break
     assert 0 < len(said) < TOKENS
     more = prompt_of(0) + said + prompt_of(5, 4)
-    assert prefill(target, drafter, state, more, LOOSE, Observer()) == 20 + len(said) - 1
+    assert go_on(target, drafter, state, more) == 20 + len(said) - 1
     other = State(state.cache.fork(), NoDraft().new_context())
     other.set_anchor(more[-1])
-    expected, _ = answer(target, NoDraft(), other, LOOSE)
-    assert answer(target, foretold(more, expected), state, EXACT)[0] == expected
+    expected = run(target, NoDraft(), other, LOOSE)
+    assert run(target, foretold(more, expected), state, EXACT) == expected
 
 
 def test_an_interrupt_inside_a_check_leaves_the_cache_as_it_was(target, monkeypatch):
@@ -211,7 +204,7 @@ def test_an_interrupt_inside_a_check_leaves_the_cache_as_it_was(target, monkeypa
     drafter = foretold(prompt, plain_answer(target, 1), 1)
     state = start(target, drafter, prompt)
     target.noise = Noise(1e9, 1e9)
-    rounds = decode(target, drafter, state, EXACT, Observer())
+    rounds = decoding.rounds(target, drafter, state, EXACT)
     first = next(rounds)
     forward = target.forward
 
@@ -225,10 +218,7 @@ def test_an_interrupt_inside_a_check_leaves_the_cache_as_it_was(target, monkeypa
         next(rounds)
     monkeypatch.undo()
     target.noise = None
-    again = start(target, NoDraft(), prompt)
-    (verdict,) = verify(target, [again], [Proposal(first.tree)], ())
-    again.commit(first, verdict.ids, None)
-    assert_same_rows(state, again)
+    assert_rows_are_those_of(state, target, prompt, [first])
 
 
 def test_statistics_add_up_the_checks_and_say_so_in_json_and_in_the_summary():
@@ -237,14 +227,9 @@ def test_statistics_add_up_the_checks_and_say_so_in_json_and_in_the_summary():
     assert "near-ties" not in summary(TextDelta("", (), None, "stop", statistics, 0, None))
     for near_ties in (NearTies(2, 3, 1, 1, 0.5), NearTies(), NearTies(1, 1, 0, 0, 0.25)):
         statistics.add_round(Accepted(tree_of([1], [-1]), (0,), 5, near_ties))
-    counts = {k: v for k, v in statistics.as_dict().items() if k.startswith("guard_")}
-    assert counts == {
-        "guard_checks": 3,
-        "guard_passes": 4,
-        "guard_replays": 1,
-        "guard_changed": 1,
-        "guard_seconds": 0.75,
-    }
+    found = statistics.as_dict()
+    counts = [found[f"guard_{k}"] for k in ("checks", "passes", "replays", "changed", "seconds")]
+    assert counts == [3, 4, 1, 1, 0.75]
     line = summary(TextDelta("", (), None, "stop", statistics, 0, None))
     assert line.endswith("3 near-ties in 0.75 s, 1 changed")
 

@@ -9,7 +9,6 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.exact import measure_noise
@@ -21,6 +20,7 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import TAIL
 from dflash_mlx.train.features import FeatureCache
+from support.drafter_folders import drafter_folder
 from support.families import VOCAB_SIZE, make_model
 from support.hybrids import (
     difference,
@@ -35,7 +35,6 @@ from support.hybrids import (
 )
 from support.letters import Letters
 from support.recurrent_families import RECURRENT
-from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
 FEW = ["falcon_h1", "lfm2", "qwen3_5"]
 TOLERANCE = 1e-4
@@ -55,12 +54,8 @@ def target(request):
 
 @pytest.fixture
 def pair(target, tmp_path):
-    config = tiny_drafter_config(num_target_layers=target.num_layers)
-    config["dflash_config"]["target_layer_ids"] = [0, 1, 2]
-    folder = write_drafter_folder(tmp_path, config, random_drafter(config, 1))
-    network_config = read_config(folder)
-    network = load_network(folder, network_config, mx.float32)
-    return Pair(target, Letters(), (BlockModel(network, network_config, target),), "tiny")
+    model = drafter_folder(tmp_path, [0, 1, 2], 1, target)
+    return Pair(target, Letters(), (model,), "tiny")
 
 
 def answer(session, prompt):

@@ -7,7 +7,6 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
-from dflash_mlx.drafters.dflash.checkpoint import NetworkConfig
 from dflash_mlx.drafters.dflash.selector import Candidates, SelectorConfig, predecessors
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
@@ -17,7 +16,7 @@ from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.resample import Resample
 from dflash_mlx.engine import rules
-from support.law import LENGTH, VOCABULARY, answer, chi_square, enumerated_law
+from support.law import VOCABULARY, law_distance
 from support.toy_drafter import ToyDrafter
 from support.toys import ToyTarget
 
@@ -32,16 +31,16 @@ class ToyPaths(ToyDrafter):
     def candidates(self, context, anchor, rows):
         logits = self.logits(context, anchor, rows)
         tokens = mx.argsort(-logits, axis=-1)[:, :3]
-        before = mx.concatenate([mx.repeat(anchor, 3)[None].astype(tokens.dtype), tokens[:-1]])
-        edges = mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
+        edges = self.edges(tokens, anchor)
         return Candidates(tokens, mx.take_along_axis(logits, tokens, axis=-1)[:, None] + edges)
 
     def linked(self, context, anchor, rows):
         ranked = rank(self.logits(context, anchor, rows), 3)
-        tokens = mx.array(ranked.tokens)
+        return ranked, np.array(self.edges(mx.array(ranked.tokens), anchor))
+
+    def edges(self, tokens, anchor):
         before = predecessors(tokens, anchor)
-        edges = mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
-        return ranked, np.array(edges)
+        return mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
 
 
 class ToyHalf(ToyDrafter):
@@ -52,69 +51,41 @@ class ToyHalf(ToyDrafter):
         return mx.where(known, super().logits(context, anchor, rows, prefixes), -mx.inf)
 
 
-def drafter(name, sampling):
-    first, second = ToyDrafter(1), ToyDrafter(2)
-    made = {
-        "none": lambda: NoDraft(),
-        "ngram": lambda: NGram(),
-        "dflash": lambda: BlockDiffusion(first),
-        "dflash, reject": lambda: DrawnBlock(first, None, sampling),
-        "dflash, path": lambda: SelectedPath(ToyPaths(1)),
-        "dflash, path, reject": lambda: DrawnPath(ToyPaths(1), None, sampling),
-        "dflash, half the vocabulary, reject": lambda: DrawnBlock(ToyHalf(1), None, sampling),
-        "ddtree": lambda: BestFirst(first, None, 6),
-        "ddtree, path": lambda: BestFirst(ToyPaths(1), None, 6),
-        "d2sd, path": lambda: DualDiffusion(ToyPaths(1), second, None, JointGrowth(2, 8)),
-        "d2sd": lambda: DualDiffusion(first, second, None, JointGrowth(2, 8)),
-        "d2sd, half the vocabulary": lambda: DualDiffusion(
-            ToyHalf(1), ToyHalf(2), None, JointGrowth(2, 8)
-        ),
-        "d2sd, published": lambda: DualDiffusion(first, second, None, PaperGrowth(2)),
-        "d2sd, one drafter": lambda: DualDiffusion(first, None, None, JointGrowth(2, 8)),
-        "resample": lambda: Resample(first, None, 3, sampling.seed),
-    }
-    return made[name]()
-
-
-NAMES = [
-    "none",
-    "ngram",
-    "dflash",
-    "dflash, reject",
-    "dflash, path",
-    "dflash, path, reject",
-    "dflash, half the vocabulary, reject",
-    "ddtree",
-    "ddtree, path",
-    "d2sd",
-    "d2sd, path",
-    "d2sd, half the vocabulary",
-    "d2sd, published",
-    "d2sd, one drafter",
-    "resample",
-]
+GROWTH = JointGrowth(2, 8)
+FIRST, SECOND = ToyDrafter(1), ToyDrafter(2)
+HALVES = ToyHalf(1), ToyHalf(2)
+MADE = {
+    "none": lambda sampling: NoDraft(),
+    "ngram": lambda sampling: NGram(),
+    "dflash": lambda sampling: BlockDiffusion(FIRST),
+    "dflash, reject": lambda sampling: DrawnBlock(FIRST, None, sampling),
+    "dflash, path": lambda sampling: SelectedPath(ToyPaths(1)),
+    "dflash, path, reject": lambda sampling: DrawnPath(ToyPaths(1), None, sampling),
+    "dflash, half the vocabulary, reject": lambda sampling: DrawnBlock(HALVES[0], None, sampling),
+    "ddtree": lambda sampling: BestFirst(FIRST, None, 6),
+    "ddtree, path": lambda sampling: BestFirst(ToyPaths(1), None, 6),
+    "d2sd": lambda sampling: DualDiffusion(FIRST, SECOND, None, GROWTH),
+    "d2sd, path": lambda sampling: DualDiffusion(ToyPaths(1), SECOND, None, GROWTH),
+    "d2sd, half the vocabulary": lambda sampling: DualDiffusion(*HALVES, None, GROWTH),
+    "d2sd, published": lambda sampling: DualDiffusion(FIRST, SECOND, None, PaperGrowth(2)),
+    "d2sd, one drafter": lambda sampling: DualDiffusion(FIRST, None, None, GROWTH),
+    "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
+}
 
 
 def distance(name, draws, **settings):
     """Of `draws` answers with that method from the enumerated law, in standard deviations."""
-    target = ToyTarget(VOCABULARY)
-    sampling = {"temperature": TEMPERATURE, **settings}
-    answers = []
-    for seed in range(draws):
-        seeded = SamplingConfig(seed=seed, **sampling)
-        acceptance = "reject" if name.endswith("reject") else "match"
-        config = DecodeConfig(
-            name.partition(",")[0], acceptance=acceptance, max_tokens=LENGTH, sampling=seeded
-        )
-        answers.append(answer(target, drafter(name, seeded), config))
-    return chi_square(enumerated_law(target, SamplingConfig(**sampling)), answers)
+    sampling = SamplingConfig(TEMPERATURE, **settings)
+    acceptance = "reject" if name.endswith("reject") else "match"
+    config = DecodeConfig(name.partition(",")[0], acceptance=acceptance, sampling=sampling)
+    return law_distance(ToyTarget(VOCABULARY), MADE[name], draws, config)
 
 
 def test_every_method_is_here():
-    assert {name.partition(",")[0] for name in NAMES} == set(METHODS)
+    assert {name.partition(",")[0] for name in MADE} == set(METHODS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MADE)
 def test_sampled_answers_follow_the_law(name):
     assert distance(name, 800) < 4
 
@@ -138,18 +109,10 @@ def test_rejection_sampling_follows_the_law_with_every_filter(name, settings):
 @pytest.mark.parametrize("mistake", ["keeps all", "keeps by p", "draws from p"])
 def test_the_law_test_notices_wrong_rejection_rules(monkeypatch, mistake):
     kept = rules.kept
-    if mistake == "keeps all":
-        monkeypatch.setattr(rules, "kept", lambda p, q, tokens, u: mx.array(len(tokens)))
-    elif mistake == "keeps by p":
-        monkeypatch.setattr(
-            rules, "kept", lambda p, q, tokens, u: kept(p, mx.ones_like(q), tokens, u)
-        )
-    else:
-        monkeypatch.setattr(rules, "remainder", lambda p, q: p)
+    name, wrong = {
+        "keeps all": ("kept", lambda p, q, tokens, u: mx.array(len(tokens))),
+        "keeps by p": ("kept", lambda p, q, tokens, u: kept(p, mx.ones_like(q), tokens, u)),
+        "draws from p": ("remainder", lambda p, q: p),
+    }[mistake]
+    monkeypatch.setattr(rules, name, wrong)
     assert distance("dflash, reject", 800) > 4
-
-
-def test_the_toy_drafter_stands_for_real_ones():
-    assert {"block_size", "target_layer_ids", "vocab_size"} <= set(
-        NetworkConfig.__dataclass_fields__
-    )

@@ -9,24 +9,22 @@ from hypothesis import strategies as st
 from dflash_mlx.core.accept import accept
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.rejection import kept, remainder
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.drawn import DrawnBlock
 from dflash_mlx.drafters.methods import draws_drafts, make_drafter
-from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.rules import Reject
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
 from dflash_mlx.target.model import Target
-from support.decoding import rounds as decode
+from support.decoding import behind, go_on, rounds, run, start
 from support.drafter_folders import drafter_folder
 from support.families import make_model
 from support.toy_drafter import ToyDrafter
-from support.toys import ToyTarget
+from support.toys import ToyCache
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +87,7 @@ def test_a_proposal_that_was_cut_to_its_share_is_matched_not_rejected():
         def draft(self, state, room):
             return Proposal(Tree((1, 2), (-1, 0, 0)), mx.ones((2, 4)) / 4)
 
-    state = State(ToyTarget(4).new_cache(), None)
+    state = State(ToyCache(), None)
     state.end = 9
     (whole,), (cut,) = (Wide().propose([state], rows) for rows in (3, 2))
     assert (len(whole.tree), whole.q is None) == (3, False)
@@ -144,9 +142,7 @@ def test_other_trees_are_matched():
 
 def drawn(seed, temperature=0.7, room=4, **filters):
     drafter = DrawnBlock(ToyDrafter(1), None, SamplingConfig(temperature, seed=seed, **filters))
-    state = State(ToyTarget(4).new_cache(), drafter.new_context())
-    state.set_anchor(2)
-    return drafter.draft(state, room)
+    return drafter.draft(behind(drafter, 2), room)
 
 
 def test_drafts_are_drawn_from_the_q_they_carry():
@@ -172,21 +168,28 @@ def test_one_seed_gives_one_draft_and_room_for_one_token_none():
     assert len(drawn(0, room=3).tree) == 3
 
 
-def test_drawing_is_for_dflash_with_a_temperature():
-    warm, cold = SamplingConfig(temperature=0.7), SamplingConfig()
-    assert draws_drafts(DecodeConfig("dflash", acceptance="reject", sampling=warm))
-    assert not draws_drafts(DecodeConfig("dflash", acceptance="reject", sampling=cold))
-    assert not draws_drafts(DecodeConfig("ddtree", acceptance="reject", sampling=warm))
-    assert not draws_drafts(DecodeConfig("dflash", acceptance="match", sampling=warm))
+@pytest.mark.parametrize(
+    ("method", "acceptance", "sampling", "drawn"),
+    [
+        ("dflash", "reject", {"temperature": 0.7, "seed": 1}, True),
+        ("dflash", "reject", {}, False),
+        ("ddtree", "reject", {"temperature": 0.7}, False),
+        ("dflash", "match", {"temperature": 0.7}, False),
+        ("dflash", "auto", {"temperature": 0.7}, True),
+        ("dflash", "auto", {"temperature": 0.7, "seed": 1}, False),
+        ("dflash", "auto", {}, False),
+    ],
+)
+def test_dflash_draws_with_a_temperature_where_no_answer_has_to_be_kept(
+    method, acceptance, sampling, drawn
+):
+    config = DecodeConfig(method, acceptance=acceptance, sampling=SamplingConfig(**sampling))
+    assert draws_drafts(config) == drawn
+
+
+def test_unknown_acceptance_is_refused():
     with pytest.raises(DFlashError, match="acceptance is 'both'"):
         DecodeConfig(acceptance="both")
-
-
-def test_by_default_a_seed_keeps_its_answer_and_without_one_more_is_accepted():
-    warm = SamplingConfig(temperature=0.7)
-    assert DecodeConfig("dflash", sampling=warm).draws_drafts
-    assert not DecodeConfig("dflash", sampling=warm.with_seed()).draws_drafts
-    assert not DecodeConfig("dflash").draws_drafts
 
 
 def test_real_networks_draw_and_reject_and_an_abandoned_answer_goes_on(pair):
@@ -195,19 +198,17 @@ def test_real_networks_draw_and_reject_and_an_abandoned_answer_goes_on(pair):
     config = DecodeConfig("dflash", max_tokens=30, sampling=sampling, acceptance="reject")
     drafter = make_drafter(pair, config)
     assert isinstance(drafter, DrawnBlock)
-    state = State(pair.target.new_cache(), drafter.new_context())
-    prefill(pair.target, drafter, state, [1, 2, 3], config, Observer())
-    said, rounds = [], 0
-    for accepted in decode(pair.target, drafter, state, config, Observer()):
+    state = start(pair.target, drafter, [1, 2, 3], config)
+    said, count = [], 0
+    for accepted in rounds(pair.target, drafter, state, config):
         said += accepted.tokens
-        rounds += 1
+        count += 1
         if len(said) >= 15:
             break
-    assert rounds < len(said), "some drafts were kept"
+    assert count < len(said), "some drafts were kept"
     assert state.tokens == [1, 2, 3, *said]
     assert state.context.length == state.position == 2 + len(said)
-    rest = [t for r in decode(pair.target, drafter, state, config, Observer()) for t in r.tokens]
-    assert len(rest) == 30
+    assert len(run(pair.target, drafter, state, config)) == 30
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -215,10 +216,9 @@ def test_every_answer_of_a_session_draws_drafts_of_its_own_unless_seeded(pair, s
     sampling = SamplingConfig(2.0, seed=seed)
     config = DecodeConfig(method="dflash", max_tokens=6, acceptance="reject", sampling=sampling)
     drafter = make_drafter(pair, config)
-    state = State(pair.target.new_cache(), drafter.new_context())
+    state = start(pair.target, drafter, [1, 2, 3, 4], config)
     drafts = set()
     for _ in range(12):
-        prefill(pair.target, drafter, state, [1, 2, 3, 4], config, Observer())
-        first = next(decode(pair.target, drafter, state, config, Observer()))
-        drafts.add(first.tree.drafted)
+        go_on(pair.target, drafter, state, [1, 2, 3, 4], config)
+        drafts.add(next(rounds(pair.target, drafter, state, config)).tree.drafted)
     assert len(drafts) == 1 if seed is not None else len(drafts) > 6

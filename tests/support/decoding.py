@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,12 +13,18 @@ from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine import decode as engine
 from dflash_mlx.engine.state import State
+from support.toys import ToyCache
+
+
+def tokens_in(rounds: Iterable[Any]) -> list[int]:
+    """What all these rounds accepted, one after the other."""
+    return [token for accepted in rounds for token in accepted.tokens]
 
 
 def answer(target: Any, drafter: Any, prompt: Sequence[int], config: DecodeConfig) -> list[int]:
     """The tokens behind `prompt`, with caches of their own."""
-    rounds = engine.answer(target, drafter, prompt, config)
-    return [token for round_ in rounds for token in round_.accepted.tokens]
+    found = engine.answer(target, drafter, prompt, config)
+    return tokens_in(round_.accepted for round_ in found)
 
 
 def start(
@@ -52,13 +58,21 @@ def rounds(
 
 def run(target: Any, drafter: Any, state: State, config: DecodeConfig) -> list[int]:
     """The tokens of an answer."""
-    found = rounds(target, drafter, state, config)
-    return [token for accepted in found for token in accepted.tokens]
+    return tokens_in(rounds(target, drafter, state, config))
 
 
 def feed(context: Any, features: Any) -> None:
     """Tell a drafter's context of tokens that it does not read, and of their features."""
     context.append(mx.zeros(len(features), mx.int32), mx.array(features))
+
+
+def behind(drafter: Any, anchor: int, *features: Any) -> State:
+    """A state for drafts behind an anchor; the drafter took these features in, part by part."""
+    state = State(ToyCache(), drafter.new_context())
+    for part in features:
+        feed(state.context, part)
+    state.set_anchor(anchor)
+    return state
 
 
 def tree_of(tokens: Sequence[int], parents: Sequence[int], **more: Any) -> Tree:
@@ -72,6 +86,15 @@ def path_to(tree: Tree, node: int) -> list[int]:
     while (parent := tree.parents[path[0]]) >= 0:
         path.insert(0, parent)
     return path
+
+
+def paths_of(tree: Any) -> list[tuple[int, ...]]:
+    """The drafted tokens from the root to each node, which no two nodes share."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.drafted, tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    assert len(set(paths)) == len(paths), "two siblings carry one token"
+    return paths
 
 
 def ids_of(tree: Tree) -> mx.array:

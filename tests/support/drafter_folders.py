@@ -12,9 +12,15 @@ from support.reference_dflash import random_drafter, tiny_drafter_config, write_
 def drafter_folder(folder, taps, seed, target):
     """A draft model of `target`, read from a folder that is written."""
     config = tiny_drafter_config(
-        num_target_layers=3, dflash_config={"mask_token_id": 5, "target_layer_ids": taps}
+        num_target_layers=target.num_layers,
+        dflash_config={"mask_token_id": 5, "target_layer_ids": taps},
     )
-    write_drafter_folder(folder, config, random_drafter(config, seed))
+    return written(folder, config, random_drafter(config, seed), target)
+
+
+def written(folder, config, tensors, target):
+    """The draft model of `target` that a folder with this configuration and these tensors has."""
+    write_drafter_folder(folder, config, tensors)
     network_config = read_config(folder)
     network = load_network(folder, network_config, mx.float32)
     return BlockModel(network, network_config, target)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -40,8 +43,19 @@ def enumerated_law(target: ToyTarget, config: SamplingConfig) -> dict[tuple[int,
     return law
 
 
-def answer(target: ToyTarget, drafter, config: DecodeConfig) -> tuple[int, ...]:
-    return tuple(decoding.answer(target, drafter, PROMPT, config))
+def law_distance(
+    target: ToyTarget,
+    drafter_of: Callable[[SamplingConfig], Any],
+    draws: int,
+    config: DecodeConfig,
+) -> float:
+    """Of answers with seeds 0, 1, ... from the enumerated law, in standard deviations."""
+    answers = []
+    for seed in range(draws):
+        seeded = replace(config.sampling, seed=seed)
+        use = replace(config, max_tokens=LENGTH, sampling=seeded)
+        answers.append(tuple(decoding.answer(target, drafter_of(seeded), PROMPT, use)))
+    return chi_square(enumerated_law(target, config.sampling), answers)
 
 
 def chi_square(law: dict[tuple[int, ...], float], answers: list[tuple[int, ...]]) -> float:

@@ -1,28 +1,18 @@
 """A target whose passes differ by width, and answers from it."""
 
 import mlx.core as mx
-import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import prefill
-from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
-from support.decoding import rounds as decode
-from support.families import VOCAB_SIZE, make_model
-from support.toys import Scripted, random_tree
+from support import decoding
+from support.families import make_model
+from support.toys import foretold, prompt_of
 
 TOKENS = 48
-
-
 LOOSE = DecodeConfig("dflash", max_tokens=TOKENS)
-
-
 EXACT = DecodeConfig("dflash", max_tokens=TOKENS, exact=True)
-
-
 FAMILIES = {"llama": 0.003, "llama_sliding": 0.003, "gemma3_text": 0.01}  # size of the rounding
 
 
@@ -47,48 +37,24 @@ class Rounding(Target):
         return super().forward(tokens, cache, block, taps)
 
 
-def prompt_of(seed, length=20):
-    return np.random.default_rng(seed).integers(VOCAB_SIZE, size=length).tolist()
-
-
-def foretold(prompt, plain, seed=0, width=6):
-    """Trees with a run of the plain answer, of random length, and wrong branches beside it."""
-    rng = np.random.default_rng(seed)
-
-    def script(tokens, room):
-        ahead = plain[len(tokens) - len(prompt) :][: int(rng.integers(1, 7))][: room - 1]
-        others, parents = random_tree(rng, min(width, room - 1 - len(ahead)), VOCAB_SIZE)
-        if ahead and ahead[0] in others:
-            others, parents = [], []
-        below = [p + len(ahead) if p else 0 for p in parents]
-        return [*ahead, *others], [*range(len(ahead)), *below]
-
-    return Scripted(script)
-
-
-def start(target, drafter, prompt):
-    state = State(target.new_cache(), drafter.new_context())
-    prefill(target, drafter, state, prompt, LOOSE, Observer())
-    return state
-
-
-def answer(target, drafter, state, config):
-    statistics = Statistics(drafter.name)
-    tokens = []
-    for accepted in decode(target, drafter, state, config, Observer()):
-        statistics.add_round(accepted)
-        tokens += accepted.tokens
-    return tokens, statistics
-
-
 def plain_answer(target, seed):
     """To the prompt of that seed; computed once."""
     if seed not in target.plain:
-        state = start(target, NoDraft(), prompt_of(seed))
-        target.plain[seed] = answer(target, NoDraft(), state, LOOSE)[0]
+        target.plain[seed] = decoding.answer(target, NoDraft(), prompt_of(seed), LOOSE)
     return target.plain[seed]
 
 
 def drafted_answer(target, seed, config):
-    drafter = foretold(prompt_of(seed), plain_answer(target, seed), seed)
-    return answer(target, drafter, start(target, drafter, prompt_of(seed)), config)
+    """With trees around the plain answer; its tokens, and what it took."""
+    prompt = prompt_of(seed)
+    drafter = foretold(prompt, plain_answer(target, seed), seed)
+    return counted(target, drafter, decoding.start(target, drafter, prompt), config)
+
+
+def counted(target, drafter, state, config):
+    """The tokens of an answer, and its statistics."""
+    statistics, found = Statistics(drafter.name), []
+    for accepted in decoding.rounds(target, drafter, state, config):
+        statistics.add_round(accepted)
+        found.append(accepted)
+    return decoding.tokens_in(found), statistics

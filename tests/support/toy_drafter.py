@@ -1,33 +1,19 @@
 """A drafter for toy targets whose law can be enumerated."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.none import NoContext
 from support.law import VOCABULARY
 
 
-class ToyContext(FeatureContext):
+class ToyContext(NoContext, FeatureContext):
     """Remembers nothing."""
 
     def __init__(self) -> None:
-        pass
-
-    @property
-    def length(self) -> int:
-        return 1000
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return []
-
-    def append(self, tokens: mx.array, features: mx.array | None) -> None:
-        pass
-
-    def refill_from(self, length: int) -> int:
-        return length
-
-    def trim(self, length: int) -> None:
         pass
 
 
@@ -42,14 +28,12 @@ class ToyDrafter:
         shape = (VOCABULARY, block_size, VOCABULARY)
         self.table = np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 1.5
         self.block_size = block_size
-        self.config = type(
-            "Config",
-            (),
-            {
-                **{"block_size": block_size, "target_layer_ids": (), "vocab_size": VOCABULARY},
-                "selector": self.selector,
-            },
-        )()
+        self.config = SimpleNamespace(
+            block_size=block_size,
+            target_layer_ids=(),
+            vocab_size=VOCABULARY,
+            selector=self.selector,
+        )
 
     def new_context(self) -> ToyContext:
         return ToyContext()

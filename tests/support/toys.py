@@ -12,12 +12,19 @@ from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.block import Block
+from support.family_configs import VOCAB_SIZE
+
+
+def prompt_of(seed: int, length: int = 20) -> list[int]:
+    """Random tokens for a tiny model."""
+    return np.random.default_rng(seed).integers(VOCAB_SIZE, size=length).tolist()
 
 
 class ToyCache:
     """Stores tokens where a model's cache stores keys and values."""
 
     arrays: list[mx.array] = []
+    tail = 0
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -29,8 +36,6 @@ class ToyCache:
 
     def commit(self, path: Sequence[int]) -> None:
         self.tokens += [self.pending[row] for row in path]
-
-    tail = 0
 
     def mark(self) -> None:
         pass
@@ -104,3 +109,21 @@ def random_tree(
             tokens.append(token)
             parents.append(parent)
     return tokens, parents
+
+
+def foretold(
+    prompt: Sequence[int], plain: Sequence[int], seed: int = 0, most: int = 6, width: int = 6
+) -> Scripted:
+    """Trees with a run of the plain answer, of random length, and wrong branches beside it."""
+    rng = np.random.default_rng(seed)
+
+    def script(tokens: list[int], room: int) -> tuple[list[int], list[int]]:
+        run = min(int(rng.integers(1, most + 1)), room - 1)
+        ahead = plain[len(tokens) - len(prompt) :][:run]
+        others, parents = random_tree(rng, min(width, room - 1 - len(ahead)), VOCAB_SIZE)
+        if ahead and ahead[0] in others:  # keep siblings apart
+            others, parents = [], []
+        below = [p + len(ahead) if p else 0 for p in parents]
+        return [*ahead, *others], [*range(len(ahead)), *below]
+
+    return Scripted(script)
