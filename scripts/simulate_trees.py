@@ -38,6 +38,7 @@ from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoContext
+from dflash_mlx.engine.decode import NO_LIMIT
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context
@@ -163,7 +164,7 @@ def simulate(
             for name in here:
                 room = len(text) - 1 - anchor
                 place: Any = Place(text[: anchor + 1], context_of(drafters[name], context), room)
-                tree = drafters[name].propose([place], room)[0].tree
+                tree = drafters[name].propose([place], NO_LIMIT)[0].tree
                 tokens = len(accept(tree, continuing(text, anchor)).path)
                 counts[name].add(row.category, tokens, len(tree))
                 following[name] = anchor + tokens

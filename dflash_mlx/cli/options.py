@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.config import option as option
@@ -45,16 +45,13 @@ def add_options(
         for field in fields(settings_class):
             if "help" in field.metadata and field.name not in without:
                 more = {"choices": choices()} if field.name == "method" else {}
+                shown = "" if field.default in (None, ()) else f" (default: {field.default})"
                 parser.add_argument(
                     "--" + field.name.replace("_", "-"),
                     default=argparse.SUPPRESS,
-                    help=_help(field.metadata["help"], field.default),
+                    help=field.metadata["help"] + shown,
                     **{**field.metadata["argparse"], **more},
                 )
-
-
-def _help(text: str, default: Any) -> str:
-    return text if default is None or default == () else f"{text} (default: {default})"
 
 
 def read_options(arguments: argparse.Namespace, settings_class: type[_Settings]) -> _Settings:
@@ -111,18 +108,14 @@ def run(main: Callable[[Sequence[str]], None], program: str) -> NoReturn:
         _drop_output()
         code = _say(f"{program}: {error}; free some space or write elsewhere", BAD_INPUT)
     except Exception as error:
-        code = _say(f"{program}: {_fault(error)}", 1)
+        what = f"something went wrong ({in_short(error)}); if it does so again"
+        code = _say(f"{program}: {what}, report it with {keep_traceback(error)}", 1)
     sys.exit(code)
 
 
 def _drop_output() -> None:
     """Keep Python from failing once more when it flushes what could not be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fault(error: Exception) -> str:
-    log = keep_traceback(error)
-    return f"something went wrong ({in_short(error)}); if it does so again, report it with {log}"
 
 
 def in_short(error: Exception) -> str:
@@ -165,20 +158,17 @@ def read_stdin() -> str:
         ) from None
 
 
-def print_stream(deltas: Iterator[TextDelta]) -> str:
-    """Text on stdout as it comes, then a line of statistics on stderr; returns the text."""
-    text = ""
+def print_stream(deltas: Iterator[TextDelta]) -> None:
+    """Text on stdout as it comes, then a line of statistics on stderr."""
     delta = None
     try:
         for delta in deltas:
-            text += delta.text
             print(delta.text, end="", flush=True)
     finally:
         if delta is not None:
             print(flush=True)
     if delta is not None:
         print(summary(delta), file=sys.stderr)
-    return text
 
 
 def summary(delta: TextDelta) -> str:

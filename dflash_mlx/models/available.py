@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -59,30 +59,27 @@ def available_models(here: Path) -> list[AvailableModel]:
     found = [on_this_machine(model, drafters) for model in models]
     here_already = {registry.find(folder.name) for folder in models}
     public = [
-        to_download(entry, names)
+        AvailableModel(
+            entry.name,
+            PairConfig(entry.name),
+            "to download",
+            drafter=f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in names)}",
+            notes=entry.notes,
+        )
         for entry in registry.entries()
         if entry not in here_already and shipped_folder(entry.drafter) is None
     ]
-    return [built_in(), *local_pairs(here), *found, *public]
+    converted = [str(folder) for folder in _subfolders(here) if is_pair_folder(folder)]
+    pairs = [_pair(name, PairConfig(name), "converted pair") for name in converted]
+    return [_pair(DEFAULT_MODEL, PairConfig(), "built in"), *pairs, *found, *public]
 
 
-def built_in() -> AvailableModel:
-    """The default pair."""
-    config = PairConfig()
-    return AvailableModel(DEFAULT_MODEL, config, "built in", memory.needed_by(find_names(config)))
-
-
-def local_pairs(here: Path) -> list[AvailableModel]:
-    """Converted pairs in `here` and in its folder `models`."""
-    found = []
-    for folder in filter(is_pair_folder, _subfolders(here)):
-        config = PairConfig(str(folder))
-        try:
-            needs = memory.needed_by(find_names(config))
-        except DFlashError:  # damaged: choosing it says how
-            needs = 0
-        found.append(AvailableModel(str(folder), config, "converted pair", needs))
-    return found
+def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
+    """A target whose drafters come with it."""
+    needs = 0
+    with suppress(DFlashError):  # damaged: choosing it says how
+        needs = memory.needed_by(find_names(config))
+    return AvailableModel(name, config, place, needs)
 
 
 def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> AvailableModel:
@@ -99,15 +96,6 @@ def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> AvailableModel
     needs += memory.needed(there) if there and needs else 0
     notes = "" if entry is None else entry.notes
     return AvailableModel(model.name, config, model.place, needs, words, notes)
-
-
-def to_download(entry: registry.Entry, drafters: Collection[str]) -> AvailableModel:
-    """A public pair whose target is not here. drafters: the names of those that are."""
-    there = " (on this machine)" if entry.drafter in drafters else ""
-    words = f"drafter {entry.drafter}{there}"
-    return AvailableModel(
-        entry.name, PairConfig(entry.name), "to download", drafter=words, notes=entry.notes
-    )
 
 
 def local_folders(here: Path) -> list[Folder]:
@@ -136,7 +124,13 @@ def cached_folders() -> list[Folder]:
         if repo.revisions
     )
     found = _folders(newest, "Hugging Face cache")
-    return [folder for folder in found if is_whole(Source.of(folder.path), _weights(folder))]
+    return [
+        folder
+        for folder in found
+        if is_whole(
+            Source.of(folder.path), WEIGHTS if is_drafter(folder.config) else TARGET_WEIGHTS
+        )
+    ]
 
 
 def near_names(typed: str) -> list[str]:
@@ -158,10 +152,6 @@ def _folders(named: Iterable[tuple[str, Path]], place: str = "local folder") -> 
             if any(file.endswith(".safetensors") for file in source.files):
                 found.append(Folder(name, path, config, place))
     return found
-
-
-def _weights(folder: Folder) -> str:
-    return WEIGHTS if is_drafter(folder.config) else TARGET_WEIGHTS
 
 
 def _fits(drafter: Folder, model: Folder) -> bool:

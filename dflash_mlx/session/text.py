@@ -56,15 +56,11 @@ class StopText:
         # Read after every token: mlx-lm's detokenizer loses an incomplete character behind a
         # newline when both arrive between two reads.
         text = self._detokenizer.text
-        found = [
-            at for stop in self._stops if (at := text.find(stop, self._search_from(stop))) >= 0
-        ]
+        # What was sent was searched before; a stop text may still begin inside what was held.
+        places = (text.find(stop, max(0, self._sent - len(stop))) for stop in self._stops)
+        found = [place for place in places if place >= 0]
         if found and self._cut is None:
             self._cut, self.stopped = min(found), True
-
-    def _search_from(self, stop: str) -> int:
-        """Earlier text was searched before; a stop text may still begin inside what was held."""
-        return max(0, self._sent - len(stop))
 
 
 @dataclass(frozen=True)

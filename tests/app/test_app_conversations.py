@@ -43,32 +43,24 @@ def test_a_conversation_is_resumed_where_it_was(tmp_path):
 
 
 @pytest.fixture
-def stored(tmp_path):
-    """Two questions, the second one unanswered, which a started chat resumes."""
+def damaged(tmp_path):
+    """Two questions, the second with half an answer, which a started chat resumes."""
     turns = [Turn("user", "one"), Turn("assistant", ANSWER), Turn("user", "lost")]
     store = Store(tmp_path / "talks")
     store.save(Conversation(turns=turns))
     (file,) = store.folder.iterdir()
-    return file
+    file.write_bytes(file.read_bytes() + b'{"role": "assistant", "content": "half')
 
 
-@pytest.fixture
-def damaged(stored):
-    stored.write_bytes(stored.read_bytes() + b'{"role": "assistant", "content": "half')
-
-
-@in_chat(lambda stored: None, resume=True)
-async def test_a_question_whose_answer_was_lost_is_back_in_the_line(app, pilot, backend):
+@in_chat(lambda damaged: None, resume=True)
+async def test_a_damaged_conversation_opens_as_far_as_it_goes_with_the_question_that_was_lost(
+    app, pilot, backend
+):
+    assert "is damaged; 3 messages were read" in notices(app)[0]
     assert app.prompt.text == "lost"
     await pilot.press("enter")
     await until(lambda: len(app.conversation.turns) == 4, pilot)
     assert [m["content"] for m in backend.requests[0].messages][-1] == "lost"
-
-
-@in_chat(lambda damaged: None, resume=True)
-async def test_a_damaged_conversation_opens_as_far_as_it_goes_and_says_so(app, pilot, backend):
-    assert "is damaged; 3 messages were read" in notices(app)[0]
-    assert app.prompt.text == "lost"
 
 
 @in_chat()

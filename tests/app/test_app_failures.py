@@ -1,7 +1,5 @@
 """What goes wrong in the chat is a sentence, and the chat goes on."""
 
-import threading
-
 import pytest
 from textual import events
 
@@ -149,16 +147,3 @@ def test_a_terminal_of_any_size_shows_the_answer_and_the_input(tmp_path, size):
         assert app.prompt.size.height >= 1
 
     drive(steps, tmp_path, size=size)
-
-
-@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(2)))
-async def test_the_terminal_may_be_resized_while_an_answer_streams(app, pilot, backend):
-    await say(app, pilot, "What meets?")
-    await until(lambda: app.status.figures, pilot)
-    for size in ((40, 12), (120, 40), (60, 20)):
-        await pilot.resize_terminal(*size)
-        backend.gate.release()
-        await pilot.pause()
-    backend.gate.release(100)
-    await until(lambda: app.listener.job is None, pilot)
-    assert shown_answer(app) == ANSWER

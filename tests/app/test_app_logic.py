@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_chat.commands import COMMANDS, help_rows, parse
+from dflash_chat.commands import parse
 from dflash_chat.draft_panel import styled
 from dflash_chat.figures import (
     BARS,
@@ -22,7 +22,7 @@ from dflash_chat.figures import (
 )
 from dflash_chat.naming import TARGET, legend, pair_line
 from dflash_chat.pace import Pace
-from dflash_chat.prompt import History, Pastes
+from dflash_chat.prompt import Pastes
 from dflash_chat.status import Progress, read_progress
 from dflash_chat.tree_view import (
     ACCEPTED,
@@ -30,7 +30,6 @@ from dflash_chat.tree_view import (
     DrawnTree,
     draw,
     sources,
-    tint,
     visible,
 )
 from dflash_chat.window import Window
@@ -72,17 +71,6 @@ def test_a_mistyped_command_offers_near_ones():
         parse("/xyzzy")
 
 
-def test_a_command_that_needs_an_argument_says_how_it_is_typed():
-    with pytest.raises(DFlashError, match="type /rename title"):
-        parse("/rename")
-
-
-def test_help_lists_every_command_and_names_are_unique():
-    named = [name for name, _ in help_rows()]
-    assert all(command.usage in named for command in COMMANDS)
-    assert len({command.name for command in COMMANDS}) == len(COMMANDS)
-
-
 # Figures
 
 
@@ -102,15 +90,11 @@ def test_a_status_line_never_exceeds_its_width(parts, width):
 FIGURES = figures_of(statistics_of(20, 8, 30, 10), 8192)
 
 
-def test_the_most_important_figures_stay_on_a_narrow_screen():
-    parts = speed_parts(FIGURES, 0.05)
-    assert fit(parts, 30) == "40.0 tok/s | 2.00x plain"
-    assert fit(parts, 8) == "40.0 tok"
-
-
 def test_the_ratio_to_plain_decoding_is_shown_only_when_it_was_measured():
     assert "plain" not in " ".join(speed_parts(FIGURES, None))
     assert "1.00x plain" in speed_parts(FIGURES, 0.025)
+    assert fit(speed_parts(FIGURES, 0.05), 30) == "40.0 tok/s | 2.00x plain"
+    assert fit(speed_parts(FIGURES, 0.05), 8) == "40.0 tok"
     assert dict(statistics_rows(FIGURES, None))["against plain decoding"] == "not measured yet"
     measured = dict(statistics_rows(FIGURES, 0.05))["against plain decoding"]
     assert measured.startswith("2.00 times as fast (20.0 tok/s")
@@ -212,15 +196,25 @@ def test_a_chain_is_drawn_on_one_line_with_a_cross_before_the_first_rejected_tok
     assert lines[-1][-1] == ("x", TARGET)
 
 
-def test_branches_are_drawn_below_each_other_the_accepted_one_first():
-    tree = DrawnTree(("r", "a", "b", "c", "d", "e"), (-1, 0, 0, 2, 2, 4), (0, 2, 4), "t")
-    assert labels(draw(tree, 10)) == ["r", "├─b", "│ ├─d─✗e", "│ └─✗c", "└─✗a", "target: t"]
+CUT = ["a", "├─✗b", "├─✗c", "├─✗d", "… 4 more branches", "target: t"]
 
 
-def test_a_large_tree_is_cut_and_says_so():
-    tree = DrawnTree(tuple("abcdefgh"), (-1, *[0] * 7), (0,), "t")
-    lines = labels(draw(tree, 5))
-    assert lines == ["a", "├─✗b", "├─✗c", "… 5 more branches", "target: t"]
+@pytest.mark.parametrize(
+    ("texts", "parents", "path", "lines"),
+    [
+        ("a", (-1,), (0,), ["a", "target: t"]),
+        (
+            "rabcde",
+            (-1, 0, 0, 2, 2, 4),
+            (0, 2, 4),
+            ["r", "├─b", "│ ├─d─✗e", "│ └─✗c", "└─✗a", "target: t"],
+        ),
+        ("abcdefgh", (-1, *[0] * 7), (0,), CUT),
+    ],
+    ids=["plain decoding", "the accepted branch first", "too large a tree is cut"],
+)
+def test_branches_are_drawn_below_each_other(texts, parents, path, lines):
+    assert labels(draw(DrawnTree(tuple(texts), parents, path, "t"), 6)) == lines
 
 
 def test_every_node_of_a_round_is_drawn():
@@ -248,15 +242,6 @@ def test_a_source_that_nobody_described_has_a_style_and_is_drawn():
     assert len(set(styles)) == len(styles) == len(known) + 1
 
 
-def test_a_root_alone_is_drawn_as_plain_decoding():
-    assert labels(draw(DrawnTree(("a",), (-1,), (0,), "b"), 4)) == ["a", "target: b"]
-
-
-def test_neighbours_of_one_source_are_tinted_together():
-    assert tint([]) == []
-    assert tint([("a", "x"), ("b", "x"), ("c", "y")]) == [("ab", "x"), ("c", "y")]
-
-
 @pytest.mark.parametrize(
     ("text", "shown"), [(" a", "·a"), ("\n", "↵"), ("", "∅"), ("\x1b[1m", "�[1m")]
 )
@@ -265,16 +250,6 @@ def test_every_token_is_visible_and_harmless(text, shown):
 
 
 # The input line
-
-
-def test_history_goes_back_and_returns_to_what_was_being_typed():
-    history = History()
-    for line in ("one", "two", "two"):
-        history.add(line)
-    assert history.earlier("draft") == "two"
-    assert history.earlier("two") == "one"
-    assert history.earlier("one") is None
-    assert [history.later(), history.later(), history.later()] == ["two", "draft", None]
 
 
 def test_a_large_paste_is_a_label_until_it_is_sent():

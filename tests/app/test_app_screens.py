@@ -144,13 +144,6 @@ async def test_the_palette_has_every_command(app, pilot, backend):
     await until(lambda: app.theme != before, pilot)
 
 
-@in_chat(theme="light")
-async def test_a_theme_is_chosen_at_the_start_and_changed_with_a_command(app, pilot, backend):
-    assert app.theme == "textual-light"
-    await say(app, pilot, "/theme")
-    assert app.theme == "textual-dark"
-
-
 @in_chat(size=(120, 40))
 async def test_the_draft_view_shows_origins_and_the_last_tree(app, pilot, backend):
     await answered(app, pilot)

@@ -45,12 +45,6 @@ SWEPT = {value: f"ddtree:budget={value}" for value in ("4", "8")}
 PAPER = DecodeConfig(method="d2sd", growth="paper", branches=4)
 
 
-def statistics(tokens: int, seconds: float, rounds: int = 1, **more: Any) -> Statistics:
-    return Statistics(
-        "made up", generated_tokens=tokens, decode_seconds=seconds, rounds=rounds, **more
-    )
-
-
 def made_up(
     rate: float,
     plain_rate: float,
@@ -66,9 +60,12 @@ def made_up(
     """A run of 100 tokens at `rate` tokens per second, beside the plain one; 8 rows a round."""
     tokens = [100 // rounds + (i < 100 % rounds) for i in range(rounds)]
     told = tuple(Round(n, 8, separate_rows, checked) for n in tokens)
-    answer = Measured((), statistics(100, 100 / rate, rounds, **more), seconds or {}, told)
+    own, plain = (
+        Statistics("made up", generated_tokens=100, decode_seconds=100 / each, rounds=n, **counts)
+        for each, n, counts in ((rate, rounds, more), (plain_rate, 1, {}))
+    )
     question = Question("prompt", category, [])
-    return Run(question, method, answer, statistics(100, 100 / plain_rate), difference)
+    return Run(question, method, Measured((), own, seconds or {}, told), plain, difference)
 
 
 # Rounds
@@ -163,16 +160,12 @@ def test_overhead_is_what_the_other_terms_leave_of_a_round():
     assert figures["round_ms"]["draft"] == pytest.approx(50)
 
 
-def test_parity_counts_the_answers_without_a_difference():
-    runs = [made_up(1, 1), made_up(1, 1, difference=Difference(3, 0.25)), made_up(1, 1)]
-    figures = summarise([*runs, made_up(1, 1)])["methods"]["dflash"]
-    assert figures["parity"] == 0.75
+def test_parity_and_modes_are_counted_over_all_answers():
+    apart = made_up(1, 1, difference=Difference(3, 0.25), modes=Counter(tree=10))
+    figures = summarise([made_up(1, 1, modes=Counter(plain=3, tree=7)), apart])["methods"]["dflash"]
+    assert figures["parity"] == 0.5
     assert figures["first_differences"] == [{"id": "prompt", "position": 3, "margin": 0.25}]
-
-
-def test_modes_are_counted_over_all_answers():
-    runs = [made_up(10, 5, modes=Counter(plain=3, tree=7)), made_up(10, 5, modes=Counter(tree=10))]
-    assert summarise(runs)["methods"]["dflash"]["modes"] == {"plain": 3, "tree": 17}
+    assert figures["modes"] == {"plain": 3, "tree": 17}
 
 
 # Tables

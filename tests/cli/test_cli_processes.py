@@ -7,25 +7,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from support.models import write_drafter, write_model
+from support.models import write_model
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("processes")
-    return {
-        "model": str(write_model(root / "model")),
-        "drafter": str(write_drafter(root / "drafter")),
-    }
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = write_model(tmp_path_factory.mktemp("processes") / "model")
+    return ["-m", "dflash_mlx.generate", "--model", str(folder), "--method", "none"]
 
 
-def process(*argv: str, stdin: bytes = b"", **options: Any) -> subprocess.CompletedProcess[bytes]:
+def process(*argv: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *argv],
@@ -34,7 +30,6 @@ def process(*argv: str, stdin: bytes = b"", **options: Any) -> subprocess.Comple
         cwd=ROOT,
         env=environment,
         timeout=120,
-        **options,
     )
 
 
@@ -42,28 +37,25 @@ def process(*argv: str, stdin: bytes = b"", **options: Any) -> subprocess.Comple
     ("options", "said"),
     [
         (["--prompt", "hello", "--temperature", "-1"], b"temperature is -1.0"),
-        (["--method", "none", "--prompt", b"hel\xfflo"], b"UTF-8"),
+        (["--prompt", b"hel\xfflo"], b"UTF-8"),
     ],
 )
-def test_a_process_leaves_with_2_for_bad_input(folders, options, said):
-    result = process("-m", "dflash_mlx.generate", "--model", folders["model"], *options)
+def test_a_process_leaves_with_2_for_bad_input(model, options, said):
+    result = process(*model, *options)
     assert (result.returncode, result.stdout) == (2, b"")
     assert result.stderr.startswith(b"dflash_mlx.generate: ") and said in result.stderr
     assert result.stderr.count(b"\n") == 1
 
 
-def test_a_process_answers_utf8_from_a_pipe(folders):
-    pair = ["--model", folders["model"], "--drafter", folders["drafter"], "--method", "dflash"]
-    options = [*pair, "--max-tokens", "8", "--prompt", "-", "--json"]
-    arguments = ["-m", "dflash_mlx.generate", *options]
-    result = process(*arguments, stdin="héllo".encode())
+def test_a_process_answers_utf8_from_a_pipe(model):
+    options = ["--max-tokens", "8", "--prompt", "-", "--json"]
+    result = process(*model, *options, stdin="héllo".encode())
     assert (result.returncode, result.stderr) == (0, b"")
     assert json.loads(result.stdout)["generated_tokens"] == 8
 
 
-def test_a_reader_that_leaves_early_is_no_error(folders):
-    options = ["--model", folders["model"], "--method", "none", "--prompt", "hello"]
-    arguments = [sys.executable, "-m", "dflash_mlx.generate", *options, "--max-tokens", "100"]
+def test_a_reader_that_leaves_early_is_no_error(model):
+    arguments = [sys.executable, *model, "--prompt", "hello", "--max-tokens", "100"]
     script = '"$@" | head -c 1; exit ${PIPESTATUS[0]}'
     done = subprocess.run(["bash", "-c", script, "bash", *arguments], capture_output=True, cwd=ROOT)
     assert (done.returncode, len(done.stdout)) == (0, 1)

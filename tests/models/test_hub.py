@@ -29,10 +29,9 @@ from dflash_mlx.models.source import INDEX, TARGET_WEIGHTS, WEIGHTS, Source
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.session.stream import generate
 from support.drafter_formats import write_shards
-from support.hub_server import COMMIT, Hub, serve
+from support.hub_server import COMMIT, Hub, Response, serve
 from support.models import drafter_config, edit_config, write_drafter, write_model
 from support.reference_dflash import random_drafter
-from support.responses import Response
 
 TARGET = "owner/model"
 

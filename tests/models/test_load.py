@@ -28,8 +28,8 @@ from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import resolve_folder, shipped_folder
 from dflash_mlx.session.stream import generate
 from support.families import FAMILIES, make_model
+from support.hub_server import Response
 from support.models import DAMAGES, EOS, edit_config, write_drafter, write_model
-from support.responses import Response
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Names, find_names
 from dflash_mlx.models.pair_folder import write
 from dflash_mlx.models.registry import entries, find
 from dflash_mlx.session.stream import generate
+from support.hub_server import Response
 from support.models import write_drafter, write_model
-from support.responses import Response
 
 ENTRIES = entries()
 TARGETS = [target for entry in ENTRIES for target in entry.targets]

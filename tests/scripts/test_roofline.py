@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+import roofline
+import roofline_plots
 
 from kernels_metal.catalog import CATALOG
 from kernels_metal.emulator import emulated
 
-ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "roofline.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "roofline.md"
 
 
 @pytest.fixture(scope="module")
-def roofline():
-    """The script, which imports its neighbours by their names."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    yield importlib.import_module("roofline")
-    sys.path.remove(str(ROOT / "scripts"))
-
-
-@pytest.fixture(scope="module")
-def traffic(roofline):
+def traffic():
     return roofline.Traffic.read()
 
 
-def test_a_plain_pass_is_its_bytes_over_the_bandwidth_and_a_time_per_layer(roofline):
+def test_a_plain_pass_is_its_bytes_over_the_bandwidth_and_a_time_per_layer():
     target = roofline.Target("by hand", 2, 10, 20, 4, 2, 5, 100)
     weights = 2 * (2 * 10 * (4 + 2) * 5 + 3 * 10 * 20) + 100 * 10
     keys = 2 * 2 * (2 * 2 * 5) * (roofline.CONTEXT + 1)
@@ -41,7 +32,7 @@ def test_a_plain_pass_is_its_bytes_over_the_bandwidth_and_a_time_per_layer(roofl
     assert found.seconds == pytest.approx(expected + 2 * roofline.LAYER_SECONDS)
 
 
-def test_published_plain_speeds_and_acceptance_are_met(roofline, traffic):
+def test_published_plain_speeds_and_acceptance_are_met(traffic):
     for known in roofline.PLAIN:
         machine = roofline.MACHINES[known.machine]
         ours = 1 / roofline.pass_time(machine, known.target, known.bits, 1, traffic).seconds
@@ -50,7 +41,7 @@ def test_published_plain_speeds_and_acceptance_are_met(roofline, traffic):
     assert roofline.chain_acceptance(4.30, 16, 4) == pytest.approx(2.95, rel=0.05)
 
 
-def test_stored_traffic_is_what_the_emulator_counts(roofline, traffic):
+def test_stored_traffic_is_what_the_emulator_counts(traffic):
     target = roofline.TARGETS["SmolLM2-135M"]
     shape = {"heads": target.heads, "kv_heads": target.kv_heads, "dim": target.dim}
     with emulated() as run:
@@ -63,14 +54,14 @@ def test_stored_traffic_is_what_the_emulator_counts(roofline, traffic):
     assert keys == 2 * target.kv_heads * target.dim * 2 * (roofline.CONTEXT + 8)
 
 
-def test_the_document_has_the_tables_that_the_script_prints(roofline, traffic):
+def test_the_document_has_the_tables_that_the_script_prints(traffic):
     kept = [li for li in DOCUMENT.read_text("utf-8").splitlines() if li.startswith("|")]
     printed = [li for li in roofline.report(traffic).splitlines() if li.startswith("|")]
     assert len(printed) > 60 and set(kept) == set(printed)
 
 
-def test_the_pictures_of_the_document_are_drawn(roofline, traffic, tmp_path):
-    importlib.import_module("roofline_plots").draw(traffic, tmp_path)
+def test_the_pictures_of_the_document_are_drawn(traffic, tmp_path):
+    roofline_plots.draw(traffic, tmp_path)
     drawn = {file.name for file in tmp_path.iterdir()}
     assert len(drawn) == 3
     assert all(f"({name})" in DOCUMENT.read_text("utf-8") for name in drawn)

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
+import simulate_trees as script
 
 from dflash_mlx.benchmark.selection import read_methods
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.engine.decode import answer
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.rows import CorpusRow
-from support.decoding import rounds, start
 from support.drafter_folders import drafter_folder
 from support.families import make_model
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 METHODS = "dflash,dflash:3,d2sd:growth=paper,d2sd:budget=12,ddtree:budget=7,ngram"
 PROMPT = [5, 9, 5, 9, 5, 3]
-
-
-@pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(SCRIPTS))
-    yield importlib.import_module("simulate_trees")
-    sys.path.remove(str(SCRIPTS))
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +30,23 @@ def pair(tmp_path_factory):
 
 
 def decoded(pair, config):
-    """The rounds of decoding: tokens and rows of each."""
-    drafter = make_drafter(pair, config)
-    found = list(rounds(pair.target, drafter, start(pair.target, drafter, PROMPT, config), config))
-    answer = [token for accepted in found for token in accepted.tokens]
-    return answer, [(len(accepted.path), len(accepted.tree)) for accepted in found]
+    """The answer, and how many tokens and rows each round of it had."""
+    found = [r.accepted for r in answer(pair.target, make_drafter(pair, config), PROMPT, config)]
+    tokens = [token for accepted in found for token in accepted.tokens]
+    return tokens, [(len(accepted.path), len(accepted.tree)) for accepted in found]
 
 
-def test_simulated_rounds_are_those_of_decoding(script, pair):
+def test_simulated_rounds_are_those_of_decoding(pair):
     config = DecodeConfig(max_tokens=60)
     methods = {n: c for n, c in read_methods(METHODS, config).items() if n != "none"}
-    answer, _ = decoded(pair, DecodeConfig(method="none", max_tokens=60))
-    row = CorpusRow("a", "math", tuple(PROMPT), tuple(answer), 0.0)
+    text, _ = decoded(pair, DecodeConfig(method="none", max_tokens=60))
+    row = CorpusRow("a", "math", tuple(PROMPT), tuple(text), 0.0)
     with script.remembering() as memory:
         counts = script.simulate(pair, dict(script.made(pair, methods)), [row, row], memory)
     assert set(counts) == {*methods, "d2sd:growth=paper alone", "d2sd:budget=12 alone"}
     for name, method in methods.items():
         found, rounds = decoded(pair, method)
-        assert found == answer
+        assert found == text
         assert counts[name].rounds["math"] == 2 * len(rounds)
         assert counts[name].tokens["all"] == 2 * sum(tokens for tokens, _ in rounds)
         assert counts[name].rows["all"] == 2 * sum(rows for _, rows in rounds)
@@ -74,6 +62,6 @@ def test_simulated_rounds_are_those_of_decoding(script, pair):
         (["--methods", "dflash", "--every", "0"], "--every is 0"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(script, options, value):
+def test_what_cannot_be_simulated_is_refused(options, value):
     with pytest.raises(DFlashError, match=value):
         script.main(["--corpus", "none", *options])

@@ -71,7 +71,7 @@ def values(call: list[str], option: str) -> list[str]:
     return [value.partition("/out/")[2] or value for value in given]
 
 
-def test_every_corpus_is_collected_and_every_drafter_trained_on_all_of_them(root, monkeypatch):
+def test_every_corpus_is_collected_and_every_drafter_trained_on_all_of_them(root):
     settings = {"KEEP_CLEAR_OF": "my eval.jsonl", "SELECTOR_MINUTES": "9"}
     code, calls = run(root, "out", "my prompts.jsonl", **settings)
     assert code == 0
@@ -89,7 +89,6 @@ def test_every_corpus_is_collected_and_every_drafter_trained_on_all_of_them(root
     assert (values(selector, "--cache"), values(selector, "--minutes")) == (["features"], ["9"])
     assert values(second, "--init") == values(selector, "--drafter") == ["dflash"]
     assert values(compare, "--drafter") == ["dflash", "variable-prefix", "selected"]
-    monkeypatch.syspath_prepend(str(SCRIPTS))
     for call in calls:
         parser = importlib.import_module(MODULES.get(program(call), program(call))).parser()
         parser.parse_args(call[2:] if call[0] == "-m" else call[1:])

@@ -13,7 +13,7 @@ from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.stream import Session
+from dflash_mlx.session.stream import Session, collect
 from dflash_mlx.target.model import Target
 from support.families import VOCAB_SIZE, make_model
 from support.letters import Letters
@@ -59,13 +59,6 @@ def assert_in_step(session):
     assert np.abs(ours - expected).max() < 1e-4
 
 
-def test_after_a_whole_answer(pair):
-    session = Session(pair, DecodeConfig("dflash", max_tokens=30))
-    list(session.stream(tokens_of(0, 25)))
-    assert session.state.position == 25 + 29
-    assert_in_step(session)
-
-
 def test_after_an_abandoned_answer_and_its_continuation(pair):
     session = Session(pair, DecodeConfig("dflash", max_tokens=30))
     prompt, said = tokens_of(0, 25), []
@@ -80,11 +73,7 @@ def test_after_an_abandoned_answer_and_its_continuation(pair):
 
 def test_after_a_stop_token_or_a_stop_text(pair):
     prompt = tokens_of(0, 25)
-    whole = [
-        t
-        for d in Session(pair, DecodeConfig("dflash", max_tokens=30)).stream(prompt)
-        for t in d.tokens
-    ]
+    whole = collect(Session(pair, DecodeConfig("dflash", max_tokens=30)).stream(prompt)).tokens
     text = pair.tokenizer.decode([whole[9]])
     stopped = Session(pair, DecodeConfig("dflash", max_tokens=30, stop=(text,)))
     list(stopped.stream(prompt))
@@ -97,10 +86,12 @@ def test_after_a_stop_token_or_a_stop_text(pair):
     assert ended.state.position == stopped.state.position == len(prompt) + at
 
 
-def test_after_an_edited_conversation(pair):
+def test_after_a_whole_answer_and_an_edited_conversation(pair):
     session = Session(pair, DecodeConfig("dflash", max_tokens=12))
     prompt = tokens_of(0, 25)
     list(session.stream(prompt))
+    assert session.state.position == 25 + 11
+    assert_in_step(session)
     edited = [*prompt[:20], *tokens_of(2, 8)]
     (*_, last) = session.stream(edited)
     assert last.statistics.reused_tokens in (0, 20)
@@ -115,6 +106,7 @@ def test_after_an_interrupt_inside_a_round(pair, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         list(deltas)
     monkeypatch.undo()
+    assert session.state.position == 0
     list(session.stream(tokens_of(0, 25)))
     assert_in_step(session)
 

@@ -1,6 +1,6 @@
 """Damaged model folders, each loaded as users load it; runs in a process of its own.
 
-`python tests/fuzzing.py SEED FIRST LAST` prints one JSON line for each case: its subject and what
+`python -m support.fuzzing SEED FIRST LAST` prints one JSON line for each case: its subject and what
 became of it. A case may end as "refused" (DFlashError) or "loaded" with exactly the numbers that
 are in its files; anything else is a fault. The process may not take more than GROWTH bytes beside
 what it has when all is imported, nor may a case allocate more than its files justify.
@@ -35,7 +35,6 @@ from mlx.utils import tree_flatten  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig  # noqa: E402
-from dflash_mlx.engine.pair import Pair  # noqa: E402
 from dflash_mlx.models import pair_folder  # noqa: E402
 from dflash_mlx.models.check import check_drafter  # noqa: E402
 from dflash_mlx.models.formats.gguf_target import load_gguf  # noqa: E402
@@ -153,28 +152,21 @@ def _alarm() -> Iterator[None]:
         signal.alarm(0)
 
 
-def load_drafter(model: Path, folder: Path) -> None:
-    """Damaged as the drafter of a sound target; its numbers must be those of the files."""
-    _same(_load(str(model), str(folder)).drafters[0].module, folder)
+def load(folder: Path, model: Path | None = None, drafter: Path | None = None) -> None:
+    """Damaged as the target, of a sound drafter or alone, or as the drafter of a sound `model`.
 
-
-def load_alone(folder: Path) -> None:
-    """Damaged as a target without drafters."""
-    _same(_load(str(folder)).target.model, folder)
-
-
-def load_target_of(drafter: Path, folder: Path) -> None:
-    """Damaged as the target of a sound drafter."""
-    _same(_load(str(folder), str(drafter)).target.model, folder)
-
-
-def load_pair_folder(model: Path, drafter: Path, folder: Path) -> None:
-    """Damaged as the description of a sound pair."""
-    (folder / pair_folder.TARGET).symlink_to(model)
-    (folder / pair_folder.DRAFTER).symlink_to(drafter)
-    pair = _load(str(folder))
-    _same(pair.target.model, model)
-    _same(pair.drafters[0].module, drafter)
+    Where both are sound, as the description of the pair. Numbers must be those of the files.
+    """
+    if model is not None and drafter is not None:
+        (folder / pair_folder.TARGET).symlink_to(model)
+        (folder / pair_folder.DRAFTER).symlink_to(drafter)
+        names = [folder]
+    else:
+        names = [model or folder, *([drafter or folder] if model or drafter else [])]
+    pair = load_pair(PairConfig(*map(str, names)), DecodeConfig())
+    _same(pair.target.model, model or folder)
+    if pair.drafters:
+        _same(pair.drafters[0].module, drafter or folder)
 
 
 def check_on_hub(repositories: dict[str, Path], folder: Path) -> None:
@@ -186,12 +178,8 @@ def check_on_hub(repositories: dict[str, Path], folder: Path) -> None:
     here.raise_first()
 
 
-def _load(*names: str) -> Pair:
-    return load_pair(PairConfig(*names), DecodeConfig())
-
-
-def load_file_alone(folder: Path) -> None:
-    """A GGUF file."""
+def read_gguf(folder: Path) -> None:
+    """A GGUF file alone."""
     load_gguf(folder / "model.gguf", dequantize=True)
 
 
@@ -221,25 +209,25 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     described = {pair_folder.FILE: (root / pair_folder.FILE).read_bytes()}
     tokenizer = write_drafter(root / "4")
     write_tokenizer(tokenizer)
-    load = partial(load_drafter, model)
+    as_drafter = partial(load, model=model)
     found = [
-        Subject(f"{name} {damaged}", _files(folder), damaged, load)
+        Subject(f"{name} {damaged}", _files(folder), damaged, as_drafter)
         for name, folder in drafters.items()
         for damaged in (CONFIG, WEIGHTS)
     ]
     return [
         *found,
-        Subject("drafter tokenizer.json", _files(tokenizer), TOKENS, load),
+        Subject("drafter tokenizer.json", _files(tokenizer), TOKENS, as_drafter),
         Subject(
             "drafter on the hub", _files(drafter), WEIGHTS, partial(check_on_hub, repositories)
         ),
-        Subject("index", _files(shards), "model.safetensors.index.json", load),
-        *(Subject(f"target {f}", _files(model), f, load_alone) for f in (CONFIG, WEIGHTS, TOKENS)),
-        Subject("target of a pair", _files(model), CONFIG, partial(load_target_of, drafter)),
+        Subject("index", _files(shards), "model.safetensors.index.json", as_drafter),
+        *(Subject(f"target {f}", _files(model), f, load) for f in (CONFIG, WEIGHTS, TOKENS)),
+        Subject("target of a pair", _files(model), CONFIG, partial(load, drafter=drafter)),
         Subject(
-            "pair.json", described, pair_folder.FILE, partial(load_pair_folder, model, drafter)
+            "pair.json", described, pair_folder.FILE, partial(load, model=model, drafter=drafter)
         ),
-        Subject("GGUF", gguf, "model.gguf", load_file_alone),
+        Subject("GGUF", gguf, "model.gguf", read_gguf),
     ]
 
 

@@ -21,6 +21,13 @@ _RESOLVE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<file>.+)")
 _API = re.compile(r"/api/models/(?P<name>[^/?]+/[^/?]+)(?P<rest>/[^?]*)?(\?.*)?")
 
 
+class Response:
+    """As much of an HTTP response as the hub's errors read."""
+
+    headers: dict[str, str] = {}
+    request = None
+
+
 class Hub:
     """Serves folders as repositories.
 
@@ -101,10 +108,10 @@ class _Handler(BaseHTTPRequestHandler):
     def describe(self, name: str, rest: str) -> None:
         if name not in self.hub.repositories:
             return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        listing = self.hub.listing(name)
-        siblings = [{"rfilename": f["path"], "size": f["size"]} for f in listing]
-        about = {"id": name, "sha": COMMIT, "siblings": siblings}
-        found: Any = listing if rest.startswith("/tree/") else about
+        found: Any = self.hub.listing(name)
+        if not rest.startswith("/tree/"):
+            siblings = [{"rfilename": f["path"], "size": f["size"]} for f in found]
+            found = {"id": name, "sha": COMMIT, "siblings": siblings}
         return self.send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
     def send_file(self, name: str, path: str, with_body: bool) -> None:

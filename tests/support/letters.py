@@ -17,14 +17,4 @@ class Letters:
 
     @property
     def detokenizer(self) -> NaiveStreamingDetokenizer:
-        return NaiveStreamingDetokenizer(_Spaced(self))
-
-
-class _Spaced:
-    """Answers the detokenizer's probe as a tokenizer that keeps its spaces does."""
-
-    def __init__(self, letters: Letters) -> None:
-        self.decode = lambda ids: " ," if ids == [-1] else letters.decode(ids)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [-1]
+        return NaiveStreamingDetokenizer(self)

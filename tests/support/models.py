@@ -19,14 +19,9 @@ Damage = Callable[[Path], Any]
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
 
-
 # One token per character; with the special tokens as many as the tiny models have, 97.
 CHARACTERS = ["Ċ", "Ġ", *(chr(code) for code in range(0x21, 0x7F) if chr(code) not in "`~")]
-
-
 EOS = 1
-
-
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
