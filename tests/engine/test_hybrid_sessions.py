@@ -20,17 +20,16 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import TAIL
 from dflash_mlx.train.features import FeatureCache
+from support.decoding import go_on, start
 from support.drafter_folders import drafter_folder
 from support.families import VOCAB_SIZE, make_model
 from support.hybrids import (
     difference,
-    go_on,
     oracle,
     plain_answer,
     rounds,
     run,
     some_right,
-    start,
     tokens_of,
 )
 from support.letters import Letters
@@ -147,10 +146,11 @@ def test_a_prompt_whose_end_is_left_out_of_the_next_turn_is_reused_up_to_there(
 ):
     """As chat templates do with the tag that begins a thought."""
     prompt = tokens_of(7, 100)
-    state = start(target, NoDraft(), prompt, prefill_step=40)
+    config = DecodeConfig(prefill_step=40)
+    state = start(target, NoDraft(), prompt, config)
     run(target, NoDraft(), state, 15)
     edited = [*prompt[: 99 - dropped], *((t + 1) % VOCAB_SIZE for t in prompt[99 - dropped :]), 5]
-    assert go_on(target, NoDraft(), state, edited, prefill_step=40) == reused
+    assert go_on(target, NoDraft(), state, edited, config) == reused
     assert difference(target, state.cache, edited[:-1]) < TOLERANCE
 
 

@@ -105,14 +105,6 @@ def test_a_compile_error_names_the_file_and_line_of_the_kernel():
     assert (error.file, error.line) == ("head.metal", 2)
 
 
-def test_the_error_is_one_sentence_for_people():
-    text = str(fault("bounds", ".", "o[i] = a[i + 1];", RAMP))
-    assert text == (
-        "kernel tiny, tiny.metal:2, thread (31, 0, 0): bounds: "
-        "reads 4 bytes at byte 128 of a, which has 128"
-    )
-
-
 def test_compiled_kernels_are_kept_and_told_apart_by_their_text(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "cache_folder", lambda: tmp_path / "deep" / "cache")
     with pytest.raises(EmulatorError):

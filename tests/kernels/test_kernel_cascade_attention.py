@@ -1,7 +1,6 @@
 """cascade_attention: the kernels in the emulator against their reference, and it against NumPy."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -15,13 +14,12 @@ from kernels_metal.cascade_attention import (
     cascade_attention_reference,
 )
 from kernels_metal.emulator import emulated
-from kernels_metal.factory import Kernel, Launch, launch
 from support.kernels import (
     DTYPES,
     arguments,
     assert_close,
-    assert_found,
     bytes_read,
+    each_is_found,
     exact,
     faults,
     launches,
@@ -106,22 +104,16 @@ SHAPES = [
     # One row, and prefixes around the tiles of 8, 16 and 32 keys
     Attention(64, 1, 1, 1, 0),
     Attention(64, 2, 1, 1, 1, mask="all"),
-    Attention(80, 2, 2, 1, 7),
     Attention(96, 3, 1, 1, 8, sinks=True),
-    Attention(256, 2, 1, 1, 16),
     Attention(64, 2, 2, 2, 31, window=True),
     Attention(80, 2, 1, 3, 32),
     Attention(96, 4, 2, 5, 33, mask="causal"),
-    Attention(128, 3, 3, 7, 63, mask="causal", sinks=True),
-    Attention(256, 4, 4, 8, 20, mask="all"),
     # Blocks and trees behind longer prefixes: one split, then several
     Attention(64, 4, 1, 9, 64, mask="causal", start=3, slack=7),
     Attention(80, 4, 2, 15, 65, mask="all", sinks=True),
     Attention(96, 2, 2, 16, 100, transposed=True),
     Attention(128, 2, 1, 16, 127, window=True),
-    Attention(256, 2, 1, 12, 33, mask="causal", window=True),
     Attention(80, 1, 1, 17, 129, sinks=True, window=True),
-    Attention(128, 8, 1, 5, 200, slack=40, transposed=True),
     Attention(256, 1, 1, 24, 70, mask="branches"),
     # Local keys that need a second and a third word of bits
     Attention(64, 2, 1, 31, 40),
@@ -129,22 +121,16 @@ SHAPES = [
     Attention(80, 2, 2, 33, 20),
     Attention(96, 1, 1, 48, 17, mask="branches", window=True),
     Attention(128, 1, 1, 64, 10, mask="causal"),
-    Attention(64, 1, 1, 8, 50, columns=65, mask="causal"),
     Attention(80, 2, 1, 4, 9, columns=96, mask="branches"),
-    Attention(96, 2, 1, 12, 5, columns=3, mask="all"),
     # More query rows than the registers of a threadgroup hold: 64, with a head dim of 256 32
     Attention(64, 1, 1, 65, 70),
-    Attention(64, 8, 1, 9, 64, window=True),
     Attention(80, 4, 2, 33, 33, mask="causal"),
     Attention(96, 1, 1, 96, 40, sinks=True),
-    Attention(128, 2, 1, 63, 16, mask="branches"),
     Attention(256, 1, 1, 33, 9, mask="causal"),
     Attention(256, 4, 1, 9, 17, sinks=True, window=True),
-    Attention(64, 2, 2, 95, 1, mask="all", transposed=True),
     # Nine or more query heads; more splits than lanes join them
     Attention(64, 9, 3, 2, 300, mask="causal", sinks=True),
     Attention(128, 12, 12, 1, 77, sinks=True),
-    Attention(80, 3, 1, 4, 1000, slack=24),
     Attention(96, 1, 1, 3, 2047, window=True),
     Attention(64, 1, 1, 2, 4500),
     Attention(64, 2, 1, 2, 5000, mask="causal", start=120, slack=136),
@@ -186,8 +172,6 @@ def test_the_shapes_lie_on_both_sides_of_every_branch(dtype):
     "shape",
     [
         Attention(64, 4, 2, 5, 33),
-        Attention(64, 4, 4, 1, 0, mask="all"),
-        Attention(80, 6, 2, 7, 20, mask="causal"),
         Attention(96, 2, 1, 12, 40, window=True, sinks=True),
         Attention(128, 8, 2, 9, 17, columns=40, mask="branches", start=5, slack=3),
         Attention(256, 2, 2, 3, 9, sinks=True, transposed=True),
@@ -239,33 +223,6 @@ def test_the_prefix_is_read_once_for_all_rows(rows):
     assert partial.written == partial.size
 
 
-def test_one_query_row_per_threadgroup_reads_the_prefix_once_for_each_row():
-    """The control: the same result, with as many times the traffic as query rows share a head."""
-    shape = Attention(64, 4, 2, 6, 100, mask="all")
-    queries, keys, values, seen, scale, _ = shape.arguments(mx.float16)
-    kernel = Kernel(
-        "one_row_attention",
-        inputs=("queries", "keys", "values", "dense", "scale"),
-        outputs=("y",),
-        folder=Path(__file__).parent,
-    )
-    plan = Launch(
-        grid=(32, 4 * 6, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=(queries.shape,),
-        output_dtypes=(mx.float16,),
-        template=(("T", mx.float16), ("D", 64)),
-    )
-    dense = mx.full((6, seen.keys), True)
-    with emulated() as run:
-        stock = launch(kernel, [queries, keys, values, dense, mx.array([scale])], plan)[0]
-        ours = cascade_attention(queries, keys, values, seen, scale)
-    assert_close(stock, attend(queries, keys, values, seen, scale), mx.float16)
-    assert mx.allclose(stock, ours, atol=2e-3)
-    read = [bytes_read(run, name, "keys") for name in ("one_row_attention", "cascade_attention")]
-    assert read == [6 * 2 * keys.nbytes, keys.nbytes]
-
-
 def test_keys_that_no_window_reaches_are_not_read():
     queries, keys, *rest = Attention(64, 1, 1, 4, 1000, window=True).arguments(mx.float16)
     seen = rest[1]
@@ -295,7 +252,6 @@ def call(dim=64, heads=4, rows=5, prefix=20, dtype=mx.float32, **changed):
         ({"dim": 72}, "head dim of queries is 72, but must be one of 64, 80, 96, 128, 256"),
         ({"rows": 97}, "rows of local is 97, but must be 1 to 96"),
         ({"mask_rows": 4}, "rows of local is 4, but must be 5, those of queries"),
-        ({"columns": 6}, "20 keys of prefix and 6 local, but must be up to 25 slots"),
         ({"prefix": 21}, "21 keys of prefix and 5 local, but must be up to 25 slots"),
         ({"prefix": -1}, "prefix is -1, but must be 0 or more"),
         ({"columns": 1025}, "columns of local is 1025, but must be 1 to 1024"),
@@ -329,7 +285,7 @@ SLICE = attending(Attention(64, 2, 2, 3, 40, start=5, slack=30, transposed=True)
 
 # By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
-FAULTS = [
+test_a_fault_is_found = each_is_found(
     *faults("cascade_attention", TREE, {
         "no barrier before the next tile": (
             "tile += KEYS) {\n  threadgroup_barrier(mem_flags::mem_threadgroup);",
@@ -389,10 +345,5 @@ FAULTS = [
     *faults("cascade_attention", WIDE, {
         "a shuffle too few": ("int apart = KEYS;", "int apart = 2 * KEYS;", "result"),
     }),
-]
+)
 # fmt: on
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_fault_is_found(fault, tmp_path):
-    assert_found(fault, tmp_path)

@@ -138,17 +138,6 @@ def test_another_executor_runs_the_kernel_without_a_race():
     assert kernels.table == {}
 
 
-@pytest.mark.usefixtures("on_metal")
-def test_instances_do_not_see_each_others_choices():
-    one, other = choose()[0], Dispatch("auto")
-    assert one.table and not other.table
-
-
-def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="kernels is 'fast', but must be one of auto, off, on"):
-        Dispatch("fast")
-
-
 @pytest.mark.parametrize(
     ("size", "rounded"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 96), (96, 96), (97, 128)]
 )

@@ -10,8 +10,8 @@ from support.kernels import (
     DTYPES,
     arguments,
     assert_close,
-    assert_found,
     bytes_read,
+    each_is_found,
     exact,
     faults,
     refused,
@@ -117,7 +117,7 @@ def drafting():
 
 # By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
-FAULTS = [
+test_a_fault_is_found = each_is_found(
     *faults("draft_head", drafting, {
         "no barrier between the groups' best and the choice": (
             "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "uninitialised or race"),
@@ -144,10 +144,5 @@ FAULTS = [
         "of equal logits the last wins": ("value == values[i] && id < ids[i]",
             "value == values[i] && id > ids[i]", "result"),
     }),
-]
+)
 # fmt: on
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_fault_is_found(fault, tmp_path):
-    assert_found(fault, tmp_path)

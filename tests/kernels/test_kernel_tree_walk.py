@@ -6,9 +6,11 @@ import pytest
 
 from kernels_metal.emulator import emulated
 from kernels_metal.tree_walk import tree_walk, tree_walk_reference
-from support.kernels import assert_found, faults, refused
+from support.kernels import each_is_found, faults, refused
 
 NODES = (*range(1, 18), 23, 31, 32, 33, 34, 47, 63, 64, 65, 80, 95, 96, 97, 128, 200, 1024)
+TWINS = [1] * 71, [0] + [1] * 70, [-1] + [0] * 70  # equal siblings across lanes: the first counts
+CHAIN = [7] * 1000, [7] * 1000, list(range(-1, 999))
 
 
 def walk(choices, tokens, parents) -> list[int]:
@@ -40,9 +42,8 @@ def random_tree(rng: np.random.Generator, nodes: int, deep: bool):
 @pytest.mark.parametrize("deep", [False, True], ids=["bushy", "deep"])
 def test_kernel_and_reference_follow_the_loop(deep, dtype):
     rng = np.random.default_rng(1)
-    lengths = set()
-    for nodes in NODES:
-        tree = random_tree(rng, nodes, deep)
+    trees, lengths = [random_tree(rng, nodes, deep) for nodes in NODES], set()
+    for tree in [*trees, TWINS] if deep else [*trees, CHAIN]:
         arrays = mx.array(tree[0], dtype=dtype), mx.array(tree[1], dtype=dtype), mx.array(tree[2])
         with emulated():
             result = tree_walk(*arrays)
@@ -51,32 +52,6 @@ def test_kernel_and_reference_follow_the_loop(deep, dtype):
         lengths.add(result[0].item())
     assert min(lengths) == 1
     assert max(lengths) > (20 if deep else 3)
-
-
-LEAF, INNER, ROOT, TWINS, CHAIN = (
-    ([1, 2, 9, 0], [5, 1, 2, 9], [-1, 0, 1, 0]),
-    ([1, 8, 9, 0], [5, 1, 2, 9], [-1, 0, 1, 0]),
-    ([7, 8, 9, 0], [5, 1, 2, 9], [-1, 0, 1, 0]),
-    ([1] * 71, [0] + [1] * 70, [-1] + [0] * 70),  # across lanes
-    ([7] * 1000, [7] * 1000, list(range(-1, 999))),
-)
-
-
-@pytest.mark.parametrize(
-    ("tree", "result"),
-    [
-        (LEAF, [3, 9, 0, 1, 2, -1]),
-        (INNER, [2, 8, 0, 1, -1, -1]),
-        (ROOT, [1, 7, 0, -1, -1, -1]),
-        (TWINS, [2, 1, 0, 1, *[-1] * 69]),
-        (CHAIN, [1000, 7, *range(1000)]),
-    ],
-    ids=["to a leaf", "to an inner node", "the root alone", "first of equal siblings", "a chain"],
-)
-def test_a_path_ends_where_no_child_carries_the_choice(tree, result):
-    arrays = list(map(mx.array, tree))
-    with emulated():
-        assert tree_walk(*arrays).tolist() == tree_walk_reference(*arrays).tolist() == result
 
 
 def test_what_it_refuses():
@@ -96,7 +71,7 @@ def walking():
 
 # By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
-FAULTS = [
+test_a_fault_is_found = each_is_found(
     *faults("tree_walk", walking, {
         "every lane writes the root": ("if (lane == 0) {\n  result[2]",
             "if (true) {\n  result[2]", "race"),
@@ -106,10 +81,5 @@ FAULTS = [
             "int i = length + lane + 1", "unwritten"),
         "a child of any parent": ("parents[i] == node && tokens", "tokens", "result"),
     }),
-]
+)
 # fmt: on
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_fault_is_found(fault, tmp_path):
-    assert_found(fault, tmp_path)

@@ -211,7 +211,7 @@ def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
     hub[DRAFTER] = write_drafter(tmp_path / "drafter")
     pair = load("Qwen/Qwen3-4B")
     assert (pair.target.name, pair.drafter_name) == ("Qwen/Qwen3-4B", DRAFTER)
-    assert pair.means == Means(1, True, Advice())
+    assert pair.means == Means(1, True, Advice(), "dflash")
     assert pair.fallback == ""
 
 
@@ -330,7 +330,7 @@ def test_a_pair_folder_is_a_model_with_its_drafter(pair_of, hub):
     pair = load(str(folder))
     assert pair.target.name == str(folder)
     assert pair.drafter_name == str(folder / "drafter")
-    assert pair.means == Means(1)
+    assert pair.means == Means(1, family="dflash")
     own = find_names(PairConfig(str(folder), "own/drafter"))
     assert (own.model, own.drafter) == (str(folder / "target"), "own/drafter")
 
@@ -357,9 +357,11 @@ def test_the_second_drafter_of_a_pair_folder_is_used(pair_of, hub):
     write_drafter(folder / "second-drafter")
     write(folder, {**made_from, "second-drafter": "own"}, {})
     pair = load(str(folder))
-    assert pair.means == Means(2)
+    assert pair.means == Means(2, family="dflash")
     assert settle(DecodeConfig(), pair.means).method == "d2sd"
-    assert load_pair(PairConfig(str(folder)), DecodeConfig("ddtree")).means == Means(1)
+    assert load_pair(PairConfig(str(folder)), DecodeConfig("ddtree")).means == Means(
+        1, family="dflash"
+    )
 
 
 def test_a_pair_folder_without_its_drafter_is_an_error(pair_of, hub):

@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
 from support.decoding import rounds as decode
-from support.families import VOCAB_SIZE
+from support.decoding import start
+from support.families import VOCAB_SIZE, make_model
 from support.toys import Scripted
+
+
+@cache
+def target_of(name: str) -> Target:
+    """A tiny model of a family; the same one for all tests."""
+    return Target(make_model(name), 4096, name)
 
 
 def tokens_of(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(VOCAB_SIZE, size=count).tolist()
 
 
-def start(target, drafter, prompt: list[int], prefill_step: int = 512) -> State:
-    state = State(target.new_cache(), drafter.new_context())
-    go_on(target, drafter, state, prompt, prefill_step)
-    return state
-
-
-def go_on(target, drafter, state: State, prompt: list[int], prefill_step: int = 512) -> int:
-    """Prefill; returns how much of the prompt was reused."""
-    config = DecodeConfig(prefill_step=prefill_step)
-    return prefill(target, drafter, state, prompt, config, Observer())
-
-
 def rounds(target, drafter, state: State, max_tokens: int):
-    return decode(target, drafter, state, DecodeConfig(max_tokens=max_tokens), Observer())
+    return decode(target, drafter, state, DecodeConfig(max_tokens=max_tokens))
 
 
 def run(target, drafter, state: State, max_tokens: int) -> list[int]:

@@ -135,6 +135,16 @@ def faults(
     return [Fault(name, file, *changed[:2], run, changed[2]) for name, changed in rows.items()]
 
 
+def each_is_found(*planted: Fault) -> Callable[..., None]:
+    """The test of a file's faults."""
+
+    @pytest.mark.parametrize("fault", planted, ids=str)
+    def test(fault: Fault, tmp_path: Path) -> None:
+        assert_found(fault, tmp_path)
+
+    return test
+
+
 def assert_found(fault: Fault, folder: Path) -> None:
     """In a copy of the sources; without the fault, the same run finds nothing."""
     assert _right(fault.run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -11,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.target import pass_times as budget
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import SLACK, LayerCache
@@ -20,11 +19,9 @@ from dflash_mlx.target.kv_packing import pack, unpack
 from dflash_mlx.target.model import Target
 from kernels_metal.emulator import emulated
 from support import rounding
-from support.decoding import feed, ids_of, path_to, tree_of
+from support.decoding import ids_of, path_to, start, tree_of
 from support.families import FAMILIES, VOCAB_SIZE, make_model
-from support.hybrids import forward, fresh, plain_answer, rounds, start, tokens_of
-from support.recurrent_families import RECURRENT
-from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+from support.hybrids import forward, fresh, plain_answer, rounds, tokens_of
 from support.toys import Scripted, random_tree
 
 BITS = [4, 8]
@@ -53,16 +50,7 @@ def wide_target(name: str, bits: int | None) -> Target:
     return target
 
 
-@pytest.fixture(scope="module")
-def targets():
-    made: dict[tuple[str, int | None], Target] = {}
-
-    def get(name: str, bits: int | None) -> Target:
-        if (name, bits) not in made:
-            made[name, bits] = wide_target(name, bits)
-        return made[name, bits]
-
-    return get
+targets = cache(wide_target)
 
 
 # What is stored
@@ -100,21 +88,6 @@ def test_attention_sees_what_is_stored_close_to_what_was_written(bits, width):
     step = (step.max(-1) - step.min(-1)) / (2**bits - 1)
     error = mx.abs(keys - rows).reshape(1, 2, 5, -1, group).max(-1)
     assert (error <= step).all() and error.max() > 0  # the grid is moved so that 0 stays 0
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits", "share"),
-    [(mx.float32, 8, 9 / 32), (mx.float32, 4, 5 / 32)]
-    + [(dtype, bits, (bits + 0.5) / 16) for dtype in DTYPES[1:] for bits in BITS],
-)
-def test_stored_bytes_fall_to_the_bits_and_a_scale_and_bias_for_each_group(dtype, bits, share):
-    rows = random_rows(300).astype(dtype)
-    sizes = []
-    for kv_bits in (bits, None):
-        cache = LayerCache(kv_bits=kv_bits)
-        cache.update_and_fetch(rows, rows)
-        sizes.append(sum(array.nbytes for array in cache.arrays))
-    assert sizes[0] / sizes[1] == pytest.approx(share)
 
 
 @pytest.mark.parametrize("width", [16, 80])
@@ -225,14 +198,14 @@ def worst_node(target: Target, seed: int) -> float:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", WIDE)
-def test_every_node_of_a_tree_equals_its_own_path_token_by_token(targets, name, bits):
+def test_every_node_of_a_tree_equals_its_own_path_token_by_token(name, bits):
     """In two of three trees: a number on the edge between two steps may be rounded either way."""
     worst = [worst_node(targets(name, bits), seed) for seed in range(3)]
     assert sorted(worst)[1] < 1e-4
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_fewer_bits_change_more_of_what_the_target_computes(targets, name):
+def test_fewer_bits_change_more_of_what_the_target_computes(name):
     logits = {}
     for bits in (None, *BITS):
         target = targets(name, bits)
@@ -241,7 +214,7 @@ def test_fewer_bits_change_more_of_what_the_target_computes(targets, name):
     assert 1e-3 < errors[0] < errors[1]
 
 
-def test_the_comparison_of_trees_notices_a_causal_mask(targets, monkeypatch):
+def test_the_comparison_of_trees_notices_a_causal_mask(monkeypatch):
     causal = property(lambda block: np.tri(block.rows, dtype=bool))
     monkeypatch.setattr(Block, "visible", causal)
     assert sorted(worst_node(targets("llama", 8), seed) for seed in range(3))[1] > 0.05
@@ -266,7 +239,7 @@ def assert_drafts_change_nothing(target: Target, seed: int, wrong: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", ["llama", "llama_sliding", "gpt_oss"])
-def test_greedy_answers_with_drafts_are_those_without_them(targets, name, bits):
+def test_greedy_answers_with_drafts_are_those_without_them(name, bits):
     for seed in range(2):
         assert_drafts_change_nothing(targets(name, bits), seed, wrong=4)
 
@@ -288,61 +261,20 @@ def test_exact_answers_are_plain_ones_though_passes_of_other_widths_round_otherw
     assert changed > 0
 
 
-@pytest.fixture
-def interpreted():
-    """On a CPU mx.compile would build a hybrid's functions with a C++ compiler first."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_a_hybrid_target_quantises_its_attention_layers_and_keeps_its_states(monkeypatch):
-    monkeypatch.setitem(RECURRENT, "qwen3_5", {**RECURRENT["qwen3_5"], "head_dim": 32})
-    target = Target(make_model("qwen3_5"), 512, "qwen3_5")
-    target.kv_bits = 8
-    cache = fresh(target, tokens_of(0, 20))
-    attention = [layer for layer in cache.layers if isinstance(layer, LayerCache)]
-    assert attention and len(attention) < target.num_layers
-    assert all(len(layer.arrays) == 6 for layer in attention)
-    assert_drafts_change_nothing(target, 0, wrong=0)
-
-
-def test_the_attention_kernel_takes_what_is_stored_and_the_commit_says_why_it_cannot(targets):
+def test_the_attention_kernel_takes_what_is_stored_and_the_commit_says_why_it_cannot():
     target, tree = wide_target("llama", 4), tree_of([3, 1, 4, 1], [-1, 0, 0, 1])
-    cache = fresh(target, tokens_of(2, 20))
-    stock, _ = target.forward(ids_of(tree), cache.fork(), Block.of(tree))
+    sequence = fresh(target, tokens_of(2, 20))
+    stock, _ = target.forward(ids_of(tree), sequence.fork(), Block.of(tree))
     target.use_kernels("on")
     with emulated() as run:
-        ours, _ = target.forward(ids_of(tree), cache, Block.of(tree))
+        ours, _ = target.forward(ids_of(tree), sequence, Block.of(tree))
         mx.eval(ours)
-        cache.commit([0, 2])
+        sequence.commit([0, 2])
     assert run.of("cascade_attention") and not run.of("cache_commit")
     assert mx.abs(ours - stock).max() < 1e-4
     assert target.kernels.choices["cache_commit"].reason == "keys and values are quantised"
 
 
-def test_pass_times_are_not_shared_between_kinds_of_storage(targets):
+def test_pass_times_are_not_shared_between_kinds_of_storage():
     keys = {budget._key(targets("llama", bits)) for bits in (None, 4, 8)}
     assert len(keys) == 3
-
-
-# The drafter's context
-
-
-def test_the_drafters_context_is_stored_in_the_same_bits(tmp_path, targets):
-    dflash = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
-    raw = tiny_drafter_config(num_target_layers=3, head_dim=32, dflash_config=dflash)
-    config = read_config(write_drafter_folder(tmp_path, raw, random_drafter(raw)))
-    network = load_network(tmp_path, config, mx.float32)
-    features = mx.random.normal((40, 128), key=mx.random.key(3))
-    logits = {}
-    for bits in (None, *BITS):
-        model = BlockModel(network, config, targets("llama", bits))
-        context = model.new_context()
-        feed(context, features)
-        logits[bits] = model.logits(context, mx.array([7]), 8)
-        packed = [array for array in context.arrays if array.dtype == mx.uint32]
-        assert len(packed) == (0 if bits is None else 2 * len(config.layer_windows))
-    errors = [mx.abs(logits[bits] - logits[None]).max().item() for bits in (8, 4)]
-    assert 0 < errors[0] < 0.1 and errors[0] < errors[1] < 2

@@ -12,24 +12,12 @@ from dflash_mlx.target.cache import SLACK
 from dflash_mlx.target.model import Target
 from support.decoding import ids_of, path_to, tree_of
 from support.families import FAMILIES, POSITION_DEPENDENT, SLIDING, VOCAB_SIZE, make_model
-from support.hybrids import fresh
+from support.hybrids import fresh, target_of
 from support.toys import random_tree
 
 TREE_FAMILIES = sorted(set(FAMILIES) - set(POSITION_DEPENDENT))
 PROMPT_LENGTH = 20
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def targets():
-    made = {}
-
-    def get(name: str) -> Target:
-        if name not in made:
-            made[name] = Target(make_model(name), 512, name)
-        return made[name]
-
-    return get
 
 
 def tokens_of(rng, count):
@@ -61,9 +49,9 @@ def worst_node(target, cache, prompt, tree):
 
 
 @pytest.mark.parametrize("name", TREE_FAMILIES)
-def test_every_node_of_a_random_tree_equals_a_forward_over_its_own_path(targets, name):
+def test_every_node_of_a_random_tree_equals_a_forward_over_its_own_path(name):
     rng = np.random.default_rng(0)
-    target, prompt = targets(name), tokens_of(rng, PROMPT_LENGTH)
+    target, prompt = target_of(name), tokens_of(rng, PROMPT_LENGTH)
     cache = fresh(target, prompt, 9)
     for _ in range(2):
         assert worst_node(target, cache, prompt, some_tree(rng)) < TOLERANCE
@@ -73,16 +61,16 @@ def test_every_node_of_a_random_tree_equals_a_forward_over_its_own_path(targets,
 @given(seed=st.integers(0, 10**6), nodes=st.integers(0, 12), length=st.integers(0, 30))
 @settings(max_examples=25)
 @pytest.mark.parametrize("name", ["llama", "llama_sliding"])
-def test_trees_of_any_shape_behind_prompts_of_any_length(targets, name, seed, nodes, length):
+def test_trees_of_any_shape_behind_prompts_of_any_length(name, seed, nodes, length):
     rng = np.random.default_rng(seed)
-    target, prompt = targets(name), tokens_of(rng, length)
+    target, prompt = target_of(name), tokens_of(rng, length)
     assert worst_node(target, fresh(target, prompt, 9), prompt, some_tree(rng, nodes)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
-def test_the_node_test_notices_a_causal_mask_in_place_of_the_ancestors(targets, name, monkeypatch):
+def test_the_node_test_notices_a_causal_mask_in_place_of_the_ancestors(name, monkeypatch):
     rng = np.random.default_rng(0)
-    target, prompt = targets(name), tokens_of(rng, PROMPT_LENGTH)
+    target, prompt = target_of(name), tokens_of(rng, PROMPT_LENGTH)
     cache = fresh(target, prompt, 9)
     causal = property(lambda block: mx.tril(mx.full((block.rows, block.rows), True)))
     monkeypatch.setattr(Block, "visible", causal)
@@ -90,9 +78,9 @@ def test_the_node_test_notices_a_causal_mask_in_place_of_the_ancestors(targets, 
 
 
 @pytest.mark.parametrize("name", TREE_FAMILIES)
-def test_committing_a_path_equals_computing_it_from_scratch(targets, name):
+def test_committing_a_path_equals_computing_it_from_scratch(name):
     rng = np.random.default_rng(3)
-    target, committed = targets(name), tokens_of(rng, 6)
+    target, committed = target_of(name), tokens_of(rng, 6)
     cache = fresh(target, committed, 9)
     for _ in range(12):  # far enough for windows of 8 to wrap
         tree = some_tree(rng)
@@ -105,9 +93,9 @@ def test_committing_a_path_equals_computing_it_from_scratch(targets, name):
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_chains_need_no_positions_per_row_and_work_on_every_family(targets, name):
+def test_chains_need_no_positions_per_row_and_work_on_every_family(name):
     rng = np.random.default_rng(4)
-    target, committed = targets(name), tokens_of(rng, 11)
+    target, committed = target_of(name), tokens_of(rng, 11)
     cache = fresh(target, committed, 9)
     for rows, accepted in [(5, 2), (1, 1), (7, 7), (3, 1)]:
         tree = Tree.chain(mx.array(tokens_of(rng, rows)))
@@ -120,9 +108,9 @@ def test_chains_need_no_positions_per_row_and_work_on_every_family(targets, name
 
 
 @pytest.mark.parametrize("name", sorted(set(SLIDING) - set(POSITION_DEPENDENT)))
-def test_a_wrapped_window_goes_back_only_as_far_as_its_slots_reach(targets, name):
+def test_a_wrapped_window_goes_back_only_as_far_as_its_slots_reach(name):
     rng = np.random.default_rng(5)
-    target, committed = targets(name), tokens_of(rng, 600)
+    target, committed = target_of(name), tokens_of(rng, 600)
     cache = fresh(target, committed, 100)
     back = 600 - SLACK
     assert (cache.nearest(40), cache.nearest(back)) == (0, back)
@@ -133,8 +121,8 @@ def test_a_wrapped_window_goes_back_only_as_far_as_its_slots_reach(targets, name
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma4_text_shared_kv", "qwen3_moe", "cohere2"])
-def test_tapped_features_are_the_outputs_of_the_layers(targets, name):
-    target = targets(name)
+def test_tapped_features_are_the_outputs_of_the_layers(name):
+    target = target_of(name)
     tokens = mx.array(tokens_of(np.random.default_rng(6), 12))
     last = target.num_layers - 1
     taps = (0, last, 1)
@@ -148,10 +136,13 @@ def test_tapped_features_are_the_outputs_of_the_layers(targets, name):
     assert np.abs(np.array(normed - direct)).max() < TOLERANCE
 
 
-def test_the_tapped_layer_is_the_one_that_was_named(targets):
-    target = targets("llama")
+def test_the_tapped_layer_is_the_one_that_was_named_and_hooked_once():
+    target = target_of("llama")
     tokens = mx.array(tokens_of(np.random.default_rng(7), 5))
     target.tap((0, 1))
+    hooked = type(target.model.layers[0])
+    target.tap((1, 0))
+    assert type(target.model.layers[0]) is hooked
     _, features = target.forward(tokens, target.new_cache(), Block(5), (0, 1))
     model = target.model.model
     first = model.layers[0](model.embed_tokens(tokens[None]), "causal")
@@ -160,15 +151,7 @@ def test_the_tapped_layer_is_the_one_that_was_named(targets):
     assert np.abs(np.array(features - expected)).max() < TOLERANCE
 
 
-def test_tapping_a_layer_again_adds_no_second_hook(targets):
-    target = targets("qwen2")
-    target.tap((0, 1))
-    hooked = type(target.model.layers[0])
-    target.tap((1, 0))
-    assert type(target.model.layers[0]) is hooked
-
-
-def test_two_targets_on_one_model_are_both_right(targets):
+def test_two_targets_on_one_model_are_both_right():
     rng = np.random.default_rng(8)
     model, tokens = make_model("llama_sliding"), mx.array(tokens_of(rng, PROMPT_LENGTH))
     both = {(0, 2): Target(model, 512, "first"), (2, 1): Target(model, 512, "second")}
@@ -177,7 +160,7 @@ def test_two_targets_on_one_model_are_both_right(targets):
     assert type(model.layers[0].self_attn.rope).__mro__[1] is type(
         make_model("llama_sliding").layers[0].self_attn.rope
     )
-    alone = targets("llama_sliding")
+    alone = target_of("llama_sliding")
     for taps, target in both.items():
         cache = fresh(target, tokens.tolist(), 9)
         assert worst_node(target, cache, tokens.tolist(), some_tree(rng)) < TOLERANCE
@@ -186,14 +169,3 @@ def test_two_targets_on_one_model_are_both_right(targets):
             t.forward(tokens, t.new_cache(), Block(len(tokens)), taps)[1] for t in (target, alone)
         )
         assert mx.array_equal(ours, theirs)
-
-
-def test_hooks_leave_parameters_and_other_instances_alone():
-    from mlx.utils import tree_flatten
-
-    hooked, other = make_model("llama"), make_model("llama")
-    names = [name for name, _ in tree_flatten(hooked.parameters())]
-    Target(hooked, 512, "llama").tap((0,))
-    assert [name for name, _ in tree_flatten(hooked.parameters())] == names
-    assert type(hooked.layers[0]) is not type(other.layers[0])
-    assert type(other.layers[0]).__call__ is type(other.layers[1]).__call__

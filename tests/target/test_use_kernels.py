@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import base, cache, gpt_oss, llama
 
-from dflash_mlx.cli import options as cli
-from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.rank import rank
@@ -70,17 +67,6 @@ def through_kernels(target: Target, mode: str = "on") -> tuple[mx.array, Run]:
     target.use_kernels(mode)  # type: ignore[arg-type]
     with emulated() as run:
         return pass_over(target), run
-
-
-def ran(target: Target) -> set[str]:
-    """The kernels of one pass."""
-    with emulated() as run:
-        pass_over(target)
-    return {counters.kernel for counters in run.counters}
-
-
-def classes(target: Target) -> list[type]:
-    return [type(module) for module in target.model.modules()]
 
 
 @pytest.mark.parametrize("name", ROUTED)
@@ -163,16 +149,20 @@ def test_models_of_half_precision_go_through_every_kernel(monkeypatch, dtype):
 def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkeypatch):
     target = make_target(monkeypatch, "llama", bits=4)
     target.tap((1,))
-    before, stock = classes(target), pass_over(target)
+
+    def classes() -> list[type]:
+        return [type(module) for module in target.model.modules()]
+
+    before, stock = classes(), pass_over(target)
     target.use_kernels("on")
     target.use_kernels("auto")  # hooks once more, and no second time
-    assert classes(target) != before
+    assert classes() != before
     sequence, head = target.new_cache(), target.head()
     with emulated() as run:
         pass_over(target)
     assert len(run.of("cascade_attention")) == 2 * target.num_layers
     target.use_kernels("off")
-    assert classes(target) == before
+    assert classes() == before
     with emulated() as run:
         target.forward(PROMPT, sequence, Block(len(PROMPT)))
         mx.eval(head(mx.zeros((1, 64))))
@@ -195,10 +185,9 @@ def test_two_models_of_one_family_have_settings_of_their_own(monkeypatch):
     names += [(nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear")]
     before = [getattr(owner, name) for owner, name in names]
     on, off = (make_target(monkeypatch, "llama", bits=4) for _ in "12")
-    on.use_kernels("on")
-    off.use_kernels("off")
-    assert ran(on) == {"cascade_attention", "cascade_merge", "verify_qmm"}
-    assert ran(off) == set()
+    found = {counters.kernel for counters in through_kernels(on)[1].counters}
+    assert found == {"cascade_attention", "cascade_merge", "verify_qmm"}
+    assert through_kernels(off, "off")[1].counters == []
     assert on.kernels.choices and not off.kernels.choices
     assert [getattr(owner, name) for owner, name in names] == before
 
@@ -329,23 +318,8 @@ def test_the_setting_is_checked_when_made():
         Target(make_model("llama"), 9, "tiny").use_kernels("fast")  # type: ignore[arg-type]
 
 
-def test_every_command_line_that_loads_a_pair_has_the_option():
-    parser = argparse.ArgumentParser()
-    cli.add_options(parser, PairConfig, DecodeConfig)
-    given = cli.read_pair_config(parser.parse_args(["--kernels", "on"]))
-    assert given == PairConfig(kernels="on")
-    assert cli.read_pair_config(parser.parse_args([])) == PairConfig()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    yield str(write_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.mark.parametrize("mode", ["auto", "off", "on"])
-def test_a_pair_is_loaded_with_its_setting(folder, mode):
-    assert load_pair(PairConfig(folder, kernels=mode)).target.kernels.mode == mode
-
-
-def test_a_target_for_training_has_no_kernels(folder):
+def test_a_pair_is_loaded_with_its_setting_and_a_target_for_training_without_kernels(tmp_path):
+    folder = str(write_model(tmp_path))
+    for mode in ("auto", "off", "on"):
+        assert load_pair(PairConfig(folder, kernels=mode)).target.kernels.mode == mode
     assert load_target(folder).target.kernels.mode == "off"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,6 @@ METHODS = {
     "dflash": DecodeConfig(method="dflash", max_tokens=TOKENS),
     "d2sd": DecodeConfig(method="d2sd", max_tokens=TOKENS, budget=16, branches=3),
 }
-
-
-@dataclass
-class Answer:
-    tokens: list[int]
-    paths: list[tuple[int, ...]]
 
 
 def model(monkeypatch: pytest.MonkeyPatch, bits: int | None) -> nn.Module:
@@ -84,12 +77,13 @@ def make_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bits: int | None)
     return Pair(target, None, (first, second), "tiny")
 
 
-def answer(pair: Pair, config: DecodeConfig) -> Answer:
+def answer(pair: Pair, config: DecodeConfig) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Its tokens, and the path that each round accepted."""
     drafter = make_drafter(pair, config)
     state = start(pair.target, drafter, PROMPT, config)
     found = list(rounds(pair.target, drafter, state, config))
     tokens = [token for accepted in found for token in accepted.tokens]
-    return Answer(tokens[:TOKENS], [accepted.path for accepted in found])
+    return tokens[:TOKENS], [accepted.path for accepted in found]
 
 
 @contextmanager
@@ -109,13 +103,6 @@ def only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         yield run
 
 
-def passes(found: Answer, drafters: int) -> tuple[int, int]:
-    """Target passes, the prompt's included, and drafter passes: none where one token is left."""
-    last_is_alone = sum(map(len, found.paths[:-1])) == TOKENS - 1
-    drafts = len(found.paths) - last_is_alone
-    return 1 + len(found.paths), drafters * drafts
-
-
 CASES = [("none", None), ("dflash", None), ("d2sd", None), ("dflash", 4), ("d2sd", 4)]
 
 
@@ -127,13 +114,15 @@ def test_answers_through_emulated_kernels_are_those_of_stock_mlx(
     expected = answer(pair, config)
     pair.target.use_kernels("on")
     with only_kernels(monkeypatch) as run:
-        found = answer(pair, config)
-    assert found == expected
-    assert len(found.tokens) == TOKENS
+        tokens, paths = answer(pair, config)
+    assert (tokens, paths) == expected
+    assert len(tokens) == TOKENS
 
     ran = Counter(counters.kernel for counters in run.counters)
-    target_passes, drafts = passes(found, {"none": 0, "dflash": 1, "d2sd": 2}[method])
-    moved = [path for path in found.paths if path != tuple(range(len(path)))]
+    target_passes = 1 + len(paths)  # the prompt's included
+    last_is_alone = sum(map(len, paths[:-1])) == TOKENS - 1  # so nothing is drafted
+    drafts = {"none": 0, "dflash": 1, "d2sd": 2}[method] * (len(paths) - last_is_alone)
+    moved = [path for path in paths if path != tuple(range(len(path)))]
     products = 7 * LAYERS * target_passes + target_passes + drafts  # the head serves both
     ranked = drafts if method == "d2sd" else 0
     layers = LAYERS * target_passes + drafts

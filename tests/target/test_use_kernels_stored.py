@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,16 +25,16 @@ CASE = "draft_head/2/9x3/32/float32/"
 
 
 class Clock:
-    """A second for a kernel, two for stock MLX; `stopped` for a session that must not race."""
+    """A second for a kernel, others for stock MLX; `stopped` for a session that must not race."""
 
-    def __init__(self, stopped: bool = False) -> None:
-        self.looks, self.now, self.stopped = 0, 0.0, stopped
+    def __init__(self, stopped: bool = False, stock: float = 2.0) -> None:
+        self.looks, self.now, self.stopped, self.stock = 0, 0.0, stopped, stock
 
     def __call__(self) -> float:
         assert not self.stopped, "raced again"
         race, ends = self.looks // 2 // RUNS, self.looks % 2
         self.looks += 1
-        self.now += ends * (1.0 + race % 2)
+        self.now += ends * (self.stock if race % 2 else 1.0)
         return self.now
 
 
@@ -85,12 +84,8 @@ def test_a_race_is_kept_and_the_next_session_does_not_race_again(tmp_path):
 
 
 def test_a_slower_kernel_is_not_taken_by_the_next_session_either(tmp_path):
-    class Slower(Clock):
-        def __call__(self) -> float:
-            return -super().__call__()  # so that less is more
-
     first = session(tmp_path)
-    first._clock = Slower()
+    first._clock = Clock(stock=0.5)
     first.switch("auto")
     assert not ask(first)
     assert not ask(session(tmp_path, stopped=True))
@@ -125,12 +120,9 @@ def test_off_makes_a_model_forget_and_auto_remembers(tmp_path):
 def damages() -> dict[str, str | bytes]:
     made = {"made with": dispatch.fingerprint(), "model": "tiny"}
     return {
-        "empty": "",
         "no text": b"\xff\xfe\x00",
-        "cut": '{"model": "ti',
         "a list": "[]",
         "without a model": json.dumps({"made with": dispatch.fingerprint(), "choices": {}}),
-        "without choices": json.dumps(made),
         "choices in a list": json.dumps({**made, "choices": [1]}),
         "no choice": json.dumps({**made, "choices": {CASE: 1}}),
         "half a choice": json.dumps({**made, "choices": {CASE: {"kernel": True}}}),
@@ -158,16 +150,6 @@ def test_choices_that_cannot_be_kept_hold_for_the_session(tmp_path):
     assert ask(kernels) and ask(kernels)
     assert list(kernels.choices.values()) == [FASTER]
     assert kernel_choices(tmp_path / "file") == {}
-
-
-def test_a_kernel_that_gives_another_result_is_not_used_and_says_so(tmp_path, monkeypatch):
-    kernels = session(tmp_path)
-    wrong = replace(
-        DRAFT_HEAD, kernel=lambda logits, k: DRAFT_HEAD.kernel(logits + mx.arange(9), k)
-    )
-    assert kernels.run(wrong, mx.arange(18.0).reshape(2, 9), 3) is None
-    (choice,) = stored(tmp_path).values()
-    assert choice.reason.startswith("differs from the reference by")
 
 
 def test_a_loaded_model_keeps_its_choices_in_the_users_cache(tmp_path, monkeypatch):
