@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from dflash_mlx.convert import conversion, run, staging, target, tensors
+from dflash_mlx.convert import __main__, conversion, plan, writing
 from dflash_mlx.convert.__main__ import main
-from dflash_mlx.convert.staging import MARGIN, check_space, gigabytes, staged
+from dflash_mlx.convert.writing import MARGIN, check_space, gigabytes, staged
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import pair_folder
 from support.converted import config
@@ -54,16 +54,16 @@ def fail_at(patch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None
 
 # What is called at each stage of a conversion, and how often it may have been before
 STAGES: dict[str, tuple[Any, str, int]] = {
-    "planning": (run, "make_plan", 0),
-    "the folder is made": (staging.Path, "mkdir", 2),  # after two scratch folders
-    "the target's tokenizer is copied": (target.shutil, "copyfile", 1),
+    "planning": (__main__, "make_plan", 0),
+    "the folder is made": (writing.Path, "mkdir", 2),  # after two scratch folders
+    "the target's tokenizer is copied": (conversion.shutil, "copyfile", 1),
     "the target's config": (conversion.Conversion, "write_rest", 0),
-    "the first tensor": (tensors, "_bytes", 0),
-    "a later tensor": (tensors, "_bytes", 17),
-    "the drafter's weights": (tensors, "write_file", 1),
+    "the first tensor": (writing, "_bytes", 0),
+    "a later tensor": (writing, "_bytes", 17),
+    "the drafter's weights": (writing, "write_file", 1),
     "pair.json": (pair_folder, "write", 0),
-    "the files are synced": (staging.os, "fsync", 5),
-    "the folder takes its place": (staging.os, "rename", 0),
+    "the files are synced": (writing.os, "fsync", 5),
+    "the folder takes its place": (writing.os, "rename", 0),
 }
 
 
@@ -120,12 +120,12 @@ def test_a_killed_conversion_leaves_no_destination_and_the_next_one_cleans_up(pa
     killed = program(
         "main(sys.argv[1:])",
         "import os, signal, sys",
-        "from dflash_mlx.convert import tensors",
-        "original, calls = tensors._bytes, iter(range(100))",
+        "from dflash_mlx.convert import writing",
+        "original, calls = writing._bytes, iter(range(100))",
         "def kill_later(array):",
         "    os.kill(os.getpid(), signal.SIGKILL if next(calls) == 10 else 0)",
         "    return original(array)",
-        "tensors._bytes = kill_later",
+        "writing._bytes = kill_later",
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run([*killed, *pair], env=environment, capture_output=True, check=False)
@@ -196,7 +196,7 @@ def test_what_cannot_be_a_destination_is_refused(pair, tmp_path, name, value):
 
 def test_a_disk_that_is_too_small_is_refused_with_both_values(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123_456))
-    monkeypatch.setattr(tensors, "write_file", None)  # nothing is written
+    monkeypatch.setattr(writing, "write_file", None)  # nothing is written
     with pytest.raises(DFlashError, match=r"dst needs 16\.\d\d MB, .* 123\.46 kB"):
         main(pair)
     assert nothing_is_left(tmp_path)
@@ -219,13 +219,13 @@ def test_a_source_that_is_cut_off_meanwhile_is_named_and_nothing_is_left(
     pair, tmp_path, monkeypatch, part
 ):
     file = tmp_path / part / "model.safetensors"
-    write_shards = run.write_shards
+    write_shards = plan.write_shards
 
     def cut_first(*arguments):
         os.truncate(file, 20_000)
         write_shards(*arguments)
 
-    monkeypatch.setattr(run, "write_shards", cut_first)
+    monkeypatch.setattr(plan, "write_shards", cut_first)
     with pytest.raises(DFlashError, match=str(tmp_path / part)):
         main(pair)
     assert nothing_is_left(tmp_path)

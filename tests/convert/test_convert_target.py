@@ -12,7 +12,7 @@ from mlx_lm.convert import convert as convert_by_mlx_lm
 from mlx_lm.utils import load_model
 
 from dflash_mlx import DecodeConfig, load
-from dflash_mlx.convert.tensors import write_shards
+from dflash_mlx.convert.writing import write_shards
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.formats.gguf_target import load_gguf
 from dflash_mlx.session.stream import generate

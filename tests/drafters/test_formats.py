@@ -20,9 +20,9 @@ from dflash_mlx.drafters.dflash.checkpoint import (
     parse_config,
     read_config,
     read_drafter,
+    save_drafter,
 )
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer
-from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.dflash.tensors import Header, wanted_headers
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.none import NoDraft
