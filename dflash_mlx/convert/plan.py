@@ -118,7 +118,7 @@ def convert(plan: Plan, settings: ConvertConfig) -> None:
     if not all(each.part.has_weights for each in plan.conversions.values()):
         parts = {place: fetch(each.part) for place, each in plan.conversions.items()}
         plan = _plan(plan.destination, parts, settings)
-    with staged(plan.destination, plan.size) as folder:
+    with staged(plan.destination) as folder:
         _write(plan, folder)
 
 

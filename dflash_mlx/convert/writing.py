@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -20,7 +19,6 @@ from dflash_mlx.core.errors import DFlashError
 MARGIN = 16_000_000  # bytes left free beside what is written
 SHARD_GIGABYTES = 5  # as mlx-lm's
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TYPES = {
     mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16",
     mx.uint32: "U32", mx.int32: "I32", mx.uint64: "U64", mx.int64: "I64",
@@ -57,12 +55,11 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 
 @contextmanager
-def staged(destination: Path, needed: int) -> Iterator[Path]:
+def staged(destination: Path) -> Iterator[Path]:
     """A folder beside `destination` that takes its place once the block has ended well.
 
     Otherwise it is removed. What a killed conversion to the same place has left is removed first.
-    Raises DFlashError where another conversion to it is running, and where `needed` bytes are not
-    free, or can no longer be written.
+    Raises DFlashError where another conversion to it is running, or it cannot be written.
     """
     folder = destination.with_name(f".{destination.name}.partial")
     try:
@@ -70,7 +67,6 @@ def staged(destination: Path, needed: int) -> Iterator[Path]:
             try:
                 for left in folder.iterdir():
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
-                check_space(destination.parent, needed, str(destination))
                 yield folder
                 for path in (*folder.rglob("*"), folder):
                     _sync(path)
@@ -80,8 +76,6 @@ def staged(destination: Path, needed: int) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
     except OSError as error:
-        if error.errno in _FULL:
-            check_space(destination.parent, needed, str(destination))
         raise DFlashError(
             f"{destination} cannot be written ({error.strerror or error})",
             "free some space, or choose another DST; nothing was left behind",
@@ -137,22 +131,18 @@ def write_shards(
     names = names if len(names) > 1 else ["model.safetensors"]
     places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     for name in names:
-        write_file(folder / name, shards.pop(0), bar)
+        shard = shards.pop(0)
+        with open(folder / name, "wb") as output:
+            output.write(head({n: (_TYPES[a.dtype], a.shape, a.nbytes) for n, a in shard.items()}))
+            for key in list(shard):
+                data = _bytes(shard.pop(key))
+                output.write(data)
+                bar.update(data.nbytes)
+                del data
+                mx.clear_cache()
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     text = json.dumps(index, indent=2) + "\n"
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-
-def write_file(file: Path, arrays: dict[str, mx.array], bar: Any) -> None:
-    """Write one safetensors file; empties `arrays`."""
-    with open(file, "wb") as output:
-        output.write(head({n: (_TYPES[a.dtype], a.shape, a.nbytes) for n, a in arrays.items()}))
-        for name in list(arrays):
-            data = _bytes(arrays.pop(name))
-            output.write(data)
-            bar.update(data.nbytes)
-            del data
-            mx.clear_cache()
 
 
 def head(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> bytes:

@@ -60,7 +60,7 @@ STAGES: dict[str, tuple[Any, str, int]] = {
     "the target's config": (conversion.Conversion, "write_rest", 0),
     "the first tensor": (writing, "_bytes", 0),
     "a later tensor": (writing, "_bytes", 17),
-    "the drafter's weights": (writing, "write_file", 1),
+    "the drafter's weights": (writing, "head", 1),
     "pair.json": (pair_folder, "write", 0),
     "the files are synced": (writing.os, "fsync", 5),
     "the folder takes its place": (writing.os, "rename", 0),
@@ -142,9 +142,9 @@ def test_a_killed_conversion_leaves_no_destination_and_the_next_one_cleans_up(pa
 
 def test_a_conversion_to_where_another_one_writes_is_refused_and_leaves_that_alone(tmp_path):
     destination = tmp_path / "dst"
-    with staged(destination, 0) as first:
+    with staged(destination) as first:
         (first / "winner").touch()
-        with pytest.raises(DFlashError, match="dst is being written"), staged(destination, 0):
+        with pytest.raises(DFlashError, match="dst is being written"), staged(destination):
             pass
     assert [file.name for file in destination.iterdir()] == ["winner"]
     assert [file.name for file in tmp_path.iterdir()] == ["dst"]
@@ -154,7 +154,7 @@ def test_folders_of_other_destinations_are_left_alone(tmp_path):
     others = [tmp_path / ".other.partial", tmp_path / "dst.partial"]
     for other in others:
         other.mkdir()
-    with staged(tmp_path / "dst", 0):
+    with staged(tmp_path / "dst"):
         pass
     assert all(other.is_dir() for other in others)
     assert (tmp_path / "dst").stat().st_mode == others[0].stat().st_mode
@@ -196,7 +196,7 @@ def test_what_cannot_be_a_destination_is_refused(pair, tmp_path, name, value):
 
 def test_a_disk_that_is_too_small_is_refused_with_both_values(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123_456))
-    monkeypatch.setattr(writing, "write_file", None)  # nothing is written
+    monkeypatch.setattr(plan, "write_shards", None)  # nothing is written
     with pytest.raises(DFlashError, match=r"dst needs 16\.\d\d MB, .* 123\.46 kB"):
         main(pair)
     assert nothing_is_left(tmp_path)

@@ -38,9 +38,7 @@ def translate(raw: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     kind = raw["speculators_model_type"]
     if kind not in _TYPES:
         known = ", ".join(_TYPES)
-        raise ValueError(
-            f"speculators_model_type is {kind!r}, which is not supported ({known} are)"
-        )
+        raise ValueError(f"speculators_model_type is {kind!r}, not supported; {known} are")
     layers = raw["transformer_layer_config"]
     if not isinstance(layers, dict):
         raise ValueError(f"transformer_layer_config is {layers!r}")
