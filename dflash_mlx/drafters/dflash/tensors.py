@@ -99,7 +99,7 @@ def check_tensors(
         optional["t2d"] = Header(FLAGS, (config.vocab_size,))  # which ids d2t leads to
     for name in sorted(wanted.keys() | found.keys()):
         has = str(found.get(name, "missing"))
-        needs = str(wanted.get(name) or optional.get(name, "no such tensor"))
+        needs = str((optional | wanted).get(name, "no such tensor"))
         if has != needs:
             what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
             yield Finding("error", what, DOWNLOAD_AGAIN)
