@@ -8,9 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.convert.plan import Request, check_spaces, make_plan
-from dflash_mlx.convert.run import convert, report
+from dflash_mlx.convert.plan import ALONE, check_spaces, convert, make_plan, report
 from dflash_mlx.convert.settings import ConvertConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET
 
 PROGRAM = "dflash_mlx.convert"
 
@@ -19,14 +20,25 @@ def main(argv: Sequence[str]) -> None:
     """Convert, or say what would be done. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
     settings = cli.read_options(arguments, ConvertConfig)
-    request = Request(arguments.src, arguments.dst, arguments.pair, arguments.second_drafter)
-    if arguments.check:
-        with TemporaryDirectory(prefix="dflash-heads-") as scratch:
-            plan = make_plan(request, settings, Path(scratch))
+    with TemporaryDirectory(prefix="dflash-heads-") as scratch:
+        plan = make_plan(_names(arguments), arguments.dst, settings, Path(scratch))
+        if arguments.check:
             print(report(plan))
-            check_spaces(plan)
-    else:
-        print(f"wrote {convert(request, settings)}")
+        check_spaces(plan)
+        if not arguments.check:
+            convert(plan, settings)
+            print(f"wrote {plan.destination}")
+
+
+def _names(arguments: argparse.Namespace) -> dict[str, str]:
+    """What to convert, by folders in the destination."""
+    if arguments.pair is not None:
+        names = {TARGET: arguments.src, DRAFTER: arguments.pair}
+        second = arguments.second_drafter
+        return names if second is None else {**names, SECOND_DRAFTER: second}
+    if arguments.second_drafter is not None:
+        raise DFlashError("a second drafter needs a first one", "name one with --pair")
+    return {ALONE: arguments.src}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,36 +1,56 @@
-"""A model on its way from a source to a folder, its weights not yet read."""
+"""A model on its way from a source to a folder: cast, quantised and named, nothing evaluated yet.
+
+Targets go through mlx-lm's own loading, casting, quantisation and recipes, drafters through their
+family's file format.
+"""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map_with_path
 
+from dflash_mlx.convert.settings import ConvertConfig
+from dflash_mlx.convert.source import Part
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.models.check import DrafterFacts
+from dflash_mlx.models.source import BESIDE, LICENCES
 from dflash_mlx.models.target_config import quantisation
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
+GROUP_SIZE = 64  # mlx-lm's for affine
+BYTES_PER_TOKEN = 100  # of a tokenizer.json, about
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
+_REPLACED = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
+Opened = tuple[Any, dict[str, Any], Callable[[Path], None], int]
 
 
 @dataclass
 class Conversion:
     """What is to be written: lazy arrays by name, and what lies beside them.
 
-    weights: evaluated one at a time; emptied when written. config: as in its config.json.
-    write_beside: puts the tokenizer into a folder, about `rest` bytes. largest: bytes of the
-    largest tensor before and after together. held: bytes that are in memory all the time.
+    weights: evaluated one at a time; emptied when written. config: as in its config.json. largest:
+    bytes of the largest tensor before and after together. write_beside: puts the tokenizer into a
+    folder, about `rest` bytes.
     """
 
-    name: str
+    part: Part
     description: str
     weights: dict[str, mx.array]
     config: dict[str, Any]
     largest: int
     write_beside: Callable[[Path], None] = lambda _: None
-    held: int = 0
     rest: int = 0
 
     def write_rest(self, folder: Path) -> None:
@@ -47,28 +67,177 @@ class Conversion:
         return sum(array.nbytes for array in self.weights.values())
 
     @property
-    def size(self) -> int:
-        """Bytes on disk, about, before the weights are written."""
-        return self.weight_bytes + self.rest
-
-    @property
     def memory(self) -> int:
-        """Bytes that converting takes at most, about."""
-        return self.held + self.largest + RUNTIME
+        """Bytes that converting takes at most, about; a GGUF file is in memory all the time."""
+        held = self.part.path.stat().st_size if self.part.facts is None else 0
+        return held + self.largest + RUNTIME
 
 
-def largest(weights: dict[str, mx.array]) -> int:
-    """Bytes of the largest array."""
-    return max(array.nbytes for array in weights.values())
+def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversion:
+    """A drafter's conversion; DFlashError for one that cannot be read or converted so.
+
+    paired: whether it is converted with its target, which settings like `bits` are for then.
+    """
+    facts, bits = part.facts, settings.drafter_bits if paired else settings.bits
+    assert isinstance(facts, DrafterFacts)
+    if not paired and (settings.recipe or settings.mode != "affine" or settings.dequantize):
+        raise DFlashError(
+            "--mode, --recipe and --dequantize are for targets, but SRC is a drafter",
+            "leave them out",
+        )
+    if bits is not None and facts.quantisation:
+        raise DFlashError(
+            f"{part.name} is already quantised to {facts.quantisation}",
+            "leave the bits out, or convert the drafter that it was made from",
+        )
+    dtype = None if settings.dtype is None else getattr(mx, settings.dtype)
+    form = dtype, bits, settings.group_size
+    weights, config = facts.format.converted(part.path, part.has_weights, *form)
+    numbers = _describe_numbers(config, weights)
+    return Conversion(
+        part,
+        f"{config['architectures'][0]} {numbers}, blocks of {facts.config.block_size}",
+        weights,
+        {**config, "dtype": numbers.rpartition(" ")[2]},
+        max(tensor.nbytes for tensor in facts.weights.tensors.values()) + _largest(weights),
+    )
 
 
-def describe_numbers(config: dict[str, Any], weights: dict[str, mx.array]) -> str:
+def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
+    """A target's conversion; DFlashError for what mlx-lm does not know or cannot do."""
+    model, config, write_beside, rest = (
+        _open_gguf(part, settings.dtype) if part.facts is None else _open_folder(part)
+    )
+    if settings.quantizes and "quantization" in config and not settings.dequantize:
+        raise DFlashError(
+            f"{part.name} is already quantised to {config['quantization'].get('bits')} bits",
+            "add --dequantize to quantise it anew, or leave the bits as they are",
+        )
+    before = _largest(_parameters(model))
+    try:
+        with redirect_stdout(sys.stderr):
+            model, config = transform(model, config, settings)
+    except (ValueError, TypeError, KeyError) as error:
+        raise DFlashError(
+            f"{part.name} cannot be converted so ({in_one_line(error)})",
+            "choose other bits, another group size, mode or recipe",
+        ) from None
+    if "vision_tower" not in getattr(model, "model", {}):
+        config.pop("vision_config", None)
+    weights = _parameters(model)
+    description = f"{config.get('model_type')} {_describe_numbers(config, weights)}"
+    largest = before + _largest(weights)
+    return Conversion(part, description, weights, config, largest, write_beside, rest)
+
+
+def transform(model: Any, config: dict[str, Any], settings: ConvertConfig) -> tuple[Any, Any]:
+    """What mlx_lm.convert does between loading and saving, in its order, by its functions."""
+    from mlx_lm.convert import mixed_quant_predicate_builder
+    from mlx_lm.utils import dequantize_model, quantize_model
+
+    config = _cast(model, dict(config), settings.dtype)
+    if settings.dequantize:
+        config.pop("quantization", None)
+        config.pop("quantization_config", None)
+        model = dequantize_model(model)
+    if settings.quantizes:
+        group_size, recipe = settings.group_size, cast(Any, None)
+        if settings.recipe is not None:
+            group_size = group_size or GROUP_SIZE
+            recipe = mixed_quant_predicate_builder(settings.recipe, model, group_size)
+        model, config = quantize_model(
+            model, config, group_size, settings.bits, mode=settings.mode, quant_predicate=recipe
+        )
+    return model, config
+
+
+def _cast(model: Any, config: dict[str, Any], wanted: str | None) -> dict[str, Any]:
+    """Cast to `wanted`, or else to what the config says, as mlx_lm.convert does."""
+    name = wanted or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
+    if name not in ("float16", "bfloat16", "float32"):
+        return config
+    dtype = getattr(mx, name)
+    may_cast = getattr(model, "cast_predicate", lambda _: True)
+
+    def cast_one(path: str, array: mx.array) -> mx.array:
+        is_cast = may_cast(path) and mx.issubdtype(array.dtype, mx.floating)
+        return array.astype(dtype) if is_cast else array
+
+    model.update(tree_map_with_path(cast_one, model.parameters()))
+    return {**config, "torch_dtype": name}
+
+
+def _open_folder(part: Part) -> Opened:
+    from mlx_lm.utils import load_model, load_tokenizer
+
+    folder = part.path
+    if not any(fnmatch(file, pattern) for file in part.files for pattern in _TOKENIZERS):
+        raise DFlashError(
+            f"{part.name} cannot be loaded, it has no tokenizer ({', '.join(_TOKENIZERS)})",
+            "choose a complete model folder",
+        )
+    try:
+        model, config = load_model(folder, lazy=True)
+        if part.has_weights:
+            load_tokenizer(folder, {"trust_remote_code": False}, config.get("eos_token_id"))
+    except Exception as error:  # of three libraries, one of which raises plain ones
+        raise DFlashError(
+            f"{part.name} cannot be loaded ({in_one_line(error)})",
+            "choose a complete model folder of a family that mlx-lm supports",
+        ) from None
+    copied = {
+        name: size
+        for name, size in part.files.items()
+        if name not in _REPLACED and any(fnmatch(name, pattern) for pattern in (*BESIDE, *LICENCES))
+    }
+
+    def write_beside(destination: Path) -> None:
+        for name in copied:
+            shutil.copyfile(folder / name, destination / name)
+
+    return model, config, write_beside, sum(copied.values())
+
+
+def _open_gguf(part: Part, dtype: str | None) -> Opened:
+    from dflash_mlx.models.formats.gguf_target import build_model, build_tokenizer, read_file
+
+    tensors, metadata = read_file(part.path)
+    floating = None if dtype is None else getattr(mx, dtype)
+    model, config = build_model(part.path, tensors, metadata, floating)
+    if packing := _packing(model):
+        config["quantization"] = packing
+    write = build_tokenizer(part.path, metadata).save_pretrained
+    # Vocabulary and merges take about as much in a tokenizer.json as in the file.
+    return model, config, write, BYTES_PER_TOKEN * config["vocab_size"]
+
+
+def _packing(model: Any) -> dict[str, Any]:
+    """The packed layers as mlx-lm's config.json has them: one choice for most, and the others."""
+    packed = {
+        name: {"group_size": module.group_size, "bits": module.bits, "mode": "affine"}
+        for name, module in model.named_modules()
+        if hasattr(module, "bits")
+    }
+    choices = list(packed.values())
+    usual: dict[str, Any] = max(choices, key=choices.count, default={})
+    return {**usual, **{name: choice for name, choice in packed.items() if choice != usual}}
+
+
+def _describe_numbers(config: dict[str, Any], weights: dict[str, mx.array]) -> str:
     """How weights are stored, in words that end with the dtype of what is not packed."""
     kinds = Counter[mx.Dtype]()
     for array in weights.values():
         if mx.issubdtype(array.dtype, mx.floating):
             kinds[array.dtype] += array.nbytes
-    dtype = str(max(kinds, key=lambda kind: kinds[kind])).removeprefix("mlx.core.")
+    dtype = str(kinds.most_common(1)[0][0]).removeprefix("mlx.core.")
     words, _ = quantisation(config)
     mixed = any(isinstance(choice, dict) for choice in config.get("quantization", {}).values())
     return f"in {words}{' and others' * mixed}, else in {dtype}" if words else f"in {dtype}"
+
+
+def _largest(weights: dict[str, mx.array]) -> int:
+    return max(array.nbytes for array in weights.values())
+
+
+def _parameters(model: Any) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))

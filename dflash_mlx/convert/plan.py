@@ -1,106 +1,81 @@
-"""What a conversion would do: its sources, found and checked, and their weights, not yet read."""
+"""What a conversion would do, its weights not yet read; then the doing, and words for it."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants
+from tqdm import tqdm
 
-from dflash_mlx.convert.conversion import Conversion
-from dflash_mlx.convert.drafter import plan_drafter
+from dflash_mlx.convert.conversion import Conversion, plan_drafter, plan_target
 from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.convert.source import Part, fetch, open_part
-from dflash_mlx.convert.staging import check_space, resolve_destination
-from dflash_mlx.convert.target import plan_target
+from dflash_mlx.convert.writing import (
+    check_space,
+    gigabytes,
+    resolve_destination,
+    staged,
+    write_shards,
+)
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.models import pair_folder
 from dflash_mlx.models.check import DrafterFacts, TargetFacts, check_pair, describe_target
-from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET
+from dflash_mlx.models.pair_folder import DRAFTER, TARGET
 from dflash_mlx.models.target_config import language_model
+from dflash_mlx.system.machine import describe_versions
 
-_KINDS = {TARGET: TARGET, DRAFTER: DRAFTER, SECOND_DRAFTER: DRAFTER}
 ALONE = ""  # the part of a conversion that makes no pair: DST itself is its folder
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to convert. drafter, second_drafter: make a pair with the target `source`."""
-
-    source: str
-    destination: str
-    drafter: str | None = None
-    second_drafter: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.second_drafter is not None and self.drafter is None:
-            raise DFlashError("a second drafter needs a first one", "name one with --pair")
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The names of the models, by their folders in the destination."""
-        if self.drafter is None:
-            return {ALONE: self.source}
-        names = {TARGET: self.source, DRAFTER: self.drafter}
-        return (
-            names if self.second_drafter is None else {**names, SECOND_DRAFTER: self.second_drafter}
-        )
-
-
-@dataclass(frozen=True)
 class Plan:
-    """Models and their conversions, by their folders in the destination."""
+    """The conversions of models, by their folders in the destination."""
 
     destination: Path
-    parts: Mapping[str, Part]
     conversions: Mapping[str, Conversion]
 
     @property
     def size(self) -> int:
-        """Bytes of the destination, about."""
-        return sum(conversion.size for conversion in self.conversions.values())
-
-    @property
-    def memory(self) -> int:
-        """Bytes that converting takes at most, about."""
-        return max(conversion.memory for conversion in self.conversions.values())
+        """Bytes of the destination, about, before the weights are written."""
+        return sum(each.weight_bytes + each.rest for each in self.conversions.values())
 
     @property
     def download(self) -> int:
         """Bytes still to be fetched."""
-        return sum(part.download for part in self.parts.values())
+        return sum(each.part.download for each in self.conversions.values())
 
 
-def make_plan(request: Request, settings: ConvertConfig, scratch: Path) -> Plan:
+def make_plan(
+    names: Mapping[str, str], destination: str, settings: ConvertConfig, scratch: Path
+) -> Plan:
     """All but fetching, reading and writing weights; DFlashError for what cannot be done.
 
-    scratch: an empty folder to work in, for as long as the plan is used.
+    names: of the models, by their folders in the destination. scratch: an empty folder to work in,
+    for as long as the plan is used.
     """
-    destination = resolve_destination(request.destination)
-    if request.drafter is None and settings.drafter_bits is not None:
+    folder = resolve_destination(destination)
+    if ALONE in names and settings.drafter_bits is not None:
         raise DFlashError(
             "--drafter-bits is for the drafter of a pair", "use --bits, or add --pair"
         )
     parts = {}
-    for place, name in request.names.items():
+    for place, name in names.items():
         heads = scratch / (place or "alone")
         heads.mkdir()
         parts[place] = part = open_part(name, heads)
-        if part.kind != _KINDS.get(place, part.kind):
+        wanted = TARGET if place == TARGET else DRAFTER
+        if place != ALONE and part.kind != wanted:
             raise DFlashError(
-                f"{name} is a {part.kind}, not a {_KINDS[place]}",
+                f"{name} is a {part.kind}, not a {wanted}",
                 "give the target as SRC and the drafter with --pair",
             )
-    return _plan(destination, parts, settings)
-
-
-def fetched(plan: Plan, settings: ConvertConfig) -> Plan:
-    """The same with all weights on this machine."""
-    if all(part.has_weights for part in plan.parts.values()):
-        return plan
-    parts = {place: fetch(part) for place, part in plan.parts.items()}
-    return _plan(plan.destination, parts, settings)
+    return _plan(folder, parts, settings)
 
 
 def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig) -> Plan:
@@ -112,27 +87,72 @@ def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig)
     conversions = {}
     for place, part in parts.items():
         if part.kind == DRAFTER:
-            conversions[place] = plan_drafter(part, settings.of_drafter(paired=place != ALONE))
+            conversions[place] = plan_drafter(part, settings, place != ALONE)
             continue
         conversions[place] = plan_target(part, settings)
         if part.facts is None:  # what a GGUF file is, its conversion tells
             config = language_model(conversions[place].config)
             check_pair(describe_target(config, part.name), *drafters).raise_first()
-    return Plan(destination, parts, conversions)
-
-
-def cache_folder() -> Path:
-    """Where downloads go, or the nearest folder above it that is there."""
-    folder = Path(constants.HF_HUB_CACHE)
-    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    return Plan(destination, conversions)
 
 
 def check_spaces(plan: Plan) -> None:
     """Raise DFlashError where the download, the result, or both on one disk, do not fit."""
-    cache, parent = cache_folder(), plan.destination.parent
+    cache, parent = _cache_folder(), plan.destination.parent
     needed, what = plan.size, str(plan.destination)
     if plan.download:
         check_space(cache, plan.download, "the download")
         if os.stat(cache).st_dev == os.stat(parent).st_dev:
             needed, what = needed + plan.download, f"{what} with the download"
     check_space(parent, needed, what)
+
+
+def _cache_folder() -> Path:
+    """Where downloads go, or the nearest folder above it that is there."""
+    folder = Path(constants.HF_HUB_CACHE)
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+
+
+def convert(plan: Plan, settings: ConvertConfig) -> None:
+    """Fetch and write what was planned; DFlashError, and no destination, where that fails."""
+    if not all(each.part.has_weights for each in plan.conversions.values()):
+        parts = {place: fetch(each.part) for place, each in plan.conversions.items()}
+        plan = _plan(plan.destination, parts, settings)
+    with staged(plan.destination) as folder:
+        _write(plan, folder)
+
+
+def _write(plan: Plan, folder: Path) -> None:
+    """Write all models of the plan into `folder`; the conversions are empty afterwards."""
+    total = sum(each.weight_bytes for each in plan.conversions.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc="converting", file=sys.stderr) as bar:
+        for place, conversion in plan.conversions.items():
+            (folder / place).mkdir(exist_ok=True)
+            conversion.write_rest(folder / place)
+            try:
+                write_shards(folder / place, conversion.weights, bar)
+            except RuntimeError as error:  # MLX's own, of a file that was whole when it was planned
+                raise DFlashError(
+                    f"{conversion.part.name} can no longer be read ({in_one_line(error)})",
+                    "check the disk that it is on, then convert again; nothing was left behind",
+                ) from None
+    if ALONE not in plan.conversions:
+        names = {place: each.part.name for place, each in plan.conversions.items()}
+        pair_folder.write(folder, names, describe_versions())
+
+
+def report(plan: Plan) -> str:
+    """What would be done and what it needs, for people."""
+    conversions = plan.conversions.values()
+    lines = [
+        f"{each.part.kind:<9} {each.part.name}: {each.description}, {gigabytes(each.weight_bytes)}"
+        for each in conversions
+    ]
+    free = shutil.disk_usage(plan.destination.parent).free
+    lines.append(f"disk      {gigabytes(plan.size)} in {plan.destination}; {gigabytes(free)} free")
+    if plan.download:
+        free = shutil.disk_usage(_cache_folder()).free
+        lines.append(f"download  {gigabytes(plan.download)}; {gigabytes(free)} free for it")
+    memory = max(each.memory for each in conversions)
+    lines.append(f"memory    at most about {gigabytes(memory)} while converting")
+    return "\n".join(lines)

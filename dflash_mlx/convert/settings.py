@@ -61,16 +61,3 @@ class ConvertConfig:
     def quantizes(self) -> bool:
         """Whether the target, or a drafter that is converted alone, is quantised."""
         return self.bits is not None or self.recipe is not None or self.mode != "affine"
-
-    def of_drafter(self, paired: bool) -> ConvertConfig:
-        """What of these settings a drafter takes; DFlashError for what is for targets only."""
-        bits = self.drafter_bits if paired else self.bits
-        if bits not in (None, *DRAFTER_BITS):
-            raise DFlashError(f"bits is {bits}, but SRC is a drafter", "choose 4 or 8")
-        if not paired and (self.recipe or self.mode != "affine" or self.dequantize):
-            raise DFlashError(
-                "--mode, --recipe and --dequantize are for targets, but SRC is a drafter",
-                "leave them out",
-            )
-        group_size = None if bits is None else self.group_size
-        return ConvertConfig(bits=bits, group_size=group_size, dtype=self.dtype)

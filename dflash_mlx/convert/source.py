@@ -9,7 +9,7 @@ from pathlib import Path
 
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from dflash_mlx.convert.tensors import head
+from dflash_mlx.convert.writing import head
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.check import DrafterFacts, TargetFacts, check_drafter, check_target
 from dflash_mlx.models.names import whole_copy

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import mlx.core as mx
+
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Finding
 from dflash_mlx.engine.pair import DraftModel
@@ -65,4 +67,18 @@ class FileFormat(Protocol):
         """The draft model with its weights, bound to its target; DFlashError for what is damaged.
 
         settings: whether its weights are quantised, and how far back it sees.
+        """
+
+    def converted(
+        self,
+        folder: Path,
+        has_values: bool,
+        dtype: mx.Dtype | None,
+        bits: int | None,
+        group_size: int | None,
+        /,
+    ) -> tuple[dict[str, mx.array], dict[str, Any]]:
+        """Lazy weights and config.json in our format, cast and packed where that is not None.
+
+        has_values: whether there is anything behind the heads of the weight files.
         """

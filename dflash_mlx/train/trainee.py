@@ -17,10 +17,10 @@ from dflash_mlx.drafters.dflash.checkpoint import (
     parse_config,
     read_config,
     read_drafter,
+    save_drafter,
 )
 from dflash_mlx.drafters.dflash.config_file import VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
-from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.data import Texts

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from dflash_mlx.convert import conversion, run, staging, target, tensors
+from dflash_mlx.convert import __main__, conversion, plan, writing
 from dflash_mlx.convert.__main__ import main
-from dflash_mlx.convert.staging import MARGIN, check_space, gigabytes, staged
+from dflash_mlx.convert.writing import MARGIN, check_space, gigabytes, staged
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import pair_folder
-from support.converted import config
 from support.models import write_drafter, write_model
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -54,16 +53,16 @@ def fail_at(patch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None
 
 # What is called at each stage of a conversion, and how often it may have been before
 STAGES: dict[str, tuple[Any, str, int]] = {
-    "planning": (run, "make_plan", 0),
-    "the folder is made": (staging.Path, "mkdir", 2),  # after two scratch folders
-    "the target's tokenizer is copied": (target.shutil, "copyfile", 1),
+    "planning": (__main__, "make_plan", 0),
+    "the folder is made": (writing.Path, "mkdir", 2),  # after two scratch folders
+    "the target's tokenizer is copied": (conversion.shutil, "copyfile", 1),
     "the target's config": (conversion.Conversion, "write_rest", 0),
-    "the first tensor": (tensors, "_bytes", 0),
-    "a later tensor": (tensors, "_bytes", 17),
-    "the drafter's weights": (tensors, "write_file", 1),
+    "the first tensor": (writing, "_bytes", 0),
+    "a later tensor": (writing, "_bytes", 17),
+    "the drafter's weights": (writing, "head", 1),
     "pair.json": (pair_folder, "write", 0),
-    "the files are synced": (staging.os, "fsync", 5),
-    "the folder takes its place": (staging.os, "rename", 0),
+    "the files are synced": (writing.os, "fsync", 5),
+    "the folder takes its place": (writing.os, "rename", 0),
 }
 
 
@@ -74,6 +73,7 @@ def test_an_interruption_leaves_no_destination(pair, tmp_path, monkeypatch, stag
         with pytest.raises(KeyboardInterrupt):
             main(pair)
     assert nothing_is_left(tmp_path)
+    (tmp_path / "dst").mkdir()  # an empty folder may be the destination
     main(pair)
     assert pair_folder.read(tmp_path / "dst")
 
@@ -120,12 +120,12 @@ def test_a_killed_conversion_leaves_no_destination_and_the_next_one_cleans_up(pa
     killed = program(
         "main(sys.argv[1:])",
         "import os, signal, sys",
-        "from dflash_mlx.convert import tensors",
-        "original, calls = tensors._bytes, iter(range(100))",
+        "from dflash_mlx.convert import writing",
+        "original, calls = writing._bytes, iter(range(100))",
         "def kill_later(array):",
         "    os.kill(os.getpid(), signal.SIGKILL if next(calls) == 10 else 0)",
         "    return original(array)",
-        "tensors._bytes = kill_later",
+        "writing._bytes = kill_later",
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run([*killed, *pair], env=environment, capture_output=True, check=False)
@@ -142,31 +142,19 @@ def test_a_killed_conversion_leaves_no_destination_and_the_next_one_cleans_up(pa
 
 def test_a_conversion_to_where_another_one_writes_is_refused_and_leaves_that_alone(tmp_path):
     destination = tmp_path / "dst"
-    with staged(destination, 0) as first:
-        (first / "winner").touch()
-        with pytest.raises(DFlashError, match="dst is being written"), staged(destination, 0):
-            pass
-    assert [file.name for file in destination.iterdir()] == ["winner"]
-    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
-
-
-def test_folders_of_other_destinations_are_left_alone(tmp_path):
     others = [tmp_path / ".other.partial", tmp_path / "dst.partial"]
     for other in others:
         other.mkdir()
-    with staged(tmp_path / "dst", 0):
-        pass
-    assert all(other.is_dir() for other in others)
-    assert (tmp_path / "dst").stat().st_mode == others[0].stat().st_mode
+    with staged(destination) as first:
+        (first / "winner").touch()
+        with pytest.raises(DFlashError, match="dst is being written"), staged(destination):
+            pass
+    assert [file.name for file in destination.iterdir()] == ["winner"]
+    assert sorted(tmp_path.iterdir()) == sorted([*others, destination])
+    assert destination.stat().st_mode == others[0].stat().st_mode
 
 
 # What is refused before anything is written
-
-
-def test_an_empty_folder_may_be_the_destination(pair, tmp_path):
-    (tmp_path / "dst").mkdir()
-    main(pair)
-    assert config(tmp_path / "dst" / "target")["model_type"] == "llama"
 
 
 @pytest.mark.parametrize("check", [[], ["--check"]])
@@ -196,7 +184,7 @@ def test_what_cannot_be_a_destination_is_refused(pair, tmp_path, name, value):
 
 def test_a_disk_that_is_too_small_is_refused_with_both_values(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123_456))
-    monkeypatch.setattr(tensors, "write_file", None)  # nothing is written
+    monkeypatch.setattr(plan, "write_shards", None)  # nothing is written
     with pytest.raises(DFlashError, match=r"dst needs 16\.\d\d MB, .* 123\.46 kB"):
         main(pair)
     assert nothing_is_left(tmp_path)
@@ -219,13 +207,13 @@ def test_a_source_that_is_cut_off_meanwhile_is_named_and_nothing_is_left(
     pair, tmp_path, monkeypatch, part
 ):
     file = tmp_path / part / "model.safetensors"
-    write_shards = run.write_shards
+    write_shards = plan.write_shards
 
     def cut_first(*arguments):
         os.truncate(file, 20_000)
         write_shards(*arguments)
 
-    monkeypatch.setattr(run, "write_shards", cut_first)
+    monkeypatch.setattr(plan, "write_shards", cut_first)
     with pytest.raises(DFlashError, match=str(tmp_path / part)):
         main(pair)
     assert nothing_is_left(tmp_path)

@@ -6,38 +6,28 @@ import json
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from dflash_mlx import DecodeConfig, load
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.quantized import quantize_network
 from dflash_mlx.drafters.dflash.tensors import parameters_of
 from dflash_mlx.models import pair_folder
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.stream import generate
-from dflash_mlx.target.model import Target
 from support import reference_dflash2
 from support.converted import assert_same_tensors, config, convert, tensors
-from support.decoding import feed
-from support.drafter_formats import FORMATS, HALVES, WIDTH, case, version_1, write_shards
+from support.drafter_formats import FORMATS, HALVES, case, version_1, write_shards
 from support.families import make_model
 from support.models import write_drafter, write_model
 from support.recurrent_families import RECURRENT
 from support.reference_dflash import write_drafter_folder
 
-CLOSE = 1e-4
 WIDE = {"intermediate_size": 128}  # rows that groups of 64 divide
 DRAFTING = DecodeConfig(method="dflash", max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(make_model("llama"), 512, "llama")
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("source") / "model")
 
 
-def block_logits(folder: Path, target: Target) -> np.ndarray:
-    """Of one block behind 20 random features; what a draft vocabulary lacks is minus infinity."""
-    network_config = read_config(folder)
-    network = load_network(folder, network_config, mx.float32)
-    block = BlockModel(network, network_config, target)
-    context = block.new_context()
-    feed(context, np.random.default_rng(1).normal(size=(20, WIDTH)).astype(np.float32))
-    return np.array(block.logits(context, mx.array([7]), 6))
-
-
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_converted_drafter_has_config_weights_and_logits_of_the_original(tmp_path, target, name):
+def test_a_converted_drafter_has_config_and_weights_of_the_original(tmp_path, name):
     write = write_shards if len(name) % 2 else write_drafter_folder
     source = write(tmp_path / "source", *FORMATS[name])
     converted = convert(source, tmp_path / "dst")
@@ -64,9 +44,6 @@ def test_a_converted_drafter_has_config_weights_and_logits_of_the_original(tmp_p
     unneeded = {"t2d", "verifier_norm.weight"}
     stored = {name: array for name, array in tensors(source).items() if name not in unneeded}
     assert_same_tensors(tensors(converted), stored)
-    before, after = block_logits(source, target), block_logits(converted, target)
-    assert np.isfinite(before).sum() >= 5 * 40
-    np.testing.assert_allclose(after, before, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", ["version 1, sliding", "version 2", "speculators", HALVES])
@@ -94,18 +71,14 @@ def test_a_drafter_is_cast_if_asked_for_and_says_so(tmp_path, dtype):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("raw", [version_1(**WIDE), reference_dflash2.tiny_config(**WIDE)])
 def test_a_quantised_drafter_has_the_packed_weights_of_one_that_is_packed_when_loaded(
-    tmp_path, target, bits, raw
+    tmp_path, bits, raw
 ):
     source = write_drafter_folder(tmp_path / "source", *case(raw))
     converted = convert(source, tmp_path / "dst", "--bits", str(bits))
     network = load_network(source, read_config(source), mx.float32)
     quantize_network(network, bits, 64)
     assert config(converted)["quantization"] == {"group_size": 64, "bits": bits}
-    written, before = tensors(converted), tensors(source)
-    assert_same_tensors(written, parameters_of(network))
-    kept = {name for name in before if "norm" in name or "candidate_selector" in name}
-    assert_same_tensors({n: written[n] for n in kept}, {n: before[n] for n in kept})
-    assert np.isfinite(block_logits(converted, target)).all()
+    assert_same_tensors(tensors(converted), parameters_of(network))
 
 
 def test_a_drafter_that_is_packed_is_not_packed_again(tmp_path):
@@ -119,7 +92,7 @@ def test_a_drafter_that_is_packed_is_not_packed_again(tmp_path):
 @pytest.mark.parametrize(
     ("options", "value"),
     [
-        (["--bits", "3"], "bits is 3"),
+        (["--bits", "3"], "bits .* is 3"),
         (["--mode", "mxfp4"], "--mode, .* SRC is a drafter"),
         (["--recipe", "mixed_3_6"], "--recipe .* SRC is a drafter"),
         (["--dequantize"], "--dequantize .* SRC is a drafter"),

@@ -23,10 +23,10 @@ from dflash_mlx.models import pair_folder
 from support.converted import assert_same_tensors, tensors
 from support.drafter_formats import FORMATS
 from support.hub_server import Hub, etag, serve
-from support.models import ask_for_code, overwrite, write_drafter, write_model
+from support.models import ask_for_code, write_drafter, write_model
 from support.reference_dflash import write_drafter_folder
 
-FILES = 4  # of the target: config, tokenizer, its config, weights
+FILES = 5  # of the target: config, tokenizer, its config, weights, licence
 
 
 def in_bfloat16(drafter: Path) -> Path:
@@ -36,7 +36,7 @@ def in_bfloat16(drafter: Path) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path: Path) -> Iterator[Hub]:
     """A hub with a target and a drafter, and an empty cache."""
     repositories = {
         "owner/model": write_model(tmp_path / "hub" / "model"),
@@ -45,12 +45,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             tmp_path / "hub" / "speculators", *FORMATS["speculators, draft vocabulary"]
         ),
     }
-    with serve(repositories) as served:
-        template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", served.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        (tmp_path / "out").mkdir()
+    (tmp_path / "out").mkdir()
+    with serve(repositories, tmp_path / "cache") as served:
         yield served
 
 
@@ -62,12 +58,18 @@ def weight_requests(hub: Hub) -> list[str | None]:
 
 
 def test_a_repository_converts_as_the_folder_it_serves(hub, tmp_path):
+    """With its licence; copies of the weights for other libraries are left out."""
+    folder = hub.repositories["owner/model"]
+    shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
+    (folder / "LICENSE").write_text("free")
     main(["owner/model", str(tmp_path / "out" / "dst")])
-    main([str(hub.repositories["owner/model"]), str(tmp_path / "out" / "local")])
+    main([str(folder), str(tmp_path / "out" / "local")])
     local = {f.name: f.read_bytes() for f in (tmp_path / "out" / "local").iterdir()}
     remote = {f.name: f.read_bytes() for f in (tmp_path / "out" / "dst").iterdir()}
     assert remote == local
     assert len(remote) == FILES + 1  # the index
+    assert remote["LICENSE"] == b"free"
+    assert [r for r in hub.requests if "consolidated" in r[1]] == []
 
 
 def test_a_pair_of_repositories_keeps_their_names_and_is_not_fetched_again(hub, tmp_path):
@@ -167,14 +169,6 @@ def test_a_dry_run_fetches_heads_only_and_foretells_what_is_written(
     assert re.fullmatch(f"{words}{size / 1000:.2f} kB", first)
 
 
-def test_a_target_without_a_tokenizer_is_refused_before_it_is_fetched(hub, tmp_path):
-    (hub.repositories["owner/model"] / "tokenizer.json").unlink()
-    for options in ([], ["--check"]):
-        with pytest.raises(DFlashError, match="owner/model .*tokenizer.json"):
-            main(["owner/model", str(tmp_path / "out" / "dst"), *options])
-    assert None not in weight_requests(hub)
-
-
 def test_a_download_that_does_not_fit_is_refused_before_it_begins(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     with pytest.raises(DFlashError, match=r"the download needs .* MB, .* 1\.00 MB"):
@@ -185,18 +179,13 @@ def test_a_download_that_does_not_fit_is_refused_before_it_begins(hub, tmp_path,
 # What cannot be had
 
 
-def test_a_repository_that_is_not_there_is_one_sentence(hub, tmp_path):
-    with pytest.raises(DFlashError, match="'owner/nonesuch' .* public model"):
-        main(["owner/nonesuch", str(tmp_path / "out" / "dst")])
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 def test_without_a_network_what_is_in_the_cache_still_converts(hub, tmp_path, monkeypatch):
     folder = hub.repositories["owner/model"]
-    shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
     (folder / "original").mkdir()
     (folder / "original" / "params.json").write_text("{}")
     main(["owner/model", str(tmp_path / "out" / "online")])
+    with pytest.raises(DFlashError, match="'owner/nonesuch' .* public model"):
+        main(["owner/nonesuch", str(tmp_path / "out" / "dst")])
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     nowhere = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", nowhere)
@@ -215,22 +204,15 @@ def pickle_it(folder: Path) -> None:
     [
         (pickle_it, "owner/model .*pickled.*pytorch_model.bin"),
         (ask_for_code, "owner/model .*'model.py'"),
-        (overwrite("config.json", "{"), "owner/model/config.json"),
         (lambda folder: (folder / "config.json").unlink(), "owner/model has no config.json"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "owner/model .*tokenizer.json"),
     ],
-    ids=["pickled", "code", "damaged config", "no config"],
+    ids=["pickled", "code", "no config", "no tokenizer"],
 )
 def test_what_is_refused_of_a_folder_is_refused_before_it_is_fetched(hub, tmp_path, damage, value):
     damage(hub.repositories["owner/model"])
-    with pytest.raises(DFlashError, match=value):
-        main(["owner/model", str(tmp_path / "out" / "dst")])
+    for options in ([], ["--check"]):
+        with pytest.raises(DFlashError, match=value):
+            main(["owner/model", str(tmp_path / "out" / "dst"), *options])
     assert None not in weight_requests(hub)
-
-
-def test_licences_are_fetched_and_other_libraries_copies_of_the_weights_are_not(hub, tmp_path):
-    folder = hub.repositories["owner/model"]
-    shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
-    (folder / "LICENSE").write_text("free")
-    main(["owner/model", str(tmp_path / "out" / "dst")])
-    assert [r for r in hub.requests if "consolidated" in r[1]] == []
-    assert (tmp_path / "out" / "dst" / "LICENSE").read_text() == "free"
+    assert list((tmp_path / "out").iterdir()) == []

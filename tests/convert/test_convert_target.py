@@ -12,7 +12,7 @@ from mlx_lm.convert import convert as convert_by_mlx_lm
 from mlx_lm.utils import load_model
 
 from dflash_mlx import DecodeConfig, load
-from dflash_mlx.convert.tensors import write_shards
+from dflash_mlx.convert.writing import write_shards
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.formats.gguf_target import load_gguf
 from dflash_mlx.session.stream import generate
@@ -126,20 +126,8 @@ class Bar:
         self.done += size
 
 
-def test_weights_may_fill_several_files(model, tmp_path):
-    weights, bar = tensors(model), Bar()
-    write_shards(tmp_path, dict(weights), bar, gigabytes=0)
-    count = len(weights)
-    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == [
-        f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
-    ]
-    assert_same_tensors(tensors(tmp_path), weights)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == weights.keys()
-    assert index["metadata"]["total_size"] == bar.done == sum(w.nbytes for w in weights.values())
-
-
-def test_every_type_and_shape_comes_back_as_it_was_written(tmp_path):
+@pytest.mark.parametrize("gigabytes", [0, 5], ids=["a file each", "one file"])
+def test_every_type_and_shape_comes_back_as_it_was_written(tmp_path, gigabytes):
     written = {
         "scalar": mx.array(3.5, mx.float32),
         "none": mx.zeros((0, 4), mx.float16),
@@ -148,8 +136,16 @@ def test_every_type_and_shape_comes_back_as_it_was_written(tmp_path):
         "half": mx.array([1.5, -2.25], mx.bfloat16),
         "packed": mx.array([[2**32 - 1, 7]], mx.uint32),
     }
-    write_shards(tmp_path, dict(written), Bar())
+    bar = Bar()
+    write_shards(tmp_path, dict(written), bar, gigabytes)
     assert_same_tensors(tensors(tmp_path), written)
+    files = [f"model-0000{i}-of-00006.safetensors" for i in range(1, 7)]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == written.keys()
+    assert sorted(index["weight_map"].values()) == (
+        ["model.safetensors"] * 6 if gigabytes else files
+    )
+    assert index["metadata"]["total_size"] == bar.done == sum(w.nbytes for w in written.values())
 
 
 # GGUF

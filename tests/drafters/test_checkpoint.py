@@ -17,9 +17,11 @@ from dflash_mlx.drafters.dflash.checkpoint import (
     parse_config,
     read_config,
 )
+from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig
 from dflash_mlx.drafters.dflash.network import NetworkConfig
+from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.drafters.dflash.tensors import parameters_of
-from support.drafter_formats import SCALES, version_1, write_shards
+from support.drafter_formats import SCALES, speculators, version_1, write_shards
 from support.reference_dflash import random_drafter, write_drafter_folder
 
 PUBLISHED = Path(__file__).parents[1] / "data"
@@ -61,6 +63,10 @@ def test_weights_are_cast_to_the_type_of_the_target(tmp_path, dtype):
     assert {array.dtype for array in read.values()} == {dtype}
 
 
+def without(*names: str, **changes: Any) -> dict[str, Any]:
+    return {k: v for k, v in version_1(**changes).items() if k not in names}
+
+
 @pytest.mark.parametrize(
     ("scaling", "rope"),
     [
@@ -75,51 +81,53 @@ def test_weights_are_cast_to_the_type_of_the_target(tmp_path, dtype):
 def test_rope_is_read_in_both_layouts(scaling, rope):
     expected = parse(version_1(rope_theta=5e5, rope_scaling=scaling))
     assert expected.rope == {"rope_theta": 5e5, **rope}
-    newer = {k: v for k, v in version_1().items() if k not in ("rope_theta", "rope_scaling")}
-    assert (
-        parse({**newer, "rope_parameters": {**(scaling or {}), **rope, "rope_theta": 5e5}})
-        == expected
-    )
+    given = {**(scaling or {}), **rope, "rope_theta": 5e5}
+    newer = without("rope_theta", "rope_scaling", rope_parameters=given)
+    assert parse(newer) == expected
 
 
-def test_the_block_size_is_read_in_both_places():
-    inside = version_1(dflash_config={"block_size": 6})
-    assert parse(version_1()).block_size == 8
-    assert parse(inside).block_size == 6
-    del inside["block_size"]
-    assert parse(inside).block_size == 6
-
-
-def test_absent_optional_fields_follow_from_the_others():
-    left_out = ("head_dim", "num_key_value_heads", "attention_bias")
-    read = parse({k: v for k, v in version_1().items() if k not in left_out})
-    assert (read.head_dim, read.num_key_value_heads, read.attention_bias) == (16, 4, False)
-    assert (read.input_embedding_scale, read.output_multiplier) == (1.0, 1.0)
-    assert read.final_logit_softcapping is None
-
-
-def test_scales_and_soft_caps_are_read():
-    read = parse(version_1(dflash_config=SCALES))
-    assert {name: getattr(read, name) for name in SCALES} == SCALES
-    assert parse(version_1(final_logit_softcapping=9.0)).final_logit_softcapping == 9.0
+INSIDE = {"block_size": 6}
+ROPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
+LIBRARY = speculators(transformer_layer_config={"rope_parameters": ROPES, **SLIDING})
 
 
 @pytest.mark.parametrize(
-    ("fields", "windows", "causal"),
+    ("raw", "fields"),
     [
-        ({}, (None, None), (False, False)),
-        ({"is_causal": True}, (None, None), (True, True)),
-        ({"is_causal": False}, (None, None), (False, False)),
-        ({"dflash_config": {"causal": True}}, (None, None), (True, True)),
-        ({"dflash_config": {"causal": True}, "is_causal": False}, (None, None), (False, False)),
-        (SLIDING, (6, None), (True, False)),
-        ({**SLIDING, "is_causal": True}, (6, None), (True, True)),
-        ({**SLIDING, "is_causal": False}, (6, None), (False, False)),
-        ({"layer_types": None, "sliding_window": 6}, (None, None), (False, False)),
+        (version_1(), {"block_size": 8, "final_logit_softcapping": None, "notes": ()}),
+        (version_1(dflash_config=INSIDE), {"block_size": 6}),
+        (without("block_size", dflash_config=INSIDE), {"block_size": 6}),
+        (without("head_dim", "num_key_value_heads"), {"head_dim": 16, "num_key_value_heads": 4}),
+        (without("attention_bias"), {"attention_bias": False}),
+        (version_1(), {"input_embedding_scale": 1.0, "output_multiplier": 1.0}),
+        (version_1(dflash_config=SCALES), SCALES),
+        (version_1(final_logit_softcapping=9.0), {"final_logit_softcapping": 9.0}),
+        (LIBRARY, {"rope": {"rope_theta": 2e4, "rope_type": "default"}}),
     ],
 )
-def test_windows_and_causality_follow_from_layer_types_and_is_causal(fields, windows, causal):
-    read = parse(version_1(**fields))
+def test_fields_are_read_in_each_of_their_places_and_follow_from_others(raw, fields):
+    read = parse(raw)
+    assert {name: getattr(read, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("raw", "windows", "causal"),
+    [
+        (version_1(), (None, None), (False, False)),
+        (version_1(is_causal=True), (None, None), (True, True)),
+        (version_1(dflash_config={"causal": True}), (None, None), (True, True)),
+        (version_1(dflash_config={"causal": True}, is_causal=False), (None,) * 2, (False, False)),
+        (version_1(**SLIDING), (6, None), (True, False)),
+        (version_1(**SLIDING, is_causal=True), (6, None), (True, True)),
+        (version_1(**SLIDING, is_causal=False), (6, None), (False, False)),
+        (version_1(layer_types=None, sliding_window=6), (None, None), (False, False)),
+        (LIBRARY, (6, None), (True, False)),
+        ({**LIBRARY, "sliding_window_non_causal": True}, (6, None), (False, False)),
+        ({**LIBRARY, "sliding_window_non_causal": None}, (6, None), (True, False)),
+    ],
+)
+def test_windows_and_causality_follow_from_layer_types_and_flags(raw, windows, causal):
+    read = parse(raw)
     assert (read.layer_windows, read.layer_causal) == (windows, causal)
 
 
@@ -143,6 +151,15 @@ def test_a_published_config_is_read():
         num_target_layers=36,
         vocab_size=151936,
     )
+
+
+def test_the_published_second_version_is_read():
+    config = parse(json.loads((PUBLISHED / "dflash2-config.json").read_text()))
+    assert (config.block_size, config.mask_token_id) == (16, 201818)
+    assert (config.final_logit_softcapping, config.output_multiplier) == (20.0, 26**-0.5)
+    assert config.layer_windows == (2048,) * 5 and config.layer_causal == (False,) * 5
+    assert config.convolution == ConvolutionConfig(2, 16)
+    assert config.selector == SelectorConfig(256, 16)
 
 
 def test_the_shipped_drafter_is_complete_and_small():

@@ -52,18 +52,14 @@ REFUSED: list[tuple[Any, str]] = [
     *((without(name), f"lacks.*{name.rpartition('.')[2]}") for name in REQUIRED),
     # what it describes
     ([], "unknown"),
-    (without("architectures"), "unknown"),
     (version_1(architectures=[]), "unknown"),
     (version_1(architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
     (version_1(architectures=["DFlash2DraftModel"]), "lacks.*conv_kernel_size"),
-    (version_1(architectures=7), "not a DFlashDraftModel"),
     (speculators(speculators_model_type="eagle3"), "'eagle3'.* not supported"),
-    (speculators(speculators_model_type="dspark"), "'dspark'.* not supported"),
     ({**speculators(), "transformer_layer_config": [1]}, r"transformer_layer_config is \[1\]"),
     (version_1(dflash_config={}) | {"dflash_config": None}, "dflash_config is None"),
     # what our network does not do
     (version_1(hidden_act="gelu"), "hidden_act is 'gelu'.*'silu'"),
-    (layers(hidden_act="gelu_pytorch_tanh"), "hidden_act is 'gelu_pytorch_tanh'.*'silu'"),
     (method(projector_type="domino"), "projector_type is 'domino'.*'dflash'"),
     (speculators(projector_type="domino"), "projector_type is 'domino'.*'dflash'"),
     (method(shift_label=True), "shift_label is true"),
@@ -86,11 +82,9 @@ REFUSED: list[tuple[Any, str]] = [
         (speculators(sliding_window_non_causal="false"), "sliding_window_non_causal", "false"),
     )),
     (version_1(hidden_size="wide"), "hidden_size is 'wide'"),
-    (version_1(hidden_size=[64]), r"hidden_size is \[64\]"),
     (layers(hidden_size="wide"), "hidden_size is 'wide'"),
     (version_1(block_size=7.9), "block_size is 7.9"),
     (version_1(block_size=INFINITY), "block_size is inf"),
-    (version_1(num_attention_heads=0, num_key_value_heads=0), "num_attention_heads is 0"),
     ({**without("head_dim"), "num_attention_heads": 0}, "num_attention_heads is 0"),
     (version_1(num_hidden_layers=0), "num_hidden_layers is 0"),
     (version_1(num_hidden_layers=1025), "num_hidden_layers is 1025"),
@@ -109,17 +103,14 @@ REFUSED: list[tuple[Any, str]] = [
     *((raw, f"block_size is {raw.get('block_size') or 1}") for raw in (
         version_1(block_size=1), version_1(block_size=-8), version_1(block_size=1025)
     )),
-    (method(block_size=1), "block_size is 1"),
     (method(mask_token_id=97), "mask_token_id is 97.* 97"),
     (method(mask_token_id=-1), "mask_token_id is -1.* 97"),
-    (speculators(mask_token_id=97), "mask_token_id is 97.* 97"),
     (speculators(mask_token_id=None), "mask_token_id"),
     (method(target_layer_ids=[]), r"target_layer_ids are \[\]"),
     (method(target_layer_ids=[0, 3]), r"\[0, 3\].* 3 layers"),
     (method(target_layer_ids=[-1, 2]), r"\[-1, 2\].* 3 layers"),
     (method(target_layer_ids=3), "target_layer_ids are 3"),
     (speculators(aux_hidden_state_layer_ids=[0, 2]), r"\[0, 2\].*dflash_config.target_layer_ids"),
-    (speculators(aux_hidden_state_layer_ids="all"), "layer_ids are 'all'"),
     (speculators(aux_hidden_state_layer_ids=None), "layer_ids are None"),
     (version_1(layer_types=["full_attention"]), "layer_types: 1 .* 2 layers"),
     (version_1(layer_types=5), "config.json"),
@@ -235,23 +226,9 @@ def test_a_folder_without_tensors_is_refused(tmp_path, file):
     assert check_drafter(tmp_path).errors
 
 
-def header(**changes: Any) -> bytes:
-    entry = {"dtype": "F32", "shape": [64], "data_offsets": [0, 256], **changes}
-    text = json.dumps({"norm.weight": entry}).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(256)
-
-
 @pytest.mark.parametrize(
     "damage",
-    [
-        *(lambda contents, keep=keep: contents[:keep] for keep in (0, 7, 100, 40_000, -1)),
-        lambda _: (1 << 40).to_bytes(8, "little") + b"{}",
-        lambda _: header(data_offsets=[0, 1 << 30]),
-        lambda _: header(shape=[65]),
-        lambda _: header(dtype="F16"),
-        lambda _: header(data_offsets=[256, 0]),
-        lambda _: b"no safetensors at all, only a line of text",
-    ],
+    [*(lambda contents, keep=keep: contents[:keep] for keep in (0, 100, -1)), lambda _: b"a line"],
 )
 def test_a_damaged_file_is_refused_by_its_name(tmp_path, damage):
     file = write_drafter_folder(tmp_path, *FORMATS["version 1"]) / "model.safetensors"

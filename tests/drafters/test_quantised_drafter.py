@@ -17,10 +17,10 @@ from dflash_mlx.drafters.dflash.checkpoint import (
     parse_config,
     read_config,
     read_drafter,
+    save_drafter,
 )
 from dflash_mlx.drafters.dflash.network import Network
 from dflash_mlx.drafters.dflash.quantized import Quantization, quantization_of, quantize_network
-from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.drafters.dflash.tensors import parameters_of
 from dflash_mlx.target.model import Target
 from support import reference_dflash2

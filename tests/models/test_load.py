@@ -21,9 +21,8 @@ from mlx_lm.utils import quantize_model
 
 from dflash_mlx import DecodeConfig, DFlashError, load
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.drafters.dflash.checkpoint import read_drafter
+from dflash_mlx.drafters.dflash.checkpoint import read_drafter, save_drafter
 from dflash_mlx.drafters.dflash.quantized import quantize_network
-from dflash_mlx.drafters.dflash.save import save_drafter
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import resolve_folder, shipped_folder
 from dflash_mlx.session.stream import generate

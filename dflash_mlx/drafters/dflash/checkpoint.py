@@ -1,4 +1,4 @@
-"""Reading drafter folders; everything is checked before any weight is read.
+"""Reading and writing drafter folders; all is checked before any weight is read.
 
 Formats: z-lab's DFlash (variable-prefix drafters have the same) and DFlash 2, vLLM's speculators,
 and our own folders, which are z-lab's with weights that MLX may have packed. A format is read by
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,16 @@ from dflash_mlx.drafters.dflash.config_file import (
 )
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
-from dflash_mlx.drafters.dflash.quantized import quantize_network
+from dflash_mlx.drafters.dflash.quantized import quantization_of, quantize_network
 from dflash_mlx.drafters.dflash.tensors import (
     DOWNLOAD_AGAIN,
     make_network,
+    parameters_of,
     read_headers,
     read_tensors,
 )
 from dflash_mlx.drafters.dflash.tensors import check_tensors as check_tensors  # with the others
+from dflash_mlx.system.files import replace_safetensors, replace_text
 from dflash_mlx.target.model import Target
 
 CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
@@ -106,9 +108,6 @@ def _parse(raw: Any, source: str, names: Collection[str]) -> tuple[NetworkConfig
         raise DFlashError(f"in {source}/config.json, {problem}", DOWNLOAD_AGAIN) from None
     for problem in problems(config):
         raise DFlashError(f"in {source}, {problem}", DOWNLOAD_AGAIN)
-    if is_translated:
-        config = replace(config, notes=speculators.notes(raw, config.target_layer_ids))
-        told = {**told, "notes": list(config.notes)} if config.notes else told
     return config, told
 
 
@@ -180,6 +179,45 @@ def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConf
     config = limit_windows(config, settings.draft_window)
     network = load_network(folder, config, target.dtype, settings.drafter_bits)
     return BlockModel(network, config, target)
+
+
+def converted(
+    folder: Path, has_values: bool, dtype: mx.Dtype | None, bits: int | None, group_size: int | None
+) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """The weights, lazy, and the config.json of a drafter in our format, whatever it is in.
+
+    dtype: cast to it; bits, group_size: pack the matrices (see `quantize_network`); None for as
+    they are. The rest, and what it raises, as of `read_drafter`.
+    """
+    drafter = read_drafter(folder, has_values)
+    network = drafter.network()
+    if dtype is not None:
+        network.set_dtype(dtype)
+    if bits is not None:
+        quantize_network(network, bits, group_size)
+    return parameters_of(network), _stored_config(network, drafter.raw)
+
+
+def save_drafter(folder: Path, network: Network, raw_config: dict[str, Any]) -> None:
+    """Write config.json and model.safetensors (bfloat16, or as MLX has packed it) into `folder`.
+
+    raw_config: in z-lab's format. Each file is complete before it takes its name, so a reader, or a
+    full disk (OSError), never meets half of one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = parameters_of(network)
+    for name, array in weights.items():
+        if mx.issubdtype(array.dtype, mx.floating):
+            weights[name] = array.astype(mx.bfloat16)
+    replace_safetensors(folder / "model.safetensors", weights, {"format": "pt"})
+    raw = {**_stored_config(network, raw_config), "dtype": "bfloat16"}
+    replace_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+
+
+def _stored_config(network: Network, raw_config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a folder with this network, which says how it is packed."""
+    packed = quantization_of(network)
+    return raw_config if packed is None else {**raw_config, "quantization": asdict(packed)}
 
 
 def _read(folder: Path) -> tuple[NetworkConfig, dict[str, Any]]:

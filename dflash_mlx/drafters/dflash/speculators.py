@@ -37,30 +37,11 @@ def translate(raw: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     """
     kind = raw["speculators_model_type"]
     if kind not in _TYPES:
-        raise ValueError(
-            f"speculators_model_type is {kind!r}, a kind of drafter that is not supported "
-            f"(supported: {', '.join(_TYPES)})"
-        )
+        known = ", ".join(_TYPES)
+        raise ValueError(f"speculators_model_type is {kind!r}, not supported; {known} are")
     layers = raw["transformer_layer_config"]
     if not isinstance(layers, dict):
         raise ValueError(f"transformer_layer_config is {layers!r}")
-    _check_supported(raw, layers)
-    result = {**layers, "architectures": [_TYPES[kind]], "block_size": raw["block_size"]}
-    result["num_target_layers"] = raw.get("num_target_layers")
-    result["dflash_config"] = _dflash_config(raw)
-    if flag(raw, "sliding_window_non_causal", default=kind == "dflash2"):
-        result["is_causal"] = False
-    rope = layers.get("rope_parameters")
-    if isinstance(rope, dict) and "sliding_attention" in rope:
-        result["rope_parameters"] = rope["sliding_attention"]  # as the library itself does
-    if (size := raw.get("draft_vocab_size")) not in (None, layers["vocab_size"]):
-        result["draft_vocab_size"] = size
-    result["dflash_config"]["own_embedding"] = "embed_tokens.weight" in names
-    result["dflash_config"]["own_head"] = "draft_vocab_size" in result or "lm_head.weight" in names
-    return result
-
-
-def _check_supported(raw: dict[str, Any], layers: dict[str, Any]) -> None:
     width, target_width = layers["hidden_size"], raw.get("target_hidden_size")
     if target_width not in (None, width):
         raise ValueError(
@@ -68,19 +49,32 @@ def _check_supported(raw: dict[str, Any], layers: dict[str, Any]) -> None:
             "another width than its target's is not supported"
         )
     if flag(raw, "sample_from_anchor"):
-        raise ValueError(
-            "sample_from_anchor is true; only drafters that predict masks are supported"
-        )
+        raise ValueError("sample_from_anchor is true, supported are drafters that predict masks")
+    result = {**layers, "architectures": [_TYPES[kind]], "block_size": raw["block_size"]}
+    result["num_target_layers"] = raw.get("num_target_layers")
+    method, notes = _dflash_config(raw)
+    result |= {"dflash_config": method, "notes": notes}
+    if flag(raw, "sliding_window_non_causal", default=kind == "dflash2"):
+        result["is_causal"] = False
+    rope = layers.get("rope_parameters")
+    if isinstance(rope, dict) and "sliding_attention" in rope:
+        result["rope_parameters"] = rope["sliding_attention"]  # as the library itself does
+    if (size := raw.get("draft_vocab_size")) not in (None, layers["vocab_size"]):
+        result["draft_vocab_size"] = size
+    method["own_embedding"] = "embed_tokens.weight" in names
+    method["own_head"] = "draft_vocab_size" in result or "lm_head.weight" in names
+    return result
 
 
-def _dflash_config(raw: dict[str, Any]) -> dict[str, Any]:
+def _dflash_config(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of the method, and a note of what had to be assumed."""
     given: dict[str, Any] = {k: raw[k] for k in _DFLASH_FIELDS if raw.get(k) is not None}
     method = raw.get("dflash_config") or {}
     if not isinstance(method, dict):
         raise ValueError(f"dflash_config is {method!r}")
     given.update(method)
     if "target_layer_ids" in given:
-        return given
+        return given, []
     ids = raw["aux_hidden_state_layer_ids"]
     if not isinstance(ids, list) or not ids or not all(type(i) is int and i > 0 for i in ids):
         raise ValueError(
@@ -88,14 +82,7 @@ def _dflash_config(raw: dict[str, Any]) -> dict[str, Any]:
             "the embedding, 0, which no drafter reads (if these number layers, add them as "
             "dflash_config.target_layer_ids)"
         )
-    return {**given, "target_layer_ids": [i - 1 for i in ids]}
-
-
-def notes(raw: dict[str, Any], taps: tuple[int, ...]) -> tuple[str, ...]:
-    """What `translate` had to assume."""
-    if "target_layer_ids" in (raw.get("dflash_config") or {}):
-        return ()
-    return (
-        f"aux_hidden_state_layer_ids {raw['aux_hidden_state_layer_ids']} are taken to number "
-        f"hidden states, so the drafter reads the outputs of layers {list(taps)}, counted from 0",
-    )
+    taps = [i - 1 for i in ids]
+    note = f"aux_hidden_state_layer_ids {ids} are taken to number hidden states, so the drafter "
+    note += f"reads the outputs of layers {taps}, counted from 0"
+    return {**given, "target_layer_ids": taps}, [note]

@@ -90,24 +90,19 @@ def check_tensors(
         return
     plain = plain_names(tensors)
     found = {plain[name]: Header.of(t.dtype, t.shape) for name, t in tensors.items()}
-    expected = _optional_headers(config, found) | wanted
-    for name in sorted(expected.keys() | found.keys()):
-        has, needs = str(found.get(name, "missing")), str(expected.get(name, "no such tensor"))
-        if has != needs:
-            what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
-            yield Finding("error", what, DOWNLOAD_AGAIN)
-
-
-def _optional_headers(config: NetworkConfig, found: Collection[str]) -> dict[str, Header]:
-    """Those of `found` that are not needed and may be there: speculators' training leaves them."""
-    d, head = config.hidden_size, config.draft_vocab_size or config.vocab_size
-    optional = {
-        "verifier_norm.weight": Header(FLOATING, (d,)),
-        "verifier_lm_head.weight": Header(FLOATING, (head, d)),
+    width, head = config.hidden_size, config.draft_vocab_size or config.vocab_size
+    optional = {  # which speculators' training leaves
+        "verifier_norm.weight": Header(FLOATING, (width,)),
+        "verifier_lm_head.weight": Header(FLOATING, (head, width)),
     }
     if config.draft_vocab_size is not None:
         optional["t2d"] = Header(FLAGS, (config.vocab_size,))  # which ids d2t leads to
-    return {name: header for name, header in optional.items() if name in found}
+    for name in sorted(wanted.keys() | found.keys()):
+        has = str(found.get(name, "missing"))
+        needs = str((optional | wanted).get(name, "no such tensor"))
+        if has != needs:
+            what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
+            yield Finding("error", what, DOWNLOAD_AGAIN)
 
 
 def plain_names(names: Collection[str]) -> dict[str, str]:
@@ -121,7 +116,7 @@ def plain_names(names: Collection[str]) -> dict[str, str]:
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """All tensors of a folder by their names in its files; DFlashError for a damaged file."""
-    files = _files(folder)
+    files = sorted(folder.glob("*.safetensors"))  # one, or the shards of one
     return {n: tensor for file in files for n, tensor in read_header(file, DOWNLOAD_AGAIN).items()}
 
 
@@ -137,7 +132,7 @@ def read_tensors(
     for finding in check_tensors(read_headers(folder), config, str(folder)):
         raise DFlashError(finding.what, finding.next_step)
     tensors: dict[str, mx.array] = {}
-    for file in _files(folder):
+    for file in sorted(folder.glob("*.safetensors")):
         tensors |= mx.load(str(file))  # type: ignore[arg-type]
     tensors = {plain: tensors[name] for name, plain in plain_names(tensors).items()}
     if config.draft_vocab_size is not None:
@@ -145,11 +140,6 @@ def read_tensors(
         if has_values:
             _check_vocabulary(folder, config, np.array(tensors["d2t"]), tensors.get("t2d"))
     return {name: tensors[name] for name in wanted_headers(config, str(folder))}
-
-
-def _files(folder: Path) -> list[Path]:
-    """One file, or the shards of one."""
-    return sorted(folder.glob("*.safetensors"))
 
 
 def _check_vocabulary(
