@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -55,21 +55,18 @@ def available_models(here: Path) -> list[AvailableModel]:
     folders = [*local_folders(here), *cached_folders()]
     drafters = [folder for folder in folders if is_drafter(folder.config)]
     models = [folder for folder in folders if not is_drafter(folder.config)]
-    names = {drafter.name for drafter in drafters}
-    found = [on_this_machine(model, drafters) for model in models]
+    default, names = PairConfig(), {drafter.name for drafter in drafters}
+    needs = memory.needed_by(find_names(default))
+    found = [AvailableModel(DEFAULT_MODEL, default, "built in", needs), *local_pairs(here)]
+    found += [on_this_machine(model, drafters) for model in models]
     here_already = {registry.find(folder.name) for folder in models}
-    public = [
-        to_download(entry, names)
-        for entry in registry.entries()
-        if entry not in here_already and shipped_folder(entry.drafter) is None
-    ]
-    return [built_in(), *local_pairs(here), *found, *public]
-
-
-def built_in() -> AvailableModel:
-    """The default pair."""
-    config = PairConfig()
-    return AvailableModel(DEFAULT_MODEL, config, "built in", memory.needed_by(find_names(config)))
+    for entry in registry.entries():
+        if entry in here_already or shipped_folder(entry.drafter) is not None:
+            continue
+        words = f"drafter {entry.drafter}" + " (on this machine)" * (entry.drafter in names)
+        config, place = PairConfig(entry.name), "to download"
+        found.append(AvailableModel(entry.name, config, place, drafter=words, notes=entry.notes))
+    return found
 
 
 def local_pairs(here: Path) -> list[AvailableModel]:
@@ -87,27 +84,20 @@ def local_pairs(here: Path) -> list[AvailableModel]:
 
 def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> AvailableModel:
     """The model with the registry's drafter, or else the first of `drafters` that fits it."""
-    needs = memory.needed(model.path, TARGET_WEIGHTS)
-    if (entry := registry.find(model.name)) is not None:
+    needs, entry = memory.needed(model.path, TARGET_WEIGHTS), registry.find(model.name)
+    if entry is not None:
         config, drafter = PairConfig(model.name), entry.drafter
         there = next((d.path for d in drafters if d.name == drafter), shipped_folder(drafter))
         words = f"drafter {drafter}" + ("" if there else ", to download")
     else:
-        there, drafter = next(((d.path, d.name) for d in drafters if _fits(d, model)), (None, ""))
+        target = describe_target(language_model(model.config), model.name)
+        fitting = (d for d in drafters if not check_pair(target, check_drafter(d.path)).errors)
+        there, drafter = next(((d.path, d.name) for d in fitting), (None, ""))
         config = PairConfig(model.name, drafter or None)
         words = f"drafter {drafter}" if drafter else "no drafter"
     needs += memory.needed(there) if there and needs else 0
     notes = "" if entry is None else entry.notes
     return AvailableModel(model.name, config, model.place, needs, words, notes)
-
-
-def to_download(entry: registry.Entry, drafters: Collection[str]) -> AvailableModel:
-    """A public pair whose target is not here. drafters: the names of those that are."""
-    there = " (on this machine)" if entry.drafter in drafters else ""
-    words = f"drafter {entry.drafter}{there}"
-    return AvailableModel(
-        entry.name, PairConfig(entry.name), "to download", drafter=words, notes=entry.notes
-    )
 
 
 def local_folders(here: Path) -> list[Folder]:
@@ -135,8 +125,11 @@ def cached_folders() -> list[Folder]:
         for repo in sorted(repos, key=lambda repo: repo.repo_id)
         if repo.revisions
     )
-    found = _folders(newest, "Hugging Face cache")
-    return [folder for folder in found if is_whole(Source.of(folder.path), _weights(folder))]
+    return [
+        found
+        for found in _folders(newest, "Hugging Face cache")
+        if is_whole(Source.of(found.path), WEIGHTS if is_drafter(found.config) else TARGET_WEIGHTS)
+    ]
 
 
 def near_names(typed: str) -> list[str]:
@@ -158,12 +151,3 @@ def _folders(named: Iterable[tuple[str, Path]], place: str = "local folder") -> 
             if any(file.endswith(".safetensors") for file in source.files):
                 found.append(Folder(name, path, config, place))
     return found
-
-
-def _weights(folder: Folder) -> str:
-    return WEIGHTS if is_drafter(folder.config) else TARGET_WEIGHTS
-
-
-def _fits(drafter: Folder, model: Folder) -> bool:
-    target = describe_target(language_model(model.config), model.name)
-    return not check_pair(target, check_drafter(drafter.path)).errors
