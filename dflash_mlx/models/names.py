@@ -89,11 +89,10 @@ def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:
     """
     if (folder := shipped_folder(name, option) or local_folder(name, option)) is not None:
         return Source.of(folder, option)
-    there = Source(name, option=option)
-    copy = whole_copy(name, option)
-    if update:
-        return there if copy is None and there.answers() else there.fetch()
-    return copy or there
+    there, copy = Source(name, option=option), whole_copy(name, option)
+    if not update:
+        return copy or there
+    return there if copy is None and there.answers() else there.fetch()
 
 
 def whole_copy(name: str, option: str = MODEL) -> Source | None:
