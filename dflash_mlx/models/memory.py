@@ -10,7 +10,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.names import Names, find_names, find_source
-from dflash_mlx.models.source import TARGET_WEIGHTS, WEIGHTS, Source
+from dflash_mlx.models.source import CONFIG, TARGET_WEIGHTS, WEIGHTS, Source
 from dflash_mlx.models.target_config import quantisation
 from dflash_mlx.models.weight_files import HEADROOM, check_weights
 from dflash_mlx.system.cpu_math import applies as on_cpu
@@ -19,14 +19,14 @@ from dflash_mlx.system.machine import describe_machine
 _DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
 
 
-def needed(folder: Path, pattern: str = WEIGHTS) -> int:
+def needed(folder: Path | Source, pattern: str = WEIGHTS) -> int:
     """Bytes that the model in `folder` takes when loaded, 0 where the folder tells nothing.
 
     By the heads of its weight files. pattern: their names.
     """
-    source = Source.of(folder)
+    source = Source.of(folder) if isinstance(folder, Path) else folder
     try:
-        group_size = quantisation(source.read_json("config.json"))[1]
+        group_size = quantisation(source.read_json(CONFIG))[1]
     except DFlashError:
         return 0
     return check_weights(source, pattern, Collector(), "", group_size).memory(on_cpu())
@@ -73,7 +73,7 @@ def needed_by_name(name: str, pattern: str = WEIGHTS) -> int:
     try:
         source = find_source(name, option, update=False)
         if source.folder is not None:
-            return needed(source.folder, pattern)
+            return needed(source, pattern)
         stored = sum(size for file, size in source.files.items() if fnmatch(file, pattern))
     except DFlashError:  # loading says what is wrong
         return 0

@@ -11,6 +11,7 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Advice
 from dflash_mlx.models import pair_folder, registry
+from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET, is_pair_folder
 from dflash_mlx.models.source import MODEL, TARGET_WEIGHTS, WEIGHTS, Source, how_to_name
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.system.files import existing
@@ -49,12 +50,12 @@ def find_names(config: PairConfig) -> Names:
     if config.drafter is not None:
         advice = registry.advice(found.made_from or found.shown, config.drafter)
         found = replace(found, drafter=config.drafter, asks_first=True, advice=advice)
-    if config.second_drafter == "none":
+    second = config.second_drafter
+    if second == "none":
         found = replace(found, second_drafter=None)
-    elif config.second_drafter is not None:  # whoever asks for one wants it used
+    elif second is not None:  # whoever asks for one wants it used
         advice = replace(found.advice, method="d2sd")
-        found = replace(found, second_drafter=config.second_drafter, asks_second=True)
-        found = replace(found, advice=advice)
+        found = replace(found, second_drafter=second, asks_second=True, advice=advice)
     if found.second_drafter is not None and found.drafter is None:
         raise DFlashError("a second drafter needs a first one", "name one with --drafter")
     for name, option in ((found.drafter, "drafter"), (found.second_drafter, "second-drafter")):
@@ -67,19 +68,16 @@ def target_names(model: str | None) -> Names:
     """A target, the embedded one without a name, with the drafters that are known for it."""
     shown = model or DEFAULT_MODEL
     folder = None if model is None else local_folder(model)  # at once, before any download
-    if folder is not None and pair_folder.is_pair_folder(folder):
-        return _of_pair_folder(pair_folder.read(folder), shown)
+    if folder is not None and is_pair_folder(folder):
+        made_from = pair_folder.read(folder)
+        parts = {part: str(folder / part) for part in made_from}
+        advice = registry.advice(made_from[TARGET], made_from[DRAFTER])
+        drafters = parts[DRAFTER], parts.get(SECOND_DRAFTER)
+        return Names(parts[TARGET], shown, *drafters, advice, True, True, made_from[TARGET])
     entry = registry.find(shown)
     if entry is None:
         return Names(model, shown)
     return Names(model, shown, entry.drafter, entry.second_drafter, entry.advice)
-
-
-def _of_pair_folder(pair: pair_folder.PairFolder, shown: str) -> Names:
-    second = None if pair.second_drafter is None else str(pair.second_drafter)
-    target, drafter = pair.names[pair_folder.TARGET], pair.names[pair_folder.DRAFTER]
-    advice = registry.advice(target, drafter)
-    return Names(str(pair.target), shown, str(pair.drafter), second, advice, True, True, target)
 
 
 def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:
@@ -91,11 +89,10 @@ def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:
     """
     if (folder := shipped_folder(name, option) or local_folder(name, option)) is not None:
         return Source.of(folder, option)
-    there = Source(name, option=option)
-    copy = whole_copy(name, option)
-    if update:
-        return there if copy is None and there.answers() else there.fetch()
-    return copy or there
+    there, copy = Source(name, option=option), whole_copy(name, option)
+    if not update:
+        return copy or there
+    return there if copy is None and there.answers() else there.fetch()
 
 
 def whole_copy(name: str, option: str = MODEL) -> Source | None:

@@ -30,41 +30,48 @@ def fit_target(target: Target, taps: Collection[int]) -> tuple[str, ...]:
     """
     read = tuple(sorted(set(taps)))
     target.tap(read)
-    notes = _widened(target.model, target.name, lambda: _fit(_pass(target, read)))
-    if notes is None:
-        raise DFlashError(
-            f"{target.name} computes numbers that are infinite or no numbers",
-            "download it again, or choose another conversion of it",
-        )
-    return notes
+    refused = DFlashError(
+        f"{target.name} computes numbers that are infinite or no numbers",
+        "download it again, or choose another conversion of it",
+    )
+    return _widened(target.model, target.name, lambda: _fit(_pass(target, read)), refused)
 
 
 def fit_drafter(model: DraftModel, target: Target) -> tuple[str, ...]:
     """As `fit_target`, for a draft model of a target that fits."""
     _, *features = _pass(target, model.taps)
-    notes = _widened(model.module, "the drafter", lambda: _drafts(model, *features))
-    if notes is None:
-        raise DFlashError(
-            f"the drafter for {target.name} computes numbers that are infinite or no numbers",
-            "choose another one with --drafter, or use --method ngram",
-        )
-    return notes
+    at_margin = MARGIN * features[0] if features else None
+
+    def fits() -> bool:
+        """Whether drafts behind features at the margin have logits that fit."""
+        context = model.new_context()
+        context.append(mx.zeros(_TOKENS, mx.int32), at_margin)
+        return _fit([model.try_out(context)])
+
+    refused = DFlashError(
+        f"the drafter for {target.name} computes numbers that are infinite or no numbers",
+        "choose another one with --drafter, or use --method ngram",
+    )
+    return _widened(model.module, "the drafter", fits, refused)
 
 
-def _widened(module: nn.Module, name: str, fits: Callable[[], bool]) -> tuple[str, ...] | None:
-    """What was done so that a module's numbers fit, nothing where they do; None where none helps.
+def _widened(
+    module: nn.Module, name: str, fits: Callable[[], bool], refused: DFlashError
+) -> tuple[str, ...]:
+    """What was done so that a module's numbers fit, nothing where they do; or raises `refused`.
 
     Only float16 is cast: to what the weights were trained in.
     """
     if fits():
         return ()
     if (dtype := _trained_in(module)) is None:
-        return None
+        raise refused
     module.set_dtype(dtype, lambda kind: kind == mx.float16)
     mx.eval(module.parameters())
+    if not fits():
+        raise refused
     words = str(dtype).removeprefix("mlx.core.")
-    said = (f"the numbers of {name} exceed float16, so it computes in {words}",)
-    return said if fits() else None
+    return (f"the numbers of {name} exceed float16, so it computes in {words}",)
 
 
 def _pass(target: Target, taps: tuple[int, ...]) -> list[mx.array]:
@@ -77,14 +84,6 @@ def _pass(target: Target, taps: tuple[int, ...]) -> list[mx.array]:
     logits, features = target.forward(tokens, target.new_cache(), Block(_TOKENS), taps)
     logits = mx.where((logits == -mx.inf).all(axis=0), 0, logits)
     return [logits] if features is None else [logits, features]
-
-
-def _drafts(model: DraftModel, features: mx.array | None = None) -> bool:
-    """Whether drafts behind features at the margin have logits that fit."""
-    context = model.new_context()
-    at_margin = None if features is None else MARGIN * features
-    context.append(mx.zeros(_TOKENS, mx.int32), at_margin)
-    return _fit([model.try_out(context)])
 
 
 def _fit(arrays: Sequence[mx.array]) -> bool:

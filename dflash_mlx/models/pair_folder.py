@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,35 +22,17 @@ TARGET, DRAFTER, SECOND_DRAFTER = "target", "drafter", "second-drafter"
 _CONVERT_AGAIN = "convert the pair again with python -m dflash_mlx.convert"
 
 
-@dataclass(frozen=True)
-class PairFolder:
-    """The folders of a pair, and what each was made from (by the folder's name)."""
-
-    target: Path
-    drafter: Path
-    second_drafter: Path | None
-    names: dict[str, str]
-
-
 def is_pair_folder(folder: Path) -> bool:
     """Whether `folder` holds a pair, readable or not; a folder that cannot be entered does not."""
     return os.path.isfile(folder / FILE)  # where `Path.is_file` would raise
 
 
-def read(folder: Path) -> PairFolder:
-    """What is in a pair folder; DFlashError where its pair.json or one of its folders is missing.
+def read(folder: Path) -> dict[str, str]:
+    """What each of a pair's models was made from, by its folder; the models are not looked at.
 
-    The models themselves are not looked at.
+    DFlashError where the pair.json is damaged, or one of the folders is missing.
     """
-    names = _names(folder / FILE)
-    folders = {part: folder / part for part in names}
-    for part in folders.values():
-        if not os.path.isdir(part):
-            raise DFlashError(f"{folder} lacks the folder {part.name}", _CONVERT_AGAIN)
-    return PairFolder(folders[TARGET], folders[DRAFTER], folders.get(SECOND_DRAFTER), names)
-
-
-def _names(file: Path) -> dict[str, str]:
+    file = folder / FILE
     try:
         if not os.path.isfile(file) or file.stat().st_size > MAX_BYTES:
             raise ValueError(f"it is no file of up to {MAX_BYTES} bytes")
@@ -66,7 +47,10 @@ def _names(file: Path) -> dict[str, str]:
     known, needed = {TARGET, DRAFTER, SECOND_DRAFTER}, {TARGET, DRAFTER}
     if not isinstance(names, dict) or not needed <= names.keys() <= known:
         raise DFlashError(f"made_from in {file} is {repr(names)[:200]}", _CONVERT_AGAIN)
-    return {str(part): str(name) for part, name in names.items()}
+    for part in names:
+        if not os.path.isdir(folder / part):
+            raise DFlashError(f"{folder} lacks the folder {part}", _CONVERT_AGAIN)
+    return {part: str(name) for part, name in names.items()}
 
 
 def write(folder: Path, names: dict[str, str], made_with: dict[str, str]) -> None:

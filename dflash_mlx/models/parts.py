@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import check_uses, family_of, needs_drafter, settle, wants_two
-from dflash_mlx.engine.pair import DraftModel, Means
+from dflash_mlx.engine.pair import Means
 from dflash_mlx.models.check import (
     CHOOSE_TARGET,
     DrafterFacts,
@@ -32,53 +32,36 @@ from dflash_mlx.target.model import Target
 EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
 
 
-@dataclass(frozen=True)
-class TargetPart:
-    """A target on its way from a name to a model. known: its facts, once it was checked."""
+def find_target(names: Names, update: bool = True) -> TargetFacts:
+    """What the target is, as far as that can be had without its weights.
 
-    names: Names
-    known: TargetFacts | None = None
+    Of the embedded one these are a few numbers. update: as of `find_source`. Raises DFlashError
+    where there is no such target.
+    """
+    if names.model is not None:
+        return check_target(find_source(names.model, update=update), names.shown)
+    drafter = read_config(SHIPPED / EMBEDDED_DRAFTER)
+    config = {
+        "hidden_size": drafter.hidden_size,
+        "vocab_size": drafter.vocab_size,
+        "num_hidden_layers": drafter.num_target_layers,
+    }
+    return describe_target(config, names.shown)
 
-    @property
-    def facts(self) -> TargetFacts:
-        """What it is, once it was checked."""
-        assert self.known is not None
-        return self.known
 
-    def checked(self, update: bool = True) -> TargetPart:
-        """With its facts, as far as they can be had without its weights.
+def read_target(facts: TargetFacts) -> tuple[Target, Any]:
+    """A fetched target and its tokenizer; on a CPU its weights become float32, the fast path there.
 
-        Of the embedded one these are a few numbers. update: as of `find_source`. Raises DFlashError
-        where there is no such target.
-        """
-        name, shown = self.names.model, self.names.shown
-        if name is not None:
-            return replace(self, known=check_target(find_source(name, update=update), shown))
-        drafter = read_config(SHIPPED / EMBEDDED_DRAFTER)
-        config = {
-            "hidden_size": drafter.hidden_size,
-            "vocab_size": drafter.vocab_size,
-            "num_hidden_layers": drafter.num_target_layers,
-        }
-        return replace(self, known=describe_target(config, shown))
+    DFlashError for what mlx-lm cannot load.
+    """
+    if facts.source is not None:
+        model, tokenizer = _load_folder(facts.source.here, facts.name)
+        return Target(model, facts.context_length, facts.name), tokenizer
+    from dflash_mlx.models.default_model import fetch
+    from dflash_mlx.models.formats.gguf_target import load_gguf
 
-    def fetched(self) -> TargetPart:
-        """With its weights on this machine."""
-        return replace(self, known=fetched(self.facts, check_target))
-
-    def load(self) -> tuple[Target, Any]:
-        """The target and its tokenizer; on a CPU its weights become float32, the fast path there.
-
-        DFlashError for what mlx-lm cannot load.
-        """
-        if self.facts.source is None:
-            from dflash_mlx.models.default_model import fetch
-            from dflash_mlx.models.formats.gguf_target import load_gguf
-
-            model, tokenizer, config = load_gguf(fetch(), dequantize=on_cpu())
-            return Target(model, config["max_position_embeddings"], self.names.shown), tokenizer
-        model, tokenizer = _load_folder(self.facts.source.here, self.names.shown)
-        return Target(model, self.facts.context_length, self.names.shown), tokenizer
+    model, tokenizer, config = load_gguf(fetch(), dequantize=on_cpu())
+    return Target(model, config["max_position_embeddings"], facts.name), tokenizer
 
 
 def _load_folder(folder: Path, name: str) -> tuple[Any, Any]:
@@ -120,12 +103,6 @@ class DrafterPart:
         assert self.known is not None
         return self.known
 
-    @property
-    def config(self) -> Any:
-        """Of the network, once it was found readable."""
-        assert self.facts.config is not None
-        return self.facts.config
-
     def checked(self, update: bool = True) -> DrafterPart:
         """With its facts; DFlashError where there is no such drafter. update: of `find_source`."""
         source = find_source(self.name, self.option, update)
@@ -141,10 +118,6 @@ class DrafterPart:
     def fetched(self) -> DrafterPart:
         """With its weights on this machine."""
         return replace(self, known=fetched(self.facts, check_drafter))
-
-    def load(self, target: Target, settings: PairConfig) -> DraftModel:
-        """The draft model, bound to its target."""
-        return self.facts.format.load(self.facts.source.here, self.config, target, settings)
 
 
 @dataclass(frozen=True)
@@ -179,7 +152,7 @@ class Choice:
         return replace(self, parts=tuple(kept))
 
 
-def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetPart, Choice]:
+def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetFacts, Choice]:
     """The target and the drafters that `uses` need, found, checked and fetched.
 
     All is checked before any weight is fetched. Raises DFlashError for what cannot be had or used,
@@ -188,20 +161,20 @@ def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetPart, 
     choice = choose(names, uses).each(DrafterPart.readable)
     family = family_of(choice.parts[0].facts.format) if choice.parts else None
     means = Means(len(choice.parts), advice=names.advice, family=family)
-    check_uses(uses, [part.config.block_size for part in choice.parts], means, choice.missing)
-    target = TargetPart(names).checked()
-    facts = target.facts
-    if not facts.config:
-        facts.raise_first()
+    blocks = [part.facts.config.block_size for part in choice.parts]
+    check_uses(uses, blocks, means, choice.missing)
+    target = find_target(names)
+    if not target.config:
+        target.raise_first()
 
     def fitting(drafter: DrafterPart) -> DrafterPart:
-        check_pair(facts, drafter.facts).raise_first()
+        check_pair(target, drafter.facts).raise_first()
         return drafter
 
     choice = choice.each(fitting)
-    facts.raise_first()
+    target.raise_first()
     choice = choice.each(DrafterPart.fetched)  # the smaller ones first
-    return target.fetched(), choice
+    return fetched(target, check_target), choice
 
 
 def choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
@@ -219,14 +192,3 @@ def choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
     if second is None:
         return Choice((first,))
     return Choice((first, DrafterPart(second, "second-drafter", second_asked)))
-
-
-def already_packed(choice: Choice, bits: int | None) -> Iterator[str]:
-    """A sentence for each drafter that `--drafter-bits` leaves as it is."""
-    for drafter in choice.parts:
-        packed = drafter.config.quantization
-        if packed is not None and bits is not None and bits != packed.bits:
-            yield (
-                f"the drafter {drafter.name} is packed in {packed.bits} bits already "
-                f"and stays so, whatever --drafter-bits says"
-            )

@@ -74,20 +74,17 @@ class Source:
         Of a folder regular files only, links followed; of a repository what the hub lists.
         """
         if self.folder is None:
-            return self._listed()
+            try:
+                listed = HfApi().model_info(self.name, files_metadata=True, timeout=20).siblings
+            except HUB_ERRORS as error:
+                raise self._refused(error) from None
+            return {f.rfilename: f.size or 0 for f in listed or () if "/" not in f.rfilename}
         try:
             found = [(file.name, file) for file in self.folder.iterdir() if file.is_file()]
             return {name: file.stat().st_size for name, file in sorted(found)}
         except OSError as error:
             what = f"{self.folder} cannot be read ({error.strerror or error})"
             raise DFlashError(what, _COMPLETE) from None
-
-    def _listed(self) -> Mapping[str, int]:
-        try:
-            listed = HfApi().model_info(self.name, files_metadata=True, timeout=20).siblings or []
-        except HUB_ERRORS as error:
-            raise self._refused(error) from None
-        return {f.rfilename: f.size or 0 for f in listed if "/" not in f.rfilename}
 
     @property
     def here(self) -> Path:

@@ -75,7 +75,8 @@ def check_weights(
         found.add([_no_weights(source, pattern, next_step)])
         return Weights({})
     headers = {f: found.attempt(source.header, f, next_step) or {} for f in files}
-    found.attempt(found.add, _misplaced(source, headers, pattern, next_step))
+    wrong = (Finding("error", what, next_step) for what in _misplaced(source, headers, pattern))
+    found.attempt(found.add, wrong)
     tensors = {name: tensor for held in headers.values() for name, tensor in held.items()}
     return Weights(tensors, group_size)
 
@@ -88,7 +89,7 @@ def is_whole(source: Source, pattern: str = WEIGHTS) -> bool:
     try:
         source.read_json(CONFIG)
         files = {name: Headers() for name in source.files if fnmatch(name, pattern)}
-        return bool(files) and not any(_misplaced(source, files, pattern, ""))
+        return bool(files) and not any(_misplaced(source, files, pattern))
     except DFlashError:
         return False
 
@@ -97,63 +98,42 @@ def _no_weights(source: Source, pattern: str, next_step: str) -> Finding:
     pickled = [name for name in source.files if any(fnmatch(name, p) for p in _PICKLED)]
     if pickled:
         what = f"{source.name} holds pickled weights only ({pickled[0]}), which can run code"
-        step = "choose a folder or a revision with .safetensors files"
-        return Finding("error", what, step)
+        return Finding("error", what, "choose a folder or a revision with .safetensors files")
     others = [name for name in source.files if name.endswith(".safetensors")]
     instead = f", only {others[0]}" if others else ""
     what = f"No safetensors found in {source.name}: there is no {pattern}{instead}"
     return Finding("error", what, next_step)
 
 
-def _misplaced(
-    source: Source, headers: Mapping[str, Headers], pattern: str, next_step: str
-) -> Iterator[Finding]:
+def _misplaced(source: Source, headers: Mapping[str, Headers], pattern: str) -> Iterator[str]:
     """Files that names or the index ask for and are not there; tensors in no file or in two.
 
     headers: of the files that match `pattern`, empty where they are not to be looked at. Raises
     DFlashError for an unreadable index.
     """
-    for name in headers:
-        if match := _SHARD.fullmatch(name):
+    where: dict[str, str] = {}
+    for file, tensors in headers.items():
+        if match := _SHARD.fullmatch(file):
             stem, _, count = match.groups()
             names = (f"{stem}-{i:05}-of-{count}.safetensors" for i in range(1, int(count) + 1))
             if missing := next((name for name in names if name not in source.files), None):
-                yield _lacks(source, name, missing, next_step)
-    yield from _twice(source, headers, next_step)
+                yield f"{source.name} lacks {missing}, which {file} belongs with"
+        if both := where.keys() & tensors.keys():
+            yield f"tensor {min(both)} of {source.name} is in {where[min(both)]} and in {file}"
+        where.update(dict.fromkeys(tensors, file))
     if INDEX in source.files and fnmatch(INDEX, f"{pattern}*"):
-        yield from _against_index(source, headers, next_step)
+        yield from _against_index(source, headers)
 
 
-def _lacks(source: Source, says: str, missing: str, next_step: str) -> Finding:
-    what = f"{source.name} lacks {missing}, which {says} belongs with"
-    return Finding("error", what, next_step)
-
-
-def _against_index(
-    source: Source, headers: Mapping[str, Headers], next_step: str
-) -> Iterator[Finding]:
+def _against_index(source: Source, headers: Mapping[str, Headers]) -> Iterator[str]:
     weight_map = source.read_json(INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
-        what = f"{source.place(INDEX)} has no weight_map"
-        yield Finding("error", what, next_step)
+        yield f"{source.place(INDEX)} has no weight_map"
         return
-    named = dict.fromkeys(str(file) for file in weight_map.values())
-    for file in named:
+    for file in dict.fromkeys(map(str, weight_map.values())):
         if file not in source.files:
-            yield _lacks(source, INDEX, file[:200], next_step)
+            yield f"{source.name} lacks {file[:200]}, which {INDEX} belongs with"
     for tensor, file in weight_map.items():
         if (held := headers.get(str(file))) and tensor not in held:
-            what = f"{source.place(INDEX)} has tensor {tensor} in {file}, which lacks it"
-            yield Finding("error", what, next_step)
+            yield f"{source.place(INDEX)} has tensor {tensor} in {file}, which lacks it"
             return
-
-
-def _twice(source: Source, headers: Mapping[str, Headers], next_step: str) -> Iterator[Finding]:
-    where: dict[str, str] = {}
-    for file, tensors in headers.items():
-        if both := where.keys() & tensors.keys():
-            name = min(both)
-            what = f"tensor {name} of {source.name} is in {where[name]} and in {file}"
-            yield Finding("error", what, next_step)
-            return
-        where.update(dict.fromkeys(tensors, file))

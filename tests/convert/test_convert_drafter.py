@@ -118,7 +118,7 @@ def test_a_pair_folder_is_a_model_that_drafts_as_its_parts_did(tmp_path, model):
     assert before.tokens == after.tokens
     assert before.statistics.drafted == after.statistics.drafted
     assert before.statistics.drafted.total() > 0
-    assert pair_folder.read(tmp_path / "pair").names == {
+    assert pair_folder.read(tmp_path / "pair") == {
         "target": str(model),
         "drafter": str(drafter),
     }

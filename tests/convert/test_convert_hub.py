@@ -74,9 +74,9 @@ def test_a_repository_converts_as_the_folder_it_serves(hub, tmp_path):
 
 def test_a_pair_of_repositories_keeps_their_names_and_is_not_fetched_again(hub, tmp_path):
     main(["owner/model", str(tmp_path / "out" / "dst"), "--pair", "owner/drafter"])
-    pair = pair_folder.read(tmp_path / "out" / "dst")
-    assert pair.names == {"target": "owner/model", "drafter": "owner/drafter"}
-    assert_same_tensors(tensors(pair.drafter), tensors(hub.repositories["owner/drafter"]))
+    pair = tmp_path / "out" / "dst"
+    assert pair_folder.read(pair) == {"target": "owner/model", "drafter": "owner/drafter"}
+    assert_same_tensors(tensors(pair / "drafter"), tensors(hub.repositories["owner/drafter"]))
     hub.requests.clear()
     main(["owner/model", str(tmp_path / "out" / "second"), "--pair", "owner/drafter"])
     assert {method for method, _, _ in hub.requests} <= {"HEAD"}

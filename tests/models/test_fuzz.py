@@ -34,18 +34,12 @@ def test_every_damaged_folder_is_refused_in_a_sentence_or_loads_as_it_is():
     assert len({case["subject"] for case in found}) == 15
 
 
-@pytest.mark.parametrize("mutate", [mutate_safetensors, mutate_bytes])
+@pytest.mark.parametrize("mutate", [mutate_safetensors, mutate_bytes, mutate_json])
 def test_damages_are_many_and_come_again_with_their_seed(mutate):
-    made = [mutate(SOUND, Random(i)) for i in range(200)]
-    assert made == [mutate(SOUND, Random(i)) for i in range(200)]
+    sound = json.loads(HEADER) if mutate is mutate_json else SOUND
+    made = [mutate(sound, Random(i)) for i in range(200)]
+    assert made == [mutate(sound, Random(i)) for i in range(200)]
     assert len(set(made)) > 100
-
-
-def test_damages_of_a_document_are_many_and_leave_it_as_it_is():
-    document = json.loads(HEADER)
-    made = {mutate_json(document, Random(i)) for i in range(200)}
-    assert len(made) > 100 and b"{}" in made
-    assert json.dumps(document).encode() == HEADER
 
 
 # That faults would be seen

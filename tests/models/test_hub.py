@@ -14,8 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from safetensors.numpy import save_file
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
@@ -29,7 +28,7 @@ from dflash_mlx.models.source import INDEX, TARGET_WEIGHTS, WEIGHTS, Source
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.session.stream import generate
 from support.drafter_formats import write_shards
-from support.hub_server import COMMIT, Hub, Response, serve
+from support.hub_server import COMMIT, Hub, serve
 from support.models import drafter_config, edit_config, write_drafter, write_model
 from support.reference_dflash import random_drafter
 
@@ -83,30 +82,17 @@ def test_without_a_network_that_is_what_is_said(monkeypatch):
     assert "network" in found.next_step
 
 
-def test_a_gated_repository_says_that_its_licence_has_to_be_accepted(monkeypatch):
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise GatedRepoError("403 Client Error", response=Response())
-
-    monkeypatch.setattr(HfApi, "model_info", refuse)
-    (found,) = check_target(Source(TARGET)).errors
-    assert "owner/model" in found.what and "accept its licence" in found.next_step
-
-
-def head(text: bytes) -> Callable[[bytes], bytes]:
-    return lambda sound: len(text).to_bytes(8, "little") + text + bytes(16)
-
-
-ENTRY = b'{"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}'
+ENTRY = b'"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}'
+TWICE = b"{" + ENTRY + b", " + ENTRY + b"}"
 HEADS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "another type": (lambda sound: sound.replace(b'"F32"', b'"I64"', 1), "data type"),
     "truncated": (lambda sound: sound[:-1000], "is truncated"),
     "longer": (lambda sound: sound + b"x", "longer"),
     "empty": (lambda sound: b"", "0 bytes"),
-    "short": (lambda sound: sound[:5], "5 bytes"),
-    "a list": (head(b"[]"), "sequence"),
-    "not UTF-8": (head(b'{"\xff": ' + ENTRY + b"}"), "index 2"),
-    "a name twice": (head(b'{"a": ' + ENTRY + b', "a": ' + ENTRY + b"}"), "'a' twice"),
-    "metadata": (head(b'{"__metadata__": {"b": 1}, "a": ' + ENTRY + b"}"), "expected a string"),
+    "a name twice": (
+        lambda sound: len(TWICE).to_bytes(8, "little") + TWICE + bytes(16),
+        "'a' twice",
+    ),
     "a large size": (lambda sound: (2**63).to_bytes(8, "little") + sound[8:], "too large"),
 }
 
@@ -157,13 +143,6 @@ def test_what_does_not_serve_is_refused_before_any_weight_is_fetched(hub, case):
     edit_config(hub.repositories[damaged], **changes)
     with pytest.raises(DFlashError, match=value):
         load("owner/model", drafter)
-    assert weights_fetched(hub) == 0
-
-
-def test_a_drafter_without_a_config_is_refused_before_any_weight_is_fetched(hub):
-    (hub.repositories["owner/drafter"] / "config.json").unlink()
-    with pytest.raises(DFlashError, match=r"owner/drafter has no config\.json"):
-        load("owner/model", "owner/drafter")
     assert weights_fetched(hub) == 0
 
 

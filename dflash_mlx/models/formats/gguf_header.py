@@ -38,10 +38,6 @@ READABLE = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0")  # types of tensors
 Metadata = dict[str, Any]
 
 
-class _Unreadable(Exception):
-    """A tensor's type, where MLX might stop without a word."""
-
-
 def check_gguf(file: Path) -> None:
     """Raise DFlashError for a file that is no whole, consistent one, or that MLX does not read."""
     try:
@@ -53,10 +49,7 @@ def check_gguf(file: Path) -> None:
             open(file, "rb") as opened,
             mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents,
         ):
-            _check(_Cursor(contents))
-    except _Unreadable as error:
-        step = f"choose a GGUF file of type {', '.join(READABLE)}"
-        raise DFlashError(f"in {file.name}, {error}, which MLX does not read", step) from None
+            _check(_Cursor(contents, file.name))
     except (ValueError, OSError) as error:
         what = f"{file.name} cannot be read as a GGUF file ({error})"
         raise DFlashError(what, "download or copy it again") from None
@@ -65,8 +58,8 @@ def check_gguf(file: Path) -> None:
 class _Cursor:
     """Reads values one after the other, and never past the end. at: what it reads, for errors."""
 
-    def __init__(self, contents: mmap.mmap) -> None:
-        self.contents = contents
+    def __init__(self, contents: mmap.mmap, file: str) -> None:
+        self.contents, self.file = contents, file
         self.position = 0
         self.at = "its first fields"
 
@@ -153,7 +146,8 @@ def _place(cursor: _Cursor, alignment: int) -> tuple[int, int]:
         raise ValueError(f"the shape of {cursor.at} is {shape}")
     kind, begin = cursor.kind(GGMLQuantizationType), cursor.value("Q")
     if kind.name not in READABLE:
-        raise _Unreadable(f"{cursor.at} is of type {kind.name}")
+        what = f"in {cursor.file}, {cursor.at} is of type {kind.name}, which MLX does not read"
+        raise DFlashError(what, f"choose a GGUF file of type {', '.join(READABLE)}")
     block, size = GGML_QUANT_SIZES[kind]
     if shape[0] % block:
         raise ValueError(f"{cursor.at} has rows of {shape[0]}, {kind.name} has blocks of {block}")
@@ -162,49 +156,37 @@ def _place(cursor: _Cursor, alignment: int) -> tuple[int, int]:
     return begin, begin + math.prod(shape) // block * size
 
 
-# Values of the metadata, each checked for its kind and range; ValueError names the key.
+_KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    int: (
+        f"one whole number from 1 to {MAX_DIMENSION}",
+        lambda value: type(value) is int and 1 <= value <= MAX_DIMENSION,
+    ),
+    float: (
+        "one finite number above 0",
+        lambda value: type(value) in (int, float) and 0 < value < math.inf,
+    ),
+    str: ("a text", lambda value: isinstance(value, str)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    list: ("a list", lambda value: isinstance(value, list)),
+}
 
 
-def whole(metadata: Metadata, key: str, default: int | None = None) -> int:
-    """A whole number from 1 on (from 0 on where that is the default), which must fit 31 bits."""
-    name, value = _value(metadata, key, default)
-    lowest = 0 if default == 0 else 1
-    if type(value) is not int or not lowest <= value <= MAX_DIMENSION:
-        raise _unlike(name, value, f"one whole number from {lowest} to {MAX_DIMENSION}")
-    return value
-
-
-def real(metadata: Metadata, key: str, default: float | None = None) -> float:
-    """A finite number above 0."""
-    name, value = _value(metadata, key, default)
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise _unlike(name, value, "one finite number above 0")
-    return float(value)
-
-
-def text(metadata: Metadata, key: str, default: str | None = None) -> str:
-    """A string."""
-    name, value = _value(metadata, key, default)
-    if not isinstance(value, str):
-        raise _unlike(name, value, "a text")
-    return value
-
-
-def flag(metadata: Metadata, key: str, default: bool = False) -> bool:
-    """True or false."""
-    name, value = _value(metadata, key, default)
-    if not isinstance(value, bool):
-        raise _unlike(name, value, "true or false")
+def value_of(metadata: Metadata, key: str, kind: type, default: Any = None) -> Any:
+    """A value of a kind of _KINDS; ValueError names the key. Without a default it must be there."""
+    name = key.format(arch=ARCHITECTURE)
+    if default is None and name not in metadata:
+        raise ValueError(f"the metadata {name} is missing")
+    value, (wanted, fits) = metadata.get(name, default), _KINDS[kind]
+    if not fits(value):
+        raise ValueError(f"{name} is {repr(value)[:80]}, not {wanted}")
     return value
 
 
 def array(metadata: Metadata, key: str, kind: type = str) -> list[Any]:
-    """The elements of a list, all of a kind."""
-    name, value = _value(metadata, key)
-    if not isinstance(value, list):
-        raise _unlike(name, value, "a list")
+    """The elements of a list, all of a kind; raises as `value_of`."""
+    value: list[Any] = value_of(metadata, key, list)
     if wrong := [v for v in value if type(v) is not kind]:
-        raise ValueError(f"{name} has {repr(wrong[0])[:80]}, which is no {kind.__name__}")
+        raise ValueError(f"{key} has {repr(wrong[0])[:80]}, which is no {kind.__name__}")
     return value
 
 
@@ -214,19 +196,7 @@ def token_ids(metadata: Metadata, *keys: str) -> dict[str, int]:
     found = {key: metadata[key] for key in keys if key in metadata}
     for key, value in found.items():
         if type(value) is not int:
-            raise _unlike(key, value, "one token")
+            raise ValueError(f"{key} is {repr(value)[:80]}, not one token")
         if not 0 <= value < count:
             raise ValueError(f"its special token {value} is outside its {count} tokens ({key})")
     return found
-
-
-def _value(metadata: Metadata, key: str, default: Any = None) -> tuple[str, Any]:
-    """The key with the architecture in it, and its value; without a default it must be there."""
-    name = key.format(arch=ARCHITECTURE)
-    if default is None and name not in metadata:
-        raise ValueError(f"the metadata {name} is missing")
-    return name, metadata.get(name, default)
-
-
-def _unlike(name: str, value: Any, wanted: str) -> ValueError:
-    return ValueError(f"{name} is {repr(value)[:80]}, not {wanted}")

@@ -22,12 +22,10 @@ from dflash_mlx.models.formats.gguf_header import (
     Metadata,
     array,
     check_gguf,
-    real,
-    text,
     token_ids,
-    whole,
+    value_of,
 )
-from dflash_mlx.models.formats.gguf_tokenizer import check_tokenizer, end_tokens, make_tokenizer
+from dflash_mlx.models.formats.gguf_tokenizer import end_tokens, make_tokenizer
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
 GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
@@ -63,7 +61,6 @@ def build_model(
     with _usable(path):
         config = _config(metadata, tied="output.weight" not in tensors)
         _check_blocks(tensors, config["num_hidden_layers"])
-        check_tokenizer(metadata)
         model = llama.Model(llama.ModelArgs.from_dict(config))
         _fill(model, _named_for(model, tensors, config), dtype)
         return model, config
@@ -85,8 +82,6 @@ def _usable(path: Path) -> Iterator[None]:
 
 def read_file(path: Path) -> tuple[Arrays, Metadata]:
     """Tensors as MLX names them, and metadata as plain Python values; raises as `load_gguf`."""
-    if not path.is_file():
-        raise DFlashError(f"there is no file {path}", "check the path")
     check_gguf(path)  # MLX trusts what it reads
     try:
         loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
@@ -103,12 +98,12 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
     architecture = metadata.get(Keys.General.ARCHITECTURE)
     if architecture != ARCHITECTURE:
         raise ValueError(f"its architecture is {architecture!r}, supported is {ARCHITECTURE!r}")
-    if whole(metadata, Keys.LLM.EXPERT_COUNT, 0):
-        raise ValueError("it is a mixture of experts, which is not supported")
-    hidden = whole(metadata, Keys.LLM.EMBEDDING_LENGTH)
-    heads = whole(metadata, Keys.Attention.HEAD_COUNT)
-    kv_heads = whole(metadata, Keys.Attention.HEAD_COUNT_KV, heads)
-    head_dim = whole(metadata, Keys.Attention.KEY_LENGTH, max(hidden // heads, 1))
+    if experts := metadata.get(Keys.LLM.EXPERT_COUNT.format(arch=ARCHITECTURE)):
+        raise ValueError(f"it is a mixture of experts ({experts!r}), which is not supported")
+    hidden = value_of(metadata, Keys.LLM.EMBEDDING_LENGTH, int)
+    heads = value_of(metadata, Keys.Attention.HEAD_COUNT, int)
+    kv_heads = value_of(metadata, Keys.Attention.HEAD_COUNT_KV, int, heads)
+    head_dim = value_of(metadata, Keys.Attention.KEY_LENGTH, int, max(hidden // heads, 1))
     _check_rope(metadata, head_dim)
     if heads % kv_heads or heads * head_dim > MAX_DIMENSION:
         raise ValueError(
@@ -118,14 +113,14 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
     return {
         "model_type": ARCHITECTURE,
         "hidden_size": hidden,
-        "num_hidden_layers": whole(metadata, Keys.LLM.BLOCK_COUNT),
-        "intermediate_size": whole(metadata, Keys.LLM.FEED_FORWARD_LENGTH),
+        "num_hidden_layers": value_of(metadata, Keys.LLM.BLOCK_COUNT, int),
+        "intermediate_size": value_of(metadata, Keys.LLM.FEED_FORWARD_LENGTH, int),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": real(metadata, Keys.Attention.LAYERNORM_RMS_EPS),
-        "rope_theta": real(metadata, Keys.Rope.FREQ_BASE, 10000.0),
-        "max_position_embeddings": whole(metadata, Keys.LLM.CONTEXT_LENGTH),
+        "rms_norm_eps": value_of(metadata, Keys.Attention.LAYERNORM_RMS_EPS, float),
+        "rope_theta": value_of(metadata, Keys.Rope.FREQ_BASE, float, 10000.0),
+        "max_position_embeddings": value_of(metadata, Keys.LLM.CONTEXT_LENGTH, int),
         "vocab_size": len(array(metadata, Keys.Tokenizer.LIST)),
         "tie_word_embeddings": tied,
         "bos_token_id": token_ids(metadata, Keys.Tokenizer.BOS_ID).get(Keys.Tokenizer.BOS_ID),
@@ -134,11 +129,11 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
 
 
 def _check_rope(metadata: Metadata, head_dim: int) -> None:
-    scaling = text(metadata, Keys.Rope.SCALING_TYPE, "none")
-    factor = real(metadata, "{arch}.rope.scale_linear", 1.0)  # older files
+    scaling = value_of(metadata, Keys.Rope.SCALING_TYPE, str, "none")
+    factor = value_of(metadata, "{arch}.rope.scale_linear", float, 1.0)  # older files
     if scaling != "none" or factor != 1.0:
         raise ValueError(f"its rope scaling {scaling!r} is not supported")
-    rotated = whole(metadata, Keys.Rope.DIMENSION_COUNT, head_dim)
+    rotated = value_of(metadata, Keys.Rope.DIMENSION_COUNT, int, head_dim)
     if rotated != head_dim or head_dim % 2:
         raise ValueError(f"rotating {rotated} of {head_dim} dimensions is not supported")
 

@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_mlx.models.formats.gguf_header import Metadata, array, flag, text, token_ids
+from dflash_mlx.models.formats.gguf_header import Metadata, array, token_ids, value_of
 
 MODEL = "gpt2"  # of tokenizer.ggml.model, for any byte-level BPE
 # Values of tokenizer.ggml.pre. llama.cpp splits with GPT-2's pattern, the second group after
@@ -31,54 +31,39 @@ ROLES = {
 ENDS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
 
 
-def check_tokenizer(metadata: Metadata) -> None:
-    """ValueError for what no tokenizer can be made of; the contents of lists are not looked at."""
-    if (model := text(metadata, Keys.Tokenizer.MODEL)) != MODEL:
-        raise ValueError(f"its tokenizer is {model!r}, supported is {MODEL!r} (byte-level BPE)")
-    _pre_tokenizer(text(metadata, Keys.Tokenizer.PRE))
-    array(metadata, Keys.Tokenizer.MERGES), _token_types(metadata)
-    token_ids(metadata, *ROLES.values(), *ENDS)
-    text(metadata, Keys.Tokenizer.CHAT_TEMPLATE, "")
-    flag(metadata, Keys.Tokenizer.ADD_BOS), flag(metadata, Keys.Tokenizer.ADD_EOS)
-
-
 def make_tokenizer(metadata: Metadata) -> TokenizerWrapper:
     """The tokenizer with its chat template; ValueError where it cannot be made."""
-    check_tokenizer(metadata)
+    if (model := value_of(metadata, Keys.Tokenizer.MODEL, str)) != MODEL:
+        raise ValueError(f"its tokenizer is {model!r}, supported is {MODEL!r} (byte-level BPE)")
+    split = value_of(metadata, Keys.Tokenizer.PRE, str)
     tokens: Any = array(metadata, Keys.Tokenizer.LIST)
-    backend = _byte_level_bpe(metadata, tokens)
     ids = token_ids(metadata, *ROLES.values())
-    begins = metadata[Keys.Tokenizer.PRE] == LLAMA_BPE  # llama.cpp's own where a file does not say
+    begins = split == LLAMA_BPE  # llama.cpp's own where a file does not say
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=_byte_level_bpe(metadata, split, tokens),
         clean_up_tokenization_spaces=False,
-        add_bos_token=flag(metadata, Keys.Tokenizer.ADD_BOS, begins),
-        add_eos_token=flag(metadata, Keys.Tokenizer.ADD_EOS),
-        chat_template=metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
+        add_bos_token=value_of(metadata, Keys.Tokenizer.ADD_BOS, bool, begins),
+        add_eos_token=value_of(metadata, Keys.Tokenizer.ADD_EOS, bool, False),
+        chat_template=value_of(metadata, Keys.Tokenizer.CHAT_TEMPLATE, str, "") or None,
         **{role: tokens[ids[key]] for role, key in ROLES.items() if key in ids},
     )
     # mlx-lm's BPE detokenizer drops a leading space and garbles the byte 0; this one does not.
     return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, end_tokens(metadata))
 
 
-def _byte_level_bpe(metadata: Metadata, tokens: list[str]) -> Tokenizer:
+def _byte_level_bpe(metadata: Metadata, split: str, tokens: list[str]) -> Tokenizer:
     ids = {token: i for i, token in enumerate(tokens)}
-    split = metadata[Keys.Tokenizer.PRE]
     whole_words = split == LLAMA_BPE  # a word that is a token needs no merges
     backend = Tokenizer(models.BPE(ids, _merges(metadata, ids), ignore_merges=whole_words))
     backend.pre_tokenizer = _pre_tokenizer(split)
     backend.decoder = decoders.ByteLevel()
-    for token, kind in zip(tokens, _token_types(metadata), strict=False):
+    types = Keys.Tokenizer.TOKEN_TYPE  # which some files lack
+    kinds = array(metadata, types, int) if types in metadata else []
+    for token, kind in zip(tokens, kinds, strict=False):
         if kind in WHOLE:
             special = kind != TokenType.USER_DEFINED
             backend.add_tokens([AddedToken(token, special=special, normalized=False)])
     return backend
-
-
-def _token_types(metadata: Metadata) -> list[int]:
-    """A kind for every token; none at all in some files."""
-    key = Keys.Tokenizer.TOKEN_TYPE
-    return array(metadata, key, int) if key in metadata else []
 
 
 def _merges(metadata: Metadata, ids: dict[str, int]) -> list[tuple[str, str]]:
