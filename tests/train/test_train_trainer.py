@@ -10,7 +10,6 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.train.blocks import BlockSampler
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.trainer import Trainer
 from support.tiny_training import (
     arrays_of,
     greedy_rows,
@@ -23,10 +22,6 @@ from support.tiny_training import (
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
     rows = (*greedy_rows(3, 20), *greedy_rows(2, 9))
     return texts_of(tmp_path_factory.mktemp("features"), rows)
-
-
-def weights(trainer: Trainer) -> dict[str, np.ndarray]:
-    return arrays_of(trainer.trainee.network)
 
 
 def test_the_learning_rate_rises_and_falls_as_documented(texts):
@@ -66,9 +61,11 @@ def test_a_step_counts_its_tokens_and_its_time(texts):
 def change(texts: Texts, **settings: Any) -> dict[str, np.ndarray]:
     """What one step changes."""
     trainer = make_trainer(texts, warmup=0, steps=1000, **settings)
-    before = weights(trainer)
+    before = arrays_of(trainer.trainee.network)
     trainer.train_step()
-    return {name: array - before[name] for name, array in weights(trainer).items()}
+    return {
+        name: array - before[name] for name, array in arrays_of(trainer.trainee.network).items()
+    }
 
 
 def test_a_step_moves_every_weight_by_no_more_than_the_learning_rate(texts):
@@ -80,7 +77,7 @@ def test_a_step_moves_every_weight_by_no_more_than_the_learning_rate(texts):
 
 def test_weights_decay(texts):
     moved, plain = (change(texts, learning_rate=1e-3, weight_decay=w) for w in (0.5, 0.0))
-    before = weights(make_trainer(texts))
+    before = arrays_of(make_trainer(texts).trainee.network)
     for name, array in moved.items():
         assert np.allclose(array - plain[name], -0.5e-3 * before[name], atol=1e-6)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.cli.prompts import Row, read_prompts
+from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import ALL_BUT_MODEL, CorpusConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import load_target
@@ -30,7 +30,15 @@ def main(argv: Sequence[str]) -> None:
     with CorpusFile(arguments.out) as file:
         pair = load_target(cli.read_pair_config(arguments).model)
         file.begin(make_header(pair, config))
-        collect(Collection(pair, config, file), prompts)
+        collection = Collection(pair, config, file)
+        missing, begin = collection.ask(prompts), time.perf_counter()
+        with tqdm(total=missing, unit="row", miniters=0) as bar:
+            for rows in collection.run():
+                rate = collection.decoder.generated / (time.perf_counter() - begin)
+                looped = collection.finishes["loop"] / max(collection.finishes.total(), 1)
+                bar.set_postfix_str(f"{rate:.0f} tok/s, {looped:.0%} looped", refresh=False)
+                bar.update(len(rows))
+    print(report(collection))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,18 +69,6 @@ def read_config(arguments: argparse.Namespace) -> CorpusConfig:
     if config.limit is not None and config.self_prompt is not None:
         raise DFlashError("--limit counts prompts of a file", "give the number to --self-prompt")
     return config
-
-
-def collect(collection: Collection, prompts: list[Row]) -> None:
-    """Run the collection behind a progress bar, then say what there is."""
-    missing, begin = collection.ask(prompts), time.perf_counter()
-    with tqdm(total=missing, unit="row", miniters=0) as bar:
-        for rows in collection.run():
-            rate = collection.decoder.generated / (time.perf_counter() - begin)
-            looped = collection.finishes["loop"] / max(collection.finishes.total(), 1)
-            bar.set_postfix_str(f"{rate:.0f} tok/s, {looped:.0%} looped", refresh=False)
-            bar.update(len(rows))
-    print(report(collection))
 
 
 def report(collection: Collection) -> str:

@@ -104,19 +104,15 @@ class BatchDecoder:
             for number in over:
                 del self._rows[number]
         if self.waiting and len(self._rows) <= (1 - _FINISHED_SHARE) * self._size:
-            self._start()
-
-    def _start(self) -> None:
-        """Fill the batch up with waiting jobs."""
-        count = min(self._size - len(self._rows), len(self.waiting))
-        jobs = [self.waiting.popleft() for _ in range(count)]
-        numbers = self._generator.insert(
-            [[job.prompt[-1]] for job in jobs],
-            caches=[self._prefill(job.prompt[:-1]) for job in jobs],
-            all_tokens=[list(job.prompt[:-1]) for job in jobs],
-            samplers=[_sampler(job) for job in jobs],
-        )
-        self._rows |= {number: _Running(job) for number, job in zip(numbers, jobs, strict=True)}
+            count = min(self._size - len(self._rows), len(self.waiting))
+            jobs = [self.waiting.popleft() for _ in range(count)]
+            numbers = self._generator.insert(
+                [[job.prompt[-1]] for job in jobs],
+                caches=[self._prefill(job.prompt[:-1]) for job in jobs],
+                all_tokens=[list(job.prompt[:-1]) for job in jobs],
+                samplers=[_sampler(job) for job in jobs],
+            )
+            self._rows |= {number: _Running(job) for number, job in zip(numbers, jobs, strict=True)}
 
     def _prefill(self, prompt: Sequence[int]) -> list[Any]:
         """Caches that hold `prompt`, computed alone: padding would cost more than it saves."""

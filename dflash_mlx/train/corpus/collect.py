@@ -7,7 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from dflash_mlx.core.config import CorpusConfig
@@ -16,7 +16,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.corpus.batch import BatchDecoder, Done, Job
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
-from dflash_mlx.train.corpus.self_prompt import Prompt, TurnWriter, lot
+from dflash_mlx.train.corpus.self_prompt import TurnWriter, lot
 from dflash_mlx.train.corpus.writer import CorpusFile
 
 _ONLY_HOW_MANY = ("batch_size", "limit", "self_prompt")  # rows, not which
@@ -54,7 +54,7 @@ class Collection:
         self.decoder.waiting.extend(jobs)
         return len(jobs)
 
-    def _missing(self, prompts: Sequence[dict[str, Any]]) -> list[Prompt]:
+    def _missing(self, prompts: Sequence[dict[str, Any]]) -> list[CorpusRow]:
         shuffled = list(prompts)
         random.Random(self._config.seed).shuffle(shuffled)
         asked = [self._prompt(row) for row in shuffled[: self._config.limit]]
@@ -62,7 +62,7 @@ class Collection:
         if repeated:
             raise DFlashError(f"two prompts have the id {repeated[0]!r}", "give each its own")
         room = self._pair.target.context_length
-        fitting = [prompt for prompt in asked if len(prompt.tokens) < room]
+        fitting = [prompt for prompt in asked if len(prompt.prompt) < room]
         self.skipped = len(asked) - len(fitting)
         if not fitting:
             raise DFlashError(
@@ -70,7 +70,7 @@ class Collection:
                 "give shorter ones",
             )
         for prompt in fitting:
-            if prompt.id in self._done and self._done[prompt.id] != prompt.tokens:
+            if prompt.id in self._done and self._done[prompt.id] != prompt.prompt:
                 raise DFlashError(
                     f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}",
                     "give prompts ids of their own, or name another file with --out",
@@ -85,48 +85,38 @@ class Collection:
 
     def _finish(self, done: Done) -> CorpusRow | None:
         """Append an answer; queue what a user turn asks for, or another where it is no good."""
-        job, prompt, waiting = done.job, done.job.key, self.decoder.waiting
-        if self.turns is not None and not isinstance(prompt, Prompt):
-            if (written := self.turns.prompt(done)) is None:
+        asked, waiting = done.job.key, self.decoder.waiting
+        if self.turns is not None and not isinstance(asked, CorpusRow):
+            if (prompt := self.turns.prompt(done)) is None:
                 waiting.extend(self.turns.start(1))
             else:
-                waiting.appendleft(self._job(written))
+                waiting.appendleft(self._job(prompt))
             return None
-        row = CorpusRow(
-            id=prompt.id,
-            category=prompt.category,
-            prompt=prompt.tokens,
-            answer=done.tokens,
-            temperature=job.temperature,
-            top_p=job.top_p,
-            seed=None if job.temperature == 0 else job.seed,
-            finish=done.finish,
-            messages=prompt.messages,
-        )
+        row: CorpusRow = replace(asked, answer=done.tokens, finish=done.finish)
         self._file.append(row)
         self.finishes[row.finish] += 1
         return row
 
-    def _job(self, prompt: Prompt) -> Job:
-        """Answer `prompt`, greedily or not, as its id and the seed decide."""
-        config, (chance, seed) = self._config, lot(self._config.seed, prompt.id)
+    def _job(self, asked: CorpusRow) -> Job:
+        """Answer a row that lacks it, greedily or not, as its id and the seed decide."""
+        config, (chance, seed) = self._config, lot(self._config.seed, asked.id)
         greedy = chance < config.greedy_share
-        room = self._pair.target.context_length - len(prompt.tokens)
+        heat, top_p = (0.0, 1.0) if greedy else (config.temperature, config.top_p)
         return Job(
-            key=prompt,
-            prompt=prompt.tokens,
+            key=replace(asked, temperature=heat, top_p=top_p, seed=None if greedy else seed),
+            prompt=asked.prompt,
             stops=frozenset(self._pair.tokenizer.eos_token_ids),
-            max_tokens=min(config.max_tokens, room),
-            temperature=0.0 if greedy else config.temperature,
-            top_p=1.0 if greedy else config.top_p,
+            max_tokens=min(config.max_tokens, self._pair.target.context_length - len(asked.prompt)),
+            temperature=heat,
+            top_p=top_p,
             seed=seed,
         )
 
-    def _prompt(self, row: dict[str, Any]) -> Prompt:
+    def _prompt(self, row: dict[str, Any]) -> CorpusRow:
         messages = row["messages"]
         digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
         tokens = prompt_tokens(self._pair.tokenizer, messages, self._config.system)
-        return Prompt(str(row.get("id", digest[:16])), row["category"], tuple(tokens))
+        return CorpusRow(str(row.get("id", digest[:16])), row["category"], tuple(tokens))
 
 
 def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:

@@ -48,16 +48,16 @@ class CorpusRow:
     """One answer of the target.
 
     prompt: token ids through the chat template. answer: token ids, the stop token included where
-    the target ended by itself. finish: "stop", "length" (max_tokens), "loop" (cut where it began
-    to repeat itself) or "" (an older file does not say). messages: the conversation, where the
-    prompt is of the target's own making.
+    the target ended by itself; none while it is awaited. finish: "stop", "length" (max_tokens),
+    "loop" (cut where it began to repeat itself) or "" (an older file does not say). messages: the
+    conversation, where the prompt is of the target's own making.
     """
 
     id: str
     category: str
     prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-    temperature: float
+    answer: tuple[int, ...] = ()
+    temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
     finish: str = ""

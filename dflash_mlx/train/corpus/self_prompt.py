@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,12 @@ from jinja2 import TemplateError
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.templates import Message, prompt_tokens
+from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.corpus.batch import Done, Job
 from dflash_mlx.train.corpus.rows import CorpusRow
 
 _MARK = "dflash4c7a1e"  # stands for the user's text
 _PATIENCE = 20  # user turns rejected for each good one
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt waiting for its answer; messages: where the model wrote it itself."""
-
-    id: str
-    category: str
-    tokens: tuple[int, ...]
-    messages: tuple[Message, ...] = ()
 
 
 def lot(seed: int, name: str) -> tuple[float, int]:
@@ -67,8 +56,8 @@ class TurnWriter:
             )
         return [self._job(n) for n in islice(self._numbers, turns)]
 
-    def prompt(self, done: Done) -> Prompt | None:
-        """The prompt that a written turn makes; None for one that is no good or not new."""
+    def prompt(self, done: Done) -> CorpusRow | None:
+        """A row without an answer for a written turn; None for one that is no good or not new."""
         n = done.job.key
         text = self._template.text(self._opening(n), done.tokens, done.finish)
         if text is not None and text not in self._seen:
@@ -76,7 +65,7 @@ class TurnWriter:
             tokens = prompt_tokens(self._pair.tokenizer, [message], self._config.system)
             if len(tokens) < self._pair.target.context_length:
                 self._seen.add(text)
-                return Prompt(self._id(n), "self", tuple(tokens), (message,))
+                return CorpusRow(self._id(n), "self", tuple(tokens), messages=(message,))
         self.rejected += 1
         return None
 
