@@ -192,11 +192,3 @@ def test_a_case_does_not_mix_dtypes_that_the_kernel_takes_and_refuses(i, changed
     with pytest.raises(ValueError, match="dtype"):
         made.check(*given)
     assert made.case(*given) != taken
-
-
-def test_dtypes_that_differ_are_named_in_the_order_of_the_arguments():
-    attention, commit = OPERATIONS[0], OPERATIONS[3]
-    case = attention.case(*call(attention)[:5], mx.zeros(4, mx.bfloat16))
-    assert case[3] == "float16+float16+float16+bfloat16"
-    caches = [mx.ones((1, 2, 10, 4), mx.bfloat16), mx.ones((1, 2, 10, 4))]
-    assert commit.case(caches, [1], [0, 0])[3] == "bfloat16+float32"
