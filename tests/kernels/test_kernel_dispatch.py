@@ -123,18 +123,18 @@ def test_a_kernel_that_metal_refuses_is_not_used_and_says_why(kind):
     assert choice == Choice(False, f"does not run here: {words}")
 
 
-@pytest.mark.usefixtures("on_metal")
-def test_what_was_switched_on_is_not_raced_shown_but_not_saved():
-    kernels, choice = choose("on")
-    assert choice == Choice(True, "kernels are switched on")
+@pytest.mark.parametrize(
+    ("mode", "runs_on", "reason"),
+    [
+        ("on", factory.metal, "kernels are switched on"),
+        ("auto", None, "not on Metal, so not raced"),
+    ],
+)
+def test_what_is_not_raced_is_shown_but_not_saved(monkeypatch, mode, runs_on, reason):
+    monkeypatch.setattr(dispatch, "executor", lambda: runs_on or (lambda *launched: None))
+    kernels, choice = choose(mode, steps=())
+    assert choice == Choice(True, reason)
     assert list(kernels.choices.values()) == [choice]
-    assert kernels.table == {}
-
-
-def test_another_executor_runs_the_kernel_without_a_race():
-    with factory.executing(lambda kernel, inputs, plan: pytest.fail("was launched")):
-        kernels, choice = choose()
-    assert choice == Choice(True, "not on Metal, so not raced")
     assert kernels.table == {}
 
 
