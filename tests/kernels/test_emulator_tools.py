@@ -114,10 +114,6 @@ def test_compiled_kernels_are_kept_and_told_apart_by_their_text(tmp_path, monkey
     assert sorted(p.name[:3] for p in first.parent.iterdir()) == ["one", "one"]  # nothing left over
 
 
-def test_the_cache_lies_in_the_users_cache_folder():
-    assert compiler.cache_folder().parts[-2:] == ("dflash-chat", "emulator")
-
-
 @pytest.mark.parametrize(
     ("version", "good"),
     [
