@@ -49,7 +49,7 @@ class Target:
         self._tapped: set[int] = set()
         self._outputs: dict[int, mx.array] = {}
         self._ropes = 0
-        self.pass_times: Any = None  # measured when a budget needs them, see `budget.py`
+        self.pass_times: Any = None  # measured when a budget needs them, see `pass_times.py`
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
         self.kv_bits: int | None = None  # of caches made from now on, see `kv_packing.py`
         self.kernels = Kernels(Table(name, self.parameters))
