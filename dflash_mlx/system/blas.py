@@ -19,10 +19,9 @@ FORTRAN_SONAME = b"libgfortran.so.5"
 
 @dataclass(frozen=True)
 class BlasStatus:
-    """Which library now serves matrix products, and a sentence for the user when none could."""
+    """Which library now serves matrix products; None where it is MLX's own."""
 
     library: str | None
-    notice: str | None
 
     @property
     def threads(self) -> int:
@@ -39,18 +38,17 @@ def preload() -> BlasStatus:
     """Make OpenBLAS serve MLX's matrix products; call it before `mlx.core` is imported.
 
     Does nothing outside Linux. Never raises: when OpenBLAS cannot be used it warns once with
-    `RuntimeWarning` and returns the same sentence as `notice`.
+    `RuntimeWarning`, which says why and what to do.
     """
     if sys.platform != "linux":
-        return BlasStatus(None, None)
+        return BlasStatus(None)
     try:
-        return BlasStatus(str(_load_openblas()), None)
+        return BlasStatus(str(_load_openblas()))
     except _UnusableError as error:
         why, next_step = error.args
         slower = "matrix products will be about 50 times slower on this machine"
-        notice = f"{slower}, because {why}; {next_step}"
-        warnings.warn(notice, RuntimeWarning, stacklevel=2)
-        return BlasStatus(None, notice)
+        warnings.warn(f"{slower}, because {why}; {next_step}", RuntimeWarning, stacklevel=2)
+        return BlasStatus(None)
 
 
 def _load_openblas() -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,9 @@ def may_be_recurrent(model_type: str) -> bool | None:
         return None
     while waiting:
         seen.add(name := waiting.pop())
-        imports = list(_imports(files[name]))
+        nodes = ast.walk(ast.parse(files[name].read_text(encoding="utf-8")))
+        relative = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.level == 1]
+        imports = [(node.module or "", alias.name) for node in relative for alias in node.names]
         if ("cache", "ArraysCache") in imports:
             return True
         wrapped = [
@@ -108,10 +110,3 @@ def may_be_recurrent(model_type: str) -> bool | None:
         ]
         waiting += [family for family in wrapped if family in files and family not in seen]
     return False
-
-
-def _imports(file: Path) -> Iterator[tuple[str, str]]:
-    """Module ("" for the package) and name of everything a family takes from its package."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            yield from ((node.module or "", alias.name) for alias in node.names)

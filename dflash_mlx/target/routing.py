@@ -66,11 +66,9 @@ class Kernels:
 
     def __init__(self, table: Table, clock: Callable[[], float] = time.perf_counter) -> None:
         self._table, self._clock = table, clock
-        self._dispatch: Dispatch | None = None
-        self._runs_on: Executor | None = None
         self._known: dict[Any, bool] = {}
         self._notes: dict[str, Choice] = {}
-        self.mode: Mode = "off"
+        self.switch("off")
 
     @property
     def active(self) -> bool:
@@ -80,12 +78,12 @@ class Kernels:
     @property
     def choices(self) -> dict[str, Choice]:
         """What was chosen so far, by operation and shape; and what no kernel is used for."""
-        return {**(self._dispatch.choices if self._dispatch else {}), **self._notes}
+        return {**self._dispatch.choices, **self._notes}
 
     def switch(self, mode: Mode) -> None:
         """Auto: as probe and race say; on: wherever one can run; off: never. ValueError else."""
         self._dispatch = Dispatch(mode, clock=self._clock)
-        self._runs_on = None
+        self._runs_on: Executor | None = None
         self._notes.clear()
         self.mode = mode
 
@@ -108,11 +106,10 @@ class Kernels:
     def _start(self, runs_on: Executor) -> None:
         self._runs_on = runs_on
         self._known.clear()
-        if self._dispatch and runs_on is metal and self.mode == "auto":
+        if runs_on is metal and self.mode == "auto":
             self._dispatch.table.update(self._table.load())
 
     def _choose(self, operation: Operation, args: tuple[Any, ...]) -> bool:
-        assert self._dispatch is not None
         before = len(self._dispatch.table)
         chosen = self._dispatch.choose(operation, *args)
         if len(self._dispatch.table) > before:

@@ -147,14 +147,3 @@ def test_a_launch_that_nothing_can_run_names_the_kernel(tmp_path, monkeypatch):
     plan = Launch((1, 1, 1), (1, 1, 1), ((1,),), (mx.float32,))
     with pytest.raises(RuntimeError, match="kernel nobody: "):
         launch(Kernel("nobody", (), ("o",), folder=tmp_path), [], plan)
-
-
-def test_counters_of_several_launches_are_kept_in_their_order(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.metal").write_text("o[thread_position_in_grid.x] = 1;")
-    plan = Launch((4, 1, 1), (4, 1, 1), ((4,),), (mx.float32,))
-    with emulated() as run_of:
-        for name in ("one", "two", "one"):
-            launch(Kernel(name, (), ("o",), folder=tmp_path), [], plan)
-    assert [c.kernel for c in run_of.counters] == ["one", "two", "one"]
-    assert len(run_of.of("one")) == 2

@@ -69,7 +69,7 @@ def test_the_lint_reads_headers_too(header):
     assert (error.file, error.line) == ("head.metal", HEADERS[header])
 
 
-def test_constants_types_and_functions_stand_outside_functions():
+def test_constants_types_and_functions_that_call_others_stand_outside_functions():
     header = """#define TWICE(x) \\
       ((x) * 2)
     namespace n {
@@ -81,16 +81,12 @@ def test_constants_types_and_functions_stand_outside_functions():
     typedef float F;
     using namespace n;
     static_assert(sizeof(S) == 4, "");
-    F g(float x);
+    F e(float x);
+    static inline F g(float x) { return x; }
+    static inline F h(float x) { if (x > 0) { return g(x); } return g(x + 1); }
     static inline F f(float x) { int y = TWICE(1); return x + y + S::X + TABLE[1] + ONE<int>; }
     """
-    assert numbers(run("o[i] = f(a[i]);", RAMP, header=header)[0])[1] == 1 + 2 + 1 + 2 + 1
-
-
-def test_functions_that_call_others_are_no_recursion():
-    header = "inline float f(float x) { return x; }\n"
-    header += "inline float g(float x) { if (x > 0) { return f(x); } return f(x + 1); }\n"
-    run("o[i] = g(f(a[i])) + g(1);", RAMP, header=header)
+    assert numbers(run("o[i] = f(g(a[i])) + h(0) - 1;", RAMP, header=header)[0])[1] == 7
 
 
 # The compiler
@@ -118,16 +114,10 @@ def test_compiled_kernels_are_kept_and_told_apart_by_their_text(tmp_path, monkey
     assert sorted(p.name[:3] for p in first.parent.iterdir()) == ["one", "one"]  # nothing left over
 
 
-def test_the_cache_lies_in_the_users_cache_folder():
-    assert compiler.cache_folder().parts[-2:] == ("dflash-chat", "emulator")
-
-
 @pytest.mark.parametrize(
     ("version", "good"),
     [
         ("clang version 18.1.3 (1ubuntu1)", True),
-        ("Ubuntu clang version 21.0.0", True),
-        ("Debian clang version 14.0.6", False),
         ("clang version 17.0.6", False),
         ("Apple clang version 17.0.0 (clang-1700.0.13.3)", False),
         ("gcc (Debian 12.2.0)", False),

@@ -30,10 +30,8 @@ SHAPES = [
     *[(5, 96, 5, 4, 32), (6, 128, 6, 8, 128), (7, 128, 7, 4, 128), (8, 192, 8, 8, 64)],
     *[(9, 224, 9, 4, 32), (10, 256, 15, 8, 32), (11, 256, 16, 4, 64), (12, 288, 17, 8, 32)],
     *[(13, 320, 31, 4, 64), (14, 384, 32, 8, 128), (15, 480, 33, 4, 32), (16, 512, 34, 8, 64)],
-    *[(17, 512, 35, 4, 128), (18, 544, 3, 8, 32), (19, 640, 20, 4, 128), (20, 768, 9, 8, 128)],
-    *[(21, 1024, 8, 4, 64), (22, 1024, 4, 8, 32), (23, 1056, 11, 4, 32), (24, 32, 64, 8, 32)],
-    *[(25, 64, 65, 4, 32), (26, 128, 63, 8, 64), (27, 256, 40, 4, 32), (28, 64, 100, 8, 64)],
-    *[(29, 96, 70, 4, 32), (30, 128, 50, 8, 32), (31, 192, 31, 4, 64), (32, 256, 33, 8, 128)],
+    *[(17, 512, 35, 4, 128), (20, 768, 9, 8, 128), (22, 1024, 4, 8, 32), (23, 1056, 11, 4, 32)],
+    *[(24, 32, 64, 8, 32), (25, 64, 65, 4, 32), (31, 192, 31, 4, 64), (32, 256, 33, 8, 128)],
     # Sums over K by several SIMD-groups, and columns that fill the GPU without
     *[(32, 2048, 5, 4, 64), (2, 2048, 12, 4, 128), (3, 2080, 6, 8, 32), (8, 4096, 9, 4, 64)],
     *[(1, 4096, 13, 8, 64), (4, 1536, 70, 4, 32), (2, 512, 4100, 4, 64), (17, 512, 1030, 8, 128)],
@@ -100,15 +98,11 @@ def test_each_weight_is_read_once_for_all_rows(rows, bits, invariant):
     with emulated() as run:
         verify_qmm(*given)
     assert bytes_read(run, "verify_qmm", "weights") == given[1].nbytes
-
-
-def test_one_row_at_a_time_reads_the_weights_once_for_each_row():
-    """The control: the same numbers with eight times the traffic."""
-    x, weights, *rest = product(8, 512, 20, 4, 64, mx.float16, invariant=True)
-    with emulated() as run:
-        single = mx.concatenate([verify_qmm(x[i : i + 1], weights, *rest) for i in range(8)])
-        assert bytes_read(run, "verify_qmm", "weights") == 8 * weights.nbytes
-        assert mx.array_equal(verify_qmm(x, weights, *rest), single)
+    if rows == 8:  # the control: row by row they are read eight times
+        with emulated() as run:
+            for i in range(rows):
+                verify_qmm(given[0][i : i + 1], *given[1:])
+        assert bytes_read(run, "verify_qmm", "weights") == 8 * given[1].nbytes
 
 
 @pytest.mark.parametrize(

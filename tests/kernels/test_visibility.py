@@ -1,13 +1,9 @@
 """What each row sees: its mask, its bits, and what is refused."""
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.cache import LayerCache
 from kernels_metal.cascade_attention import Visibility
-from support.decoding import tree_of
 from support.kernels import refused
 
 
@@ -27,19 +23,6 @@ def test_bits_hold_the_first_key_and_one_bit_for_each_local_key():
     bits = Visibility(9, local, (4, 0)).bits
     assert bits.shape == (8, 3)
     assert bits[:2].tolist() == [[4, 1 | 1 << 5 | 1 << 31, 0], [0, 0, 1 | 1 << 7]]
-
-
-def test_the_mask_is_the_one_that_the_cache_makes_for_a_tree_in_a_window():
-    tree = tree_of([1, 2, 3, 4, 5], [-1, 0, 0, 1, 2])
-    cache = LayerCache(window=6)
-    cache.begin(Block(20))
-    cache.update_and_fetch(mx.zeros((1, 1, 20, 4)), mx.zeros((1, 1, 20, 4)))
-    cache.commit(range(20))
-    cache.begin(Block.of(tree))
-    expected = cache.make_mask(5)
-    prefix = expected.shape[1] - 5
-    first = tuple(min(prefix, depth) for depth in tree.depths)  # counted in the view
-    assert Visibility(prefix, tree.ancestors, first).mask.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(

@@ -136,24 +136,19 @@ def faults(
 
 
 def each_is_found(*planted: Fault) -> Callable[..., None]:
-    """The test of a file's faults."""
+    """The test of a file's faults, in copies of the sources; without one its run finds nothing."""
 
     @pytest.mark.parametrize("fault", planted, ids=str)
     def test(fault: Fault, tmp_path: Path) -> None:
-        assert_found(fault, tmp_path)
+        assert _right(fault.run)
+        copy = shutil.copytree(SOURCE, tmp_path / "source")
+        file = copy / f"{fault.file}.metal"
+        source = file.read_text()
+        assert fault.before in source, f"{file.name} has changed: adapt this fault"
+        file.write_text(source.replace(fault.before, fault.after, 1))
+        assert _outcome(copy, fault.run) in fault.found.split(" or ")
 
     return test
-
-
-def assert_found(fault: Fault, folder: Path) -> None:
-    """In a copy of the sources; without the fault, the same run finds nothing."""
-    assert _right(fault.run)
-    copy = shutil.copytree(SOURCE, folder / "source")
-    file = copy / f"{fault.file}.metal"
-    source = file.read_text()
-    assert fault.before in source, f"{file.name} has changed: adapt this fault"
-    file.write_text(source.replace(fault.before, fault.after, 1))
-    assert _outcome(copy, fault.run) in fault.found.split(" or ")
 
 
 @cache

@@ -53,7 +53,8 @@ SHAPES = [(5,), (3, 7), (2, 3, 4, 5), (1, 1)]
 NORMAL = [(random(*shape), random(*shape, seed=1)) for shape in SHAPES]
 INPUTS = [(arrays, 1e-5) for arrays in NORMAL]
 INPUTS += [((mx.array([HARD]), random(1, len(HARD))), 1e-3)]  # exponentials overflow
-HALVES = [tuple(a.astype(dtype) for a in NORMAL[1]) for dtype in (mx.bfloat16, mx.float16)]
+for dtype in (mx.bfloat16, mx.float16):
+    INPUTS += [(tuple(a.astype(dtype) for a in NORMAL[1]), 0.05)]
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -64,13 +65,6 @@ def test_values_and_gradients_are_those_of_mlx(name, arrays, tolerance):
     assert same(ours(*arrays), own(*arrays), tolerance)
     for mine, theirs in zip(gradients(ours, *arrays), gradients(own, *arrays), strict=True):
         assert same(mine, theirs, tolerance)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("arrays", HALVES)
-def test_the_type_of_the_input_is_kept(name, arrays):
-    ours, own, count = PAIRS[name]
-    assert same(ours(*arrays[:count]), own(*arrays[:count]), 0.05)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -136,8 +130,7 @@ def test_attention_with_sinks_is_left_to_mlx():
 def test_logsumexp_is_that_of_mlx(axis, keepdims):
     x = random(3, 4, 5, scale=100.0)
     own = mx.logsumexp(x, axis, keepdims)
-    assert same(cpu_math.logsumexp(x, axis, keepdims), own, 1e-4)
-    assert same(cpu_math.logsumexp(x, axis=axis, keepdims=keepdims), own, 1e-4)
+    assert same(cpu_math.logsumexp(x, axis, keepdims=keepdims), own, 1e-4)
 
 
 # In mlx-lm's models
@@ -166,9 +159,9 @@ def test_a_model_has_the_same_logits_in_vectorised(name, monkeypatch):
     assert len(calls) == len(model.layers)
 
 
-def test_the_functions_are_back_after_vectorised():
+def test_the_functions_are_back_after_vectorised_and_after_an_exception():
     before = patched()
-    with cpu_math.vectorised():
+    with pytest.raises(KeyError), cpu_math.vectorised():
         inside = patched()
         with cpu_math.vectorised():
             assert patched() == inside
@@ -176,22 +169,7 @@ def test_the_functions_are_back_after_vectorised():
         assert inside["attention"] is cpu_math.attention
         assert inside["logsumexp"] is cpu_math.logsumexp
         assert inside["llama"] is inside["activations"] is cpu_math.swiglu
-    assert patched() == before
-
-
-def test_the_functions_are_back_after_an_exception_and_an_abandoned_generator():
-    before = patched()
-    with pytest.raises(KeyError), cpu_math.vectorised():
         raise KeyError
-    assert patched() == before
-
-    def work() -> Any:
-        with cpu_math.vectorised():
-            yield
-
-    next(working := work())
-    assert patched() != before
-    working.close()
     assert patched() == before
 
 
