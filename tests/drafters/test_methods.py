@@ -17,7 +17,7 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
 from support.decoding import feed, start
 from support.decoding import rounds as decode
-from support.drafter_folders import drafter_folder
+from support.drafter_formats import drafter_folder
 from support.families import POSITION_DEPENDENT, VOCAB_SIZE, make_model
 
 CASES = {

@@ -16,7 +16,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.rows import CorpusRow
 from support.decoding import rounds, start
-from support.drafter_folders import drafter_folder
+from support.drafter_formats import drafter_folder
 from support.families import make_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
