@@ -111,21 +111,6 @@ def test_what_a_drafter_cannot_be_converted_to_is_refused(tmp_path, options, val
 
 
 def test_a_pair_folder_is_a_model_that_drafts_as_its_parts_did(tmp_path, model):
-    drafter = write_drafter(tmp_path / "drafter")
-    convert(model, tmp_path / "pair", "--pair", str(drafter))
-    before = generate(load(str(model), str(drafter)), "hello", DRAFTING)
-    after = generate(load(str(tmp_path / "pair")), "hello", DRAFTING)
-    assert before.tokens == after.tokens
-    assert before.statistics.drafted == after.statistics.drafted
-    assert before.statistics.drafted.total() > 0
-    assert pair_folder.read(tmp_path / "pair") == {
-        "target": str(model),
-        "drafter": str(drafter),
-    }
-    assert "mlx" in json.loads((tmp_path / "pair" / "pair.json").read_text())["made_with"]
-
-
-def test_a_pair_may_have_a_second_drafter(tmp_path, model):
     first = write_drafter(tmp_path / "first")
     second = write_drafter_folder(tmp_path / "second", *FORMATS["version 1, variable prefix"])
     options = ["--pair", str(first), "--second-drafter", str(second)]
@@ -138,7 +123,11 @@ def test_a_pair_may_have_a_second_drafter(tmp_path, model):
     )
     assert before.tokens == after.tokens
     assert before.statistics.drafted == after.statistics.drafted
+    assert before.statistics.drafted.total() > 0
     assert_same_tensors(tensors(folder / "second-drafter"), tensors(second))
+    names = {"target": str(model), "drafter": str(first), "second-drafter": str(second)}
+    assert pair_folder.read(folder).names == names
+    assert "mlx" in json.loads((folder / "pair.json").read_text())["made_with"]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,6 @@ def pickle_it(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-@pytest.mark.parametrize("write", [write_model, write_drafter])
 @pytest.mark.parametrize(
     ("damage", "value"),
     [
@@ -129,8 +128,8 @@ def pickle_it(folder: Path) -> None:
     ],
     ids=["damaged", "pickled", "code", "no config"],
 )
-def test_what_could_run_code_or_is_inconsistent_is_refused(tmp_path, write, damage, value):
-    folder = write(tmp_path / "source")
+def test_a_drafter_that_could_run_code_or_is_damaged_is_refused(tmp_path, damage, value):
+    folder = write_drafter(tmp_path / "source")
     damage(folder)
     with pytest.raises(DFlashError, match=value):
         main([str(folder), str(tmp_path / "dst")])

@@ -20,7 +20,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
 from support.decoding import answer, behind, paths_of
-from support.drafter_folders import written
+from support.drafter_formats import written
 from support.families import VOCAB_SIZE, make_model
 
 VOCABULARY, K = 11, 4

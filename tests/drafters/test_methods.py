@@ -16,7 +16,7 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
 from support import decoding
 from support.decoding import feed, paths_of, start, tokens_in
-from support.drafter_folders import drafter_folder
+from support.drafter_formats import drafter_folder
 from support.families import POSITION_DEPENDENT, make_model
 from support.toys import prompt_of
 

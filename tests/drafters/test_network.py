@@ -16,7 +16,7 @@ from dflash_mlx.drafters.block_diffusion import BlockDiffusion
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from support.decoding import behind, feed, start
-from support.drafter_folders import written
+from support.drafter_formats import written
 from support.families import VOCAB_SIZE, make_model
 from support.reference_dflash import draft_logits, random_drafter, tiny_drafter_config
 from support.toys import prompt_of

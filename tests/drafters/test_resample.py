@@ -20,7 +20,7 @@ from dflash_mlx.drafters.methods import find_method
 from dflash_mlx.drafters.resample import Resample, log_softmax, merge_samples
 from dflash_mlx.target.model import Target
 from support.decoding import behind, paths_of
-from support.drafter_folders import drafter_folder
+from support.drafter_formats import drafter_folder
 from support.families import make_model
 
 

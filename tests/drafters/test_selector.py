@@ -23,7 +23,7 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
 from support.decoding import behind
-from support.drafter_folders import written
+from support.drafter_formats import written
 from support.families import VOCAB_SIZE, make_model
 from support.law import chi_square
 from support.reference_dflash import random_drafter, tiny_drafter_config

@@ -21,7 +21,7 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import TAIL
 from dflash_mlx.train.features import FeatureCache
 from support.decoding import go_on, start
-from support.drafter_folders import drafter_folder
+from support.drafter_formats import drafter_folder
 from support.families import VOCAB_SIZE, make_model
 from support.hybrids import (
     difference,

@@ -13,7 +13,7 @@ from dflash_mlx.engine.decode import answer
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.rows import CorpusRow
-from support.drafter_folders import drafter_folder
+from support.drafter_formats import drafter_folder
 from support.families import make_model
 
 METHODS = "dflash,dflash:3,d2sd:growth=paper,d2sd:budget=12,ddtree:budget=7,ngram"

@@ -7,12 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from safetensors.numpy import save_file
 
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.target.model import Target
 from support import reference_dflash, reference_dflash2
 from support.families import VOCAB_SIZE
-from support.reference_dflash import Array, Config, tiny_drafter_config, write_drafter_folder
+from support.reference_dflash import (
+    Array,
+    Config,
+    random_drafter,
+    tiny_drafter_config,
+    write_drafter_folder,
+)
 
 TAPS = [0, 2]
 WIDTH = 64 * len(TAPS)
@@ -88,6 +98,13 @@ def write_shards(folder: Path, config: Config, tensors: Mapping[str, Array]) -> 
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def drafter_folder(folder: Path, taps: list[int], seed: int, target: Target) -> BlockModel:
+    """A draft model of `target`, read from a folder that is written."""
+    raw = version_1(dflash_config={"target_layer_ids": taps})
+    config = read_config(write_drafter_folder(folder, raw, random_drafter(raw, seed)))
+    return BlockModel(load_network(folder, config, mx.float32), config, target)
 
 
 def expected_logits(

@@ -41,7 +41,7 @@ def parse_fields(raw: Fields) -> NetworkConfig:
     if flag(dflash, "use_swa") and not any(windows):
         raise ValueError("dflash_config.use_swa is true, but layer_types has no sliding_attention")
     width, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
-    either = {**raw, **dflash}
+    either, layers = {**raw, **dflash}, "num_target_layers"
     return NetworkConfig(
         hidden_size=width,
         intermediate_size=_size(raw, "intermediate_size"),
@@ -57,7 +57,7 @@ def parse_fields(raw: Fields) -> NetworkConfig:
         block_size=_whole(either, "block_size"),
         mask_token_id=_whole(dflash, "mask_token_id"),
         target_layer_ids=_taps(dflash),
-        num_target_layers=_target_layers(raw),
+        num_target_layers=None if raw[layers] is None else _size(raw, layers),
         vocab_size=_size(raw, "vocab_size"),
         input_embedding_scale=_number(dflash, "input_embedding_scale", 1.0, above=0),
         output_multiplier=_number(dflash, "output_multiplier", 1.0, above=0),
@@ -156,10 +156,6 @@ def _whole(raw: Fields, name: str, default: int | None = None, least: float = -m
 
 def _size(raw: Fields, name: str, default: int | None = None) -> int:
     return _whole(raw, name, default, least=1)
-
-
-def _target_layers(raw: Fields) -> int | None:
-    return None if raw["num_target_layers"] is None else _size(raw, "num_target_layers")
 
 
 def _taps(dflash: Fields) -> tuple[int, ...]:
