@@ -7,10 +7,10 @@ from typing import cast
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.check import DrafterFacts, check_target, fetched
+from dflash_mlx.models.check import DrafterFacts
 from dflash_mlx.models.names import find_names, target_names
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
-from dflash_mlx.models.parts import find_parts, find_target, read_target
+from dflash_mlx.models.parts import TargetPart, find_parts
 from kernels_metal.dispatch import Mode
 
 
@@ -34,9 +34,9 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = find_names(config)
-    facts, choice = find_parts(names, uses)
+    part, choice = find_parts(names, uses)
     drafters = [drafter.facts for drafter in choice.parts]
-    target, tokenizer = read_target(facts)
+    target, tokenizer = part.load()
     target.kv_bits = config.kv_bits
     notes = (*choice.notes, *_already_packed(drafters, config.drafter_bits))
     notes += fit_target(target, [tap for drafter in drafters for tap in drafter.config.taps])
@@ -52,9 +52,9 @@ def load_target(name: str | None = None) -> Pair:
 
     Its kernels are off: they have no gradients, and batch work has more rows than they take.
     """
-    facts = find_target(target_names(name))
-    facts.raise_first()
-    return Pair(*read_target(fetched(facts, check_target)))
+    part = TargetPart(target_names(name)).checked()
+    part.facts.raise_first()
+    return Pair(*part.fetched().load())
 
 
 def _already_packed(drafters: Sequence[DrafterFacts], bits: int | None) -> Iterator[str]:

@@ -32,36 +32,54 @@ from dflash_mlx.target.model import Target
 EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
 
 
-def find_target(names: Names, update: bool = True) -> TargetFacts:
-    """What the target is, as far as that can be had without its weights.
+@dataclass(frozen=True)
+class TargetPart:
+    """A target on its way from a name to a model. known: its facts, once it was checked."""
 
-    Of the embedded one these are a few numbers. update: as of `find_source`. Raises DFlashError
-    where there is no such target.
-    """
-    if names.model is not None:
-        return check_target(find_source(names.model, update=update), names.shown)
-    drafter = read_config(SHIPPED / EMBEDDED_DRAFTER)
-    config = {
-        "hidden_size": drafter.hidden_size,
-        "vocab_size": drafter.vocab_size,
-        "num_hidden_layers": drafter.num_target_layers,
-    }
-    return describe_target(config, names.shown)
+    names: Names
+    known: TargetFacts | None = None
 
+    @property
+    def facts(self) -> TargetFacts:
+        """What it is, once it was checked."""
+        assert self.known is not None
+        return self.known
 
-def read_target(facts: TargetFacts) -> tuple[Target, Any]:
-    """A fetched target and its tokenizer; on a CPU its weights become float32, the fast path there.
+    def checked(self, update: bool = True) -> TargetPart:
+        """With its facts, as far as they can be had without its weights.
 
-    DFlashError for what mlx-lm cannot load.
-    """
-    if facts.source is not None:
-        model, tokenizer = _load_folder(facts.source.here, facts.name)
-        return Target(model, facts.context_length, facts.name), tokenizer
-    from dflash_mlx.models.default_model import fetch
-    from dflash_mlx.models.formats.gguf_target import load_gguf
+        Of the embedded one these are a few numbers. update: as of `find_source`. Raises DFlashError
+        where there is no such target.
+        """
+        name, shown = self.names.model, self.names.shown
+        if name is not None:
+            return replace(self, known=check_target(find_source(name, update=update), shown))
+        drafter = read_config(SHIPPED / EMBEDDED_DRAFTER)
+        config = {
+            "hidden_size": drafter.hidden_size,
+            "vocab_size": drafter.vocab_size,
+            "num_hidden_layers": drafter.num_target_layers,
+        }
+        return replace(self, known=describe_target(config, shown))
 
-    model, tokenizer, config = load_gguf(fetch(), dequantize=on_cpu())
-    return Target(model, config["max_position_embeddings"], facts.name), tokenizer
+    def fetched(self) -> TargetPart:
+        """With its weights on this machine."""
+        return replace(self, known=fetched(self.facts, check_target))
+
+    def load(self) -> tuple[Target, Any]:
+        """The target and its tokenizer; on a CPU its weights become float32, the fast path there.
+
+        DFlashError for what mlx-lm cannot load.
+        """
+        name, source = self.facts.name, self.facts.source
+        if source is not None:
+            model, tokenizer = _load_folder(source.here, name)
+            return Target(model, self.facts.context_length, name), tokenizer
+        from dflash_mlx.models.default_model import fetch
+        from dflash_mlx.models.formats.gguf_target import load_gguf
+
+        model, tokenizer, config = load_gguf(fetch(), dequantize=on_cpu())
+        return Target(model, config["max_position_embeddings"], name), tokenizer
 
 
 def _load_folder(folder: Path, name: str) -> tuple[Any, Any]:
@@ -152,7 +170,7 @@ class Choice:
         return replace(self, parts=tuple(kept))
 
 
-def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetFacts, Choice]:
+def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetPart, Choice]:
     """The target and the drafters that `uses` need, found, checked and fetched.
 
     All is checked before any weight is fetched. Raises DFlashError for what cannot be had or used,
@@ -163,18 +181,19 @@ def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetFacts,
     means = Means(len(choice.parts), advice=names.advice, family=family)
     blocks = [part.facts.config.block_size for part in choice.parts]
     check_uses(uses, blocks, means, choice.missing)
-    target = find_target(names)
-    if not target.config:
-        target.raise_first()
+    target = TargetPart(names).checked()
+    facts = target.facts
+    if not facts.config:
+        facts.raise_first()
 
     def fitting(drafter: DrafterPart) -> DrafterPart:
-        check_pair(target, drafter.facts).raise_first()
+        check_pair(facts, drafter.facts).raise_first()
         return drafter
 
     choice = choice.each(fitting)
-    target.raise_first()
+    facts.raise_first()
     choice = choice.each(DrafterPart.fetched)  # the smaller ones first
-    return fetched(target, check_target), choice
+    return target.fetched(), choice
 
 
 def choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:

@@ -10,7 +10,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Finding
 from dflash_mlx.models.check import DrafterFacts, Report, TargetFacts, check_pair
 from dflash_mlx.models.names import find_names
-from dflash_mlx.models.parts import DrafterPart, choose, find_target
+from dflash_mlx.models.parts import DrafterPart, TargetPart, choose
 from dflash_mlx.models.target_config import check_built
 from dflash_mlx.system.cpu_math import applies as on_cpu
 
@@ -23,7 +23,7 @@ def check_named(config: PairConfig) -> Report:
     No weight is read or downloaded. Raises DFlashError for names that cannot be of a model.
     """
     names = find_names(config)
-    target = find_target(names, update=False)
+    target = TargetPart(names).checked(update=False).facts
 
     def check(drafter: DrafterPart) -> DrafterPart:
         """Its facts; refuses an unusable one that nobody asked for."""

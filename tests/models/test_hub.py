@@ -213,20 +213,19 @@ def test_a_folder_is_whole_with_all_shards_and_all_that_its_index_names(tmp_path
 
 
 def test_a_target_is_not_whole_with_other_libraries_weights_alone(model):
-    folder = into_shards(model)
-    assert whole(folder, TARGET_WEIGHTS)
-    for file in SHARDS:
-        (folder / file).unlink()
-    assert not whole(folder, TARGET_WEIGHTS)
+    assert whole(model, TARGET_WEIGHTS)
+    (model / "model.safetensors").rename(model / "consolidated.safetensors")
+    assert whole(model) and not whole(model, TARGET_WEIGHTS)
 
 
 @pytest.mark.parametrize("files", [["config.json"], ["config.json", SHARDS[0]], SHARDS])
 def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, files):
     for file in files:
         hf_hub_download("owner/model", file)
-    needed = memory.needed(sharded, TARGET_WEIGHTS)
+    stored = sum((sharded / file).stat().st_size for file in SHARDS)
     assert listed_in_the_cache(monkeypatch) == []
-    assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == pytest.approx(needed, rel=0.05)
+    assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == int(stored * 1.15)
+    assert memory.needed_by_name("owner/none", TARGET_WEIGHTS) == 0
     with monkeypatch.context() as patches:
         go_offline(patches)
         with pytest.raises(DFlashError):
@@ -249,9 +248,3 @@ def test_a_finished_download_is_a_model_everywhere_without_a_network(
     report = check_named(PairConfig("owner/model"))
     assert report.target.source.folder == folder
     assert not report.errors
-
-
-def test_memory_counts_of_a_repository_what_would_be_loaded(sharded):
-    stored = sum((sharded / file).stat().st_size for file in SHARDS)
-    assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == int(stored * 1.15)
-    assert memory.needed_by_name("owner/none", TARGET_WEIGHTS) == 0

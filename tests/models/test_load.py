@@ -81,7 +81,10 @@ def test_a_local_pair_decodes_what_the_model_alone_decodes(folders):
 @pytest.mark.usefixtures("no_hub")
 def test_a_model_without_a_drafter_decodes_plainly_and_nothing_else(folders):
     pair = load(model=folders[0])
-    assert generate(pair, "hello", DecodeConfig(method="none", max_tokens=5)).tokens
+    assert pair.undrafted == f"no drafter is known for {folders[0]}"
+    for method, used in (("none", "none"), ("auto", "ngram")):
+        answer = generate(pair, "hello", DecodeConfig(method, max_tokens=5))
+        assert answer.statistics.method == used
     with pytest.raises(DFlashError, match=r"no drafter is known for .*--drafter.*--method none"):
         generate(pair, "hello", DecodeConfig(method="dflash"))
 

@@ -263,13 +263,6 @@ def test_no_drafter_is_fetched_for_methods_that_need_none(hub, method):
         generate(pair, "hello", DecodeConfig("dflash"))
 
 
-def test_a_target_that_nobody_knows_is_loaded_alone(hub, tmp_path):
-    hub["owner/name"] = hub["Qwen/Qwen3-4B"]
-    pair = load("owner/name")
-    assert pair.undrafted == "no drafter is known for owner/name"
-    assert generate(pair, "hello", DecodeConfig(max_tokens=5)).statistics.method == "ngram"
-
-
 def test_a_name_that_is_no_folder_is_refused_before_a_drafter_is_fetched(hub):
     hub[DRAFTER] = AssertionError("fetched")
     with pytest.raises(DFlashError, match=r"there is no folder '\./models/Qwen3-4B'"):
