@@ -149,11 +149,9 @@ def test_a_block_has_the_logits_of_the_reference_after_windows_have_moved_on(dra
     ("name", "changes"),
     [
         ("full", {"is_causal": True}),
-        ("full and causal", {"is_causal": False}),
         ("sliding", {"sliding_window": 13}),
         ("sliding", {"is_causal": False}),
         ("sliding, shorter than the block, not causal", {"sliding_window": 4}),
-        ("mixed", {"layer_types": ["full_attention"] * 3}),
         ("full", {"rope_theta": 20000.0}),
         ("newer rope", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
         ("scaled and capped", {"dflash_config": config_of()["dflash_config"]}),
