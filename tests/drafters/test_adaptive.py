@@ -40,14 +40,14 @@ class Clock:
 
 
 class TimedTarget(ToyTarget):
-    """A toy target whose passes take what `times` says."""
+    """A toy target whose passes take what `times` says, and `more`."""
 
-    def __init__(self, clock: Clock, times: PassTimes) -> None:
+    def __init__(self, clock: Clock, times: PassTimes, more: float = 0.0) -> None:
         super().__init__(VOCABULARY, context_length=2000)
-        self.clock, self.times = clock, times
+        self.clock, self.times, self.more = clock, times, more
 
     def forward(self, tokens, cache, block, taps=()):
-        self.clock.now += float(self.times.of(block.rows))
+        self.clock.now += float(self.times.of(block.rows)) + self.more
         return super().forward(tokens, cache, block, taps)
 
 
@@ -282,12 +282,7 @@ def test_a_changed_tree_is_not_taken_for_the_one_proposed(changed):
 def test_passes_that_take_longer_than_measured_make_wider_trees_worth_it():
     """As behind a long context: what every pass costs more makes its rows cheaper by comparison."""
 
-    class Slow(TimedTarget):
-        def forward(self, tokens, cache, block, taps=()):
-            self.clock.now += 10.0
-            return super().forward(tokens, cache, block, taps)
-
-    case = Case(Slow(Clock(), RISING), {"draft": Honest(0.3, lambda i: 0.7)}, 300)
+    case = Case(TimedTarget(Clock(), RISING, more=10.0), {"draft": Honest(0.3, lambda i: 0.7)}, 300)
     assert case.seconds < 0.65 * 300 * 11
     assert np.mean([len(r.proposal.tree) for r in case.rounds[30:]]) > 5
 
@@ -295,14 +290,9 @@ def test_passes_that_take_longer_than_measured_make_wider_trees_worth_it():
 def test_drafts_are_timed_before_the_first_round():
     """The first guess at a round is its draft's time and a pass over eight rows."""
 
-    class Timed(Honest):
-        def draft(self, state, room):
-            self.clock.now += self.seconds
-            return Proposal(Tree.chain())
-
-    clock, made = Clock(), {"a": Timed(0.25, float), "b": Timed(2.0, float)}
+    clock, made = Clock(), {"a": Honest(0.25, float), "b": Honest(2.0, float)}
     for drafter in made.values():
-        drafter.clock = clock
+        drafter.clock, drafter.plain = clock, [0] * 9
     target = Target(make_model("llama"), 200, "tiny")
     drafter = Adaptive(made, RISING, clock=clock)
     drafter.time_drafts(target)

@@ -22,7 +22,6 @@ from dflash_mlx.drafters.growth.grow import (
     rejection_boundaries,
 )
 from dflash_mlx.drafters.growth.rank import rank
-from dflash_mlx.drafters.growth.reliability import reach
 from support.decoding import paths_of
 
 VOCABULARY = 20
@@ -60,25 +59,6 @@ def test_the_likeliest_boundaries_come_first():
     confidences = np.array([0.9, 0.2, 0.5])  # r = 0.1, 0.72, 0.09
     assert likely_prefixes(confidences, 2) == [1, 0]
     assert likely_prefixes(confidences, 9) == [1, 0, 2]
-
-
-@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 6))
-@settings(max_examples=60)
-def test_best_first_takes_the_likeliest_prefixes_and_no_others(seed, nodes, positions):
-    draft = ranked(seed, positions)
-    tree = best_first(follow(draft), nodes)
-    every = [
-        (sum(float(draft.logprobs[d, r]) for d, r in enumerate(ranks)), ranks)
-        for length in range(1, positions + 1)
-        for ranks in product(range(4), repeat=length)
-    ]
-    best = sorted(every, key=lambda item: -item[0])[: nodes - 1]
-    expected = {tuple(int(draft.tokens[d, r]) for d, r in enumerate(ranks)) for _, ranks in best}
-    paths = paths_of(tree.as_tree())
-    assert len(paths) == min(nodes, len(every) + 1)
-    assert set(paths[1:]) == expected
-    order = np.log(reach(tree.as_tree(), np.exp(tree.logprobs)))
-    assert (np.diff(order[1:]) <= 1e-9).all()
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5))

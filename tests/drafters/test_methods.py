@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -131,18 +132,9 @@ def test_trees_are_refused_where_rows_cannot_have_positions_of_their_own(family)
 
 
 def test_a_model_without_the_usual_ropes_is_refused():
-    class Other:
-        def __init__(self) -> None:
-            self.layers: list[object] = []
-
-        def modules(self):
-            return []
-
-        def make_cache(self):
-            return []
-
+    other = SimpleNamespace(layers=[], modules=list, make_cache=list)
     with pytest.raises(DFlashError, match="cannot verify trees"):
-        Target(Other(), 100, "other").check_trees()
+        Target(other, 100, "other").check_trees()
 
 
 @pytest.mark.parametrize("changes", [{}, {"branches": 2}, {"block_size": 3}, {"lookup": False}])

@@ -106,19 +106,13 @@ def test_where_width_changes_nothing_there_is_no_noise_and_nothing_to_decide_aga
     assert statistics.near_ties.checks == 0
 
 
-def test_the_noise_is_measured_once_per_target():
-    target = Rounding("llama", 0.01)
-    first = noise_of(target)
-    passes = len(target.rows)
-    assert noise_of(target) is first
-    assert len(target.rows) == passes
-    assert target.rows.count(1) < 60
-
-
-def test_twice_the_rounding_is_twice_the_noise():
-    small, large = (measure_noise(Rounding("llama", size)) for size in (0.001, 0.01))
-    assert 4 < large.wide / small.wide < 25
+def test_the_noise_is_measured_once_per_target_and_grows_with_the_rounding():
+    small, large = (Rounding("llama", size) for size in (0.001, 0.01))
+    assert 4 < noise_of(large).wide / noise_of(small).wide < 25
     assert SAFETY >= 2
+    first, passes = noise_of(large), len(large.rows)
+    assert noise_of(large) is first
+    assert len(large.rows) == passes and large.rows.count(1) < 60
 
 
 def test_plain_decoding_is_left_alone(target):

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import limit_windows
@@ -29,7 +29,7 @@ from support.hybrids import (
     plain_answer,
     rounds,
     run,
-    some_right,
+    start,
     tokens_of,
 )
 from support.letters import Letters
@@ -126,20 +126,6 @@ def test_a_stop_token_of_a_session_is_where_its_next_turn_goes_on(pair, method):
     assert_state_is_that_of_its_tokens(session)
 
 
-def test_an_abandoned_answer_can_be_continued(target):
-    prompt = tokens_of(5, 40)
-    plain = plain_answer(target, prompt, 40)
-    drafter = oracle(prompt, plain, some_right(0))
-    state, said = start(target, drafter, prompt), []
-    for accepted in rounds(target, drafter, state, 40):
-        said += accepted.tokens
-        if len(said) >= 10:
-            break
-    more = prompt + said + tokens_of(6, 5)
-    assert go_on(target, drafter, state, more) == len(prompt) + len(said) - 1
-    assert run(target, NoDraft(), state, 10) == plain_answer(target, more, 10)
-
-
 @pytest.mark.parametrize(("dropped", "reused"), [(0, 99), (3, 96), (20, 79), (TAIL, 67), (60, 0)])
 def test_a_prompt_whose_end_is_left_out_of_the_next_turn_is_reused_up_to_there(
     target, dropped, reused
@@ -163,17 +149,6 @@ def test_the_prompt_before_the_last_one_can_be_gone_back_to(target):
     other = [*prompt, (said[0] + 1) % VOCAB_SIZE, 3, 1]
     assert go_on(target, NoDraft(), state, other) == len(prompt) - 1
     assert run(target, NoDraft(), state, 10) == plain_answer(target, other, 10)
-
-
-def test_sampled_answers_equal_plain_decoding_with_the_same_seed(target):
-    prompt = tokens_of(10, 20)
-    sampling = SamplingConfig(temperature=0.8, seed=11)
-    answers = []
-    pair = Pair(target, Letters())
-    for method in ("none", "ngram"):
-        config = DecodeConfig(method=method, max_tokens=30, sampling=sampling)
-        answers.append(answer(Session(pair, config), prompt * 2))
-    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("method", ["ddtree", "resample", "d2sd"])

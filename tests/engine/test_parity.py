@@ -19,10 +19,6 @@ def target() -> Target:
     return Target(make_model("llama"), 512, "llama")
 
 
-def test_equal_answers_have_no_difference(target):
-    assert first_difference(target, PROMPT, PLAIN, list(PLAIN)) is None
-
-
 @pytest.mark.parametrize("at", [0, 2, 3])
 def test_a_difference_has_its_position_and_the_margin_of_the_logits_there(target, at):
     other = [*PLAIN]
@@ -33,6 +29,8 @@ def test_a_difference_has_its_position_and_the_margin_of_the_logits_there(target
     assert margin > 0.05
     assert found.position == at
     assert found.margin == pytest.approx(margin, abs=1e-4)
+    assert first_difference(target, PROMPT, PLAIN, other) == found, "looking changes nothing"
+    assert first_difference(target, PROMPT, PLAIN, list(PLAIN)) is None
 
 
 @pytest.mark.parametrize("other", [PLAIN[:2], [], [*PLAIN, 14]], ids=["shorter", "none", "longer"])
@@ -41,8 +39,3 @@ def test_an_answer_of_another_length_differs_where_the_shorter_one_ends(target, 
     assert first_difference(target, PROMPT, PLAIN, other) == expected
     assert first_difference(target, PROMPT, other, PLAIN) == expected
     assert not expected.is_near_tie
-
-
-def test_looking_for_a_difference_leaves_the_answers_to_come_alone(target):
-    first = first_difference(target, PROMPT, PLAIN, [10, 60])
-    assert first_difference(target, PROMPT, PLAIN, [10, 60]) == first

@@ -1,5 +1,7 @@
 """The arithmetic of rejection sampling, and its rule on chains whose q is known."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -99,21 +101,16 @@ def verdict_of(tree, logits, q=None):
     return Verdict(proposal, tree.ids(mx.array([0])), mx.array(logits), None)
 
 
-class Here:
-    """A state at position 7."""
-
-    position = 7
-    tokens = [3] * 8
+HERE = SimpleNamespace(position=7, tokens=[3] * 8)
+SAMPLER = Sampler(SamplingConfig(temperature=1.0, seed=3))
 
 
 def test_drafts_are_kept_up_to_the_first_that_the_target_excludes():
     logits = np.zeros((4, 5), np.float32)
     logits[2, 4] = -np.inf
-    q = np.full((3, 5), 0.0, np.float32)
+    q = np.zeros((3, 5), np.float32)
     q[[0, 1, 2], [1, 2, 4]] = 0.2
-    tree = Tree.chain([1, 2, 4])
-    rule = Reject(Sampler(SamplingConfig(temperature=1.0, seed=3)))
-    accepted = rule.accept(verdict_of(tree, logits, q), Here())
+    accepted = Reject(SAMPLER).accept(verdict_of(Tree.chain([1, 2, 4]), logits, q), HERE)
     assert accepted.path == (0, 1, 2)
     assert accepted.tokens[:2] == (1, 2)
     assert accepted.tokens[2] != 4
@@ -123,20 +120,16 @@ def test_a_chain_that_is_kept_whole_ends_with_a_token_of_the_target():
     logits = np.full((3, 5), -np.inf, np.float32)
     logits[[0, 1, 2], [1, 2, 3]] = 0
     q = np.full((2, 5), 0.2, np.float32)
-    tree = Tree.chain([1, 2])
-    rule = Reject(Sampler(SamplingConfig(temperature=0.7, seed=3)))
-    accepted = rule.accept(verdict_of(tree, logits, q), Here())
-    assert accepted.tokens == (1, 2, 3)
-    assert accepted.path == (0, 1, 2)
+    accepted = Reject(SAMPLER).accept(verdict_of(Tree.chain([1, 2]), logits, q), HERE)
+    assert (accepted.path, accepted.tokens) == ((0, 1, 2), (1, 2, 3))
 
 
 def test_other_trees_are_matched():
     logits = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
-    sampler = Sampler(SamplingConfig(temperature=1.0, seed=3))
     tree = Tree((1, 2), (-1, 0, 0))
     verdict = verdict_of(tree, logits)
-    expected = accept(tree, verdict.choices(sampler, Here()))
-    accepted = Reject(sampler).accept(verdict, Here())
+    expected = accept(tree, verdict.choices(SAMPLER, HERE))
+    accepted = Reject(SAMPLER).accept(verdict, HERE)
     assert (accepted.path, accepted.tokens) == (expected.path, expected.tokens)
 
 
