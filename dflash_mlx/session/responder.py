@@ -66,12 +66,6 @@ class Responder:
 
 def _drafting(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | None]:
     """What a session is made for: `config` without what may change between two of its turns."""
-    same = DecodeConfig()
-    lasting = replace(
-        config,
-        max_tokens=same.max_tokens,
-        stop=same.stop,
-        prefill_step=same.prefill_step,
-        sampling=same.sampling,
-    )
+    may_change = ("max_tokens", "stop", "prefill_step", "sampling")
+    lasting = replace(config, **{name: getattr(DecodeConfig(), name) for name in may_change})
     return lasting, config.sampling if draws_drafts(config) else None

@@ -107,11 +107,10 @@ class Session:
             statistics.generated_tokens += len(kept)
             if statistics.rounds == 1:
                 statistics.time_to_first_token = time.perf_counter() - begin
-            reason = self._finish_reason(
-                text, len(prompt) + statistics.generated_tokens, statistics
-            )
+            length = len(prompt) + statistics.generated_tokens
+            reason = self._finish_reason(text, length, statistics)
             if reason is not None:
-                state.trim(len(prompt) + statistics.generated_tokens - 1)
+                state.trim(length - 1)
             piece = text.read(reason is not None)
             statistics.decode_seconds += time.perf_counter() - resumed
             yield TextDelta(piece, kept, accepted, reason, statistics, anchor, proposal)

@@ -113,24 +113,21 @@ async def test_nothing_is_said_of_drafters_to_who_asked_for_none(app, pilot, bac
 
 
 @in_chat()
-async def test_a_paste_of_a_megabyte_is_a_label_and_is_sent_whole(app, pilot, backend):
+async def test_lines_that_are_pasted_stay_lines_and_a_megabyte_is_a_label_and_sent_whole(
+    app, pilot, backend
+):
     text = "x" * 1_000_000
-    app.post_message(events.Paste(text))
-    await pilot.pause()
-    assert app.prompt.text == "[paste 1: 1,000,000 characters]"
+    for pasted, shown in (("one\ntwo", "one\ntwo"), (text, "[paste 1: 1,000,000 characters]")):
+        app.prompt.text = ""
+        app.post_message(events.Paste(pasted))
+        await pilot.pause()
+        assert app.prompt.text == shown
+        assert backend.requests == []
     await answered(app, pilot, app.prompt.text)
     assert backend.requests[0].messages[0]["content"] == text
     assert len(screen_text(app)) < 10_000
     await pilot.press("up")
     assert app.prompt.text == "[paste 1: 1,000,000 characters]"
-
-
-@in_chat()
-async def test_lines_that_are_pasted_stay_lines(app, pilot, backend):
-    app.post_message(events.Paste("one\ntwo"))
-    await pilot.pause()
-    assert app.prompt.text == "one\ntwo"
-    assert backend.requests == []
 
 
 @pytest.mark.parametrize("size", [(40, 12), (20, 6), (200, 60)])

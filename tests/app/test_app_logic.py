@@ -33,7 +33,7 @@ from dflash_chat.tree_view import (
     visible,
 )
 from dflash_chat.window import Window
-from dflash_mlx import DecodeConfig, DFlashError, Statistics
+from dflash_mlx import DecodeConfig, Statistics
 from dflash_mlx.engine.pair import Means
 from support.app_scripts import ANSWER, WORDS, pair_of, rounds_of, statistics_of
 
@@ -62,13 +62,6 @@ def test_a_slash_command_is_read_with_its_argument(line, name, argument):
 @pytest.mark.parametrize("line", ["hello", "/usr/bin/python fails", "/", "/a\nb", "1/2", "//x"])
 def test_what_only_looks_like_a_command_goes_to_the_model(line):
     assert parse(line) is None
-
-
-def test_a_mistyped_command_offers_near_ones():
-    with pytest.raises(DFlashError, match=r"no command /modle; try /model"):
-        parse("/modle")
-    with pytest.raises(DFlashError, match="/help"):
-        parse("/xyzzy")
 
 
 # Figures

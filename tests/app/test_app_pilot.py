@@ -101,7 +101,7 @@ async def test_up_and_down_walk_through_earlier_questions(app, pilot, backend):
     assert app.prompt.text == "two"
     await pilot.press("up", "up")
     assert app.prompt.text == "one"
-    await pilot.press("down", "down")
+    await pilot.press("down", "down", "down")
     assert app.prompt.text == "dra"
 
 

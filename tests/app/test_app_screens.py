@@ -30,6 +30,7 @@ from support.app_scripts import (
     ("line", "sentence"),
     [
         ("/modle x", "there is no command /modle; try /model"),
+        ("/xyzzy", "/help"),
         ("/rename", "type /rename title"),
         ("/temperature warm", "temperature is 'warm'; type a number"),
         ("/temperature -1", "temperature is -1.0; choose"),

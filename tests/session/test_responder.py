@@ -3,7 +3,6 @@
 import threading
 from dataclasses import replace
 
-import mlx.core as mx
 import pytest
 
 from dflash_mlx import (
@@ -20,6 +19,7 @@ from dflash_mlx import (
     load,
 )
 from dflash_mlx.session import responder as module
+from dflash_mlx.target.pass_times import PassTimes
 from support.models import TEMPLATE, write_drafter, write_model
 
 THINKING = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
@@ -104,20 +104,13 @@ def test_what_cannot_be_answered_is_refused_and_the_next_request_is_served(respo
 
 
 def test_plain_decoding_is_measured_once_and_not_at_all_where_it_cannot_be(pair, monkeypatch):
-    class Times:
-        calls = 0
-
-        def of(self, rows):
-            Times.calls += 1
-            return mx.array(0.25 * rows)
-
     def refuse(target):
         raise DFlashError("it computes with one position", "use chains")
 
     monkeypatch.setattr(pair.target, "pass_times", None)
     monkeypatch.setattr(module, "stored_times", refuse)
     assert Responder(pair).plain_seconds() is None
-    monkeypatch.setattr(module, "stored_times", lambda target: Times())
+    monkeypatch.setattr(module, "stored_times", lambda target: PassTimes((1, 2), (0.25, 0.5)))
     assert Responder(pair).plain_seconds() == 0.25
     monkeypatch.setattr(module, "stored_times", refuse)
     assert Responder(pair).plain_seconds() == 0.25, "remembered with the target"

@@ -112,9 +112,11 @@ def test_a_stop_text_ends_drafted_and_plain_answers_at_the_same_token(stop):
     plain = collect(toy_session({"max_tokens": 40}).stream([1, 2]))
     cut = collect(toy_session({"max_tokens": 40, "stop": (stop,)}).stream([1, 2]))
     for drafted in [plain.tokens[:7], (1, 2, 3)]:
-        other = collect(toy_session({"max_tokens": 40, "stop": (stop,)}, drafted).stream([1, 2]))
+        session = toy_session({"max_tokens": 40, "stop": (stop,)}, drafted)
+        other = collect(session.stream([1, 2]))
         assert (other.text, other.tokens) == (cut.text, cut.tokens)
         assert other.finish_reason == cut.finish_reason
+        assert session.state.tokens == [1, 2, *other.tokens][:-1], "the caches hold no more"
     if stop in plain.text:
         assert cut.text == plain.text[: plain.text.index(stop)]
         assert cut.finish_reason == "stop"

@@ -22,11 +22,6 @@ START = "import dflash_chat.main as m; m.main()"
 ENTER, ESCAPE, CTRL_C, CTRL_Q = "\r", "\x1b", "\x03", "\x11"
 
 
-def _take_terminal() -> None:
-    """Make standard input the controlling terminal, whose end is then the program's end."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
 class Terminal:
     """A terminal of `columns` x `lines` in which dflash-chat runs with `arguments`.
 
@@ -56,7 +51,7 @@ class Terminal:
             stderr=side,
             cwd=ROOT,
             start_new_session=True,
-            preexec_fn=_take_terminal,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # its end ends the program
             env=environment,
         )
         os.close(side)
