@@ -29,7 +29,6 @@ from support.hybrids import (
     plain_answer,
     rounds,
     run,
-    start,
     tokens_of,
 )
 from support.letters import Letters

@@ -10,7 +10,6 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError
 from hypothesis import given
 from hypothesis import strategies as st
-from support.responses import Response
 
 from dflash_mlx import DFlashError, PairConfig, Session, load
 from dflash_mlx.core.config import DecodeConfig
@@ -23,6 +22,7 @@ from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Names, find_names
 from dflash_mlx.models.pair_folder import write
 from dflash_mlx.models.registry import entries, find
 from dflash_mlx.session.stream import generate
+from support.hub_server import Response
 from support.models import write_drafter, write_model
 
 ENTRIES = entries()
