@@ -105,7 +105,7 @@ def _on_hub(name: str) -> Source:
             raise ValueError(name)
         validate_repo_id(name)
     except ValueError:
-        raise DFlashError(f"there is no file or folder {name[:80]!r}", _GIVE) from None
+        raise DFlashError(f"there is no file or folder {name[:300]!r}", _GIVE) from None
     try:
         source = Source(name)
         kind = DRAFTER if is_drafter(source.read_json(CONFIG)) else MODEL  # tells what is wanted

@@ -108,7 +108,7 @@ def local_folder(name: str, option: str = MODEL) -> Path | None:
         try:
             validate_repo_id(name)
         except ValueError:
-            raise DFlashError(f"there is no folder {name[:80]!r}", how_to_name(option)) from None
+            raise DFlashError(f"there is no folder {name[:300]!r}", how_to_name(option)) from None
     elif not path.is_dir():
         raise DFlashError(f"{name} is a file, not a model folder", how_to_name(option))
     return path

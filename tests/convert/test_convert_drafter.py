@@ -126,7 +126,7 @@ def test_a_pair_folder_is_a_model_that_drafts_as_its_parts_did(tmp_path, model):
     assert before.statistics.drafted.total() > 0
     assert_same_tensors(tensors(folder / "second-drafter"), tensors(second))
     names = {"target": str(model), "drafter": str(first), "second-drafter": str(second)}
-    assert pair_folder.read(folder).names == names
+    assert pair_folder.read(folder) == names
     assert "mlx" in json.loads((folder / "pair.json").read_text())["made_with"]
 
 

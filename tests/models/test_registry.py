@@ -171,7 +171,7 @@ def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
     hub[DRAFTER] = write_drafter(tmp_path / "drafter")
     pair = load("Qwen/Qwen3-4B")
     assert (pair.target.name, pair.drafter_name) == ("Qwen/Qwen3-4B", DRAFTER)
-    assert pair.means == Means(1, True, Advice())
+    assert pair.means == Means(1, True, Advice(), "dflash")
     assert pair.fallback == ""
 
 

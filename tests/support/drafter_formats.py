@@ -102,8 +102,14 @@ def write_shards(folder: Path, config: Config, tensors: Mapping[str, Array]) -> 
 
 def drafter_folder(folder: Path, taps: list[int], seed: int, target: Target) -> BlockModel:
     """A draft model of `target`, read from a folder that is written."""
-    raw = version_1(dflash_config={"target_layer_ids": taps})
-    config = read_config(write_drafter_folder(folder, raw, random_drafter(raw, seed)))
+    method = {"mask_token_id": 5, "target_layer_ids": taps}
+    raw = tiny_drafter_config(num_target_layers=target.num_layers, dflash_config=method)
+    return written(folder, raw, random_drafter(raw, seed), target)
+
+
+def written(folder: Path, raw: Config, tensors: Mapping[str, Array], target: Target) -> BlockModel:
+    """The draft model of `target` that a folder with this configuration and these tensors has."""
+    config = read_config(write_drafter_folder(folder, raw, tensors))
     return BlockModel(load_network(folder, config, mx.float32), config, target)
 
 

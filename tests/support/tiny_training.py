@@ -16,9 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import DecodeConfig, TrainConfig
-from dflash_mlx.core.observer import Observer
-from dflash_mlx.engine.decode import prefill
-from dflash_mlx.engine.state import State
+from dflash_mlx.engine.decode import answer
 from dflash_mlx.models.load import load_target
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.__main__ import main
@@ -27,7 +25,6 @@ from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.features import FeatureCache
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
-from support.decoding import rounds as decode
 from support.families import VOCAB_SIZE, make_model
 from support.models import write_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
@@ -183,12 +180,10 @@ class Place:
         return [json.loads(line) for line in lines]
 
 
-def decoded(drafter: Any, row: CorpusRow) -> list[tuple[int, ...]]:
+def decoded(target: Any, drafter: Any, row: CorpusRow) -> list[tuple[int, ...]]:
     """The tokens of every round of a greedy answer as long as the row's."""
-    target, settings = tiny_target(), DecodeConfig(max_tokens=len(row.answer))
-    state = State(target.new_cache(), drafter.new_context())
-    prefill(target, drafter, state, list(row.prompt), settings, Observer())
-    return [round.tokens for round in decode(target, drafter, state, settings, Observer())]
+    rounds = answer(target, drafter, row.prompt, DecodeConfig(max_tokens=len(row.answer)))
+    return [round_.accepted.tokens for round_ in rounds]
 
 
 def arrays_of(module: nn.Module) -> dict[str, np.ndarray]:

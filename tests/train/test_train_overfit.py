@@ -63,7 +63,7 @@ def test_decoding_accepts_what_was_measured(trained, texts, tmp_path):
     target = tiny_target()
     pair = Pair(target, None, (BlockModel(saved.network, saved.config, target),))
     drafter = make_drafter(pair, DecodeConfig("dflash"))
-    answers = [decoded(drafter, row) for row in known()]
+    answers = [decoded(target, drafter, row) for row in known()]
     assert [tuple(sum(map(list, rounds), [])) for rounds in answers] == [
         row.answer for row in known()
     ]

@@ -80,7 +80,7 @@ def test_decoding_accepts_what_was_measured(trained, tmp_path):
     assert (config.selector, config.block_size) == (SelectorConfig(16, 97), 6)
     drafter = make_drafter(pair, DecodeConfig("dflash"))
     assert isinstance(drafter, SelectedPath)
-    answers = [decoded(drafter, row) for row in rows]
+    answers = [decoded(pair.target, drafter, row) for row in rows]
     assert [tuple(sum(map(list, rounds), [])) for rounds in answers] == [r.answer for r in rows]
     walked = walk(Trainee.read(trained.out, tiny_target()), texts_of(tmp_path, rows))
     lengths: list[int] = []
