@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
-from dflash_mlx.benchmark.measure import TERMS, Checked, Round, Run
+from dflash_mlx.benchmark.measure import TERMS, AnswerFigures, CheckedNode, RoundFigures
 from dflash_mlx.core.accept import NearTies
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.target.pass_times import PassTimes
@@ -16,17 +16,17 @@ BINS = 10  # of confidence, equally wide
 Figures = dict[str, Any]
 
 
-def summarise(runs: Sequence[Run], times: PassTimes | None = None) -> dict[str, Any]:
+def summarise(runs: Sequence[AnswerFigures], times: PassTimes | None = None) -> dict[str, Any]:
     """Figures per method, over all prompts and per category.
 
     times: of target passes, for what merging saves; without them it is given in rows alone.
     """
 
-    def by_method(some: Sequence[Run]) -> dict[str, Figures]:
+    def by_method(some: Sequence[AnswerFigures]) -> dict[str, Figures]:
         methods = dict.fromkeys(run.method for run in some)
         return {m: _figures([run for run in some if run.method == m], times) for m in methods}
 
-    each: dict[str, list[Run]] = {}
+    each: dict[str, list[AnswerFigures]] = {}
     for run in runs:
         each.setdefault(run.question.category, []).append(run)
     return {"methods": by_method(runs), "categories": {c: by_method(r) for c, r in each.items()}}
@@ -37,7 +37,7 @@ def groups(report: dict[str, Any]) -> dict[str, dict[str, Figures]]:
     return {"all": report["methods"], **report["categories"]}
 
 
-def _figures(runs: Sequence[Run], times: PassTimes | None) -> Figures:
+def _figures(runs: Sequence[AnswerFigures], times: PassTimes | None) -> Figures:
     """Medians over prompts; tokens per round and acceptance over all rounds together."""
     rounds = [round_ for run in runs for round_ in run.answer.rounds]
     total = _add_up([run.answer.statistics for run in runs])
@@ -77,13 +77,13 @@ def _add_up(answers: Sequence[Statistics]) -> Statistics:
     return total
 
 
-def committed(rounds: Sequence[Round]) -> dict[str, int]:
+def committed(rounds: Sequence[RoundFigures]) -> dict[str, int]:
     """Acceptance histogram: how many rounds committed 1, 2, ... tokens."""
     counts = Counter(round_.tokens for round_ in rounds)
     return {str(tokens): counts[tokens] for tokens in range(1, max(counts, default=0) + 1)}
 
 
-def reliability(rounds: Sequence[Round]) -> dict[str, Any] | None:
+def reliability(rounds: Sequence[RoundFigures]) -> dict[str, Any] | None:
     """Reliability diagram over all depths and for depth 1 alone; None without confidences."""
     every = [node for round_ in rounds for node in round_.checked]
     if not every:
@@ -91,12 +91,12 @@ def reliability(rounds: Sequence[Round]) -> dict[str, Any] | None:
     return {"all": _diagram(every), "depth 1": _diagram([n for n in every if n.depth == 1])}
 
 
-def _diagram(nodes: Sequence[Checked]) -> dict[str, Any]:
+def _diagram(nodes: Sequence[CheckedNode]) -> dict[str, Any]:
     """Per bin of confidence: nodes, their mean confidence, and the share that was accepted.
 
     calibration_error: mean distance of the last two, weighted by nodes (arXiv 1706.04599).
     """
-    bins: dict[int, list[Checked]] = {}
+    bins: dict[int, list[CheckedNode]] = {}
     for node in nodes:
         bins.setdefault(min(int(node.confidence * BINS), BINS - 1), []).append(node)
     found = [
@@ -112,7 +112,7 @@ def _diagram(nodes: Sequence[Checked]) -> dict[str, Any]:
     return {"calibration_error": apart / len(nodes), "bins": found}
 
 
-def merging(rounds: Sequence[Round], times: PassTimes | None) -> dict[str, float] | None:
+def merging(rounds: Sequence[RoundFigures], times: PassTimes | None) -> dict[str, float] | None:
     """Rows per round, merged and as separate blocks, and the target's pass over them by `times`.
 
     The pass over separate blocks is not run: its time is that of a tree of as many rows, and a

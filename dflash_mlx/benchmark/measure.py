@@ -8,7 +8,7 @@ from math import exp
 
 from tqdm import tqdm
 
-from dflash_mlx.benchmark.prompts import Question
+from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.observer import RoundTimer
@@ -22,7 +22,7 @@ TERMS = ("draft", "verify", "commit", "overhead")
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedNode:
     """A drafted token that was compared with the target's choice, its parent being accepted.
 
     confidence: its probability as its drafter sees it, given the tokens before it.
@@ -34,7 +34,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundFigures:
     """A round after the fact.
 
     tokens: committed, without what a stop cut off. rows: nodes that the target verified.
@@ -45,10 +45,10 @@ class Round:
     tokens: int
     rows: int
     separate_rows: int | None
-    checked: tuple[Checked, ...]
+    checked: tuple[CheckedNode, ...]
 
     @classmethod
-    def of(cls, delta: TextDelta, config: DecodeConfig) -> Round:
+    def of(cls, delta: TextDelta, config: DecodeConfig) -> RoundFigures:
         """The round behind one delta of an answer that was decoded with `config`."""
         tree = delta.accepted.tree
         separate = separate_rows(config, max(tree.depths) + 1)
@@ -69,13 +69,13 @@ def separate_rows(config: DecodeConfig, block: int) -> int | None:
     return (branches + 1) * block if block > 1 else 1
 
 
-def checked(accepted: Accepted) -> tuple[Checked, ...]:
+def checked(accepted: Accepted) -> tuple[CheckedNode, ...]:
     """The children of all nodes on the accepted path."""
     tree, path = accepted.tree, set(accepted.path)
     if not tree.logprobs:
         return ()
     return tuple(
-        Checked(tree.depths[i], exp(tree.logprobs[i]), i in path)
+        CheckedNode(tree.depths[i], exp(tree.logprobs[i]), i in path)
         for i in range(1, len(tree))
         if tree.parents[i] in path
     )
@@ -88,7 +88,7 @@ class Measured:
     tokens: tuple[int, ...]
     statistics: Statistics
     seconds: Mapping[str, float]
-    rounds: tuple[Round, ...]
+    rounds: tuple[RoundFigures, ...]
 
     def round_ms(self, term: str) -> float:
         """Milliseconds per round in one of TERMS; "overhead" is what the other terms leave."""
@@ -98,13 +98,13 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Run:
+class AnswerFigures:
     """One answer with one method, beside the plain answer to the same prompt.
 
     difference: None where the tokens are the plain ones.
     """
 
-    question: Question
+    question: BenchmarkPrompt
     method: str
     answer: Measured
     plain: Statistics
@@ -112,8 +112,8 @@ class Run:
 
 
 def run_all(
-    pair: Pair, questions: Sequence[Question], methods: dict[str, DecodeConfig]
-) -> list[Run]:
+    pair: Pair, questions: Sequence[BenchmarkPrompt], methods: dict[str, DecodeConfig]
+) -> list[AnswerFigures]:
     """All answers, after one unmeasured answer with each method.
 
     The order of the methods turns from prompt to prompt, so that none is always the first.
@@ -132,7 +132,7 @@ def run_all(
         for name in names:
             own = answers[name]
             apart = first_difference(pair.target, question.tokens, plain.tokens, own.tokens)
-            runs.append(Run(question, name, own, plain.statistics, apart))
+            runs.append(AnswerFigures(question, name, own, plain.statistics, apart))
     return runs
 
 
@@ -140,6 +140,6 @@ def answer(pair: Pair, prompt: list[int], config: DecodeConfig) -> Measured:
     """One answer; its rounds are looked at when it is finished, so that this costs it no time."""
     timer = RoundTimer()
     deltas = list(Session(pair, config).stream(prompt, timer))
-    rounds = tuple(Round.of(delta, config) for delta in deltas)
+    rounds = tuple(RoundFigures.of(delta, config) for delta in deltas)
     whole = collect(iter(deltas))
     return Measured(whole.tokens, whole.statistics, timer.seconds, rounds)

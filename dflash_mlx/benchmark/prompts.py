@@ -15,7 +15,7 @@ _TRIES = 8  # corrections until a padded prompt has its length
 
 
 @dataclass(frozen=True)
-class Question:
+class BenchmarkPrompt:
     """A prompt as the model gets it.
 
     category: what its figures are grouped by. context: the length in tokens that it was to have.
@@ -38,7 +38,7 @@ def read_contexts(text: str | None) -> list[int]:
 
 def questions(
     tokenizer: Any, rows: Sequence[Row], contexts: Sequence[int], source: Sequence[Row]
-) -> list[Question]:
+) -> list[BenchmarkPrompt]:
     """Every row once, or once for every length in `contexts`.
 
     With several lengths they are the categories, so that each has figures of its own. A prompt that
@@ -49,7 +49,7 @@ def questions(
         for length in contexts or (None,):
             category = f"{length} tokens" if len(contexts) > 1 else row["category"]
             tokens = pad(tokenizer, row, length or 0, source)
-            result.append(Question(str(row.get("id", "")), category, tokens, length))
+            result.append(BenchmarkPrompt(str(row.get("id", "")), category, tokens, length))
     return result
 
 
@@ -100,7 +100,7 @@ def _text(row: Row) -> str:
     return "\n\n".join(m["content"] for m in row["messages"] if m["role"] == "user").strip()
 
 
-def describe_lengths(asked: Sequence[Question]) -> dict[str, Any]:
+def describe_lengths(asked: Sequence[BenchmarkPrompt]) -> dict[str, Any]:
     """How long the prompts are in fact, in tokens, for the report."""
     lengths = [len(question.tokens) for question in asked]
     return {

@@ -139,7 +139,7 @@ class DrafterPart:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenDrafters:
     """The drafters of a pair, the first and perhaps the second.
 
     missing: why there is none. notes: which was left out, a sentence each.
@@ -149,7 +149,7 @@ class Choice:
     missing: str = ""
     notes: tuple[str, ...] = ()
 
-    def each(self, read: Callable[[DrafterPart], DrafterPart]) -> Choice:
+    def each(self, read: Callable[[DrafterPart], DrafterPart]) -> ChosenDrafters:
         """What `read` makes of the drafters, without those that it refuses and nobody asked for.
 
         Without a first drafter there is no second one either. Raises what `read` raises for a
@@ -165,12 +165,14 @@ class Choice:
                 words = drafter.option.replace("-", " ")
                 reason = f"the {words} {drafter.name} cannot be used ({error.what})"
                 if not kept:
-                    return Choice(missing=reason)
-                return Choice(tuple(kept), notes=(f"{reason}, so the first one drafts alone",))
+                    return ChosenDrafters(missing=reason)
+                return ChosenDrafters(
+                    tuple(kept), notes=(f"{reason}, so the first one drafts alone",)
+                )
         return replace(self, parts=tuple(kept))
 
 
-def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetPart, Choice]:
+def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetPart, ChosenDrafters]:
     """The target and the drafters that `uses` need, found, checked and fetched.
 
     All is checked before any weight is fetched. Raises DFlashError for what cannot be had or used,
@@ -196,18 +198,20 @@ def find_parts(names: Names, uses: Sequence[DecodeConfig]) -> tuple[TargetPart, 
     return target.fetched(), choice
 
 
-def choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
+def choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
     """The drafters that `uses` need, all that are known where there is no use; none is read yet."""
     methods = {settle(use, Means(2, advice=names.advice)).method for use in uses}
     if uses and not any(map(needs_drafter, methods)):
-        return Choice(missing="no drafter was loaded, since no method that was asked for needs one")
+        return ChosenDrafters(
+            missing="no drafter was loaded, since no method that was asked for needs one"
+        )
     if names.drafter is None:
-        return Choice(missing=f"no drafter is known for {names.shown}")
+        return ChosenDrafters(missing=f"no drafter is known for {names.shown}")
     asked_methods = {use.method for use in uses}
     second = names.second_drafter if any(map(wants_two, methods)) or not uses else None
     second_asked = second is not None and (names.asks_second or any(map(wants_two, asked_methods)))
     first_asked = names.asks_first or any(map(needs_drafter, asked_methods)) or second_asked
     first = DrafterPart(names.drafter, "drafter", first_asked)
     if second is None:
-        return Choice((first,))
-    return Choice((first, DrafterPart(second, "second-drafter", second_asked)))
+        return ChosenDrafters((first,))
+    return ChosenDrafters((first, DrafterPart(second, "second-drafter", second_asked)))

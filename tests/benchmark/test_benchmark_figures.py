@@ -15,14 +15,14 @@ import pytest
 from dflash_mlx.benchmark.figures import merging, reliability, summarise
 from dflash_mlx.benchmark.measure import (
     TERMS,
-    Checked,
+    AnswerFigures,
+    CheckedNode,
     Measured,
-    Round,
-    Run,
+    RoundFigures,
     checked,
     separate_rows,
 )
-from dflash_mlx.benchmark.prompts import Question
+from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.core.accept import Accepted, NearTies
 from dflash_mlx.core.config import DecodeConfig
@@ -53,19 +53,21 @@ def made_up(
     difference: Difference | None = None,
     rounds: int = 10,
     seconds: dict[str, float] | None = None,
-    checked: tuple[Checked, ...] = (),
+    checked: tuple[CheckedNode, ...] = (),
     separate_rows: int | None = None,
     **more: Any,
-) -> Run:
+) -> AnswerFigures:
     """A run of 100 tokens at `rate` tokens per second, beside the plain one; 8 rows a round."""
     tokens = [100 // rounds + (i < 100 % rounds) for i in range(rounds)]
-    told = tuple(Round(n, 8, separate_rows, checked) for n in tokens)
+    told = tuple(RoundFigures(n, 8, separate_rows, checked) for n in tokens)
     own, plain = (
         Statistics("made up", generated_tokens=100, decode_seconds=100 / each, rounds=n, **counts)
         for each, n, counts in ((rate, rounds, more), (plain_rate, 1, {}))
     )
-    question = Question("prompt", category, [])
-    return Run(question, method, Measured((), own, seconds or {}, told), plain, difference)
+    question = BenchmarkPrompt("prompt", category, [])
+    return AnswerFigures(
+        question, method, Measured((), own, seconds or {}, told), plain, difference
+    )
 
 
 # Rounds
@@ -74,18 +76,18 @@ def made_up(
 def test_a_round_is_what_became_of_its_tree():
     delta = SimpleNamespace(tokens=(2, 4), accepted=ACCEPTED)
     children = (
-        Checked(1, pytest.approx(0.3), False),
-        Checked(1, pytest.approx(0.6), True),
-        Checked(2, pytest.approx(0.5), True),
-        Checked(2, pytest.approx(0.4), False),
+        CheckedNode(1, pytest.approx(0.3), False),
+        CheckedNode(1, pytest.approx(0.6), True),
+        CheckedNode(2, pytest.approx(0.5), True),
+        CheckedNode(2, pytest.approx(0.4), False),
     )
-    assert Round.of(delta, PAPER) == Round(2, 6, 9, children)
+    assert RoundFigures.of(delta, PAPER) == RoundFigures(2, 6, 9, children)
 
 
 def test_trees_without_confidences_have_no_checked_nodes_and_no_diagram():
     bare = Accepted(replace(TREE, logprobs=()), (0, 2, 4), 7)
     assert checked(bare) == ()
-    assert reliability([Round(3, 6, None, ())]) is None
+    assert reliability([RoundFigures(3, 6, None, ())]) is None
 
 
 @pytest.mark.parametrize(
@@ -107,13 +109,13 @@ def test_separate_rows_are_those_of_the_first_draft_and_every_branch(config, blo
 
 def test_the_diagram_has_mean_confidence_and_share_accepted_by_bin():
     nodes = (
-        [Checked(1, 0.12, False), Checked(1, 0.18, True)],
+        [CheckedNode(1, 0.12, False), CheckedNode(1, 0.18, True)],
         [
-            Checked(2, 0.14, False),
-            Checked(3, 1.0, True),
+            CheckedNode(2, 0.14, False),
+            CheckedNode(3, 1.0, True),
         ],
     )
-    found = reliability([Round(1, 1, None, tuple(each)) for each in nodes])
+    found = reliability([RoundFigures(1, 1, None, tuple(each)) for each in nodes])
     low, high = found["all"]["bins"]
     mean, share = 0.44 / 3, 1 / 3
     assert low == pytest.approx({"bin": 1, "nodes": 3, "confidence": mean, "accepted": share})
@@ -124,11 +126,11 @@ def test_the_diagram_has_mean_confidence_and_share_accepted_by_bin():
 
 def test_merging_is_the_mean_over_rounds_of_rows_and_of_passes():
     times = PassTimes((1, 2, 3, 4), (1.0, 2.0, 2.5, 4.0))
-    rounds = [Round(1, 1, 3, ()), Round(1, 2, 4, ())]
+    rounds = [RoundFigures(1, 1, 3, ()), RoundFigures(1, 2, 4, ())]
     rows = {"merged_rows": 1.5, "separate_rows": 3.5}
     assert merging(rounds, times) == {**rows, "merged_ms": 1500, "separate_ms": 3250}
     assert merging(rounds, None) == rows
-    assert merging([Round(1, 1, None, ())], times) is None
+    assert merging([RoundFigures(1, 1, None, ())], times) is None
 
 
 # Figures
@@ -173,7 +175,7 @@ def test_parity_and_modes_are_counted_over_all_answers():
 
 def everything() -> str:
     """The report of runs that have figures for every section, with all that is not the usual."""
-    nodes = (Checked(1, 0.95, True), Checked(2, 0.93, False), Checked(1, 0.31, False))
+    nodes = (CheckedNode(1, 0.95, True), CheckedNode(2, 0.93, False), CheckedNode(1, 0.31, False))
     runs = []
     for category, faster in (("code", 2), ("chat", 1)):
         tree = {"checked": nodes, "modes": Counter(plain=3, tree=7)}
