@@ -176,7 +176,7 @@ class Adaptive:
         state = State(target.new_cache(), self.new_context())
         features = mx.zeros((_CONTEXT, width), target.dtype)
         state.context.append(mx.zeros(_CONTEXT, mx.int32), features)
-        state.set_anchor(0)
+        state.anchor = mx.array([0])
         state.end = _CONTEXT
         for arm in self.experience.arms[1:]:
             drafter = self._drafters[arm.name]

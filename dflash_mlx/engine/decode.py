@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import mlx.core as mx
 
@@ -13,11 +14,12 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
 from dflash_mlx.engine.rules import Match, Reject, Rule
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.verify import verify
+from dflash_mlx.engine.verify import Verdict, verify
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 
@@ -65,26 +67,28 @@ def prefill(
     config: DecodeConfig,
     observer: Observer,
 ) -> int:
-    """Bring the caches up to the last token of `prompt`, which becomes the anchor.
+    """Bring the caches up to the end of `prompt`.
 
-    A prefix of `prompt` that the state holds already is kept; returns its length.
+    A prefix of `prompt` that the state holds already is kept, its last token excepted; returns its
+    length.
     """
     reused = state.reuse(prompt)
-    observer.prefilled(reused, len(prompt) - 1)
-    while state.position < len(prompt) - 1:
-        end = _chunk_end(state, len(prompt) - 1, config.prefill_step)
+    observer.prefilled(reused, len(prompt))
+    while state.position < len(prompt):
+        end = _chunk_end(state, len(prompt), config.prefill_step)
         chunk = prompt[state.position : end]
         block = Block(len(chunk))
-        _, features = target.forward(mx.array(chunk), state.cache, block, drafter.taps)
-        state.commit_prompt(chunk, features)
-        observer.prefilled(end, len(prompt) - 1)
-    state.set_anchor(prompt[-1])
+        logits, features = target.forward(mx.array(chunk), state.cache, block, drafter.taps)
+        state.commit_prompt(chunk, features, logits[-1:])
+        observer.prefilled(end, len(prompt))
+    state.mark()
     return reused
 
 
 def _chunk_end(state: State, last: int, step: int) -> int:
     """Where the next pass over a prompt ends: before its tail, where that is passed by itself."""
-    end, tail = min(state.position + step, last), last - min(state.cache.tail, step)
+    end, rows = min(state.position + step, last), state.cache.tail
+    tail = last - min(rows + 1, step) if rows else last
     return tail if state.position < tail < end else end
 
 
@@ -93,14 +97,25 @@ def decode(
 ) -> Iterator[Round]:
     """Yield rounds until `max_tokens` tokens are out or the context is full.
 
-    Every token is the target's own choice (see `accept`). A round is committed before it is
-    yielded, so the state stays usable wherever the caller stops.
+    The first is the target's token after the prompt, which takes no further pass. Every token is the
+    target's own choice (see `accept`). A round is committed before it is yielded, so the state
+    stays usable wherever the caller stops.
     """
     sampler = Sampler(config.sampling)
     ahead = (lambda: 0) if sampler.needs_history else (lambda: drafter.rounds_ahead)
-    state.end = min(state.position + config.max_tokens, target.context_length - 1)
+    state.end = min(state.position - 1 + config.max_tokens, target.context_length - 1)
     running = Running(state, make_rule(target, state, sampler, config))
-    return _read_behind(_rounds(target, drafter, running, observer), ahead, observer)
+    rounds = _rounds(target, drafter, running, observer)
+    return _read_behind(chain([_opening(state, sampler)], rounds), ahead, observer)
+
+
+def _opening(state: State, sampler: Sampler) -> Round:
+    """The token after the prompt, as a round that drafts nothing."""
+    nothing = Proposal(Tree.chain())
+    verdict = Verdict(nothing, state.anchor, state.opening, None)
+    first = Match(sampler).accept(verdict, state)
+    state.begin(first)
+    return Round(nothing, first)
 
 
 def make_rule(target: Target, state: State, sampler: Sampler, config: DecodeConfig) -> Rule:

@@ -44,7 +44,7 @@ class Reject:
         q, drafted = verdict.proposal.q, len(verdict.tree) - 1
         if q is None or drafted == 0:
             return self._match.accept(verdict, state)
-        position = state.position + 1
+        position = state.next_position
         p = self._laws(verdict, state)
         keys = [self._sampler.key(position + k, KEEP) for k in range(drafted)]
         u = mx.stack([mx.random.uniform(key=key) for key in keys])

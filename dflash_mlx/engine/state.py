@@ -41,14 +41,15 @@ class Context(Protocol):
 class State:
     """The committed tokens' caches, and the anchor: the newest token, not in any cache yet.
 
-    cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated. last: what
-    this answer's last round accepted. end: the position at which the answer ends at the latest.
+    cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated; [0] while a
+    prompt is read. opening: logits [1, V] after the prompt. last: what this answer's last pass
+    accepted. end: the position at which the answer ends at the latest.
     """
 
     def __init__(self, cache: SequenceCache, context: Context) -> None:
         self.cache = cache
         self.context = context
-        self.anchor = mx.array([], dtype=mx.int32)
+        self.anchor = self.opening = mx.array([], dtype=mx.int32)
         self.last: Accepted | None = None
         self.end = 0
         self._tokens: list[int] = []
@@ -63,6 +64,11 @@ class State:
     def room(self) -> int:
         """Tokens that this answer may still have."""
         return self.end - self.position
+
+    @property
+    def next_position(self) -> int:
+        """Of the token that the target chooses next, behind the anchor."""
+        return self.position + self.anchor.size
 
     @property
     def tokens(self) -> list[int]:
@@ -84,24 +90,30 @@ class State:
         self.last = accepted
         self._unread.append(accepted)
 
-    def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:
-        """Keep the rows of a prefill pass over `tokens`."""
+    def commit_prompt(
+        self, tokens: list[int], features: mx.array | None, opening: mx.array
+    ) -> None:
+        """Keep the rows of a prefill pass over `tokens`; opening: logits [1, V] after the last."""
+        self.opening = opening
         self.cache.commit(range(len(tokens)))
         self.context.append(mx.array(tokens), features)
         self._tokens.extend(tokens)
-        mx.eval(*self.cache.arrays, *self.context.arrays)
+        mx.eval(opening, *self.cache.arrays, *self.context.arrays)
 
-    def set_anchor(self, token: int) -> None:
-        """Make the last token of a prompt the anchor; the next prompt may go back to here."""
-        self.cache.mark()
+    def mark(self) -> None:
+        """Stay able to come back to the end of a prompt that was read, its last token open."""
+        self.cache.mark(self.position - 1)
+
+    def begin(self, first: Accepted) -> None:
+        """Make the first token of an answer the anchor."""
         self.last = None
-        self.anchor = mx.array([token])
-        self._tokens.append(token)
+        self.anchor = first.next_anchor
+        self._unread.append(first)
 
     def reuse(self, prompt: list[int]) -> int:
         """Go back to the longest prefix shared with `prompt`; return its length.
 
-        The last token of `prompt` is never reused: it becomes the anchor. Where a sliding window
+        The last token of `prompt` is never reused: its pass says how the answer begins. Where a sliding window
         or a recurrent state has no way back to that prefix, less of it is reused, or none. A
         drafter's window is no more to be computed again than it is long.
         """
@@ -113,8 +125,9 @@ class State:
     def trim(self, length: int) -> None:
         """Forget the tokens from `length` on, and as many before as the caches cannot do without.
 
-        The next prompt gives a new anchor.
+        The next answer gives a new anchor.
         """
+        self.anchor = mx.array([], dtype=mx.int32)
         length = self.cache.nearest(length)
         if (refilled := self.context.refill_from(length)) < length:
             length = self.cache.nearest(refilled)

@@ -70,7 +70,7 @@ class Verdict:
     def _sampled(self, sampler: Sampler, state: State) -> Choose:
         """Draw at a node only when it is reached."""
         before = state.tokens if sampler.needs_history else []
-        position = state.position + 1
+        position = state.next_position
         if len(self.tree) > 1:
             mx.eval(self.logits)
 

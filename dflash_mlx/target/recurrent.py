@@ -137,10 +137,10 @@ class RecurrentStates:
             self._put_back(self._running)
             self._end_pass()
 
-    def mark(self) -> None:
-        """Stay able to come back to the present length until two later ones are marked."""
-        self._marks = [mark for mark in self._marks if mark < self.length][1 - _MARKS :]
-        self._marks.append(self.length)
+    def mark(self, length: int) -> None:
+        """Stay able to come back to `length`, in the last pass, until two more are marked."""
+        self._marks = [mark for mark in self._marks if mark < length][1 - _MARKS :]
+        self._marks.append(length)
 
     def nearest(self, length: int) -> int:
         """The most tokens up to `length` that the states can go back to."""

@@ -73,10 +73,10 @@ class SequenceCache:
         for layer in self._attention:
             layer.discard()
 
-    def mark(self) -> None:
-        """Stay able to come back to the present length, the end of a prompt, for some time."""
+    def mark(self, length: int) -> None:
+        """Stay able to come back to `length`, near the end of a prompt, for some time."""
         if self._recurrent is not None:
-            self._recurrent.mark()
+            self._recurrent.mark(length)
 
     def nearest(self, length: int) -> int:
         """The most tokens up to `length` that every layer can go back to."""

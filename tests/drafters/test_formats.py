@@ -29,7 +29,7 @@ from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
-from support.decoding import answer, feed, start
+from support.decoding import answer, feed, open_with, start
 from support.drafter_formats import (
     DRAFT_IDS,
     FORMATS,
@@ -237,7 +237,7 @@ def test_drafts_of_a_draft_vocabulary_hold_no_other_token(drafting, target):
     for drafter in drafters_of(drafting(HALVES).model)[:2]:
         state = start(target, drafter, list(range(12)))
         for anchor in range(0, VOCAB_SIZE, 5):
-            state.set_anchor(anchor)
+            open_with(state, anchor)
             drafted = drafter.draft(state, 100).tree.drafted
             assert drafted and set(drafted) <= set(DRAFT_IDS.tolist())
     assert not set(range(40)) <= set(DRAFT_IDS.tolist()), "draft ids are not the target's"

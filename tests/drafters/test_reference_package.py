@@ -22,7 +22,7 @@ from dflash_mlx.target.sequence import SequenceCache
 from dflash_mlx.train.selector import EmbeddingRows, MappedSelector, with_selector
 from dflash_mlx.train.trainee import Trainee
 from support import reference_dflash2
-from support.decoding import feed
+from support.decoding import feed, open_with
 from support.families import make_model
 from support.models import drafter_config
 from support.reference_dflash import random_drafter, write_drafter_folder
@@ -90,7 +90,7 @@ class Both:
         """The tokens that we draft behind these features, which are also theirs."""
         state = State(SequenceCache([]), self.ours.new_context())
         feed(state.context, self._features(length))
-        state.set_anchor(anchor)
+        open_with(state, anchor)
         ours = list(SelectedPath(self.ours).draft(state, 100).tree.drafted)
         block = self._block(length, anchor)
         path, _, _ = self.theirs.propose(*block, self.theirs.make_cache(), 0.0, logits_start=1)

@@ -188,7 +188,7 @@ def test_an_answer_abandoned_after_a_near_tie_can_be_continued(target):
     more = prompt_of(0) + said + prompt_of(5, 4)
     assert go_on(target, drafter, state, more) == 20 + len(said) - 1
     other = State(state.cache.fork(), NoDraft().new_context())
-    other.set_anchor(more[-1])
+    other.opening = state.opening
     expected = run(target, NoDraft(), other, LOOSE)
     assert run(target, foretold(more, expected), state, EXACT) == expected
 

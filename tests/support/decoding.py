@@ -30,7 +30,7 @@ def answer(target: Any, drafter: Any, prompt: Sequence[int], config: DecodeConfi
 def start(
     target: Any, drafter: Any, prompt: Sequence[int], config: DecodeConfig | None = None
 ) -> State:
-    """A state whose anchor is the prompt's last token."""
+    """A state that holds a prompt."""
     state = State(target.new_cache(), drafter.new_context())
     go_on(target, drafter, state, prompt, config)
     return state
@@ -66,12 +66,17 @@ def feed(context: Any, features: Any) -> None:
     context.append(mx.zeros(len(features), mx.int32), mx.array(features))
 
 
+def open_with(state: State, anchor: int) -> None:
+    """Let an answer begin with this token."""
+    state.begin(Accepted(Tree.chain(), (0,), anchor))
+
+
 def behind(drafter: Any, anchor: int, *features: Any) -> State:
     """A state for drafts behind an anchor; the drafter took these features in, part by part."""
     state = State(ToyCache(), drafter.new_context())
     for part in features:
         feed(state.context, part)
-    state.set_anchor(anchor)
+    open_with(state, anchor)
     return state
 
 

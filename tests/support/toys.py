@@ -37,7 +37,7 @@ class ToyCache:
     def commit(self, path: Sequence[int]) -> None:
         self.tokens += [self.pending[row] for row in path]
 
-    def mark(self) -> None:
+    def mark(self, length: int) -> None:
         pass
 
     def nearest(self, length: int) -> int:

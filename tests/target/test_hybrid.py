@@ -203,7 +203,7 @@ class Walk:
         rows = self.run(12)
         self.cache.commit(range(len(rows)))
         self.tokens += rows
-        self.cache.mark()
+        self.cache.mark(self.cache.length)
 
     def back(self):
         asked = int(self.rng.integers(len(self.tokens) + 1))
@@ -246,7 +246,7 @@ def test_there_are_ways_back_to_every_length_of_the_last_rounds_and_to_marked_on
     cache = fresh(target, prompt[:30])
     forward(target, cache, prompt[30:])
     cache.commit(range(10))
-    cache.mark()
+    cache.mark(cache.length)
     said = []
     for i in range(20):
         rows = tokens_of(i, 4)
@@ -274,7 +274,7 @@ def test_what_is_kept_for_going_back_does_not_grow():
         forward(target, cache, tokens_of(i, 2))
         cache.commit([0])
         if i % 5 == 0:
-            cache.mark()
+            cache.mark(cache.length)
         assert len(cache._recurrent._passes) <= 5
 
 
