@@ -21,29 +21,34 @@ class BestFirst(OneDraft):
     """One DFlash pass; its `nodes` likeliest prefixes by the product of their probabilities.
 
     With DFlash 2's candidate selector, every token's probability is that after the one before.
-    block_size: as for any `OneDraft`.
+    block_size: as for any `OneDraft`. width: tokens that a position can offer behind each path.
     """
 
     name = "ddtree"
 
-    def __init__(self, model: BlockModel, block_size: int | None, nodes: int) -> None:
+    def __init__(
+        self, model: BlockModel, block_size: int | None, nodes: int, width: int = TOP_K
+    ) -> None:
         super().__init__(model, block_size)
-        self._nodes = nodes
+        self._nodes, self._width = nodes, width
 
     def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
         """A tree of up to `nodes` nodes."""
         model = self._model
         if model.config.selector is not None:
-            choices = follow_links(*model.linked(context, state.anchor, rows))
+            choices = follow_links(*model.linked(context, state.anchor, rows), self._width)
         else:
-            choices = follow(rank(model.logits(context, state.anchor, rows), TOP_K, model.kernels))
+            logits = model.logits(context, state.anchor, rows)
+            choices = follow(rank(logits, self._width, model.kernels))
         return Proposal(best_first(choices, self._nodes).as_tree())
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     nodes = config.budget or MOST_NODES
     drafter = BestFirst(block_models(pair)[0], config.block_size, nodes)
-    return within_budget({"draft": drafter}, pair, config, METHOD.sources)
+    if config.budget is not None:
+        return drafter
+    return within_budget(drafter, {"draft": drafter}, pair, config, METHOD.sources)
 
 
 METHOD = Method(

@@ -6,12 +6,15 @@ import mlx.core as mx
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.adaptive import within_budget
+from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.dflash import checkpoint
+from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
-from dflash_mlx.drafters.method import DRAFT, Method
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method
 from dflash_mlx.drafters.one_draft import OneDraft, block_models
-from dflash_mlx.engine.drafter import Proposal
+from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
@@ -44,14 +47,29 @@ class SelectedPath(BlockDiffusion):
         return candidates.at(candidates.walk(lambda t, scores: mx.argmax(scores)))
 
 
-def _make(pair: Pair, config: DecodeConfig) -> OneDraft:
-    model = block_models(pair)[0]
-    is_plain = model.config.selector is None
+class RankedChain(BestFirst):
+    """The same chain, which says how sure it is of every token."""
+
+    name = "dflash"
+
+    def __init__(self, model: BlockModel) -> None:
+        super().__init__(model, None, nodes=model.block_size, width=1)
+
+
+def _make(pair: Pair, config: DecodeConfig) -> Drafter:
+    model, size = block_models(pair)[0], config.block_size
+    is_plain, adaptive = model.config.selector is None, size is None
+    drafter: OneDraft
     if config.draws_drafts:
         drawn = DrawnBlock if is_plain else DrawnPath
-        return drawn(model, config.block_size, config.sampling)
-    greedy = BlockDiffusion if is_plain else SelectedPath
-    return greedy(model, config.block_size)
+        drafter = drawn(model, size, config.sampling, weighed=adaptive)
+    elif adaptive:
+        drafter = RankedChain(model)
+    else:
+        drafter = (BlockDiffusion if is_plain else SelectedPath)(model, size)
+    if not adaptive:
+        return drafter
+    return within_budget(drafter, {"draft": drafter}, pair, config, METHOD.sources, chains=True)
 
 
 METHOD = Method(
@@ -62,8 +80,7 @@ METHOD = Method(
     files=checkpoint,
     best_with=1,
     draws=True,
-    settings=("block_size", "acceptance"),
-    sources=(DRAFT,),
+    settings=("block_size", "acceptance", "lookup", "recalibrate"),
+    sources=(DRAFT, LOOKUP),
     preference=2,
-    takes_advised_block=True,
 )

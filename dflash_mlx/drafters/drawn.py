@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
+import numpy as np
 
 from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.sampling import DRAFT, Sampler, tempered
@@ -10,6 +13,7 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.dflash.selector import Candidates
+from dflash_mlx.drafters.growth.grow import FIRST, LEAST
 from dflash_mlx.drafters.one_draft import OneDraft
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
@@ -18,14 +22,22 @@ from dflash_mlx.engine.state import State
 class DrawnBlock(OneDraft):
     """DFlash with every token drawn at the target's own temperature and filters.
 
-    block_size: as for any `OneDraft`.
+    block_size: as for any `OneDraft`. weighed: whether trees say how sure each position is. They go
+    by what it offers before anything is drawn: a chain that was cut by its own tokens would no
+    longer follow q.
     """
 
     name = "dflash"
 
-    def __init__(self, model: BlockModel, block_size: int | None, sampling: SamplingConfig) -> None:
+    def __init__(
+        self,
+        model: BlockModel,
+        block_size: int | None,
+        sampling: SamplingConfig,
+        weighed: bool = False,
+    ) -> None:
         super().__init__(model, block_size)
-        self._sampling = sampling
+        self._sampling, self._weighed = sampling, weighed
         self.sampler = Sampler(sampling)
 
     def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
@@ -33,17 +45,25 @@ class DrawnBlock(OneDraft):
         if state.last is None:  # every answer is a draw of its own
             self.sampler = Sampler(self._sampling)
         key = self.sampler.key(state.position, DRAFT)
-        tokens, q = self.drawn(context, state.anchor, rows, key)
+        tokens, q, sure = self.drawn(context, state.anchor, rows, key)
         tokens = tokens.astype(state.anchor.dtype)
         mx.async_eval(tokens, q)
-        return Proposal(Tree.chain(tokens), q)
+        tree = Tree.chain(tokens)
+        if self._weighed:
+            logprobs = np.log(np.maximum(np.array(sure), LEAST)).tolist()
+            tree = replace(tree, logprobs=(0.0, *logprobs), sources=("", *[FIRST] * (rows - 1)))
+        return Proposal(tree, q)
 
     def drawn(
         self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Tokens [rows - 1], and q [rows - 1, V] that they were drawn from; key: randomness."""
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Tokens [rows - 1], q [rows - 1, V] that they were drawn from, and how sure it was.
+
+        key: randomness. sure: [rows - 1] the largest probabilities, whatever is drawn.
+        """
         logits = tempered(self._model.logits(context, anchor, rows), self.sampler.config)
-        return mx.random.categorical(logits, key=key), mx.softmax(logits, axis=-1)
+        q = mx.softmax(logits, axis=-1)
+        return mx.random.categorical(logits, key=key), q, q.max(axis=-1)
 
 
 class DrawnPath(DrawnBlock):
@@ -51,8 +71,11 @@ class DrawnPath(DrawnBlock):
 
     def drawn(
         self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Tokens [rows - 1] of a path and q [rows - 1, V], zero outside the candidates."""
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Tokens [rows - 1] of a path and q [rows - 1, V], zero outside the candidates.
+
+        sure: along the likeliest path.
+        """
         found = self._model.candidates(context, anchor, rows)
         candidates = Candidates(found.tokens, tempered(found.scores, self.sampler.config))
         keys = mx.random.split(key, rows - 1)
@@ -60,4 +83,5 @@ class DrawnPath(DrawnBlock):
         chances = mx.softmax(candidates.scores_along(path), axis=-1)
         nothing = mx.zeros((rows - 1, self._model.config.vocab_size))
         q = mx.put_along_axis(nothing, candidates.tokens, chances, axis=-1)
-        return candidates.at(path), q
+        likeliest = candidates.scores_along(candidates.walk(lambda t, scores: mx.argmax(scores)))
+        return candidates.at(path), q, mx.softmax(likeliest, axis=-1).max(axis=-1)

@@ -153,9 +153,11 @@ def _make(pair: Pair, config: DecodeConfig) -> Drafter:
         return DualDiffusion(first, second, config.block_size, PaperGrowth(branches))
     growth = JointGrowth(branches, config.budget or MOST_NODES)
     both = DualDiffusion(first, second, config.block_size, growth)
+    if config.budget is not None:
+        return both
     alone = BestFirst(first, both.block_size, MOST_NODES)
     drafters: dict[str, Drafter] = {"first draft": alone, "both drafts": both}
-    return within_budget(drafters, pair, config, METHOD.sources)
+    return within_budget(both, drafters, pair, config, METHOD.sources)
 
 
 METHOD = Method(

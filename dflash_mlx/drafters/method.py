@@ -44,8 +44,7 @@ class Method:
     needs_trees: whether the target must verify trees. draws: whether it can draw its drafts, for
     rejection sampling. settings: fields of `DecodeConfig` that it takes, beside those that hold
     for every method. sources: of its tokens. preference: `auto` takes the highest that serves,
-    never 0. takes_advised_block: whether its block is the one that is advised for a pair.
-    is_control: whether only benchmarks offer it.
+    never 0. is_control: whether only benchmarks offer it.
     """
 
     name: str
@@ -60,7 +59,6 @@ class Method:
     settings: tuple[str, ...] = ()
     sources: tuple[TokenSource, ...] = ()
     preference: int = 0
-    takes_advised_block: bool = False
     is_control: bool = False
 
     def called(self, drafters: int) -> str:

@@ -103,12 +103,9 @@ def _offered(setting: str) -> list[str]:
 
 
 def settle(config: DecodeConfig, means: Means) -> DecodeConfig:
-    """`config` with a method in place of `auto`, and with the block that pays, if it is known."""
-    name = _auto(config, means).name if config.method == AUTO else find_method(config.method).name
-    config = replace(config, method=name)
-    if METHODS[name].takes_advised_block and config.block_size is None:
-        return replace(config, block_size=means.advice.block_size)
-    return config
+    """`config` with a method in place of `auto`."""
+    method = _auto(config, means) if config.method == AUTO else find_method(config.method)
+    return replace(config, method=method.name)
 
 
 def _auto(config: DecodeConfig, means: Means) -> Method:

@@ -1,24 +1,20 @@
-"""Lookup: what followed the last words when they were written before (arXiv 2404.08698)."""
+"""Drafts by prompt lookup alone; needs no model."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.adaptive import within_budget
+from dflash_mlx.drafters.lookup import lookup
 from dflash_mlx.drafters.method import LOOKUP, Method
 from dflash_mlx.drafters.none import NoContext
-from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
-LONGEST = 8  # tokens of a suffix that is looked up
-SHORTEST = 2
-PER_TOKEN = 2  # tokens drafted for every token that matched
 DEFAULT_SIZE = 16
-_DOUBT = 2  # tokens of a match that ends in the wrong place half the time
 
 
 class NGram(EachAlone):
@@ -31,8 +27,8 @@ class NGram(EachAlone):
     taps: tuple[int, ...] = ()
     rounds_ahead = 0
 
-    def __init__(self, block_size: int | None = None) -> None:
-        self.block_size = block_size or DEFAULT_SIZE
+    def __init__(self, block_size: int = DEFAULT_SIZE) -> None:
+        self.block_size = block_size
 
     def new_context(self) -> NoContext:
         """Prompt and answer are in the state already."""
@@ -43,52 +39,17 @@ class NGram(EachAlone):
         return Proposal(Tree.chain(lookup(state.tokens, min(self.block_size, room) - 1).tokens))
 
 
-@dataclass(frozen=True)
-class Found:
-    """tokens: a continuation, empty where nothing matched. matched: tokens of the suffix."""
-
-    tokens: list[int]
-    matched: int
-
-    @property
-    def logprobs(self) -> list[float]:
-        """A first guess at each token's log-probability: the longer the match, the surer."""
-        if not self.tokens:
-            return []
-        return [math.log(self.matched / (self.matched + _DOUBT))] * len(self.tokens)
-
-
-def lookup(tokens: Sequence[int], most: int) -> Found:
-    """At most `most` tokens that followed the latest earlier occurrence of the longest suffix.
-
-    The draft is as long as the match lets hope: PER_TOKEN tokens for each that matched.
-    """
-    if most < 1:
-        return Found([], 0)
-    end, best = 0, SHORTEST - 1
-    for stop in range(len(tokens) - 1, 0, -1):
-        if tokens[stop - 1] != tokens[-1]:
-            continue
-        length = _match(tokens, stop)
-        if length > best:
-            end, best = stop, length
-        if best >= LONGEST:
-            break
-    return Found(list(tokens[end : end + min(most, PER_TOKEN * best)]) if end else [], best)
-
-
-def _match(tokens: Sequence[int], stop: int) -> int:
-    """How many tokens before `stop` equal those at the end, up to LONGEST."""
-    length = 0
-    while length < min(stop, LONGEST) and tokens[stop - 1 - length] == tokens[-1 - length]:
-        length += 1
-    return length
-
-
-def _make(pair: Pair, config: DecodeConfig) -> NGram:
-    return NGram(config.block_size)
+def _make(pair: Pair, config: DecodeConfig) -> Drafter:
+    if config.block_size is not None:
+        return NGram(config.block_size)
+    return within_budget(NGram(), {}, pair, replace(config, lookup=True), METHOD.sources)
 
 
 METHOD = Method(
-    "ngram", "n-gram lookup", _make, settings=("block_size",), sources=(LOOKUP,), preference=1
+    "ngram",
+    "n-gram lookup",
+    _make,
+    settings=("block_size", "recalibrate"),
+    sources=(LOOKUP,),
+    preference=1,
 )

@@ -97,8 +97,8 @@ def decode(
 ) -> Iterator[Round]:
     """Yield rounds until `max_tokens` tokens are out or the context is full.
 
-    The first is the target's token after the prompt, which takes no further pass. Every token is the
-    target's own choice (see `accept`). A round is committed before it is yielded, so the state
+    The first is the target's token after the prompt, which takes no further pass. Every token is
+    the target's own choice (see `accept`). A round is committed before it is yielded, so the state
     stays usable wherever the caller stops.
     """
     sampler = Sampler(config.sampling)

@@ -19,12 +19,14 @@ class Proposal:
 
     q: [N - 1, V] what each token of a chain was drawn from, for rejection sampling; None for best
     guesses. A row may depend on the tokens drawn before it. why: says on request why this tree and
-    no other; None where nothing chooses.
+    no other; None where nothing chooses. plain_seconds: what a round of plain decoding would take
+    now instead; None where nobody knows.
     """
 
     tree: Tree
     q: mx.array | None = None
     why: Callable[[], str] | None = None
+    plain_seconds: float | None = None
 
     @property
     def mode(self) -> str:

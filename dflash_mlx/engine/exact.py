@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted, NearTies, accept
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler, penalise
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.rules import Match
@@ -117,9 +116,7 @@ def _wide_passes(
 
 def _block(target: Target, kept: int, width: int) -> Block:
     """A tree whose first rows are the answer's; a chain where trees cannot be verified."""
-    try:
-        target.check_trees()
-    except DFlashError:
+    if not target.takes_trees:
         return Block(width)
     parents = [*range(-1, kept - 1), *((i - 1) // 2 for i in range(kept, width))]
     return Block.of(Tree((0,) * (width - 1), tuple(parents)))

@@ -113,9 +113,9 @@ class State:
     def reuse(self, prompt: list[int]) -> int:
         """Go back to the longest prefix shared with `prompt`; return its length.
 
-        The last token of `prompt` is never reused: its pass says how the answer begins. Where a sliding window
-        or a recurrent state has no way back to that prefix, less of it is reused, or none. A
-        drafter's window is no more to be computed again than it is long.
+        The last token of `prompt` is never reused: its pass says how the answer begins. Where a
+        sliding window or a recurrent state has no way back to that prefix, less of it is reused, or
+        none. A drafter's window is no more to be computed again than it is long.
         """
         known = zip(self.tokens[: self.position], prompt[:-1], strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], known))

@@ -145,6 +145,16 @@ class LayerCache:
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
 
+    def lengthen(self, rows: int) -> None:
+        """Commit `rows` more positions that are all like the last one, to time long contexts."""
+        at = self.length - self._start
+        more = [mx.repeat(stored[..., at - 1 : at, :], rows, axis=2) for stored in self._stored]
+        self._reserve(rows, more)
+        at = self.length - self._start
+        for stored, part in zip(self._stored, more, strict=True):
+            stored[..., at : at + rows, :] = part
+        self.length += rows
+
     def commit(self, path: Sequence[int]) -> None:
         """Keep the rows in `path` (increasing), moved to consecutive slots, and drop the others."""
         commit_layers([self], path)

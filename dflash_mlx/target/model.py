@@ -10,6 +10,7 @@ recurrent layers verify chains; what is kept of their passes is in `recurrent.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -119,6 +120,15 @@ class Target:
         if not taps:
             return logits, None
         return logits, mx.concatenate([self._outputs[i][0] for i in taps], axis=-1)
+
+    @cached_property
+    def takes_trees(self) -> bool:
+        """Whether it can verify trees; chains it always can."""
+        try:
+            self.check_trees()
+        except DFlashError:
+            return False
+        return True
 
     def check_trees(self) -> None:
         """Raise DFlashError for a model that cannot have its rows at positions of their own."""

@@ -1,4 +1,4 @@
-"""What a target pass costs on this machine, by its number of rows; measured once and stored.
+"""What a target pass costs on this machine, by its rows and its context; measured once, stored.
 
 A wider pass accepts more and takes longer. `reliability.py` says which nodes of a draft are worth
 their time, `drafters/adaptive.py` which draft is.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,51 +25,89 @@ from dflash_mlx.system.files import keep_text
 from dflash_mlx.system.machine import model_key
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
+from dflash_mlx.target.sequence import SequenceCache
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
-_CONTEXT = 128  # tokens before the measured passes
+DEEP_ROWS = (1, 4, 8, 16, 48)  # behind longer contexts, where passes take longer
+CONTEXTS = (128, 1024, 4096)  # committed tokens before the measured passes
 _REPEATS = 3
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """seconds[i]: of a target pass over rows[i] tokens."""
+    """seconds[i]: of a target pass over rows[i] tokens behind `context` committed ones.
+
+    deeper: the same behind longer contexts, in order.
+    """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
+    context: int = CONTEXTS[0]
+    deeper: tuple[PassTimes, ...] = ()
 
     def of(self, rows: npt.NDArray[Any] | int, contexts: Sequence[int] = ()) -> npt.NDArray[Any]:
-        """T(rows, contexts): interpolated, and never less for more rows.
+        """T(rows, contexts): interpolated, and never less for more rows or a longer context.
 
-        contexts: committed tokens of the sequences in the pass. All was measured behind 128, so
-        they make no difference yet.
+        contexts: committed tokens of the sequences in the pass; behind the longest that was
+        measured every token more costs what it did before.
         """
+        near = self._behind(rows)
+        if not self.deeper or not contexts:
+            return near
+        length, below = sum(contexts) / len(contexts), self
+        for above in self.deeper:
+            far = np.maximum(above._behind(rows), near)
+            if length < above.context or above is self.deeper[-1]:
+                break
+            below, near = above, far
+        share = max(0.0, (length - below.context) / (above.context - below.context))
+        return np.asarray(near + share * (far - near))
+
+    def _behind(self, rows: npt.NDArray[Any] | int) -> npt.NDArray[Any]:
+        """Behind just this context; more rows than were timed are on the last two times' line."""
         rising = np.maximum.accumulate(self.seconds)
-        return np.asarray(np.interp(rows, self.rows, rising))
+        beyond = np.maximum(np.subtract(rows, self.rows[-1]), 0)
+        slope = 0.0
+        if len(rising) > 1:
+            slope = (rising[-1] - rising[-2]) / (self.rows[-1] - self.rows[-2])
+        return np.asarray(np.interp(rows, self.rows, rising) + slope * beyond)
 
 
 def measure(target: Target) -> PassTimes:
-    """Time trees of 1 to 96 rows behind 128 tokens; the least of three each, a few seconds.
+    """Time passes over 1 to 96 rows behind short and long contexts; the least of three each.
 
-    Whatever else the machine does only adds time, so the least is nearest to the truth.
+    Trees, or chains where the target verifies no others. Some seconds in all; what the caches hold
+    behind the first tokens is made up. Whatever else the machine does only adds time, so the least
+    is nearest to the truth.
     """
     cache = target.new_cache()
-    target.check_trees()
-    prompt = mx.zeros(_CONTEXT, mx.int32)
-    mx.eval(target.forward(prompt, cache, Block(_CONTEXT))[0], cache.arrays)
-    cache.commit(range(_CONTEXT))
-    seconds = []
-    for rows in tqdm(ROWS, desc="timing this machine, once", leave=False):
-        tree = Tree((0,) * (rows - 1), (-1, *((i - 1) // 2 for i in range(1, rows))))
-        ids = mx.zeros(rows, mx.int32)
-        times = []
-        for _ in range(_REPEATS + 1):
-            start = time.perf_counter()
-            mx.eval(mx.argmax(target.forward(ids, cache, Block.of(tree))[0], axis=-1))
-            times.append(time.perf_counter() - start)
-            cache.discard()
-        seconds.append(min(times[1:]))
-    return PassTimes(ROWS, tuple(seconds))
+    prompt = mx.zeros(CONTEXTS[0], mx.int32)
+    mx.eval(target.forward(prompt, cache, Block(CONTEXTS[0]))[0], cache.arrays)
+    cache.commit(range(CONTEXTS[0]))
+    contexts = [c for c in CONTEXTS if c == CONTEXTS[0] or c + ROWS[-1] <= target.context_length]
+    passes = [(c, n) for c in contexts for n in (ROWS if c == CONTEXTS[0] else DEEP_ROWS)]
+    seconds: dict[int, list[float]] = {context: [] for context in contexts}
+    for context, rows in tqdm(passes, desc="timing this machine, once", leave=False):
+        cache.lengthen(context - cache.length)
+        seconds[context].append(min(_time_passes(target, cache, rows)))
+    first, *deeper = (
+        PassTimes(ROWS if context == CONTEXTS[0] else DEEP_ROWS, tuple(found), context)
+        for context, found in seconds.items()
+    )
+    return replace(first, deeper=tuple(deeper))
+
+
+def _time_passes(target: Target, cache: SequenceCache, rows: int) -> Iterator[float]:
+    """Seconds of several passes over as many rows, without the first one's."""
+    block, ids = Block(rows), mx.zeros(rows, mx.int32)
+    if target.takes_trees:
+        block = Block.of(Tree((0,) * (rows - 1), (-1, *((i - 1) // 2 for i in range(1, rows)))))
+    for repeat in range(_REPEATS + 1):
+        start = time.perf_counter()
+        mx.eval(mx.argmax(target.forward(ids, cache, block)[0], axis=-1))
+        if repeat:
+            yield time.perf_counter() - start
+        cache.discard()
 
 
 def stored_times(target: Target, again: bool = False, folder: Path | None = None) -> PassTimes:
@@ -76,25 +115,42 @@ def stored_times(target: Target, again: bool = False, folder: Path | None = None
 
     again: measure anyway. A file that cannot be read or written is done without.
     """
-    folder = folder or platformdirs.user_cache_path("dflash-chat") / "timing"
-    file = folder / f"{_key(target)}.json"
+    file = (folder or _folder()) / f"{_key(target)}.json"
     try:
         if not again:
             return read_times(file)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     times = measure(target)
-    keep_text(file, json.dumps(vars(times)))
+    keep_text(file, json.dumps(asdict(times)))
     return times
+
+
+def forget_times(target: Target) -> None:
+    """Let them be measured again, by this program and the next one."""
+    target.pass_times = None
+    with suppress(OSError):
+        (_folder() / f"{_key(target)}.json").unlink()
 
 
 def read_times(file: Path) -> PassTimes:
     """What `stored_times` kept. OSError, ValueError, KeyError or TypeError for anything else."""
     stored = json.loads(file.read_text(encoding="utf-8"))
-    times = PassTimes(tuple(stored["rows"]), tuple(float(s) for s in stored["seconds"]))
-    if times.rows != ROWS or len(times.seconds) != len(ROWS) or min(times.seconds) <= 0:
+    times = replace(_read(stored), deeper=tuple(map(_read, stored["deeper"])))
+    if times.rows != ROWS or any(deep.rows != DEEP_ROWS for deep in times.deeper):
         raise ValueError("times of other rows")
     return times
+
+
+def _read(stored: dict[str, Any]) -> PassTimes:
+    rows, seconds = tuple(stored["rows"]), tuple(float(s) for s in stored["seconds"])
+    if len(rows) != len(seconds) or min(seconds) <= 0:
+        raise ValueError("not a time for every number of rows")
+    return PassTimes(rows, seconds, int(stored["context"]))
+
+
+def _folder() -> Path:
+    return platformdirs.user_cache_path("dflash-chat") / "timing"
 
 
 def _key(target: Target) -> str:

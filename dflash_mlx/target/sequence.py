@@ -66,6 +66,15 @@ class SequenceCache:
         if self._attention:
             commit_layers(self._attention, path)
 
+    def lengthen(self, rows: int) -> None:
+        """Commit `rows` more tokens that nobody wrote, to time long contexts."""
+        if rows:
+            for layer in self._attention:
+                layer.lengthen(rows)
+            if self._recurrent is not None:
+                self._recurrent.length += rows
+            mx.eval(self.arrays)
+
     def discard(self) -> None:
         """Drop the block's rows."""
         if self._recurrent is not None:

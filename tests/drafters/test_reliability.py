@@ -44,7 +44,7 @@ def test_what_is_kept_is_closed_and_no_number_of_nodes_pays_more(tree, draft, sl
         return 1 + slope * np.asarray(rows)
 
     reached = reach(tree, np.exp(tree.logprobs))
-    kept = worth_keeping(reached, seconds, draft, 96)
+    kept, _ = worth_keeping(tree, reached, seconds, draft, 96)
     assert kept[0] == 0
     assert all(tree.parents[node] in kept for node in kept[1:])
     best = np.sort(reached)[::-1]
@@ -56,15 +56,16 @@ def test_what_is_kept_is_closed_and_no_number_of_nodes_pays_more(tree, draft, sl
 @given(trees, st.integers(1, 30))
 def test_width_that_costs_nothing_is_used_up_and_width_that_costs_a_pass_is_not(tree, most):
     reached = reach(tree, np.exp(tree.logprobs))
-    assert len(tree.prune(worth_keeping(reached, FLAT.of, 0.1, most))) == min(most, len(tree))
-    assert worth_keeping(reached, STEEP.of, 0.1, most) == [0]
+    kept, _ = worth_keeping(tree, reached, FLAT.of, 0.1, most)
+    assert len(tree.prune(kept)) == min(most, len(tree))
+    assert worth_keeping(tree, reached, STEEP.of, 0.1, most)[0] == [0]
 
 
 def test_a_sure_chain_is_kept_where_only_sure_nodes_pay():
     chain = Tree((2, 3, 4, 5, 6), (-1, 0, 1, 2, 0, 4))
     chances = np.array([1, 0.99, 0.99, 0.99, 0.3, 0.3])
     times = PassTimes((1, 2, 3, 4, 5, 6), (1.0, 1.1, 1.2, 1.3, 2.4, 3.5))
-    kept = worth_keeping(reach(chain, chances), times.of, 0.2, 96)
+    kept, _ = worth_keeping(chain, reach(chain, chances), times.of, 0.2, 96)
     assert kept == [0, 1, 2, 3]
     assert chain.prune(kept).is_chain
 

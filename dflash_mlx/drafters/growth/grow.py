@@ -20,7 +20,7 @@ Offers = tuple[list[int], list[float]]  # tokens and their log-probabilities, be
 Choices = Callable[[Path], Offers | None]  # what may follow a path; None where that is not known
 
 FIRST, SECOND = "first", "second"  # draft, of two
-_LEAST = 1e-300  # a probability whose logarithm is finite
+LEAST = 1e-300  # a probability whose logarithm is finite
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def mix(first: Ranked, second: Ranked, share: float) -> Ranked:
                 mass[int(token)] = mass.get(int(token), 0.0) + weight * math.exp(logprob)
         best = sorted(mass, key=lambda token: (-mass[token], token))[:k]
         tokens.append(best)
-        logprobs.append([math.log(max(mass[token], _LEAST)) for token in best])
+        logprobs.append([math.log(max(mass[token], LEAST)) for token in best])
     return Ranked(np.array(tokens), np.array(logprobs))
 
 

@@ -26,11 +26,14 @@ def conditional(ranked: Ranked, edges: Array) -> Array:
     return result
 
 
-def follow_links(ranked: Ranked, edges: Array) -> Choices:
-    """Choices by depth and by the last token of the path, which must be a candidate there."""
+def follow_links(ranked: Ranked, edges: Array, width: int | None = None) -> Choices:
+    """Choices by depth and by the last token of the path, which must be a candidate there.
+
+    width: only so many of the best.
+    """
     logprobs = conditional(ranked, edges)
     places = [{token: i for i, token in enumerate(row)} for row in ranked.tokens.tolist()]
-    order = np.argsort(-logprobs, axis=-1, kind="stable")
+    order = np.argsort(-logprobs, axis=-1, kind="stable")[..., :width]
     tokens = np.take_along_axis(ranked.tokens[:, None], order, axis=-1).tolist()
     known = np.take_along_axis(logprobs, order, axis=-1).tolist()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,19 +79,57 @@ def reach(tree: Tree, chances: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return result
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The best part of a tree for every number of nodes.
+
+    expected: [M] tokens that the best n + 1 nodes bring, the target's own included. ends: [M] the
+    last node of each: in the order of their chances, or of the chain that ends there.
+    """
+
+    expected: npt.NDArray[Any]
+    ends: npt.NDArray[Any]
+
+    @classmethod
+    def of_tree(cls, reached: npt.NDArray[Any], most: int) -> Sizes:
+        """Any nodes: the likeliest are closed under parents, as no node is likelier than its."""
+        order = np.argsort(-reached, kind="stable")[:most]
+        return cls(np.cumsum(reached[order]), order)
+
+    @classmethod
+    def of_chain(cls, tree: Tree, reached: npt.NDArray[Any], most: int) -> Sizes:
+        """One path: the one with most expected tokens of each length."""
+        sums, depths = reached.copy(), np.array(tree.depths)
+        for node in range(1, len(tree)):
+            sums[node] += sums[tree.parents[node]]
+        lengths = range(min(int(depths.max()) + 1, most))
+        ends = [int(np.argmax(np.where(depths == depth, sums, -1.0))) for depth in lengths]
+        return cls(sums[ends], np.array(ends))
+
+    def best(self, seconds: Callable[[Any], npt.NDArray[Any]], fixed: float) -> int:
+        """The number of nodes that maximises expected tokens / (fixed + seconds(n))."""
+        sizes = np.arange(1, len(self.expected) + 1)
+        return int(np.argmax(self.expected / (fixed + seconds(sizes)))) + 1
+
+
 def worth_keeping(
+    tree: Tree,
     reached: npt.NDArray[Any],
     seconds: Callable[[Any], npt.NDArray[Any]],
-    draft_seconds: float,
+    fixed: float,
     most: int,
-) -> list[int]:
-    """The nodes that promise most tokens per second, in order; the root is always among them.
+    chains: bool = False,
+) -> tuple[list[int], Sizes]:
+    """The nodes that promise most tokens per second, in order, and what other numbers promise.
 
-    reached: [N] as `reach` gives it. seconds: of a target pass over n rows. most: nodes. Maximises
-    (1 + expected accepted) / (draft + pass) over the n likeliest nodes, which are closed under
-    parents because no node is likelier than its parent.
+    reached: [N] as `reach` gives it. seconds: of a target pass over n rows. fixed: seconds of the
+    round beside it. most: nodes. chains: whether the target verifies nothing else.
     """
-    order = np.argsort(-reached, kind="stable")[:most]
-    sizes = np.arange(1, len(order) + 1)
-    rate = np.cumsum(reached[order]) / (draft_seconds + seconds(sizes))
-    return sorted(order[: int(np.argmax(rate)) + 1].tolist())
+    sizes = Sizes.of_chain(tree, reached, most) if chains else Sizes.of_tree(reached, most)
+    count = sizes.best(seconds, fixed)
+    if not chains:
+        return sorted(sizes.ends[:count].tolist()), sizes
+    path = [int(sizes.ends[count - 1])]
+    while path[0]:
+        path.insert(0, tree.parents[path[0]])
+    return path, sizes
