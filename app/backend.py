@@ -28,10 +28,8 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class PlainMeasured:
-    """seconds: of a one-row pass, None where this model cannot be measured."""
-
-    seconds: float | None
+class Timed:
+    """It is known what passes take here."""
 
 
 class Backend:
@@ -51,8 +49,9 @@ class Backend:
         yield Loaded(pair)
 
     def measure(self) -> Events:
-        """Time plain decoding: PlainMeasured."""
-        yield PlainMeasured(self._loaded().plain_seconds())
+        """Time the passes of this pair before anybody waits for them: Timed."""
+        self._loaded().time_passes()
+        yield Timed()
 
     def answer(self, request: Request, observer: Observer) -> Events:
         """Answer: a TextDelta per round."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_mlx import NO_DRAFTS, Statistics
+from dflash_mlx import Statistics
 
 BARS = "▁▂▃▄▅▆▇█"
 SEPARATOR = " | "
@@ -72,20 +72,22 @@ def fit(parts: Sequence[str], width: int, separator: str = SEPARATOR) -> str:
     return line or "".join(parts[:1])[:width]
 
 
-def speed_parts(figures: Figures, plain_seconds: float | None) -> list[str]:
-    """The first status line, most important first.
-
-    plain_seconds: of one plain token, measured on this machine; None while it is not known.
-    """
+def speed_parts(figures: Figures) -> list[str]:
+    """The first status line, most important first."""
     parts = [f"{figures['tokens_per_second']:.1f} tok/s"]
-    if plain_seconds is not None and figures["method"] != NO_DRAFTS:
-        parts.append(f"{figures['tokens_per_second'] * plain_seconds:.2f}x plain")
+    if figures["times_plain"]:
+        parts.append(f"{times_plain(figures)}x plain")
     if figures["accepted_by_position"]:
         parts.append(f"{figures['mean_accepted']:.2f} tokens/round")
         parts.append(f"accepted {figures['acceptance_rate']:.0%}")
     parts.append(f"first after {figures['time_to_first_token']:.2f} s")
     parts.append(f"memory {gigabytes(figures['peak_memory_bytes'])}")
     return parts
+
+
+def times_plain(figures: Figures) -> str:
+    """How many times as fast as plain decoding, "~" where no round of this answer was plain."""
+    return f"{'' if 'plain' in figures['modes'] else '~'}{figures['times_plain']:.2f}"
 
 
 def context_parts(figures: Figures) -> list[str]:
@@ -113,12 +115,12 @@ def gigabytes(count: float) -> str:
     return f"{count / GIGABYTE:.2f} GB"
 
 
-def statistics_rows(figures: Figures, plain_seconds: float | None) -> list[tuple[str, str]]:
+def statistics_rows(figures: Figures) -> list[tuple[str, str]]:
     """Everything about one answer: what is counted, and how much it is."""
     return [
         ("method", figures["method"]),
         ("tokens per second, decoding", f"{figures['tokens_per_second']:.2f}"),
-        ("against plain decoding", _against_plain(figures, plain_seconds)),
+        ("against plain decoding", _against_plain(figures)),
         ("tokens generated", str(figures["generated_tokens"])),
         ("rounds", f"{figures['rounds']} ({figures['modes']})".removesuffix(" ()")),
         ("tokens per round", f"{figures['mean_accepted']:.2f}"),
@@ -134,11 +136,11 @@ def statistics_rows(figures: Figures, plain_seconds: float | None) -> list[tuple
     ]
 
 
-def _against_plain(figures: Figures, plain_seconds: float | None) -> str:
-    if plain_seconds is None:
-        return "not measured yet"
-    ratio = figures["tokens_per_second"] * plain_seconds
-    return f"{ratio:.2f} times as fast ({1 / plain_seconds:.1f} tok/s in plain passes here)"
+def _against_plain(figures: Figures) -> str:
+    if not figures["times_plain"]:
+        return "not known: nothing was decoded plainly"
+    plain = figures["tokens_per_second"] / figures["times_plain"]
+    return f"{times_plain(figures)} times as fast as {plain:.1f} tok/s"
 
 
 def _context(figures: Figures) -> int:

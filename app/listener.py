@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dflash_chat.backend import Loaded, PlainMeasured
+from dflash_chat.backend import Loaded, Timed
 from dflash_chat.conversation import Turn
 from dflash_chat.pace import Pace
 from dflash_chat.problems import describe
@@ -72,8 +72,8 @@ class Listener:
         match event:
             case Loaded():
                 await self._loaded(job, event.pair)
-            case PlainMeasured():
-                self._plain_measured(job, event.seconds)
+            case Timed():
+                self._done_waiting(job)
             case Failed():
                 await self._failed(job, describe(event.error))
             case RaceStep() | RaceResult():
@@ -144,7 +144,6 @@ class Listener:
         app = self._app
         app.pair_config = self._loads.pop(job, app.pair_config)
         app.pair = pair
-        app.status.plain_seconds = None
         self._done_waiting(job)
         self.waiting.add(app.measure())
         if needs_drafter(app.config.method) and not pair.means.drafters:
@@ -154,11 +153,6 @@ class Listener:
         for note in pair.notes:
             await app.say(f"{note}.")
         app.show_header()
-
-    def _plain_measured(self, job: Job, seconds: float | None) -> None:
-        self._app.status.plain_seconds = seconds
-        self._done_waiting(job)
-        self._app.status.draw()
 
     def _done_waiting(self, job: Job) -> None:
         self.waiting.discard(job)

@@ -124,7 +124,7 @@ class CommandRunner:
         status = self._app.status
         if (figures := status.figures) is None:
             raise DFlashError("there is no answer yet", "ask something first")
-        rows = statistics_rows(figures, status.plain_seconds)
+        rows = statistics_rows(figures)
         self._app.push_screen(RowsScreen("The last answer", rows))
 
     async def _new(self, _: str) -> None:

@@ -47,7 +47,6 @@ class Status(Vertical):
 
     def __init__(self) -> None:
         super().__init__(id="status")
-        self.plain_seconds: float | None = None
         self._rounds: deque[int] = deque(maxlen=RECENT)
         self._statistics: Statistics | None = None
         self._context_length = 0
@@ -92,7 +91,7 @@ class Status(Vertical):
         if figures is None or not self.is_mounted:
             return
         width = max(self.size.width - 2, 10)
-        speed = fit(speed_parts(figures, self.plain_seconds), width)
+        speed = fit(speed_parts(figures), width)
         rounds = fit(round_parts(figures, tuple(self._rounds), width), width)
         self.query_one("#speed", Static).update(speed)
         self.query_one("#rounds", Static).update(rounds)

@@ -18,7 +18,8 @@ class Statistics:
     generated_tokens: a stop token included, tokens cut off behind a stop excluded.
     drafted, accepted: how often a token was drafted, and accepted, at each position of the block.
     modes: rounds by the mode that a budget chose ("plain", "chain", "tree"), see `Proposal`.
-    near_ties: what `--exact` took, None without it.
+    plain_seconds: what plain decoding would have taken for the same tokens, going by what passes
+    took meanwhile; 0 where nothing tells. near_ties: what `--exact` took, None without it.
     """
 
     method: str
@@ -32,6 +33,7 @@ class Statistics:
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
+    plain_seconds: float = 0.0
     near_ties: NearTies | None = None
 
     def add_round(self, accepted: Accepted, mode: str = "") -> None:
@@ -48,6 +50,14 @@ class Statistics:
     def tokens_per_second(self) -> float:
         """Of decoding, without the prompt."""
         return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def times_plain(self) -> float:
+        """How many times as fast as plain decoding; 0 where nothing tells.
+
+        An estimate, unless some of the rounds ("plain" among `modes`) were plain ones.
+        """
+        return self.plain_seconds / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -81,6 +91,7 @@ class Statistics:
             "time_to_first_token": self.time_to_first_token,
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": self.tokens_per_second,
+            "times_plain": self.times_plain,
             "rounds": self.rounds,
             "acceptance_length": self.acceptance_length,
             "mean_accepted": self.mean_accepted,

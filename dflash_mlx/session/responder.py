@@ -6,7 +6,6 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.methods import draws_drafts, settle
 from dflash_mlx.engine.pair import Pair
@@ -45,15 +44,10 @@ class Responder:
             yield replace(delta, text=opening + delta.text) if opening else delta
             opening = ""
 
-    def plain_seconds(self) -> float | None:
-        """Of a one-token target pass, measured once per machine; None where it cannot be timed."""
+    def time_passes(self) -> None:
+        """Measure what target passes take, once per machine, so that no answer has to wait."""
         target = self.pair.target
-        try:
-            if target.pass_times is None:
-                target.pass_times = stored_times(target)
-        except DFlashError:
-            return None
-        return float(target.pass_times.of(1))
+        target.pass_times = target.pass_times or stored_times(target)
 
     def _session_for(self, config: DecodeConfig) -> Session:
         """The session with its caches; a new one only where drafting itself has changed."""

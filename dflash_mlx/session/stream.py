@@ -105,6 +105,7 @@ class Session:
             kept = text.take(accepted.tokens)
             statistics.add_round(accepted, proposal.mode)
             statistics.generated_tokens += len(kept)
+            statistics.plain_seconds += len(kept) * (proposal.plain_seconds or 0.0)
             if statistics.rounds == 1:
                 statistics.time_to_first_token = time.perf_counter() - begin
             length = len(prompt) + statistics.generated_tokens

@@ -13,7 +13,7 @@ from typing import Any
 
 from textual.widgets import Markdown, Static
 
-from dflash_chat.backend import Loaded, PlainMeasured
+from dflash_chat.backend import Loaded, Timed
 from dflash_chat.chat_app import ChatApp, Start
 from dflash_chat.options import ChatConfig
 from dflash_chat.race import DRAFTED, PLAIN, RaceStep
@@ -159,7 +159,7 @@ class ScriptedBackend:
 
     def measure(self):
         self._wait_in("measure")
-        yield PlainMeasured(0.05)
+        yield Timed()
 
     def answer(self, request, observer):
         self.requests.append(request)
