@@ -9,7 +9,7 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.growth.grow import best_first, follow
 from dflash_mlx.drafters.growth.links import follow_links
-from dflash_mlx.drafters.growth.rank import TOP_K, rank
+from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method
 from dflash_mlx.drafters.one_draft import OneDraft, block_models
 from dflash_mlx.engine.drafter import Drafter, Proposal
@@ -38,8 +38,7 @@ class BestFirst(OneDraft):
         if model.config.selector is not None:
             choices = follow_links(*model.linked(context, state.anchor, rows), self._width)
         else:
-            logits = model.logits(context, state.anchor, rows)
-            choices = follow(rank(logits, self._width, model.kernels))
+            choices = follow(model.ranked(context, state.anchor, rows, self._width))
         return Proposal(best_first(choices, self._nodes).as_tree())
 
 

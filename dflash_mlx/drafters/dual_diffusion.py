@@ -24,7 +24,7 @@ from dflash_mlx.drafters.growth.grow import (
     mix,
 )
 from dflash_mlx.drafters.growth.links import along_path
-from dflash_mlx.drafters.growth.rank import TOP_K, rank
+from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.method import (
     BRANCHES,
     DRAFT,
@@ -134,10 +134,9 @@ class DualDiffusion(EachAlone):
         if model.config.selector is not None:
             first = along_path(*model.linked(contexts[0], state.anchor, rows), TOP_K)
         else:
-            first = rank(model.logits(contexts[0], state.anchor, rows), TOP_K, model.kernels)
+            first = model.ranked(contexts[0], state.anchor, rows, TOP_K)
         prefixes = self._growth.prefixes(first)
-        logits = self._models[-1].logits(contexts[-1], state.anchor, rows, prefixes)
-        ranked = rank(logits, TOP_K, model.kernels)
+        ranked = self._models[-1].ranked(contexts[-1], state.anchor, rows, TOP_K, prefixes)
         second, start = {}, 0
         for prefix in prefixes:
             end = start + rows - 1 - len(prefix)

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy.typing as npt
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.state import Context
@@ -38,6 +39,9 @@ class DraftModel(Protocol):
 
     def new_context(self) -> Context:
         """An empty context for one sequence."""
+
+    def limit_vocabulary(self, target: Target, tokens: npt.NDArray[Any], size: int) -> None:
+        """Draft only the first `size` of all `tokens` [V], and those that a conversation has."""
 
     def try_out(self, context: Context) -> mx.array:
         """Logits of one draft behind a context, 0 for tokens that it never drafts.

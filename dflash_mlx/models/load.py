@@ -8,6 +8,7 @@ from typing import cast
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.check import DrafterFacts
+from dflash_mlx.models.likely_tokens import draft_size, likely_tokens
 from dflash_mlx.models.names import find_names, target_names
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
 from dflash_mlx.models.parts import TargetPart, find_parts
@@ -36,12 +37,16 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     names = find_names(config)
     part, choice = find_parts(names, uses)
     drafters = [drafter.facts for drafter in choice.parts]
+    sizes = [draft_size(config.draft_vocabulary, d.config.vocab_size) for d in drafters]
     target, tokenizer = part.load()
     target.kv_bits = config.kv_bits
     notes = (*choice.notes, *_already_packed(drafters, config.drafter_bits))
     notes += fit_target(target, [tap for drafter in drafters for tap in drafter.config.taps])
     models = tuple(d.format.load(d.source.here, d.config, target, config) for d in drafters)
     notes += tuple(note for model in models for note in fit_drafter(model, target))
+    for model, drafter, size in zip(models, drafters, sizes, strict=True):
+        tokens = likely_tokens(drafter.source.here, tokenizer, drafter.config.vocab_size)
+        model.limit_vocabulary(target, tokens, size)
     target.use_kernels(cast(Mode, config.kernels))
     name = names.drafter if models else None
     return Pair(target, tokenizer, models, name, choice.missing, names.advice, notes)

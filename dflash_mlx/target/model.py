@@ -155,6 +155,29 @@ class Target:
             return lambda states: embedding.as_linear(states)  # as it is then: hooks come and go
         return _find_module(self.model, _HEADS, self.name)  # type: ignore[no-any-return]
 
+    def head_of(self, ids: mx.array) -> Callable[[mx.array], mx.array]:
+        """As `head`, for the tokens `ids` [v] alone: states [..., d] to logits [..., v].
+
+        DFlashError for a head that is no matrix.
+        """
+        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
+        tied = names.isdisjoint(_HEADS)
+        module = self.embedding() if tied else _find_module(self.model, _HEADS, self.name)
+        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+            biases = module.get("biases")
+            packed = module.weight[ids], module.scales[ids], None if biases is None else biases[ids]
+            how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+            return lambda states: mx.quantized_matmul(states, *packed, **how)
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            raise DFlashError(
+                f"the head of {self.name} is a {type(module).__name__}, which has no rows",
+                "leave out --draft-vocabulary",
+            )
+        rows, bias = mx.contiguous(module.weight[ids]), module.get("bias")
+        if bias is None:
+            return lambda states: states @ rows.T
+        return lambda states: mx.addmm(bias[ids], states, rows.T)
+
     def _keep_output(self, i: int) -> Callable[..., Any]:
         def call(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             output = forward(layer, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ import numpy as np
 
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.drafters.dflash.partial_head import PartialHead
 from dflash_mlx.drafters.dflash.selector import Candidates, predecessors
 from dflash_mlx.drafters.growth.grow import Array, Ranked
 from dflash_mlx.drafters.growth.rank import rank
@@ -24,9 +26,8 @@ Shown = Sequence[Sequence[int]]  # drafted tokens that each block shows unmasked
 class BlockModel:
     """A DFlash network with an embedding and a head: its own, or those of its target.
 
-    Logits are always over the target's vocabulary, so what is drafted from them needs to know
-    nothing of a draft vocabulary: tokens outside it have -inf. That costs writing [n, V] numbers
-    once a draft; the product with the head, which costs much more, stays as small as its own.
+    Logits are always over the target's vocabulary, and so are ranked tokens: what is drafted needs
+    to know nothing of a draft vocabulary. Tokens outside it have -inf.
     Raises DFlashError for a target whose embedding cannot be found.
     """
 
@@ -43,9 +44,10 @@ class BlockModel:
         )
         self._head: Callable[[mx.array], mx.array]
         self._head = network.lm_head if config.own_head else target.head()
-        self._ids: mx.array | None = None
+        self._ids: Array | None = None
         if config.draft_vocab_size is not None:
-            self._ids = mx.arange(config.draft_vocab_size) + network.d2t
+            self._ids = np.array(mx.arange(config.draft_vocab_size) + network.d2t)
+        self._partial: PartialHead | None = None
         target.tap(config.target_layer_ids)
 
     @property
@@ -67,14 +69,21 @@ class BlockModel:
         """Logits of a whole block; tokens outside a draft vocabulary have 0."""
         assert isinstance(context, FeatureContext)
         logits = self.logits(context, mx.zeros(1, mx.int32), self.block_size)
-        if self._ids is None:
-            return logits
-        return mx.where(logits == -mx.inf, 0, logits)
+        return logits if self._ids is None else mx.where(logits == -mx.inf, 0, logits)
 
     def new_context(self) -> FeatureContext:
         """An empty context for one sequence."""
         windows = self.config.layer_windows
-        return FeatureContext(self._network, windows, self.kernels, self._kv_bits)
+        words = None if self._partial is None else self._partial.new_words()
+        return FeatureContext(self._network, windows, self.kernels, self._kv_bits, words)
+
+    def limit_vocabulary(self, target: Target, ids: Array, size: int) -> None:
+        """Draft only `size` tokens, and those that a conversation has; not with a head of its own.
+
+        ids: [V] all tokens, the likeliest first.
+        """
+        if not self.config.own_head and size < len(ids):
+            self._partial = PartialHead(target, ids, size)
 
     def logits(
         self,
@@ -89,13 +98,19 @@ class BlockModel:
         arXiv 2606.04446, 3.3); a prefix of l tokens has rows - 1 - l masks. All blocks go through
         the network in one pass over the one context.
         """
-        return self._logits(self._states(context, anchor, rows, prefixes))
+        return self._whole(*self._logits(self._states(context, anchor, rows, prefixes), context))
+
+    def ranked(
+        self, context: FeatureContext, anchor: mx.array, rows: int, k: int, prefixes: Shown = ((),)
+    ) -> Ranked:
+        """The k likeliest tokens of each row of `logits`; waits for the pass."""
+        return self._rank(self._states(context, anchor, rows, prefixes), context, k)
 
     def candidates(self, context: FeatureContext, anchor: mx.array, rows: int) -> Candidates:
         """What DFlash 2's selector can choose from in a block of `rows`."""
         states = self._states(context, anchor, rows, ((),))
         selector = self._network.candidate_selector
-        return selector(states, self._logits(states), anchor)
+        return selector(states, self._whole(*self._logits(states, context)), anchor)
 
     def linked(self, context: FeatureContext, anchor: mx.array, rows: int) -> tuple[Ranked, Array]:
         """The selector's candidates in a block of `rows`, ranked, and its edges between them.
@@ -105,7 +120,7 @@ class BlockModel:
         assert self.config.selector is not None
         states = self._states(context, anchor, rows, ((),))
         k = min(self.config.selector.top_k, MAX_K)
-        ranked = rank(self._logits(states), k, self.kernels)
+        ranked = self._rank(states, context, k)
         tokens = mx.array(ranked.tokens)
         selector = self._network.candidate_selector
         edges = selector.edges(states, predecessors(tokens, anchor), tokens)
@@ -131,15 +146,28 @@ class BlockModel:
         states = self._network(x, context.cache, branches=len(prefixes)).astype(x.dtype)
         return states[0, 1:] if len(masked) == x.shape[1] - 1 else states[0, mx.array(masked)]
 
-    def _logits(self, states: mx.array) -> mx.array:
-        """[n, V] from final states [n, d]."""
-        logits = self._head(states * self.config.output_multiplier)
-        logits = capped(logits, self.config.final_logit_softcapping)
-        if self._ids is None:
+    def _logits(self, states: mx.array, context: FeatureContext) -> tuple[mx.array, Array | None]:
+        """[n, v] from final states [n, d], and the tokens [v] that they are for; None for all."""
+        states, ids = states * self.config.output_multiplier, self._ids
+        if context.words is None:
+            logits = self._head(states)
+        else:
+            logits, ids = context.words.logits(states)
+        return capped(logits, self.config.final_logit_softcapping), ids
+
+    def _whole(self, logits: mx.array, ids: Array | None) -> mx.array:
+        """[n, V]: -inf for tokens that are not among `ids`."""
+        if ids is None:
             return logits
         whole = mx.full((logits.shape[0], self.config.vocab_size), -mx.inf, dtype=logits.dtype)
-        whole[:, self._ids] = logits
+        whole[:, mx.array(ids)] = logits
         return whole
+
+    def _rank(self, states: mx.array, context: FeatureContext, k: int) -> Ranked:
+        """The k likeliest tokens after each of the final states [n, d]."""
+        logits, ids = self._logits(states, context)
+        ranked = rank(logits, k, self.kernels)
+        return ranked if ids is None else replace(ranked, tokens=ids[ranked.tokens])
 
 
 def capped(logits: mx.array, cap: float | None) -> mx.array:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.drafters.dflash.partial_head import Words
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.routing import Kernels
 from dflash_mlx.target.sequence import SequenceCache
@@ -30,6 +31,7 @@ class FeatureContext:
     """The drafter's keys and values of the committed tokens' features, per layer.
 
     Features wait until a draft needs them: rounds without one must not pay for its context.
+    words: the conversation's, where its drafter has a partial head.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class FeatureContext:
         windows: tuple[int | None, ...],
         kernels: Kernels | None = None,
         kv_bits: int | None = None,
+        words: Words | None = None,
     ) -> None:
+        self.words = words
         self._network = network
         self._cache = SequenceCache([LayerCache(window, kernels, kv_bits) for window in windows])
         self._waiting: list[mx.array] = []
@@ -71,6 +75,8 @@ class FeatureContext:
         if features is None:
             raise ValueError("no features of tokens, though the drafter reads them")
         self._waiting.append(features)
+        if self.words is not None:
+            self.words.add(tokens)
         if self._rows >= _MOST_WAITING:
             _ = self.cache
 

@@ -1,0 +1,45 @@
+"""Which tokens an answer is likely to have, so that drafts need no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_mlx.core.errors import DFlashError
+
+FILE = "likely_tokens.npy"  # beside a drafter's weights: ids, the most frequent in its corpus first
+SHARE = 4  # of the vocabulary one part in so many is drafted from, unless asked otherwise
+
+
+def likely_tokens(folder: Path, tokenizer: Any, vocabulary: int) -> npt.NDArray[np.int64]:
+    """All tokens [V], the likeliest first.
+
+    By the frequencies beside the drafter. Then, or without such a file, what ends an answer, and
+    the others by their ids: a tokenizer makes frequent tokens first. DFlashError for another file.
+    """
+    try:
+        counted = np.load(folder / FILE).astype(np.int64)
+    except FileNotFoundError:
+        counted = np.zeros(0, np.int64)
+    except (OSError, ValueError) as error:
+        problem = f"{folder / FILE} cannot be read ({error})"
+        raise DFlashError(problem, "delete it, or give --draft-vocabulary") from None
+    if counted.ndim != 1 or np.any((counted < 0) | (counted >= vocabulary)):
+        raise DFlashError(f"{folder / FILE} has ids that are no tokens", "delete it")
+    ends = sorted(tokenizer.eos_token_ids)
+    order = np.concatenate([ends, counted, np.arange(vocabulary)]).astype(np.int64)
+    _, first = np.unique(order, return_index=True)
+    return order[np.sort(first)]
+
+
+def draft_size(asked: int | None, vocabulary: int) -> int:
+    """How many of them drafts are made of; DFlashError for more than there are."""
+    if asked is not None and asked > vocabulary:
+        raise DFlashError(
+            f"draft_vocabulary is {asked}, but the model has {vocabulary} tokens",
+            f"choose 1 to {vocabulary}",
+        )
+    return asked or max(1, vocabulary // SHARE)
