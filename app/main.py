@@ -63,7 +63,7 @@ def _answer(
     """One answer on stdout."""
     check_prompt(prompt, chat.system, raw=False)
     pair = cli.open_pair(arguments, config)
-    tokens = prompt_tokens(pair.tokenizer, prompt, chat.system, raw=False)
+    tokens = prompt_tokens(pair.tokenizer, prompt, chat.system, template=pair.template)
     cli.print_stream(Session(pair, config).stream(tokens))
 
 

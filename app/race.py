@@ -58,7 +58,7 @@ def race(pair: Pair, request: Request) -> Iterator[RaceStep | RaceResult]:
             "answers drawn by rejection differ from plain ones, by design",
             "set acceptance to match in /settings to compare them token by token",
         )
-    tokens = prompt_tokens(pair.tokenizer, request.messages, request.system)
+    tokens = prompt_tokens(pair.tokenizer, request.messages, request.system, template=pair.template)
     plain = Lane(PLAIN, Session(pair, replace(config, method=NO_DRAFTS)).stream(tokens))
     drafted = Lane(DRAFTED, Session(pair, config).stream(tokens))
     while running := [lane for lane in (drafted, plain) if not lane.finished]:

@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> None:
     if sweep is not None:
         methods, report["sweep"] = expand(sweep, methods, largest_block(pair))
     methods = name_blocks(methods, config)
-    asked = questions(pair.tokenizer, rows, contexts, read_prompts(arguments.prompts, None))
+    source = read_prompts(arguments.prompts, None)
+    asked = questions(pair.tokenizer, rows, contexts, source, pair.template)
     report["settings"] |= {
         "prompts": len(asked),
         "prompt_tokens": describe_lengths(asked),

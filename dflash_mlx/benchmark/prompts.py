@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, cycle
 from typing import Any
@@ -37,23 +37,34 @@ def read_contexts(text: str | None) -> list[int]:
 
 
 def questions(
-    tokenizer: Any, rows: Sequence[Row], contexts: Sequence[int], source: Sequence[Row]
+    tokenizer: Any,
+    rows: Sequence[Row],
+    contexts: Sequence[int],
+    source: Sequence[Row],
+    template: Mapping[str, Any] | None = None,
 ) -> list[BenchmarkPrompt]:
     """Every row once, or once for every length in `contexts`.
 
     With several lengths they are the categories, so that each has figures of its own. A prompt that
-    is longer already stays as it is. source: rows whose text pads the others.
+    is longer already stays as it is. source: rows whose text pads the others. template: arguments
+    of the chat template.
     """
     result = []
     for row in rows:
         for length in contexts or (None,):
             category = f"{length} tokens" if len(contexts) > 1 else row["category"]
-            tokens = pad(tokenizer, row, length or 0, source)
+            tokens = pad(tokenizer, row, length or 0, source, template)
             result.append(BenchmarkPrompt(str(row.get("id", "")), category, tokens, length))
     return result
 
 
-def pad(tokenizer: Any, row: Row, length: int, source: Sequence[Row]) -> list[int]:
+def pad(
+    tokenizer: Any,
+    row: Row,
+    length: int,
+    source: Sequence[Row],
+    template: Mapping[str, Any] | None = None,
+) -> list[int]:
     """The row's prompt as `length` tokens, template included, or a few less.
 
     The user turns of the rows after it in `source`, in order and from the start again at the end,
@@ -66,7 +77,7 @@ def pad(tokenizer: Any, row: Row, length: int, source: Sequence[Row]) -> list[in
         text = text.strip("\ufffd").strip()  # a character that was cut in half
         content = f"{text}\n\n{last['content']}" if text else last["content"]
         messages = [*before, {**last, "content": content}]
-        return prompt_tokens(tokenizer, messages, None, raw=False)
+        return prompt_tokens(tokenizer, messages, template=template)
 
     tokens = behind("")
     if len(tokens) >= length:

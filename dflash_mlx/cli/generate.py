@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
         prompt = read_messages(arguments.messages)
     check_prompt(prompt, arguments.system, arguments.raw)
     pair = cli.open_pair(arguments, config)
-    tokens = prompt_tokens(pair.tokenizer, prompt, arguments.system, arguments.raw)
+    tokens = prompt_tokens(pair.tokenizer, prompt, arguments.system, arguments.raw, pair.template)
     deltas = Session(pair, config).stream(tokens)
     if arguments.json:
         print(json.dumps(as_json(deltas), ensure_ascii=False))

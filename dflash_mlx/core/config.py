@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -102,7 +103,16 @@ class PairConfig:
         type=int,
     )
 
+    template: tuple[str, ...] = option(
+        (),
+        "KEY=VALUE for the model's chat template, the value as JSON: enable_thinking=false; may be "
+        "given several times",
+        action="append",
+        metavar="KEY=VALUE",
+    )
+
     def __post_init__(self) -> None:
+        _ = self.template_arguments
         _require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
         for name in ("drafter_bits", "kv_bits"):
             value = getattr(self, name)
@@ -110,6 +120,19 @@ class PairConfig:
         window_ok = self.draft_window is None or self.draft_window >= 2
         _require(window_ok, "draft_window", self.draft_window, "2 or more")
         _require_least(self, 1, "draft_vocabulary")
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """`template` as names and values; DFlashError for what is no name or no JSON."""
+        arguments = {}
+        for given in self.template:
+            key, _, value = given.partition("=")
+            try:
+                arguments[key] = json.loads(value)
+            except ValueError:
+                key = ""
+            _require(key.isidentifier(), "template", given, "KEY=VALUE, the value as JSON")
+        return arguments
 
 
 ALL_BUT_MODEL = tuple(f.name for f in fields(PairConfig) if f.name != "model")

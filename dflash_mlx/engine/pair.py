@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -83,7 +83,8 @@ class Pair:
     tokenizer: mlx-lm's TokenizerWrapper. drafters: D2SD's variable-prefix drafter is the second.
     drafter_name: where the first came from. undrafted: why there is none, where none was found.
     advice: how the pair is best used. notes: what loading had to change, a sentence each.
-    learned: what sessions have learned about drafting; `recall` reads it.
+    template: arguments of the chat template. learned: what sessions have learned about drafting;
+    `recall` reads it.
     """
 
     target: Target
@@ -93,6 +94,7 @@ class Pair:
     undrafted: str = ""
     advice: Advice = Advice()
     notes: tuple[str, ...] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)
     learned: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from jinja2 import Environment, TemplateError, meta
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.engine.pair import Pair
@@ -48,8 +51,14 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
         tokens = likely_tokens(drafter.source.here, tokenizer, drafter.config.vocab_size)
         model.limit_vocabulary(target, tokens, size)
     target.use_kernels(cast(Mode, config.kernels))
+    template = config.template_arguments
+    notes += tuple(
+        f"the chat template of {target.name} does not read {key}, so --template changes nothing"
+        for key in _unread_arguments(tokenizer, template)
+    )
     name = names.drafter if models else None
-    return Pair(target, tokenizer, models, name, choice.missing, names.advice, notes)
+    pair = Pair(target, tokenizer, models, name, choice.missing, names.advice, notes)
+    return replace(pair, template=template)
 
 
 def load_target(name: str | None = None) -> Pair:
@@ -71,3 +80,31 @@ def _already_packed(drafters: Sequence[DrafterFacts], bits: int | None) -> Itera
                 f"the drafter {drafter.name} is packed in {packed.bits} bits already "
                 f"and stays so, whatever --drafter-bits says"
             )
+
+
+def __unread_arguments(tokenizer: Any, names: Iterable[str]) -> list[str]:
+    """Those of `names` that the model's chat template does not read; all without a template."""
+    jinja = Environment(extensions=["jinja2.ext.loopcontrols"])  # as transformers reads them
+    source = getattr(tokenizer, "chat_template", None)
+    sources = source.values() if isinstance(source, dict) else [source or ""]
+    read: set[str] = set()
+    for text in sources:
+        try:
+            read |= meta.find_undeclared_variables(jinja.parse(text))
+        except TemplateError:
+            read |= set(names)  # what cannot be looked into may read anything
+    return [name for name in names if name not in read]
+
+
+def _unread_arguments(tokenizer: Any, names: Iterable[str]) -> list[str]:
+    """Those of `names` that the model's chat template does not read; all without a template."""
+    jinja = Environment(extensions=["jinja2.ext.loopcontrols"])  # as transformers reads them
+    source = getattr(tokenizer, "chat_template", None)
+    sources = source.values() if isinstance(source, dict) else [source or ""]
+    read: set[str] = set()
+    for text in sources:
+        try:
+            read |= meta.find_undeclared_variables(jinja.parse(text))
+        except TemplateError:
+            read |= set(names)  # what cannot be looked into may read anything
+    return [name for name in names if name not in read]

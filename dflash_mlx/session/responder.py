@@ -38,7 +38,9 @@ class Responder:
 
         Raises DFlashError as `prompt_tokens` and `Session` do.
         """
-        tokens = prompt_tokens(self.pair.tokenizer, request.messages, request.system)
+        tokens = prompt_tokens(
+            self.pair.tokenizer, request.messages, request.system, template=self.pair.template
+        )
         opening = BEGIN if opens_thought(self.pair.tokenizer, tokens) else ""
         for delta in self._session_for(request.config).stream(tokens, observer):
             yield replace(delta, text=opening + delta.text) if opening else delta

@@ -152,7 +152,7 @@ def stream(
     Raises DFlashError for an empty or too long prompt and for settings that do not fit the pair.
     For conversations with reused caches see `Session`.
     """
-    tokens = prompt_tokens(pair.tokenizer, prompt, system, raw=False)
+    tokens = prompt_tokens(pair.tokenizer, prompt, system, template=pair.template)
     return Session(pair, config).stream(tokens, observer)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,17 @@ def check_prompt(prompt: Prompt, system: str | None, raw: bool) -> None:
 
 
 def prompt_tokens(
-    tokenizer: Any, prompt: Prompt, system: str | None = None, raw: bool = False
+    tokenizer: Any,
+    prompt: Prompt,
+    system: str | None = None,
+    raw: bool = False,
+    template: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of `prompt`: a user's text or a conversation, through the model's chat template.
 
     system: put before the conversation. raw: encode the text as it is, without a template.
-    Raises DFlashError for a prompt that `check_prompt` refuses, and where the model's template is
-    missing or refuses the conversation.
+    template: arguments of the template, see `Pair.template`. Raises DFlashError for a prompt that
+    `check_prompt` refuses, and where the model's template is missing or refuses the conversation.
     """
     check_prompt(prompt, system, raw)
     if raw:
@@ -52,12 +56,16 @@ def prompt_tokens(
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
+    arguments = {"add_generation_prompt": True, **(template or {})}
     try:
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        return list(tokenizer.apply_chat_template(messages, **arguments))
     except TemplateError as error:
+        given = "".join(
+            f" with {key}={json.dumps(value)}" for key, value in (template or {}).items()
+        )
         raise DFlashError(
-            f"the model's chat template refuses the conversation ({error})",
-            "leave --system out, or let user and assistant take turns",
+            f"the model's chat template refuses the conversation{given} ({error})",
+            "leave --system or --template out, or let user and assistant take turns",
         ) from None
 
 

@@ -28,7 +28,8 @@ def main(argv: Sequence[str]) -> None:
     config = read_config(arguments)
     prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts, None)
     with CorpusFile(arguments.out) as file:
-        pair = load_target(cli.read_pair_config(arguments).model)
+        chosen = cli.read_pair_config(arguments)
+        pair = replace(load_target(chosen.model), template=chosen.template_arguments)
         file.begin(make_header(pair, config))
         collection = Collection(pair, config, file)
         missing, begin = collection.ask(prompts), time.perf_counter()
@@ -53,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, required=True, help="the corpus; rows are appended")
     result.add_argument("--openings", type=Path, help="a JSON list of openings, see --opening")
-    cli.add_options(result, PairConfig, CorpusConfig, without=ALL_BUT_MODEL)
+    cli.add_options(
+        result, PairConfig, CorpusConfig, without=tuple(set(ALL_BUT_MODEL) - {"template"})
+    )
     return result
 
 

@@ -115,7 +115,9 @@ class Collection:
     def _prompt(self, row: dict[str, Any]) -> CorpusRow:
         messages = row["messages"]
         digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
-        tokens = prompt_tokens(self._pair.tokenizer, messages, self._config.system)
+        tokens = prompt_tokens(
+            self._pair.tokenizer, messages, self._config.system, template=self._pair.template
+        )
         return CorpusRow(str(row.get("id", digest[:16])), row["category"], tuple(tokens))
 
 
@@ -126,6 +128,8 @@ def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:
         del settings[name]
     settings["opening"] = list(config.opening)  # as JSON gives it back
     settings["source"] = "prompts" if config.self_prompt is None else "self"
+    if pair.template:
+        settings["template"] = dict(pair.template)
     vocab_size = int(pair.target.embedding().weight.shape[0])
     return CorpusHeader(
         pair.target.name, vocab_size, tokenizer_fingerprint(pair.tokenizer), settings

@@ -62,7 +62,9 @@ class TurnWriter:
         text = self._template.text(self._opening(n), done.tokens, done.finish)
         if text is not None and text not in self._seen:
             message = {"role": "user", "content": text}
-            tokens = prompt_tokens(self._pair.tokenizer, [message], self._config.system)
+            tokens = prompt_tokens(
+                self._pair.tokenizer, [message], self._config.system, template=self._pair.template
+            )
             if len(tokens) < self._pair.target.context_length:
                 self._seen.add(text)
                 return CorpusRow(self._id(n), "self", tuple(tokens), messages=(message,))
