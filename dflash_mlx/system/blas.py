@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
+import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,14 +21,76 @@ FORTRAN_SONAME = b"libgfortran.so.5"
 
 @dataclass(frozen=True)
 class BlasStatus:
-    """Which library now serves matrix products; None where it is MLX's own."""
+    """Which library now serves matrix products; None where it is MLX's own.
+
+    threads: how many it uses where it has the machine to itself; 0 without a library.
+    """
 
     library: str | None
+    threads: int = 0
 
-    @property
-    def threads(self) -> int:
-        """How many it uses; 0 without a library."""
-        return ctypes.CDLL(self.library).openblas_get_num_threads() if self.library else 0
+
+class Threads:
+    """Leaves OpenBLAS the cores that no other process uses.
+
+    Its threads share every product evenly and wait for each other, so one of them on a busy core
+    makes all of them slow: with one of two cores busy, two threads are several times slower than
+    one. `tick` is for the beginning of every pass; it looks about twice a second. most: threads
+    where nothing else runs. use: sets their number. busy: seconds that all processes on our cores
+    and that our own have worked.
+    """
+
+    _PERIOD = 0.4  # seconds
+    _SLACK = 0.3  # of a core that others may use: there are always some
+
+    def __init__(
+        self,
+        most: int,
+        use: Callable[[int], object],
+        busy: Callable[[], tuple[float, float]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most = self._now = most
+        self._use, self._busy, self._clock = use, busy, clock
+        self._last = (clock(), *busy()) if most > 1 else (0.0, 0.0, 0.0)
+
+    def tick(self) -> None:
+        """Look around, where it is time to."""
+        if self._most < 2 or (now := self._clock()) - self._last[0] < self._PERIOD:
+            return
+        (before, all_before, own_before), (everybody, own) = self._last, self._busy()
+        self._last = now, everybody, own
+        others = ((everybody - all_before) - (own - own_before)) / (now - before)
+        wanted = max(1, self._most - math.ceil(max(others - self._SLACK, 0.0)))
+        if wanted != self._now:
+            self._use(wanted)
+            self._now = wanted
+
+
+def threads() -> Threads:
+    """For the library that `preload` has loaded, on the cores that this process may use."""
+    served = preload()
+    library = None if served.library is None else ctypes.CDLL(served.library)
+    use = getattr(library, "openblas_set_num_threads", int)
+    return Threads(served.threads, use, _busy_seconds)
+
+
+def _busy_seconds() -> tuple[float, float]:
+    """Of all processes on our cores, and of our own, since they began."""
+    own = os.times()
+    if sys.platform != "linux":  # for the type checker there
+        return 0.0, own.user + own.system
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    try:
+        for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
+            name, *counts = line.split()
+            if name in cores:
+                user, nice, system, _, _, irq, softirq, steal = map(int, counts[:8])
+                ticks += user + nice + system + irq + softirq + steal
+    except (OSError, ValueError):  # hidden or of another shape: as if we were alone
+        return own.user + own.system, own.user + own.system
+    return ticks / os.sysconf("SC_CLK_TCK"), own.user + own.system
 
 
 class _UnusableError(Exception):
@@ -43,7 +107,8 @@ def preload() -> BlasStatus:
     if sys.platform != "linux":
         return BlasStatus(None)
     try:
-        return BlasStatus(str(_load_openblas()))
+        library = str(_load_openblas())
+        return BlasStatus(library, ctypes.CDLL(library).openblas_get_num_threads())
     except _UnusableError as error:
         why, next_step = error.args
         slower = "matrix products will be about 50 times slower on this machine"

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.system.blas import threads
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.hooks import KernelHooks, override, rotate_by_row
@@ -49,6 +50,7 @@ class Target:
         self._tapped: set[int] = set()
         self._outputs: dict[int, mx.array] = {}
         self._ropes = 0
+        self._threads = threads()
         self.pass_times: Any = None  # measured when a budget needs them, see `pass_times.py`
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
         self.kv_bits: int | None = None  # of caches made from now on, see `kv_packing.py`
@@ -114,6 +116,7 @@ class Target:
         tokens: [N]. Returns logits [N, V] and features [N, len(taps) * d] (None without taps):
         the states after the tapped layers, side by side. Nothing is evaluated here.
         """
+        self._threads.tick()
         cache.extend(block)
         self._outputs.clear()
         logits = self.model(tokens[None], cache=cache.layers)[0]

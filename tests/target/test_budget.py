@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +20,21 @@ FLAT = PassTimes((1, 96), (1.0, 1.0))
 def test_times_are_interpolated_and_never_fall():
     times = PassTimes((1, 2, 4), (1.0, 3.0, 2.0))
     assert times.of(np.array([1, 2, 3, 4, 9])).tolist() == [1.0, 3.0, 3.0, 3.0, 3.0]
+    assert PassTimes((1, 3), (1.0, 2.0)).of(7) == 4.0, "on the line through the last two"
+
+
+@pytest.mark.parametrize(
+    ("context", "one", "three"),
+    [(0, 1, 2), (128, 1, 2), (564, 1.5, 4), (1000, 2, 6), (1500, 3, 8), (3000, 6, 14)],
+)
+def test_times_rise_with_the_context_beyond_what_was_measured(context, one, three):
+    """And where a longer context seemed faster, it is taken to be as slow as the shorter one."""
+    deep = PassTimes((1, 3), (2.0, 6.0), 1000), PassTimes((1, 3), (4.0, 10.0), 2000)
+    times = PassTimes((1, 3), (1.0, 2.0), 128, deep)
+    assert times.of(np.array([1, 3]), (context,)) == pytest.approx([one, three])
+    assert times.of(1, (context, context)) == pytest.approx(one)
+    fast = PassTimes((1, 3), (1.0, 2.0), 128, (PassTimes((1, 3), (0.5, 1.0), 1000),))
+    assert fast.of(np.array([1, 3]), (context,)).tolist() == [1.0, 2.0]
 
 
 @pytest.fixture
@@ -26,12 +42,18 @@ def target():
     return Target(make_model("llama"), 200, "tiny")
 
 
-def test_a_target_can_be_timed_and_is_as_it_was_afterwards(target, monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5", "gpt2"])
+def test_a_target_can_be_timed_and_is_as_it_was_afterwards(family, monkeypatch):
+    target = Target(make_model(family), 1000, "tiny")
     monkeypatch.setattr(budget, "ROWS", (1, 3))
+    monkeypatch.setattr(budget, "DEEP_ROWS", (1, 2))
+    monkeypatch.setattr(budget, "CONTEXTS", (128, 300, 2000))
     tokens = mx.array([1, 2, 3]) % VOCAB_SIZE
     before = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
     times = measure(target)
     assert times.rows == (1, 3) and min(times.seconds) > 0
+    (deep,) = times.deeper
+    assert deep.context == 300 and deep.rows == (1, 2), "2,000 do not fit"
     after = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
     assert mx.array_equal(before, after)
 
@@ -56,9 +78,11 @@ def test_times_are_kept_and_measured_again_only_when_asked(target, monkeypatch, 
 DAMAGES = [
     "{",
     "[]",
-    json.dumps({"rows": [1, 96], "seconds": [1.0]}),
-    json.dumps({"rows": [1, 96], "seconds": [0.0, 1.0]}),
-    json.dumps({"rows": [1, 2], "seconds": [1.0, 1.0]}),
+    json.dumps({"rows": [1, 96], "seconds": [1.0, 1.0]}),
+    json.dumps(asdict(PassTimes((1, 96), (1.0,)))),
+    json.dumps(asdict(PassTimes((1, 96), (0.0, 1.0)))),
+    json.dumps(asdict(PassTimes((1, 2), (1.0, 1.0)))),
+    json.dumps(asdict(PassTimes((1, 96), (1.0, 1.0), deeper=(FLAT,)))),
 ]
 
 
