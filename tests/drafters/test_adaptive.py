@@ -13,6 +13,7 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import Adaptive, Scope
+from dflash_mlx.drafters.growth.reliability import reach, worth_keeping
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.engine.decode import answer as answer_of
 from dflash_mlx.engine.drafter import EachAlone, Proposal
@@ -160,6 +161,36 @@ def test_the_mode_is_the_one_that_pays(mode, times, drafter):
     case = case_of(times, *drafter)
     assert case.modes.get(mode, 0) > 0.8
     assert case.seconds < 1.05 * case.plain_seconds
+
+
+@pytest.mark.parametrize(
+    ("times", "seconds", "sure", "mode", "least"),
+    [
+        (FLAT, 0.1, 0.9, "chain", 2.5),
+        (STEEP, 0.1, 0.9, "chain", 2.2),
+        (RISING, 0.5, 0.6, "chain", 1.1),
+        (RISING, 0.5, 0.1, "plain", 0.97),
+    ],
+)
+def test_where_only_chains_are_verified_their_length_is_what_pays(
+    times, seconds, sure, mode, least
+):
+    """Drafts offer siblings; none of them is verified, and the speed is that of the best length."""
+    drafters = {"draft": Honest(seconds, lambda i: sure, 2)}
+    case = Case(TimedTarget(Clock(), times), drafters, chains=True)
+    assert all(r.proposal.tree.is_chain for r in case.rounds)
+    assert case.modes[mode] > 0.8
+    assert case.plain_seconds / case.seconds > least
+
+
+def test_of_a_lookup_and_a_draft_that_disagree_a_chain_follows_the_likelier():
+    tree = Tree((5, 6, 7), (-1, 0, 1, 2), (0.0, -0.1, -0.1, -3.0), ("", *["draft"] * 3))
+    merged = tree.merge([5, 8, 9], [-0.3, -2.0, -0.1], "lookup")
+    reached = reach(merged, np.exp(merged.logprobs))
+    kept, _ = worth_keeping(merged, reached, FLAT.of, 0.1, 96, chains=True)
+    assert merged.prune(kept).drafted == (5, 6, 7)
+    kept, _ = worth_keeping(merged, reached, STEEP.of, 0.1, 3, chains=True)
+    assert merged.prune(kept).drafted == (5, 6)
 
 
 def test_drafts_that_never_pay_cost_little():

@@ -42,7 +42,7 @@ def target():
     return Target(make_model("llama"), 200, "tiny")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5", "ministral3"])
 def test_a_target_can_be_timed_and_is_as_it_was_afterwards(family, monkeypatch):
     target = Target(make_model(family), 1000, "tiny")
     monkeypatch.setattr(budget, "ROWS", (1, 3))
