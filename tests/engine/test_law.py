@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.drafters.adaptive import Adaptive, Scope
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.selector import Candidates, SelectorConfig, predecessors
@@ -16,6 +17,7 @@ from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.resample import Resample
 from dflash_mlx.engine import rules
+from dflash_mlx.target.pass_times import PassTimes
 from support.law import VOCABULARY, law_distance
 from support.toy_drafter import ToyDrafter
 from support.toys import ToyTarget
@@ -51,6 +53,12 @@ class ToyHalf(ToyDrafter):
         return mx.where(known, super().logits(context, anchor, rows, prefixes), -mx.inf)
 
 
+def as_pays(drafter):
+    """Chains cut where more of them would not pay, by what each position is sure of."""
+    times = PassTimes((1, 2, 3, 4), (1.0, 1.5, 2.0, 2.5))
+    return Adaptive(drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=True), int)
+
+
 GROWTH = JointGrowth(2, 8)
 FIRST, SECOND = ToyDrafter(1), ToyDrafter(2)
 HALVES = ToyHalf(1), ToyHalf(2)
@@ -59,6 +67,10 @@ MADE = {
     "ngram": lambda sampling: NGram(),
     "dflash": lambda sampling: BlockDiffusion(FIRST),
     "dflash, reject": lambda sampling: DrawnBlock(FIRST, None, sampling),
+    "dflash, as pays, reject": lambda s: as_pays(DrawnBlock(FIRST, None, s, weighed=True)),
+    "dflash, path as pays, reject": lambda s: as_pays(
+        DrawnPath(ToyPaths(1), None, s, weighed=True)
+    ),
     "dflash, path": lambda sampling: SelectedPath(ToyPaths(1)),
     "dflash, path, reject": lambda sampling: DrawnPath(ToyPaths(1), None, sampling),
     "dflash, half the vocabulary, reject": lambda sampling: DrawnBlock(HALVES[0], None, sampling),
@@ -116,3 +128,15 @@ def test_the_law_test_notices_wrong_rejection_rules(monkeypatch, mistake):
     }[mistake]
     monkeypatch.setattr(rules, name, wrong)
     assert distance("dflash, reject", 800) > 4
+
+
+def test_the_law_test_notices_chains_that_are_cut_by_their_own_tokens(monkeypatch):
+    drawn = DrawnBlock.drawn
+
+    def by_own_tokens(self, *given):
+        tokens, q, _ = drawn(self, *given)
+        return tokens, q, mx.take_along_axis(q, tokens[:, None], axis=-1)[:, 0]
+
+    assert distance("dflash, as pays, reject", 1500) < 4
+    monkeypatch.setattr(DrawnBlock, "drawn", by_own_tokens)
+    assert distance("dflash, as pays, reject", 1500) > 4

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.none import NoContext
 from support.law import VOCABULARY
 
@@ -37,6 +38,9 @@ class ToyDrafter:
 
     def new_context(self) -> ToyContext:
         return ToyContext()
+
+    def ranked(self, context, anchor, rows, k, prefixes=((),)):
+        return rank(self.logits(context, anchor, rows, prefixes), k)
 
     def logits(self, context, anchor, rows, prefixes=((),)):
         found = []
