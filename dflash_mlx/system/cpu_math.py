@@ -1,8 +1,9 @@
 """Exponentials on MLX's CPU backend, by NumPy.
 
 MLX 0.32 computes `exp` on x86 one number at a time: 17 ns each here on 2026-11-21, against 0.5 in
-NumPy, which makes a softmax or a SwiGLU dearer than the matrix products around it. Batch work
-(features, corpora, training) runs inside `vectorised()`; elsewhere MLX's own functions are used.
+NumPy, which makes a softmax or a SwiGLU dearer than the matrix products around it. NumPy has to
+wait for what it is given, so few numbers are MLX's: callers ask `pays`. Batch work (features,
+corpora, training) runs inside `vectorised()`, where all go to NumPy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+_ENOUGH = 30_000  # exponentials that take as long as waiting for the numbers
 _custom: Any = mx.custom_function  # whose result mypy takes for a plain object
 _fast_attention = mx.fast.scaled_dot_product_attention  # before `vectorised` puts ours there
 
@@ -23,6 +25,11 @@ _fast_attention = mx.fast.scaled_dot_product_attention  # before `vectorised` pu
 def applies() -> bool:
     """Whether MLX computes on the CPU here, as it does on Linux without a GPU."""
     return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
+def pays(exponentials: int) -> bool:
+    """Whether so many are computed faster here than by MLX."""
+    return exponentials >= _ENOUGH and applies()
 
 
 def _float32(x: mx.array) -> Any:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from dflash_mlx.system import cpu_math
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.kv_packing import pack, unpack
 from dflash_mlx.target.routing import Kernels
@@ -141,6 +143,9 @@ class LayerCache:
                 given = (queries, keys, values, seen, scale, sinks)
                 if (out := kernels.run(CASCADE_ATTENTION, *given)) is not None:
                     return out  # type: ignore[no-any-return]
+        if cpu_math.pays(queries.shape[1] * queries.shape[2] * keys.shape[2]):
+            attend = partial(cpu_math.attention, scale=scale, mask=mask, sinks=sinks)
+            return attend(queries, keys, values)
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash_mlx.system import cpu_math
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.routing import Kernels
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
@@ -21,6 +22,7 @@ from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing
 
 _ROUTE = "_routed_through"  # in the class of a hooked module: what its calls go through
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
+_SWIGLU = "swiglu"  # likewise
 # MLX's own modules, and the method in which each multiplies by its quantised weights
 _PRODUCTS: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbedding: "as_linear"}
 
@@ -69,12 +71,17 @@ class KernelHooks:
         for layer in model.layers:
             attending = [m for m in layer.modules() if m is not layer and _attends(m)]
             for module in attending:
-                self._replace(module, "__call__", _rebound(type(module).__call__))
+                names = {_ATTENTION: _attention}
+                self._replace(module, "__call__", _rebound(type(module).__call__, names))
             if not attending and any("update_and_fetch" in _names_in(m) for m in layer.modules()):
                 family = type(layer).__module__.rpartition(".")[2]
                 reason = f"{family} computes the attention of some layers itself"
                 kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
         for module in model.modules():
+            if cpu_math.applies() and _SWIGLU in _names_in(module):
+                stock = type(module).__call__.__globals__[_SWIGLU]
+                names = {_SWIGLU: partial(_swiglu, stock)}
+                self._replace(module, "__call__", _rebound(type(module).__call__, names))
             if type(module) in _PRODUCTS:
                 self._product(module, _PRODUCTS[type(module)], kernels)
 
@@ -118,12 +125,16 @@ def _names_in(module: Any) -> tuple[str, ...]:
     return call.__code__.co_names if inspect.isfunction(call) else ()
 
 
-def _rebound(call: Any) -> FunctionType:
-    """The same code, in which the name of mlx-lm's attention means `_attention`."""
-    names = {**call.__globals__, _ATTENTION: _attention}
+def _rebound(call: Any, meanings: dict[str, Any]) -> FunctionType:
+    """The same code, in which these names mean something else."""
+    names = {**call.__globals__, **meanings}
     copy = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
     copy.__kwdefaults__ = call.__kwdefaults__
     return copy
+
+
+def _swiglu(stock: Callable[..., mx.array], gate: mx.array, x: mx.array) -> mx.array:
+    return cpu_math.swiglu(gate, x) if cpu_math.pays(gate.size) else stock(gate, x)
 
 
 def _attention(  # noqa: PLR0913  # the signature of mlx-lm's

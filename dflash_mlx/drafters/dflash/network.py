@@ -17,6 +17,7 @@ import numpy as np
 from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig, DynamicConvolution
 from dflash_mlx.drafters.dflash.quantized import Quantization
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
+from dflash_mlx.system import cpu_math
 from dflash_mlx.target.block import Block, rotate
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.sequence import SequenceCache
@@ -121,7 +122,10 @@ class MLP(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., d] -> [..., d]."""
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if cpu_math.pays(gate.size):
+            return self.down_proj(cpu_math.swiglu(gate, up))
+        return self.down_proj(nn.silu(gate) * up)
 
 
 class Layer(nn.Module):
