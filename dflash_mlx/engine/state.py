@@ -90,18 +90,17 @@ class State:
         self.last = accepted
         self._unread.append(accepted)
 
-    def commit_prompt(
-        self, tokens: list[int], features: mx.array | None, opening: mx.array
-    ) -> None:
-        """Keep the rows of a prefill pass over `tokens`; opening: logits [1, V] after the last."""
-        self.opening = opening
+    def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:
+        """Keep the rows of a prefill pass over `tokens`."""
         self.cache.commit(range(len(tokens)))
         self.context.append(mx.array(tokens), features)
         self._tokens.extend(tokens)
-        mx.eval(opening, *self.cache.arrays, *self.context.arrays)
+        mx.eval(*self.cache.arrays, *self.context.arrays)
 
-    def mark(self) -> None:
-        """Stay able to come back to the end of a prompt that was read, its last token open."""
+    def end_prompt(self, opening: mx.array) -> None:
+        """Keep the logits [1, V] after a prompt, and a way back to before its last token."""
+        mx.eval(opening)  # once a prompt: those of its other passes are never computed
+        self.opening = opening
         self.cache.mark(self.position - 1)
 
     def begin(self, first: Accepted) -> None:
@@ -113,9 +112,9 @@ class State:
     def reuse(self, prompt: list[int]) -> int:
         """Go back to the longest prefix shared with `prompt`; return its length.
 
-        The last token of `prompt` is never reused: its pass says how the answer begins. Where a sliding window
-        or a recurrent state has no way back to that prefix, less of it is reused, or none. A
-        drafter's window is no more to be computed again than it is long.
+        The last token of `prompt` is never reused: its pass says how the answer begins. Where a
+        sliding window or a recurrent state has no way back to that prefix, less of it is reused, or
+        none. A drafter's window is no more to be computed again than it is long.
         """
         known = zip(self.tokens[: self.position], prompt[:-1], strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], known))
