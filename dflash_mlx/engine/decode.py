@@ -77,7 +77,7 @@ def prefill(
     while state.position < len(prompt):
         end = _chunk_end(state, len(prompt), config.prefill_step)
         chunk = prompt[state.position : end]
-        block = Block(len(chunk))
+        block = Block(len(chunk), last_only=True)
         logits, features = target.forward(mx.array(chunk), state.cache, block, drafter.taps)
         state.commit_prompt(chunk, features)
         observer.prefilled(end, len(prompt))

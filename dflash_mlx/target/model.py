@@ -10,6 +10,7 @@ recurrent layers verify chains; what is kept of their passes is in `recurrent.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.hooks import KernelHooks, override, rotate_by_row
+from dflash_mlx.target.hooks import KernelHooks, last_row_alone, override, rotate_by_row
 from dflash_mlx.target.layouts import is_recurrent, layout_of, new_sequence
 from dflash_mlx.target.routing import Kernels, Table
 from dflash_mlx.target.sequence import SequenceCache
@@ -110,12 +111,16 @@ class Target:
     ) -> tuple[mx.array, mx.array | None]:
         """One pass over the rows of `block`, whose keys and values go behind the committed ones.
 
-        tokens: [N]. Returns logits [N, V] and features [N, len(taps) * d] (None without taps):
-        the states after the tapped layers, side by side. Nothing is evaluated here.
+        tokens: [N]. Returns logits [N, V], [1, V] of a block's last row where that is all it asks
+        for, and features [N, len(taps) * d] (None without taps): the states after the tapped
+        layers, side by side. Nothing is evaluated here.
         """
         cache.extend(block)
         self._outputs.clear()
-        logits = self.model(tokens[None], cache=cache.layers)[0]
+        with last_row_alone(self._heads if block.last_only else ()):
+            logits = self.model(tokens[None], cache=cache.layers)[0]
+        if block.last_only:
+            logits = logits[-1:]
         if not taps:
             return logits, None
         return logits, mx.concatenate([self._outputs[i][0] for i in taps], axis=-1)
@@ -144,6 +149,13 @@ class Target:
             embedding = self.embedding()
             return lambda states: embedding.as_linear(states)  # as it is then: hooks come and go
         return _find_module(self.model, _HEADS, self.name)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _heads(self) -> list[tuple[nn.Module, str]]:
+        """What may give the model its logits, and by which method; others compute every row's."""
+        methods = dict.fromkeys(_HEADS, "__call__") | dict.fromkeys(_EMBEDDINGS, "as_linear")
+        found = ((m, methods.get(n.rpartition(".")[2], "")) for n, m in self.model.named_modules())
+        return [(module, method) for module, method in found if method and hasattr(module, method)]
 
     def _keep_output(self, i: int) -> Callable[..., Any]:
         def call(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
