@@ -152,9 +152,9 @@ def simulate(
         context = dual.new_context()
         assert isinstance(context, DualContext)
         text = [*row.prompt, *row.answer]
-        following = dict.fromkeys(drafters, len(row.prompt) - 1)  # the next anchor
+        following = dict.fromkeys(drafters, len(row.prompt))  # the next anchor
         done = 0
-        for anchor in range(len(row.prompt) - 1, len(text) - 1):
+        for anchor in range(len(row.prompt), len(text) - 1):
             here = [name for name, position in following.items() if position == anchor]
             if not here:
                 continue

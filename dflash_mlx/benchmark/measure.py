@@ -94,7 +94,7 @@ class Measured:
         """Milliseconds per round in one of TERMS; "overhead" is what the other terms leave."""
         known = {name: self.seconds.get(name, 0.0) for name in TERMS[:-1]}
         overhead = self.statistics.decode_seconds - sum(known.values())
-        return 1e3 * known.get(term, overhead) / self.statistics.rounds
+        return 1e3 * known.get(term, overhead) / max(1, self.statistics.rounds)
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,6 @@ def answer(pair: Pair, prompt: list[int], config: DecodeConfig) -> Measured:
     """One answer; its rounds are looked at when it is finished, so that this costs it no time."""
     timer = RoundTimer()
     deltas = list(Session(pair, config).stream(prompt, timer))
-    rounds = tuple(RoundFigures.of(delta, config) for delta in deltas)
+    rounds = tuple(RoundFigures.of(delta, config) for delta in deltas[1:])  # behind the prompt
     whole = collect(iter(deltas))
     return Measured(whole.tokens, whole.statistics, timer.seconds, rounds)

@@ -15,7 +15,8 @@ from dflash_mlx.core.accept import Accepted, NearTies
 class Statistics:
     """Counts and seconds of one answer; derived numbers are properties.
 
-    generated_tokens: a stop token included, tokens cut off behind a stop excluded.
+    generated_tokens: a stop token included, tokens cut off behind a stop excluded. rounds: passes
+    of the target; the first token came with the prompt's, which is none of them.
     drafted, accepted: how often a token was drafted, and accepted, at each position of the block.
     modes: rounds by the mode that a budget chose ("plain", "chain", "tree"), see `Proposal`.
     plain_seconds: what plain decoding would have taken for the same tokens, going by what passes
@@ -61,8 +62,8 @@ class Statistics:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per round, the target's own included."""
-        return self.generated_tokens / self.rounds if self.rounds else 0.0
+        """Tokens per round, the target's own included; the prompt's own pass left out."""
+        return (self.generated_tokens - 1) / self.rounds if self.rounds else 0.0
 
     @property
     def mean_accepted(self) -> float:

@@ -77,11 +77,11 @@ def prefill(
     while state.position < len(prompt):
         end = _chunk_end(state, len(prompt), config.prefill_step)
         chunk = prompt[state.position : end]
-        block = Block(len(chunk))
+        block = Block(len(chunk), last_only=True)
         logits, features = target.forward(mx.array(chunk), state.cache, block, drafter.taps)
-        state.commit_prompt(chunk, features, logits[-1:])
+        state.commit_prompt(chunk, features)
         observer.prefilled(end, len(prompt))
-    state.mark()
+    state.end_prompt(logits[-1:])
     return reused
 
 
@@ -101,19 +101,20 @@ def decode(
     the target's own choice (see `accept`). A round is committed before it is yielded, so the state
     stays usable wherever the caller stops.
     """
+    observer.start()
     sampler = Sampler(config.sampling)
     ahead = (lambda: 0) if sampler.needs_history else (lambda: drafter.rounds_ahead)
     state.end = min(state.position - 1 + config.max_tokens, target.context_length - 1)
     running = Running(state, make_rule(target, state, sampler, config))
     rounds = _rounds(target, drafter, running, observer)
-    return _read_behind(chain([_opening(state, sampler)], rounds), ahead, observer)
+    return _read_behind(chain([_opening(running)], rounds), ahead, observer)
 
 
-def _opening(state: State, sampler: Sampler) -> Round:
+def _opening(running: Running) -> Round:
     """The token after the prompt, as a round that drafts nothing."""
-    nothing = Proposal(Tree.chain())
+    state, nothing = running.state, Proposal(Tree.chain())
     verdict = Verdict(nothing, state.anchor, state.opening, None)
-    first = Match(sampler).accept(verdict, state)
+    first = running.rule.accept(verdict, state)
     state.begin(first)
     return Round(nothing, first)
 
@@ -148,7 +149,6 @@ def _rounds(
     target: Target, drafter: Drafter, running: Running, observer: Observer
 ) -> Iterator[Round]:
     """The loop itself, for one sequence."""
-    observer.start()
     while running.state.room > 0:
         yield from step(target, drafter, [running], observer)
 

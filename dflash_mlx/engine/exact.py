@@ -170,7 +170,7 @@ class NearTieGuard:
         """As `Match`, with every near-tie decided as plain decoding decides it."""
         untouched = state.position == self._plain_rows
         if untouched and len(verdict.tree) == 1:
-            self._plain_rows += 1
+            self._plain_rows += state.anchor.size  # none behind the prompt, which is committed
             return replace(self._match.accept(verdict, state), near_ties=NearTies())
         look = _CloserLook(self, verdict, state, untouched)
         accepted = accept(verdict.tree, look.choose)

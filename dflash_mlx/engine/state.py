@@ -90,18 +90,17 @@ class State:
         self.last = accepted
         self._unread.append(accepted)
 
-    def commit_prompt(
-        self, tokens: list[int], features: mx.array | None, opening: mx.array
-    ) -> None:
-        """Keep the rows of a prefill pass over `tokens`; opening: logits [1, V] after the last."""
-        self.opening = opening
+    def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:
+        """Keep the rows of a prefill pass over `tokens`."""
         self.cache.commit(range(len(tokens)))
         self.context.append(mx.array(tokens), features)
         self._tokens.extend(tokens)
-        mx.eval(opening, *self.cache.arrays, *self.context.arrays)
+        mx.eval(*self.cache.arrays, *self.context.arrays)
 
-    def mark(self) -> None:
-        """Stay able to come back to the end of a prompt that was read, its last token open."""
+    def end_prompt(self, opening: mx.array) -> None:
+        """Keep the logits [1, V] after a prompt, and a way back to before its last token."""
+        mx.eval(opening)  # once a prompt: those of its other passes are never computed
+        self.opening = opening
         self.cache.mark(self.position - 1)
 
     def begin(self, first: Accepted) -> None:

@@ -103,11 +103,13 @@ class Session:
         for round_ in decode(target, self.drafter, state, self.config, observer):
             accepted, proposal = round_.accepted, replace(round_.proposal, q=None)  # it is large
             kept = text.take(accepted.tokens)
-            statistics.add_round(accepted, proposal.mode)
-            statistics.generated_tokens += len(kept)
             statistics.plain_seconds += len(kept) * (proposal.plain_seconds or 0.0)
-            if statistics.rounds == 1:
+            if statistics.generated_tokens:
+                statistics.add_round(accepted, proposal.mode)
+            else:  # from the prompt's own pass
+                statistics.near_ties = accepted.near_ties
                 statistics.time_to_first_token = time.perf_counter() - begin
+            statistics.generated_tokens += len(kept)
             length = len(prompt) + statistics.generated_tokens
             reason = self._finish_reason(text, length, statistics)
             if reason is not None:

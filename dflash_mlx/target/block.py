@@ -20,12 +20,13 @@ class Block:
     """The rows of one pass: consecutive tokens, the nodes of a tree, or branches side by side.
 
     branches: how many runs of rows / branches tokens begin at the same position and do not see
-    each other (a forest).
+    each other (a forest). last_only: the target's logits are asked for after the last row alone.
     """
 
     rows: int
     tree: Tree | None = None
     branches: int = 1
+    last_only: bool = False
     _positions: dict[int, mx.array] = field(default_factory=dict, init=False, compare=False)
     _meanings: dict[object, tuple[mx.array | str | None, Visibility]] = field(
         default_factory=dict, init=False, compare=False

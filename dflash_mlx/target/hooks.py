@@ -6,7 +6,8 @@ A hook gives one module instance a class of its own, which inherits all but the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -61,6 +62,23 @@ def rotate_by_row(rope: nn.Module) -> None:
 
     _replace(rope, "__call__", __call__)
     setattr(type(rope), _ROUTE, (rotate_by_row,))
+
+
+@contextmanager
+def last_row_alone(heads: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Within it these modules' methods are given the last row [..., 1, d] of their inputs."""
+    originals = [(module, type(module)) for module, _ in heads]
+
+    def on_last_row(method: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        return lambda module, x: method(module, x[..., -1:, :])
+
+    for module, name in heads:
+        _replace(module, name, on_last_row(getattr(type(module), name)))
+    try:
+        yield
+    finally:
+        for module, original in originals:
+            module.__class__ = original
 
 
 class KernelHooks:

@@ -21,7 +21,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.blas import threads
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.hooks import KernelHooks, override, rotate_by_row
+from dflash_mlx.target.hooks import KernelHooks, last_row_alone, override, rotate_by_row
 from dflash_mlx.target.layouts import is_recurrent, layout_of, new_sequence
 from dflash_mlx.target.routing import Kernels, Table
 from dflash_mlx.target.sequence import SequenceCache
@@ -113,13 +113,17 @@ class Target:
     ) -> tuple[mx.array, mx.array | None]:
         """One pass over the rows of `block`, whose keys and values go behind the committed ones.
 
-        tokens: [N]. Returns logits [N, V] and features [N, len(taps) * d] (None without taps):
-        the states after the tapped layers, side by side. Nothing is evaluated here.
+        tokens: [N]. Returns logits [N, V], [1, V] of a block's last row where that is all it asks
+        for, and features [N, len(taps) * d] (None without taps): the states after the tapped
+        layers, side by side. Nothing is evaluated here.
         """
         self._threads.tick()
         cache.extend(block)
         self._outputs.clear()
-        logits = self.model(tokens[None], cache=cache.layers)[0]
+        with last_row_alone(self._heads if block.last_only else ()):
+            logits = self.model(tokens[None], cache=cache.layers)[0]
+        if block.last_only:
+            logits = logits[-1:]
         if not taps:
             return logits, None
         return logits, mx.concatenate([self._outputs[i][0] for i in taps], axis=-1)
@@ -180,6 +184,13 @@ class Target:
         if bias is None:
             return lambda states: states @ rows.T
         return lambda states: mx.addmm(bias[ids], states, rows.T)
+
+    @cached_property
+    def _heads(self) -> list[tuple[nn.Module, str]]:
+        """What may give the model its logits, and by which method; others compute every row's."""
+        methods = dict.fromkeys(_HEADS, "__call__") | dict.fromkeys(_EMBEDDINGS, "as_linear")
+        found = ((m, methods.get(n.rpartition(".")[2], "")) for n, m in self.model.named_modules())
+        return [(module, method) for module, method in found if method and hasattr(module, method)]
 
     def _keep_output(self, i: int) -> Callable[..., Any]:
         def call(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from dflash_mlx.target.cache import LayerCache, commit_layers
 if TYPE_CHECKING:
     from dflash_mlx.target.recurrent import RecurrentStates
 
-TAIL = 32  # rows of a prompt's last pass, so that a recurrent state can go back into it
+TAIL = 32  # rows of a prompt's last pass but its last, so that a recurrent state can go back there
 
 
 class SequenceCache:
@@ -36,7 +36,7 @@ class SequenceCache:
 
     @property
     def tail(self) -> int:
-        """Rows of a prompt that are best passed by themselves, at its end."""
+        """Rows of a prompt that are best passed with its last one and no others."""
         return 0 if self._recurrent is None else TAIL
 
     @property

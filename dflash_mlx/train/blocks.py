@@ -34,7 +34,7 @@ class TextTokens:
 
     @property
     def anchors(self) -> Array:
-        """Positions that can open a block: the prompt's last token, as in decoding, and later."""
+        """Positions that can open a block: the prompt's last token and later."""
         return np.arange(self.prompt_length - 1, len(self.tokens) - 1)
 
 

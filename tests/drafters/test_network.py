@@ -16,7 +16,7 @@ from dflash_mlx.drafters.block_diffusion import BlockDiffusion
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
-from support.decoding import behind, feed, start
+from support.decoding import behind, feed, open_with, start
 from support.drafter_formats import written
 from support.families import VOCAB_SIZE, make_model
 from support.reference_dflash import draft_logits, random_drafter, tiny_drafter_config
@@ -263,11 +263,12 @@ def test_a_prefilled_block_reads_the_outputs_of_the_tapped_layers(
 
     monkeypatch.setattr(FeatureContext, "append", recorded)
     state = start(subject.target, subject.drafter, prompt, DecodeConfig(prefill_step=step))
-    outputs = layer_outputs(make_model("llama"), prompt[:-1])
+    outputs = layer_outputs(make_model("llama"), prompt)
     expected = np.concatenate([outputs[tap] for tap in TAPS], axis=-1)
-    assert told == prompt[:-1]
-    assert state.position == state.context.length == 22
-    block = subject.reference(expected, prompt[-1], 8)
+    assert told == prompt
+    assert state.position == state.context.length == 23
+    open_with(state, 7)
+    block = subject.reference(expected, 7, 8)
     assert difference(subject.logits(state, 8), block) < TOLERANCE
 
 

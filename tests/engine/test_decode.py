@@ -64,7 +64,8 @@ def test_sampled_answers_equal_plain_decoding_with_the_same_seed(targets, settin
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("drafting", [False, True])
-def test_an_abandoned_answer_can_be_continued(targets, name, drafting):
+@pytest.mark.parametrize("least", [1, 10])
+def test_an_abandoned_answer_can_be_continued(targets, name, drafting, least):
     target, prompt = targets[name], prompt_of(3)
     config = DecodeConfig(max_tokens=40)
     plain = answer(target, NoDraft(), prompt, config)
@@ -73,7 +74,7 @@ def test_an_abandoned_answer_can_be_continued(targets, name, drafting):
     said = []
     for accepted in decode(target, drafter, state, config):
         said += accepted.tokens
-        if len(said) >= 10:
+        if len(said) >= least:
             break
     assert state.tokens[: len(prompt) + len(said)] == prompt + said
     assert len(state.tokens) == state.position + 1
@@ -112,13 +113,15 @@ def test_the_number_of_tokens_is_exact_however_wide_the_trees_are(max_tokens, no
 
 
 @pytest.mark.parametrize("drafter", [NoDraft(), Scripted(lambda t, room: chain([1] * (room - 1)))])
-def test_the_context_is_filled_and_never_overrun(drafter):
-    target = ToyTarget(3, context_length=32)
-    prompt = [0] * 20
-    config = DecodeConfig(max_tokens=1000)
+@pytest.mark.parametrize(("length", "most"), [(20, 1000), (31, 1000), (30, 2), (20, 1), (1, 5)])
+def test_the_context_is_filled_and_never_overrun(drafter, length, most):
+    target, prompt = ToyTarget(3, context_length=32), [0] * length
+    config = DecodeConfig(max_tokens=most)
     state = start(target, drafter, prompt, config)
-    assert len(run(target, drafter, state, config)) == 32 - len(prompt)
-    assert len(state.tokens) == 32
+    said = run(target, drafter, state, config)
+    assert state.tokens == prompt + said
+    assert len(said) == min(32 - length, most)
+    assert said == answer(target, Scripted(lambda t, room: ([], [])), prompt, config)
 
 
 def test_plain_decoding_runs_one_round_ahead_and_drafting_none():
@@ -127,7 +130,7 @@ def test_plain_decoding_runs_one_round_ahead_and_drafting_none():
         state = start(target, drafter, [0, 1, 2], config)
         rounds = decode(target, drafter, state, config)
         next(rounds)
-        assert state.position == 2 + 1 + ahead
+        assert state.position == 3 + ahead
 
 
 def test_prefill_reports_its_progress(targets):
@@ -140,5 +143,5 @@ def test_prefill_reports_its_progress(targets):
     target, config = targets["llama"], DecodeConfig(prefill_step=8)
     state = State(target.new_cache(), NoDraft().new_context())
     prefill(target, NoDraft(), state, prompt_of(1), config, Progress())
-    assert Progress.seen == [(0, 19), (8, 19), (16, 19), (19, 19)]
-    assert state.anchor.tolist() == prompt_of(1)[-1:]
+    assert Progress.seen == [(0, 20), (8, 20), (16, 20), (20, 20)]
+    assert (state.anchor.size, state.opening.shape) == (0, (1, VOCAB_SIZE))

@@ -142,12 +142,23 @@ def test_a_prompt_that_cannot_be_answered_is_refused_before_any_work(tokens, wha
     assert session.state.position == 0
 
 
+@pytest.mark.parametrize(("length", "most", "reason"), [(63, 9, "context"), (1, 1, "length")])
+def test_an_answer_of_one_token_takes_no_round(length, most, reason):
+    session = toy_session({"max_tokens": most}, drafted=(9, 1, 1))
+    session.pair.tokenizer.eos_token_ids = set()
+    (only,) = session.stream([1] * length)
+    assert (only.finish_reason, len(only.tokens)) == (reason, 1)
+    assert (only.statistics.rounds, only.statistics.acceptance_length) == (0, 0.0)
+    assert only.statistics.time_to_first_token > 0
+    assert session.state.position == length
+
+
 def test_statistics_count_rounds_and_positions():
     session = toy_session({"max_tokens": 6}, drafted=(9, 1, 1))
     session.pair.tokenizer.eos_token_ids = set()
     deltas = list(session.stream([1, 2]))
     rounds, statistics = [delta.accepted for delta in deltas], deltas[-1].statistics
     assert statistics.accepted.total() == sum(len(r.path) - 1 for r in rounds) > 0
-    assert statistics.rounds == len(rounds)
+    assert statistics.rounds == len(rounds) - 1  # the first token came with the prompt's pass
     assert statistics.drafted[1] == sum(len(r.tree) > 1 for r in rounds)
-    assert statistics.mean_accepted == 6 / len(rounds)
+    assert statistics.mean_accepted == 5 / statistics.rounds

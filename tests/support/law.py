@@ -13,7 +13,7 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from support import decoding
 from support.toys import ToyTarget
 
-PROMPT, LENGTH, VOCABULARY = [0, 1, 2], 3, 4
+PROMPT, LENGTH, VOCABULARY = [0, 1, 2], 4, 4
 
 
 def conditional(target: ToyTarget, before: list[int], config: SamplingConfig) -> np.ndarray:

@@ -59,15 +59,15 @@ def interpreted():
 def test_greedy_answers_equal_plain_decoding_and_the_state_does_not_drift(name, count):
     target, prompt = target_of(name), tokens_of(PROMPTS.get(name, 1), 20)
     case = some_right(2)
-    tokens = sum(1 + right for _, right in (case() for _ in range(count)))
+    tokens = 1 + sum(1 + right for _, right in (case() for _ in range(count)))
     plain = plain_answer(target, prompt, tokens)
     logits = forward(target, target.new_cache(), prompt + plain[:-1])
     assert lead(logits[len(prompt) - 1 :])[1].min().item() > MARGIN
     drafter = oracle(prompt, plain, some_right(2))
     state = start(target, drafter, prompt)
-    made = list(islice(rounds(target, drafter, state, 2 * tokens), count))
+    made = list(islice(rounds(target, drafter, state, 2 * tokens), 1 + count))
     assert [token for accepted in made for token in accepted.tokens] == plain
-    kept = [(len(accepted.path) - 1, len(accepted.tree) - 1) for accepted in made]
+    kept = [(len(accepted.path) - 1, len(accepted.tree) - 1) for accepted in made[1:]]
     assert {right for right, _ in kept} == {0, 1, 2, 3, 4}
     assert sum(right == drafted for right, drafted in kept) > count // 4
     assert sum(0 < right < drafted for right, drafted in kept) > count // 10

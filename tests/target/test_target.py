@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import SLACK
+from dflash_mlx.target.hooks import override
 from dflash_mlx.target.model import Target
 from support.decoding import ids_of, path_to, tree_of
 from support.families import FAMILIES, POSITION_DEPENDENT, SLIDING, VOCAB_SIZE, make_model
@@ -56,6 +57,20 @@ def test_every_node_of_a_random_tree_equals_a_forward_over_its_own_path(name):
     for _ in range(2):
         assert worst_node(target, cache, prompt, some_tree(rng)) < TOLERANCE
         cache.discard()
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_of_a_prompt_only_the_last_row_meets_the_head(name):
+    target, prompt = Target(make_model(name), 512, name), mx.arange(9)
+    rows, blocks = [], (Block(9), Block(9, last_only=True), Block(9))
+    override(
+        target.model, lambda model, call, *a, **k: rows.append(call(model, *a, **k)) or rows[-1]
+    )
+    each, last, again = (target.forward(prompt, target.new_cache(), block)[0] for block in blocks)
+    some = 9 if name in ("llama4_text", "seed_oss") else 1  # which multiply without a module
+    assert [logits.shape[1] for logits in rows] == [9, some, 9]
+    assert last.shape == (1, VOCAB_SIZE) and mx.array_equal(each, again)
+    assert mx.abs(last - each[-1:]).max().item() < TOLERANCE
 
 
 @given(seed=st.integers(0, 10**6), nodes=st.integers(0, 12), length=st.integers(0, 30))
