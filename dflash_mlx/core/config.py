@@ -182,8 +182,8 @@ class DecodeConfig:
     )
     block_size: int | None = option(
         None,
-        "tokens per draft block, the anchor included (default: for dflash what models.toml advises "
-        "for the pair, else the drafter's)",
+        "tokens per draft block, the anchor included: for dflash and ngram always so many (default: "
+        "the drafter's, of which dflash verifies as many as pay)",
         type=int,
     )
     branches: int | None = option(
@@ -200,10 +200,10 @@ class DecodeConfig:
     )
     lookup: bool = option(
         True,
-        "ddtree, d2sd without --budget: let what followed the last words before join the drafts",
+        "let what followed the last words before join the drafts, where their size is not given",
         action=argparse.BooleanOptionalAction,
     )
-    recalibrate: bool = option(False, "time this machine again, for --budget", action="store_true")
+    recalibrate: bool = option(False, "time this machine again, to see what pays", action="store_true")
     growth: str = option(
         "joint", "d2sd: best-first over both drafts, or as published", choices=GROWTHS
     )
