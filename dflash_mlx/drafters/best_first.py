@@ -37,7 +37,7 @@ class BestFirst(OneDraft):
             choices = follow_links(*model.linked(context, state.anchor, rows))
         else:
             choices = follow(rank(model.logits(context, state.anchor, rows), TOP_K, model.kernels))
-        return Proposal(best_first(choices, self._nodes).as_tree())
+        return Proposal(best_first(choices, self._nodes))
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:

@@ -105,7 +105,7 @@ class Pair:
             family = first.family
             if advice.block_size is not None:
                 advice = replace(advice, block_size=min(advice.block_size, first.block_size))
-        return Means(len(self.drafters), _takes_trees(self.target), advice, family)
+        return Means(len(self.drafters), self.target.takes_trees, advice, family)
 
     def recall(self, key: tuple[Any, ...], learn: Callable[[], _T]) -> _T:
         """What was learned under `key`, by `learn()` where nothing was yet."""
@@ -119,11 +119,3 @@ class Pair:
             problem = self.undrafted or f"no drafter is known for {self.target.name}"
             raise DFlashError(problem, "name one with --drafter, or use --method none")
         return self.drafters[0]
-
-
-def _takes_trees(target: Target) -> bool:
-    try:
-        target.check_trees()
-    except DFlashError:
-        return False
-    return True

@@ -20,9 +20,8 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.hooks import KernelHooks, override, rotate_by_row
-from dflash_mlx.target.layouts import is_recurrent, layout_of, new_sequence
 from dflash_mlx.target.routing import Kernels, Table
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.target.sequence import SequenceCache, new_sequence
 from kernels_metal.dispatch import Mode
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
@@ -44,15 +43,15 @@ class Target:
         self.model = model
         self.context_length = context_length
         self.name = name
-        self._layout = layout_of(model, name)
         self._tapped: set[int] = set()
         self._outputs: dict[int, mx.array] = {}
         self._ropes = 0
         self.pass_times: Any = None  # measured when a budget needs them, see `pass_times.py`
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
-        self.kv_bits: int | None = None  # of caches made from now on, see `kv_packing.py`
+        self.kv_bits: int | None = None  # of caches made from now on, see `cache.py`
         self.kernels = Kernels(Table(name, self.parameters))
         self._hooks: KernelHooks | None = None
+        self.is_recurrent = self.new_cache().is_recurrent  # so that drafts have to be chains
         for module in model.modules():
             if isinstance(rope := module.get("rope"), nn.Module):
                 rotate_by_row(rope)
@@ -61,11 +60,6 @@ class Target:
             from dflash_mlx.target.recurrent import keep_calls  # needs mlx-lm, which takes seconds
 
             keep_calls(model, name)
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether layers keep a recurrent state, so that drafts have to be chains."""
-        return is_recurrent(self._layout)
 
     @property
     def num_layers(self) -> int:
@@ -83,9 +77,11 @@ class Target:
 
     def new_cache(self) -> SequenceCache:
         """An empty cache for one sequence."""
-        return new_sequence(
-            self._layout, lambda window: LayerCache(window, self.kernels, self.kv_bits)
-        )
+
+        def attention(window: int | None) -> LayerCache:
+            return LayerCache(window, self.kernels, self.kv_bits)
+
+        return new_sequence(self.model, self.name, attention)
 
     def use_kernels(self, mode: Mode) -> None:
         """Switch this model's Metal kernels: auto, on or off, as it is at first.
@@ -132,6 +128,15 @@ class Target:
             return
         next_step = "use --method dflash or --method ngram, which draft chains"
         raise DFlashError(f"{self.name} ({kind}) {why}", next_step)
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether `check_trees` has nothing to say."""
+        try:
+            self.check_trees()
+        except DFlashError:
+            return False
+        return True
 
     def embedding(self) -> Any:
         """The token embedding module, which the drafter shares."""

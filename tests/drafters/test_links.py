@@ -82,7 +82,7 @@ def test_candidates_that_cannot_be_are_not_made_possible():
     found = conditional(ranked, edges)
     assert np.exp(found[0, 0]) == pytest.approx(weights / weights.sum())
     assert found[0, 0, 2] == -np.inf
-    assert best_first(follow_links(ranked, edges), 9).tokens[1:] == [9, 4]
+    assert best_first(follow_links(ranked, edges), 9).drafted == (9, 4)
 
 
 # Trees
@@ -124,7 +124,7 @@ def check_likeliest(nodes: Nodes, every: Nodes, tolerance: float) -> None:
 def test_a_tree_holds_the_likeliest_prefixes_and_no_others(seed, nodes, positions):
     logits, ranked, edges = case(seed, positions)
     every = every_path(logits, ranked.tokens, edges)
-    found = nodes_of(best_first(follow_links(ranked, edges), nodes).as_tree())
+    found = nodes_of(best_first(follow_links(ranked, edges), nodes))
     assert len(found) == min(nodes - 1, len(every))
     check_likeliest(found, every, 1e-9)
 
@@ -134,7 +134,7 @@ def test_without_edges_the_tree_is_that_of_the_draft_alone(seed):
     _, ranked, edges = case(seed, 4)
     linked = best_first(follow_links(ranked, 0 * edges), 20)
     plain = best_first(follow(ranked), 20)
-    assert (linked.tokens, linked.parents) == (plain.tokens, plain.parents)
+    assert (linked.drafted, linked.parents) == (plain.drafted, plain.parents)
     assert np.allclose(linked.logprobs, plain.logprobs)
 
 
@@ -183,7 +183,7 @@ def test_a_drafter_s_tree_is_that_of_the_reference(tmp_path, method):
         assert len(found) == 13
         check_likeliest(found, drafting.every_path(features, anchor, 5), 1e-3)
         plain = rank(drafting.model.logits(state.context, state.anchor, 5), 4)
-        detours += nodes_of(best_first(follow(plain), 14).as_tree()).keys() != found.keys()
+        detours += nodes_of(best_first(follow(plain), 14)).keys() != found.keys()
     assert detours == 5, "the selector changes every tree, so that it is seen"
 
 

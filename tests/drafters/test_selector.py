@@ -10,9 +10,8 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import tempered
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, DrawnBlock, DrawnPath, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
 from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.growth.links import along_path, conditional

@@ -6,9 +6,8 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, DrawnBlock, DrawnPath, SelectedPath
 from dflash_mlx.drafters.dflash.selector import Candidates, SelectorConfig, predecessors
-from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import METHODS

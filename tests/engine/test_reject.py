@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from dflash_mlx.core.accept import accept
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.rejection import kept, remainder
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.block_diffusion import DrawnBlock
 from dflash_mlx.drafters.methods import draws_drafts, make_drafter
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.rules import Reject
+from dflash_mlx.engine.rules import Reject, kept, remainder
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
 from dflash_mlx.target.model import Target

@@ -52,6 +52,7 @@ class ToyTarget:
 
     name = "toy"
     kernels = None
+    takes_trees = True
 
     def __init__(self, vocabulary: int, context_length: int = 64, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

@@ -21,8 +21,8 @@ from dflash_mlx.target import recurrent
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.hooks import override
-from dflash_mlx.target.layouts import Recurrent, is_recurrent, may_be_recurrent
 from dflash_mlx.target.model import Target
+from dflash_mlx.target.sequence import may_be_recurrent
 from support.decoding import ids_of, start
 from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.hybrids import (
@@ -350,5 +350,5 @@ def test_the_family_alone_tells_whether_there_can_be_recurrent_layers():
     assert may_be_recurrent("qwen3_5_moe") and may_be_recurrent("falcon_mamba")
     assert may_be_recurrent("mistral") is False
     assert may_be_recurrent("no_such_family") is may_be_recurrent("../cache") is None
-    assert not is_recurrent(Target(make_model("llama"), 512, "llama")._layout)
-    assert Recurrent(2) in target_of("qwen3_5")._layout
+    assert not Target(make_model("llama"), 512, "llama").is_recurrent
+    assert target_of("qwen3_5").is_recurrent

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target import pass_times as budget
 from dflash_mlx.target.block import Block
-from dflash_mlx.target.cache import SLACK, LayerCache
-from dflash_mlx.target.kv_packing import pack, unpack
+from dflash_mlx.target.cache import SLACK, LayerCache, pack, unpack
 from dflash_mlx.target.model import Target
 from kernels_metal.emulator import emulated
 from support import rounding

@@ -17,8 +17,9 @@ import numpy as np
 from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig, DynamicConvolution
 from dflash_mlx.drafters.dflash.quantized import Quantization
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
-from dflash_mlx.target.block import Block, rotate
+from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
+from dflash_mlx.target.hooks import rotate_by_row
 from dflash_mlx.target.sequence import SequenceCache
 
 
@@ -92,18 +93,19 @@ class Attention(nn.Module):
             config.rope,
             config.max_position_embeddings,
         )
+        rotate_by_row(self.rope)
 
     def _heads(self, x: mx.array) -> mx.array:
         return mx.unflatten(x, -1, (-1, self.head_dim)).swapaxes(1, 2)
 
     def remember(self, rows: mx.array, cache: LayerCache) -> tuple[mx.array, mx.array]:
         """Write keys and values of `rows` [1, n, d] into `cache`; return all that are visible."""
-        keys = rotate(self.rope, self.k_norm(self._heads(self.k_proj(rows))), cache.offset)
+        keys = self.rope(self.k_norm(self._heads(self.k_proj(rows))), offset=cache.offset)
         return cache.update_and_fetch(keys, self._heads(self.v_proj(rows)))
 
     def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
         """Attend from block rows x [1, n, d]."""
-        queries = rotate(self.rope, self.q_norm(self._heads(self.q_proj(x))), cache.offset)
+        queries = self.rope(self.q_norm(self._heads(self.q_proj(x))), offset=cache.offset)
         keys, values = self.remember(x, cache)
         out = cache.attend(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
         return self.o_proj(out.swapaxes(1, 2).flatten(2))
