@@ -74,7 +74,8 @@ def main(argv: Sequence[str]) -> None:
     """
     arguments = parser().parse_args(argv)
     print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))), flush=True)
-    config = cli.read_options(arguments, PairConfig)
+    given = vars(arguments)  # its --kernels is not the setting of that name
+    config = PairConfig(**{name: given[name] for name in _NAMES & given.keys()})
     if config == PairConfig():
         print("pair\n  not checked; --model and --drafter name one")
     else:

@@ -12,13 +12,14 @@ from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import DualContext
 from dflash_mlx.drafters.growth.grow import (
+    FIRST,
+    SECOND,
     Path,
     Ranked,
     best_first,
     follow_nearest,
     likely_boundaries,
     likely_prefixes,
-    merge_branches,
     mix,
 )
 from dflash_mlx.drafters.growth.links import along_path
@@ -51,8 +52,13 @@ class PaperGrowth:
         return [first.best[:i] for i in likely_prefixes(first.confidences, self._branches)]
 
     def tree(self, first: Ranked, second: Mapping[Path, Ranked]) -> Tree:
-        """All chains, merged."""
-        return merge_branches(first, second)
+        """The first draft and its continuations, merged."""
+        known = first.logprobs[:, 0].tolist()
+        chains = [(first.best, known, FIRST)]
+        for prefix, ranked in second.items():
+            behind = ranked.logprobs[:, 0].tolist()
+            chains.append(((*prefix, *ranked.best), [*known[: len(prefix)], *behind], SECOND))
+        return Tree.of_chains(chains)
 
 
 class JointGrowth:

@@ -65,13 +65,8 @@ class LayerCache:
             return self._start
         return max(self._start, self._oldest(self.length))
 
-    def begin(self, block: Block, asks_kernels: bool | None = None) -> None:
-        """Announce the rows of the next pass.
-
-        asks_kernels: whether a kernel could run; found out where it is None.
-        """
-        if asks_kernels is None:
-            asks_kernels = self.kernels is not None and self.kernels.active
+    def begin(self, block: Block, asks_kernels: bool = False) -> None:
+        """Announce the rows of the next pass. asks_kernels: whether a kernel could run."""
         self.block, self.offset = block, block.positions(self.length)
         self._asks_kernels = asks_kernels and block.rows <= MAX_ROWS
 
@@ -146,10 +141,6 @@ class LayerCache:
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
 
-    def commit(self, path: Sequence[int]) -> None:
-        """Keep the rows in `path` (increasing), moved to consecutive slots, and drop the others."""
-        commit_layers([self], path)
-
     def discard(self) -> None:
         """Drop the block's rows."""
         self.block = _NO_ROWS
@@ -200,7 +191,7 @@ class LayerCache:
 
 
 def commit_layers(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
-    """Keep the rows in `path`, in all layers at once."""
+    """Keep the rows in `path`, which increases, at consecutive slots of all layers; no others."""
     arrays = [array for layer in layers for array in layer._stored]
     first = [layer.length - layer._start for layer in layers for _ in layer._stored]
     kernels = layers[0].kernels

@@ -10,6 +10,7 @@ recurrent layers verify chains; what is kept of their passes is in `recurrent.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -98,7 +99,7 @@ class Target:
     def tap(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers (0-based) in every pass from now on."""
         for i in set(layers) - self._tapped:
-            override(self.model.layers[i], self._keep_output(i))
+            override(self.model.layers[i], partial(self._keep_output, i))
         self._tapped.update(layers)
 
     def forward(
@@ -150,13 +151,12 @@ class Target:
             return lambda states: embedding.as_linear(states)  # as it is then: hooks come and go
         return _find_module(self.model, _HEADS, self.name)  # type: ignore[no-any-return]
 
-    def _keep_output(self, i: int) -> Callable[..., Any]:
-        def call(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            output = forward(layer, *args, **kwargs)
-            self._outputs[i] = output[0] if isinstance(output, tuple) else output
-            return output
-
-        return call
+    def _keep_output(
+        self, i: int, layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        output = forward(layer, *args, **kwargs)
+        self._outputs[i] = output[0] if isinstance(output, tuple) else output
+        return output
 
 
 def _find_module(model: Any, names: tuple[str, ...], model_name: str) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_mlx.drafters.dual_diffusion import PaperGrowth
 from dflash_mlx.drafters.growth.grow import (
     Ranked,
     best_first,
@@ -17,7 +18,6 @@ from dflash_mlx.drafters.growth.grow import (
     follow_nearest,
     likely_boundaries,
     likely_prefixes,
-    merge_branches,
     mix,
     rejection_boundaries,
 )
@@ -65,11 +65,11 @@ def test_the_likeliest_boundaries_come_first():
 @settings(max_examples=40)
 def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes(seed, count):
     first = ranked(seed, 6)
-    prefixes = [first.best[:i] for i in likely_prefixes(first.confidences, count)]
+    prefixes = PaperGrowth(count).prefixes(first)
     second = {prefix: ranked(seed + i + 1, 6 - len(prefix)) for i, prefix in enumerate(prefixes)}
     chains = [first.best, *((*prefix, *draft.best) for prefix, draft in second.items())]
     expected = {chain[:n] for chain in chains for n in range(len(chain) + 1)}
-    assert set(paths_of(merge_branches(first, second))) == expected
+    assert set(paths_of(PaperGrowth(count).tree(first, second))) == expected
 
 
 @pytest.mark.parametrize(

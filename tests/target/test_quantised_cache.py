@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target import pass_times as budget
 from dflash_mlx.target.block import Block
-from dflash_mlx.target.cache import SLACK, LayerCache, pack, unpack
+from dflash_mlx.target.cache import SLACK, LayerCache, commit_layers, pack, unpack
 from dflash_mlx.target.model import Target
 from kernels_metal.emulator import emulated
 from support import rounding
@@ -66,7 +66,7 @@ def test_a_row_is_stored_alike_by_passes_of_any_width(bits, dtype):
             cache.begin(Block(width))
             rows = slice(at, at + width)
             cache.update_and_fetch(keys[:, :, rows], values[:, :, rows])
-            cache.commit(range(width))
+            commit_layers([cache], range(width))
         stored.append(cache.arrays)
     for arrays in zip(*stored, strict=True):
         narrow, *wider = (array[:, :, :24] for array in arrays)
@@ -120,7 +120,7 @@ class Sequence:
         if not path:
             self.cache.discard()
             return
-        self.cache.commit(path)
+        commit_layers([self.cache], path)
         self.rows += [block[:, :, i] for i in path]
         length = len(self.rows) - int(rng.integers(4))
         if rng.random() < 0.3 and length > 0 and self.cache.can_trim(length):
@@ -156,7 +156,7 @@ def test_committing_a_path_moves_the_stored_numbers_themselves(bits):
     cache.begin(Block(7))
     cache.update_and_fetch(rows, rows)
     before = [array[:, :, mx.array([0, 2, 3, 6])] for array in cache.arrays]
-    cache.commit([0, 2, 3, 6])
+    commit_layers([cache], [0, 2, 3, 6])
     assert cache.length == 4 and len(before) == 6
     for array, moved in zip(cache.arrays, before, strict=True):
         assert mx.array_equal(array[:, :, :4], moved)
@@ -168,7 +168,7 @@ def test_a_window_gives_quantised_slots_up_as_well(bits):
     for _ in range(40):
         cache.begin(Block(50))
         cache.update_and_fetch(random_rows(50), random_rows(50))
-        cache.commit(range(50))
+        commit_layers([cache], range(50))
     assert {array.shape[2] for array in cache.arrays} <= {256 + 7 + SLACK}
     assert cache.can_trim(2000 - SLACK) and not cache.can_trim(1000)
 

@@ -149,10 +149,11 @@ class ConvolvedLayer(Layer):
     The context's rows are not convolved: they enter as keys and values only.
     """
 
-    def __init__(self, config: NetworkConfig, convolution: ConvolutionConfig) -> None:
+    def __init__(self, config: NetworkConfig) -> None:
         super().__init__(config)
-        self.attention_conv = DynamicConvolution(config.hidden_size, convolution)
-        self.mlp_conv = DynamicConvolution(config.hidden_size, convolution)
+        assert config.convolution is not None
+        self.attention_conv = DynamicConvolution(config.hidden_size, config.convolution)
+        self.mlp_conv = DynamicConvolution(config.hidden_size, config.convolution)
 
     @property
     def is_plain(self) -> bool:
@@ -188,7 +189,8 @@ class Network(nn.Module):
         d = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, config.rms_norm_eps)
-        self.layers = [_layer(config) for _ in config.layer_windows]
+        layer = Layer if config.convolution is None else ConvolvedLayer
+        self.layers = [layer(config) for _ in config.layer_windows]
         self.norm = nn.RMSNorm(d, config.rms_norm_eps)
         self._causal = config.layer_causal
         if config.own_embedding:
@@ -231,12 +233,6 @@ class Network(nn.Module):
             x = layer(x, masks[kind], layer_cache)
         cache.discard()
         return self.norm(x)  # type: ignore[no-any-return]
-
-
-def _layer(config: NetworkConfig) -> Layer:
-    if config.convolution is None:
-        return Layer(config)
-    return ConvolvedLayer(config, config.convolution)
 
 
 def _block_mask(causal: bool, cache: LayerCache) -> mx.array | None:

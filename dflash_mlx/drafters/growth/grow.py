@@ -163,13 +163,3 @@ def mix(first: Ranked, second: Ranked, share: float) -> Ranked:
         tokens.append(best)
         logprobs.append([math.log(max(mass[token], _LEAST)) for token in best])
     return Ranked(np.array(tokens), np.array(logprobs))
-
-
-def merge_branches(first: Ranked, branches: Mapping[Path, Ranked]) -> Tree:
-    """D2SD's published tree: the first draft and a continuation of each prefix, merged."""
-    known = first.logprobs[:, 0].tolist()
-    chains = [(first.best, known, FIRST)]
-    for prefix, ranked in branches.items():
-        behind = ranked.logprobs[:, 0].tolist()
-        chains.append(((*prefix, *ranked.best), [*known[: len(prefix)], *behind], SECOND))
-    return Tree.of_chains(chains)
