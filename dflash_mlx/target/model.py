@@ -21,7 +21,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.hooks import KernelHooks, override, rotate_by_row
-from dflash_mlx.target.routing import Kernels, Table
+from dflash_mlx.target.routing import Kernels
 from dflash_mlx.target.sequence import SequenceCache, new_sequence
 from kernels_metal.dispatch import Mode
 
@@ -50,7 +50,7 @@ class Target:
         self.pass_times: Any = None  # measured when a budget needs them, see `pass_times.py`
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
         self.kv_bits: int | None = None  # of caches made from now on, see `cache.py`
-        self.kernels = Kernels(Table(name, self.parameters))
+        self.kernels = Kernels(name, self.parameters)
         self._hooks: KernelHooks | None = None
         self.is_recurrent = self.new_cache().is_recurrent  # so that drafts have to be chains
         for module in model.modules():

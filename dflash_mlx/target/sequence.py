@@ -30,11 +30,12 @@ class SequenceCache:
         self.layers = list(layers)
         self._recurrent = recurrent
         self._attention = [part for part in _flat(layers) if isinstance(part, LayerCache)]
+        self._all: list[Any] = [*([] if recurrent is None else [recurrent]), *self._attention]
 
     @property
     def length(self) -> int:
         """Committed tokens."""
-        return (self._recurrent or self._attention[0]).length
+        return self._all[0].length  # type: ignore[no-any-return]
 
     @property
     def is_recurrent(self) -> bool:
@@ -49,8 +50,7 @@ class SequenceCache:
     @property
     def arrays(self) -> list[mx.array]:
         """What has to be evaluated for the caches to be up to date."""
-        states = [] if self._recurrent is None else self._recurrent.arrays
-        return [array for layer in self._attention for array in layer._stored] + states
+        return [array for part in self._all for array in part.arrays]
 
     def extend(self, block: Block) -> None:
         """Announce the rows of the next pass. Recurrent layers take consecutive tokens only."""
@@ -75,10 +75,8 @@ class SequenceCache:
 
     def discard(self) -> None:
         """Drop the block's rows."""
-        if self._recurrent is not None:
-            self._recurrent.discard()
-        for layer in self._attention:
-            layer.discard()
+        for part in self._all:
+            part.discard()
 
     def mark(self) -> None:
         """Stay able to come back to the present length, the end of a prompt, for some time."""
@@ -102,10 +100,8 @@ class SequenceCache:
         Where `nearest` is `length`, nothing else is lost; otherwise only attention layers can,
         and those with windows begin empty.
         """
-        if self._recurrent is not None:
-            self._recurrent.trim(length)
-        for layer in self._attention:
-            layer.trim(length)
+        for part in self._all:
+            part.trim(length)
 
     def fork(self) -> SequenceCache:
         """A copy that goes on by itself; storage is shared until either of them writes."""

@@ -1,10 +1,7 @@
 import mlx.core as mx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dflash_mlx.core.accept import accept
-from dflash_mlx.core.tree import Tree
 from support.decoding import tree_of
 
 CHAIN = tree_of([1, 2, 3, 4], [-1, 0, 1, 2])
@@ -34,12 +31,6 @@ def test_the_path_follows_the_targets_choices_and_ends_with_its_own_token(
     assert accepted.next_anchor.tolist() == [tokens[-1]]
 
 
-def test_a_choice_may_depend_on_the_whole_path():
-    seen = []
-    accept(TREE, lambda path: seen.append(path) or [2, 5, 0, 9, 0, 0][path[-1]])
-    assert seen == [(0,), (0, 1), (0, 1, 3)]
-
-
 def test_the_token_after_a_leaf_is_not_read():
     class Unread:
         def item(self) -> int:
@@ -51,14 +42,3 @@ def test_the_token_after_a_leaf_is_not_read():
     assert accepted.next_anchor.tolist() == [1] and accepted.tokens == (1,)
     with pytest.raises(AssertionError, match="was read"):
         accept(CHAIN, lambda path: token)
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.lists(st.integers(0, 2), min_size=8))
-def test_a_chain_keeps_the_longest_prefix_that_equals_the_choices(drafts, choices):
-    tree = Tree.chain(drafts)
-    accepted = accept(tree, lambda path: choices[path[-1]] if path[-1] < len(choices) else 0)
-    agreed = 0
-    while agreed < len(drafts) and drafts[agreed] == choices[agreed]:
-        agreed += 1
-    assert accepted.path == tuple(range(agreed + 1))
-    assert accepted.tokens[:-1] == tuple(drafts[:agreed])

@@ -111,13 +111,6 @@ def test_mixing_adds_probabilities_and_keeps_the_order():
     np.testing.assert_allclose(np.exp(both.logprobs), [[0.5, 0.3]])
 
 
-def test_the_joint_tree_without_second_drafts_is_ddtree():
-    first = ranked(4, 5)
-    joint = best_first(follow_nearest({(): first}), 12)
-    single = best_first(follow(first), 12)
-    assert joint == single
-
-
 def test_probabilities_that_vanish_do_not_confuse_the_order():
     first = Ranked(np.array([[1, 2]]), np.array([[0.0, -150.0]], np.float32))
     both = mix(first, Ranked(np.array([[1, 3]]), np.array([[0.0, -900.0]])), 0.5)

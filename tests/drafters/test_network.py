@@ -146,25 +146,6 @@ def test_a_block_has_the_logits_of_the_reference_after_windows_have_moved_on(dra
     assert difference(subject.logits(state, 8), subject.reference(features, 7, 8)) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("full", {"is_causal": True}),
-        ("sliding", {"sliding_window": 13}),
-        ("sliding", {"is_causal": False}),
-        ("sliding, shorter than the block, not causal", {"sliding_window": 4}),
-        ("full", {"rope_theta": 20000.0}),
-        ("newer rope", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
-        ("scaled and capped", {"dflash_config": config_of()["dflash_config"]}),
-    ],
-)
-def test_the_comparison_notices_another_config(drafting, name, changes):
-    subject, features = drafting(name), random_features(20)
-    state = subject.state(features, [20], 7)
-    other = subject.reference(features, 7, 8, **changes)
-    assert difference(subject.logits(state, 8), other) > 100 * TOLERANCE
-
-
 def test_the_embedding_and_the_head_are_those_of_the_target(tmp_path):
     target = Target(make_model("mimo"), 512, "mimo")
     subject = Drafting(tmp_path, CONFIGS["full"], target)

@@ -11,11 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.cli.options import Parser, add_options
-from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.methods import find_method
 from dflash_mlx.drafters.resample import Resample, log_softmax, merge_samples
 from dflash_mlx.target.model import Target
 from support.decoding import behind, paths_of
@@ -78,10 +75,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> BlockModel:
     return drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 2], 1, target)
 
 
-def tree_drawn(model: BlockModel, seed: int, room: int = 100) -> Tree:
+def tree_drawn(model: BlockModel, seed: int) -> Tree:
     """The tree of a drafter that starts afresh."""
     drafter = Resample(model, None, 4, seed)
-    return drafter.draft(behind(drafter, 7, mx.zeros((3, 2 * 64))), room).tree
+    return drafter.draft(behind(drafter, 7, mx.zeros((3, 2 * 64))), 100).tree
 
 
 def test_a_seed_gives_the_same_draws_again_and_another_seed_others(model):
@@ -89,15 +86,3 @@ def test_a_seed_gives_the_same_draws_again_and_another_seed_others(model):
     assert max(tree.depths) == model.config.block_size - 1
     assert tree_drawn(model, 1).drafted == tree.drafted
     assert tree_drawn(model, 2).drafted != tree.drafted
-
-
-def test_a_round_without_room_drafts_nothing(model):
-    assert len(tree_drawn(model, 0, room=1)) == 1
-
-
-def test_the_control_can_be_compared_but_is_not_offered():
-    assert find_method("resample").is_control
-    parser = Parser()
-    add_options(parser, DecodeConfig)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--method", "resample"])
