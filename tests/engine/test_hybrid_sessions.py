@@ -30,9 +30,8 @@ from support.hybrids import (
     rounds,
     run,
 )
-from support.letters import Letters
 from support.recurrent_families import RECURRENT
-from support.toys import prompt_of
+from support.toys import Letters, prompt_of
 
 FEW = ["falcon_h1", "lfm2", "qwen3_5"]
 TOLERANCE = 1e-4
@@ -167,18 +166,6 @@ def test_exact_answers_are_plain_decodings_and_probes_leave_the_state_alone(pair
     assert first_difference(pair.target, prompt, plain, plain) is None
     wrong = [*plain[:5], (plain[5] + 1) % VOCAB_SIZE]
     assert first_difference(pair.target, prompt, plain, wrong).position == 5
-
-
-def test_noise_is_measured_behind_every_second_token_of_a_hybrids_answer(target, monkeypatch):
-    forward, rows = target.forward, []
-
-    def counted(tokens, cache, block, taps=()):
-        rows.append(block.rows)
-        return forward(tokens, cache, block, taps)
-
-    monkeypatch.setattr(target, "forward", counted)
-    measure_noise(target)
-    assert rows.count(1) == 1 + 32 + 16  # the size of the vocabulary, the answer, half of it again
 
 
 def test_the_whole_of_an_exact_answer_can_be_decided_by_one_row_passes(pair):

@@ -24,7 +24,7 @@ from dflash_mlx.target.model import Target
 from support.decoding import behind, go_on, rounds, run, start
 from support.drafter_formats import drafter_folder
 from support.families import make_model
-from support.toy_drafter import ToyDrafter
+from support.law import ToyDrafter
 from support.toys import ToyCache
 
 

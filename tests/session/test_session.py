@@ -15,8 +15,7 @@ from dflash_mlx.session.stream import Session, collect
 from dflash_mlx.target.model import Target
 from support.drafter_formats import drafter_folder
 from support.families import make_model
-from support.letters import Letters
-from support.toys import prompt_of
+from support.toys import Letters, prompt_of
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 

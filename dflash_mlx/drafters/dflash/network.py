@@ -155,18 +155,6 @@ class ConvolvedLayer(Layer):
         self.attention_conv = DynamicConvolution(config.hidden_size, config.convolution)
         self.mlp_conv = DynamicConvolution(config.hidden_size, config.convolution)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether its convolutions change nothing."""
-        return self.attention_conv.is_identity and self.mlp_conv.is_identity
-
-    def plain(self, config: NetworkConfig) -> Layer:
-        """A layer without convolutions, of the same modules."""
-        layer = Layer(config)
-        for name in layer.children():
-            layer[name] = self[name]
-        return layer
-
     def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
         """[1, n, d] -> [1, n, d]."""
         branches = cache.block.branches
@@ -205,8 +193,11 @@ class Network(nn.Module):
     def drop_idle_convolutions(self, config: NetworkConfig) -> None:
         """Leave out convolutions that change nothing; see `train/selector.py`."""
         for i, layer in enumerate(self.layers):
-            if isinstance(layer, ConvolvedLayer) and layer.is_plain:
-                self.layers[i] = layer.plain(config)
+            idle = isinstance(layer, ConvolvedLayer) and layer.attention_conv.is_identity
+            if idle and layer.mlp_conv.is_identity:
+                self.layers[i] = plain = Layer(config)
+                for name in plain.children():
+                    plain[name] = layer[name]
 
     def append(self, features: mx.array, cache: SequenceCache) -> None:
         """Commit the context rows of `features` [n, m*d] to `cache`."""
