@@ -44,7 +44,8 @@ def main(argv: Sequence[str]) -> None:
     pair = cli.open_pair(arguments, *checked.values())
     methods, report = settle_all(methods, pair.means), describe(arguments, pair)
     if sweep is not None:
-        methods, report["sweep"] = expand(sweep, methods, largest_block(pair))
+        largest = min((model.block_size for model in pair.drafters), default=DEFAULT_SIZE)
+        methods, report["sweep"] = expand(sweep, methods, largest)
     methods = name_blocks(methods, config)
     source = read_prompts(arguments.prompts, None)
     asked = questions(pair.tokenizer, rows, contexts, source, pair.template)
@@ -80,11 +81,6 @@ def describe(arguments: argparse.Namespace, pair: Pair) -> dict[str, Any]:
         },
         "settings": {"prompts_file": arguments.prompts.name, "limit": arguments.limit},
     }
-
-
-def largest_block(pair: Pair) -> int:
-    """The largest block that every drafter of the pair was trained for."""
-    return min((model.block_size for model in pair.drafters), default=DEFAULT_SIZE)
 
 
 def merge_times(pair: Pair, methods: Mapping[str, DecodeConfig]) -> PassTimes | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
-from dflash_mlx.benchmark.measure import TERMS, AnswerFigures, CheckedNode, RoundFigures
+from dflash_mlx.benchmark.measure import TERMS, CheckedNode, RoundFigures, Run
 from dflash_mlx.core.accept import NearTies
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.target.pass_times import PassTimes
@@ -16,17 +17,17 @@ BINS = 10  # of confidence, equally wide
 Figures = dict[str, Any]
 
 
-def summarise(runs: Sequence[AnswerFigures], times: PassTimes | None = None) -> dict[str, Any]:
+def summarise(runs: Sequence[Run], times: PassTimes | None = None) -> dict[str, Any]:
     """Figures per method, over all prompts and per category.
 
     times: of target passes, for what merging saves; without them it is given in rows alone.
     """
 
-    def by_method(some: Sequence[AnswerFigures]) -> dict[str, Figures]:
+    def by_method(some: Sequence[Run]) -> dict[str, Figures]:
         methods = dict.fromkeys(run.method for run in some)
         return {m: _figures([run for run in some if run.method == m], times) for m in methods}
 
-    each: dict[str, list[AnswerFigures]] = {}
+    each: dict[str, list[Run]] = {}
     for run in runs:
         each.setdefault(run.question.category, []).append(run)
     return {"methods": by_method(runs), "categories": {c: by_method(r) for c, r in each.items()}}
@@ -37,10 +38,15 @@ def groups(report: dict[str, Any]) -> dict[str, dict[str, Figures]]:
     return {"all": report["methods"], **report["categories"]}
 
 
-def _figures(runs: Sequence[AnswerFigures], times: PassTimes | None) -> Figures:
+def _figures(runs: Sequence[Run], times: PassTimes | None) -> Figures:
     """Medians over prompts; tokens per round and acceptance over all rounds together."""
-    rounds = [round_ for run in runs for round_ in run.answer.rounds]
-    total = _add_up([run.answer.statistics for run in runs])
+    rounds = [round_ for run in runs for round_ in run.rounds]
+    total, ties = Statistics(""), NearTies()
+    for found in (run.answer.statistics for run in runs):
+        total.drafted.update(found.drafted)
+        total.accepted.update(found.accepted)
+        total.modes.update(found.modes)
+        ties += found.near_ties or NearTies()
     rates = [run.answer.statistics.tokens_per_second for run in runs]
     plain = [run.plain.tokens_per_second for run in runs]
     return {
@@ -55,26 +61,13 @@ def _figures(runs: Sequence[AnswerFigures], times: PassTimes | None) -> Figures:
         "reliability": reliability(rounds),
         "merging": merging(rounds, times),
         "modes": dict(total.modes),
-        "guard": {k: n for k, n in total.as_dict().items() if k.startswith("guard_")},
+        "guard": {f"guard_{name}": n for name, n in asdict(ties).items()},
         "parity": sum(run.difference is None for run in runs) / len(runs),
         "first_differences": [
-            {"id": run.question.id, "position": found.position, "margin": found.margin}
-            for run in runs
-            if (found := run.difference) is not None
+            {"id": run.question.id, **asdict(run.difference)} for run in runs if run.difference
         ],
-        "round_ms": {term: median(run.answer.round_ms(term) for run in runs) for term in TERMS},
+        "round_ms": {term: median(run.round_ms(term) for run in runs) for term in TERMS},
     }
-
-
-def _add_up(answers: Sequence[Statistics]) -> Statistics:
-    """What all answers drafted and accepted, their modes and near-ties."""
-    total = Statistics("", near_ties=NearTies())
-    for found in answers:
-        total.drafted.update(found.drafted)
-        total.accepted.update(found.accepted)
-        total.modes.update(found.modes)
-        total.near_ties = (total.near_ties or NearTies()) + (found.near_ties or NearTies())
-    return total
 
 
 def committed(rounds: Sequence[RoundFigures]) -> dict[str, int]:

@@ -9,14 +9,13 @@ from math import exp
 from tqdm import tqdm
 
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
-from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.observer import RoundTimer
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters.method import BRANCHES
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import Difference, first_difference
-from dflash_mlx.session.stream import Session, TextDelta, collect
+from dflash_mlx.session.stream import Answer, Session, TextDelta, collect
 
 TERMS = ("draft", "verify", "commit", "overhead")
 
@@ -50,9 +49,11 @@ class RoundFigures:
     @classmethod
     def of(cls, delta: TextDelta, config: DecodeConfig) -> RoundFigures:
         """The round behind one delta of an answer that was decoded with `config`."""
-        tree = delta.accepted.tree
+        tree, path = delta.accepted.tree, set(delta.accepted.path)
+        compared = (i for i in range(1, len(tree)) if tree.logprobs and tree.parents[i] in path)
+        nodes = (CheckedNode(tree.depths[i], exp(tree.logprobs[i]), i in path) for i in compared)
         separate = separate_rows(config, max(tree.depths) + 1)
-        return cls(len(delta.tokens), len(tree), separate, checked(delta.accepted))
+        return cls(len(delta.tokens), len(tree), separate, tuple(nodes))
 
 
 def separate_rows(config: DecodeConfig, block: int) -> int | None:
@@ -69,51 +70,31 @@ def separate_rows(config: DecodeConfig, block: int) -> int | None:
     return (branches + 1) * block if block > 1 else 1
 
 
-def checked(accepted: Accepted) -> tuple[CheckedNode, ...]:
-    """The children of all nodes on the accepted path."""
-    tree, path = accepted.tree, set(accepted.path)
-    if not tree.logprobs:
-        return ()
-    return tuple(
-        CheckedNode(tree.depths[i], exp(tree.logprobs[i]), i in path)
-        for i in range(1, len(tree))
-        if tree.parents[i] in path
-    )
-
-
 @dataclass(frozen=True)
-class Measured:
-    """An answer, the seconds its rounds spent by term, and what became of them."""
-
-    tokens: tuple[int, ...]
-    statistics: Statistics
-    seconds: Mapping[str, float]
-    rounds: tuple[RoundFigures, ...]
-
-    def round_ms(self, term: str) -> float:
-        """Milliseconds per round in one of TERMS; "overhead" is what the other terms leave."""
-        known = {name: self.seconds.get(name, 0.0) for name in TERMS[:-1]}
-        overhead = self.statistics.decode_seconds - sum(known.values())
-        return 1e3 * known.get(term, overhead) / max(1, self.statistics.rounds)
-
-
-@dataclass(frozen=True)
-class AnswerFigures:
+class Run:
     """One answer with one method, beside the plain answer to the same prompt.
 
-    difference: None where the tokens are the plain ones.
+    seconds: that its rounds spent by term. difference: None where the tokens are the plain ones.
     """
 
     question: BenchmarkPrompt
     method: str
-    answer: Measured
+    answer: Answer
+    seconds: Mapping[str, float]
+    rounds: tuple[RoundFigures, ...]
     plain: Statistics
     difference: Difference | None
+
+    def round_ms(self, term: str) -> float:
+        """Milliseconds per round in one of TERMS; "overhead" is what the other terms leave."""
+        known = {name: self.seconds.get(name, 0.0) for name in TERMS[:-1]}
+        overhead = self.answer.statistics.decode_seconds - sum(known.values())
+        return 1e3 * known.get(term, overhead) / self.answer.statistics.rounds
 
 
 def run_all(
     pair: Pair, questions: Sequence[BenchmarkPrompt], methods: dict[str, DecodeConfig]
-) -> list[AnswerFigures]:
+) -> list[Run]:
     """All answers, after one unmeasured answer with each method.
 
     The order of the methods turns from prompt to prompt, so that none is always the first.
@@ -128,18 +109,19 @@ def run_all(
     for i, question in enumerate(tqdm(questions, unit="prompt")):
         turned = names[i % len(names) :] + names[: i % len(names)]
         answers = {name: answer(pair, question.tokens, methods[name]) for name in turned}
-        plain = answers[PLAIN]
+        plain, *_ = answers[PLAIN]
         for name in names:
-            own = answers[name]
-            apart = first_difference(pair.target, question.tokens, plain.tokens, own.tokens)
-            runs.append(AnswerFigures(question, name, own, plain.statistics, apart))
+            tokens = answers[name][0].tokens
+            apart = first_difference(pair.target, question.tokens, plain.tokens, tokens)
+            runs.append(Run(question, name, *answers[name], plain.statistics, apart))
     return runs
 
 
-def answer(pair: Pair, prompt: list[int], config: DecodeConfig) -> Measured:
-    """One answer; its rounds are looked at when it is finished, so that this costs it no time."""
+def answer(
+    pair: Pair, prompt: list[int], config: DecodeConfig
+) -> tuple[Answer, Mapping[str, float], tuple[RoundFigures, ...]]:
+    """One answer, as `Run` has it; its rounds are looked at when it is finished, at no cost."""
     timer = RoundTimer()
     deltas = list(Session(pair, config).stream(prompt, timer))
     rounds = tuple(RoundFigures.of(delta, config) for delta in deltas[1:])  # behind the prompt
-    whole = collect(iter(deltas))
-    return Measured(whole.tokens, whole.statistics, timer.seconds, rounds)
+    return collect(iter(deltas)), timer.seconds, rounds

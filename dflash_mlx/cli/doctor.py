@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from datetime import datetime
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.report import check_named, lines
 from dflash_mlx.system.machine import describe_machine, describe_versions
-from dflash_mlx.target.pass_times import PassTimes, read_times
+from dflash_mlx.target.pass_times import read_times
 from dflash_mlx.target.routing import kernel_choices
 from kernels_metal.dispatch import Choice, Dispatch, gpu_family
 from kernels_metal.sweep import Trial, error, trials
@@ -40,8 +41,8 @@ PROGRAM = "dflash_mlx.doctor"
 WRONG = 1  # exit code
 TRIALS, EMULATED_TRIALS = 12, 3  # of each operation; a multiple of the three dtypes
 SHOWN_ROWS = (8, 16, 32, 64)
+EMULATOR = "kernels_metal.emulator"  # in a checkout alone, not in the wheel
 _NAMES = {"model", "drafter", "second_drafter"}  # the settings that say which pair
-SCALE = "an error of 1 is what rounding explains"
 NO_EMULATOR = (
     "not tried: this machine has no Metal, and the emulator is in a checkout of the project alone"
 )
@@ -73,14 +74,20 @@ def main(argv: Sequence[str]) -> None:
     """
     arguments = parser().parse_args(argv)
     print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))), flush=True)
-    given = {name: value for name, value in vars(arguments).items() if name in _NAMES}
-    if not _is_usable(PairConfig(**given)):
-        raise SystemExit(cli.BAD_INPUT)
+    given = vars(arguments)  # its --kernels is not the setting of that name
+    config = PairConfig(**{name: given[name] for name in _NAMES & given.keys()})
+    if config == PairConfig():
+        print("pair\n  not checked; --model and --drafter name one")
+    else:
+        report = check_named(config)
+        print("\n".join(lines(report)), flush=True)
+        if report.errors:
+            raise SystemExit(cli.BAD_INPUT)
     metal = mx.metal.is_available()
     each = arguments.trials or (TRIALS if metal else EMULATED_TRIALS)
     if not arguments.kernels:
         print("kernels\n  not tried; --kernels runs each against its reference")
-    elif not metal and find_spec("kernels_metal.emulator") is None:
+    elif not metal and find_spec(EMULATOR) is None:
         print(f"kernels\n  {NO_EMULATOR}")
     else:
         print("\n".join(introduction(metal, each)), flush=True)
@@ -108,16 +115,6 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--seed", type=int, default=0, help="another one gives other shapes")
     return result
-
-
-def _is_usable(config: PairConfig) -> bool:
-    """Whether the pair that was named, if one was, has no errors; prints all about it."""
-    if config == PairConfig():
-        print("pair\n  not checked; --model and --drafter name one")
-        return True
-    report = check_named(config)
-    print("\n".join(lines(report)), flush=True)
-    return not report.errors
 
 
 def _count(text: str) -> int:
@@ -178,16 +175,13 @@ def _calibrations(folder: Path) -> dict[str, str]:
     for file in sorted(folder.glob("*.json")):
         day = datetime.fromtimestamp(file.stat().st_mtime).date()
         try:
-            found[file.stem] = f"{day}  {_pass_times(read_times(file))}"
+            times = read_times(file)
+            one = float(times.of(1))
+            wider = [f"{rows} rows {float(times.of(rows)) / one:.2f} x" for rows in SHOWN_ROWS]
+            found[file.stem] = ", ".join([f"{day}  1 row {one * 1e3:.1f} ms", *wider])
         except (OSError, ValueError, KeyError, TypeError):
             found[file.stem] = f"{day}  unreadable, will be measured again"
     return found or {"none": "decoding with an automatic budget measures it once"}
-
-
-def _pass_times(times: PassTimes) -> str:
-    one = float(times.of(1))
-    wider = (f"{rows} rows {float(times.of(rows)) / one:.2f} x" for rows in SHOWN_ROWS)
-    return ", ".join([f"1 row {one * 1e3:.1f} ms", *wider])
 
 
 def _stored_choices(folder: Path) -> list[str]:
@@ -202,15 +196,10 @@ def _stored_choices(folder: Path) -> list[str]:
 def introduction(metal: bool, each: int) -> list[str]:
     """Where the kernels are about to run. DFlashError where they cannot even be emulated."""
     if metal:
-        family = gpu_family()
-        return [
-            "kernels",
-            f"  on Metal ({family}), {each} random shapes of each operation; {SCALE}",
-        ]
-    from kernels_metal.emulator import compiler
-
+        where = f"on Metal ({gpu_family()}), {each} random shapes of each operation"
+        return ["kernels", f"  {where}; an error of 1 is what rounding explains"]
     try:
-        version = compiler.find_compiler().version.splitlines()[0]
+        version = import_module(f"{EMULATOR}.compiler").find_compiler().version.splitlines()[0]
     except RuntimeError as problem:
         raise DFlashError(
             f"no Metal on this machine, and the kernels cannot be emulated ({problem})",
@@ -221,30 +210,22 @@ def introduction(metal: bool, each: int) -> list[str]:
         "  no Metal on this machine: decoding uses the references, and no kernel ran on a GPU.",
         f"  Emulated instead: the kernels' Metal source, compiled with {version},",
         "  on this processor, with checks of bounds, races, divergence and uninitialised memory;",
-        f"  {each} random shapes of each operation. {SCALE.capitalize()}. Speed is not emulated.",
+        f"  {each} random shapes of each operation. An error of 1 is what rounding explains. Speed "
+        "is not emulated.",
     ]
 
 
 def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
     """Run `each` trials of every operation, on Metal or in the emulator."""
     kernels = Dispatch() if metal else None
-    with nullcontext() if metal else _emulated():
+    with nullcontext() if metal else import_module(EMULATOR).emulated():
         for trial in tqdm(list(trials(seed, each)), desc="kernels", leave=False, disable=None):
-            yield _check(trial, kernels)
-
-
-def _emulated() -> AbstractContextManager[Any]:
-    from kernels_metal.emulator import emulated  # not in the wheel
-
-    return emulated()
-
-
-def _check(trial: Trial, kernels: Dispatch | None) -> Result:
-    choice = kernels.choose(trial.operation, *trial.arguments) if kernels else None
-    try:
-        return Result(trial, error(trial), choice=choice)
-    except (RuntimeError, ValueError) as fault:  # the emulator, Metal or this GPU refuses it
-        return Result(trial, float("inf"), str(fault).strip().partition("\n")[0], choice)
+            choice = kernels.choose(trial.operation, *trial.arguments) if kernels else None
+            try:
+                yield Result(trial, error(trial), choice=choice)
+            except (RuntimeError, ValueError) as fault:  # the emulator, Metal or the GPU refuses it
+                why = str(fault).strip().partition("\n")[0]
+                yield Result(trial, float("inf"), why, choice)
 
 
 def verdict(results: Sequence[Result], where: str) -> list[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
-from dflash_mlx.session.stream import Session, TextDelta, collect
+from dflash_mlx.session.stream import Session, collect
 from dflash_mlx.session.templates import check_prompt, prompt_tokens, read_messages
 
 PROGRAM = "dflash_mlx.generate"
@@ -28,7 +27,9 @@ def main(argv: Sequence[str]) -> None:
     tokens = prompt_tokens(pair.tokenizer, prompt, arguments.system, arguments.raw, pair.template)
     deltas = Session(pair, config).stream(tokens)
     if arguments.json:
-        print(json.dumps(as_json(deltas), ensure_ascii=False))
+        answer = collect(deltas)
+        told = {"text": answer.text, "tokens": answer.tokens, "finish_reason": answer.finish_reason}
+        print(json.dumps({**told, **answer.statistics.as_dict()}, ensure_ascii=False))
     else:
         cli.print_stream(deltas)
 
@@ -44,14 +45,3 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--json", action="store_true", help="print one JSON object at the end")
     cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig)
     return result
-
-
-def as_json(deltas: Iterator[TextDelta]) -> dict[str, Any]:
-    """The finished answer as one object."""
-    answer = collect(deltas)
-    return {
-        "text": answer.text,
-        "tokens": list(answer.tokens),
-        "finish_reason": answer.finish_reason,
-        **answer.statistics.as_dict(),
-    }

@@ -203,7 +203,9 @@ class DecodeConfig:
         "let what followed the last words before join the drafts, where their size is not given",
         action=argparse.BooleanOptionalAction,
     )
-    recalibrate: bool = option(False, "time this machine again, to see what pays", action="store_true")
+    recalibrate: bool = option(
+        False, "time this machine again, to see what pays", action="store_true"
+    )
     growth: str = option(
         "joint", "d2sd: best-first over both drafts, or as published", choices=GROWTHS
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
+from operator import lt
 
 import mlx.core as mx
 import numpy as np
@@ -32,7 +34,7 @@ class Tree:
 
     def __post_init__(self) -> None:
         size = self.drafts.size if isinstance(self.drafts, mx.array) else len(self.drafts)
-        in_order = all(-1 < p < i for i, p in enumerate(self.parents[1:], start=1))
+        in_order = all(map(lt, self.parents, count())) and min(self.parents[1:], default=0) >= 0
         if self.parents[:1] != (-1,) or not in_order or size + 1 != len(self.parents):
             raise ValueError(f"not a tree: {size} drafted tokens, parents {self.parents}")
 
@@ -41,6 +43,24 @@ class Tree:
         """The tree with one branch; the root alone without drafts."""
         drafts = drafts if isinstance(drafts, mx.array) else tuple(drafts)
         return cls(drafts, tuple(range(-1, len(drafts))))
+
+    @classmethod
+    def of_chains(cls, chains: Iterable[tuple[Sequence[int], Sequence[float], str]]) -> Tree:
+        """Chains from the root on: their tokens, log-probabilities and source.
+
+        Prefixes that are equal are shared nodes, which belong to the first chain that has them.
+        """
+        nodes: dict[tuple[int, int], int] = {}  # by parent and token, in order
+        logprobs, sources = [0.0], [""]
+        for tokens, known, source in chains:
+            node = 0
+            for token, logprob in zip(tokens, known, strict=True):
+                node = nodes.setdefault((node, token), len(logprobs))
+                if node == len(logprobs):
+                    logprobs.append(logprob)
+                    sources.append(source)
+        parents = (-1, *(parent for parent, _ in nodes))
+        return cls(tuple(token for _, token in nodes), parents, tuple(logprobs), tuple(sources))
 
     def __len__(self) -> int:
         return len(self.parents)

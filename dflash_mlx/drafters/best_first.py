@@ -39,7 +39,7 @@ class BestFirst(OneDraft):
             choices = follow_links(*model.linked(context, state.anchor, rows), self._width)
         else:
             choices = follow(model.ranked(context, state.anchor, rows, self._width))
-        return Proposal(best_first(choices, self._nodes).as_tree())
+        return Proposal(best_first(choices, self._nodes))
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
@@ -13,14 +12,14 @@ from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import DualContext
 from dflash_mlx.drafters.growth.grow import (
+    FIRST,
+    SECOND,
     Path,
-    Prefixes,
     Ranked,
     best_first,
     follow_nearest,
     likely_boundaries,
     likely_prefixes,
-    merge_branches,
     mix,
 )
 from dflash_mlx.drafters.growth.links import along_path
@@ -39,16 +38,6 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 
-class Growth(Protocol):
-    """How two drafts become one tree."""
-
-    def prefixes(self, first: Ranked) -> list[Path]:
-        """Where the second drafter starts again, given the first draft."""
-
-    def tree(self, first: Ranked, second: Mapping[Path, Ranked]) -> Prefixes:
-        """The tree of the first draft and of the second after each prefix."""
-
-
 class PaperGrowth:
     """As published: K continuations of the first draft where it is likely to be rejected.
 
@@ -62,9 +51,14 @@ class PaperGrowth:
         """The lengths i with the largest rejection-boundary posterior r(i)."""
         return [first.best[:i] for i in likely_prefixes(first.confidences, self._branches)]
 
-    def tree(self, first: Ranked, second: Mapping[Path, Ranked]) -> Prefixes:
-        """All chains, merged."""
-        return merge_branches(first, second)
+    def tree(self, first: Ranked, second: Mapping[Path, Ranked]) -> Tree:
+        """The first draft and its continuations, merged."""
+        known = first.logprobs[:, 0].tolist()
+        chains = [(first.best, known, FIRST)]
+        for prefix, ranked in second.items():
+            behind = ranked.logprobs[:, 0].tolist()
+            chains.append(((*prefix, *ranked.best), [*known[: len(prefix)], *behind], SECOND))
+        return Tree.of_chains(chains)
 
 
 class JointGrowth:
@@ -86,13 +80,16 @@ class JointGrowth:
         paths = likely_boundaries(first, self._branches)
         return paths if () in paths else [(), *paths[: self._branches - 1]]
 
-    def tree(self, first: Ranked, second: Mapping[Path, Ranked]) -> Prefixes:
+    def tree(self, first: Ranked, second: Mapping[Path, Ranked]) -> Tree:
         """The likeliest prefixes, each token as the best informed drafts see it."""
         drafts: dict[Path, Ranked] = {(): mix(first, second[()], self.ROOT_SHARE)}
         for prefix, ranked in second.items():
             if prefix:
                 drafts[prefix] = mix(ranked, first.after(len(prefix)), self.FIRST_SHARE)
-        return best_first(follow_nearest(drafts), self._nodes).continued(second)
+        return best_first(follow_nearest(drafts), self._nodes, second)
+
+
+Growth = PaperGrowth | JointGrowth  # how two drafts become one tree
 
 
 class DualDiffusion(EachAlone):
@@ -126,7 +123,7 @@ class DualDiffusion(EachAlone):
         rows = min(self.block_size, room)
         if rows == 1:
             return Proposal(Tree.chain())
-        return Proposal(self._growth.tree(*self.drafts(state, rows)).as_tree())
+        return Proposal(self._growth.tree(*self.drafts(state, rows)))
 
     def drafts(self, state: State, rows: int) -> tuple[Ranked, dict[Path, Ranked]]:
         """The first draft of a block of `rows`, and the second after each prefix."""

@@ -6,10 +6,11 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
-from dflash_mlx.drafters.growth.grow import Array, Prefixes
+from dflash_mlx.drafters.growth.grow import FIRST, Array
 from dflash_mlx.drafters.method import BRANCHES, DRAFT, Method
 from dflash_mlx.drafters.one_draft import OneDraft, block_models
 from dflash_mlx.engine.drafter import Proposal
@@ -36,7 +37,7 @@ class Resample(OneDraft):
         logits = self._model.logits(context, state.anchor, rows)
         generator = np.random.default_rng((self._seed, state.position))
         logprobs = log_softmax(np.array(logits.astype(mx.float32)))
-        return Proposal(merge_samples(logprobs, self._samples, generator).as_tree())
+        return Proposal(merge_samples(logprobs, self._samples, generator))
 
 
 def log_softmax(logits: Array) -> Array:
@@ -47,17 +48,17 @@ def log_softmax(logits: Array) -> Array:
     return result
 
 
-def merge_samples(logprobs: Array, samples: int, generator: np.random.Generator) -> Prefixes:
+def merge_samples(logprobs: Array, samples: int, generator: np.random.Generator) -> Tree:
     """The argmax of every position and `samples` independent draws, equal prefixes merged.
 
     logprobs: [n, V] of the n drafted positions.
     """
-    tree, positions = Prefixes(), np.arange(len(logprobs))
+    positions, chains = np.arange(len(logprobs)), []
     cumulative = np.cumsum(np.exp(logprobs, dtype=np.float64), axis=-1)
     for uniform in (None, *generator.random((samples, len(logprobs)))):
         tokens = np.argmax(logprobs, axis=-1) if uniform is None else _draw(cumulative, uniform)
-        tree.add_path(tokens.tolist(), logprobs[positions, tokens].tolist())
-    return tree
+        chains.append((tokens.tolist(), logprobs[positions, tokens].tolist(), FIRST))
+    return Tree.of_chains(chains)
 
 
 def _draw(cumulative: Array, uniform: Array) -> Array:

@@ -76,13 +76,11 @@ class EachAlone(ABC):
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
         """As `Drafter` has it."""
         share = budget // len(states)
-        return [self._proposal(state, share) for state in states]
-
-    def _proposal(self, state: State, share: int) -> Proposal:
-        proposal = self.draft(state, min(state.room, share))
-        if len(proposal.tree) <= share:
-            return proposal
-        return Proposal(proposal.tree.prune(range(share)), why=proposal.why)
+        drafts = [self.draft(state, min(state.room, share)) for state in states]
+        return [
+            draft if len(draft.tree) <= share else Proposal(draft.tree.prune(range(share)))
+            for draft in drafts
+        ]
 
     @abstractmethod
     def draft(self, state: State, room: int) -> Proposal:

@@ -136,23 +136,6 @@ def lead(logits: mx.array) -> tuple[mx.array, mx.array]:
     return best[..., 0], logits.max(axis=-1) - others.max(axis=-1)
 
 
-class PlainTwin:
-    """The same sequence in a cache that only one-row passes have written since the prompt."""
-
-    def __init__(self, target: Target, cache: SequenceCache) -> None:
-        self._target = target
-        self._cache = cache.fork()
-
-    def catch_up(self, tokens: list[int]) -> tuple[mx.array, int]:
-        """Logits [V] after `tokens`, all of the sequence, and how many passes that took."""
-        new = tokens[self._cache.length :]
-        for token in new:
-            logits, _ = self._target.forward(mx.array([token]), self._cache, Block(1))
-            self._cache.commit([0])
-            mx.eval(self._cache.arrays)
-        return logits[0], len(new)
-
-
 class NearTieGuard:
     """The acceptance rule of `--exact`, for greedy decoding.
 
@@ -162,7 +145,7 @@ class NearTieGuard:
 
     def __init__(self, target: Target, state: State, sampler: Sampler, noise: Noise) -> None:
         self.target, self.sampler, self.noise = target, sampler, noise
-        self.twin = PlainTwin(target, state.cache)
+        self._twin = state.cache.fork()  # written by one-row passes alone since the prompt
         self._match = Match(sampler)
         self._plain_rows = state.position
 
@@ -175,6 +158,15 @@ class NearTieGuard:
         look = _CloserLook(self, verdict, state, untouched)
         accepted = accept(verdict.tree, look.choose)
         return replace(accepted, near_ties=look.ties)
+
+    def replay(self, tokens: list[int]) -> tuple[mx.array, int]:
+        """Plain logits [V] after `tokens`, all of the sequence, and how many passes that took."""
+        new = tokens[self._twin.length :]
+        for token in new:
+            logits, _ = self.target.forward(mx.array([token]), self._twin, Block(1))
+            self._twin.commit([0])
+            mx.eval(self._twin.arrays)
+        return logits[0], len(new)
 
 
 class _CloserLook:
@@ -200,7 +192,7 @@ class _CloserLook:
             again, margin = self._best(self._one_row(path), path)
             passes = 1
         if not (self._untouched and len(path) == 1) and margin < self._scaled(noise.cache):
-            logits, replayed = self._guard.twin.catch_up(self._before(path))
+            logits, replayed = self._guard.replay(self._before(path))
             again, _ = self._best(logits, path)
             passes, replays = passes + replayed, 1
         seconds = time.perf_counter() - start

@@ -7,7 +7,6 @@ from typing import Protocol
 import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted, accept
-from dflash_mlx.core.rejection import kept, remainder
 from dflash_mlx.core.sampling import KEEP, Sampler
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
@@ -33,7 +32,12 @@ class Match:
 
 
 class Reject:
-    """Rejection sampling of chains that know what they were drawn from; other trees are matched."""
+    """Rejection sampling of chains that know what they were drawn from; other trees are matched.
+
+    Exact (arXiv 2211.17192), with p of the target and q of the draft: every token follows p. A
+    draft is kept with probability sum min(p, q), one that is a best guess d and is matched with
+    p(d).
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -62,3 +66,21 @@ class Reject:
         rows = range(verdict.logits.shape[0])
         laws = [self._sampler.law(verdict.logits[k], tokens[: first + k]) for k in rows]
         return mx.stack(laws)
+
+
+def kept(p: mx.array, q: mx.array, tokens: mx.array, u: mx.array) -> mx.array:
+    """How many drafted tokens are kept: all before the first that is rejected; [] int.
+
+    A token is kept with probability min(1, p/q). p, q: [n, V], the laws at each of n drafted
+    positions. tokens: [n], drawn from q. u: [n], uniform in [0, 1).
+    """
+    at = tokens[:, None]
+    of_p, of_q = (mx.take_along_axis(law, at, axis=-1)[:, 0] for law in (p, q))
+    return mx.cumprod((u * of_q < of_p).astype(mx.int32)).sum()
+
+
+def remainder(p: mx.array, q: mx.array) -> mx.array:
+    """The law [V] of the token in place of one that was not kept: max(0, p - q), normalised."""
+    rest = mx.maximum(p - q, 0)
+    total = rest.sum()
+    return mx.where(total > 0, rest / total, p)  # nothing is left only where rounding says so

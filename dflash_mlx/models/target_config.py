@@ -12,8 +12,8 @@ from dflash_mlx.core.findings import Finding, in_one_line
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.source import CONFIG, Source
 from dflash_mlx.models.weight_files import Weights
-from dflash_mlx.target.layouts import may_be_recurrent
 from dflash_mlx.target.model import ONE_OFFSET, Target
+from dflash_mlx.target.sequence import may_be_recurrent
 
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 BUILD_ERRORS = (

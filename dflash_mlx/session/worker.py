@@ -53,21 +53,14 @@ class Job(Observer):
         self.begun.set()
         last: Ended | Failed = Ended()
         try:
-            self._run()
-        except _Cancelled:
+            with closing(self._work(self)) as events:
+                while not self.cancelled.is_set():  # as it may be while it waits
+                    self._post(self, next(events))
+        except (StopIteration, _Cancelled):
             pass
         except Exception as error:
             last = Failed(error)
         self._post(self, last)
-
-    def _run(self) -> None:
-        if self.cancelled.is_set():  # while it waited
-            return
-        with closing(self._work(self)) as events:
-            for event in events:
-                self._post(self, event)
-                if self.cancelled.is_set():
-                    return
 
 
 Work = Callable[[Job], Generator[object, None, None]]

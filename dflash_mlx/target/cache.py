@@ -18,15 +18,16 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import cpu_math
 from dflash_mlx.target.block import Block
-from dflash_mlx.target.kv_packing import pack, unpack
 from dflash_mlx.target.routing import Kernels
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, MAX_ROWS, Visibility
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
 _NO_ROWS = Block(0)
+_GROUPS = (64, 32)  # numbers of quantised keys or values that share a scale and a bias
 SLACK = 64  # positions kept behind a window, so that the last rounds can be taken back
 
 
@@ -66,13 +67,8 @@ class LayerCache:
             return self._start
         return max(self._start, self._oldest(self.length))
 
-    def begin(self, block: Block, asks_kernels: bool | None = None) -> None:
-        """Announce the rows of the next pass.
-
-        asks_kernels: whether a kernel could run; found out where it is None.
-        """
-        if asks_kernels is None:
-            asks_kernels = self.kernels is not None and self.kernels.active
+    def begin(self, block: Block, asks_kernels: bool = False) -> None:
+        """Announce the rows of the next pass. asks_kernels: whether a kernel could run."""
         self.block, self.offset = block, block.positions(self.length)
         self._asks_kernels = asks_kernels and block.rows <= MAX_ROWS
 
@@ -160,10 +156,6 @@ class LayerCache:
             stored[..., at : at + rows, :] = part
         self.length += rows
 
-    def commit(self, path: Sequence[int]) -> None:
-        """Keep the rows in `path` (increasing), moved to consecutive slots, and drop the others."""
-        commit_layers([self], path)
-
     def discard(self) -> None:
         """Drop the block's rows."""
         self.block = _NO_ROWS
@@ -214,7 +206,7 @@ class LayerCache:
 
 
 def commit_layers(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
-    """Keep the rows in `path`, in all layers at once."""
+    """Keep the rows in `path`, which increases, at consecutive slots of all layers; no others."""
     arrays = [array for layer in layers for array in layer._stored]
     first = [layer.length - layer._start for layer in layers for _ in layer._stored]
     kernels = layers[0].kernels
@@ -236,3 +228,29 @@ def _empty(rows: int, like: mx.array) -> mx.array:
     """Zeroed slots for at least `rows` more rows of the shape and type of `like`."""
     slots = -(-rows // STEP) * STEP
     return mx.zeros((*like.shape[:2], slots, like.shape[3]), like.dtype)
+
+
+def pack(rows: mx.array, bits: int) -> list[mx.array]:
+    """MLX's affine triple of `rows` [1, heads, n, D]: arrays of the same first three dimensions.
+
+    Every row of every head is quantised by itself, so what is stored of it is the same in passes
+    of any width, and moving it to another slot is exact. bits: 4 or 8. Raises DFlashError for a D
+    that no group size divides.
+    """
+    width = rows.shape[-1]
+    for size in _GROUPS:
+        if width % size == 0:
+            return list(mx.quantize(rows, group_size=size, bits=bits))
+    raise DFlashError(
+        f"keys or values of this model are {width} numbers wide, which is no multiple of "
+        f"{_GROUPS[-1]}, so they cannot be quantised",
+        "leave out --kv-bits",
+    )
+
+
+def unpack(stored: Sequence[mx.array], bits: int) -> mx.array:
+    """The rows [1, heads, n, D] that `stored`, of `pack` with the same `bits`, stands for."""
+    packed, scales, biases = stored
+    groups = scales.shape[-1]
+    width = packed.shape[-1] * 32 // bits
+    return mx.dequantize(packed, scales, biases, group_size=width // groups, bits=bits)

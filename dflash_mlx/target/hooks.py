@@ -45,9 +45,11 @@ def override(module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 def rotate_by_row(rope: nn.Module) -> None:
-    """Let a rope module take an `offset` that holds a position for each row, as `rotate` does.
+    """Let a rope module take an `offset` that holds a position for each row of x [1, H, N, D].
 
-    Every layer calls it twice a pass, so nothing stands between it and the rotation.
+    `mx.fast.rope` takes one offset per batch row, so the rows become the batch. A batch of
+    sequences, as mlx-lm's own generators run, has one each. Every layer calls it twice a pass, so
+    nothing stands between it and the rotation.
     """
     original = type(rope)
     if rotate_by_row in vars(original).get(_ROUTE, ()):

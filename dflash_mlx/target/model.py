@@ -10,7 +10,7 @@ recurrent layers verify chains; what is kept of their passes is in `recurrent.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import mlx.core as mx
@@ -22,9 +22,8 @@ from dflash_mlx.system.blas import threads
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.hooks import KernelHooks, last_row_alone, override, rotate_by_row
-from dflash_mlx.target.layouts import is_recurrent, layout_of, new_sequence
-from dflash_mlx.target.routing import Kernels, Table
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.target.routing import Kernels
+from dflash_mlx.target.sequence import SequenceCache, new_sequence
 from kernels_metal.dispatch import Mode
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
@@ -46,16 +45,16 @@ class Target:
         self.model = model
         self.context_length = context_length
         self.name = name
-        self._layout = layout_of(model, name)
         self._tapped: set[int] = set()
         self._outputs: dict[int, mx.array] = {}
         self._ropes = 0
         self._threads = threads()
         self.pass_times: Any = None  # measured when a budget needs them, see `pass_times.py`
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
-        self.kv_bits: int | None = None  # of caches made from now on, see `kv_packing.py`
-        self.kernels = Kernels(Table(name, self.parameters))
+        self.kv_bits: int | None = None  # of caches made from now on, see `cache.py`
+        self.kernels = Kernels(name, self.parameters)
         self._hooks: KernelHooks | None = None
+        self.is_recurrent = self.new_cache().is_recurrent  # so that drafts have to be chains
         for module in model.modules():
             if isinstance(rope := module.get("rope"), nn.Module):
                 rotate_by_row(rope)
@@ -64,11 +63,6 @@ class Target:
             from dflash_mlx.target.recurrent import keep_calls  # needs mlx-lm, which takes seconds
 
             keep_calls(model, name)
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether layers keep a recurrent state, so that drafts have to be chains."""
-        return is_recurrent(self._layout)
 
     @property
     def num_layers(self) -> int:
@@ -86,9 +80,11 @@ class Target:
 
     def new_cache(self) -> SequenceCache:
         """An empty cache for one sequence."""
-        return new_sequence(
-            self._layout, lambda window: LayerCache(window, self.kernels, self.kv_bits)
-        )
+
+        def attention(window: int | None) -> LayerCache:
+            return LayerCache(window, self.kernels, self.kv_bits)
+
+        return new_sequence(self.model, self.name, attention)
 
     def use_kernels(self, mode: Mode) -> None:
         """Switch this model's Metal kernels: auto, on or off, as it is at first.
@@ -105,7 +101,7 @@ class Target:
     def tap(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers (0-based) in every pass from now on."""
         for i in set(layers) - self._tapped:
-            override(self.model.layers[i], self._keep_output(i))
+            override(self.model.layers[i], partial(self._keep_output, i))
         self._tapped.update(layers)
 
     def forward(
@@ -150,6 +146,15 @@ class Target:
         next_step = "use --method dflash or --method ngram, which draft chains"
         raise DFlashError(f"{self.name} ({kind}) {why}", next_step)
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether `check_trees` has nothing to say."""
+        try:
+            self.check_trees()
+        except DFlashError:
+            return False
+        return True
+
     def embedding(self) -> Any:
         """The token embedding module, which the drafter shares."""
         return _find_module(self.model, _EMBEDDINGS, self.name)
@@ -192,13 +197,12 @@ class Target:
         found = ((m, methods.get(n.rpartition(".")[2], "")) for n, m in self.model.named_modules())
         return [(module, method) for module, method in found if method and hasattr(module, method)]
 
-    def _keep_output(self, i: int) -> Callable[..., Any]:
-        def call(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            output = forward(layer, *args, **kwargs)
-            self._outputs[i] = output[0] if isinstance(output, tuple) else output
-            return output
-
-        return call
+    def _keep_output(
+        self, i: int, layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        output = forward(layer, *args, **kwargs)
+        self._outputs[i] = output[0] if isinstance(output, tuple) else output
+        return output
 
 
 def _find_module(model: Any, names: tuple[str, ...], model_name: str) -> Any:

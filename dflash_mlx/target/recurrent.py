@@ -125,7 +125,9 @@ class RecurrentStates:
             raise ValueError(f"a recurrent state keeps the first rows of a pass, not {list(path)}")
         if kept < running.rows:
             self._go_to(running, kept)
-        self._end_pass()
+        for layer in self.layers:
+            layer.calls = None
+        self._running = None
         self.length += kept
         if kept:
             self._passes.append(replace(running, kept=kept))
@@ -135,7 +137,7 @@ class RecurrentStates:
         """Drop the rows of the pass."""
         if self._running is not None:
             self._put_back(self._running)
-            self._end_pass()
+            self._running = None
 
     def mark(self, length: int) -> None:
         """Stay able to come back to `length`, in the last pass, until two more are marked."""
@@ -191,11 +193,6 @@ class RecurrentStates:
     def _put_back(self, back: Pass) -> None:
         for layer, arrays in zip(self.layers, back.before, strict=True):
             layer.cache, layer.calls = [_own(array) for array in arrays], None
-
-    def _end_pass(self) -> None:
-        self._running = None
-        for layer in self.layers:
-            layer.calls = None
 
     def _forget(self) -> None:
         """Keep the newest passes, and for every mark the oldest that leads to it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from kernels_metal.operation import Operation
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
-class Table:
-    """The choices for one model on this machine: a file in the cache folder beside pass times.
+class Kernels:
+    """The kernels of one model instance, off until switched; it changes nothing outside itself.
 
-    name, parameters: of the target. A file that cannot be read or written is done without.
+    What was raced is kept in a file of the cache folder, one for each machine, model and set of
+    versions. It is read when kernels could run on Metal for the first time, and written after every
+    new race; one that cannot be read or written is done without. name, parameters: of the model.
     """
 
     def __init__(
@@ -38,34 +41,10 @@ class Table:
         name: str,
         parameters: Callable[[], Iterable[tuple[str, mx.array]]],
         folder: Path | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._name, self._parameters, self._folder = name, parameters, folder or default_folder()
-
-    @cached_property
-    def file(self) -> Path:
-        """One for each machine, model and set of versions."""
-        return self._folder / f"{model_key(self._name, self._parameters())}.json"
-
-    def load(self) -> dict[str, Choice]:
-        """What was chosen before, empty where nothing fits or can be read."""
-        try:
-            return _read(self.file)[1]
-        except _DAMAGED:
-            return {}
-
-    def save(self, table: dict[str, Any]) -> None:
-        """Keep what `Dispatch.to_json` gave."""
-        keep_text(self.file, json.dumps({"model": self._name, **table}, indent=1))
-
-
-class Kernels:
-    """The kernels of one model instance, off until switched; it changes nothing outside itself.
-
-    table: asked when kernels could run on Metal for the first time, and told of every new race.
-    """
-
-    def __init__(self, table: Table, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._table, self._clock = table, clock
+        self._clock = clock
         self._known: dict[Any, bool] = {}
         self._notes: dict[str, Choice] = {}
         self.switch("off")
@@ -107,14 +86,20 @@ class Kernels:
         self._runs_on = runs_on
         self._known.clear()
         if runs_on is metal and self.mode == "auto":
-            self._dispatch.table.update(self._table.load())
+            with suppress(*_DAMAGED):
+                self._dispatch.table.update(_read(self._file)[1])
 
     def _choose(self, operation: Operation, args: tuple[Any, ...]) -> bool:
         before = len(self._dispatch.table)
         chosen = self._dispatch.choose(operation, *args)
         if len(self._dispatch.table) > before:
-            self._table.save(self._dispatch.to_json())
+            made = {"model": self._name, **self._dispatch.to_json()}
+            keep_text(self._file, json.dumps(made, indent=1))
         return chosen.kernel
+
+    @cached_property
+    def _file(self) -> Path:
+        return self._folder / f"{model_key(self._name, self._parameters())}.json"
 
 
 def kernel_choices(folder: Path | None = None) -> dict[str, dict[str, Choice]]:
@@ -139,7 +124,7 @@ def default_folder() -> Path:
 
 
 def _read(file: Path) -> tuple[str, dict[str, Choice]]:
-    """A file's model and choices. Raises one of _DAMAGED for a file that `Table` did not write."""
+    """A file's model and choices. Raises one of _DAMAGED for a file not written by `Kernels`."""
     saved = json.loads(file.read_text(encoding="utf-8"))
     choices = table_from_json(saved)
     for choice in choices.values():

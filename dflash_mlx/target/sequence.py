@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -27,23 +29,28 @@ class SequenceCache:
     def __init__(self, layers: Sequence[Any], recurrent: RecurrentStates | None = None) -> None:
         self.layers = list(layers)
         self._recurrent = recurrent
-        self._attention = [part for part in flat(layers) if isinstance(part, LayerCache)]
+        self._attention = [part for part in _flat(layers) if isinstance(part, LayerCache)]
+        self._all: list[Any] = [*([] if recurrent is None else [recurrent]), *self._attention]
 
     @property
     def length(self) -> int:
         """Committed tokens."""
-        return (self._recurrent or self._attention[0]).length
+        return self._all[0].length  # type: ignore[no-any-return]
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers keep a recurrent state."""
+        return self._recurrent is not None
 
     @property
     def tail(self) -> int:
         """Rows of a prompt that are best passed with its last one and no others."""
-        return 0 if self._recurrent is None else TAIL
+        return TAIL if self.is_recurrent else 0
 
     @property
     def arrays(self) -> list[mx.array]:
         """What has to be evaluated for the caches to be up to date."""
-        states = [] if self._recurrent is None else self._recurrent.arrays
-        return [array for layer in self._attention for array in layer._stored] + states
+        return [array for part in self._all for array in part.arrays]
 
     def extend(self, block: Block) -> None:
         """Announce the rows of the next pass. Recurrent layers take consecutive tokens only."""
@@ -77,10 +84,8 @@ class SequenceCache:
 
     def discard(self) -> None:
         """Drop the block's rows."""
-        if self._recurrent is not None:
-            self._recurrent.discard()
-        for layer in self._attention:
-            layer.discard()
+        for part in self._all:
+            part.discard()
 
     def mark(self, length: int) -> None:
         """Stay able to come back to `length`, near the end of a prompt, for some time."""
@@ -104,10 +109,8 @@ class SequenceCache:
         Where `nearest` is `length`, nothing else is lost; otherwise only attention layers can,
         and those with windows begin empty.
         """
-        if self._recurrent is not None:
-            self._recurrent.trim(length)
-        for layer in self._attention:
-            layer.trim(length)
+        for part in self._all:
+            part.trim(length)
 
     def fork(self) -> SequenceCache:
         """A copy that goes on by itself; storage is shared until either of them writes."""
@@ -123,7 +126,74 @@ class SequenceCache:
         return SequenceCache([copied(layer) for layer in self.layers], states)
 
 
-def flat(layers: Sequence[Any]) -> Iterator[Any]:
+def new_sequence(
+    model: Any, name: str, attention: Callable[[int | None], LayerCache]
+) -> SequenceCache:
+    """Empty caches for one sequence, of the kinds that an mlx-lm model makes.
+
+    attention: makes that of a layer with a given window. Raises DFlashError for kinds that are not
+    ours.
+    """
+    from mlx_lm.models.cache import (  # not before a model is loaded: it takes seconds
+        ArraysCache,
+        CacheList,
+        KVCache,
+        RotatingKVCache,
+        make_prompt_cache,
+    )
+
+    from dflash_mlx.target.recurrent import RecurrentLayer, RecurrentStates
+
+    states = RecurrentStates([])
+
+    def ours(cache: Any, i: int) -> Any:
+        if type(cache) is KVCache:
+            return attention(None)
+        if type(cache) is RotatingKVCache and cache.keep == 0:
+            return attention(cache.max_size)
+        if isinstance(cache, ArraysCache):
+            states.layers.append(RecurrentLayer(len(cache.cache), len(states.layers)))
+            return states.layers[-1]
+        if type(cache) is CacheList and any(isinstance(c, ArraysCache) for c in cache.caches):
+            return tuple(ours(inner, i) for inner in cache.caches)
+        raise DFlashError(
+            f"layer {i} of {name} keeps its state in a {type(cache).__name__}, "
+            "which cannot take a draft back",
+            "choose a model of another family",
+        )
+
+    layers = [ours(cache, i) for i, cache in enumerate(make_prompt_cache(model))]
+    return SequenceCache(layers, states if states.layers else None)
+
+
+def may_be_recurrent(model_type: str) -> bool | None:
+    """Whether models of a family can have recurrent layers, and so verify chains only.
+
+    model_type: as in a config. The family's source is read; nothing is imported or made. None
+    where the installed mlx-lm has no such family.
+    """
+    from mlx_lm import models
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    files = {file.stem: file for file in Path(models.__path__[0]).glob("*.py")}
+    waiting, seen = [MODEL_REMAPPING.get(model_type, model_type)], set[str]()
+    if waiting[0] not in files:
+        return None
+    while waiting:
+        seen.add(name := waiting.pop())
+        nodes = ast.walk(ast.parse(files[name].read_text(encoding="utf-8")))
+        relative = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.level == 1]
+        imports = [(node.module or "", alias.name) for node in relative for alias in node.names]
+        if ("cache", "ArraysCache") in imports:
+            return True
+        wrapped = [
+            module or imported for module, imported in imports if imported == "Model" or not module
+        ]
+        waiting += [family for family in wrapped if family in files and family not in seen]
+    return False
+
+
+def _flat(layers: Sequence[Any]) -> Iterator[Any]:
     """Every part of every layer, which may be a tuple of them."""
     for layer in layers:
         yield from layer if isinstance(layer, tuple) else (layer,)

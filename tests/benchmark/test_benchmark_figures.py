@@ -15,11 +15,9 @@ import pytest
 from dflash_mlx.benchmark.figures import merging, reliability, summarise
 from dflash_mlx.benchmark.measure import (
     TERMS,
-    AnswerFigures,
     CheckedNode,
-    Measured,
     RoundFigures,
-    checked,
+    Run,
     separate_rows,
 )
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
@@ -28,6 +26,7 @@ from dflash_mlx.core.accept import Accepted, NearTies
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.parity import Difference
+from dflash_mlx.session.stream import Answer
 from dflash_mlx.target.pass_times import PassTimes
 from support.decoding import tree_of
 
@@ -56,7 +55,7 @@ def made_up(
     checked: tuple[CheckedNode, ...] = (),
     separate_rows: int | None = None,
     **more: Any,
-) -> AnswerFigures:
+) -> Run:
     """A run of 100 tokens at `rate` tokens per second, beside the plain one; 8 rows a round."""
     tokens = [100 // rounds + (i < 100 % rounds) for i in range(rounds)]
     told = tuple(RoundFigures(n, 8, separate_rows, checked) for n in tokens)
@@ -65,9 +64,8 @@ def made_up(
         for each, n, counts in ((rate, rounds, more), (plain_rate, 1, {}))
     )
     question = BenchmarkPrompt("prompt", category, [])
-    return AnswerFigures(
-        question, method, Measured((), own, seconds or {}, told), plain, difference
-    )
+    answer = Answer("", (), "stop", own)
+    return Run(question, method, answer, seconds or {}, told, plain, difference)
 
 
 # Rounds
@@ -86,7 +84,8 @@ def test_a_round_is_what_became_of_its_tree():
 
 def test_trees_without_confidences_have_no_checked_nodes_and_no_diagram():
     bare = Accepted(replace(TREE, logprobs=()), (0, 2, 4), 7)
-    assert checked(bare) == ()
+    delta = SimpleNamespace(tokens=(2, 4), accepted=bare)
+    assert RoundFigures.of(delta, PAPER) == RoundFigures(2, 6, 9, ())
     assert reliability([RoundFigures(3, 6, None, ())]) is None
 
 
@@ -156,7 +155,7 @@ def test_tokens_per_round_and_acceptance_are_over_all_rounds_together():
 
 def test_overhead_is_what_the_other_terms_leave_of_a_round():
     run = made_up(50, 25, rounds=10, seconds={"draft": 0.5, "verify": 1.0, "commit": 0.1})
-    terms = {term: run.answer.round_ms(term) for term in TERMS}
+    terms = {term: run.round_ms(term) for term in TERMS}
     assert terms == pytest.approx({"draft": 50, "verify": 100, "commit": 10, "overhead": 40})
     figures = summarise([run, run, made_up(50, 25)])["methods"]["dflash"]
     assert figures["round_ms"]["draft"] == pytest.approx(50)

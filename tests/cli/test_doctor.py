@@ -19,7 +19,6 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import report as pair_report
 from dflash_mlx.models.source import Source
 from dflash_mlx.target.pass_times import ROWS
-from dflash_mlx.target.routing import Table
 from kernels_metal import sweep
 from kernels_metal.dispatch import Choice, Dispatch
 from kernels_metal.emulator import EmulatorError, emulated
@@ -74,7 +73,9 @@ def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
 def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
     made = Dispatch()
     made.table["draft_head/8/32000x4/16/float16/g15s"] = Choice(False, "not faster")
-    Table("tiny", lambda: [], tmp_path / "kernels").save(made.to_json())
+    file = tmp_path / "kernels" / "tiny.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"model": "tiny", **made.to_json()}))
     lines = doctor.about(tmp_path)
     assert lines[-2:] == [
         "  tiny",

@@ -4,7 +4,6 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import Sampler, filter_logprobs, penalise
-from dflash_mlx.core.tree import Tree
 from support.law import VOCABULARY, law_distance
 from support.toys import Scripted, ToyTarget, random_tree
 
@@ -73,15 +72,3 @@ def test_sampled_answers_follow_the_enumerated_law_whatever_was_drafted(settings
     drafter = Scripted(lambda tokens, room: random_tree(rng, min(room, 6) - 1, VOCABULARY))
     config = DecodeConfig(sampling=SamplingConfig(**{"temperature": 1.0, **settings}))
     assert law_distance(ToyTarget(VOCABULARY), lambda sampling: drafter, 2000, config) < 4
-
-
-def test_the_law_test_notices_a_rule_that_favours_drafts(monkeypatch):
-    monkeypatch.setattr(Tree, "child", favour_the_draft)
-    drafter = Scripted(lambda tokens, room: ([1], [0]) if room > 1 else ([], []))
-    config = DecodeConfig(sampling=SamplingConfig(temperature=1.0))
-    assert law_distance(ToyTarget(VOCABULARY), lambda sampling: drafter, 600, config) > 4
-
-
-def favour_the_draft(tree: Tree, node: int, token: int) -> int | None:
-    """Accept a drafted 1 for a chosen 2 as well."""
-    return 1 if node == 0 and token in (1, 2) else None

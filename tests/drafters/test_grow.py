@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_mlx.drafters.dual_diffusion import PaperGrowth
 from dflash_mlx.drafters.growth.grow import (
     Ranked,
     best_first,
@@ -17,7 +18,6 @@ from dflash_mlx.drafters.growth.grow import (
     follow_nearest,
     likely_boundaries,
     likely_prefixes,
-    merge_branches,
     mix,
     rejection_boundaries,
 )
@@ -65,11 +65,11 @@ def test_the_likeliest_boundaries_come_first():
 @settings(max_examples=40)
 def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes(seed, count):
     first = ranked(seed, 6)
-    prefixes = [first.best[:i] for i in likely_prefixes(first.confidences, count)]
+    prefixes = PaperGrowth(count).prefixes(first)
     second = {prefix: ranked(seed + i + 1, 6 - len(prefix)) for i, prefix in enumerate(prefixes)}
     chains = [first.best, *((*prefix, *draft.best) for prefix, draft in second.items())]
     expected = {chain[:n] for chain in chains for n in range(len(chain) + 1)}
-    assert set(paths_of(merge_branches(first, second).as_tree())) == expected
+    assert set(paths_of(PaperGrowth(count).tree(first, second))) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,19 +111,12 @@ def test_mixing_adds_probabilities_and_keeps_the_order():
     np.testing.assert_allclose(np.exp(both.logprobs), [[0.5, 0.3]])
 
 
-def test_the_joint_tree_without_second_drafts_is_ddtree():
-    first = ranked(4, 5)
-    joint = best_first(follow_nearest({(): first}), 12)
-    single = best_first(follow(first), 12)
-    assert (joint.tokens, joint.parents) == (single.tokens, single.parents)
-
-
 def test_probabilities_that_vanish_do_not_confuse_the_order():
     first = Ranked(np.array([[1, 2]]), np.array([[0.0, -150.0]], np.float32))
     both = mix(first, Ranked(np.array([[1, 3]]), np.array([[0.0, -900.0]])), 0.5)
     assert np.isfinite(both.logprobs).all()
     tree = best_first(follow(Ranked(first.tokens, np.array([[0.0, -np.inf]]))), 5)
-    assert tree.tokens[1:] == [1]
+    assert tree.drafted == (1,)
 
 
 def test_a_vocabulary_smaller_than_the_ranking_is_ranked_whole():

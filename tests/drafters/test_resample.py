@@ -11,12 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.cli.options import Parser, add_options
-from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.growth.grow import Prefixes
-from dflash_mlx.drafters.methods import find_method
 from dflash_mlx.drafters.resample import Resample, log_softmax, merge_samples
 from dflash_mlx.target.model import Target
 from support.decoding import behind, paths_of
@@ -29,8 +25,8 @@ def law(seed: int, positions: int, vocabulary: int) -> np.ndarray:
     return log_softmax(logits.astype(np.float32))
 
 
-def leaves(tree: Prefixes) -> list[tuple[int, ...]]:
-    return [path for i, path in enumerate(paths_of(tree.as_tree())) if i not in tree.parents]
+def leaves(tree: Tree) -> list[tuple[int, ...]]:
+    return [path for i, path in enumerate(paths_of(tree)) if i not in tree.parents]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 6))
@@ -43,8 +39,8 @@ def test_the_tree_is_the_likeliest_block_and_the_draws_with_shared_prefixes(seed
     assert {len(block) for block in blocks} == {n}
     assert 1 <= len(blocks) <= samples + 1
     assert len(tree) == 1 + len({block[:i] for block in blocks for i in range(1, n + 1)})
-    for node, depth in enumerate(tree.as_tree().depths[1:], start=1):
-        assert tree.logprobs[node] == logprobs[depth - 1, tree.tokens[node]]
+    for node, depth in enumerate(tree.depths[1:], start=1):
+        assert tree.logprobs[node] == logprobs[depth - 1, tree.drafted[node - 1]]
 
 
 def test_blocks_are_drawn_with_their_probability():
@@ -63,7 +59,7 @@ def test_tokens_that_the_drafter_excludes_are_never_drawn():
     logits = np.array([[0.0, -np.inf, 0.0, -np.inf]] * 3, np.float32)
     for seed in range(50):
         tree = merge_samples(log_softmax(logits), 3, np.random.default_rng(seed))
-        assert set(tree.tokens[1:]) <= {0, 2}
+        assert set(tree.drafted) <= {0, 2}
 
 
 def test_the_law_is_the_softmax():
@@ -79,10 +75,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> BlockModel:
     return drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 2], 1, target)
 
 
-def tree_drawn(model: BlockModel, seed: int, room: int = 100) -> Tree:
+def tree_drawn(model: BlockModel, seed: int) -> Tree:
     """The tree of a drafter that starts afresh."""
     drafter = Resample(model, None, 4, seed)
-    return drafter.draft(behind(drafter, 7, mx.zeros((3, 2 * 64))), room).tree
+    return drafter.draft(behind(drafter, 7, mx.zeros((3, 2 * 64))), 100).tree
 
 
 def test_a_seed_gives_the_same_draws_again_and_another_seed_others(model):
@@ -90,15 +86,3 @@ def test_a_seed_gives_the_same_draws_again_and_another_seed_others(model):
     assert max(tree.depths) == model.config.block_size - 1
     assert tree_drawn(model, 1).drafted == tree.drafted
     assert tree_drawn(model, 2).drafted != tree.drafted
-
-
-def test_a_round_without_room_drafts_nothing(model):
-    assert len(tree_drawn(model, 0, room=1)) == 1
-
-
-def test_the_control_can_be_compared_but_is_not_offered():
-    assert find_method("resample").is_control
-    parser = Parser()
-    add_options(parser, DecodeConfig)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--method", "resample"])

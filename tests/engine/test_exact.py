@@ -21,7 +21,6 @@ from dflash_mlx.session.stream import Session, TextDelta, collect
 from dflash_mlx.target.block import Block
 from support import decoding
 from support.decoding import go_on, run, start, tokens_in, tree_of
-from support.letters import Letters
 from support.rounding import (
     EXACT,
     FAMILIES,
@@ -32,7 +31,7 @@ from support.rounding import (
     drafted_answer,
     plain_answer,
 )
-from support.toys import Scripted, foretold, prompt_of
+from support.toys import Letters, Scripted, foretold, prompt_of
 
 SEEDS = range(3)
 

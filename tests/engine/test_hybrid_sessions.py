@@ -30,10 +30,9 @@ from support.hybrids import (
     plain_answer,
     rounds,
     run,
-    tokens_of,
 )
-from support.letters import Letters
 from support.recurrent_families import RECURRENT
+from support.toys import Letters, prompt_of
 
 FEW = ["falcon_h1", "lfm2", "qwen3_5"]
 TOLERANCE = 1e-4
@@ -70,7 +69,7 @@ def assert_state_is_that_of_its_tokens(session):
 @pytest.mark.parametrize("method", ["none", "ngram", "dflash"])
 def test_turns_of_a_session_equal_plain_decoding_from_the_beginning(pair, method):
     session = Session(pair, DecodeConfig(method=method, max_tokens=12))
-    said, held = tokens_of(0, 45), 0
+    said, held = prompt_of(0, 45), 0
     for turn in range(3):
         plain = plain_answer(pair.target, said, 12)
         *_, last = session.stream(said)
@@ -79,12 +78,12 @@ def test_turns_of_a_session_equal_plain_decoding_from_the_beginning(pair, method
         assert_state_is_that_of_its_tokens(session)
         held = session.state.position
         assert held == len(said) + 11
-        said = said + plain + tokens_of(turn + 1, 9)
+        said = said + plain + prompt_of(turn + 1, 9)
     assert session.state.context.length >= session.state.position
 
 
 def test_a_stop_token_amid_a_round_leaves_the_state_of_what_was_said(target):
-    prompt = tokens_of(2, 40)
+    prompt = prompt_of(2, 40)
     plain = plain_answer(target, prompt, 30)
     for stop in (1, 2, 3, 4, 9):
         drafter = oracle(prompt, plain, lambda: (4, 4))
@@ -94,7 +93,7 @@ def test_a_stop_token_amid_a_round_leaves_the_state_of_what_was_said(target):
         state.trim(end)
         assert state.position == min(end, len(prompt) + 5)
         assert difference(target, state.cache, (prompt + plain)[: state.position]) < TOLERANCE
-        more = (prompt + plain)[:end] + tokens_of(3, 4)
+        more = (prompt + plain)[:end] + prompt_of(3, 4)
         held = state.position
         assert go_on(target, drafter, state, more) == held
         assert run(target, NoDraft(), state, 8) == plain_answer(target, more, 8)
@@ -105,9 +104,9 @@ def test_a_drafters_window_is_computed_again_where_the_target_can_go_back_that_f
     limited = BlockModel(whole.module, limit_windows(whole.config, 16), pair.target)
     pair = replace(pair, drafters=(limited,))
     session = Session(pair, DecodeConfig(method="dflash", max_tokens=8, prefill_step=100))
-    prompt = tokens_of(14, 60)
+    prompt = prompt_of(14, 60)
     list(session.stream(prompt))
-    list(session.stream(prompt + tokens_of(15, 400)))
+    list(session.stream(prompt + prompt_of(15, 400)))
     *_, last = session.stream(prompt)
     assert last.statistics.reused_tokens == 59 - 15
     assert session.state.tokens == prompt + plain_answer(pair.target, prompt, 8)[:-1]
@@ -116,7 +115,7 @@ def test_a_drafters_window_is_computed_again_where_the_target_can_go_back_that_f
 
 @pytest.mark.parametrize("method", ["none", "ngram", "dflash"])
 def test_a_stop_token_of_a_session_is_where_its_next_turn_goes_on(pair, method):
-    prompt = tokens_of(4, 40)
+    prompt = prompt_of(4, 40)
     plain = plain_answer(pair.target, prompt, 30)
     pair.tokenizer.eos_token_ids = {plain[9]}
     at = plain.index(plain[9])
@@ -128,9 +127,9 @@ def test_a_stop_token_of_a_session_is_where_its_next_turn_goes_on(pair, method):
 
 @pytest.mark.parametrize("method", ["none", "ngram", "dflash"])
 def test_a_session_that_was_left_after_its_first_token_goes_on(pair, method):
-    session, prompt = Session(pair, DecodeConfig(method=method, max_tokens=12)), tokens_of(16, 70)
+    session, prompt = Session(pair, DecodeConfig(method=method, max_tokens=12)), prompt_of(16, 70)
     first = next(session.stream(prompt))
-    for more in (prompt, [*prompt, *first.tokens, *tokens_of(17, 5)]):
+    for more in (prompt, [*prompt, *first.tokens, *prompt_of(17, 5)]):
         assert answer(session, more) == plain_answer(pair.target, more, 12)
         assert_state_is_that_of_its_tokens(session)
 
@@ -140,7 +139,7 @@ def test_a_prompt_whose_end_is_left_out_of_the_next_turn_is_reused_up_to_there(
     target, dropped, reused
 ):
     """As chat templates do with the tag that begins a thought."""
-    prompt = tokens_of(7, 100)
+    prompt = prompt_of(7, 100)
     config = DecodeConfig(prefill_step=40)
     state = start(target, NoDraft(), prompt, config)
     run(target, NoDraft(), state, 15)
@@ -150,10 +149,10 @@ def test_a_prompt_whose_end_is_left_out_of_the_next_turn_is_reused_up_to_there(
 
 
 def test_the_prompt_before_the_last_one_can_be_gone_back_to(target):
-    prompt = tokens_of(8, 50)
+    prompt = prompt_of(8, 50)
     state = start(target, NoDraft(), prompt)
     said = run(target, NoDraft(), state, 10)
-    go_on(target, NoDraft(), state, prompt + said + tokens_of(9, 50))
+    go_on(target, NoDraft(), state, prompt + said + prompt_of(9, 50))
     run(target, NoDraft(), state, 10)
     other = [*prompt, (said[0] + 1) % VOCAB_SIZE, 3, 1]
     assert go_on(target, NoDraft(), state, other) == len(prompt)
@@ -169,7 +168,7 @@ def test_methods_that_draft_branches_are_refused(pair, method):
 def test_exact_answers_are_plain_decodings_and_probes_leave_the_state_alone(pair):
     noise = measure_noise(pair.target)
     assert 0 < noise.cache <= noise.wide < 0.1
-    prompt = tokens_of(11, 40)
+    prompt = prompt_of(11, 40)
     session = Session(pair, DecodeConfig(method="dflash", max_tokens=20, exact=True))
     plain = plain_answer(pair.target, prompt, 20)
     assert answer(session, prompt) == plain
@@ -179,22 +178,10 @@ def test_exact_answers_are_plain_decodings_and_probes_leave_the_state_alone(pair
     assert first_difference(pair.target, prompt, plain, wrong).position == 5
 
 
-def test_noise_is_measured_behind_every_second_token_of_a_hybrids_answer(target, monkeypatch):
-    forward, rows = target.forward, []
-
-    def counted(tokens, cache, block, taps=()):
-        rows.append(block.rows)
-        return forward(tokens, cache, block, taps)
-
-    monkeypatch.setattr(target, "forward", counted)
-    measure_noise(target)
-    assert rows.count(1) == 1 + 32 + 16  # the size of the vocabulary, the answer, half of it again
-
-
 def test_the_whole_of_an_exact_answer_can_be_decided_by_one_row_passes(pair):
     """Every token a near-tie: each is decided again behind its ancestors, then from the prompt."""
     pair.target.noise = type(measure_noise(pair.target))(wide=1e9, cache=1e9)
-    prompt = tokens_of(12, 20)
+    prompt = prompt_of(12, 20)
     try:
         session = Session(pair, DecodeConfig(method="ngram", max_tokens=12, exact=True))
         assert answer(session, prompt * 2) == plain_answer(pair.target, prompt * 2, 12)
@@ -210,7 +197,7 @@ def test_pass_times_of_trees_are_not_measured(target):
 
 def test_training_features_are_those_of_one_pass_over_the_sequence(target, tmp_path, monkeypatch):
     monkeypatch.setattr("dflash_mlx.train.features._CHUNK", 7)
-    tokens, taps = tokens_of(13, 30), (0, 2)
+    tokens, taps = prompt_of(13, 30), (0, 2)
     cache = FeatureCache(tmp_path / "features", [tokens], target, taps, 10**6)
     assert list(cache.fill()) == [30]
     target.tap(taps)

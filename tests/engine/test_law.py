@@ -18,8 +18,7 @@ from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.resample import Resample
 from dflash_mlx.engine import rules
 from dflash_mlx.target.pass_times import PassTimes
-from support.law import VOCABULARY, law_distance
-from support.toy_drafter import ToyDrafter
+from support.law import VOCABULARY, ToyDrafter, law_distance
 from support.toys import ToyTarget
 
 TEMPERATURE = 0.7

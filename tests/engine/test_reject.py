@@ -12,21 +12,20 @@ from hypothesis import strategies as st
 from dflash_mlx.core.accept import accept
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.rejection import kept, remainder
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.block_diffusion import DrawnBlock
 from dflash_mlx.drafters.methods import draws_drafts, make_drafter
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.rules import Reject
+from dflash_mlx.engine.rules import Reject, kept, remainder
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
 from dflash_mlx.target.model import Target
 from support.decoding import behind, go_on, rounds, run, start
 from support.drafter_formats import drafter_folder
 from support.families import make_model
-from support.toy_drafter import ToyDrafter
+from support.law import ToyDrafter
 from support.toys import ToyCache
 
 
@@ -71,15 +70,6 @@ def test_a_draft_is_kept_with_probability_p_over_q(p, q, token):
     assert keeps(0.0) == (p[token] > 0)
 
 
-@given(st.lists(st.booleans(), max_size=6))
-def test_nothing_behind_the_first_rejection_is_kept(fine):
-    n = len(fine)
-    p = mx.array([[0.5, 0.5] if ok else [1.0, 0.0] for ok in fine]).reshape(n, 2)
-    q = mx.array([[0.0, 1.0]] * n).reshape(n, 2)
-    length = kept(p, q, mx.ones(n, mx.int32), mx.zeros(n)).item()
-    assert length == [*fine, False].index(False)
-
-
 def test_where_nothing_is_left_the_target_itself_is_drawn_from():
     p = mx.array([0.25, 0.75])
     assert remainder(p, p).tolist() == [0.25, 0.75]
@@ -106,25 +96,6 @@ HERE = SimpleNamespace(next_position=8, tokens=[3] * 8)
 SAMPLER = Sampler(SamplingConfig(temperature=1.0, seed=3))
 
 
-def test_drafts_are_kept_up_to_the_first_that_the_target_excludes():
-    logits = np.zeros((4, 5), np.float32)
-    logits[2, 4] = -np.inf
-    q = np.zeros((3, 5), np.float32)
-    q[[0, 1, 2], [1, 2, 4]] = 0.2
-    accepted = Reject(SAMPLER).accept(verdict_of(Tree.chain([1, 2, 4]), logits, q), HERE)
-    assert accepted.path == (0, 1, 2)
-    assert accepted.tokens[:2] == (1, 2)
-    assert accepted.tokens[2] != 4
-
-
-def test_a_chain_that_is_kept_whole_ends_with_a_token_of_the_target():
-    logits = np.full((3, 5), -np.inf, np.float32)
-    logits[[0, 1, 2], [1, 2, 3]] = 0
-    q = np.full((2, 5), 0.2, np.float32)
-    accepted = Reject(SAMPLER).accept(verdict_of(Tree.chain([1, 2]), logits, q), HERE)
-    assert (accepted.path, accepted.tokens) == ((0, 1, 2), (1, 2, 3))
-
-
 def test_other_trees_are_matched():
     logits = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
     tree = Tree((1, 2), (-1, 0, 0))
@@ -137,17 +108,6 @@ def test_other_trees_are_matched():
 def drawn(seed, temperature=0.7, room=4, **filters):
     drafter = DrawnBlock(ToyDrafter(1), None, SamplingConfig(temperature, seed=seed, **filters))
     return drafter.draft(behind(drafter, 2), room)
-
-
-def test_drafts_are_drawn_from_the_q_they_carry():
-    logits = ToyDrafter(1).table[2, :3] / 0.7
-    q = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-    counts = np.zeros((3, 4))
-    for seed in range(600):
-        proposal = drawn(seed)
-        counts[np.arange(3), proposal.tree.drafted] += 1
-    assert np.allclose(proposal.q, q, atol=1e-5)
-    assert np.abs(counts / 600 - q).max() < 0.09  # four standard deviations
 
 
 def test_drafts_pass_the_filters_that_the_target_uses():

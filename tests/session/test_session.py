@@ -10,14 +10,12 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
-from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.stream import Session, collect
 from dflash_mlx.target.model import Target
-from support.families import VOCAB_SIZE, make_model
-from support.letters import Letters
-from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+from support.drafter_formats import drafter_folder
+from support.families import make_model
+from support.toys import Letters, prompt_of
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
@@ -30,16 +28,8 @@ def target_name(request):
 @pytest.fixture(params=[{}, SLIDING], ids=["full", "sliding"])
 def pair(request, target_name, tmp_path):
     target = Target(make_model(target_name), 512, target_name)
-    config = tiny_drafter_config(num_target_layers=target.num_layers, **request.param)
-    config["dflash_config"]["target_layer_ids"] = [0, 1, 2]
-    folder = write_drafter_folder(tmp_path, config, random_drafter(config, 1))
-    network_config = read_config(folder)
-    network = load_network(folder, network_config, mx.float32)
-    return Pair(target, Letters(), (BlockModel(network, network_config, target),), "tiny")
-
-
-def tokens_of(seed, length):
-    return np.random.default_rng(seed).integers(VOCAB_SIZE, size=length).tolist()
+    model = drafter_folder(tmp_path, [0, 1, 2], 1, target, **request.param)
+    return Pair(target, Letters(), (model,), "tiny")
 
 
 def assert_in_step(session):
@@ -62,18 +52,18 @@ def assert_in_step(session):
 @pytest.mark.parametrize("least", [1, 7])
 def test_after_an_abandoned_answer_and_its_continuation(pair, least):
     session = Session(pair, DecodeConfig("dflash", max_tokens=30))
-    prompt, said = tokens_of(0, 25), []
+    prompt, said = prompt_of(0, 25), []
     for delta in session.stream(prompt):
         said += delta.tokens
         if len(said) >= least:
             break
     assert_in_step(session)
-    list(session.stream(prompt + said + tokens_of(1, 9)))
+    list(session.stream(prompt + said + prompt_of(1, 9)))
     assert_in_step(session)
 
 
 def test_after_a_stop_token_or_a_stop_text(pair):
-    prompt = tokens_of(0, 25)
+    prompt = prompt_of(0, 25)
     whole = collect(Session(pair, DecodeConfig("dflash", max_tokens=30)).stream(prompt)).tokens
     text = pair.tokenizer.decode([whole[9]])
     stopped = Session(pair, DecodeConfig("dflash", max_tokens=30, stop=(text,)))
@@ -89,11 +79,11 @@ def test_after_a_stop_token_or_a_stop_text(pair):
 
 def test_after_a_whole_answer_and_an_edited_conversation(pair):
     session = Session(pair, DecodeConfig("dflash", max_tokens=12))
-    prompt = tokens_of(0, 25)
+    prompt = prompt_of(0, 25)
     list(session.stream(prompt))
     assert session.state.position == 25 + 11
     assert_in_step(session)
-    edited = [*prompt[:20], *tokens_of(2, 8)]
+    edited = [*prompt[:20], *prompt_of(2, 8)]
     (*_, last) = session.stream(edited)
     assert last.statistics.reused_tokens in (0, 20)
     assert_in_step(session)
@@ -101,14 +91,14 @@ def test_after_a_whole_answer_and_an_edited_conversation(pair):
 
 def test_after_an_interrupt_inside_a_round(pair, monkeypatch):
     session = Session(pair, DecodeConfig("dflash", max_tokens=12))
-    deltas = session.stream(tokens_of(0, 25))
+    deltas = session.stream(prompt_of(0, 25))
     next(deltas)
     monkeypatch.setattr(type(session.state.context), "append", interrupt)
     with pytest.raises(KeyboardInterrupt):
         list(deltas)
     monkeypatch.undo()
     assert session.state.position == 0
-    list(session.stream(tokens_of(0, 25)))
+    list(session.stream(prompt_of(0, 25)))
     assert_in_step(session)
 
 

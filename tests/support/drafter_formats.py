@@ -100,10 +100,13 @@ def write_shards(folder: Path, config: Config, tensors: Mapping[str, Array]) -> 
     return folder
 
 
-def drafter_folder(folder: Path, taps: list[int], seed: int, target: Target) -> BlockModel:
+def drafter_folder(
+    folder: Path, taps: list[int], seed: int, target: Target, **changes: Any
+) -> BlockModel:
     """A draft model of `target`, read from a folder that is written."""
     method = {"mask_token_id": 5, "target_layer_ids": taps}
-    raw = tiny_drafter_config(num_target_layers=target.num_layers, dflash_config=method)
+    layers = target.num_layers
+    raw = tiny_drafter_config(num_target_layers=layers, dflash_config=method, **changes)
     return written(folder, raw, random_drafter(raw, seed), target)
 
 

@@ -15,7 +15,7 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
 from support.decoding import rounds as decode
-from support.decoding import start
+from support.decoding import start, tokens_in
 from support.families import VOCAB_SIZE, make_model
 from support.toys import Scripted
 
@@ -26,16 +26,12 @@ def target_of(name: str) -> Target:
     return Target(make_model(name), 4096, name)
 
 
-def tokens_of(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(VOCAB_SIZE, size=count).tolist()
-
-
 def rounds(target, drafter, state: State, max_tokens: int):
     return decode(target, drafter, state, DecodeConfig(max_tokens=max_tokens))
 
 
 def run(target, drafter, state: State, max_tokens: int) -> list[int]:
-    return [t for accepted in rounds(target, drafter, state, max_tokens) for t in accepted.tokens]
+    return tokens_in(rounds(target, drafter, state, max_tokens))
 
 
 def plain_answer(target, prompt: list[int], max_tokens: int) -> list[int]:

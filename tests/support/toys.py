@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.none import NoContext
@@ -18,6 +19,23 @@ from support.family_configs import VOCAB_SIZE
 def prompt_of(seed: int, length: int = 20) -> list[int]:
     """Random tokens for a tiny model."""
     return np.random.default_rng(seed).integers(VOCAB_SIZE, size=length).tolist()
+
+
+class Letters:
+    """A tokenizer with one letter per token, so that any text can stop; no stop token at first."""
+
+    def __init__(self) -> None:
+        self.eos_token_ids: set[int] = set()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(c) - 0x100 for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(0x100 + i) for i in ids)
+
+    @property
+    def detokenizer(self) -> NaiveStreamingDetokenizer:
+        return NaiveStreamingDetokenizer(self)
 
 
 class ToyCache:
@@ -52,6 +70,7 @@ class ToyTarget:
 
     name = "toy"
     kernels = None
+    takes_trees = True
 
     def __init__(self, vocabulary: int, context_length: int = 64, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

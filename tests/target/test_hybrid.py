@@ -21,8 +21,8 @@ from dflash_mlx.target import recurrent
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.hooks import override
-from dflash_mlx.target.layouts import Recurrent, is_recurrent, may_be_recurrent
 from dflash_mlx.target.model import Target
+from dflash_mlx.target.sequence import may_be_recurrent
 from support.decoding import ids_of, start
 from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.hybrids import (
@@ -34,9 +34,9 @@ from support.hybrids import (
     rounds,
     some_right,
     target_of,
-    tokens_of,
 )
 from support.recurrent_families import RECURRENT, UNSUPPORTED
+from support.toys import prompt_of
 
 NAMES = sorted(RECURRENT)
 LONG = ["falcon_h1", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next"]  # 200 rounds
@@ -57,7 +57,7 @@ def interpreted():
 
 @pytest.mark.parametrize(("name", "count"), [(n, 200) for n in LONG] + [(n, 20) for n in SHORT])
 def test_greedy_answers_equal_plain_decoding_and_the_state_does_not_drift(name, count):
-    target, prompt = target_of(name), tokens_of(PROMPTS.get(name, 1), 20)
+    target, prompt = target_of(name), prompt_of(PROMPTS.get(name, 1), 20)
     case = some_right(2)
     tokens = 1 + sum(1 + right for _, right in (case() for _ in range(count)))
     plain = plain_answer(target, prompt, tokens)
@@ -76,7 +76,7 @@ def test_greedy_answers_equal_plain_decoding_and_the_state_does_not_drift(name, 
 
 def off_after(target, kept):
     """By how much the state is off after the first rows of a pass were kept, behind a prompt."""
-    prompt, rows = tokens_of(3, 12), tokens_of(4, 5)
+    prompt, rows = prompt_of(3, 12), prompt_of(4, 5)
     cache = fresh(target, prompt)
     forward(target, cache, rows)
     cache.commit(range(kept))
@@ -137,13 +137,13 @@ def change_states_in_place(model):
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
 def test_states_that_are_changed_in_place_can_be_taken_back_too(name):
-    model, prompt = make_model(name), tokens_of(3, 12)
+    model, prompt = make_model(name), prompt_of(3, 12)
     change_states_in_place(model)
     target = Target(model, 512, name)
     assert np.max([off_after(target, kept) for kept in (0, 2, 5)]) < TOLERANCE
     cache = fresh(target, prompt)
     for kept in (0, 2, 5):
-        forward(target, cache, tokens_of(4, 5))
+        forward(target, cache, prompt_of(4, 5))
         cache.commit(range(kept))
         cache.trim(12)
         assert difference(target, cache, prompt) < TOLERANCE
@@ -170,7 +170,7 @@ def test_a_wrong_replay_is_noticed(name, fault, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_answers_equal_those_of_mlx_lm(name):
-    target, prompt = target_of(name), tokens_of(5, 20)
+    target, prompt = target_of(name), prompt_of(5, 20)
     plain = plain_answer(target, prompt, 25)
     steps = generate_step(mx.array(prompt), make_model(name), max_tokens=25)
     assert plain == [token for token, _ in steps]
@@ -242,14 +242,14 @@ def test_passes_forks_and_ways_back_in_any_order_leave_the_state_of_the_tokens(n
 
 
 def test_there_are_ways_back_to_every_length_of_the_last_rounds_and_to_marked_ones():
-    target, prompt = target_of("lfm2"), tokens_of(6, 40)
+    target, prompt = target_of("lfm2"), prompt_of(6, 40)
     cache = fresh(target, prompt[:30])
     forward(target, cache, prompt[30:])
     cache.commit(range(10))
     cache.mark(cache.length)
     said = []
     for i in range(20):
-        rows = tokens_of(i, 4)
+        rows = prompt_of(i, 4)
         forward(target, cache, rows)
         cache.commit(range(3))
         said += rows[:3]
@@ -267,11 +267,11 @@ def test_there_are_ways_back_to_every_length_of_the_last_rounds_and_to_marked_on
 def test_what_is_kept_for_going_back_does_not_grow():
     target = target_of("qwen3_5")
     cache = target.new_cache()
-    forward(target, cache, tokens_of(0, recurrent.MOST_ROWS + 1))
+    forward(target, cache, prompt_of(0, recurrent.MOST_ROWS + 1))
     assert cache._recurrent._running.calls is None
     cache.commit(range(recurrent.MOST_ROWS + 1))
     for i in range(30):
-        forward(target, cache, tokens_of(i, 2))
+        forward(target, cache, prompt_of(i, 2))
         cache.commit([0])
         if i % 5 == 0:
             cache.mark(cache.length)
@@ -279,10 +279,10 @@ def test_what_is_kept_for_going_back_does_not_grow():
 
 
 def test_a_long_pass_is_kept_whole_or_not_at_all():
-    target, prompt = target_of("nemotron_h"), tokens_of(7, 20)
+    target, prompt = target_of("nemotron_h"), prompt_of(7, 20)
     cache = fresh(target, prompt)
     rows = recurrent.MOST_ROWS + 1
-    forward(target, cache, tokens_of(0, rows))
+    forward(target, cache, prompt_of(0, rows))
     with pytest.raises(ValueError, match=f"a pass of {rows} rows can only be kept whole"):
         cache.commit([0])
     cache.discard()
@@ -293,7 +293,7 @@ def test_branches_and_rows_out_of_order_are_refused():
     target = target_of("qwen3_next")
     with pytest.raises(DFlashError, match=r"qwen3_next .* recurrent state.*; use --method dflash"):
         target.check_trees()
-    cache = fresh(target, tokens_of(8, 5))
+    cache = fresh(target, prompt_of(8, 5))
     tree = Tree((0, 0), (-1, 0, 0))
     with pytest.raises(DFlashError, match="cannot follow the branches"):
         target.forward(ids_of(tree), cache, Block.of(tree))
@@ -337,7 +337,7 @@ def test_a_hook_leaves_parameters_and_other_modules_alone():
 
 
 def test_a_model_is_used_as_before_outside_the_target():
-    target, tokens = target_of("nemotron_h"), mx.array([tokens_of(9, 12)])
+    target, tokens = target_of("nemotron_h"), mx.array([prompt_of(9, 12)])
     other = make_model("nemotron_h")
     caches = [m.make_cache() for m in (target.model, other)]
     ours, theirs = (m(tokens, cache=c) for m, c in zip((target.model, other), caches, strict=True))
@@ -350,5 +350,5 @@ def test_the_family_alone_tells_whether_there_can_be_recurrent_layers():
     assert may_be_recurrent("qwen3_5_moe") and may_be_recurrent("falcon_mamba")
     assert may_be_recurrent("mistral") is False
     assert may_be_recurrent("no_such_family") is may_be_recurrent("../cache") is None
-    assert not is_recurrent(Target(make_model("llama"), 512, "llama")._layout)
-    assert Recurrent(2) in target_of("qwen3_5")._layout
+    assert not Target(make_model("llama"), 512, "llama").is_recurrent
+    assert target_of("qwen3_5").is_recurrent

@@ -82,16 +82,6 @@ def test_trees_of_any_shape_behind_prompts_of_any_length(name, seed, nodes, leng
     assert worst_node(target, fresh(target, prompt, 9), prompt, some_tree(rng, nodes)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
-def test_the_node_test_notices_a_causal_mask_in_place_of_the_ancestors(name, monkeypatch):
-    rng = np.random.default_rng(0)
-    target, prompt = target_of(name), tokens_of(rng, PROMPT_LENGTH)
-    cache = fresh(target, prompt, 9)
-    causal = property(lambda block: mx.tril(mx.full((block.rows, block.rows), True)))
-    monkeypatch.setattr(Block, "visible", causal)
-    assert worst_node(target, cache, prompt, some_tree(rng)) > 0.1
-
-
 @pytest.mark.parametrize("name", TREE_FAMILIES)
 def test_committing_a_path_equals_computing_it_from_scratch(name):
     rng = np.random.default_rng(3)

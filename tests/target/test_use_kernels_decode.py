@@ -15,7 +15,6 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.growth import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.pair import Pair
@@ -23,8 +22,8 @@ from dflash_mlx.target import cache
 from dflash_mlx.target.model import Target
 from kernels_metal.emulator import Run, emulated
 from support.decoding import rounds, start
+from support.drafter_formats import drafter_folder
 from support.families import FAMILIES, make_model
-from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
 HEAD_DIM = 64  # the least that the attention kernel takes
 VOCABULARY = 16  # so small that random drafters are often right, and not by their first choice
@@ -53,20 +52,9 @@ def drafter_of(
     target: Target, folder: Path, taps: list[int], seed: int, **changes: Any
 ) -> BlockModel:
     """A drafter of one layer."""
-    config = tiny_drafter_config(
-        num_target_layers=LAYERS,
-        num_hidden_layers=1,
-        head_dim=HEAD_DIM,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        block_size=5,
-        dflash_config={"mask_token_id": 5, "target_layer_ids": taps},
-        **changes,
-    )
-    write_drafter_folder(folder, config, random_drafter(config, seed))
-    read = read_config(folder)
-    return BlockModel(load_network(folder, read, mx.float32), read, target)
+    heads = {"head_dim": HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small = {"num_hidden_layers": 1, "vocab_size": VOCABULARY, "block_size": 5}
+    return drafter_folder(folder, taps, seed, target, **heads, **small, **changes)
 
 
 def make_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bits: int | None) -> Pair:

@@ -12,7 +12,7 @@ import pytest
 from dflash_mlx.target import routing
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
-from dflash_mlx.target.routing import Kernels, Table, kernel_choices
+from dflash_mlx.target.routing import Kernels, kernel_choices
 from kernels_metal import dispatch
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.dispatch import RUNS, Choice
@@ -49,8 +49,7 @@ def metal(monkeypatch) -> Iterator[Run]:
 
 def session(folder: Path, stopped: bool = False, name: str = "tiny", mode: str = "auto") -> Kernels:
     """The kernels of a newly loaded model."""
-    table = Table(name, lambda: [("weight", mx.zeros(3))], folder)
-    made = Kernels(table, Clock(stopped))
+    made = Kernels(name, lambda: [("weight", mx.zeros(3))], folder, Clock(stopped))
     made.switch(mode)
     return made
 

@@ -18,8 +18,9 @@ from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig, DynamicCon
 from dflash_mlx.drafters.dflash.quantized import Quantization
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
 from dflash_mlx.system import cpu_math
-from dflash_mlx.target.block import Block, rotate
+from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
+from dflash_mlx.target.hooks import rotate_by_row
 from dflash_mlx.target.sequence import SequenceCache
 
 
@@ -93,18 +94,19 @@ class Attention(nn.Module):
             config.rope,
             config.max_position_embeddings,
         )
+        rotate_by_row(self.rope)
 
     def _heads(self, x: mx.array) -> mx.array:
         return mx.unflatten(x, -1, (-1, self.head_dim)).swapaxes(1, 2)
 
     def remember(self, rows: mx.array, cache: LayerCache) -> tuple[mx.array, mx.array]:
         """Write keys and values of `rows` [1, n, d] into `cache`; return all that are visible."""
-        keys = rotate(self.rope, self.k_norm(self._heads(self.k_proj(rows))), cache.offset)
+        keys = self.rope(self.k_norm(self._heads(self.k_proj(rows))), offset=cache.offset)
         return cache.update_and_fetch(keys, self._heads(self.v_proj(rows)))
 
     def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
         """Attend from block rows x [1, n, d]."""
-        queries = rotate(self.rope, self.q_norm(self._heads(self.q_proj(x))), cache.offset)
+        queries = self.rope(self.q_norm(self._heads(self.q_proj(x))), offset=cache.offset)
         keys, values = self.remember(x, cache)
         out = cache.attend(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
         return self.o_proj(out.swapaxes(1, 2).flatten(2))
@@ -151,22 +153,11 @@ class ConvolvedLayer(Layer):
     The context's rows are not convolved: they enter as keys and values only.
     """
 
-    def __init__(self, config: NetworkConfig, convolution: ConvolutionConfig) -> None:
+    def __init__(self, config: NetworkConfig) -> None:
         super().__init__(config)
-        self.attention_conv = DynamicConvolution(config.hidden_size, convolution)
-        self.mlp_conv = DynamicConvolution(config.hidden_size, convolution)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its convolutions change nothing."""
-        return self.attention_conv.is_identity and self.mlp_conv.is_identity
-
-    def plain(self, config: NetworkConfig) -> Layer:
-        """A layer without convolutions, of the same modules."""
-        layer = Layer(config)
-        for name in layer.children():
-            layer[name] = self[name]
-        return layer
+        assert config.convolution is not None
+        self.attention_conv = DynamicConvolution(config.hidden_size, config.convolution)
+        self.mlp_conv = DynamicConvolution(config.hidden_size, config.convolution)
 
     def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
         """[1, n, d] -> [1, n, d]."""
@@ -190,7 +181,8 @@ class Network(nn.Module):
         d = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, config.rms_norm_eps)
-        self.layers = [_layer(config) for _ in config.layer_windows]
+        layer = Layer if config.convolution is None else ConvolvedLayer
+        self.layers = [layer(config) for _ in config.layer_windows]
         self.norm = nn.RMSNorm(d, config.rms_norm_eps)
         self._causal = config.layer_causal
         if config.own_embedding:
@@ -205,8 +197,11 @@ class Network(nn.Module):
     def drop_idle_convolutions(self, config: NetworkConfig) -> None:
         """Leave out convolutions that change nothing; see `train/selector.py`."""
         for i, layer in enumerate(self.layers):
-            if isinstance(layer, ConvolvedLayer) and layer.is_plain:
-                self.layers[i] = layer.plain(config)
+            idle = isinstance(layer, ConvolvedLayer) and layer.attention_conv.is_identity
+            if idle and layer.mlp_conv.is_identity:
+                self.layers[i] = plain = Layer(config)
+                for name in plain.children():
+                    plain[name] = layer[name]
 
     def append(self, features: mx.array, cache: SequenceCache) -> None:
         """Commit the context rows of `features` [n, m*d] to `cache`."""
@@ -233,12 +228,6 @@ class Network(nn.Module):
             x = layer(x, masks[kind], layer_cache)
         cache.discard()
         return self.norm(x)  # type: ignore[no-any-return]
-
-
-def _layer(config: NetworkConfig) -> Layer:
-    if config.convolution is None:
-        return Layer(config)
-    return ConvolvedLayer(config, config.convolution)
 
 
 def _block_mask(causal: bool, cache: LayerCache) -> mx.array | None:

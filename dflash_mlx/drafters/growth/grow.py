@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -56,64 +56,6 @@ class Ranked:
         return np.exp(self.logprobs[:, 0])
 
 
-@dataclass
-class Prefixes:
-    """A prefix tree under construction: node 0 is the root, equal prefixes are one node.
-
-    logprobs: per node, of its token given the tokens before it, as its drafter sees it. sources:
-    per node, which drafter, see `Tree`.
-    """
-
-    tokens: list[int] = field(default_factory=lambda: [0])
-    parents: list[int] = field(default_factory=lambda: [-1])
-    logprobs: list[float] = field(default_factory=lambda: [0.0])
-    sources: list[str] = field(default_factory=lambda: [""])
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def add(self, parent: int, token: int, logprob: float, source: str = FIRST) -> int:
-        """The child of `parent` that carries `token`, new or old; its node id."""
-        children = self._children
-        if (node := children.get((parent, token))) is not None:
-            return node
-        node = children[parent, token] = len(self)
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.logprobs.append(logprob)
-        self.sources.append(source)
-        return node
-
-    @cached_property
-    def _children(self) -> dict[tuple[int, int], int]:
-        edges = zip(self.parents, self.tokens, strict=True)
-        return {edge: node for node, edge in enumerate(edges)}
-
-    def as_tree(self) -> Tree:
-        """The finished tree."""
-        drafted = tuple(self.tokens[1:])
-        return Tree(drafted, tuple(self.parents), tuple(self.logprobs), tuple(self.sources))
-
-    def add_path(self, path: Sequence[int], logprobs: Sequence[float], source: str = FIRST) -> int:
-        """Add a chain from the root on; its last node's id."""
-        node = 0
-        for token, logprob in zip(path, logprobs, strict=True):
-            node = self.add(node, token, logprob, source)
-        return node
-
-    def continued(self, prefixes: Iterable[Path]) -> Prefixes:
-        """The same tree, its nodes behind one of `prefixes` marked as the second drafter's."""
-        starts = set(prefixes) - {()}
-        paths: list[Path] = [()]
-        behind = [False]
-        for node in range(1, len(self)):
-            parent = self.parents[node]
-            paths.append((*paths[parent], self.tokens[node]))
-            behind.append(behind[parent] or paths[parent] in starts)
-            self.sources[node] = SECOND if behind[node] else FIRST
-        return self
-
-
 def rejection_boundaries(confidences: Array) -> Array:
     """r(i) for i = 0 .. gamma - 2: probability that exactly i drafts are accepted.
 
@@ -140,44 +82,48 @@ def likely_boundaries(first: Ranked, branches: int) -> list[Path]:
     tree = best_first(follow(first), 4 * branches)
     paths: list[Path] = [()]
     reach = [0.0]
-    for token, parent, logprob in zip(tree.tokens, tree.parents, tree.logprobs, strict=True):
-        if parent >= 0:
-            paths.append((*paths[parent], token))
-            reach.append(reach[parent] + logprob)
+    nodes = zip(tree.drafted, tree.parents[1:], tree.logprobs[1:], strict=True)
+    for token, parent, logprob in nodes:
+        paths.append((*paths[parent], token))
+        reach.append(reach[parent] + logprob)
     open_ended = [i for i, path in enumerate(paths) if len(path) < len(first)]
     missed = 1 - first.confidences
     ranked = sorted(open_ended, key=lambda i: -float(np.exp(reach[i])) * missed[len(paths[i])])
     return [paths[i] for i in ranked[:branches]]
 
 
-def best_first(choices: Choices, nodes: int) -> Prefixes:
+def best_first(choices: Choices, nodes: int, second: Collection[Path] = ()) -> Tree:
     """The `nodes` likeliest prefixes, the root included (DDTree, arXiv 2604.12989).
 
     A prefix is as likely as the product of its tokens; what is impossible has -inf. Each node taken
     offers its next sibling and its first child, so parents come before children and likelier
-    siblings before others. No two siblings carry one token.
+    siblings before others. No two siblings carry one token. second: prefixes, () apart, behind
+    which nodes are the second drafter's.
     """
-    tokens, parents, logprobs = [0], [-1], [0.0]
+    tokens: list[int] = []
+    parents, logprobs, sources = [-1], [0.0], [""]
     order = 0  # of two that are as likely the older goes first
     first = choices(())
     heap: list[tuple[float, int, int, Path, int, Offers]] = []
     if first is not None:
         heap = [(-first[1][0], 0, 0, (), 0, first)]
-    while heap and len(tokens) < nodes and heap[0][0] < math.inf:
+    while heap and len(parents) < nodes and heap[0][0] < math.inf:
         score, _, parent, path, rank, offers = heapq.heappop(heap)
         token, logprob = offers[0][rank], offers[1][rank]
         order += 2
         if rank + 1 < len(offers[1]):
             beside = score + logprob - offers[1][rank + 1]
             heapq.heappush(heap, (beside, order, parent, path, rank + 1, offers))
+        continued = second and parent and (sources[parent] == SECOND or path in second)
         path = (*path, token)
         if (below := choices(path)) is not None:
-            child = (score - below[1][0], order + 1, len(tokens), path, 0, below)
+            child = (score - below[1][0], order + 1, len(parents), path, 0, below)
             heapq.heappush(heap, child)
         tokens.append(token)
         parents.append(parent)
         logprobs.append(logprob)
-    return Prefixes(tokens, parents, logprobs, ["", *[FIRST] * (len(tokens) - 1)])
+        sources.append(SECOND if continued else FIRST)
+    return Tree(tuple(tokens), tuple(parents), tuple(logprobs), tuple(sources))
 
 
 def follow(ranked: Ranked) -> Choices:
@@ -217,14 +163,3 @@ def mix(first: Ranked, second: Ranked, share: float) -> Ranked:
         tokens.append(best)
         logprobs.append([math.log(max(mass[token], LEAST)) for token in best])
     return Ranked(np.array(tokens), np.array(logprobs))
-
-
-def merge_branches(first: Ranked, branches: Mapping[Path, Ranked]) -> Prefixes:
-    """D2SD's published tree: the first draft and a continuation of each prefix, merged."""
-    tree = Prefixes()
-    tree.add_path(first.best, first.logprobs[:, 0].tolist())
-    for prefix, ranked in branches.items():
-        kept = first.logprobs[: len(prefix), 0].tolist()
-        known = [*kept, *ranked.logprobs[:, 0].tolist()]
-        tree.add_path((*prefix, *ranked.best), known, SECOND)
-    return tree
