@@ -182,8 +182,8 @@ class DecodeConfig:
     )
     block_size: int | None = option(
         None,
-        "tokens per draft block, the anchor included: for dflash and ngram always so many (default: "
-        "the drafter's, of which dflash verifies as many as pay)",
+        "tokens per draft block, the anchor included; dflash and ngram then verify all of them "
+        "(default: the drafter's, and as many are verified as pay)",
         type=int,
     )
     branches: int | None = option(

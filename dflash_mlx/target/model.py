@@ -146,15 +146,6 @@ class Target:
         next_step = "use --method dflash or --method ngram, which draft chains"
         raise DFlashError(f"{self.name} ({kind}) {why}", next_step)
 
-    @property
-    def takes_trees(self) -> bool:
-        """Whether `check_trees` has nothing to say."""
-        try:
-            self.check_trees()
-        except DFlashError:
-            return False
-        return True
-
     def embedding(self) -> Any:
         """The token embedding module, which the drafter shares."""
         return _find_module(self.model, _EMBEDDINGS, self.name)

@@ -13,7 +13,8 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion, DrawnBlock, DrawnPath, SelectedPath
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
+from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
 from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow
 from dflash_mlx.drafters.growth.links import along_path, conditional, follow_links
