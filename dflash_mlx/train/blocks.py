@@ -18,7 +18,7 @@ _WINDOW = 16  # steps whose sequences are sorted by length among themselves
 class TextTokens:
     """A training sequence: its tokens [L], where the answer begins, and what the target prefers.
 
-    likely: [L, K], the target's most likely next tokens after every token, likeliest first.
+    likely: [L, K], the target's most likely next tokens after every token, greedy choice first.
     shares: [L, K], their probabilities.
     """
 
@@ -26,11 +26,6 @@ class TextTokens:
     prompt_length: int
     likely: Array
     shares: Array
-
-    @property
-    def choices(self) -> Array:
-        """[L], what the target would choose greedily after every token."""
-        return self.likely[:, 0]
 
     @property
     def anchors(self) -> Array:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,21 +21,20 @@ from dflash_mlx.train.features import FeatureCache, vocabulary_size
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(TextTokens):
     """A row of a corpus. number: in its file. cache, place: where its features are."""
 
     row: CorpusRow
     number: int
-    sequence: TextTokens
     cache: FeatureCache
     place: int
 
     @classmethod
     def of(cls, row: CorpusRow, number: int, cache: FeatureCache, place: int) -> Text:
         """With what the target thought of it as sequence `place` of `cache`."""
-        choices, tokens = cache.choices(place), np.array(row.prompt + row.answer)
-        likely, shares = choices["token"], choices["probability"]
-        return cls(row, number, TextTokens(tokens, len(row.prompt), likely, shares), cache, place)
+        tokens, thought = np.array(row.prompt + row.answer), cache.choices(place)
+        likely, shares = thought["token"], thought["probability"]
+        return cls(tokens, len(row.prompt), likely, shares, row, number, cache, place)
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,6 @@ class Texts:
     def __len__(self) -> int:
         return len(self.texts)
 
-    @cached_property
-    def sequences(self) -> list[TextTokens]:
-        """Their tokens."""
-        return [text.sequence for text in self.texts]
-
     def features(self, chosen: Array, length: int) -> mx.array:
         """[S, length, m*d] float32 of the texts `chosen` [S], zeros after their ends."""
         parts = []
@@ -62,13 +55,9 @@ class Texts:
             parts.append(mx.pad(part, [(0, length - part.shape[0]), (0, 0)]))
         return mx.stack(parts)
 
-    def only(self, wanted: Callable[[Text], bool]) -> Texts:
-        """Those of the texts that are wanted."""
-        return Texts(self.name, [text for text in self.texts if wanted(text)])
-
     def greedy(self) -> Texts:
         """Those that are the target's greedy answers."""
-        return self.only(lambda text: text.row.temperature == 0)
+        return replace(self, texts=[text for text in self.texts if text.row.temperature == 0])
 
     def split(self, held_out: int) -> tuple[Texts, Texts]:
         """What to train on, and what to measure with.
@@ -79,8 +68,8 @@ class Texts:
         """
         if held_out < 2:
             raise DFlashError(f"held_out is {held_out}", "choose 2 or more")
-        train = self.only(lambda text: text.number % held_out != 0)
-        kept = self.only(lambda text: text.number % held_out == 0)
+        train = replace(self, texts=[text for text in self.texts if text.number % held_out])
+        kept = replace(self, texts=[text for text in self.texts if not text.number % held_out])
         if not len(train):
             raise DFlashError("the corpora have one row in all", "make a larger corpus")
         return train, kept.greedy() if len(kept.greedy()) else kept
@@ -102,7 +91,7 @@ def read_texts(
 def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path, int]) -> Texts:
     vocab_size, context = vocabulary_size(pair.target), pair.target.context_length
     header, rows = read_rows(path, vocab_size)
-    check_header(header, pair.tokenizer, vocab_size, str(path))
+    check_header(header, pair.tokenizer, vocab_size, path)
     usable = [(i, r) for i, r in enumerate(rows) if len(r.prompt) + len(r.answer) <= context]
     if not usable:
         raise DFlashError(

@@ -60,7 +60,7 @@ def hits_at(
     wrong behind the first token that is not the target's choice.
     """
     size, prefixes = trainee.config.block_size, np.full(anchors.shape, prefix)
-    blocks = cut_blocks(texts.sequences, chosen, anchors, size, prefixes)
+    blocks = cut_blocks(texts.texts, chosen, anchors, size, prefixes)
     states = trainee.states(*trainee.inputs(texts, blocks))
     drafts = _drafts(trainee, states[:, :, prefix + 1 :], blocks.tokens[..., prefix:-1])
     right = (drafts == blocks.labels[..., prefix + 1 :]) & blocks.supervised[..., prefix + 1 :]
@@ -98,7 +98,7 @@ def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Acceptance:
     for start in range(0, len(texts), _TEXTS):
         chosen, parts = np.arange(start, min(start + _TEXTS, len(texts))), []
         for i in chosen:
-            anchors = texts.sequences[i].anchors
+            anchors = texts.texts[i].anchors
             anchors = anchors[: max(1, len(anchors) - prefix)]
             parts.append(anchors[np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)])
         hits += list(hits_at(trainee, texts, chosen, np.stack(parts), prefix))
@@ -111,7 +111,7 @@ def walk(trainee: Trainee, texts: Texts) -> Acceptance:
     The texts must be greedy ones.
     """
     step, walked = max(1, _CHUNK // trainee.config.block_size), []
-    for i, text in enumerate(texts.sequences):
+    for i, text in enumerate(texts.texts):
         anchors, chosen = text.anchors[None], np.array([i])
         parts = [anchors[:, start : start + step] for start in range(0, anchors.size, step)]
         hits = np.concatenate([hits_at(trainee, texts, chosen, part)[0] for part in parts])
