@@ -13,7 +13,7 @@ from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig, TrainConfig
 from dflash_mlx.models.load import load_target
-from dflash_mlx.train.data import add_data_options, feature_place, read_texts
+from dflash_mlx.train.data import DataConfig, read_texts
 from dflash_mlx.train.run import Record, TrainingRun, check_out, plot_history
 from dflash_mlx.train.start import begin
 from dflash_mlx.train.trainer import Trainer
@@ -25,14 +25,14 @@ def main(argv: Sequence[str]) -> None:
     """Train until the time or the steps are used up. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
     cli.check_output(arguments.plot)
-    place = feature_place(arguments)
+    data = cli.read_options(arguments, DataConfig)
     if arguments.plot is not None:
         import_pyplot()
     config = cli.read_options(arguments, TrainConfig)
     check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     trainee = begin(config, pair)
-    texts = read_texts(arguments.corpus, pair, trainee.config.target_layer_ids, place)
+    texts = read_texts(data, pair, trainee.config.target_layer_ids)
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(trainee, train, config)
     run = TrainingRun(trainer, held_out, arguments.out, texts.name)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = cli.Parser(prog=PROGRAM, description="Train a drafter on its target's own answers.")
-    add_data_options(result)
+    cli.add_options(result, DataConfig)
     result.add_argument(
         "--out",
         required=True,

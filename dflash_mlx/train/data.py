@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,10 +11,11 @@ import numpy as np
 import platformdirs
 from tqdm import tqdm
 
+from dflash_mlx.core.config import option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.blocks import Array, TextTokens
-from dflash_mlx.train.corpus.rows import CorpusRow, check_header, read_rows
+from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.features import FeatureCache, vocabulary_size
 
 
@@ -75,23 +74,38 @@ class Texts:
         return train, kept.greedy() if len(kept.greedy()) else kept
 
 
-def read_texts(
-    paths: Sequence[Path], pair: Pair, taps: tuple[int, ...], cache: tuple[Path, int]
-) -> Texts:
+@dataclass(frozen=True)
+class DataConfig:
+    """Where texts and features are."""
+
+    corpus: tuple[Path, ...] = option(
+        (), "corpus file; may be given several times", action="append", type=Path, required=True
+    )
+    cache: Path = option(
+        platformdirs.user_cache_path("dflash-chat") / "features",
+        "where the target's features are kept",
+        type=Path,
+    )
+    cache_gb: float = option(20, "most gigabytes of features per corpus", type=float)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache_gb < float("inf"):
+            raise DFlashError(f"cache_gb is {self.cache_gb}", "choose a number above 0")
+
+
+def read_texts(config: DataConfig, pair: Pair, taps: tuple[int, ...]) -> Texts:
     """Read corpora, and compute the features that are missing.
 
-    cache: the folder of all features, and the most bytes per corpus. Raises DFlashError for a
-    corpus of another tokenizer, or one that has no usable row.
+    Raises DFlashError for a corpus of another tokenizer, or one that has no usable row.
     """
-    parts = [_read_file(path, pair, taps, cache) for path in paths]
+    parts = [_read_file(path, config, pair, taps) for path in config.corpus]
     name = " ".join(part.name for part in parts)
     return Texts(name, [text for part in parts for text in part.texts])
 
 
-def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path, int]) -> Texts:
+def _read_file(path: Path, config: DataConfig, pair: Pair, taps: tuple[int, ...]) -> Texts:
     vocab_size, context = vocabulary_size(pair.target), pair.target.context_length
-    header, rows = read_rows(path, vocab_size)
-    check_header(header, pair.tokenizer, vocab_size, path)
+    rows = read_rows(path, vocab_size, pair.tokenizer)
     usable = [(i, r) for i, r in enumerate(rows) if len(r.prompt) + len(r.answer) <= context]
     if not usable:
         raise DFlashError(
@@ -100,8 +114,8 @@ def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path,
         )
     _tell(path, len(rows) - len(usable), f"longer than the context of {context} tokens")
     tokens = [row.prompt + row.answer for _, row in usable]
-    place = cache[0] / path.name.partition(".")[0]
-    features = FeatureCache(place, tokens, pair.target, taps, cache[1])
+    place, limit = config.cache / path.name.partition(".")[0], int(config.cache_gb * 1e9)
+    features = FeatureCache(place, tokens, pair.target, taps, limit)
     _tell(path, len(usable) - len(features), "no room for their features; --cache-gb gives more")
     if missing := features.missing:
         with tqdm(desc=f"features of {path.name}", total=len(missing), unit="row") as bar:
@@ -115,34 +129,3 @@ def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path,
 def _tell(path: Path, rows: int, why: str) -> None:
     if rows:
         print(f"{path}: rows left out: {rows}, {why}", file=sys.stderr)
-
-
-def feature_place(arguments: argparse.Namespace) -> tuple[Path, int]:
-    """`cache` of `read_texts` from those options; DFlashError for a size that is none."""
-    if not 0 < arguments.cache_gb < float("inf"):
-        raise DFlashError(f"cache_gb is {arguments.cache_gb}", "choose a number above 0")
-    return arguments.cache, int(arguments.cache_gb * 1e9)
-
-
-def add_data_options(parser: argparse.ArgumentParser) -> None:
-    """Add --corpus, --cache and --cache-gb."""
-    cache = platformdirs.user_cache_path("dflash-chat") / "features"
-    parser.add_argument(
-        "--corpus",
-        required=True,
-        action="append",
-        type=Path,
-        help="corpus file; may be given several times",
-    )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        default=cache,
-        help=f"where the target's features are kept (default: {cache})",
-    )
-    parser.add_argument(
-        "--cache-gb",
-        type=float,
-        default=20.0,
-        help="most gigabytes of features per corpus (default: 20)",
-    )

@@ -21,8 +21,8 @@ from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.files import replace_safetensors, replace_text
 from dflash_mlx.system.safetensors_header import read_header
+from dflash_mlx.train.compare import in_words, measure
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.evaluate import measure, shares
 from dflash_mlx.train.trainer import Trainer
 
 HISTORY = "history.jsonl"
@@ -57,8 +57,7 @@ class Record:
         parts = [
             f"step {self.step}",
             f"{self.minutes:.1f} min",
-            f"{1 + self.by_prefix[0]:.3f} tokens/round",
-            f"by position {shares(self.by_position)}",
+            in_words(1 + self.by_prefix[0], self.by_position),
         ]
         if len(self.by_prefix) > 1:
             prefixes = " ".join(f"{length:.2f}" for length in self.by_prefix)

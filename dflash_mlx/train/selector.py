@@ -26,8 +26,8 @@ from dflash_mlx.drafters.dflash.tensors import parameters_of
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.train.blocks import Blocks
-from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
-from dflash_mlx.train.evaluate import measure, rank_in_parts
+from dflash_mlx.train.compare import measure, rank_in_parts
+from dflash_mlx.train.data import DataConfig, Texts, read_texts
 from dflash_mlx.train.loss import draft_size
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Training
@@ -156,7 +156,7 @@ class SelectorTrainer(Training):
 def main(argv: Sequence[str]) -> None:
     """Train until the time or the steps are used up. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
-    place = feature_place(arguments)
+    data = cli.read_options(arguments, DataConfig)
     config = cli.read_options(arguments, SelectorTraining)
     if arguments.out.exists() and (arguments.out.is_file() or any(arguments.out.iterdir())):
         raise DFlashError(f"{arguments.out} is there already", "choose another folder with --out")
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> None:
             f"top_k is {config.top_k}, more than the {most} tokens of the draft vocabulary",
             "choose fewer with --top-k, or more with --draft-vocabulary",
         )
-    texts = read_texts(arguments.corpus, pair, trainee.config.target_layer_ids, place)
+    texts = read_texts(data, pair, trainee.config.target_layer_ids)
     train, held_out = texts.split(config.held_out)
     arguments.out.mkdir(parents=True, exist_ok=True)
     print(f"without a selector: {measure(trainee, held_out).describe()}", file=sys.stderr)
@@ -190,7 +190,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--drafter", required=True, help="a DFlash drafter that fits the model")
     result.add_argument("--out", required=True, type=Path, help="new folder for both together")
-    add_data_options(result)
+    cli.add_options(result, DataConfig)
     cli.add_options(result, PairConfig, SelectorTraining, without=ALL_BUT_MODEL)
     return result
 

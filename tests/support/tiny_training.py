@@ -198,6 +198,16 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in found}
 
 
+class Words:
+    """A tokenizer as far as corpora need one: a token for every letter."""
+
+    def __init__(self, letters: str) -> None:
+        self._letters = letters
+
+    def get_vocab(self) -> dict[str, int]:
+        return {letter: i for i, letter in enumerate(self._letters)}
+
+
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
     """No file grows beyond `size` bytes; a write is cut there, as on a disk that fills up."""

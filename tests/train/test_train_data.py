@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,19 +11,20 @@ import pytest
 
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
-from dflash_mlx.train.data import Texts, read_texts
+from dflash_mlx.train.data import DataConfig, Texts, read_texts
 from support.families import VOCAB_SIZE
-from support.tiny_training import CONTEXT, TAPS, greedy_rows, sampled_row, tiny_target, write_corpus
+from support.tiny_training import (
+    CONTEXT,
+    TAPS,
+    Words,
+    greedy_rows,
+    sampled_row,
+    tiny_target,
+    write_corpus,
+)
 
-PLENTY = 1 << 30
-
-
-class Words:
-    def get_vocab(self) -> dict[str, int]:
-        return {str(i): i for i in range(VOCAB_SIZE)}
-
-
-HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(Words()))
+WORDS = Words("".join(map(chr, range(40, 40 + VOCAB_SIZE))))
+HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(WORDS))
 
 
 def rows_of(count: int, seed: int = 0) -> list[CorpusRow]:
@@ -33,14 +33,11 @@ def rows_of(count: int, seed: int = 0) -> list[CorpusRow]:
     return [replace(row, category=f"{seed}-{i}") for i, row in enumerate(rows)]
 
 
-def read(folder: Path, *corpora: list[CorpusRow], **changes: Any) -> Texts:
-    given = {"taps": TAPS, "limit": PLENTY, "header": HEADER, "target": tiny_target(), **changes}
-    paths = [
-        write_corpus(folder / f"corpus-{i}.jsonl", rows, given["header"])
-        for i, rows in enumerate(corpora)
-    ]
-    pair = Pair(given["target"], Words())
-    return read_texts(paths, pair, given["taps"], (folder / "cache", given["limit"]))
+def read(folder: Path, *corpora: list[CorpusRow], gigabytes: float = 1.0) -> Texts:
+    named = enumerate(corpora)
+    paths = [write_corpus(folder / f"corpus-{i}.jsonl", rows, HEADER) for i, rows in named]
+    data = DataConfig(tuple(paths), folder / "cache", gigabytes)
+    return read_texts(data, Pair(tiny_target(), WORDS), TAPS)
 
 
 def rows_in(texts: Texts) -> list[CorpusRow]:
@@ -57,10 +54,10 @@ def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
     assert [text.number for text in texts.texts] == [0, 1, 2, 3, 0, 1, 2]
     assert len(texts) == 7
     for i, row in enumerate(rows_in(texts)):
-        sequence = texts.sequences[i]
+        sequence = texts.texts[i]
         assert tuple(sequence.tokens) == row.prompt + row.answer
         assert sequence.prompt_length == len(row.prompt)
-        assert tuple(sequence.choices[len(row.prompt) - 1 : -1]) == row.answer
+        assert tuple(sequence.likely[len(row.prompt) - 1 : -1, 0]) == row.answer
         alone = read(tmp_path / "cache", [row])
         whole = len(sequence.tokens)
         found, expected = texts.features(np.array([i]), whole), alone.features(np.array([0]), whole)
@@ -73,7 +70,7 @@ def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
 def test_rows_that_do_not_fit_the_limit_are_left_out_and_told(tmp_path, capsys):
     rows = rows_of(4)
     room = 2 * len(rows[0].prompt + rows[0].answer) * len(TAPS) * 64 * 2
-    texts = read(tmp_path, rows, rows_of(4, seed=1), limit=room)
+    texts = read(tmp_path, rows, rows_of(4, seed=1), gigabytes=(room + 1) / 1e9)
     assert texts.name != read(tmp_path / "cache", rows, rows_of(4, seed=1)).name
     assert [text.number for text in texts.texts] == [0, 1, 0, 1]
     said = capsys.readouterr().err
@@ -103,8 +100,8 @@ def test_every_so_many_th_row_of_a_file_measures_and_is_not_trained_on(tmp_path,
     assert [row.category for row in rows_in(train)] == others
     for texts in (train, kept):
         for text in texts.texts:
-            assert tuple(text.sequence.tokens) == text.row.prompt + text.row.answer
-            assert text.cache.features(text.place).shape[0] == len(text.sequence.tokens)
+            assert tuple(text.tokens) == text.row.prompt + text.row.answer
+            assert text.cache.features(text.place).shape[0] == len(text.tokens)
 
 
 def test_greedy_rows_alone_measure_where_there_are_any(tmp_path):

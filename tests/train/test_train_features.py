@@ -189,53 +189,31 @@ def test_a_file_that_is_cut_or_missing_is_reported(tmp_path, contents):
 # The likeliest tokens
 
 
-def by_sorting(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first tokens of a stable sort, their probabilities, and all probabilities, in float64."""
-    powers = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
-    p = powers / powers.sum(axis=-1, keepdims=True)
-    tokens = np.argsort(-logits, axis=-1, kind="stable")[:, :CHOICES]
-    return tokens, np.take_along_axis(p, tokens, axis=-1), p
-
-
-def drawn(rows: int, words: int, scale: float) -> np.ndarray:
-    logits: np.ndarray = np.random.default_rng([rows, words]).normal(size=(rows, words)) * scale
-    return logits.astype(np.float32)
-
-
-@pytest.mark.parametrize(("rows", "words"), [(1, 9), (5, 8), (70, 300), (4, 1), (4, 7)])
-def test_the_likeliest_tokens_and_their_probabilities_are_those_of_a_sort(rows, words):
-    logits = drawn(rows, words, 3.0 if words > 7 else 1000.0)
-    logits[0, 1:] = -np.inf if words <= 7 else logits[0, 1:]
-    before, count = logits.copy(), min(words, CHOICES)
-    found = likeliest(logits)
-    tokens, probabilities, _ = by_sorting(logits)
-    assert found.dtype == CHOICE and found.shape == (rows, CHOICES) == (rows, 8)
-    assert np.array_equal(found["token"][:, :count], tokens)
-    assert np.allclose(found["probability"][:, :count], probabilities, rtol=1e-5, atol=1e-9)
-    assert not found["token"][:, words:].any() and not found["probability"][:, words:].any()
-    assert np.array_equal(logits, before)
-
-
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
+    rows=st.sampled_from([1, 3, 70]),
     words=st.sampled_from([1, 5, 8, 9, 12, 97, 300, 2000]),
-    levels=st.integers(1, 6),
+    levels=st.sampled_from([1, 2, 3, 6, 10**6]),
     seed=st.integers(0, 1000),
 )
-def test_equal_logits_are_ordered_by_token_and_the_first_is_the_greedy_choice(words, levels, seed):
-    logits = np.random.default_rng(seed).integers(levels, size=(3, words)).astype(np.float32)
+def test_the_likeliest_tokens_are_those_of_a_sort_and_the_first_is_the_greedy_choice(
+    rows, words, levels, seed
+):
+    logits = np.random.default_rng(seed).integers(levels, size=(rows, words)).astype(np.float32)
+    logits *= 6 / levels
+    logits[0, 1:] = -np.inf if levels == 6 else logits[0, 1:]
+    before, count = logits.copy(), min(CHOICES, words)
     found = likeliest(logits)
-    _, probabilities, p = by_sorting(logits)
-    count = min(CHOICES, words)
+    assert np.array_equal(logits, before)
+    assert found.dtype == CHOICE and found.shape == (rows, CHOICES) == (rows, 8)
+    assert not found["token"][:, words:].any() and not found["probability"][:, words:].any()
     assert np.array_equal(found["token"][:, 0], logits.argmax(axis=-1))
     tokens = found["token"][:, :count].astype(np.int64)
+    powers = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    p = powers / powers.sum(axis=-1, keepdims=True)
     for row, chosen in zip(logits, tokens, strict=True):
         assert chosen.tolist() == sorted(set(chosen.tolist()), key=lambda t: (-row[t], t))
     # Which of the equal ones at the edge are kept is left open, but not their probabilities.
     kept = found["probability"][:, :count]
-    assert np.allclose(kept, probabilities, rtol=1e-5)
-    assert np.allclose(kept, np.take_along_axis(p, tokens, axis=-1), rtol=1e-5)
-    edge = np.take_along_axis(logits, tokens[:, -1:], axis=-1)
-    for row, chosen, least in zip(logits, tokens, edge, strict=True):
-        above = np.flatnonzero(row > least)
-        assert set(above.tolist()) <= set(chosen.tolist())
+    assert np.allclose(kept, -np.sort(-p)[:, :count], rtol=1e-5, atol=1e-9)
+    assert np.allclose(kept, np.take_along_axis(p, tokens, axis=-1), rtol=1e-5, atol=1e-9)

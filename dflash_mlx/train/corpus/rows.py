@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_mlx.core.errors import DFlashError
 
-FORMAT = "dflash-corpus"
-VERSION = 1
-
-_BEGIN = json.dumps({"format": FORMAT, "version": VERSION})[:-1].encode()  # of a header
+_FORMAT = {"format": "dflash-corpus", "version": 1}
+_BEGIN = json.dumps(_FORMAT)[:-1].encode()  # of a header
 _ANOTHER = "name another file with --out"
 _MAKE_ANEW = "make the corpus again with python -m dflash_mlx.corpus"
 
@@ -43,7 +41,7 @@ class CorpusHeader:
 
     def as_line(self) -> str:
         """The first line of a corpus file, without its newline."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
+        return json.dumps({**_FORMAT, **asdict(self)})
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class CorpusRow:
         return json.dumps(line)
 
 
-_Fields = dict[str, Callable[[Any], bool]]  # by our name: a check of the value
+_Line = TypeVar("_Line", CorpusHeader, CorpusRow)
 _KEYS = {"prompt": "p", "answer": "o", "temperature": "t"}  # of a line, where it has others
 
 
@@ -87,13 +85,11 @@ def _are_ids(value: Any) -> bool:
     return bool(whole) and min(value) >= 0
 
 
-_HEADER: _Fields = {
+_CHECKS: dict[str, Callable[[Any], bool]] = {  # by our name, of headers and rows
     "model": _is(str),
     "vocab_size": _is(int),
     "tokenizer": _is(str),
     "settings": _is(dict),
-}
-_ROW: _Fields = {
     "id": _is(str),
     "category": _is(str),
     "prompt": _are_ids,
@@ -106,14 +102,13 @@ _ROW: _Fields = {
 }
 
 
-def read_rows(
-    path: Path, vocab_size: int | None = None
-) -> tuple[CorpusHeader | None, list[CorpusRow]]:
-    """The header, if any, and the rows of a corpus file, plain or gzip.
+def read_rows(path: Path, vocab_size: int | None = None, tokenizer: Any = None) -> list[CorpusRow]:
+    """The rows of a corpus file, plain or gzip.
 
-    vocab_size: token ids must be below it; the header's by default. A last line that a killed
-    process left incomplete is ignored. Raises DFlashError for a file that cannot be read, holds
-    no rows, or has a damaged line.
+    vocab_size: token ids must be below it; the header's by default. tokenizer: must be the one that
+    the header names, if there is a header: older files have none. A last line that a killed process
+    left incomplete is ignored. Raises DFlashError for a file that cannot be read, holds no rows,
+    has a damaged line or is of another tokenizer.
     """
     try:
         contents = path.read_bytes()
@@ -123,13 +118,15 @@ def read_rows(
     header, rows = _parse(path, contents, vocab_size)
     if not rows:
         raise DFlashError(f"{path} holds no rows", _MAKE_ANEW)
-    return header, rows
+    if header is not None and tokenizer is not None:
+        _check_tokenizer(path, header, vocab_size, tokenizer)
+    return rows
 
 
 def _parse(
     path: Path, contents: bytes, vocab_size: int | None = None
 ) -> tuple[CorpusHeader | None, list[CorpusRow]]:
-    """As `read_rows`, from what has been read of `path`; rows may be missing."""
+    """The header, if any, and the rows in what has been read of `path`."""
     lines, header, rows = contents.split(b"\n"), None, []
     for i, line in enumerate(lines, 1):
         try:
@@ -147,20 +144,18 @@ def _parse(
 
 
 def _header(path: Path, values: dict[str, Any]) -> CorpusHeader:
-    if values["format"] != FORMAT or values.get("version") != VERSION:
+    if (given := {key: values.get(key) for key in _FORMAT}) != _FORMAT:
         raise DFlashError(
-            f"{path} has the format {values['format']!r}, version {values.get('version')!r}, "
-            f"instead of {FORMAT!r}, version {VERSION}",
-            "update dflash-chat, or " + _MAKE_ANEW,
+            f"{path} has {given}, not {_FORMAT}", "update dflash-chat, or " + _MAKE_ANEW
         )
-    return CorpusHeader(**_checked(path, 1, {"settings": {}, **values}, _HEADER))
+    return _checked(CorpusHeader, path, 1, {"settings": {}, **values})
 
 
 def _row(path: Path, i: int, values: Any, vocab_size: int | None) -> CorpusRow:
     if not isinstance(values, dict):
         raise _damaged(f"line {i} of {path} is no row")
     usual = {"top_p": 1.0, "id": f"line-{i}", "category": "", "finish": "", "messages": []}
-    row = CorpusRow(**_checked(path, i, {**usual, **values}, _ROW))
+    row = _checked(CorpusRow, path, i, {**usual, **values})
     if vocab_size is not None and (largest := max(row.prompt + row.answer)) >= vocab_size:
         raise DFlashError(
             f"line {i} of {path} holds the token {largest}, but the model has only {vocab_size}",
@@ -169,16 +164,16 @@ def _row(path: Path, i: int, values: Any, vocab_size: int | None) -> CorpusRow:
     return row
 
 
-def _checked(path: Path, i: int, given: dict[str, Any], wanted: _Fields) -> dict[str, Any]:
-    """The values of a line by our names; DFlashError for the first that is wrong or missing."""
-    result = {}
-    for name, is_right in wanted.items():
+def _checked(kind: type[_Line], path: Path, i: int, given: dict[str, Any]) -> _Line:
+    """What line `i` holds; DFlashError for the first value that is wrong or missing."""
+    result: dict[str, Any] = {}
+    for name in kind.__dataclass_fields__:
         value = given.get(key := _KEYS.get(name, name))
-        if not is_right(value):
+        if not _CHECKS[name](value):
             shown = "missing" if value is None else repr(value)[:60]
             raise _damaged(f"field {key!r} in line {i} of {path} is {shown}")
         result[name] = tuple(value) if isinstance(value, list) else value
-    return result
+    return kind(**result)
 
 
 def _damaged(what: str) -> DFlashError:
@@ -191,23 +186,17 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
-def check_header(
-    header: CorpusHeader | None, tokenizer: Any, vocab_size: int, source: Path
+def _check_tokenizer(
+    path: Path, header: CorpusHeader, vocab_size: int | None, tokenizer: Any
 ) -> None:
-    """Raise DFlashError for a corpus of another tokenizer; older files do not say whose they are.
-
-    source: the file, for the message.
-    """
-    if header is None:
-        return
-    if header.vocab_size != vocab_size:
+    if vocab_size not in (None, header.vocab_size):
         difference = f"has {header.vocab_size} tokens, but this model has {vocab_size}"
     elif header.tokenizer != tokenizer_fingerprint(tokenizer):
         difference = "has other tokens than this model's"
     else:
         return
     raise DFlashError(
-        f"{source} was made with {header.model}, whose vocabulary {difference}",
+        f"{path} was made with {header.model}, whose vocabulary {difference}",
         f"use it with {header.model}, or {_MAKE_ANEW}",
     )
 
