@@ -94,12 +94,8 @@ def words(special: list[int], template: list[int] | None, mask: int | None) -> A
 )
 def test_the_mask_is_a_token_that_no_conversation_contains(special, template, mask, expected):
     assert mask_token(words(special, template, mask)) == expected
-
-
-def test_a_tokenizer_without_a_token_to_spare_is_refused():
-    with pytest.raises(DFlashError, match="mask") as failure:
+    with pytest.raises(DFlashError, match="mask; .*--init"):
         mask_token(words([1, 2, 3, 5, 7], [5], None))
-    assert "--init" in failure.value.next_step
 
 
 def test_a_real_tokenizer_has_a_mask(tmp_path):
