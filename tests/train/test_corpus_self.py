@@ -64,7 +64,7 @@ def text_of(row: CorpusRow) -> str:
     return row.messages[0]["content"]
 
 
-def test_as_many_turns_as_wanted_are_answered_each_with_its_text(asked, pair):
+def test_as_many_turns_as_wanted_continue_the_openings_in_turn_and_are_answered(asked, pair):
     assert len({row.id for row in asked}) == len({text_of(row) for row in asked}) == 10
     for row in asked:
         expected = pair.tokenizer.apply_chat_template(
@@ -73,10 +73,6 @@ def test_as_many_turns_as_wanted_are_answered_each_with_its_text(asked, pair):
         assert row.prompt == tuple(expected)
         assert [message["role"] for message in row.messages] == ["user"]
         assert row.category == "self"
-
-
-def test_openings_are_taken_in_turn_and_continued(asked):
-    for row in asked:
         begin = OPENINGS[number(row) % 2].rstrip(" ")
         assert text_of(row).startswith(begin) and len(text_of(row)) > len(begin)
     assert {number(row) % 2 for row in asked} == {0, 1}
@@ -99,12 +95,6 @@ def test_a_stopped_run_goes_on_with_the_same_turns_and_may_be_asked_for_more(
     again = {row.id: row for row in asked}
     both = [row for row in rows[3:] if row.id in again]
     assert both and [again[row.id] for row in both] == both
-
-
-def test_openings_come_from_a_file_too(folder, tmp_path):
-    (tmp_path / "o.json").write_text(json.dumps(["x\ny"]))
-    (row,) = run(folder, tmp_path / "c", 1, "--openings", str(tmp_path / "o.json"))
-    assert text_of(row).startswith("x\ny")
 
 
 def test_a_model_that_repeats_itself_is_given_up_on(folder, tmp_path):
@@ -189,11 +179,15 @@ def test_a_template_that_refuses_a_system_prompt_says_so(tmp_path):
         TurnTemplate(tokenizer, "Be brief.")
 
 
-@pytest.mark.parametrize("contents", ["{", "[]", '"Say"', "[1]"])
-def test_a_damaged_openings_file_is_refused(folder, tmp_path, contents):
-    (tmp_path / "o.json").write_text(contents)
-    with pytest.raises(DFlashError, match="o.json"):
-        run(folder, tmp_path / "c", 1, "--openings", str(tmp_path / "o.json"))
+def test_openings_come_from_a_file_too_and_a_damaged_one_is_refused(folder, tmp_path):
+    file = tmp_path / "o.json"
+    file.write_text(json.dumps(["x\ny"]))
+    (row,) = run(folder, tmp_path / "c", 1, "--openings", str(file))
+    assert text_of(row).startswith("x\ny")
+    for contents in ("{", "[]", '"Say"', "[1]"):
+        file.write_text(contents)
+        with pytest.raises(DFlashError, match="o.json"):
+            run(folder, tmp_path / "c", 1, "--openings", str(file))
 
 
 def test_an_opening_that_fills_the_context_is_refused(folder, tmp_path):

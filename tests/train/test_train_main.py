@@ -68,21 +68,17 @@ def test_the_drafter_is_kept_as_it_was_when_it_measured_best(place, monkeypatch)
 # Going on
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    losses = Trainer.losses
-
-    def interrupted(self: Trainer) -> Iterator[float]:
-        yield from islice(losses(self), steps)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Trainer, "losses", interrupted)
-
-
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(place, monkeypatch):
     options = {"steps": 5, "evaluate_minutes": 1e-9, "mode": "variable-prefix"}
     place.train(out=place.root / "through", **options)
+    losses = Trainer.losses
+
+    def interrupted(self: Trainer) -> Iterator[float]:
+        yield from islice(losses(self), 3)
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_after(patch, 3)
+        patch.setattr(Trainer, "losses", interrupted)
         place.train(**options)
     assert [record["step"] for record in place.history()] == [0, 1, 2, 3]
     place.train(**options)
