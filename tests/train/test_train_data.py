@@ -126,11 +126,16 @@ def test_something_else_has_a_folder_of_its_own(tmp_path, sequences, target, tap
 # Interruptions
 
 
-@pytest.mark.parametrize("count", [0, 1, 4])
-def test_a_fill_that_was_stopped_or_killed_goes_on_where_it_was(tmp_path, whole, count):
+@pytest.mark.parametrize(
+    ("count", "room"), [(0, None), (1, None), (4, None), (0, ROW // 3), (1, 23 * ROW)]
+)
+def test_a_fill_that_was_stopped_killed_or_met_a_full_disk_goes_on(tmp_path, whole, count, room):
     filling = open_cache(tmp_path).fill()
     for _ in range(count):
         next(filling)
+    if room is not None:
+        with full_disk(room), pytest.raises(OSError):
+            next(filling)
     filling.close()
     cache = open_cache(tmp_path)
     if count:
@@ -148,19 +153,6 @@ def test_only_one_process_fills_a_folder(tmp_path, whole):
         list(other.fill())
     assert list(filling) == list(LENGTHS[1:])
     assert list(other.fill()) == []
-    assert files(tmp_path) == whole
-
-
-@pytest.mark.parametrize("room", [ROW // 3, 23 * ROW])
-def test_a_full_disk_leaves_a_usable_cache(tmp_path, whole, room):
-    cache, done = open_cache(tmp_path), 0
-    with full_disk(room), pytest.raises(OSError):
-        for _ in cache.fill():
-            done += 1
-    assert done == (room > ROW)  # the first sequence fits
-    again = open_cache(tmp_path)
-    assert again.missing == list(range(done, len(LENGTHS)))
-    assert list(again.fill()) == list(LENGTHS[done:])
     assert files(tmp_path) == whole
 
 
@@ -269,7 +261,7 @@ def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
         whole = len(sequence.tokens)
         found, expected = texts.features(np.array([i]), whole), alone.features(np.array([0]), whole)
         assert mx.array_equal(found, expected).item()
-        choices = alone.texts[0].cache.choices(0)  # as test_train_features.py has it
+        choices = alone.texts[0].cache.choices(0)
         assert np.array_equal(sequence.likely, choices["token"])
         assert np.array_equal(sequence.shares, choices["probability"])
 

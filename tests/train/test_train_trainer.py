@@ -35,7 +35,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
     return texts_of(tmp_path_factory.mktemp("features"), rows)
 
 
-def test_the_learning_rate_rises_and_falls_as_documented(texts):
+def test_the_learning_rate_rises_and_falls_with_steps_or_minutes(texts):
     trainer = make_trainer(texts, steps=100, warmup=9, learning_rate=2.0)
     found, peak = [], 2.0
     for step in range(101):
@@ -46,19 +46,15 @@ def test_the_learning_rate_rises_and_falls_as_documented(texts):
     assert found[9] == pytest.approx(peak, rel=0.03)
     assert found[50] == pytest.approx(peak * (0.02 + 0.98 / 2))
     assert found[100] == pytest.approx(peak * 0.02)
-
-
-def test_minutes_measure_progress_where_no_steps_are_given(texts):
     trainer = make_trainer(texts, steps=None, minutes=2.0)
-    trainer.step = 1000
     for seconds, progress in ((30.0, 0.25), (1e6, 1.0)):
-        trainer.seconds = seconds
+        trainer.step, trainer.seconds = 1000, seconds
         assert trainer.progress == progress
 
 
 def test_a_step_counts_its_tokens_and_its_time(texts):
-    trainer, short = make_trainer(texts, short_share=0.5), (None, 0.5)
-    expected = BlockSampler(texts.texts, 8, (2, 4), 0, *short)
+    trainer = make_trainer(texts, short_share=0.5)
+    expected = BlockSampler(texts.texts, 8, (2, 4), 0, short_share=0.5)
     sizes = [expected.blocks(i).tokens.size for i in range(6)]
     assert len(set(sizes)) == 2
     for _ in sizes:
