@@ -52,7 +52,6 @@ class _Buffer(ctypes.Structure):
         ("origin", ctypes.c_uint64),
         ("item", ctypes.c_uint32),
         ("kind", ctypes.c_uint32),
-        ("initialised", ctypes.c_uint32),
         ("floating", ctypes.c_uint32),
         ("read", ctypes.c_uint64),
         ("written", ctypes.c_uint64),
@@ -70,7 +69,6 @@ _COUNTERS = (
     "simd_operations",
     "barriers",
     "simdgroup_barriers",
-    "atomics",
     "threadgroup_bytes",
 )
 
@@ -134,7 +132,6 @@ class Counters:
     simd_operations: int
     barriers: int
     simdgroup_barriers: int
-    atomics: int
     threadgroup_bytes: int
     buffers: dict[str, Traffic]
 
@@ -214,7 +211,7 @@ def _slots(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[_Sl
     for parameter in generate(kernel, inputs, plan).parameters:
         if parameter.of in outputs:
             shape, dtype = outputs[parameter.of]
-            data = new_output(shape, dtype, plan.init_value)
+            data = new_output(shape, dtype)
             floating = dtype in _FLOATS
             result.append(_Slot(parameter, data, 0, dtype.size, _OUTPUT, floating))
         elif parameter.part:
@@ -246,7 +243,6 @@ def _buffer(slot: _Slot, plan: Launch) -> _Buffer:
         origin=slot.origin,
         item=slot.item,
         kind=slot.kind,
-        initialised=plan.init_value is not None,
         floating=slot.floating,
     )
 

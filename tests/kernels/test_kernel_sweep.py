@@ -12,6 +12,7 @@ from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import emulated
 from kernels_metal.factory import SOURCE
 from kernels_metal.sweep import Trial, error, trials
+from support.kernels import random_calls
 
 
 def test_every_source_file_is_a_body_or_header_of_the_table():
@@ -33,11 +34,13 @@ def test_a_seed_names_the_same_trials_of_every_operation():
     assert [t.operation for t in trials(3, 1)] == list(OPERATIONS)
 
 
-def test_kernels_stay_within_rounding_in_the_emulator():
+@pytest.mark.parametrize("made", OPERATIONS, ids=lambda made: made.name)
+def test_kernels_stay_within_rounding_of_their_references_in_random_calls(made):
     with emulated() as run:
-        for trial in trials(5, 1):
-            assert error(trial) <= 1, trial.label
-    assert {counters.kernel for counters in run.counters} == CATALOG.keys()
+        for given in random_calls(made):
+            label = [getattr(argument, "shape", argument) for argument in given]
+            assert error(Trial(made, given, "")) <= 1, label
+    assert {counters.kernel for counters in run.counters} == {k.name for k in made.kernels}
 
 
 def test_a_fault_is_an_error_above_one():
