@@ -9,7 +9,6 @@ The pictures in docs/ are those that the README and docs/chat.md show.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import threading
@@ -27,9 +26,9 @@ from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
     answered,
+    drive,
     race_of,
     say,
-    scripted_app,
     until,
 )
 
@@ -175,28 +174,25 @@ async def settled_picture(app, pilot, expected: str | None) -> str:
         await pilot.pause(0.05)
 
 
-async def take(size, steps, theme, folder, expected) -> str:
-    backend = ScriptedBackend([THOUGHT + ANSWER])
-    app, _ = scripted_app(folder, backend, theme=theme)
-    async with app.run_test(size=size) as pilot:
-        await until(lambda: not app.listener.waiting, pilot)
-        app.prompt.cursor_blink = False
-        await steps(app, pilot)
-        result = await settled_picture(app, pilot, expected)
-        await app.action_stop()
-        backend.held.set()
-        if backend.gate is not None:
-            backend.gate.release(1000)
-        await until(lambda: app.listener.job is None, pilot)
-    return result
-
-
 @pytest.mark.parametrize(("name", "size", "steps", "theme", "shown"), CASES)
 def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, shown, tmp_path):
     file = PICTURES[shown] / f"{name}.svg"
     writes = os.environ.get("DFLASH_CHAT_SNAPSHOTS") == "write"
     expected = None if writes else file.read_text(encoding="utf-8")
-    now = asyncio.run(take(size, steps, theme, tmp_path / "talks", expected))
+    pictures = []
+
+    async def take(app, pilot, backend):
+        app.prompt.cursor_blink = False
+        await steps(app, pilot)
+        pictures.append(await settled_picture(app, pilot, expected))
+        await app.action_stop()
+        backend.held.set()
+        if backend.gate is not None:
+            backend.gate.release(1000)
+        await until(lambda: app.listener.job is None, pilot)
+
+    drive(take, tmp_path / "talks", ScriptedBackend([THOUGHT + ANSWER]), size, theme=theme)
+    (now,) = pictures
     assert len(now) < 200_000
     assert "url(" not in now.replace("url(#", ""), "it would fetch something"
     if writes:

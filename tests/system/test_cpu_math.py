@@ -116,15 +116,6 @@ def test_attention_is_that_of_mlx(kind, B, kv_heads, groups, N, before):
         assert same(mine, theirs, 1e-4)
 
 
-def test_attention_with_sinks_is_left_to_mlx():
-    q, sinks = heads(1, 2, 3, 8, 0), mx.array([0.5, -0.5])
-    expected = mx.fast.scaled_dot_product_attention(q, q, q, scale=1.0, sinks=sinks)
-    with cpu_math.vectorised():
-        found = mx.fast.scaled_dot_product_attention(q, q, q, scale=1.0, sinks=sinks)
-    assert same(found, expected, 0.0)
-    assert not same(found, cpu_math.attention(q, q, q, scale=1.0))
-
-
 @pytest.mark.parametrize("axis", [None, 0, -1, (0, 2)])
 @pytest.mark.parametrize("keepdims", [False, True])
 def test_logsumexp_is_that_of_mlx(axis, keepdims):
