@@ -4,8 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from dflash_chat.commands import parse
 from dflash_chat.draft_panel import styled
@@ -33,9 +31,6 @@ from dflash_mlx import DecodeConfig, Statistics
 from dflash_mlx.engine.pair import Means
 from support.app_scripts import ANSWER, WORDS, pair_of, rounds_of, statistics_of
 
-# A busy machine is slow, not wrong.
-UNHURRIED = settings(suppress_health_check=[HealthCheck.too_slow])
-
 # Commands
 
 
@@ -57,20 +52,14 @@ def test_a_command_is_read_with_its_argument_and_what_looks_like_one_goes_to_the
 # Figures
 
 
-@UNHURRIED
-@given(st.lists(st.text(min_size=1, max_size=30), min_size=1), st.integers(1, 200))
-def test_a_status_line_never_exceeds_its_width(parts, width):
-    assert len(fit(parts, width)) <= width
-
-
 FIGURES = figures_of(statistics_of(20, 8, 30, 10), 8192)
 
 
 def test_the_ratio_to_plain_decoding_is_shown_only_when_it_was_measured():
     assert "plain" not in " ".join(speed_parts(FIGURES, None))
     assert "1.00x plain" in speed_parts(FIGURES, 0.025)
-    assert fit(speed_parts(FIGURES, 0.05), 30) == "40.0 tok/s | 2.00x plain"
-    assert fit(speed_parts(FIGURES, 0.05), 8) == "40.0 tok"
+    for width, shown in ((24, "40.0 tok/s | 2.00x plain"), (23, "40.0 tok/s"), (8, "40.0 tok")):
+        assert fit(speed_parts(FIGURES, 0.05), width) == shown
     assert dict(statistics_rows(FIGURES, None))["against plain decoding"] == "not measured yet"
     measured = dict(statistics_rows(FIGURES, 0.05))["against plain decoding"]
     assert measured.startswith("2.00 times as fast (20.0 tok/s")
@@ -213,10 +202,7 @@ def test_every_token_is_visible_and_harmless(text, shown):
     [
         ("d2sd", 2, "M <- DFlash + variable-prefix"),
         ("d2sd", 1, "M <- DFlash, continuing itself"),
-        ("dflash", 1, "M <- DFlash"),
         ("none", 0, "M <- plain decoding"),
-        ("resample", 1, "M <- resampled blocks"),
-        ("auto", 0, "M <- n-gram lookup"),
         ("auto", 1, "M <- DFlash tree"),
         ("auto", 2, "M <- DFlash + variable-prefix"),
     ],

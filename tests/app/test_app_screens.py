@@ -93,7 +93,7 @@ async def test_settings_left_with_escape_change_nothing(app, pilot, backend):
     assert app.config == before, "saving unchanged settings changes nothing either"
 
 
-@in_chat()
+@in_chat(size=(80, 24))
 async def test_the_model_picker_loads_what_is_chosen(app, pilot, backend, monkeypatch):
     listed = [
         AvailableModel("built in", PairConfig(), "built in", 10**9),

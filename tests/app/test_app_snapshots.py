@@ -16,12 +16,10 @@ import time
 from pathlib import Path
 
 import pytest
-from textual.widgets import OptionList
 
-from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.race import RaceResult
 from dflash_chat.race_screen import RaceScreen
-from dflash_mlx import AvailableModel, DFlashError, PairConfig
+from dflash_mlx import DFlashError
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
@@ -94,20 +92,6 @@ async def prefill(app, pilot):
     await until(lambda: app.query_one("#progress").display, pilot)
 
 
-async def conversations(app, pilot):
-    for day, title in (("01", "Rivers of Germany"), ("02", "A function for primes")):
-        turns = [Turn("user", title), Turn("assistant", "Gladly.")]
-        app.store.save(Conversation(f"2026-01-{day}T10-30-00-000000", "", "M", turns))
-    for age, file in enumerate(sorted(app.store.folder.iterdir())):
-        os.utime(file, (1000 + age, 1000 + age))
-    await say(app, pilot, "/open")
-
-
-async def models(app, pilot):
-    await say(app, pilot, "/model")
-    await until(lambda: app.screen.query_one(OptionList).option_count, pilot)
-
-
 # name, size, what to do, theme, and whether the picture is shown in the documentation
 CASES = [
     ("chat-idle", LARGE, idle, "dark", True),
@@ -116,31 +100,10 @@ CASES = [
     ("chat-race", LARGE, race, "dark", True),
     ("chat-error", LARGE, error, "dark", True),
     ("chat-80x24", SMALL, answer, "light", True),
-    ("streaming-80x24", SMALL, streaming, "dark", False),
     ("draft-view-80x24", SMALL, draft_view, "light", False),
     ("prefill-80x24", SMALL, prefill, "dark", False),
-    ("conversations-80x24", SMALL, conversations, "dark", False),
-    ("models-80x24", SMALL, models, "dark", False),
     ("answered-40x12", TINY, answer, "dark", False),
 ]
-
-
-@pytest.fixture(autouse=True)
-def same_machine(monkeypatch, tmp_path):
-    """What would differ from one machine to the next."""
-    listed = [
-        AvailableModel("SmolLM2-135M-Instruct", PairConfig(), "built in", 720_000_000),
-        AvailableModel(
-            "Qwen/Qwen3-8B",
-            PairConfig("Qwen/Qwen3-8B"),
-            "Hugging Face cache",
-            18_000_000_000,
-            "drafter z-lab/Qwen3-8B-DFlash-b16",
-        ),
-    ]
-    monkeypatch.setattr("dflash_chat.picker_screen.available_models", lambda here: listed)
-    monkeypatch.setattr("dflash_chat.picker_screen.available_memory", lambda: 16_000_000_000)
-    monkeypatch.chdir(tmp_path)
 
 
 def picture(app) -> str:
@@ -175,7 +138,8 @@ async def settled_picture(app, pilot, expected: str | None) -> str:
 
 
 @pytest.mark.parametrize(("name", "size", "steps", "theme", "shown"), CASES)
-def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, shown, tmp_path):
+def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, shown, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     file = PICTURES[shown] / f"{name}.svg"
     writes = os.environ.get("DFLASH_CHAT_SNAPSHOTS") == "write"
     expected = None if writes else file.read_text(encoding="utf-8")

@@ -1,10 +1,13 @@
-"""Scalars, vectors, SIMD-groups and their matrices, as Metal says they behave."""
+"""Types, SIMD-groups and matrices as in Metal; how arrays reach a kernel, and what is counted."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from support.emulator_tiny import RAMP, array, assert_gives, of_type, run
+from kernels_metal.emulator import Counters, emulated
+from kernels_metal.emulator.signature import TYPES
+from kernels_metal.factory import Kernel, Launch, executor, launch
+from support.emulator_tiny import RAMP, array, assert_gives, fault, of_type, run
 from support.kernels import exact
 
 INT = {"outputs": (((32,), mx.int32),)}
@@ -87,9 +90,7 @@ def test_half_types_round_after_every_operation_and_conversion(dtype):
 
 
 MATHS = {
-    "exp(x)": np.exp,
     "exp2(x)": np.exp2,
-    "log(x + 1)": np.log1p,
     "log2(x + 1)": lambda x: np.log2(x + 1),
     "sqrt(x)": np.sqrt,
     "rsqrt(x + 1)": lambda x: 1 / np.sqrt(x + 1),
@@ -100,44 +101,41 @@ MATHS = {
     "trunc(-x)": lambda x: np.trunc(-x),
     "abs(x - 1)": lambda x: np.abs(x - 1),
     "pow(x, 1.5f)": lambda x: x**1.5,
-    "max(x, 1.0f)": lambda x: np.maximum(x, 1),
-    "min(x, 1.0f)": lambda x: np.minimum(x, 1),
-    "clamp(x, 0.5f, 2.0f)": lambda x: x.clip(0.5, 2),
     "metal::precise::exp(x)": np.exp,
     "fast::exp(-x)": lambda x: np.exp(-x),
 }
 
 
+def assert_columns(wanted, rtol: float, inputs=(RAMP,), before: str = "") -> Counters:
+    """One column of the output for each expression; `before` stands before them."""
+    width = len(wanted)
+    body = before + "\n".join(f"o[i * {width} + {n}] = {f};" for n, f in enumerate(wanted))
+    output, counters = run(body, *inputs, outputs=(((32, width), mx.float32),))
+    columns = np.stack(np.broadcast_arrays(*wanted.values()), axis=1)
+    np.testing.assert_allclose(exact(output), columns, rtol=rtol, atol=2e-6)
+    return counters
+
+
 def test_functions_of_one_number():
     x = np.linspace(0, 3, 32).astype(np.float32)
-    body = "float x = a[i];\n" + "\n".join(
-        f"o[i * {len(MATHS)} + {n}] = {f};" for n, f in enumerate(MATHS)
-    )
-    output, _ = run(body, array(x), outputs=(((32, len(MATHS)), mx.float32),))
-    wanted = np.stack([f(x.astype(np.float64)) for f in MATHS.values()], axis=1)
-    np.testing.assert_allclose(exact(output), wanted, rtol=2e-6, atol=2e-6)
+    wanted = {name: f(x.astype(np.float64)) for name, f in MATHS.items()}
+    assert_columns(wanted, 2e-6, [array(x)], "float x = a[i];\n")
 
 
 # SIMD-groups
 
 SIMD = {
-    "simd_sum(a[i])": np.full(32, 496),
-    "simd_max(a[i])": np.full(32, 31),
-    "simd_min(-a[i])": np.full(32, -31),
     "simd_shuffle(a[i], ushort(31 - lane))": I[::-1],
     "simd_shuffle_xor(a[i], ushort(5))": I ^ 5,
     "simd_shuffle_up(a[i], ushort(3))": np.where(I < 3, I, I - 3),
     "simd_shuffle_down(a[i], ushort(3))": np.where(I > 28, I, I + 3),
-    "simd_broadcast(a[i], ushort(7))": np.full(32, 7),
-    "simd_sum(float2(a[i], 1)).y": np.full(32, 32),
+    "simd_broadcast(a[i], ushort(7))": 7,
+    "simd_sum(float2(a[i], 1)).x": 496,
 }
 
 
 def test_simd_operations_of_a_full_group():
-    body = "\n".join(f"o[i * {len(SIMD)} + {n}] = {f};" for n, f in enumerate(SIMD))
-    output, counters = run(body, RAMP, outputs=(((32, len(SIMD)), mx.float32),))
-    np.testing.assert_allclose(exact(output), np.stack(list(SIMD.values()), axis=1), rtol=1e-5)
-    assert counters.simd_operations == len(SIMD)
+    assert assert_columns(SIMD, 1e-5).simd_operations == len(SIMD)
 
 
 @pytest.mark.parametrize("count", [1, 7, 31, 33, 45])
@@ -155,31 +153,27 @@ def test_simd_operations_of_a_group_that_is_not_full(count):
 
 
 def test_the_position_attributes():
-    def wanted(x, y):
-        width = min(4, 10 - x // 4 * 4)
-        index = x % 4 + y * width
-        return {
-            "thread_position_in_threadgroup.y": y,
-            "threadgroup_position_in_grid.x": x // 4,
-            "thread_index_in_threadgroup": index,
-            "simdgroup_index_in_threadgroup": index // 32,
-            "thread_index_in_simdgroup": index % 32,
-            "threads_per_threadgroup.x": width,
-            "threads_per_grid.y": 6,
-            "threadgroups_per_grid.x": 3,
-            "simdgroups_per_threadgroup": (width * 6 + 31) // 32,
-            "dispatch_threads_per_threadgroup.x": 4,
-            "thread_execution_width": 32,
-        }
-
-    names = list(wanted(0, 0))
+    x, y = np.arange(60) % 10, np.arange(60) // 10
+    width = np.minimum(4, 10 - x // 4 * 4)
+    index = x % 4 + y * width
+    wanted = {
+        "thread_position_in_threadgroup.y": y,
+        "threadgroup_position_in_grid.x": x // 4,
+        "thread_index_in_threadgroup": index,
+        "simdgroup_index_in_threadgroup": index // 32,
+        "thread_index_in_simdgroup": index % 32,
+        "threads_per_threadgroup.x": width,
+        "threads_per_grid.y": 6,
+        "threadgroups_per_grid.x": 3,
+        "simdgroups_per_threadgroup": (width * 6 + 31) // 32,
+        "dispatch_threads_per_threadgroup.x": 4,
+        "thread_execution_width": 32,
+    }
     body = "uint at = thread_position_in_grid.y * 10 + i;\n"
-    body += "\n".join(f"o[at * {len(names)} + {n}] = {name};" for n, name in enumerate(names))
-    rows = [list(wanted(x, y).values()) for y in range(6) for x in range(10)]
+    body += "\n".join(f"o[at * {len(wanted)} + {n}] = {name};" for n, name in enumerate(wanted))
+    rows = np.stack(np.broadcast_arrays(*wanted.values()), axis=1)
     settings = {"grid": (10, 6, 1), "threadgroup": (4, 6, 1)}
-    outputs = (((60, len(names)), mx.uint32),)
-    counters = assert_gives(rows, body, **settings, outputs=outputs)
-    assert (counters.threads, counters.threadgroups) == (60, 3)
+    assert_gives(rows, body, **settings, outputs=((rows.shape, mx.uint32),))
 
 
 # SIMD-group matrices
@@ -199,3 +193,120 @@ def test_matrices_multiply_and_add(dtype):
     np.testing.assert_allclose(exact(output), exact(a) @ exact(b).T + 1, rtol=1e-5, atol=1e-5)
     assert counters.buffers["a"].read == 64 * dtype.size
     assert counters.simd_operations == 4
+
+
+# Constant or device
+
+
+def test_an_input_below_8_elements_is_constant_and_from_8_on_device():
+    seven, eight = mx.arange(7).astype(mx.float32), mx.arange(8).astype(mx.float32)
+    as_device, as_constant = (
+        f"const {s} float* p = a; o[i] = p[1];" for s in ("device", "constant")
+    )
+    run(as_device, eight)
+    run(as_constant, seven)
+    fault("address space", "__constant", as_device, seven)
+    fault("address space", "__global", as_constant, eight)
+    for few_or_many in (seven, eight):
+        assert_gives(1, "o[i] = a[1];", few_or_many)
+
+
+@pytest.mark.parametrize("dtype", [t for t in TYPES if t != mx.complex64], ids=str)
+def test_every_type_arrives_and_leaves_unchanged(dtype):
+    values = (mx.random.normal((32,), key=mx.random.key(1)) * 40).astype(dtype)
+    output, _ = run("o[i] = a[i];", values, outputs=(((4, 8), dtype),))
+    assert output.dtype == dtype
+    assert output.shape == (4, 8)
+    assert mx.array_equal(output.reshape(-1), values)
+
+
+# Strides
+
+STRIDED = "const int64_t n = a_shape[1];\n"
+STRIDED += "o[i] = a[(i / n) * a_strides[0] + (i % n) * a_strides[1]];"
+
+
+def views() -> dict[str, mx.array]:
+    base = mx.arange(96).astype(mx.float32).reshape(8, 12)
+    return {
+        "transposed": base[:4, :8].T,
+        "rows of a larger array": base[:4, :8],
+        "every second column": base[:4, ::2][:, :6],
+        "backwards": base[4::-1, ::-1],
+        "one row, many times": mx.broadcast_to(base[3], (3, 12)),
+        "contiguous": base,
+    }
+
+
+@pytest.mark.parametrize("name", views())
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_a_strided_input_is_read_through_its_strides(name, dtype):
+    a = views()[name].astype(dtype)
+    settings = {"grid": (a.size, 1, 1), "outputs": ((a.shape, dtype),)}
+    for contiguous in (False, True):
+        assert_gives(exact(a), STRIDED, a, **settings, ensure_row_contiguous=contiguous)
+
+
+# Grids
+
+
+@pytest.mark.parametrize(
+    ("grid", "threadgroup"),
+    [
+        ((50, 1, 1), (32, 1, 1)),
+        ((5, 1, 1), (64, 1, 1)),
+        ((7, 5, 3), (4, 2, 2)),
+        ((1, 1, 1), (1, 1, 1)),
+    ],
+)
+def test_a_grid_that_is_no_multiple_of_the_threadgroup_runs_every_thread_once(grid, threadgroup):
+    body = "uint3 p = thread_position_in_grid; uint3 n = threads_per_grid;\n"
+    body += "uint at = p.x + n.x * (p.y + n.y * p.z); o[at] = at;"
+    count = int(np.prod(grid))
+    settings = {"grid": grid, "threadgroup": threadgroup, "outputs": (((count,), mx.uint32),)}
+    counters = assert_gives(np.arange(count), body, **settings)
+    groups = [-(-n // min(n, t)) for n, t in zip(grid, threadgroup, strict=True)]
+    assert (counters.threads, counters.threadgroups) == (count, np.prod(groups))
+
+
+# Counters
+
+
+def test_traffic_counts_every_access_and_what_a_threadgroup_fetches():
+    body = "float x = 0;\nfor (int n = 0; n < 32; ++n) x += a[n];\no[i] = x;"
+    _, counters = run(body, RAMP, grid=(64, 1, 1), outputs=(((64,), mx.float32),))
+    a, o = counters.buffers["a"], counters.buffers["o"]
+    assert (a.size, a.read, a.fetched, a.written) == (128, 64 * 128, 2 * 128, 0)
+    assert (o.size, o.read, o.written) == (256, 0, 256)
+
+
+def test_operations_count_once_for_the_threads_that_take_part():
+    body = "threadgroup float s[64];\ns[i % 64] = simd_sum(a[i % 32]);\n"
+    body += "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
+    body += "simdgroup_barrier(mem_flags::mem_none);\no[i] = s[0];"
+    _, counters = run(
+        body, RAMP, grid=(128, 1, 1), threadgroup=(64, 1, 1), outputs=(((128,), mx.float32),)
+    )
+    assert (counters.threads, counters.threadgroups, counters.threadgroup_bytes) == (128, 2, 256)
+    assert (counters.simd_operations, counters.barriers, counters.simdgroup_barriers) == (4, 2, 4)
+
+
+# The block
+
+
+def test_launches_are_emulated_inside_the_block_only():
+    before = executor()
+    with pytest.raises(KeyError), emulated() as outer:
+        assert executor() is outer
+        with emulated() as inner:
+            assert executor() is inner
+        assert executor() is outer
+        raise KeyError
+    assert executor() is before
+
+
+def test_a_launch_that_nothing_can_run_names_the_kernel(tmp_path, monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    plan = Launch((1, 1, 1), (1, 1, 1), ((1,),), (mx.float32,))
+    with pytest.raises(RuntimeError, match="kernel nobody: "):
+        launch(Kernel("nobody", (), ("o",), folder=tmp_path), [], plan)

@@ -58,10 +58,12 @@ def test_what_it_refuses(caches, path, first, message):
 
 
 def committing():
-    shapes = [(1, 2, 40, 8), (1, 3, 50, 5), (1, 2, 41, 8)]
-    caches = [mx.random.normal(shape, key=mx.random.key(0))[:, :, :-3] for shape in shapes]
-    caches[2] = mx.random.normal((1, 20, 2, 8), key=mx.random.key(0)).swapaxes(1, 2)
-    given = caches, [0, 2, 5, 9, 10], [3, 30, 9]
+    """Two launches; unequal caches, each every second number of one stored as [slots, heads, D]."""
+    keys = [mx.random.key(i) for i in range(9)]
+    shapes = [(1, 20 + i, 2 + i % 3, 16 + i) for i in range(9)]
+    stored = [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
+    caches = [cache.swapaxes(1, 2)[..., ::2] for cache in stored]
+    given = caches, [0, 2, 5, 9, 10], [i % 9 + 1 for i in range(9)]
     pairs = zip(accepted_rows(*given), accepted_rows_reference(*given), strict=True)
     return [(exact(ours), exact(wanted)) for ours, wanted in pairs]
 

@@ -142,41 +142,28 @@ def test_sizes_are_rounded_up_to_powers_of_two_and_96(size, rounded):
     assert bucket(size) == rounded
 
 
-# By operation: sizes and dtype of a call, and its case
-CALLS = {
-    "cascade_attention": (
-        "8/4x2x64x64x64x0/16/float16",
-        mx.float16,
-        {"rows": 5, "prefix": 30, "heads": 4},
-    ),
-    "draft_head": ("8/40x5/32/float32", mx.float32, {"rows": 7, "vocabulary": 40, "k": 5}),
-    "tree_walk": ("16//32/int32", mx.int32, {"nodes": 9}),
-    "cache_commit": ("2/3x2x4/16/bfloat16", mx.bfloat16, {"caches": 3, "dim": 4, "rows": 2}),
-    "verify_qmm": (
-        "4/64x5x32x0/4/float32",
-        mx.float32,
-        {"rows": 3, "depth": 64, "columns": 5, "group": 32},
-    ),
+# By operation: the case of a call of its default sizes
+CASES = {
+    "cascade_attention": "16/8x2x64x64x1024x0/16/float16",
+    "draft_head": "8/32000x8/16/float16",
+    "tree_walk": "64//32/int32",
+    "cache_commit": "8/8x2x64/16/float16",
+    "verify_qmm": "8/1024x256x64x0/4/float16",
 }
-
-
-def call(made):
-    _, dtype, sizes = CALLS[made.name]
-    return list(arguments(made, dtype, **sizes))
 
 
 @pytest.mark.parametrize("made", OPERATIONS, ids=lambda made: made.name)
 def test_an_operation_is_chosen_and_names_its_case(made):
     kernels = Dispatch("auto")
     with emulated():
-        assert kernels.choose(made, *call(made)).kernel
-    case, _, _ = CALLS[made.name]
-    assert list(kernels.choices) == [f"{made.name}/{case}/{dispatch.gpu_family()}"]
+        assert kernels.choose(made, *arguments(made, mx.float16)).kernel
+    assert list(kernels.choices) == [f"{made.name}/{CASES[made.name]}/{dispatch.gpu_family()}"]
 
 
 @pytest.mark.parametrize(("i", "changed"), [(0, 1), (0, 2), (2, 1), (2, 2), (4, 2), (4, 3)])
 def test_a_case_does_not_mix_dtypes_that_the_kernel_takes_and_refuses(i, changed):
-    made, given = OPERATIONS[i], call(OPERATIONS[i])
+    made = OPERATIONS[i]
+    given = list(arguments(made, mx.float16))
     taken = made.case(*given)
     made.check(*given)
     given[changed] = given[changed].astype(mx.bfloat16)

@@ -20,6 +20,7 @@ from support.kernels import (
     bytes_read,
     each_is_found,
     exact,
+    launches,
     refused,
 )
 
@@ -64,6 +65,16 @@ def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(bits, dtype)
             assert mx.array_equal(verify_qmm(x[:width], *weights), single[:width]), width
 
 
+def test_invariant_rows_split_their_sums_as_single_rows_do():
+    """With so many columns that a fast product of 32 rows does not split them."""
+    parts = []
+    for rows, invariant in ((1, False), (1, True), (32, True), (32, False)):
+        given = product(rows, 1088, 1100, 4, 64, invariant=invariant)
+        ((_, (*_, sizes), _),) = launches(VERIFY_QMM, *given)
+        parts.append(sizes[-1].item())
+    assert parts == [4, 4, 4, 1]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("invariant", [False, True])
@@ -97,9 +108,6 @@ def test_what_it_refuses(changes, message):
     given = dict(zip(("x", "weights", "scales", "biases"), arrays, strict=True)) | changes
     with refused(message):
         verify_qmm(*given.values(), packing)
-
-
-def test_other_packings_are_refused():
     with refused("bits is 3, but must be one of 4, 8"):
         Packing(3, 32)
     with refused("group is 16, but must be one of 32, 64, 128"):
