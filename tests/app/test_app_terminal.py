@@ -15,8 +15,6 @@ from dflash_mlx.models.default_model import fetch
 from support.app_terminal import CTRL_C, CTRL_Q, ENTER, ESCAPE, ROOT, START, Terminal
 from support.models import write_drafter, write_model
 
-CONTEXT = re.compile(r"ctx (\d+)/")
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
@@ -183,5 +181,5 @@ def test_the_default_pair_from_the_first_question_to_a_resumed_conversation(tmp_
 
 def _context(screen):
     """Tokens of the context in use, 0 while the screen does not say."""
-    found = CONTEXT.search(screen)
+    found = re.search(r"ctx (\d+)/", screen)
     return int(found[1]) if found else 0

@@ -9,17 +9,13 @@ from kernels_metal.emulator import emulated
 from support.kernels import arguments, bytes_read, each_is_found, exact, refused
 
 
-def log_sum_exp(logits: mx.array) -> np.ndarray:
-    values = exact(logits)
-    top = values.max(axis=-1, keepdims=True)
-    return np.log(np.exp(values - top).sum(axis=-1, keepdims=True)) + top
-
-
-def best(logits: mx.array, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probabilities of the k likeliest; of equal logits the lower id first."""
+def best(logits: mx.array, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids and log-probabilities of the k likeliest, the lower id first, and the log of the sum."""
     values = exact(logits)
     ids = np.argsort(-values, axis=1, kind="stable")[:, :k]
-    return ids, np.take_along_axis(values, ids, axis=1) - log_sum_exp(logits)
+    top = values.max(axis=1, keepdims=True)
+    normal = np.log(np.exp(values - top).sum(axis=1, keepdims=True)) + top
+    return ids, np.take_along_axis(values, ids, axis=1) - normal, normal
 
 
 @pytest.mark.parametrize(
@@ -37,7 +33,7 @@ def best(logits: mx.array, k: int) -> tuple[np.ndarray, np.ndarray]:
 def test_kernel_and_reference_sort_and_normalise(shape, k):
     """A log-probability is a difference of numbers as large as the normaliser."""
     logits = 4 * mx.random.normal(shape, key=mx.random.key(k))
-    (ids, logprobs), normal = best(logits, k), log_sum_exp(logits)
+    ids, logprobs, normal = best(logits, k)
     scale = np.maximum(np.abs(normal), np.abs(logprobs))
     with emulated():
         found = draft_head(logits, k), draft_head_reference(logits, k)
@@ -54,7 +50,7 @@ def test_equal_logits_and_logits_of_minus_infinity_are_in_order_of_their_ids():
     for logits in (few, banned):
         with emulated():
             head = draft_head(logits, 16)
-        ids, logprobs = best(logits, 16)
+        ids, logprobs, _ = best(logits, 16)
         assert np.array_equal(np.array(head.ids), ids)
         assert np.allclose(np.array(head.logprobs), logprobs)
     assert np.isneginf(logprobs).any() and np.isfinite(logprobs).any()
@@ -90,7 +86,7 @@ def drafting():
     logits = mx.array(np.concatenate([rounded, np.zeros((1, 9000), np.float32)]))
     head = draft_head(logits, 4)
     ours = np.array(head.ids), exact(head.logprobs), exact(head.logsumexp)[:, None]
-    return list(zip(ours, (*best(logits, 4), log_sum_exp(logits)), strict=True))
+    return list(zip(ours, best(logits, 4), strict=True))
 
 
 # By what is wrong: the source, what becomes of it, and what is found
