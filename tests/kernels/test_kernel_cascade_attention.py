@@ -67,11 +67,13 @@ def test_random_calls_lie_on_both_sides_of_every_branch():
 
 
 def test_the_reference_is_a_softmax_over_what_each_row_sees():
-    small = [c for c in random_calls(CASCADE_ATTENTION) if c[3].rows < 20 and c[3].prefix < 70]
-    assert {(call[3].first is None, call[5] is None) for call in small} > {(True, True)}
-    for call in small:
-        if call[0].dtype == mx.float32:
+    kinds = set()
+    for call in random_calls(CASCADE_ATTENTION):
+        queries, _, _, seen, _, sinks = call
+        if queries.dtype == mx.float32 and queries.shape[1] * seen.rows < 100:
+            kinds |= {(seen.first is None, sinks is None)}
             assert_close(cascade_attention_reference(*call), attend(*call))
+    assert len(kinds) == 4  # with and without windows and sinks
 
 
 def test_the_reference_is_one_call_of_mlxs_attention_on_views(monkeypatch):
