@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_chat.backend import Backend, Loaded, PlainMeasured
+from dflash_chat.backend import Backend, Loaded
 from dflash_chat.race import Lane, RaceResult, RaceStep, result_of
 from dflash_mlx import DecodeConfig, DFlashError, Difference, PairConfig, Request, SamplingConfig
 from dflash_mlx.models import memory
@@ -59,11 +59,6 @@ def test_what_does_not_fit_in_memory_with_its_drafters_is_refused(backend, folde
     assert event.pair.means.drafters == 0
     with pytest.raises(DFlashError, match=f"{target / 1e9:.2f} GB"):
         next(backend.load(PairConfig(folders["model"], folders["drafter"])))
-
-
-def test_plain_decoding_is_measured(backend, monkeypatch):
-    monkeypatch.setattr("dflash_mlx.Responder.plain_seconds", lambda responder: 0.25)
-    assert list(backend.measure()) == [PlainMeasured(0.25)]
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.9, seed=1)])
