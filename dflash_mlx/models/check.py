@@ -7,10 +7,10 @@ DFlashError. docs/compatibility.md lists the checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Checked, Collector, Finding
@@ -19,18 +19,16 @@ from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.models.source import CONFIG, TARGET_WEIGHTS, WEIGHTS, Source
 from dflash_mlx.models.target_config import (
+    CHOOSE_TARGET,
     check_code,
     check_family,
     check_numbers,
-    check_sizes,
     context_length,
     is_drafter,
     language_model,
-    quantisation,
 )
 from dflash_mlx.models.weight_files import Weights, check_weights
 
-CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
 CHOOSE_DRAFTER = "choose the drafter of this model with --drafter, or --method none"
 TOKENIZER = "tokenizer.json"
 
@@ -39,51 +37,44 @@ _REPLACE = "download this folder again, or remove the file where it is the draft
 
 @dataclass(frozen=True)
 class ModelFacts(Checked):
-    """What a folder says of its model. quantisation: in words, "" for none."""
+    """What a folder says of its model, as far as it tells.
+
+    source: None for the embedded target and for a GGUF file. config: of a target config.json with
+    the language model's part on top; of a drafter what its format reads there, None where it cannot
+    be read. format: who reads a drafter, None for a target.
+    """
 
     name: str
     source: Source | None
     weights: Weights
-    quantisation: str
-
-
-@dataclass(frozen=True)
-class TargetFacts(ModelFacts):
-    """What a target is; empty or 0 where its folder does not tell.
-
-    source: None for the embedded target. config: config.json with the language model's part on top.
-    """
-
-    config: Mapping[str, Any]
-    context_length: int
-
-
-@dataclass(frozen=True)
-class DrafterFacts(ModelFacts):
-    """What a drafter is. config: None where it cannot be read; format: who reads it."""
-
-    source: Source
     config: Any
-    format: FileFormat
+    format: FileFormat | None = None
 
+    @property
+    def context_length(self) -> int:
+        """The most tokens that a target takes, 0 where that is not known."""
+        return context_length(self.config)
 
-_Facts = TypeVar("_Facts", TargetFacts, DrafterFacts)
+    @property
+    def folder(self) -> Path:
+        """Where it is, once it was fetched."""
+        assert self.source is not None and self.source.folder is not None
+        return self.source.folder
 
 
 @dataclass(frozen=True)
 class Report(Checked):
     """A target with its drafters: all findings, those of the configurations first."""
 
-    target: TargetFacts
-    drafters: tuple[DrafterFacts, ...]
+    target: ModelFacts
+    drafters: tuple[ModelFacts, ...]
 
     def memory(self, on_cpu: bool) -> int:
         """Bytes that the pair needs when loaded, about. on_cpu: as float32."""
-        parts: tuple[ModelFacts, ...] = (self.target, *self.drafters)
-        return sum(part.weights.memory(on_cpu) for part in parts)
+        return sum(part.weights.memory(on_cpu) for part in (self.target, *self.drafters))
 
 
-def check_target(folder: Path | Source, name: str = "") -> TargetFacts:
+def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
     """A target alone. name: what to call it, if not by its place.
 
     Never raises for what is in the folder.
@@ -92,38 +83,30 @@ def check_target(folder: Path | Source, name: str = "") -> TargetFacts:
     config = language_model(raw)
     if raw:
         found.add(check_numbers(source, config))
-    words, group_size = quantisation(raw)
-    weights = check_weights(source, TARGET_WEIGHTS, found, CHOOSE_TARGET, group_size)
-    if weights.tensors:
-        found.add(check_sizes(source, raw, weights))
+    weights = check_weights(source, raw, TARGET_WEIGHTS, found, CHOOSE_TARGET)
     if raw and not found.errors:  # mlx-lm makes lists of as many layers as it is told
-        found.add(check_family(source, raw))
-    facts = (found.result(), name or source.name, source, weights, words)
-    return TargetFacts(*facts, config, context_length(config))
+        found.attempt(found.add, check_family(source, raw))
+    return ModelFacts(found.result(), name or source.name, source, weights, config)
 
 
-def describe_target(config: Mapping[str, Any], name: str) -> TargetFacts:
+def describe_target(config: Mapping[str, Any], name: str) -> ModelFacts:
     """A target of which only some numbers are known; `config` names them as config.json does."""
-    return TargetFacts((), name, None, Weights({}), "", config, context_length(config))
+    return ModelFacts((), name, None, Weights({}), config)
 
 
-def check_drafter(folder: Path | Source, name: str = "") -> DrafterFacts:
+def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     """A drafter alone; arguments as of `check_target`."""
     source, raw, found = _open(folder, True)
     readable, config, family = not found.errors, None, format_of(raw) or formats()[0]
-    words, group_size = quantisation(raw)
-    weights = check_weights(source, WEIGHTS, found, DOWNLOAD_AGAIN, group_size)
-    too_large = [*check_sizes(source, raw, weights)] if weights.tensors else []
-    found.add(too_large)
-    if readable and not too_large:
+    weights = check_weights(source, raw, WEIGHTS, found, DOWNLOAD_AGAIN)
+    if readable:
         config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
     if config is not None:
         step = "if nothing is accepted, compare it with how the drafter was trained"
         found.add(Finding("note", note, step) for note in config.notes)
         if weights.tensors or not found.errors:
             found.attempt(found.add, family.check_tensors(weights.tensors, config, source.name))
-    facts = (found.result(), name or source.name, source, weights, words, config)
-    return DrafterFacts(*facts, family)
+    return ModelFacts(found.result(), name or source.name, source, weights, config, family)
 
 
 def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, Any], Collector]:
@@ -141,26 +124,27 @@ def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, An
     return source, raw, found
 
 
-def fetched(facts: _Facts, check: Callable[[Source, str], _Facts]) -> _Facts:
+def fetched(facts: ModelFacts) -> ModelFacts:
     """The same with its weights on this machine; what was downloaded is checked again."""
     if facts.source is None or facts.source.folder is not None:
         return facts
+    check = check_target if facts.format is None else check_drafter
     again = check(facts.source.fetch(), facts.name)
     again.raise_first()
     return again
 
 
-def check_pair(target: TargetFacts, *drafters: DrafterFacts) -> Report:
+def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     """A target with drafters: everything found in each, and whether they fit."""
     found = Collector()
     for drafter in drafters:
-        if drafter.config is not None and target.config:
+        if drafter.format is not None and drafter.config is not None and target.config:
             names = target.name, drafter.name
             found.add(drafter.format.misfits(drafter.config, target.config, *names))
     for part in (target, *drafters):
         found.add(part.findings)
     for drafter in drafters:
-        if target.source is not None and not found.errors:
+        if target.source is not None and drafter.source is not None and not found.errors:
             found.attempt(found.add, _check_tokenizers(target.source, drafter.source))
     return Report(found.result(), target, drafters)
 

@@ -11,7 +11,6 @@ from dflash_mlx.core.findings import Collector
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.names import Names, find_names, find_source
 from dflash_mlx.models.source import CONFIG, TARGET_WEIGHTS, WEIGHTS, Source
-from dflash_mlx.models.target_config import quantisation
 from dflash_mlx.models.weight_files import HEADROOM, check_weights
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.machine import describe_machine
@@ -26,10 +25,10 @@ def needed(folder: Path | Source, pattern: str = WEIGHTS) -> int:
     """
     source = Source.of(folder) if isinstance(folder, Path) else folder
     try:
-        group_size = quantisation(source.read_json(CONFIG))[1]
+        raw = source.read_json(CONFIG)
     except DFlashError:
         return 0
-    return check_weights(source, pattern, Collector(), "", group_size).memory(on_cpu())
+    return check_weights(source, raw, pattern, Collector(), "").memory(on_cpu())
 
 
 def available_memory() -> int:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Finding
-from dflash_mlx.models.check import DrafterFacts, Report, TargetFacts, check_pair
+from dflash_mlx.core.findings import Collector, Finding
+from dflash_mlx.models.check import ModelFacts, Report, check_pair
+from dflash_mlx.models.load import NamedDrafter, choose, target_facts
 from dflash_mlx.models.names import find_names
-from dflash_mlx.models.parts import DrafterPart, TargetPart, choose
 from dflash_mlx.models.target_config import check_built
 from dflash_mlx.system.cpu_math import applies as on_cpu
 
@@ -23,25 +23,26 @@ def check_named(config: PairConfig) -> Report:
     No weight is read or downloaded. Raises DFlashError for names that cannot be of a model.
     """
     names = find_names(config)
-    target = TargetPart(names).checked(update=False).facts
+    target = target_facts(names, update=False)
 
-    def check(drafter: DrafterPart) -> DrafterPart:
+    def check(drafter: NamedDrafter) -> ModelFacts:
         """Its facts; refuses an unusable one that nobody asked for."""
-        drafter = drafter.checked(update=False)
-        for finding in () if drafter.is_asked else check_pair(target, drafter.facts).errors:
+        facts = drafter.checked(update=False)
+        for finding in () if drafter.is_asked else check_pair(target, facts).errors:
             if finding not in target.findings:
                 raise DFlashError(finding.what, finding.next_step)
-        return drafter
+        return facts
 
     choice = choose(names, ()).each(check)
-    report = check_pair(target, *(drafter.facts for drafter in choice.parts))
+    report, found = check_pair(target, *choice.facts), Collector()
+    found.add(report.findings)
     left_out = list(choice.notes)
     if choice.missing and names.drafter is not None:
         left_out.append(f"{choice.missing}, so drafts are n-gram lookups")
-    findings = [*report.findings, *(Finding("warning", what, _LEFT_OUT) for what in left_out)]
+    found.add(Finding("warning", what, _LEFT_OUT) for what in left_out)
     if not report.errors and target.source is not None and target.source.folder is not None:
-        findings += check_built(target.source.folder)
-    return replace(report, findings=tuple(findings))
+        found.attempt(check_built, target.source.folder)
+    return replace(report, findings=found.result())
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -61,9 +62,9 @@ def lines(report: Report) -> Iterator[str]:
     yield "  cannot be used" if report.errors else "  can be used"
 
 
-def _in_words(facts: TargetFacts | DrafterFacts) -> str:
+def _in_words(facts: ModelFacts) -> str:
     words, weights, last = [facts.name], facts.weights, ""
-    if isinstance(facts, TargetFacts):
+    if facts.format is None:
         words.append(str(facts.config.get("model_type", "")))
         last = f"context {facts.context_length}" if facts.context_length else ""
     elif facts.config is not None:
@@ -71,4 +72,4 @@ def _in_words(facts: TargetFacts | DrafterFacts) -> str:
         last = f"blocks of {facts.config.block_size}" + f", reads layers {taps}" * bool(taps)
     if weights.tensors:
         words.append(f"{weights.parameters:,} parameters in {weights.dtype}")
-    return ", ".join(word for word in (*words, facts.quantisation, last) if word)
+    return ", ".join(word for word in (*words, weights.quantisation, last) if word)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector, Finding
@@ -17,6 +18,12 @@ HEADROOM = 1.15  # caches and temporary arrays, as a share of the weights
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+BY_LAYER = "intermediate_size"  # gemma3n has a list of them, one for each layer
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+# Sizes of something that is stored, so that the files have at least one bit for each unit.
+_STORED = re.compile(
+    r"(?!.*(window|chunk|block|group|batch))(.*_(size|dim|dims|layers|heads|rank|experts)|n_\w+|d_\w+|dim)"
+)
 _FLOATING = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Headers = dict[str, TensorHeader]
@@ -26,10 +33,12 @@ Headers = dict[str, TensorHeader]
 class Weights:
     """All tensors of a model by name; where a name is in two files, one of the two.
 
-    group_size: weights that share a scale, where they are quantised.
+    quantisation: in words, "" for none. group_size: weights that share a scale, where they are
+    quantised.
     """
 
     tensors: Mapping[str, TensorHeader]
+    quantisation: str = ""
     group_size: int = 64
 
     @property
@@ -64,9 +73,12 @@ class Weights:
 
 
 def check_weights(
-    source: Source, pattern: str, found: Collector, next_step: str, group_size: int = 64
+    source: Source, raw: Mapping[str, Any], pattern: str, found: Collector, next_step: str
 ) -> Weights:
-    """The tensors in the files that match `pattern`; what is wrong with them goes to `found`."""
+    """The tensors in the files that match `pattern`; what is wrong with them goes to `found`.
+
+    raw: the config.json beside them, whose sizes they are to hold.
+    """
     there = found.attempt(lambda: source.files)
     if there is None:
         return Weights({})
@@ -78,7 +90,48 @@ def check_weights(
     wrong = (Finding("error", what, next_step) for what in _misplaced(source, headers, pattern))
     found.attempt(found.add, wrong)
     tensors = {name: tensor for held in headers.values() for name, tensor in held.items()}
-    return Weights(tensors, group_size)
+    weights = Weights(tensors, *quantisation(raw))
+    if tensors:
+        found.add(_too_large(source, raw, weights))
+    return weights
+
+
+def quantisation(raw: Mapping[str, Any]) -> tuple[str, int]:
+    """How weights are quantised, in words, "" for not at all; and the size of a group."""
+    found = raw.get("quantization") or raw.get("quantization_config")
+    if not isinstance(found, dict):
+        return "", 64
+    bits, group = found.get("bits"), found.get("group_size")
+    if type(bits) is not int or type(group) is not int:
+        return str(found.get("quant_method", found.get("mode", "in a way of its own")))[:40], 64
+    mode = "" if found.get("mode", "affine") == "affine" else f", {str(found['mode'])[:20]}"
+    return f"{bits} bits in groups of {group}{mode}", group
+
+
+def _too_large(source: Source, raw: Mapping[str, Any], weights: Weights) -> Iterator[Finding]:
+    """Sizes that the weight files cannot hold, so that building the model would not end well."""
+    bits, tensors = 8 * weights.stored_bytes, len(weights.tensors)
+    for field, value in _stored_sizes(raw):
+        limit, unit = (tensors, "tensors") if field in _LAYERS else (bits, "bits")
+        if value > limit:
+            wanted = f"possible with {limit} {unit} of weights"
+            yield wrong_number(source, field, value, wanted)
+
+
+def _stored_sizes(raw: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for field, value in raw.items():
+        if isinstance(value, dict):
+            yield from _stored_sizes(value)
+        elif field == BY_LAYER and isinstance(value, list):
+            yield from ((field, v) for v in value if isinstance(v, int | float))
+        elif isinstance(value, int | float) and _STORED.fullmatch(field):
+            yield field, value
+
+
+def wrong_number(source: Source, field: str, value: Any, wanted: str) -> Finding:
+    """That a field of a config.json is not what was wanted."""
+    what = f"{field} in {source.place(CONFIG)} is {repr(value)[:80]}, not {wanted}"
+    return Finding("error", what, "choose another model")
 
 
 def is_whole(source: Source, pattern: str = WEIGHTS) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,6 @@ from mlx_lm.models import llama
 
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.convert.conversion import RUNTIME
-from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.core.errors import DFlashError
 from support.converted import config, convert, tensors
 from support.families import FAMILIES
@@ -200,16 +200,17 @@ def test_a_name_that_can_be_nothing_is_reported_without_the_network(tmp_path, na
 
 
 @pytest.mark.parametrize(
-    ("settings", "value"),
+    ("options", "value"),
     [
-        ({"bits": 7}, "bits is 7; .* 2, 3, 4, 5, 6, 8"),
-        ({"mode": "gptq"}, "mode is 'gptq'; .* affine"),
-        ({"recipe": "mixed_3_6", "bits": 4}, "recipe mixed_3_6"),
-        ({"group_size": 32}, "group_size is 32"),
-        ({"dtype": "int8"}, "dtype is 'int8'; .* float16"),
-        ({"drafter_bits": 6}, "drafter_bits is 6; .* 4, 8"),
+        ("--bits 7", "7 .*choose from 2, 3, 4, 5, 6, 8"),
+        ("--mode gptq", "'gptq' .*affine"),
+        ("--recipe mixed_3_6 --bits 4", "recipe mixed_3_6"),
+        ("--group-size 32", "group_size is 32"),
+        ("--dtype int8", "'int8' .*float16"),
+        ("--drafter-bits 6", "6 .*choose from 4, 8"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_when_made(settings, value):
-    with pytest.raises(DFlashError, match=value):
-        ConvertConfig(**settings)
+def test_settings_that_cannot_be_are_refused_before_anything_is_looked_at(capsys, options, value):
+    with pytest.raises((DFlashError, SystemExit)) as stop:
+        main(["nowhere", "dst", *options.split()])
+    assert re.search(value, f"{stop.value} {capsys.readouterr().err}")

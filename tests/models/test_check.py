@@ -74,7 +74,7 @@ def test_quantised_weights_are_counted_one_by_one(tmp_path, bits):
     quantised, config = quantize_model(make_model("llama"), FAMILIES["llama"], 32, bits)
     folder = write_model(tmp_path / "model", quantised, quantization=config["quantization"])
     facts = check_target(folder)
-    assert facts.quantisation == f"{bits} bits in groups of 32"
+    assert facts.weights.quantisation == f"{bits} bits in groups of 32"
     parameters: Any = tree_flatten(make_model("llama").parameters())
     assert facts.weights.parameters == sum(array.size for _, array in parameters)
     assert facts.weights.memory(False) < facts.weights.memory(True)

@@ -18,7 +18,7 @@ from huggingface_hub import constants, hf_hub_download, snapshot_download
 from safetensors.numpy import save_file
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
-from dflash_mlx.convert.source import open_part
+from dflash_mlx.convert.plan import open_part
 from dflash_mlx.models import available, memory
 from dflash_mlx.models.check import check_target
 from dflash_mlx.models.load import load_pair
