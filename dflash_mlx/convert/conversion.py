@@ -268,7 +268,8 @@ def _open_folder(part: Part, files: Mapping[str, int]) -> Opened:
 
 
 def _open_gguf(part: Part, dtype: str | None) -> Opened:
-    from dflash_mlx.models.formats.gguf_target import build_model, build_tokenizer, read_file
+    from dflash_mlx.models.formats.gguf_header import read_file
+    from dflash_mlx.models.formats.gguf_target import build_model, build_tokenizer
 
     tensors, metadata = read_file(part.path)
     floating = None if dtype is None else getattr(mx, dtype)

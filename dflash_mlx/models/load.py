@@ -51,12 +51,15 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = find_names(config)
-    facts, choice = _find(names, uses)
-    target, tokenizer = _read_target(facts)
+    facts, choice = find(names, uses)
+    facts.raise_first()
+    _check_uses(names, uses, choice)
+    choice = choice.each(lambda drafter: fetched(drafter.facts))  # the smaller ones first
+    target, tokenizer = _read_target(fetched(facts))
     target.kv_bits = config.kv_bits
-    notes = (*choice.notes, *_already_packed(choice.facts, config.drafter_bits))
-    notes += fit_target(target, [tap for drafter in choice.facts for tap in drafter.config.taps])
-    models = tuple(_read_drafter(drafter, target, config) for drafter in choice.facts)
+    notes = (*choice.notes, *_already_packed(choice.drafters, config.drafter_bits))
+    notes += fit_target(target, [tap for drafter in choice.drafters for tap in drafter.config.taps])
+    models = tuple(_read_drafter(drafter, target, config) for drafter in choice.drafters)
     notes += tuple(note for model in models for note in fit_drafter(model, target))
     target.use_kernels(cast(Mode, config.kernels))
     name = names.drafter if models else None
@@ -103,9 +106,11 @@ class NamedDrafter:
     is_asked: bool
     known: ModelFacts | None = None
 
-    def checked(self, update: bool = True) -> ModelFacts:
-        """Its facts; DFlashError where there is no such drafter. update: of `find_source`."""
-        return self.known or check_drafter(find_source(self.name, self.option, update), self.name)
+    @property
+    def facts(self) -> ModelFacts:
+        """What it is, once it was checked."""
+        assert self.known is not None
+        return self.known
 
 
 @dataclass(frozen=True)
@@ -120,9 +125,9 @@ class ChosenDrafters:
     notes: tuple[str, ...] = ()
 
     @property
-    def facts(self) -> list[ModelFacts]:
+    def drafters(self) -> list[ModelFacts]:
         """What they are, once they were checked."""
-        return [drafter.known for drafter in self.named if drafter.known is not None]
+        return [drafter.facts for drafter in self.named]
 
     def each(self, read: Callable[[NamedDrafter], ModelFacts]) -> ChosenDrafters:
         """With what `read` tells, without drafters that it refuses and nobody asked for.
@@ -147,7 +152,7 @@ class ChosenDrafters:
         return replace(self, named=tuple(kept))
 
 
-def choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
+def _choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
     """The drafters that `uses` need, all that are known where there is no use; none is read yet."""
     methods = {settle(use, Means(2, advice=names.advice)).method for use in uses}
     if uses and not any(map(needs_drafter, methods)):
@@ -166,35 +171,35 @@ def choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
     return ChosenDrafters((first, NamedDrafter(second, "second-drafter", second_asked)))
 
 
-def _find(names: Names, uses: Sequence[DecodeConfig]) -> tuple[ModelFacts, ChosenDrafters]:
-    """The target and the drafters that `uses` need, found, checked and fetched.
+def find(
+    names: Names, uses: Sequence[DecodeConfig] = (), update: bool = True
+) -> tuple[ModelFacts, ChosenDrafters]:
+    """The target and the drafters that `uses` need, found and checked; no weight is fetched yet.
 
-    All is checked before any weight is fetched. Raises DFlashError for what cannot be had or used,
-    unless it can be done without.
+    Without `update`, as of `find_source`, a drafter that was asked for stays, whatever is wrong
+    with it. Raises DFlashError for what cannot be found, and for a drafter that cannot be used but
+    was asked for.
     """
 
-    def readable(drafter: NamedDrafter) -> ModelFacts:
-        facts = drafter.checked()
-        if facts.config is None:
-            facts.raise_first()
-        return facts
+    def found(drafter: NamedDrafter) -> ModelFacts:
+        return check_drafter(find_source(drafter.name, drafter.option, update), drafter.name)
 
     def fitting(drafter: NamedDrafter) -> ModelFacts:
-        check_pair(target, drafter.checked()).raise_first()
-        return drafter.checked()
+        for finding in check_pair(target, drafter.facts).errors:
+            if finding not in target.findings and (update or not drafter.is_asked):
+                raise DFlashError(finding.what, finding.next_step)
+        return drafter.facts
 
-    choice = choose(names, uses).each(readable)
-    drafters = choice.facts
+    choice = _choose(names, uses).each(found)
+    target = target_facts(names, update)
+    return target, choice.each(fitting)
+
+
+def _check_uses(names: Names, uses: Sequence[DecodeConfig], choice: ChosenDrafters) -> None:
+    drafters = choice.drafters
     family = family_of(drafters[0].format) if drafters and drafters[0].format else None
     means = Means(len(drafters), advice=names.advice, family=family)
     check_uses(uses, [facts.config.block_size for facts in drafters], means, choice.missing)
-    target = target_facts(names)
-    if not target.config:
-        target.raise_first()
-    choice = choice.each(fitting)
-    target.raise_first()
-    choice = choice.each(lambda drafter: fetched(drafter.checked()))  # the smaller ones first
-    return fetched(target), choice
 
 
 def _read_target(facts: ModelFacts) -> tuple[Target, Any]:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector, Finding
 from dflash_mlx.models.check import ModelFacts, Report, check_pair
-from dflash_mlx.models.load import NamedDrafter, choose, target_facts
+from dflash_mlx.models.load import find
 from dflash_mlx.models.names import find_names
 from dflash_mlx.models.target_config import check_built
 from dflash_mlx.system.cpu_math import applies as on_cpu
@@ -23,18 +22,8 @@ def check_named(config: PairConfig) -> Report:
     No weight is read or downloaded. Raises DFlashError for names that cannot be of a model.
     """
     names = find_names(config)
-    target = target_facts(names, update=False)
-
-    def check(drafter: NamedDrafter) -> ModelFacts:
-        """Its facts; refuses an unusable one that nobody asked for."""
-        facts = drafter.checked(update=False)
-        for finding in () if drafter.is_asked else check_pair(target, facts).errors:
-            if finding not in target.findings:
-                raise DFlashError(finding.what, finding.next_step)
-        return facts
-
-    choice = choose(names, ()).each(check)
-    report, found = check_pair(target, *choice.facts), Collector()
+    target, choice = find(names, update=False)
+    report, found = check_pair(target, *choice.drafters), Collector()
     found.add(report.findings)
     left_out = list(choice.notes)
     if choice.missing and names.drafter is not None:

@@ -19,9 +19,10 @@ from mlx_lm.utils import dequantize_model
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.formats.gguf_header import (
     ARCHITECTURE,
+    Arrays,
     Metadata,
     array,
-    check_gguf,
+    read_file,
     token_ids,
     value_of,
 )
@@ -30,8 +31,6 @@ from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
 GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
 ELSEWHERE = "choose another GGUF file, or the same model as a Hugging Face folder"
-
-Arrays = dict[str, mx.array]
 
 
 def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
@@ -78,20 +77,6 @@ def _usable(path: Path) -> Iterator[None]:
         yield
     except (ValueError, OverflowError) as error:
         raise DFlashError(f"{path.name} cannot be used: {error}", ELSEWHERE) from error
-
-
-def read_file(path: Path) -> tuple[Arrays, Metadata]:
-    """Tensors as MLX names them, and metadata as plain Python values; raises as `load_gguf`."""
-    check_gguf(path)  # MLX trusts what it reads
-    try:
-        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise DFlashError(
-            f"{path.name} cannot be read as a GGUF file ({error})", "download or copy it again"
-        ) from error
-    tensors, metadata = loaded
-    plain = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in metadata.items()}
-    return tensors, plain
 
 
 def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
