@@ -22,10 +22,9 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from dflash_mlx.core.config import option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
-from dflash_mlx.models.check import ModelFacts
+from dflash_mlx.models.check import ModelFacts, loading
 from dflash_mlx.models.pair_folder import DRAFTER, TARGET
 from dflash_mlx.models.source import BESIDE, LICENCES
-from dflash_mlx.models.target_config import loading
 from dflash_mlx.models.weight_files import quantisation
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves

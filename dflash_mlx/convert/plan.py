@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -41,11 +41,12 @@ from dflash_mlx.models.check import (
     check_pair,
     check_target,
     describe_target,
+    is_drafter,
+    language_model,
 )
 from dflash_mlx.models.names import whole_copy
 from dflash_mlx.models.pair_folder import DRAFTER, TARGET, is_pair_folder
 from dflash_mlx.models.source import CONFIG, MODEL, Source
-from dflash_mlx.models.target_config import is_drafter, language_model
 from dflash_mlx.system.files import existing
 from dflash_mlx.system.machine import describe_versions
 
@@ -212,8 +213,9 @@ def _fetch(part: Part) -> Part:
 
 
 def _check(source: Source, name: str) -> ModelFacts:
-    check = check_drafter if is_drafter(source.read_json(CONFIG)) else check_target
-    facts = check(source, name)
+    is_one = is_drafter(source.read_json(CONFIG))
+    source.option = DRAFTER if is_one else MODEL
+    facts = (check_drafter if is_one else check_target)(source, name)
     facts.raise_first()
     return facts
 
@@ -239,11 +241,10 @@ def _on_hub(name: str) -> Source:
         raise DFlashError(f"there is no file or folder {name[:300]!r}", _GIVE) from None
     try:
         source = Source(name)
-        kind = DRAFTER if is_drafter(source.read_json(CONFIG)) else MODEL  # tells what is wanted
-        source = replace(source, option=kind)
+        source.option = DRAFTER if is_drafter(source.read_json(CONFIG)) else MODEL
         return source if source.missing() else source.fetch()
     except DFlashError:
-        if (copy := whole_copy(name, DRAFTER)) is None:
+        if (copy := whole_copy(name) or whole_copy(name, DRAFTER)) is None:
             raise
         return copy
 

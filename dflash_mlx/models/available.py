@@ -1,4 +1,7 @@
-"""Which models can be chosen: the built-in pair, local folders, the Hugging Face cache."""
+"""Which models can be chosen, and whether this machine has the memory for them.
+
+There are the built-in pair, local folders, the Hugging Face cache and the registry.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +19,30 @@ from huggingface_hub.errors import CacheNotFound
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import memory, registry
-from dflash_mlx.models.check import check_drafter, check_pair, describe_target
-from dflash_mlx.models.names import DEFAULT_MODEL, find_names, shipped_folder
-from dflash_mlx.models.pair_folder import is_pair_folder
-from dflash_mlx.models.source import TARGET_WEIGHTS, WEIGHTS, Source
-from dflash_mlx.models.target_config import is_drafter, language_model
-from dflash_mlx.models.weight_files import is_whole
+from dflash_mlx.core.findings import Collector
+from dflash_mlx.models import registry
+from dflash_mlx.models.check import (
+    check_drafter,
+    check_pair,
+    describe_target,
+    is_drafter,
+    language_model,
+)
+from dflash_mlx.models.default_model import DEFAULT_TARGET
+from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
+    Names,
+    find_names,
+    find_source,
+    shipped_folder,
+)
+from dflash_mlx.models.pair_folder import DRAFTER, is_pair_folder
+from dflash_mlx.models.source import CONFIG, MODEL, Source
+from dflash_mlx.models.weight_files import HEADROOM, check_weights, is_whole
+from dflash_mlx.system.cpu_math import applies as on_cpu
+from dflash_mlx.system.machine import describe_machine
+
+_DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
 
 
 @dataclass(frozen=True)
@@ -45,7 +66,7 @@ class Folder:
     """A model folder on this machine. name: a Hugging Face id or a path; config: config.json."""
 
     name: str
-    path: Path
+    source: Source
     config: dict[str, Any]
     place: str
 
@@ -53,8 +74,8 @@ class Folder:
 def available_models(here: Path) -> list[AvailableModel]:
     """Everything that can be chosen. here: the folder whose subfolders may be models."""
     folders = [*local_folders(here), *cached_folders()]
-    drafters = [folder for folder in folders if is_drafter(folder.config)]
-    models = [folder for folder in folders if not is_drafter(folder.config)]
+    drafters = [folder for folder in folders if folder.source.option == DRAFTER]
+    models = [folder for folder in folders if folder.source.option == MODEL]
     names = {drafter.name for drafter in drafters}
     found = [on_this_machine(model, drafters) for model in models]
     here_already = {registry.find(folder.name) for folder in models}
@@ -78,23 +99,25 @@ def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
     """A target whose drafters come with it."""
     needs = 0
     with suppress(DFlashError):  # damaged: choosing it says how
-        needs = memory.needed_by(find_names(config))
+        needs = needed_by(find_names(config))
     return AvailableModel(name, config, place, needs)
 
 
 def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> AvailableModel:
     """The model with the registry's drafter, or else the first of `drafters` that fits it."""
-    needs = memory.needed(model.path, TARGET_WEIGHTS)
+    needs, notes = needed(model.source), ""
     if (entry := registry.find(model.name)) is not None:
-        config, drafter = PairConfig(model.name), entry.drafter
-        there = next((d.path for d in drafters if d.name == drafter), shipped_folder(drafter))
+        config, drafter, notes = PairConfig(model.name), entry.drafter, entry.notes
+        there = next((d.source for d in drafters if d.name == drafter), None)
+        if there is None and (folder := shipped_folder(drafter)) is not None:
+            there = Source.of(folder)
         words = f"drafter {drafter}" + ("" if there else ", to download")
     else:
-        there, drafter = next(((d.path, d.name) for d in drafters if _fits(d, model)), (None, ""))
+        fitting = next((d for d in drafters if _fits(d, model)), None)
+        there, drafter = (fitting.source, fitting.name) if fitting else (None, "")
         config = PairConfig(model.name, drafter or None)
         words = f"drafter {drafter}" if drafter else "no drafter"
-    needs += memory.needed(there) if there and needs else 0
-    notes = "" if entry is None else entry.notes
+    needs += needed(there) if there and needs else 0
     return AvailableModel(model.name, config, model.place, needs, words, notes)
 
 
@@ -123,14 +146,7 @@ def cached_folders() -> list[Folder]:
         for repo in sorted(repos, key=lambda repo: repo.repo_id)
         if repo.revisions
     )
-    found = _folders(newest, "Hugging Face cache")
-    return [
-        folder
-        for folder in found
-        if is_whole(
-            Source.of(folder.path), WEIGHTS if is_drafter(folder.config) else TARGET_WEIGHTS
-        )
-    ]
+    return [folder for folder in _folders(newest, "Hugging Face cache") if is_whole(folder.source)]
 
 
 def near_names(typed: str) -> list[str]:
@@ -148,12 +164,69 @@ def _folders(named: Iterable[tuple[str, Path]], place: str = "local folder") -> 
     for name, path in named:
         source = Source.of(path)
         with suppress(DFlashError):  # no model, or a damaged one
-            config = source.read_json("config.json")
+            config = source.read_json(CONFIG)
+            source.option = DRAFTER if is_drafter(config) else MODEL
             if any(file.endswith(".safetensors") for file in source.files):
-                found.append(Folder(name, path, config, place))
+                found.append(Folder(name, source, config, place))
     return found
 
 
 def _fits(drafter: Folder, model: Folder) -> bool:
     target = describe_target(language_model(model.config), model.name)
-    return not check_pair(target, check_drafter(drafter.path)).errors
+    return not check_pair(target, check_drafter(drafter.source)).errors
+
+
+def needed(source: Source) -> int:
+    """Bytes that a model takes when loaded, by the heads of its weight files; 0 without any."""
+    try:
+        raw = source.read_json(CONFIG)
+    except DFlashError:
+        return 0
+    return check_weights(source, raw, Collector(), "").memory(on_cpu())
+
+
+def available_memory() -> int:
+    """Bytes that can be had: what Linux calls available, elsewhere all that is installed."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        return int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError, IndexError):
+        return int(describe_machine()["memory_bytes"])
+
+
+def check_memory(config: PairConfig) -> None:
+    """Raise DFlashError for a pair that does not fit; nothing is downloaded."""
+    names = find_names(config)
+    needs, there = needed_by(names), available_memory()
+    if needs > there:
+        raise DFlashError(
+            f"{names.shown} needs about {needs / 1e9:.2f} GB of memory, and {there / 1e9:.2f} GB "
+            "are there",
+            "choose a smaller or a quantised model, or close other programs",
+        )
+
+
+def needed_by(names: Names) -> int:
+    """Of a target with its drafters, without downloading; what is not known counts nothing."""
+    if names.model is None:
+        target = int(DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1))
+    else:
+        target = needed_by_name(names.model, MODEL)
+    drafters = (name for name in (names.drafter, names.second_drafter) if name is not None)
+    return target + sum(needed_by_name(name) for name in drafters)
+
+
+def needed_by_name(name: str, option: str = DRAFTER) -> int:
+    """`needed` for a folder or a Hugging Face id, without downloading; 0 where it is not known.
+
+    On the hub from the sizes that it lists; half precision is assumed. option: see `Source`.
+    """
+    try:
+        source = find_source(name, option, update=False)
+        if source.folder is not None:
+            return needed(source)
+        stored = sum(size for file, size in source.files.items() if fnmatch(file, source.weights))
+    except DFlashError:  # loading says what is wrong
+        return 0
+    return int(stored * HEADROOM * (2 if on_cpu() else 1))

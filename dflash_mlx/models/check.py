@@ -8,30 +8,31 @@ DFlashError. docs/compatibility.md lists the checks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Checked, Collector, Finding
+from dflash_mlx.core.findings import Checked, Collector, Finding, in_one_line
 from dflash_mlx.drafters.dflash.tensors import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
-from dflash_mlx.models.source import CONFIG, TARGET_WEIGHTS, WEIGHTS, Source
-from dflash_mlx.models.target_config import (
-    CHOOSE_TARGET,
-    check_code,
-    check_family,
-    check_numbers,
-    context_length,
-    is_drafter,
-    language_model,
-)
-from dflash_mlx.models.weight_files import Weights, check_weights
+from dflash_mlx.models.pair_folder import DRAFTER
+from dflash_mlx.models.source import CONFIG, MODEL, Source
+from dflash_mlx.models.weight_files import BY_LAYER, Weights, check_weights, wrong_number
+from dflash_mlx.target.layouts import may_be_recurrent
+from dflash_mlx.target.model import ONE_OFFSET, Target
 
-CHOOSE_DRAFTER = "choose the drafter of this model with --drafter, or --method none"
+CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 TOKENIZER = "tokenizer.json"
-
+CHOOSE_DRAFTER = "choose the drafter of this model with --drafter, or --method none"
+CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
+_CHOOSE = "choose a model of a family that mlx-lm supports itself"
+_POSITIVE = (
+    "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "head_dim", *CONTEXT_LENGTHS,
+)  # fmt: skip
 _REPLACE = "download this folder again, or remove the file where it is the drafter's"
 
 
@@ -83,7 +84,7 @@ def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
     config = language_model(raw)
     if raw:
         found.add(check_numbers(source, config))
-    weights = check_weights(source, raw, TARGET_WEIGHTS, found, CHOOSE_TARGET)
+    weights = check_weights(source, raw, found, CHOOSE_TARGET)
     if raw and not found.errors:  # mlx-lm makes lists of as many layers as it is told
         found.attempt(found.add, check_family(source, raw))
     return ModelFacts(found.result(), name or source.name, source, weights, config)
@@ -98,7 +99,7 @@ def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     """A drafter alone; arguments as of `check_target`."""
     source, raw, found = _open(folder, True)
     readable, config, family = not found.errors, None, format_of(raw) or formats()[0]
-    weights = check_weights(source, raw, WEIGHTS, found, DOWNLOAD_AGAIN)
+    weights = check_weights(source, raw, found, DOWNLOAD_AGAIN)
     if readable:
         config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
     if config is not None:
@@ -111,14 +112,14 @@ def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
 
 def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, Any], Collector]:
     """The source, its config.json, {} where it has none, and what is wrong with that."""
-    source = Source.of(folder) if isinstance(folder, Path) else folder
+    option, other = (DRAFTER, MODEL) if as_drafter else (MODEL, DRAFTER)
+    source = Source.of(folder, option) if isinstance(folder, Path) else folder
     found = Collector()
     raw = found.attempt(source.read_json, CONFIG) or {}
     if raw and is_drafter(raw) != as_drafter:
         is_what, not_what = ("a target", "a drafter") if as_drafter else ("a drafter", "a target")
-        option, other = ("--model", "--drafter") if as_drafter else ("--drafter", "--model")
         what = f"{source.name} is {is_what}, not {not_what}"
-        step = f"give it with {option}, and choose {not_what} with {other}"
+        step = f"give it with --{other}, and choose {not_what} with --{option}"
         found.add([Finding("error", what, step)])
     found.add(check_code(source, raw))
     return source, raw, found
@@ -182,3 +183,109 @@ def _vocabulary(source: Source) -> dict[str, int]:
     if not named:
         raise DFlashError(f"{place} names no token", _REPLACE)
     return named
+
+
+def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the language model's part, where it has one, on top."""
+    part = raw.get("text_config")
+    return {**raw, **part} if isinstance(part, dict) else dict(raw)
+
+
+def is_drafter(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a drafter of any family."""
+    return format_of(raw) is not None
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """The most tokens a sequence may have; 0 where the configuration does not say."""
+    lengths = (config.get(key) for key in CONTEXT_LENGTHS)
+    return next((length for length in lengths if type(length) is int and length > 0), 0)
+
+
+def check_code(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
+    """Configurations that ask to run Python of their own, which never happens here.
+
+    Published models of built-in families often keep an `auto_map` that names the very class in
+    `architectures`; that is a note, since the built-in class of this name is what runs.
+    """
+    place, file, auto_map = source.place(CONFIG), raw.get("model_file"), raw.get("auto_map")
+    if file is not None:
+        asked = f"its own Python file {repr(file)[:80]} (model_file in {place})"
+        yield Finding("error", f"{source.name} asks to run {asked}", _CHOOSE)
+    if auto_map is None:
+        return
+    names = raw.get("architectures")
+    known = {str(name) for name in names} if isinstance(names, list) else set()
+    values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    where = f"auto_map in {place} is {repr(auto_map)[:120]}"
+    if known & {str(value).rpartition(".")[2] for value in values}:
+        what = f"{where}; no Python of it runs, the built-in class does"
+        yield Finding("note", what, "nothing needs to be done")
+    else:
+        what = f"{source.name} asks to run its own Python classes ({where})"
+        yield Finding("error", what, _CHOOSE)
+
+
+def check_numbers(source: Source, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Sizes that are no whole numbers from 1 on, a missing context length, head counts."""
+    for field in _POSITIVE:
+        value = config.get(field)
+        values = value if field == BY_LAYER and isinstance(value, list) and value else [value]
+        if value is not None and any(type(v) is not int or v < 1 for v in values):
+            yield wrong_number(source, field, value, "a whole number from 1 on")
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if type(kv_heads) is int and type(heads) is int and (kv_heads < 1 or heads % kv_heads):
+        wanted = f"a divisor of its {heads} attention heads"
+        yield wrong_number(source, "num_key_value_heads", kv_heads, wanted)
+    if not context_length(config):
+        step = f"add {CONTEXT_LENGTHS[0]} to it, or choose another model"
+        yield Finding("error", f"{source.place(CONFIG)} has no {CONTEXT_LENGTHS[0]}", step)
+
+
+def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether mlx-lm has the family, and verifies trees with it.
+
+    Raises DFlashError where it cannot read the configuration.
+    """
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
+        what = f"{source.name} cannot be loaded: model_type in {source.place(CONFIG)} is {kind!r}"
+        yield Finding("error", what, _CHOOSE)
+        return
+    from mlx_lm.utils import _get_classes  # not before a model is looked at: it takes seconds
+
+    with loading(source.name):
+        _, arguments = _get_classes(dict(raw))
+        arguments.from_dict(dict(raw))
+    why = ""
+    if may_be_recurrent(kind):
+        why = f"{kind} may keep recurrent state in some layers, so it verifies chains, no trees"
+    elif kind in ONE_OFFSET:
+        why = f"{kind} computes with one position for a whole pass, so it verifies no trees"
+    if why:
+        step = "use --method dflash or --method ngram, which draft chains"
+        yield Finding("note", why, step)
+
+
+def check_built(folder: Path) -> None:
+    """DFlashError for what mlx-lm cannot build, or for caches that do not take drafts back.
+
+    Takes the time to build it; only of a folder without errors. No weight is read.
+    """
+    from mlx_lm.utils import load_model
+
+    with loading(str(folder)):
+        Target(load_model(folder, lazy=True)[0], 1, str(folder))
+
+
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Says of the model `name` what libraries cannot do with it, as a DFlashError."""
+    try:
+        yield
+    except DFlashError:
+        raise
+    except Exception as error:  # of three libraries, one of which raises plain ones
+        raise DFlashError(
+            f"{name} cannot be loaded ({in_one_line(error)})", CHOOSE_TARGET
+        ) from None

@@ -20,10 +20,10 @@ from dflash_mlx.models.check import (
     check_target,
     describe_target,
     fetched,
+    loading,
 )
 from dflash_mlx.models.names import SHIPPED, Names, find_names, find_source, target_names
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
-from dflash_mlx.models.target_config import loading
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.target.model import Target
 from kernels_metal.dispatch import Mode

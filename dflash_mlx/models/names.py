@@ -12,7 +12,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Advice
 from dflash_mlx.models import pair_folder, registry
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET, is_pair_folder
-from dflash_mlx.models.source import MODEL, TARGET_WEIGHTS, WEIGHTS, Source, how_to_name
+from dflash_mlx.models.source import MODEL, Source, how_to_name
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.system.files import existing
 
@@ -97,9 +97,8 @@ def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:
 
 def whole_copy(name: str, option: str = MODEL) -> Source | None:
     """A repository in the Hugging Face cache, None where it is not whole; asks no network."""
-    weights = TARGET_WEIGHTS if option == MODEL else WEIGHTS
     found = Source(name, option=option).cached()
-    return found if found is not None and is_whole(found, weights) else None
+    return found if found is not None and is_whole(found) else None
 
 
 def local_folder(name: str, option: str = MODEL) -> Path | None:

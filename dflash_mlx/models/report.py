@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Collector, Finding
-from dflash_mlx.models.check import ModelFacts, Report, check_pair
+from dflash_mlx.models.check import ModelFacts, Report, check_built, check_pair
 from dflash_mlx.models.load import find
 from dflash_mlx.models.names import find_names
-from dflash_mlx.models.target_config import check_built
 from dflash_mlx.system.cpu_math import applies as on_cpu
 
 _LEFT_OUT = "name another one with --drafter, or use the pair as it is"

@@ -33,7 +33,6 @@ from dflash_mlx.system.safetensors_header import MAX_HEADER, TensorHeader, read_
 
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
 LICENCES = ("LICENSE*", "NOTICE*")  # kept with what they are of, but no need of loading
-TARGET_WEIGHTS, WEIGHTS = "model*.safetensors", "*.safetensors"
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MODEL = "model"  # the option that names a target
 HUB_ERRORS = (OSError, HTTPError, ValueError)
@@ -55,7 +54,7 @@ class Source:
     """A model's files before any weight is read.
 
     name: a repository's id, or the folder's path, for sentences. folder: None where the files are
-    on the hub. option: the command-line option that named it, "" for another way.
+    on the hub. option: the command-line option that names such a model, "" where none does.
     """
 
     name: str
@@ -85,6 +84,11 @@ class Source:
         except OSError as error:
             what = f"{self.folder} cannot be read ({error.strerror or error})"
             raise DFlashError(what, _COMPLETE) from None
+
+    @property
+    def weights(self) -> str:
+        """What its weight files are called; mlx-lm reads no others of a target."""
+        return "model*.safetensors" if self.option == MODEL else "*.safetensors"
 
     @property
     def here(self) -> Path:
@@ -163,7 +167,7 @@ class Source:
     def cached(self) -> Source | None:
         """What the Hugging Face cache has of the repository; None where files are known to lack."""
         try:  # where the hub's listing was kept, this compares with it
-            return Source.of(self._download([*BESIDE, TARGET_WEIGHTS], local=True), self.option)
+            return Source.of(self._download([*BESIDE, self.weights], local=True), self.option)
         except HUB_ERRORS:
             return None
 
@@ -178,8 +182,7 @@ class Source:
 
     @property
     def _fetched(self) -> list[str]:
-        """Not of a target the weights in other libraries' files, which mlx-lm does not read."""
-        return [*BESIDE, *LICENCES, TARGET_WEIGHTS if self.option == MODEL else WEIGHTS]
+        return [*BESIDE, *LICENCES, self.weights]
 
     def missing(self) -> int:
         """Bytes that `fetch` would download; DFlashError where the hub does not say."""

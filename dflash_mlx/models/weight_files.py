@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector, Finding
-from dflash_mlx.models.source import CONFIG, INDEX, WEIGHTS, Source
+from dflash_mlx.models.source import CONFIG, INDEX, Source
 from dflash_mlx.system.safetensors_header import TensorHeader
 
 HEADROOM = 1.15  # caches and temporary arrays, as a share of the weights
@@ -73,21 +73,21 @@ class Weights:
 
 
 def check_weights(
-    source: Source, raw: Mapping[str, Any], pattern: str, found: Collector, next_step: str
+    source: Source, raw: Mapping[str, Any], found: Collector, next_step: str
 ) -> Weights:
-    """The tensors in the files that match `pattern`; what is wrong with them goes to `found`.
+    """The tensors in a model's weight files; what is wrong with them goes to `found`.
 
     raw: the config.json beside them, whose sizes they are to hold.
     """
     there = found.attempt(lambda: source.files)
     if there is None:
         return Weights({})
-    files = [name for name in there if fnmatch(name, pattern)]
+    files = [name for name in there if fnmatch(name, source.weights)]
     if not files:
-        found.add([_no_weights(source, pattern, next_step)])
+        found.add([_no_weights(source, next_step)])
         return Weights({})
     headers = {f: found.attempt(source.header, f, next_step) or {} for f in files}
-    wrong = (Finding("error", what, next_step) for what in _misplaced(source, headers, pattern))
+    wrong = (Finding("error", what, next_step) for what in _misplaced(source, headers))
     found.attempt(found.add, wrong)
     tensors = {name: tensor for held in headers.values() for name, tensor in held.items()}
     weights = Weights(tensors, *quantisation(raw))
@@ -134,35 +134,35 @@ def wrong_number(source: Source, field: str, value: Any, wanted: str) -> Finding
     return Finding("error", what, "choose another model")
 
 
-def is_whole(source: Source, pattern: str = WEIGHTS) -> bool:
+def is_whole(source: Source) -> bool:
     """Whether config.json is there, and of the weight files all shards, all that the index names.
 
     By their names, of a folder: what an interrupted download leaves behind is not whole.
     """
     try:
         source.read_json(CONFIG)
-        files = {name: Headers() for name in source.files if fnmatch(name, pattern)}
-        return bool(files) and not any(_misplaced(source, files, pattern))
+        files = {name: Headers() for name in source.files if fnmatch(name, source.weights)}
+        return bool(files) and not any(_misplaced(source, files))
     except DFlashError:
         return False
 
 
-def _no_weights(source: Source, pattern: str, next_step: str) -> Finding:
+def _no_weights(source: Source, next_step: str) -> Finding:
     pickled = [name for name in source.files if any(fnmatch(name, p) for p in _PICKLED)]
     if pickled:
         what = f"{source.name} holds pickled weights only ({pickled[0]}), which can run code"
         return Finding("error", what, "choose a folder or a revision with .safetensors files")
     others = [name for name in source.files if name.endswith(".safetensors")]
     instead = f", only {others[0]}" if others else ""
-    what = f"No safetensors found in {source.name}: there is no {pattern}{instead}"
+    what = f"No safetensors found in {source.name}: there is no {source.weights}{instead}"
     return Finding("error", what, next_step)
 
 
-def _misplaced(source: Source, headers: Mapping[str, Headers], pattern: str) -> Iterator[str]:
+def _misplaced(source: Source, headers: Mapping[str, Headers]) -> Iterator[str]:
     """Files that names or the index ask for and are not there; tensors in no file or in two.
 
-    headers: of the files that match `pattern`, empty where they are not to be looked at. Raises
-    DFlashError for an unreadable index.
+    headers: of its weight files, empty where they are not to be looked at. Raises DFlashError for
+    an unreadable index.
     """
     where: dict[str, str] = {}
     for file, tensors in headers.items():
@@ -174,7 +174,7 @@ def _misplaced(source: Source, headers: Mapping[str, Headers], pattern: str) -> 
         if both := where.keys() & tensors.keys():
             yield f"tensor {min(both)} of {source.name} is in {where[min(both)]} and in {file}"
         where.update(dict.fromkeys(tensors, file))
-    if INDEX in source.files and fnmatch(INDEX, f"{pattern}*"):
+    if INDEX in source.files and fnmatch(INDEX, f"{source.weights}*"):
         yield from _against_index(source, headers)
 
 

@@ -19,12 +19,12 @@ from safetensors.numpy import save_file
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
 from dflash_mlx.convert.plan import open_part
-from dflash_mlx.models import available, memory
+from dflash_mlx.models import available
 from dflash_mlx.models.check import check_target
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import whole_copy
 from dflash_mlx.models.report import check_named
-from dflash_mlx.models.source import INDEX, TARGET_WEIGHTS, WEIGHTS, Source
+from dflash_mlx.models.source import INDEX, Source
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.session.stream import generate
 from support.drafter_formats import write_shards
@@ -179,12 +179,12 @@ def into_shards(folder: Path) -> Path:
 
 @pytest.fixture
 def sharded(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory, "on_cpu", lambda: False)
+    monkeypatch.setattr(available, "on_cpu", lambda: False)
     return into_shards(model)
 
 
-def whole(folder: Path, pattern: str = WEIGHTS) -> bool:
-    return is_whole(Source.of(folder), pattern)
+def whole(folder: Path, option: str = "drafter") -> bool:
+    return is_whole(Source.of(folder, option))
 
 
 def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +213,9 @@ def test_a_folder_is_whole_with_all_shards_and_all_that_its_index_names(tmp_path
 
 
 def test_a_target_is_not_whole_with_other_libraries_weights_alone(model):
-    assert whole(model, TARGET_WEIGHTS)
+    assert whole(model, "model")
     (model / "model.safetensors").rename(model / "consolidated.safetensors")
-    assert whole(model) and not whole(model, TARGET_WEIGHTS)
+    assert whole(model) and not whole(model, "model")
 
 
 @pytest.mark.parametrize("files", [["config.json"], ["config.json", SHARDS[0]], SHARDS])
@@ -224,8 +224,8 @@ def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, fi
         hf_hub_download("owner/model", file)
     stored = sum((sharded / file).stat().st_size for file in SHARDS)
     assert listed_in_the_cache(monkeypatch) == []
-    assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == int(stored * 1.15)
-    assert memory.needed_by_name("owner/none", TARGET_WEIGHTS) == 0
+    assert available.needed_by_name("owner/model", "model") == int(stored * 1.15)
+    assert available.needed_by_name("owner/none", "model") == 0
     with monkeypatch.context() as patches:
         go_offline(patches)
         with pytest.raises(DFlashError):
@@ -238,13 +238,13 @@ def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, fi
 def test_a_finished_download_is_a_model_everywhere_without_a_network(
     sharded, tmp_path, monkeypatch
 ):
-    folder = Path(snapshot_download("owner/model", allow_patterns=["*.json", TARGET_WEIGHTS]))
+    folder = Path(snapshot_download("owner/model", allow_patterns=["*.json", "model*.safetensors"]))
     go_offline(monkeypatch)
     assert whole_copy("owner/model").folder == folder
     assert open_part("owner/model", tmp_path).path == folder
     assert listed_in_the_cache(monkeypatch) == ["owner/model"]
-    needed = memory.needed(sharded, TARGET_WEIGHTS)
-    assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == needed
+    needed = available.needed(Source.of(sharded, "model"))
+    assert available.needed_by_name("owner/model", "model") == needed
     report = check_named(PairConfig("owner/model"))
     assert report.target.source.folder == folder
     assert not report.errors
