@@ -109,10 +109,10 @@ class Source:
         except HUB_ERRORS as error:
             raise self._refused(error) from None
 
-    def read_json(self, file: str) -> dict[str, Any]:
+    def read_json(self, file: str, next_step: str = _COMPLETE) -> dict[str, Any]:
         """A JSON object; DFlashError for a file that is missing, too large or anything else."""
         if file not in self.files:
-            raise DFlashError(f"{self.name} has no {file}", _COMPLETE)
+            raise DFlashError(f"{self.name} has no {file}", next_step)
         try:
             if (size := self.files[file]) > _MAX_JSON:
                 raise ValueError(f"it has {size} bytes, at most {_MAX_JSON} are read")
@@ -121,7 +121,7 @@ class Source:
                 raise ValueError(f"it is a JSON {type(found).__name__}, not an object")
         except (OSError, ValueError, RecursionError) as error:
             what = f"{self.place(file)} is no readable {file} ({error})"
-            raise DFlashError(what, _COMPLETE) from None
+            raise DFlashError(what, next_step) from None
         return found
 
     def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:

@@ -14,13 +14,13 @@ import dflash_mlx
 from dflash_mlx.drafters.dflash.checkpoint import (
     check_fit,
     load_network,
+    parameters_of,
     parse_config,
     read_config,
 )
 from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig
 from dflash_mlx.drafters.dflash.network import NetworkConfig
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
-from dflash_mlx.drafters.dflash.tensors import parameters_of
 from support.converted import assert_same_tensors
 from support.drafter_formats import SCALES, speculators, version_1, write_shards
 from support.reference_dflash import random_drafter, write_drafter_folder

@@ -51,9 +51,7 @@ def test_memory_needed_by_a_pair_counts_its_drafters(folders):
 
 def test_memory_needed_by_the_default_pair_counts_the_shipped_drafters():
     alone = PairConfig(second_drafter="none")
-    difference = available.needed_by(find_names(PairConfig())) - available.needed_by(
-        find_names(alone)
-    )
+    both, first = (available.needed_by(find_names(config)) for config in (PairConfig(), alone))
     assert both - first == needed(SHIPPED / "smollm2-135m-variable-prefix") > 0
 
 

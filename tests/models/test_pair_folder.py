@@ -43,9 +43,9 @@ def test_a_pair_folder_without_one_of_its_models_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("{", "cannot be read"),
-        ("[]", "cannot be read"),
-        ({"made_from": NAMES}, "lacks 'version'"),
+        ("{", "no readable pair.json"),
+        ("[]", "no readable pair.json"),
+        ({"made_from": NAMES}, "version None"),
         ({"version": 2, "made_from": NAMES}, "version 2, supported is 1"),
         ({"version": 1, "made_from": {"target": "x"}}, "made_from"),
         ({"version": 1, "made_from": {**NAMES, "../elsewhere": "x"}}, "made_from"),
