@@ -26,6 +26,7 @@ from dflash_mlx.models.check import ModelFacts, loading
 from dflash_mlx.models.pair_folder import DRAFTER, TARGET
 from dflash_mlx.models.source import BESIDE, LICENCES
 from dflash_mlx.models.weight_files import quantisation
+from dflash_mlx.system.safetensors_header import TensorHeader
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
 GROUP_SIZE = 64  # mlx-lm's for affine
@@ -112,16 +113,16 @@ class Part:
 class Conversion:
     """What is to be written: lazy arrays by name, and what lies beside them.
 
-    weights: evaluated one at a time; emptied when written. config: as in its config.json. largest:
-    bytes of the largest tensor before and after together. write_beside: puts the tokenizer into a
-    folder, about `rest` bytes.
+    weights: evaluated one at a time; emptied when written. config: as in its config.json. memory:
+    bytes that converting takes at most, about. write_beside: puts the tokenizer into a folder,
+    about `rest` bytes.
     """
 
     part: Part
     description: str
     weights: dict[str, mx.array]
     config: dict[str, Any]
-    largest: int
+    memory: int
     write_beside: Callable[[Path], None] = lambda _: None
     rest: int = 0
 
@@ -137,12 +138,6 @@ class Conversion:
     def weight_bytes(self) -> int:
         """Bytes of the weights that are still to be written."""
         return sum(array.nbytes for array in self.weights.values())
-
-    @property
-    def memory(self) -> int:
-        """Bytes that converting takes at most, about; a GGUF file is in memory all the time."""
-        held = self.part.path.stat().st_size if self.part.facts.source is None else 0
-        return held + self.largest + RUNTIME
 
 
 def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversion:
@@ -166,13 +161,10 @@ def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversio
     form = dtype, bits, settings.group_size
     weights, config = facts.format.converted(part.path, part.has_weights, *form)
     numbers = _describe_numbers(config, weights)
-    return Conversion(
-        part,
-        f"{config['architectures'][0]} {numbers}, blocks of {facts.config.block_size}",
-        weights,
-        {**config, "dtype": numbers.rpartition(" ")[2]},
-        max(tensor.nbytes for tensor in facts.weights.tensors.values()) + _largest(weights),
-    )
+    description = f"{config['architectures'][0]} {numbers}, blocks of {facts.config.block_size}"
+    config["dtype"] = numbers.rpartition(" ")[2]
+    memory = RUNTIME + _largest(facts.weights.tensors) + _largest(weights)
+    return Conversion(part, description, weights, config, memory)
 
 
 def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
@@ -186,7 +178,7 @@ def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
             f"{part.name} is already quantised to {config['quantization'].get('bits')} bits",
             "add --dequantize to quantise it anew, or leave the bits as they are",
         )
-    before = _largest(_parameters(model))
+    memory = RUNTIME + _largest(dict(tree_flatten(model.parameters())))
     try:
         with redirect_stdout(sys.stderr):
             model, config = transform(model, config, settings)
@@ -197,10 +189,12 @@ def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
         ) from None
     if "vision_tower" not in getattr(model, "model", {}):
         config.pop("vision_config", None)
-    weights = _parameters(model)
+    weights = dict(tree_flatten(model.parameters()))
     description = f"{config.get('model_type')} {_describe_numbers(config, weights)}"
-    largest = before + _largest(weights)
-    return Conversion(part, description, weights, config, largest, write_beside, rest)
+    memory += _largest(weights)
+    if source is None:  # a GGUF file is in memory all the time
+        memory += part.path.stat().st_size
+    return Conversion(part, description, weights, config, memory, write_beside, rest)
 
 
 def transform(model: Any, config: dict[str, Any], settings: ConvertConfig) -> tuple[Any, Any]:
@@ -304,9 +298,5 @@ def _describe_numbers(config: dict[str, Any], weights: dict[str, mx.array]) -> s
     return f"in {words}{' and others' * mixed}, else in {dtype}" if words else f"in {dtype}"
 
 
-def _largest(weights: dict[str, mx.array]) -> int:
-    return max(array.nbytes for array in weights.values())
-
-
-def _parameters(model: Any) -> dict[str, mx.array]:
-    return dict(tree_flatten(model.parameters()))
+def _largest(tensors: Mapping[str, mx.array] | Mapping[str, TensorHeader]) -> int:
+    return max(tensor.nbytes for tensor in tensors.values())

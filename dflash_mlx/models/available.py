@@ -20,7 +20,6 @@ from huggingface_hub.errors import CacheNotFound
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector
-from dflash_mlx.models import registry
 from dflash_mlx.models.check import (
     check_drafter,
     check_pair,
@@ -32,11 +31,13 @@ from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     Names,
+    entries,
     find_names,
     find_source,
+    registered,
     shipped_folder,
 )
-from dflash_mlx.models.pair_folder import DRAFTER, is_pair_folder
+from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, is_pair_folder
 from dflash_mlx.models.source import CONFIG, MODEL, Source
 from dflash_mlx.models.weight_files import HEADROOM, check_weights, is_whole
 from dflash_mlx.system.cpu_math import applies as on_cpu
@@ -78,7 +79,7 @@ def available_models(here: Path) -> list[AvailableModel]:
     models = [folder for folder in folders if folder.source.option == MODEL]
     names = {drafter.name for drafter in drafters}
     found = [on_this_machine(model, drafters) for model in models]
-    here_already = {registry.find(folder.name) for folder in models}
+    here_already = {registered(folder.name) for folder in models}
     public = [
         AvailableModel(
             entry.name,
@@ -87,7 +88,7 @@ def available_models(here: Path) -> list[AvailableModel]:
             drafter=f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in names)}",
             notes=entry.notes,
         )
-        for entry in registry.entries()
+        for entry in entries()
         if entry not in here_already and shipped_folder(entry.drafter) is None
     ]
     converted = [str(folder) for folder in _subfolders(here) if is_pair_folder(folder)]
@@ -106,7 +107,7 @@ def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
 def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> AvailableModel:
     """The model with the registry's drafter, or else the first of `drafters` that fits it."""
     needs, notes = needed(model.source), ""
-    if (entry := registry.find(model.name)) is not None:
+    if (entry := registered(model.name)) is not None:
         config, drafter, notes = PairConfig(model.name), entry.drafter, entry.notes
         there = next((d.source for d in drafters if d.name == drafter), None)
         if there is None and (folder := shipped_folder(drafter)) is not None:
@@ -151,7 +152,7 @@ def cached_folders() -> list[Folder]:
 
 def near_names(typed: str) -> list[str]:
     """Names like the one that was typed, the best first."""
-    public = (target for entry in registry.entries() for target in entry.targets)
+    public = (target for entry in entries() for target in entry.targets)
     known = [DEFAULT_MODEL, *public, *(f.name for f in cached_folders())]
     known += [folder.name for folder in local_folders(Path())]
     by_lower = {name.lower(): name for name in known}
@@ -174,15 +175,6 @@ def _folders(named: Iterable[tuple[str, Path]], place: str = "local folder") -> 
 def _fits(drafter: Folder, model: Folder) -> bool:
     target = describe_target(language_model(model.config), model.name)
     return not check_pair(target, check_drafter(drafter.source)).errors
-
-
-def needed(source: Source) -> int:
-    """Bytes that a model takes when loaded, by the heads of its weight files; 0 without any."""
-    try:
-        raw = source.read_json(CONFIG)
-    except DFlashError:
-        return 0
-    return check_weights(source, raw, Collector(), "").memory(on_cpu())
 
 
 def available_memory() -> int:
@@ -208,25 +200,31 @@ def check_memory(config: PairConfig) -> None:
 
 
 def needed_by(names: Names) -> int:
-    """Of a target with its drafters, without downloading; what is not known counts nothing."""
-    if names.model is None:
-        target = int(DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1))
-    else:
-        target = needed_by_name(names.model, MODEL)
-    drafters = (name for name in (names.drafter, names.second_drafter) if name is not None)
-    return target + sum(needed_by_name(name) for name in drafters)
+    """Of a target with its drafters, without downloading; what is not known counts nothing.
 
-
-def needed_by_name(name: str, option: str = DRAFTER) -> int:
-    """`needed` for a folder or a Hugging Face id, without downloading; 0 where it is not known.
-
-    On the hub from the sizes that it lists; half precision is assumed. option: see `Source`.
+    Of what is not here the hub lists the sizes; half precision is assumed.
     """
+    parts = (names.model, MODEL), (names.drafter, DRAFTER), (names.second_drafter, SECOND_DRAFTER)
+    total = 0
+    if names.model is None:
+        total = int(DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1))
+    for name, option in parts:
+        with suppress(DFlashError):  # loading says what is wrong
+            if name is not None:
+                total += needed(find_source(name, option, update=False))
+    return total
+
+
+def needed(source: Source) -> int:
+    """Bytes that a model takes when loaded, 0 for a folder that does not tell.
+
+    By the heads of a folder's weight files, by the sizes of a repository's.
+    """
+    if source.folder is None:
+        stored = sum(s for file, s in source.files.items() if fnmatch(file, source.weights))
+        return int(stored * HEADROOM * (2 if on_cpu() else 1))
     try:
-        source = find_source(name, option, update=False)
-        if source.folder is not None:
-            return needed(source)
-        stored = sum(size for file, size in source.files.items() if fnmatch(file, source.weights))
-    except DFlashError:  # loading says what is wrong
+        raw = source.read_json(CONFIG)
+    except DFlashError:
         return 0
-    return int(stored * HEADROOM * (2 if on_cpu() else 1))
+    return check_weights(source, raw, Collector(), "").memory(on_cpu())

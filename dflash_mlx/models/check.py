@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Checked, Collector, Finding, in_one_line
 from dflash_mlx.drafters.dflash.checkpoint import DOWNLOAD_AGAIN
@@ -33,7 +35,6 @@ _POSITIVE = (
     "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "head_dim", *CONTEXT_LENGTHS,
 )  # fmt: skip
-_REPLACE = "download this folder again, or remove the file where it is the drafter's"
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,6 @@ class ModelFacts(Checked):
     def context_length(self) -> int:
         """The most tokens that a target takes, 0 where that is not known."""
         return context_length(self.config)
-
-    @property
-    def folder(self) -> Path:
-        """Where it is, once it was fetched."""
-        assert self.source is not None and self.source.folder is not None
-        return self.source.folder
 
 
 @dataclass(frozen=True)
@@ -165,24 +160,15 @@ def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
 
 
 def _vocabulary(source: Source) -> dict[str, int]:
-    """All tokens of a tokenizer.json with their ids, added ones included.
-
-    Raises DFlashError where it cannot be read or names no token.
-    """
-    tokenizer, place = source.read_json(TOKENIZER), source.place(TOKENIZER)
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
-    if not isinstance(added, list):
-        what = f"added_tokens in {place} is {repr(added)[:80]}, not a list"
-        raise DFlashError(what, _REPLACE)
-    tokens = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(tokens, list):  # of a unigram model: tokens with scores, in the order of ids
-        tokens = {str(e[0]): i for i, e in enumerate(tokens) if isinstance(e, list) and e}
-    pairs = list(tokens.items()) if isinstance(tokens, dict) else []
-    pairs += [(entry.get("content"), entry.get("id")) for entry in added if isinstance(entry, dict)]
-    named = {str(token): index for token, index in pairs if type(index) is int}
-    if not named:
-        raise DFlashError(f"{place} names no token", _REPLACE)
-    return named
+    """All tokens of a tokenizer.json with their ids, added ones included."""
+    try:
+        if found := Tokenizer.from_file(str(source.path(TOKENIZER))).get_vocab():
+            return found
+        raise ValueError("it names no token")
+    except Exception as error:  # the library raises plain ones
+        what = f"{source.place(TOKENIZER)} is no readable {TOKENIZER} ({in_one_line(error)})"
+        step = "download this folder again, or remove the file where it is the drafter's"
+        raise DFlashError(what, step) from None
 
 
 def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:

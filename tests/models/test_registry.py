@@ -16,11 +16,18 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import choices, settle
 from dflash_mlx.engine.pair import Advice, Means
-from dflash_mlx.models import registry
+from dflash_mlx.models import names as known
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Names, find_names
+from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
+    SHIPPED,
+    Entry,
+    Names,
+    entries,
+    find_names,
+    registered,
+)
 from dflash_mlx.models.pair_folder import write
-from dflash_mlx.models.registry import entries, find
 from dflash_mlx.session.stream import generate
 from support.hub_server import Response
 from support.models import write_drafter, write_model
@@ -63,7 +70,7 @@ def test_every_pair_is_complete_and_named_once():
 @given(st.data())
 def test_a_target_is_found_under_every_owner_and_quantisation(data):
     target, name = data.draw(st.composite(spelled)())
-    found = find(name)
+    found = registered(name)
     assert found is not None
     assert target in found.targets
 
@@ -72,8 +79,11 @@ def test_a_target_is_found_under_every_owner_and_quantisation(data):
 def test_another_model_that_is_named_after_a_target_is_not_taken_for_it(data):
     _, name = data.draw(st.composite(spelled)())
     other = data.draw(st.sampled_from(OTHERS))
-    assert find(f"{name}-{other}") is None
-    assert find(f"{data.draw(st.sampled_from(['my-', 'Deep', 'x']))}{name.split('/')[-1]}") is None
+    assert registered(f"{name}-{other}") is None
+    assert (
+        registered(f"{data.draw(st.sampled_from(['my-', 'Deep', 'x']))}{name.split('/')[-1]}")
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +102,7 @@ def test_another_model_that_is_named_after_a_target_is_not_taken_for_it(data):
     ],
 )
 def test_names_that_are_folders_or_close_to_a_target(name, target):
-    found = find(name)
+    found = registered(name)
     assert (found and found.name) == target
 
 
@@ -211,8 +221,8 @@ def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
 @pytest.fixture
 def with_second(monkeypatch):
     """The registry has a second drafter for the pair."""
-    entry = registry.Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second", block_size=5)
-    monkeypatch.setattr(registry, "entries", lambda: (entry,))
+    entry = Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second", block_size=5)
+    monkeypatch.setattr(known, "entries", lambda: (entry,))
 
 
 @pytest.fixture(params=["missing", "of another target"])
