@@ -261,17 +261,14 @@ def _open_folder(part: Part, files: Mapping[str, int]) -> Opened:
 
 
 def _open_gguf(part: Part, dtype: str | None) -> Opened:
-    from dflash_mlx.models.formats.gguf_header import read_file
-    from dflash_mlx.models.formats.gguf_target import build_model, build_tokenizer
+    from dflash_mlx.models.formats.gguf_target import open_gguf
 
-    tensors, metadata = read_file(part.path)
     floating = None if dtype is None else getattr(mx, dtype)
-    model, config = build_model(part.path, tensors, metadata, floating)
+    model, tokenizer, config = open_gguf(part.path, floating)
     if packing := _packing(model):
         config["quantization"] = packing
-    write = build_tokenizer(part.path, metadata).save_pretrained
     # Vocabulary and merges take about as much in a tokenizer.json as in the file.
-    return model, config, write, BYTES_PER_TOKEN * config["vocab_size"]
+    return model, config, tokenizer.save_pretrained, BYTES_PER_TOKEN * config["vocab_size"]
 
 
 def _packing(model: Any) -> dict[str, Any]:
