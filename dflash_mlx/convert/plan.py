@@ -34,6 +34,7 @@ from dflash_mlx.convert.writing import (
 )
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models import pair_folder
 from dflash_mlx.models.check import (
     ModelFacts,
@@ -41,7 +42,6 @@ from dflash_mlx.models.check import (
     check_pair,
     check_target,
     describe_target,
-    is_drafter,
     language_model,
 )
 from dflash_mlx.models.names import whole_copy
@@ -105,14 +105,12 @@ def make_plan(
 def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig) -> Plan:
     """The conversions of what was found; DFlashError where the parts do not suit each other."""
     drafters = [part.facts for part in parts.values() if part.kind == DRAFTER]
-    for part in parts.values():
-        if part.kind == TARGET:
-            check_pair(part.facts, *drafters).raise_first()
     conversions = {}
-    for place, part in parts.items():
+    for place, part in parts.items():  # the target first
         if part.kind == DRAFTER:
             conversions[place] = plan_drafter(part, settings, place != ALONE)
             continue
+        check_pair(part.facts, *drafters).raise_first()
         conversions[place] = plan_target(part, settings)
         if part.facts.source is None:  # what a GGUF file is, its conversion tells
             config = language_model(conversions[place].config)
@@ -213,9 +211,8 @@ def _fetch(part: Part) -> Part:
 
 
 def _check(source: Source, name: str) -> ModelFacts:
-    is_one = is_drafter(source.read_json(CONFIG))
-    source.option = DRAFTER if is_one else MODEL
-    facts = (check_drafter if is_one else check_target)(source, name)
+    source.option = DRAFTER if format_of(source.read_json(CONFIG)) else MODEL
+    facts = (check_target if source.option == MODEL else check_drafter)(source, name)
     facts.raise_first()
     return facts
 
@@ -241,7 +238,7 @@ def _on_hub(name: str) -> Source:
         raise DFlashError(f"there is no file or folder {name[:300]!r}", _GIVE) from None
     try:
         source = Source(name)
-        source.option = DRAFTER if is_drafter(source.read_json(CONFIG)) else MODEL
+        source.option = DRAFTER if format_of(source.read_json(CONFIG)) else MODEL
         return source if source.missing() else source.fetch()
     except DFlashError:
         if (copy := whole_copy(name) or whole_copy(name, DRAFTER)) is None:

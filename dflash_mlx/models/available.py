@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
@@ -20,11 +19,11 @@ from huggingface_hub.errors import CacheNotFound
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector
+from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.check import (
     check_drafter,
     check_pair,
     describe_target,
-    is_drafter,
     language_model,
 )
 from dflash_mlx.models.default_model import DEFAULT_TARGET
@@ -62,21 +61,11 @@ class AvailableModel:
     notes: str = ""
 
 
-@dataclass(frozen=True)
-class Folder:
-    """A model folder on this machine. name: a Hugging Face id or a path; config: config.json."""
-
-    name: str
-    source: Source
-    config: dict[str, Any]
-    place: str
-
-
 def available_models(here: Path) -> list[AvailableModel]:
     """Everything that can be chosen. here: the folder whose subfolders may be models."""
     folders = [*local_folders(here), *cached_folders()]
-    drafters = [folder for folder in folders if folder.source.option == DRAFTER]
-    models = [folder for folder in folders if folder.source.option == MODEL]
+    drafters = [folder for folder in folders if folder.option == DRAFTER]
+    models = [folder for folder in folders if folder.option == MODEL]
     names = {drafter.name for drafter in drafters}
     found = [on_this_machine(model, drafters) for model in models]
     here_already = {registered(folder.name) for folder in models}
@@ -104,25 +93,25 @@ def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
     return AvailableModel(name, config, place, needs)
 
 
-def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> AvailableModel:
+def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel:
     """The model with the registry's drafter, or else the first of `drafters` that fits it."""
-    needs, notes = needed(model.source), ""
+    needs, notes = needed(model), ""
+    place = "local folder" if model.name == str(model.folder) else "Hugging Face cache"
     if (entry := registered(model.name)) is not None:
         config, drafter, notes = PairConfig(model.name), entry.drafter, entry.notes
-        there = next((d.source for d in drafters if d.name == drafter), None)
+        there = next((d for d in drafters if d.name == drafter), None)
         if there is None and (folder := shipped_folder(drafter)) is not None:
             there = Source.of(folder)
         words = f"drafter {drafter}" + ("" if there else ", to download")
     else:
-        fitting = next((d for d in drafters if _fits(d, model)), None)
-        there, drafter = (fitting.source, fitting.name) if fitting else (None, "")
-        config = PairConfig(model.name, drafter or None)
-        words = f"drafter {drafter}" if drafter else "no drafter"
+        there = next((d for d in drafters if _fits(d, model)), None)
+        config = PairConfig(model.name, there.name if there else None)
+        words = f"drafter {there.name}" if there else "no drafter"
     needs += needed(there) if there and needs else 0
-    return AvailableModel(model.name, config, model.place, needs, words, notes)
+    return AvailableModel(model.name, config, place, needs, words, notes)
 
 
-def local_folders(here: Path) -> list[Folder]:
+def local_folders(here: Path) -> list[Source]:
     """Model folders in `here` and in its folder `models`."""
     return _folders((str(folder), folder) for folder in _subfolders(here))
 
@@ -136,7 +125,7 @@ def _subfolders(here: Path) -> list[Path]:
     return found
 
 
-def cached_folders() -> list[Folder]:
+def cached_folders() -> list[Source]:
     """Complete models in the Hugging Face cache."""
     try:
         repos = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
@@ -147,7 +136,7 @@ def cached_folders() -> list[Folder]:
         for repo in sorted(repos, key=lambda repo: repo.repo_id)
         if repo.revisions
     )
-    return [folder for folder in _folders(newest, "Hugging Face cache") if is_whole(folder.source)]
+    return [folder for folder in _folders(newest) if is_whole(folder)]
 
 
 def near_names(typed: str) -> list[str]:
@@ -160,21 +149,21 @@ def near_names(typed: str) -> list[str]:
     return [by_lower[name] for name in near if by_lower[name] != typed]
 
 
-def _folders(named: Iterable[tuple[str, Path]], place: str = "local folder") -> list[Folder]:
+def _folders(named: Iterable[tuple[str, Path]]) -> list[Source]:
+    """The models among these, by what they are called."""
     found = []
     for name, path in named:
-        source = Source.of(path)
+        source = Source(name, path)
         with suppress(DFlashError):  # no model, or a damaged one
-            config = source.read_json(CONFIG)
-            source.option = DRAFTER if is_drafter(config) else MODEL
+            source.option = DRAFTER if format_of(source.read_json(CONFIG)) else MODEL
             if any(file.endswith(".safetensors") for file in source.files):
-                found.append(Folder(name, source, config, place))
+                found.append(source)
     return found
 
 
-def _fits(drafter: Folder, model: Folder) -> bool:
-    target = describe_target(language_model(model.config), model.name)
-    return not check_pair(target, check_drafter(drafter.source)).errors
+def _fits(drafter: Source, model: Source) -> bool:
+    target = describe_target(language_model(model.read_json(CONFIG)), model.name)
+    return not check_pair(target, check_drafter(drafter)).errors
 
 
 def available_memory() -> int:
@@ -223,8 +212,7 @@ def needed(source: Source) -> int:
     if source.folder is None:
         stored = sum(s for file, s in source.files.items() if fnmatch(file, source.weights))
         return int(stored * HEADROOM * (2 if on_cpu() else 1))
-    try:
+    with suppress(DFlashError):
         raw = source.read_json(CONFIG)
-    except DFlashError:
-        return 0
-    return check_weights(source, raw, Collector(), "").memory(on_cpu())
+        return check_weights(source, raw, Collector(), "").memory(on_cpu())
+    return 0

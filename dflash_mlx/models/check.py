@@ -111,7 +111,7 @@ def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, An
     source = Source.of(folder, option) if isinstance(folder, Path) else folder
     found = Collector()
     raw = found.attempt(source.read_json, CONFIG) or {}
-    if raw and is_drafter(raw) != as_drafter:
+    if raw and (format_of(raw) is not None) != as_drafter:
         is_what, not_what = ("a target", "a drafter") if as_drafter else ("a drafter", "a target")
         what = f"{source.name} is {is_what}, not {not_what}"
         step = f"give it with --{other}, and choose {not_what} with --{option}"
@@ -175,11 +175,6 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the language model's part, where it has one, on top."""
     part = raw.get("text_config")
     return {**raw, **part} if isinstance(part, dict) else dict(raw)
-
-
-def is_drafter(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a drafter of any family."""
-    return format_of(raw) is not None
 
 
 def context_length(config: Mapping[str, Any]) -> int:

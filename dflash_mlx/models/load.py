@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -67,7 +67,12 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     drafters = choice.drafters.values()
     target, tokenizer = _read_target(fetched(facts))
     target.kv_bits = config.kv_bits
-    notes = (*choice.notes, *_already_packed(drafters, config.drafter_bits))
+    notes = choice.notes
+    for drafter in drafters:
+        packed, bits = drafter.config.quantization, config.drafter_bits
+        if packed is not None and bits not in (None, packed.bits):
+            already = f"the drafter {drafter.name} is packed in {packed.bits} bits already "
+            notes += (f"{already}and stays so, whatever --drafter-bits says",)
     notes += fit_target(target, [tap for drafter in drafters for tap in drafter.config.taps])
     models = tuple(
         d.format.load(d.source.here, d.config, target, config)
@@ -210,17 +215,6 @@ def _read_target(facts: ModelFacts) -> tuple[Target, Any]:
         model.set_dtype(mx.float32)  # of formats whose scales are no floats
         mx.eval(model.parameters())
     return Target(model, facts.context_length, facts.name), tokenizer
-
-
-def _already_packed(drafters: Iterable[ModelFacts], bits: int | None) -> Iterator[str]:
-    """A sentence for each drafter that `--drafter-bits` leaves as it is."""
-    for drafter in drafters:
-        packed = drafter.config.quantization
-        if packed is not None and bits is not None and bits != packed.bits:
-            yield (
-                f"the drafter {drafter.name} is packed in {packed.bits} bits already "
-                f"and stays so, whatever --drafter-bits says"
-            )
 
 
 def check_named(config: PairConfig) -> Report:

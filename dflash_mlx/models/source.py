@@ -167,7 +167,8 @@ class Source:
     def cached(self) -> Source | None:
         """What the Hugging Face cache has of the repository; None where files are known to lack."""
         try:  # where the hub's listing was kept, this compares with it
-            return Source.of(self._download([*BESIDE, self.weights], local=True), self.option)
+            found = self._snapshot([*BESIDE, self.weights], local_files_only=True)
+            return Source.of(Path(found), self.option)
         except HUB_ERRORS:
             return None
 
@@ -176,28 +177,22 @@ class Source:
         if self.folder is not None:
             return self
         try:
-            return Source.of(self._download(self._fetched, local=False), self.option)
+            found = self._snapshot([*BESIDE, *LICENCES, self.weights])
+            return Source.of(Path(found), self.option)
         except HUB_ERRORS as error:
             raise self._refused(error) from None
 
-    @property
-    def _fetched(self) -> list[str]:
-        return [*BESIDE, *LICENCES, self.weights]
-
     def missing(self) -> int:
         """Bytes that `fetch` would download; DFlashError where the hub does not say."""
-        asked: dict[str, Any] = {"allow_patterns": self._fetched, "ignore_patterns": ["*/*"]}
+        wanted = [*BESIDE, *LICENCES, self.weights]
         try:
-            files = snapshot_download(self.name, dry_run=True, tqdm_class=_NoBar, **asked)
+            files = self._snapshot(wanted, dry_run=True, tqdm_class=_NoBar)
         except HUB_ERRORS as error:
             raise self._refused(error) from None
         return sum(file.file_size or 0 for file in files if file.will_download)
 
-    def _download(self, patterns: list[str], local: bool) -> Path:
-        found = snapshot_download(
-            self.name, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=local
-        )
-        return Path(found)
+    def _snapshot(self, wanted: list[str], **how: Any) -> Any:
+        return snapshot_download(self.name, allow_patterns=wanted, ignore_patterns=["*/*"], **how)
 
     def answers(self) -> bool:
         """Whether the hub lists the repository's files and hands out its configuration."""

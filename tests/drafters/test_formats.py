@@ -36,7 +36,6 @@ from support.drafter_formats import (
     FORMATS,
     HALVES,
     WIDTH,
-    body,
     expected_logits,
     speculators,
 )
@@ -170,20 +169,6 @@ def test_the_published_second_version_has_the_tensors_that_its_config_asks_for()
     assert wanted_tensors(parse_config(raw, "published")) == found
     assert {h["dtype"] for h in published.values()} == {"BF16"} and raw["dtype"] == "bfloat16"
     assert reference_dflash2.shapes(raw) == shapes
-
-
-@pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
-def test_speculators_folders_may_have_any_rope_that_mlx_lm_knows(tmp_path, target, kind):
-    rope = {"rope_theta": 1e4, "rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    logits = []
-    for given in ({"rope_theta": 1e4, "rope_type": "default"}, rope):
-        raw = speculators(transformer_layer_config={"rope_parameters": given})
-        write_drafter_folder(tmp_path, raw, body(raw))
-        subject = Drafting(tmp_path, raw, body(raw), target)
-        assert subject.config.rope == given
-        logits.append(subject.logits(features_of(30), 7, BLOCK))
-    assert difference(*logits) > 10 * TOLERANCE
 
 
 def test_tap_ids_of_speculators_number_hidden_states_unless_the_config_gives_layers_itself():

@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -113,10 +112,7 @@ def test_a_drafter_of_the_registry_that_is_in_the_cache_is_said_to_be_here(
     tmp_path, folders, monkeypatch
 ):
     name = "z-lab/Qwen3-8B-DFlash-b16"
-    config = json.loads((Path(folders["drafter"]) / "config.json").read_text())
-    cached = available.Folder(
-        name, Source.of(Path(folders["drafter"]), "drafter"), config, "Hugging Face cache"
-    )
+    cached = Source(name, Path(folders["drafter"]), "drafter")
     monkeypatch.setattr(available, "cached_folders", lambda: [cached])
     assert f"{name} (on this machine)" in line(listed(tmp_path)["Qwen/Qwen3-8B"], 0)
     local = str(link(folders["model"], tmp_path, "Qwen3-8B-4bit"))
@@ -138,16 +134,6 @@ def test_converted_pairs_are_listed_whole(tmp_path, folders):
     assert found[str(pair)].config == PairConfig(str(pair))
     assert found[str(pair)].needs > needed(Path(folders["model"]))
     assert found[str(tmp_path / "damaged")].needs == 0
-
-
-def test_models_of_the_hugging_face_cache_are_listed(monkeypatch, folders):
-    revision = SimpleNamespace(last_modified=1, snapshot_path=Path(folders["model"]))
-    repo = SimpleNamespace(repo_type="model", repo_id="owner/tiny", revisions=[revision])
-    data = SimpleNamespace(repo_type="dataset", repo_id="owner/data", revisions=[revision])
-    info = SimpleNamespace(repos=[repo, data])
-    monkeypatch.setattr(available, "scan_cache_dir", lambda: info)
-    (folder,) = available.cached_folders()
-    assert (folder.name, folder.place) == ("owner/tiny", "Hugging Face cache")
 
 
 @pytest.mark.usefixtures("no_cache")

@@ -27,7 +27,7 @@ from dflash_mlx.models.names import resolve_folder, shipped_folder
 from dflash_mlx.session.stream import generate
 from support.families import FAMILIES, make_model
 from support.hub_server import Response
-from support.models import DAMAGES, EOS, edit_config, write_drafter, write_model
+from support.models import DAMAGES, EOS, write_drafter, write_model
 
 
 @pytest.fixture(autouse=True)
@@ -102,25 +102,6 @@ def test_a_quantised_folder_gives_the_logits_of_the_quantised_model(tmp_path, bi
     )
     plain = generate(pair, "hello", DecodeConfig(method="none", max_tokens=20))
     assert generate(pair, "hello", DecodeConfig("dflash", max_tokens=20)).tokens == plain.tokens
-
-
-@pytest.mark.usefixtures("no_hub")
-def test_half_precision_weights_are_read(tmp_path):
-    model = make_model("llama")
-    model.set_dtype(mx.bfloat16)
-    pair = load(model=str(write_model(tmp_path / "model", model)))
-    tokens = mx.array([[5, 7, 11]])
-    difference = mx.abs(pair.target.model(tokens) - make_model("llama")(tokens)).max()
-    assert 0 < float(difference.item()) < 0.2
-
-
-@pytest.mark.usefixtures("no_hub")
-def test_the_shape_of_a_multimodal_target_is_that_of_its_language_model(tmp_path):
-    folder = write_model(tmp_path / "model")
-    edit_config(folder, hidden_size=32, text_config={"hidden_size": 64, "vocab_size": 90})
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(DFlashError, match="vocab_size 97, but .* has 90"):
-        load(model=str(folder), drafter=str(write_drafter(tmp_path / "drafter")))
 
 
 def test_only_files_that_cannot_run_are_asked_of_the_hub(folders, monkeypatch):

@@ -31,15 +31,12 @@ class Response:
 class Hub:
     """Serves folders as repositories.
 
-    requests: (method, file, Range header) of every request for a file. cut: the next answer with a
-    file longer than this many bytes ends after so many. stall: that connection then stays open.
+    requests: (method, file, Range header) of every request for a file.
     """
 
     def __init__(self, repositories: dict[str, Path]) -> None:
         self.repositories = repositories
         self.requests: list[tuple[str, str, str | None]] = []
-        self.cut: int | None = None
-        self.stall: threading.Event | None = None
         self.url = ""
 
     def listing(self, name: str) -> list[dict[str, Any]]:
@@ -138,10 +135,5 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if with_body and self.hub.cut is not None and len(data) > self.hub.cut:
-            data, self.hub.cut = data[: self.hub.cut], None
-            self.close_connection = True
         if with_body:
             self.wfile.write(data)
-        if self.close_connection and self.hub.stall is not None:
-            self.hub.stall.wait(30)

@@ -78,11 +78,7 @@ def recognises(raw: Mapping[str, Any]) -> bool:
 
 
 def read_config(folder: Path) -> NetworkConfig:
-    """The drafter's configuration from `folder`/config.json.
-
-    Raises DFlashError when the file is missing, damaged, incomplete, inconsistent or describes
-    another kind of drafter.
-    """
+    """The configuration in a folder's config.json; DFlashError where it is of no usable drafter."""
     raw, names = _read(folder)
     return parse_config(raw, str(folder), names)
 
@@ -173,10 +169,7 @@ def load_network(
 
 
 def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConfig) -> BlockModel:
-    """The drafter in `folder`, bound to its target; raises as `read_drafter` does.
-
-    config: what `read_config` found there.
-    """
+    """See `FileFormat.load`; raises as `read_drafter` does."""
     config = limit_windows(config, settings.draft_window)
     network = load_network(folder, config, target.dtype, settings.drafter_bits)
     return BlockModel(network, config, target)
@@ -185,11 +178,7 @@ def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConf
 def converted(
     folder: Path, has_values: bool, dtype: mx.Dtype | None, bits: int | None, group_size: int | None
 ) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """The weights, lazy, and the config.json of a drafter in our format, whatever it is in.
-
-    dtype: cast to it; bits, group_size: pack the matrices (see `quantize_network`); None for as
-    they are. The rest, and what it raises, as of `read_drafter`.
-    """
+    """See `FileFormat.converted`; raises as `read_drafter` does."""
     drafter = read_drafter(folder, has_values)
     network = drafter.network()
     if dtype is not None:

@@ -79,7 +79,11 @@ def open_gguf(
     tensors, metadata = read_file(path)
     try:
         config = _config(metadata, tied="output.weight" not in tensors)
-        _check_blocks(tensors, config["num_hidden_layers"])
+        count = config["num_hidden_layers"]  # before mlx-lm makes as many layers
+        blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+        if len(blocks) != count:
+            key = Keys.LLM.BLOCK_COUNT.format(arch=ARCHITECTURE)
+            raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
         model = llama.Model(llama.ModelArgs.from_dict(config))
         _fill(model, _named_for(model, tensors, config), dtype)
         return model, _tokenizer(metadata), config
@@ -129,14 +133,6 @@ def _check_rope(metadata: Metadata, head_dim: int) -> None:
     rotated = value_of(metadata, Keys.Rope.DIMENSION_COUNT, int, head_dim)
     if rotated != head_dim or head_dim % 2:
         raise ValueError(f"rotating {rotated} of {head_dim} dimensions is not supported")
-
-
-def _check_blocks(tensors: Arrays, count: int) -> None:
-    """Before mlx-lm makes as many layers as the metadata say."""
-    blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
-    if len(blocks) != count:
-        key = Keys.LLM.BLOCK_COUNT.format(arch=ARCHITECTURE)
-        raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
 
 
 def _named_for(model: Any, tensors: Arrays, config: dict[str, Any]) -> Arrays:
@@ -222,19 +218,16 @@ def _merges(metadata: Metadata, ids: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != LLAMA_BPE)
     if kind in GPT2_SPLIT:
-        return _bytes()
+        return split
     if kind in GPT2_SPLIT_AND_DIGITS:
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _bytes()])
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
     if kind == LLAMA_BPE:
-        split = pre_tokenizers.Split(Regex(LLAMA_BPE_SPLIT), "isolated")
-        return pre_tokenizers.Sequence([split, _bytes(use_regex=False)])
+        words = pre_tokenizers.Split(Regex(LLAMA_BPE_SPLIT), "isolated")
+        return pre_tokenizers.Sequence([words, split])
     known = ", ".join((*GPT2_SPLIT, *GPT2_SPLIT_AND_DIGITS, LLAMA_BPE))
     raise ValueError(f"{Keys.Tokenizer.PRE} is {kind!r}, supported are {known}")
-
-
-def _bytes(use_regex: bool = True) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
 def end_tokens(metadata: Metadata) -> list[int]:
