@@ -231,20 +231,18 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
         what = f"{source.name} cannot be loaded: model_type in {source.place(CONFIG)} is {kind!r}"
-        yield Finding("error", what, _CHOOSE)
-        return
+        raise DFlashError(what, _CHOOSE)
     from mlx_lm.utils import _get_classes  # not before a model is looked at: it takes seconds
 
     with loading(source.name):
         _, arguments = _get_classes(dict(raw))
         arguments.from_dict(dict(raw))
-    why = ""
+    step = "use --method dflash or --method ngram, which draft chains"
     if may_be_recurrent(kind):
         why = f"{kind} may keep recurrent state in some layers, so it verifies chains, no trees"
+        yield Finding("note", why, step)
     elif kind in ONE_OFFSET:
         why = f"{kind} computes with one position for a whole pass, so it verifies no trees"
-    if why:
-        step = "use --method dflash or --method ngram, which draft chains"
         yield Finding("note", why, step)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub import constants, hf_hub_download, scan_cache_dir, snapshot_download
 from safetensors.numpy import save_file
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
@@ -182,7 +182,8 @@ def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
 
 
-def listed_in_the_cache() -> list[str]:
+def listed_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(available, "scan_cache_dir", lambda: scan_cache_dir(constants.HF_HUB_CACHE))
     return [found.name for found in available.cached_folders()]
 
 
@@ -204,7 +205,7 @@ def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, fi
     for file in files:
         hf_hub_download("owner/model", file)
     stored = sum((sharded / file).stat().st_size for file in SHARDS)
-    assert listed_in_the_cache() == []
+    assert listed_in_the_cache(monkeypatch) == []
     assert available.needed_by(find_names(PairConfig("owner/model"))) == int(stored * 1.15)
     assert available.needed_by(find_names(PairConfig("owner/none"))) == 0
     with monkeypatch.context() as patches:
@@ -223,7 +224,7 @@ def test_a_finished_download_is_a_model_everywhere_without_a_network(
     go_offline(monkeypatch)
     assert whole_copy("owner/model").folder == folder
     assert open_part("owner/model", tmp_path).path == folder
-    assert listed_in_the_cache() == ["owner/model"]
+    assert listed_in_the_cache(monkeypatch) == ["owner/model"]
     needed = available.needed(Source.of(sharded, "model"))
     assert available.needed_by(find_names(PairConfig("owner/model"))) == needed
     report = check_named(PairConfig("owner/model"))

@@ -72,7 +72,7 @@ def parse_fields(raw: Fields) -> NetworkConfig:
         attention_bias=flag(raw, "attention_bias"),
         block_size=_whole(either, "block_size"),
         mask_token_id=_whole(dflash, "mask_token_id"),
-        target_layer_ids=_taps(dflash),
+        target_layer_ids=_list(dflash["target_layer_ids"], "target_layer_ids", int),
         num_target_layers=None if raw[layers] is None else _size(raw, layers),
         vocab_size=_size(raw, "vocab_size"),
         input_embedding_scale=_number(dflash, "input_embedding_scale", 1.0, above=0),
@@ -83,7 +83,7 @@ def parse_fields(raw: Fields) -> NetworkConfig:
         own_head=flag(dflash, "own_head"),
         **(_second_version(either) if architecture(raw) == VERSION_2 else {}),
         quantization=_quantization(raw),
-        notes=_notes(raw),
+        notes=_list(raw.get("notes") or [], "notes", str),  # what a conversion assumed
     )
 
 
@@ -174,11 +174,10 @@ def _size(raw: Fields, name: str, default: int | None = None) -> int:
     return _whole(raw, name, default, least=1)
 
 
-def _taps(dflash: Fields) -> tuple[int, ...]:
-    taps = dflash["target_layer_ids"]
-    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
-        raise ValueError(f"target_layer_ids are {taps!r}")
-    return tuple(taps)
+def _list(given: Any, name: str, kind: type) -> tuple[Any, ...]:
+    if not isinstance(given, list) or not all(type(each) is kind for each in given):
+        raise ValueError(f"{name} are {given!r}")
+    return tuple(given)
 
 
 def _rope(raw: Fields) -> dict[str, Any]:
@@ -230,14 +229,6 @@ def _quantization(raw: Fields) -> Quantization | None:
     if given.get("mode", "affine") != "affine":
         raise ValueError(f"quantization.mode is {given['mode']!r}")
     return Quantization(_size(given, "group_size"), _size(given, "bits"))
-
-
-def _notes(raw: Fields) -> tuple[str, ...]:
-    """What a conversion to our format had to assume."""
-    given = raw.get("notes") or []
-    if not isinstance(given, list) or not all(isinstance(note, str) for note in given):
-        raise ValueError(f"notes are {given!r}")
-    return tuple(given)
 
 
 def is_speculators(raw: Any) -> bool:
