@@ -12,11 +12,10 @@ import pytest
 from mlx_lm.convert import convert as convert_by_mlx_lm
 from mlx_lm.utils import load_model
 
-from dflash_mlx import DecodeConfig, load
+from dflash_mlx import load
 from dflash_mlx.convert.writing import write_shards
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.formats.gguf_target import load_gguf
-from dflash_mlx.session.stream import generate
 from support.converted import assert_same_tensors, config, convert, tensors
 from support.families import FAMILIES, make_model
 from support.gguf_files import F16, F32, Q4_0, Q4_1, Q8_0
@@ -45,13 +44,8 @@ def test_a_converted_target_gives_the_logits_and_tokens_of_the_original(tmp_path
     assert mx.abs(converted(PROMPT) - original(PROMPT)).max().item() <= CLOSE
 
 
-def test_a_converted_target_decodes_through_model_with_the_same_tokenizer_files(model, tmp_path):
-    convert(model, tmp_path / "dst")
-    plainly = DecodeConfig(method="none", max_tokens=12)
-    before, after = (
-        generate(load(model=str(folder)), "hello", plainly) for folder in (model, tmp_path / "dst")
-    )
-    assert (before.tokens, before.text) == (after.tokens, after.text)
+def test_a_converted_target_loads_as_a_model_with_the_same_tokenizer_files(model, tmp_path):
+    load(model=str(convert(model, tmp_path / "dst")))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "dst" / name).read_bytes() == (model / name).read_bytes()
 

@@ -152,13 +152,6 @@ def test_what_is_not_supported_is_named(tmp_path: Path, key: str, value: Any, me
     assert failure.value.next_step
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["dequantized", "packed"])
-def test_quantised_matrices_that_do_not_fit_are_refused(tmp_path: Path, packed: bool) -> None:
-    path = write(tmp_path / "m.gguf", kinds=MIXED, llama__feed_forward_length=128)
-    with pytest.raises(DFlashError, match="shape"):
-        load_gguf(path, dequantize=packed)
-
-
 @pytest.mark.parametrize("kind", [Q5_0, GGMLQuantizationType.MXFP4], ids=["raises", "skips"])
 def test_a_tensor_type_that_mlx_cannot_read_is_reported(
     tmp_path: Path, kind: GGMLQuantizationType

@@ -39,18 +39,6 @@ class Hub:
         self.requests: list[tuple[str, str, str | None]] = []
         self.url = ""
 
-    def listing(self, name: str) -> list[dict[str, Any]]:
-        return [
-            {
-                "type": "file",
-                "path": str(file.relative_to(self.repositories[name])),
-                "size": file.stat().st_size,
-                "oid": etag(file),
-            }
-            for file in sorted(self.repositories[name].rglob("*"))
-            if file.is_file()
-        ]
-
 
 def etag(file: Path) -> str:
     return hashlib.sha1(file.read_bytes()).hexdigest()
@@ -105,7 +93,17 @@ class _Handler(BaseHTTPRequestHandler):
     def describe(self, name: str, rest: str) -> None:
         if name not in self.hub.repositories:
             return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        found: Any = self.hub.listing(name)
+        folder = self.hub.repositories[name]
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        found: Any = [
+            {
+                "type": "file",
+                "path": str(file.relative_to(folder)),
+                "size": file.stat().st_size,
+                "oid": etag(file),
+            }
+            for file in files
+        ]
         if not rest.startswith("/tree/"):
             siblings = [{"rfilename": f["path"], "size": f["size"]} for f in found]
             found = {"id": name, "sha": COMMIT, "siblings": siblings}
