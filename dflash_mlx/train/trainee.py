@@ -18,6 +18,7 @@ from dflash_mlx.drafters.dflash.block_model import capped, embedding_scale
 from dflash_mlx.drafters.dflash.checkpoint import (
     check_fit,
     load_network,
+    parameters_of,
     parse_config,
     read_config,
     read_drafter,
@@ -25,7 +26,6 @@ from dflash_mlx.drafters.dflash.checkpoint import (
 )
 from dflash_mlx.drafters.dflash.config_file import VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
-from dflash_mlx.drafters.dflash.tensors import parameters_of
 from dflash_mlx.system import cpu_math
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import Blocks
