@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,37 +21,16 @@ from dflash_mlx import DecodeConfig, DFlashError, PairConfig, method_choices, se
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp
 
-Handler = Callable[[str], Awaitable[None]]
-
 
 class CommandRunner:
-    """Runs commands on an app; each method takes what was typed behind the command."""
+    """Runs commands on an app: each is a method `_name` that takes what was typed behind it."""
 
     def __init__(self, app: ChatApp) -> None:
         self._app = app
-        self._handlers: dict[str, Handler] = {
-            "model": self._model,
-            "drafter": self._drafter,
-            "method": self._method,
-            "temperature": self._temperature,
-            "system": self._system,
-            "settings": self._settings,
-            "race": self._race,
-            "draft": self._draft,
-            "stats": self._stats,
-            "new": self._new,
-            "open": self._open,
-            "rename": self._rename,
-            "delete": self._delete,
-            "export": self._export,
-            "theme": self._theme,
-            "help": self._help,
-            "quit": self._quit,
-        }
 
     async def run(self, call: Call) -> None:
         """Run one command; DFlashError where it cannot be done."""
-        await self._handlers[call.command.name](call.argument)
+        await getattr(self, f"_{call.command.name}")(call.argument)
 
     async def _model(self, name: str) -> None:
         if name:

@@ -23,9 +23,14 @@ from dflash_mlx.drafters.methods import (  # noqa: E402
 from dflash_mlx.drafters.methods import sources as token_sources  # noqa: E402
 from dflash_mlx.engine.pair import Pair  # noqa: E402
 from dflash_mlx.engine.parity import Difference, first_difference  # noqa: E402
-from dflash_mlx.models.available import AvailableModel, available_models, near_names  # noqa: E402
+from dflash_mlx.models.available import (  # noqa: E402
+    AvailableModel,
+    available_memory,
+    available_models,
+    check_memory,
+    near_names,
+)
 from dflash_mlx.models.load import load, load_pair  # noqa: E402
-from dflash_mlx.models.memory import available_memory, check_memory  # noqa: E402
 from dflash_mlx.models.names import DEFAULT_MODEL  # noqa: E402
 from dflash_mlx.session.responder import Request, Responder  # noqa: E402
 from dflash_mlx.session.stream import Answer, Session, TextDelta, generate, stream  # noqa: E402

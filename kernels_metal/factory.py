@@ -28,7 +28,7 @@ class Kernel:
     `inputs` and `outputs` are the parameter names in the body. `header` names another file of the
     folder, without `.metal`, for functions and structs outside the body. With
     `ensure_row_contiguous` MLX copies strided inputs first; without, the body must use
-    `{input}_strides`. With `atomic_outputs` every output is `device atomic<T>*`.
+    `{input}_strides`.
     """
 
     name: str
@@ -36,7 +36,6 @@ class Kernel:
     outputs: tuple[str, ...]
     header: str | None = None
     ensure_row_contiguous: bool = True
-    atomic_outputs: bool = False
     folder: Path = SOURCE
 
     @property
@@ -65,7 +64,6 @@ class Launch:
     """How a kernel is launched: the arguments of MLX's custom kernels, less the inputs.
 
     `grid` counts threads, not threadgroups. `template` gives the body's types and constants.
-    Every output is filled with `init_value` first, where one is given, else uninitialised.
     """
 
     grid: Dimensions
@@ -73,7 +71,6 @@ class Launch:
     output_shapes: tuple[tuple[int, ...], ...]
     output_dtypes: tuple[mx.Dtype, ...]
     template: tuple[tuple[str, TemplateValue], ...] = ()
-    init_value: float | None = None
 
 
 # Runs a kernel; the outputs have the shapes and dtypes of the plan.
@@ -121,7 +118,6 @@ def metal(
         threadgroup=plan.threadgroup,
         output_shapes=list(plan.output_shapes),
         output_dtypes=list(plan.output_dtypes),
-        init_value=plan.init_value,
         verbose=verbose,
     )
     return outputs
@@ -136,5 +132,4 @@ def _compiled(kernel: Kernel):  # type: ignore[no-untyped-def]  # MLX gives it t
         source=kernel.body,
         header=kernel.header_text,
         ensure_row_contiguous=kernel.ensure_row_contiguous,
-        atomic_outputs=kernel.atomic_outputs,
     )

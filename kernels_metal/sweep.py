@@ -55,10 +55,11 @@ def error(trial: Trial) -> float:
     with mx.stream(mx.cpu):
         arguments = [_widened(a) for a in trial.arguments]
         wide = operation.compared(operation.reference(*arguments), *arguments)
-    return max(_share(a, b) for a, b in zip(ours, wide, strict=True))
+    return max(share(a, b) for a, b in zip(ours, wide, strict=True))
 
 
-def _share(ours: mx.array, reference: mx.array) -> float:
+def share(ours: mx.array, reference: mx.array) -> float:
+    """The difference as a share of what rounding explains; see `error`."""
     if not mx.issubdtype(ours.dtype, mx.floating):
         return 0.0 if mx.array_equal(ours, reference).item() else float("inf")
     size = mx.abs(reference)

@@ -207,7 +207,7 @@ def read(pair: Pair, row: CorpusRow, taps: tuple[int, ...]) -> mx.array:
 
 def read_answers(file: Path, vocab_size: int) -> list[CorpusRow]:
     """The rows of a corpus; DFlashError where one was sampled."""
-    rows = read_rows(file, vocab_size)[1]
+    rows = read_rows(file, vocab_size)
     if any(row.temperature for row in rows):
         raise DFlashError(f"{file} has sampled answers", "make it with --greedy-share 1")
     return rows

@@ -8,8 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dflash_mlx.cli import options as cli
+from dflash_mlx.convert.conversion import ConvertConfig
 from dflash_mlx.convert.plan import ALONE, check_spaces, convert, make_plan, report
-from dflash_mlx.convert.settings import ConvertConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -19,37 +19,110 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from dflash_mlx.convert.settings import ConvertConfig
-from dflash_mlx.convert.source import Part
+from dflash_mlx.core.config import option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
-from dflash_mlx.models.check import DrafterFacts
+from dflash_mlx.models.check import ModelFacts, loading
+from dflash_mlx.models.pair_folder import DRAFTER, TARGET
 from dflash_mlx.models.source import BESIDE, LICENCES
-from dflash_mlx.models.target_config import quantisation
+from dflash_mlx.models.weight_files import quantisation
+from dflash_mlx.system.safetensors_header import TensorHeader
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
 GROUP_SIZE = 64  # mlx-lm's for affine
 BYTES_PER_TOKEN = 100  # of a tokenizer.json, about
+DTYPES = ("float16", "bfloat16", "float32")
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
 _REPLACED = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
 Opened = tuple[Any, dict[str, Any], Callable[[Path], None], int]
 
 
+@dataclass(frozen=True)
+class ConvertConfig:
+    """What becomes of the weights; without any setting they keep their numbers."""
+
+    bits: int | None = option(
+        None,
+        "quantise the matrices to so many bits, a drafter's to 4 or 8",
+        type=int,
+        choices=(2, 3, 4, 5, 6, 8),
+    )
+    group_size: int | None = option(
+        None,
+        "weights that share a scale, in target and drafter (default: the mode's own)",
+        type=int,
+        choices=(16, 32, 64, 128),
+    )
+    mode: str = option(
+        "affine", "how a target is quantised", choices=("affine", "mxfp4", "nvfp4", "mxfp8")
+    )
+    recipe: str | None = option(
+        None,
+        "quantise a target with more bits where they matter",
+        choices=("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"),
+    )
+    dtype: str | None = option(
+        None, "of what is not quantised (default: as the checkpoint says)", choices=DTYPES
+    )
+    dequantize: bool = option(
+        False, "undo a target's quantisation, before another one if asked for", action="store_true"
+    )
+    drafter_bits: int | None = option(
+        None, "with --pair: quantise the drafters so", type=int, choices=(4, 8)
+    )
+
+    def __post_init__(self) -> None:
+        if self.recipe is not None and (self.mode != "affine" or self.bits is not None):
+            raise DFlashError(
+                f"the recipe {self.recipe} sets bits and mode itself", "leave --bits and --mode out"
+            )
+        if self.group_size is not None and not self.quantizes and self.drafter_bits is None:
+            raise DFlashError(
+                f"group_size is {self.group_size}, but nothing is quantised", "add --bits"
+            )
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the target, or a drafter that is converted alone, is quantised."""
+        return self.bits is not None or self.recipe is not None or self.mode != "affine"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model to be converted, found and checked.
+
+    path: its folder, or its GGUF file, whose facts are few before it is read. has_weights: False
+    where only headers are here, and in the folder nothing is behind them. download: bytes still to
+    be fetched.
+    """
+
+    name: str
+    path: Path
+    facts: ModelFacts
+    has_weights: bool = True
+    download: int = 0
+
+    @property
+    def kind(self) -> str:
+        """TARGET or DRAFTER."""
+        return TARGET if self.facts.format is None else DRAFTER
+
+
 @dataclass
 class Conversion:
     """What is to be written: lazy arrays by name, and what lies beside them.
 
-    weights: evaluated one at a time; emptied when written. config: as in its config.json. largest:
-    bytes of the largest tensor before and after together. write_beside: puts the tokenizer into a
-    folder, about `rest` bytes.
+    weights: evaluated one at a time; emptied when written. config: as in its config.json. memory:
+    bytes that converting takes at most, about. write_beside: puts the tokenizer into a folder,
+    about `rest` bytes.
     """
 
     part: Part
     description: str
     weights: dict[str, mx.array]
     config: dict[str, Any]
-    largest: int
+    memory: int
     write_beside: Callable[[Path], None] = lambda _: None
     rest: int = 0
 
@@ -66,12 +139,6 @@ class Conversion:
         """Bytes of the weights that are still to be written."""
         return sum(array.nbytes for array in self.weights.values())
 
-    @property
-    def memory(self) -> int:
-        """Bytes that converting takes at most, about; a GGUF file is in memory all the time."""
-        held = self.part.path.stat().st_size if self.part.facts is None else 0
-        return held + self.largest + RUNTIME
-
 
 def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversion:
     """A drafter's conversion; DFlashError for one that cannot be read or converted so.
@@ -79,41 +146,39 @@ def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversio
     paired: whether it is converted with its target, which settings like `bits` are for then.
     """
     facts, bits = part.facts, settings.drafter_bits if paired else settings.bits
-    assert isinstance(facts, DrafterFacts)
+    assert facts.format is not None
     if not paired and (settings.recipe or settings.mode != "affine" or settings.dequantize):
         raise DFlashError(
             "--mode, --recipe and --dequantize are for targets, but SRC is a drafter",
             "leave them out",
         )
-    if bits is not None and facts.quantisation:
+    if bits is not None and facts.weights.quantisation:
         raise DFlashError(
-            f"{part.name} is already quantised to {facts.quantisation}",
+            f"{part.name} is already quantised to {facts.weights.quantisation}",
             "leave the bits out, or convert the drafter that it was made from",
         )
     dtype = None if settings.dtype is None else getattr(mx, settings.dtype)
     form = dtype, bits, settings.group_size
     weights, config = facts.format.converted(part.path, part.has_weights, *form)
     numbers = _describe_numbers(config, weights)
-    return Conversion(
-        part,
-        f"{config['architectures'][0]} {numbers}, blocks of {facts.config.block_size}",
-        weights,
-        {**config, "dtype": numbers.rpartition(" ")[2]},
-        max(tensor.nbytes for tensor in facts.weights.tensors.values()) + _largest(weights),
-    )
+    description = f"{config['architectures'][0]} {numbers}, blocks of {facts.config.block_size}"
+    config["dtype"] = numbers.rpartition(" ")[2]
+    memory = RUNTIME + _largest(facts.weights.tensors) + _largest(weights)
+    return Conversion(part, description, weights, config, memory)
 
 
 def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
     """A target's conversion; DFlashError for what mlx-lm does not know or cannot do."""
+    source = part.facts.source
     model, config, write_beside, rest = (
-        _open_gguf(part, settings.dtype) if part.facts is None else _open_folder(part)
+        _open_gguf(part, settings.dtype) if source is None else _open_folder(part, source.files)
     )
     if settings.quantizes and "quantization" in config and not settings.dequantize:
         raise DFlashError(
             f"{part.name} is already quantised to {config['quantization'].get('bits')} bits",
             "add --dequantize to quantise it anew, or leave the bits as they are",
         )
-    before = _largest(_parameters(model))
+    memory = RUNTIME + _largest(dict(tree_flatten(model.parameters())))
     try:
         with redirect_stdout(sys.stderr):
             model, config = transform(model, config, settings)
@@ -124,10 +189,12 @@ def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
         ) from None
     if "vision_tower" not in getattr(model, "model", {}):
         config.pop("vision_config", None)
-    weights = _parameters(model)
+    weights = dict(tree_flatten(model.parameters()))
     description = f"{config.get('model_type')} {_describe_numbers(config, weights)}"
-    largest = before + _largest(weights)
-    return Conversion(part, description, weights, config, largest, write_beside, rest)
+    memory += _largest(weights)
+    if source is None:  # a GGUF file is in memory all the time
+        memory += part.path.stat().st_size
+    return Conversion(part, description, weights, config, memory, write_beside, rest)
 
 
 def transform(model: Any, config: dict[str, Any], settings: ConvertConfig) -> tuple[Any, Any]:
@@ -154,7 +221,7 @@ def transform(model: Any, config: dict[str, Any], settings: ConvertConfig) -> tu
 def _cast(model: Any, config: dict[str, Any], wanted: str | None) -> dict[str, Any]:
     """Cast to `wanted`, or else to what the config says, as mlx_lm.convert does."""
     name = wanted or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
-    if name not in ("float16", "bfloat16", "float32"):
+    if name not in DTYPES:
         return config
     dtype = getattr(mx, name)
     may_cast = getattr(model, "cast_predicate", lambda _: True)
@@ -167,48 +234,41 @@ def _cast(model: Any, config: dict[str, Any], wanted: str | None) -> dict[str, A
     return {**config, "torch_dtype": name}
 
 
-def _open_folder(part: Part) -> Opened:
+def _open_folder(part: Part, files: Mapping[str, int]) -> Opened:
     from mlx_lm.utils import load_model, load_tokenizer
 
     folder = part.path
-    if not any(fnmatch(file, pattern) for file in part.files for pattern in _TOKENIZERS):
+    if not any(fnmatch(file, pattern) for file in files for pattern in _TOKENIZERS):
         raise DFlashError(
             f"{part.name} cannot be loaded, it has no tokenizer ({', '.join(_TOKENIZERS)})",
             "choose a complete model folder",
         )
-    try:
+    with loading(part.name):
         model, config = load_model(folder, lazy=True)
         if part.has_weights:
             load_tokenizer(folder, {"trust_remote_code": False}, config.get("eos_token_id"))
-    except Exception as error:  # of three libraries, one of which raises plain ones
-        raise DFlashError(
-            f"{part.name} cannot be loaded ({in_one_line(error)})",
-            "choose a complete model folder of a family that mlx-lm supports",
-        ) from None
-    copied = {
-        name: size
-        for name, size in part.files.items()
+    copied = [
+        name
+        for name in files
         if name not in _REPLACED and any(fnmatch(name, pattern) for pattern in (*BESIDE, *LICENCES))
-    }
+    ]
 
     def write_beside(destination: Path) -> None:
         for name in copied:
             shutil.copyfile(folder / name, destination / name)
 
-    return model, config, write_beside, sum(copied.values())
+    return model, config, write_beside, sum(files[name] for name in copied)
 
 
 def _open_gguf(part: Part, dtype: str | None) -> Opened:
-    from dflash_mlx.models.formats.gguf_target import build_model, build_tokenizer, read_file
+    from dflash_mlx.models.formats.gguf_target import open_gguf
 
-    tensors, metadata = read_file(part.path)
     floating = None if dtype is None else getattr(mx, dtype)
-    model, config = build_model(part.path, tensors, metadata, floating)
+    model, tokenizer, config = open_gguf(part.path, floating)
     if packing := _packing(model):
         config["quantization"] = packing
-    write = build_tokenizer(part.path, metadata).save_pretrained
     # Vocabulary and merges take about as much in a tokenizer.json as in the file.
-    return model, config, write, BYTES_PER_TOKEN * config["vocab_size"]
+    return model, config, tokenizer.save_pretrained, BYTES_PER_TOKEN * config["vocab_size"]
 
 
 def _packing(model: Any) -> dict[str, Any]:
@@ -235,9 +295,5 @@ def _describe_numbers(config: dict[str, Any], weights: dict[str, mx.array]) -> s
     return f"in {words}{' and others' * mixed}, else in {dtype}" if words else f"in {dtype}"
 
 
-def _largest(weights: dict[str, mx.array]) -> int:
-    return max(array.nbytes for array in weights.values())
-
-
-def _parameters(model: Any) -> dict[str, mx.array]:
-    return dict(tree_flatten(model.parameters()))
+def _largest(tensors: Mapping[str, mx.array] | Mapping[str, TensorHeader]) -> int:
+    return max(tensor.nbytes for tensor in tensors.values())

@@ -1,4 +1,8 @@
-"""What a conversion would do, its weights not yet read; then the doing, and words for it."""
+"""What a conversion would do, its weights not yet read; then the doing, and words for it.
+
+What is to be converted is a local folder, a GGUF file or a Hugging Face repository, of which only
+the heads of weight files are fetched until all is known to be possible.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +14,47 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from tqdm import tqdm
 
-from dflash_mlx.convert.conversion import Conversion, plan_drafter, plan_target
-from dflash_mlx.convert.settings import ConvertConfig
-from dflash_mlx.convert.source import Part, fetch, open_part
+from dflash_mlx.convert.conversion import (
+    Conversion,
+    ConvertConfig,
+    Part,
+    plan_drafter,
+    plan_target,
+)
 from dflash_mlx.convert.writing import (
     check_space,
     gigabytes,
+    head,
     resolve_destination,
     staged,
     write_shards,
 )
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models import pair_folder
-from dflash_mlx.models.check import DrafterFacts, TargetFacts, check_pair, describe_target
-from dflash_mlx.models.pair_folder import DRAFTER, TARGET
-from dflash_mlx.models.target_config import language_model
+from dflash_mlx.models.check import (
+    ModelFacts,
+    check_drafter,
+    check_pair,
+    check_target,
+    describe_target,
+    language_model,
+)
+from dflash_mlx.models.names import whole_copy
+from dflash_mlx.models.pair_folder import DRAFTER, TARGET, is_pair_folder
+from dflash_mlx.models.source import CONFIG, MODEL, Source
+from dflash_mlx.system.files import existing
 from dflash_mlx.system.machine import describe_versions
 
 ALONE = ""  # the part of a conversion that makes no pair: DST itself is its folder
+
+_CONFIGS = (CONFIG, "generation_config.json", "hf_quant_config.json")  # what mlx-lm builds from
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_GIVE = "give a Hugging Face id like owner/name, a local folder or a GGUF file"
 
 
 @dataclass(frozen=True)
@@ -80,17 +104,15 @@ def make_plan(
 
 def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig) -> Plan:
     """The conversions of what was found; DFlashError where the parts do not suit each other."""
-    drafters = [part.facts for part in parts.values() if isinstance(part.facts, DrafterFacts)]
-    for part in parts.values():
-        if isinstance(part.facts, TargetFacts):
-            check_pair(part.facts, *drafters).raise_first()
+    drafters = [part.facts for part in parts.values() if part.kind == DRAFTER]
     conversions = {}
-    for place, part in parts.items():
+    for place, part in parts.items():  # the target first
         if part.kind == DRAFTER:
             conversions[place] = plan_drafter(part, settings, place != ALONE)
             continue
+        check_pair(part.facts, *drafters).raise_first()
         conversions[place] = plan_target(part, settings)
-        if part.facts is None:  # what a GGUF file is, its conversion tells
+        if part.facts.source is None:  # what a GGUF file is, its conversion tells
             config = language_model(conversions[place].config)
             check_pair(describe_target(config, part.name), *drafters).raise_first()
     return Plan(destination, conversions)
@@ -116,7 +138,7 @@ def _cache_folder() -> Path:
 def convert(plan: Plan, settings: ConvertConfig) -> None:
     """Fetch and write what was planned; DFlashError, and no destination, where that fails."""
     if not all(each.part.has_weights for each in plan.conversions.values()):
-        parts = {place: fetch(each.part) for place, each in plan.conversions.items()}
+        parts = {place: _fetch(each.part) for place, each in plan.conversions.items()}
         plan = _plan(plan.destination, parts, settings)
     with staged(plan.destination) as folder:
         _write(plan, folder)
@@ -156,3 +178,93 @@ def report(plan: Plan) -> str:
     memory = max(each.memory for each in conversions)
     lines.append(f"memory    at most about {gigabytes(memory)} while converting")
     return "\n".join(lines)
+
+
+def open_part(name: str, scratch: Path) -> Part:
+    """Find and check `name`, and of a repository that is not here no more than the headers.
+
+    scratch: an empty folder for these. Raises DFlashError for what is no model, is damaged, or
+    cannot be had.
+    """
+    path = existing(name)
+    if path is not None and path.is_file():
+        _check_gguf(path)
+        return Part(name, path, describe_target({}, name))
+    source = _on_hub(name) if path is None else _of_folder(path)
+    facts = _check(source, name)
+    if source.folder is not None:
+        return Part(name, source.folder, facts)
+    _write_heads(facts, source, scratch)
+    return Part(name, scratch, facts, has_weights=False, download=source.missing())
+
+
+def _fetch(part: Part) -> Part:
+    """The same with its weights, downloaded and checked again if need be."""
+    if part.facts.source is None:
+        return part
+    try:
+        source = part.facts.source.fetch()
+    except DFlashError as error:
+        again = "run the same command again, which goes on where this one stopped"
+        raise DFlashError(error.what, again) from None
+    return Part(part.name, source.here, _check(source, part.name))
+
+
+def _check(source: Source, name: str) -> ModelFacts:
+    source.option = DRAFTER if format_of(source.read_json(CONFIG)) else MODEL
+    facts = (check_target if source.option == MODEL else check_drafter)(source, name)
+    facts.raise_first()
+    return facts
+
+
+def _of_folder(folder: Path) -> Source:
+    source = Source.of(folder)
+    if is_pair_folder(folder):
+        raise DFlashError(f"{folder} holds a pair", "give its target or drafter folder as SRC")
+    if CONFIG not in source.files:
+        file = next(folder.glob("*.gguf"), None)
+        step = _GIVE if file is None else f"give the GGUF file {file}"
+        raise DFlashError(f"{folder} has no config.json", step)
+    return source
+
+
+def _on_hub(name: str) -> Source:
+    """A repository, or its copy here where that is whole and the newest that can be had."""
+    try:
+        if name.endswith(".gguf"):
+            raise ValueError(name)
+        validate_repo_id(name)
+    except ValueError:
+        raise DFlashError(f"there is no file or folder {name[:300]!r}", _GIVE) from None
+    try:
+        source = Source(name)
+        source.option = DRAFTER if format_of(source.read_json(CONFIG)) else MODEL
+        return source if source.missing() else source.fetch()
+    except DFlashError:
+        if (copy := whole_copy(name) or whole_copy(name, DRAFTER)) is None:
+            raise
+        return copy
+
+
+def _write_heads(facts: ModelFacts, source: Source, folder: Path) -> None:
+    """What a model can be built from as if it were whole: configs, and a hole for its weights."""
+    for file in _CONFIGS:
+        if file in source.files:
+            shutil.copyfile(source.path(file), folder / file)
+    tensors = facts.weights.tensors
+    places = {name: (tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in tensors.items()}
+    with open(folder / "model.safetensors", "wb") as output:
+        output.write(head(places))
+        output.truncate(output.tell() + facts.weights.stored_bytes)
+
+
+def _check_gguf(path: Path) -> None:
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF":
+        return
+    if path.suffix in _PICKLES:
+        raise DFlashError(f"{path} is pickled, which can run any program", "give safetensors files")
+    if path.suffix == ".safetensors":
+        raise DFlashError(f"{path} is one file of a model", f"give its folder {path.parent}")
+    raise DFlashError(f"{path} is no GGUF file, it begins with {magic!r}", _GIVE)

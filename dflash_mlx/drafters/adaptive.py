@@ -141,8 +141,9 @@ class Experience:
     @property
     def contradicts_times(self) -> bool:
         """Whether plain and drafted rounds cannot both take what was measured."""
-        plain, *drafts = (arm for arm in self.arms if arm.rounds >= _ENOUGH)
-        ratios = [arm.bias.mean / plain.bias.mean for arm in drafts if plain.name == _PLAIN]
+        plain, *drafts = self.arms
+        known = [arm for arm in drafts if min(arm.rounds, plain.rounds) >= _ENOUGH]
+        ratios = [arm.bias.mean / plain.bias.mean for arm in known]
         return any(not 1 / _CONTRADICTION < ratio < _CONTRADICTION for ratio in ratios)
 
 

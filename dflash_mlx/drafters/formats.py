@@ -19,26 +19,6 @@ from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.target.model import Target
 
 
-class DraftConfig(Protocol):
-    """What every family's configuration has."""
-
-    @property
-    def block_size(self) -> int:
-        """The largest block, the anchor included."""
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Target layers (0-based) whose output is read."""
-
-    @property
-    def quantization(self) -> Any:
-        """None, or what the weights are packed in, with its `bits`."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What reading the folder had to assume."""
-
-
 class FileFormat(Protocol):
     """The file side of a family. Its configurations and networks are of classes of its own."""
 
@@ -46,9 +26,10 @@ class FileFormat(Protocol):
         """Whether a config.json is of this family, readable or not."""
 
     def parse_config(self, raw: Any, source: str, names: Collection[str] = (), /) -> Any:
-        """The configuration in a config.json, a `DraftConfig`; DFlashError.
+        """The configuration in a config.json; DFlashError. names: of the tensors beside it.
 
-        names: of the tensors beside it.
+        It has block_size, the anchor included; taps, target layers (0-based) that are read;
+        quantization, None or with `bits`; notes, what reading had to assume.
         """
 
     def check_tensors(

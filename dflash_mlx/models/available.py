@@ -1,4 +1,7 @@
-"""Which models can be chosen: the built-in pair, local folders, the Hugging Face cache."""
+"""Which models can be chosen, and whether this machine has the memory for them.
+
+There are the built-in pair, local folders, the Hugging Face cache and the registry.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,39 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import memory, registry
-from dflash_mlx.models.check import check_drafter, check_pair, describe_target
-from dflash_mlx.models.names import DEFAULT_MODEL, find_names, shipped_folder
-from dflash_mlx.models.pair_folder import is_pair_folder
-from dflash_mlx.models.source import TARGET_WEIGHTS, WEIGHTS, Source
-from dflash_mlx.models.target_config import is_drafter, language_model
-from dflash_mlx.models.weight_files import is_whole
+from dflash_mlx.core.findings import Collector
+from dflash_mlx.drafters.methods import format_of
+from dflash_mlx.models.check import (
+    check_drafter,
+    check_pair,
+    describe_target,
+    language_model,
+)
+from dflash_mlx.models.default_model import DEFAULT_TARGET
+from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
+    Names,
+    entries,
+    find_names,
+    find_source,
+    registered,
+    shipped_folder,
+)
+from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, is_pair_folder
+from dflash_mlx.models.source import CONFIG, MODEL, Source
+from dflash_mlx.models.weight_files import HEADROOM, check_weights, is_whole
+from dflash_mlx.system.cpu_math import applies as on_cpu
+from dflash_mlx.system.machine import describe_machine
+
+_DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
 
 
 @dataclass(frozen=True)
@@ -40,24 +61,14 @@ class AvailableModel:
     notes: str = ""
 
 
-@dataclass(frozen=True)
-class Folder:
-    """A model folder on this machine. name: a Hugging Face id or a path; config: config.json."""
-
-    name: str
-    path: Path
-    config: dict[str, Any]
-    place: str
-
-
 def available_models(here: Path) -> list[AvailableModel]:
     """Everything that can be chosen. here: the folder whose subfolders may be models."""
     folders = [*local_folders(here), *cached_folders()]
-    drafters = [folder for folder in folders if is_drafter(folder.config)]
-    models = [folder for folder in folders if not is_drafter(folder.config)]
+    drafters = [folder for folder in folders if folder.option == DRAFTER]
+    models = [folder for folder in folders if folder.option == MODEL]
     names = {drafter.name for drafter in drafters}
     found = [on_this_machine(model, drafters) for model in models]
-    here_already = {registry.find(folder.name) for folder in models}
+    here_already = {registered(folder.name) for folder in models}
     public = [
         AvailableModel(
             entry.name,
@@ -66,7 +77,7 @@ def available_models(here: Path) -> list[AvailableModel]:
             drafter=f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in names)}",
             notes=entry.notes,
         )
-        for entry in registry.entries()
+        for entry in entries()
         if entry not in here_already and shipped_folder(entry.drafter) is None
     ]
     converted = [str(folder) for folder in _subfolders(here) if is_pair_folder(folder)]
@@ -78,27 +89,29 @@ def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
     """A target whose drafters come with it."""
     needs = 0
     with suppress(DFlashError):  # damaged: choosing it says how
-        needs = memory.needed_by(find_names(config))
+        needs = needed_by(find_names(config))
     return AvailableModel(name, config, place, needs)
 
 
-def on_this_machine(model: Folder, drafters: Sequence[Folder]) -> AvailableModel:
+def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel:
     """The model with the registry's drafter, or else the first of `drafters` that fits it."""
-    needs = memory.needed(model.path, TARGET_WEIGHTS)
-    if (entry := registry.find(model.name)) is not None:
-        config, drafter = PairConfig(model.name), entry.drafter
-        there = next((d.path for d in drafters if d.name == drafter), shipped_folder(drafter))
+    needs, notes = needed(model), ""
+    place = "local folder" if model.name == str(model.folder) else "Hugging Face cache"
+    if (entry := registered(model.name)) is not None:
+        config, drafter, notes = PairConfig(model.name), entry.drafter, entry.notes
+        there = next((d for d in drafters if d.name == drafter), None)
+        if there is None and (folder := shipped_folder(drafter)) is not None:
+            there = Source.of(folder)
         words = f"drafter {drafter}" + ("" if there else ", to download")
     else:
-        there, drafter = next(((d.path, d.name) for d in drafters if _fits(d, model)), (None, ""))
-        config = PairConfig(model.name, drafter or None)
-        words = f"drafter {drafter}" if drafter else "no drafter"
-    needs += memory.needed(there) if there and needs else 0
-    notes = "" if entry is None else entry.notes
-    return AvailableModel(model.name, config, model.place, needs, words, notes)
+        there = next((d for d in drafters if _fits(d, model)), None)
+        config = PairConfig(model.name, there.name if there else None)
+        words = f"drafter {there.name}" if there else "no drafter"
+    needs += needed(there) if there and needs else 0
+    return AvailableModel(model.name, config, place, needs, words, notes)
 
 
-def local_folders(here: Path) -> list[Folder]:
+def local_folders(here: Path) -> list[Source]:
     """Model folders in `here` and in its folder `models`."""
     return _folders((str(folder), folder) for folder in _subfolders(here))
 
@@ -112,7 +125,7 @@ def _subfolders(here: Path) -> list[Path]:
     return found
 
 
-def cached_folders() -> list[Folder]:
+def cached_folders() -> list[Source]:
     """Complete models in the Hugging Face cache."""
     try:
         repos = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
@@ -123,19 +136,12 @@ def cached_folders() -> list[Folder]:
         for repo in sorted(repos, key=lambda repo: repo.repo_id)
         if repo.revisions
     )
-    found = _folders(newest, "Hugging Face cache")
-    return [
-        folder
-        for folder in found
-        if is_whole(
-            Source.of(folder.path), WEIGHTS if is_drafter(folder.config) else TARGET_WEIGHTS
-        )
-    ]
+    return [folder for folder in _folders(newest) if is_whole(folder)]
 
 
 def near_names(typed: str) -> list[str]:
     """Names like the one that was typed, the best first."""
-    public = (target for entry in registry.entries() for target in entry.targets)
+    public = (target for entry in entries() for target in entry.targets)
     known = [DEFAULT_MODEL, *public, *(f.name for f in cached_folders())]
     known += [folder.name for folder in local_folders(Path())]
     by_lower = {name.lower(): name for name in known}
@@ -143,17 +149,70 @@ def near_names(typed: str) -> list[str]:
     return [by_lower[name] for name in near if by_lower[name] != typed]
 
 
-def _folders(named: Iterable[tuple[str, Path]], place: str = "local folder") -> list[Folder]:
+def _folders(named: Iterable[tuple[str, Path]]) -> list[Source]:
+    """The models among these, by what they are called."""
     found = []
     for name, path in named:
-        source = Source.of(path)
+        source = Source(name, path)
         with suppress(DFlashError):  # no model, or a damaged one
-            config = source.read_json("config.json")
+            source.option = DRAFTER if format_of(source.read_json(CONFIG)) else MODEL
             if any(file.endswith(".safetensors") for file in source.files):
-                found.append(Folder(name, path, config, place))
+                found.append(source)
     return found
 
 
-def _fits(drafter: Folder, model: Folder) -> bool:
-    target = describe_target(language_model(model.config), model.name)
-    return not check_pair(target, check_drafter(drafter.path)).errors
+def _fits(drafter: Source, model: Source) -> bool:
+    target = describe_target(language_model(model.read_json(CONFIG)), model.name)
+    return not check_pair(target, check_drafter(drafter)).errors
+
+
+def available_memory() -> int:
+    """Bytes that can be had: what Linux calls available, elsewhere all that is installed."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        return int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError, IndexError):
+        return int(describe_machine()["memory_bytes"])
+
+
+def check_memory(config: PairConfig) -> None:
+    """Raise DFlashError for a pair that does not fit; nothing is downloaded."""
+    names = find_names(config)
+    needs, there = needed_by(names), available_memory()
+    if needs > there:
+        raise DFlashError(
+            f"{names.shown} needs about {needs / 1e9:.2f} GB of memory, and {there / 1e9:.2f} GB "
+            "are there",
+            "choose a smaller or a quantised model, or close other programs",
+        )
+
+
+def needed_by(names: Names) -> int:
+    """Of a target with its drafters, without downloading; what is not known counts nothing.
+
+    Of what is not here the hub lists the sizes; half precision is assumed.
+    """
+    parts = (names.model, MODEL), (names.drafter, DRAFTER), (names.second_drafter, SECOND_DRAFTER)
+    total = 0
+    if names.model is None:
+        total = int(DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1))
+    for name, option in parts:
+        with suppress(DFlashError):  # loading says what is wrong
+            if name is not None:
+                total += needed(find_source(name, option, update=False))
+    return total
+
+
+def needed(source: Source) -> int:
+    """Bytes that a model takes when loaded, 0 for a folder that does not tell.
+
+    By the heads of a folder's weight files, by the sizes of a repository's.
+    """
+    if source.folder is None:
+        stored = sum(s for file, s in source.files.items() if fnmatch(file, source.weights))
+        return int(stored * HEADROOM * (2 if on_cpu() else 1))
+    with suppress(DFlashError):
+        raw = source.read_json(CONFIG)
+        return check_weights(source, raw, Collector(), "").memory(on_cpu())
+    return 0

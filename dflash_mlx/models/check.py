@@ -7,83 +7,70 @@ DFlashError. docs/compatibility.md lists the checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Checked, Collector, Finding
-from dflash_mlx.drafters.dflash.tensors import DOWNLOAD_AGAIN
+from dflash_mlx.core.findings import Checked, Collector, Finding, in_one_line
+from dflash_mlx.drafters.dflash.checkpoint import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
-from dflash_mlx.models.source import CONFIG, TARGET_WEIGHTS, WEIGHTS, Source
-from dflash_mlx.models.target_config import (
-    check_code,
-    check_family,
-    check_numbers,
-    check_sizes,
-    context_length,
-    is_drafter,
-    language_model,
-    quantisation,
-)
-from dflash_mlx.models.weight_files import Weights, check_weights
+from dflash_mlx.models.pair_folder import DRAFTER
+from dflash_mlx.models.source import CONFIG, MODEL, Source
+from dflash_mlx.models.weight_files import BY_LAYER, Weights, check_weights, wrong_number
+from dflash_mlx.target.model import ONE_OFFSET, Target
+from dflash_mlx.target.sequence import may_be_recurrent
 
-CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
-CHOOSE_DRAFTER = "choose the drafter of this model with --drafter, or --method none"
+CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 TOKENIZER = "tokenizer.json"
-
-_REPLACE = "download this folder again, or remove the file where it is the drafter's"
+CHOOSE_DRAFTER = "choose the drafter of this model with --drafter, or --method none"
+CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
+_CHOOSE = "choose a model of a family that mlx-lm supports itself"
+_POSITIVE = (
+    "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "head_dim", *CONTEXT_LENGTHS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelFacts(Checked):
-    """What a folder says of its model. quantisation: in words, "" for none."""
+    """What a folder says of its model, as far as it tells.
+
+    source: None for the embedded target and for a GGUF file. config: of a target config.json with
+    the language model's part on top; of a drafter what its format reads there, None where it cannot
+    be read. format: who reads a drafter, None for a target.
+    """
 
     name: str
     source: Source | None
     weights: Weights
-    quantisation: str
-
-
-@dataclass(frozen=True)
-class TargetFacts(ModelFacts):
-    """What a target is; empty or 0 where its folder does not tell.
-
-    source: None for the embedded target. config: config.json with the language model's part on top.
-    """
-
-    config: Mapping[str, Any]
-    context_length: int
-
-
-@dataclass(frozen=True)
-class DrafterFacts(ModelFacts):
-    """What a drafter is. config: None where it cannot be read; format: who reads it."""
-
-    source: Source
     config: Any
-    format: FileFormat
+    format: FileFormat | None = None
 
-
-_Facts = TypeVar("_Facts", TargetFacts, DrafterFacts)
+    @property
+    def context_length(self) -> int:
+        """The most tokens that a target takes, 0 where that is not known."""
+        return context_length(self.config)
 
 
 @dataclass(frozen=True)
 class Report(Checked):
     """A target with its drafters: all findings, those of the configurations first."""
 
-    target: TargetFacts
-    drafters: tuple[DrafterFacts, ...]
+    target: ModelFacts
+    drafters: tuple[ModelFacts, ...]
 
     def memory(self, on_cpu: bool) -> int:
         """Bytes that the pair needs when loaded, about. on_cpu: as float32."""
-        parts: tuple[ModelFacts, ...] = (self.target, *self.drafters)
-        return sum(part.weights.memory(on_cpu) for part in parts)
+        return sum(part.weights.memory(on_cpu) for part in (self.target, *self.drafters))
 
 
-def check_target(folder: Path | Source, name: str = "") -> TargetFacts:
+def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
     """A target alone. name: what to call it, if not by its place.
 
     Never raises for what is in the folder.
@@ -92,75 +79,68 @@ def check_target(folder: Path | Source, name: str = "") -> TargetFacts:
     config = language_model(raw)
     if raw:
         found.add(check_numbers(source, config))
-    words, group_size = quantisation(raw)
-    weights = check_weights(source, TARGET_WEIGHTS, found, CHOOSE_TARGET, group_size)
-    if weights.tensors:
-        found.add(check_sizes(source, raw, weights))
+    weights = check_weights(source, raw, found, CHOOSE_TARGET)
     if raw and not found.errors:  # mlx-lm makes lists of as many layers as it is told
-        found.add(check_family(source, raw))
-    facts = (found.result(), name or source.name, source, weights, words)
-    return TargetFacts(*facts, config, context_length(config))
+        found.attempt(found.add, check_family(source, raw))
+    return ModelFacts(found.result(), name or source.name, source, weights, config)
 
 
-def describe_target(config: Mapping[str, Any], name: str) -> TargetFacts:
+def describe_target(config: Mapping[str, Any], name: str) -> ModelFacts:
     """A target of which only some numbers are known; `config` names them as config.json does."""
-    return TargetFacts((), name, None, Weights({}), "", config, context_length(config))
+    return ModelFacts((), name, None, Weights({}), config)
 
 
-def check_drafter(folder: Path | Source, name: str = "") -> DrafterFacts:
+def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     """A drafter alone; arguments as of `check_target`."""
     source, raw, found = _open(folder, True)
     readable, config, family = not found.errors, None, format_of(raw) or formats()[0]
-    words, group_size = quantisation(raw)
-    weights = check_weights(source, WEIGHTS, found, DOWNLOAD_AGAIN, group_size)
-    too_large = [*check_sizes(source, raw, weights)] if weights.tensors else []
-    found.add(too_large)
-    if readable and not too_large:
+    weights = check_weights(source, raw, found, DOWNLOAD_AGAIN)
+    if readable:
         config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
     if config is not None:
         step = "if nothing is accepted, compare it with how the drafter was trained"
         found.add(Finding("note", note, step) for note in config.notes)
         if weights.tensors or not found.errors:
             found.attempt(found.add, family.check_tensors(weights.tensors, config, source.name))
-    facts = (found.result(), name or source.name, source, weights, words, config)
-    return DrafterFacts(*facts, family)
+    return ModelFacts(found.result(), name or source.name, source, weights, config, family)
 
 
 def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, Any], Collector]:
     """The source, its config.json, {} where it has none, and what is wrong with that."""
-    source = Source.of(folder) if isinstance(folder, Path) else folder
+    option, other = (DRAFTER, MODEL) if as_drafter else (MODEL, DRAFTER)
+    source = Source.of(folder, option) if isinstance(folder, Path) else folder
     found = Collector()
     raw = found.attempt(source.read_json, CONFIG) or {}
-    if raw and is_drafter(raw) != as_drafter:
+    if raw and (format_of(raw) is not None) != as_drafter:
         is_what, not_what = ("a target", "a drafter") if as_drafter else ("a drafter", "a target")
-        option, other = ("--model", "--drafter") if as_drafter else ("--drafter", "--model")
         what = f"{source.name} is {is_what}, not {not_what}"
-        step = f"give it with {option}, and choose {not_what} with {other}"
+        step = f"give it with --{other}, and choose {not_what} with --{option}"
         found.add([Finding("error", what, step)])
     found.add(check_code(source, raw))
     return source, raw, found
 
 
-def fetched(facts: _Facts, check: Callable[[Source, str], _Facts]) -> _Facts:
+def fetched(facts: ModelFacts) -> ModelFacts:
     """The same with its weights on this machine; what was downloaded is checked again."""
     if facts.source is None or facts.source.folder is not None:
         return facts
+    check = check_target if facts.format is None else check_drafter
     again = check(facts.source.fetch(), facts.name)
     again.raise_first()
     return again
 
 
-def check_pair(target: TargetFacts, *drafters: DrafterFacts) -> Report:
+def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     """A target with drafters: everything found in each, and whether they fit."""
     found = Collector()
     for drafter in drafters:
-        if drafter.config is not None and target.config:
+        if drafter.format is not None and drafter.config is not None and target.config:
             names = target.name, drafter.name
             found.add(drafter.format.misfits(drafter.config, target.config, *names))
     for part in (target, *drafters):
         found.add(part.findings)
     for drafter in drafters:
-        if target.source is not None and not found.errors:
+        if target.source is not None and drafter.source is not None and not found.errors:
             found.attempt(found.add, _check_tokenizers(target.source, drafter.source))
     return Report(found.result(), target, drafters)
 
@@ -180,21 +160,111 @@ def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
 
 
 def _vocabulary(source: Source) -> dict[str, int]:
-    """All tokens of a tokenizer.json with their ids, added ones included.
+    """All tokens of a tokenizer.json with their ids, added ones included."""
+    try:
+        if found := Tokenizer.from_file(str(source.path(TOKENIZER))).get_vocab():
+            return found
+        raise ValueError("it names no token")
+    except Exception as error:  # the library raises plain ones
+        what = f"{source.place(TOKENIZER)} is no readable {TOKENIZER} ({in_one_line(error)})"
+        step = "download this folder again, or remove the file where it is the drafter's"
+        raise DFlashError(what, step) from None
 
-    Raises DFlashError where it cannot be read or names no token.
+
+def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the language model's part, where it has one, on top."""
+    part = raw.get("text_config")
+    return {**raw, **part} if isinstance(part, dict) else dict(raw)
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """The most tokens a sequence may have; 0 where the configuration does not say."""
+    lengths = (config.get(key) for key in CONTEXT_LENGTHS)
+    return next((length for length in lengths if type(length) is int and length > 0), 0)
+
+
+def check_code(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
+    """Configurations that ask to run Python of their own, which never happens here.
+
+    Published models of built-in families often keep an `auto_map` that names the very class in
+    `architectures`; that is a note, since the built-in class of this name is what runs.
     """
-    tokenizer, place = source.read_json(TOKENIZER), source.place(TOKENIZER)
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
-    if not isinstance(added, list):
-        what = f"added_tokens in {place} is {repr(added)[:80]}, not a list"
-        raise DFlashError(what, _REPLACE)
-    tokens = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(tokens, list):  # of a unigram model: tokens with scores, in the order of ids
-        tokens = {str(e[0]): i for i, e in enumerate(tokens) if isinstance(e, list) and e}
-    pairs = list(tokens.items()) if isinstance(tokens, dict) else []
-    pairs += [(entry.get("content"), entry.get("id")) for entry in added if isinstance(entry, dict)]
-    named = {str(token): index for token, index in pairs if type(index) is int}
-    if not named:
-        raise DFlashError(f"{place} names no token", _REPLACE)
-    return named
+    place, file, auto_map = source.place(CONFIG), raw.get("model_file"), raw.get("auto_map")
+    if file is not None:
+        asked = f"its own Python file {repr(file)[:80]} (model_file in {place})"
+        yield Finding("error", f"{source.name} asks to run {asked}", _CHOOSE)
+    if auto_map is None:
+        return
+    names = raw.get("architectures")
+    known = {str(name) for name in names} if isinstance(names, list) else set()
+    values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    where = f"auto_map in {place} is {repr(auto_map)[:120]}"
+    if known & {str(value).rpartition(".")[2] for value in values}:
+        what = f"{where}; no Python of it runs, the built-in class does"
+        yield Finding("note", what, "nothing needs to be done")
+    else:
+        what = f"{source.name} asks to run its own Python classes ({where})"
+        yield Finding("error", what, _CHOOSE)
+
+
+def check_numbers(source: Source, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Sizes that are no whole numbers from 1 on, a missing context length, head counts."""
+    for field in _POSITIVE:
+        value = config.get(field)
+        values = value if field == BY_LAYER and isinstance(value, list) and value else [value]
+        if value is not None and any(type(v) is not int or v < 1 for v in values):
+            yield wrong_number(source, field, value, "a whole number from 1 on")
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if type(kv_heads) is int and type(heads) is int and (kv_heads < 1 or heads % kv_heads):
+        wanted = f"a divisor of its {heads} attention heads"
+        yield wrong_number(source, "num_key_value_heads", kv_heads, wanted)
+    if not context_length(config):
+        step = f"add {CONTEXT_LENGTHS[0]} to it, or choose another model"
+        yield Finding("error", f"{source.place(CONFIG)} has no {CONTEXT_LENGTHS[0]}", step)
+
+
+def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether mlx-lm has the family, and verifies trees with it.
+
+    Raises DFlashError where it cannot read the configuration.
+    """
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
+        what = f"{source.name} cannot be loaded: model_type in {source.place(CONFIG)} is {kind!r}"
+        raise DFlashError(what, _CHOOSE)
+    from mlx_lm.utils import _get_classes  # not before a model is looked at: it takes seconds
+
+    with loading(source.name):
+        _, arguments = _get_classes(dict(raw))
+        arguments.from_dict(dict(raw))
+    step = "use --method dflash or --method ngram, which draft chains"
+    if may_be_recurrent(kind):
+        why = f"{kind} may keep recurrent state in some layers, so it verifies chains, no trees"
+        yield Finding("note", why, step)
+    elif kind in ONE_OFFSET:
+        why = f"{kind} computes with one position for a whole pass, so it verifies no trees"
+        yield Finding("note", why, step)
+
+
+def check_built(folder: Path) -> None:
+    """DFlashError for what mlx-lm cannot build, or for caches that do not take drafts back.
+
+    Takes the time to build it; only of a folder without errors. No weight is read.
+    """
+    from mlx_lm.utils import load_model
+
+    with loading(str(folder)):
+        Target(load_model(folder, lazy=True)[0], 1, str(folder))
+
+
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Says of the model `name` what libraries cannot do with it, as a DFlashError."""
+    try:
+        yield
+    except DFlashError:
+        raise
+    except Exception as error:  # of three libraries, one of which raises plain ones
+        raise DFlashError(
+            f"{name} cannot be loaded ({in_one_line(error)})", CHOOSE_TARGET
+        ) from None

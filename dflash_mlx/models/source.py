@@ -33,7 +33,6 @@ from dflash_mlx.system.safetensors_header import MAX_HEADER, TensorHeader, read_
 
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
 LICENCES = ("LICENSE*", "NOTICE*")  # kept with what they are of, but no need of loading
-TARGET_WEIGHTS, WEIGHTS = "model*.safetensors", "*.safetensors"
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MODEL = "model"  # the option that names a target
 HUB_ERRORS = (OSError, HTTPError, ValueError)
@@ -55,7 +54,7 @@ class Source:
     """A model's files before any weight is read.
 
     name: a repository's id, or the folder's path, for sentences. folder: None where the files are
-    on the hub. option: the command-line option that named it, "" for another way.
+    on the hub. option: the command-line option that names such a model, "" where none does.
     """
 
     name: str
@@ -87,6 +86,11 @@ class Source:
             raise DFlashError(what, _COMPLETE) from None
 
     @property
+    def weights(self) -> str:
+        """What its weight files are called; mlx-lm reads no others of a target."""
+        return "model*.safetensors" if self.option == MODEL else "*.safetensors"
+
+    @property
     def here(self) -> Path:
         """The folder, once it was fetched."""
         assert self.folder is not None
@@ -105,10 +109,10 @@ class Source:
         except HUB_ERRORS as error:
             raise self._refused(error) from None
 
-    def read_json(self, file: str) -> dict[str, Any]:
+    def read_json(self, file: str, next_step: str = _COMPLETE) -> dict[str, Any]:
         """A JSON object; DFlashError for a file that is missing, too large or anything else."""
         if file not in self.files:
-            raise DFlashError(f"{self.name} has no {file}", _COMPLETE)
+            raise DFlashError(f"{self.name} has no {file}", next_step)
         try:
             if (size := self.files[file]) > _MAX_JSON:
                 raise ValueError(f"it has {size} bytes, at most {_MAX_JSON} are read")
@@ -117,7 +121,7 @@ class Source:
                 raise ValueError(f"it is a JSON {type(found).__name__}, not an object")
         except (OSError, ValueError, RecursionError) as error:
             what = f"{self.place(file)} is no readable {file} ({error})"
-            raise DFlashError(what, _COMPLETE) from None
+            raise DFlashError(what, next_step) from None
         return found
 
     def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:
@@ -163,7 +167,8 @@ class Source:
     def cached(self) -> Source | None:
         """What the Hugging Face cache has of the repository; None where files are known to lack."""
         try:  # where the hub's listing was kept, this compares with it
-            return Source.of(self._download([*BESIDE, TARGET_WEIGHTS], local=True), self.option)
+            found = self._snapshot([*BESIDE, self.weights], local_files_only=True)
+            return Source.of(Path(found), self.option)
         except HUB_ERRORS:
             return None
 
@@ -172,29 +177,22 @@ class Source:
         if self.folder is not None:
             return self
         try:
-            return Source.of(self._download(self._fetched, local=False), self.option)
+            found = self._snapshot([*BESIDE, *LICENCES, self.weights])
+            return Source.of(Path(found), self.option)
         except HUB_ERRORS as error:
             raise self._refused(error) from None
 
-    @property
-    def _fetched(self) -> list[str]:
-        """Not of a target the weights in other libraries' files, which mlx-lm does not read."""
-        return [*BESIDE, *LICENCES, TARGET_WEIGHTS if self.option == MODEL else WEIGHTS]
-
     def missing(self) -> int:
         """Bytes that `fetch` would download; DFlashError where the hub does not say."""
-        asked: dict[str, Any] = {"allow_patterns": self._fetched, "ignore_patterns": ["*/*"]}
+        wanted = [*BESIDE, *LICENCES, self.weights]
         try:
-            files = snapshot_download(self.name, dry_run=True, tqdm_class=_NoBar, **asked)
+            files = self._snapshot(wanted, dry_run=True, tqdm_class=_NoBar)
         except HUB_ERRORS as error:
             raise self._refused(error) from None
         return sum(file.file_size or 0 for file in files if file.will_download)
 
-    def _download(self, patterns: list[str], local: bool) -> Path:
-        found = snapshot_download(
-            self.name, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=local
-        )
-        return Path(found)
+    def _snapshot(self, wanted: list[str], **how: Any) -> Any:
+        return snapshot_download(self.name, allow_patterns=wanted, ignore_patterns=["*/*"], **how)
 
     def answers(self) -> bool:
         """Whether the hub lists the repository's files and hands out its configuration."""

@@ -7,16 +7,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector, Finding
-from dflash_mlx.models.source import CONFIG, INDEX, WEIGHTS, Source
+from dflash_mlx.models.source import CONFIG, INDEX, Source
 from dflash_mlx.system.safetensors_header import TensorHeader
 
 HEADROOM = 1.15  # caches and temporary arrays, as a share of the weights
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+BY_LAYER = "intermediate_size"  # gemma3n has a list of them, one for each layer
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+# Sizes of something that is stored, so that the files have at least one bit for each unit.
+_STORED = re.compile(
+    r"(?!.*(window|chunk|block|group|batch))(.*_(size|dim|dims|layers|heads|rank|experts)|n_\w+|d_\w+|dim)"
+)
 _FLOATING = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Headers = dict[str, TensorHeader]
@@ -26,10 +33,12 @@ Headers = dict[str, TensorHeader]
 class Weights:
     """All tensors of a model by name; where a name is in two files, one of the two.
 
-    group_size: weights that share a scale, where they are quantised.
+    quantisation: in words, "" for none. group_size: weights that share a scale, where they are
+    quantised.
     """
 
     tensors: Mapping[str, TensorHeader]
+    quantisation: str = ""
     group_size: int = 64
 
     @property
@@ -64,52 +73,96 @@ class Weights:
 
 
 def check_weights(
-    source: Source, pattern: str, found: Collector, next_step: str, group_size: int = 64
+    source: Source, raw: Mapping[str, Any], found: Collector, next_step: str
 ) -> Weights:
-    """The tensors in the files that match `pattern`; what is wrong with them goes to `found`."""
+    """The tensors in a model's weight files; what is wrong with them goes to `found`.
+
+    raw: the config.json beside them, whose sizes they are to hold.
+    """
     there = found.attempt(lambda: source.files)
     if there is None:
         return Weights({})
-    files = [name for name in there if fnmatch(name, pattern)]
+    files = [name for name in there if fnmatch(name, source.weights)]
     if not files:
-        found.add([_no_weights(source, pattern, next_step)])
+        found.add([_no_weights(source, next_step)])
         return Weights({})
     headers = {f: found.attempt(source.header, f, next_step) or {} for f in files}
-    wrong = (Finding("error", what, next_step) for what in _misplaced(source, headers, pattern))
+    wrong = (Finding("error", what, next_step) for what in _misplaced(source, headers))
     found.attempt(found.add, wrong)
     tensors = {name: tensor for held in headers.values() for name, tensor in held.items()}
-    return Weights(tensors, group_size)
+    weights = Weights(tensors, *quantisation(raw))
+    if tensors:
+        found.add(_too_large(source, raw, weights))
+    return weights
 
 
-def is_whole(source: Source, pattern: str = WEIGHTS) -> bool:
+def quantisation(raw: Mapping[str, Any]) -> tuple[str, int]:
+    """How weights are quantised, in words, "" for not at all; and the size of a group."""
+    found = raw.get("quantization") or raw.get("quantization_config")
+    if not isinstance(found, dict):
+        return "", 64
+    bits, group = found.get("bits"), found.get("group_size")
+    if type(bits) is not int or type(group) is not int:
+        return str(found.get("quant_method", found.get("mode", "in a way of its own")))[:40], 64
+    mode = "" if found.get("mode", "affine") == "affine" else f", {str(found['mode'])[:20]}"
+    return f"{bits} bits in groups of {group}{mode}", group
+
+
+def _too_large(source: Source, raw: Mapping[str, Any], weights: Weights) -> Iterator[Finding]:
+    """Sizes that the weight files cannot hold, so that building the model would not end well."""
+    bits, tensors = 8 * weights.stored_bytes, len(weights.tensors)
+    for field, value in _stored_sizes(raw):
+        limit, unit = (tensors, "tensors") if field in _LAYERS else (bits, "bits")
+        if value > limit:
+            wanted = f"possible with {limit} {unit} of weights"
+            yield wrong_number(source, field, value, wanted)
+
+
+def _stored_sizes(raw: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for field, value in raw.items():
+        if isinstance(value, dict):
+            yield from _stored_sizes(value)
+        elif field == BY_LAYER and isinstance(value, list):
+            yield from ((field, v) for v in value if isinstance(v, int | float))
+        elif isinstance(value, int | float) and _STORED.fullmatch(field):
+            yield field, value
+
+
+def wrong_number(source: Source, field: str, value: Any, wanted: str) -> Finding:
+    """That a field of a config.json is not what was wanted."""
+    what = f"{field} in {source.place(CONFIG)} is {repr(value)[:80]}, not {wanted}"
+    return Finding("error", what, "choose another model")
+
+
+def is_whole(source: Source) -> bool:
     """Whether config.json is there, and of the weight files all shards, all that the index names.
 
     By their names, of a folder: what an interrupted download leaves behind is not whole.
     """
     try:
         source.read_json(CONFIG)
-        files = {name: Headers() for name in source.files if fnmatch(name, pattern)}
-        return bool(files) and not any(_misplaced(source, files, pattern))
+        files = {name: Headers() for name in source.files if fnmatch(name, source.weights)}
+        return bool(files) and not any(_misplaced(source, files))
     except DFlashError:
         return False
 
 
-def _no_weights(source: Source, pattern: str, next_step: str) -> Finding:
+def _no_weights(source: Source, next_step: str) -> Finding:
     pickled = [name for name in source.files if any(fnmatch(name, p) for p in _PICKLED)]
     if pickled:
         what = f"{source.name} holds pickled weights only ({pickled[0]}), which can run code"
         return Finding("error", what, "choose a folder or a revision with .safetensors files")
     others = [name for name in source.files if name.endswith(".safetensors")]
     instead = f", only {others[0]}" if others else ""
-    what = f"No safetensors found in {source.name}: there is no {pattern}{instead}"
+    what = f"No safetensors found in {source.name}: there is no {source.weights}{instead}"
     return Finding("error", what, next_step)
 
 
-def _misplaced(source: Source, headers: Mapping[str, Headers], pattern: str) -> Iterator[str]:
+def _misplaced(source: Source, headers: Mapping[str, Headers]) -> Iterator[str]:
     """Files that names or the index ask for and are not there; tensors in no file or in two.
 
-    headers: of the files that match `pattern`, empty where they are not to be looked at. Raises
-    DFlashError for an unreadable index.
+    headers: of its weight files, empty where they are not to be looked at. Raises DFlashError for
+    an unreadable index.
     """
     where: dict[str, str] = {}
     for file, tensors in headers.items():
@@ -121,7 +174,7 @@ def _misplaced(source: Source, headers: Mapping[str, Headers], pattern: str) -> 
         if both := where.keys() & tensors.keys():
             yield f"tensor {min(both)} of {source.name} is in {where[min(both)]} and in {file}"
         where.update(dict.fromkeys(tensors, file))
-    if INDEX in source.files and fnmatch(INDEX, f"{pattern}*"):
+    if INDEX in source.files and fnmatch(INDEX, f"{source.weights}*"):
         yield from _against_index(source, headers)
 
 

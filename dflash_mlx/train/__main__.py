@@ -12,12 +12,10 @@ from tqdm import tqdm
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig, TrainConfig
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import load_target
-from dflash_mlx.train.data import add_data_options, feature_place, read_texts
-from dflash_mlx.train.run import HISTORY, Record, TrainingRun, plot_history
+from dflash_mlx.train.data import DataConfig, read_texts
+from dflash_mlx.train.run import Record, TrainingRun, check_out, plot_history
 from dflash_mlx.train.start import begin
-from dflash_mlx.train.state import has_state, restore_state
 from dflash_mlx.train.trainer import Trainer
 
 PROGRAM = "dflash_mlx.train"
@@ -27,22 +25,18 @@ def main(argv: Sequence[str]) -> None:
     """Train until the time or the steps are used up. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
     cli.check_output(arguments.plot)
-    place = feature_place(arguments)
+    data = cli.read_options(arguments, DataConfig)
     if arguments.plot is not None:
         import_pyplot()
     config = cli.read_options(arguments, TrainConfig)
     check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     trainee = begin(config, pair)
-    texts = read_texts(arguments.corpus, pair, trainee.config.target_layer_ids, place)
+    texts = read_texts(data, pair, trainee.config.target_layer_ids)
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(trainee, train, config)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / HISTORY).touch()
-    if has_state(arguments.out):
-        restore_state(arguments.out, trainer, texts.name)
-    print(trainer.vocabulary.describe(), file=sys.stderr)
     run = TrainingRun(trainer, held_out, arguments.out, texts.name)
+    print(trainer.vocabulary.describe(), file=sys.stderr)
     for event in trainer.show(run):
         if isinstance(event, Record):
             tqdm.write(event.describe(), file=sys.stderr)
@@ -50,22 +44,10 @@ def main(argv: Sequence[str]) -> None:
                 plot_history(run.history, arguments.plot)
 
 
-def check_out(folder: Path) -> None:
-    """Raise DFlashError unless `folder` is new, empty, or holds a run to continue."""
-    if not folder.exists() or has_state(folder):
-        return
-    history = folder / HISTORY  # made first; empty until the first state is complete
-    stopped_early = history.exists() and not history.read_text(encoding="utf-8")
-    if not folder.is_dir() or (any(folder.iterdir()) and not stopped_early):
-        raise DFlashError(
-            f"{folder} exists and holds no run to continue", "choose another folder with --out"
-        )
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = cli.Parser(prog=PROGRAM, description="Train a drafter on its target's own answers.")
-    add_data_options(result)
+    cli.add_options(result, DataConfig)
     result.add_argument(
         "--out",
         required=True,

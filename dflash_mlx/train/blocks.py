@@ -18,7 +18,7 @@ _WINDOW = 16  # steps whose sequences are sorted by length among themselves
 class TextTokens:
     """A training sequence: its tokens [L], where the answer begins, and what the target prefers.
 
-    likely: [L, K], the target's most likely next tokens after every token, likeliest first.
+    likely: [L, K], the target's most likely next tokens after every token, greedy choice first.
     shares: [L, K], their probabilities.
     """
 
@@ -26,11 +26,6 @@ class TextTokens:
     prompt_length: int
     likely: Array
     shares: Array
-
-    @property
-    def choices(self) -> Array:
-        """[L], what the target would choose greedily after every token."""
-        return self.likely[:, 0]
 
     @property
     def anchors(self) -> Array:
@@ -68,30 +63,28 @@ class Blocks:
         return np.where(visible, self.tokens, mask_token)
 
 
+@dataclass
 class BlockSampler:
     """Blocks of a step, a function of (seed, step) alone, so that a resumed run sees the same.
 
-    An epoch splits each sequence's anchors, shuffled, into groups of `anchors` (the last one
-    filled up with repeats), shuffles the groups and takes `sequences` of them a step, of texts of
-    like length. prefix_base: beta of the law Pr(l = j) ~ beta^j of visible prefixes,
+    An epoch splits each sequence's anchors, shuffled, into groups of A (the last one filled up with
+    repeats), shuffles the groups and takes S of them a step, of texts of like length. shape: S and
+    A. prefix_base: beta of the law Pr(l = j) ~ beta^j of visible prefixes,
     j = 0 .. B - 2 (D2SD, arXiv 2606.04446); None for DFlash, whose prefixes are 0. short_share:
     of the steps, whose blocks are half as long: the first drafts decide most, and cost less so.
     """
 
-    def __init__(
-        self,
-        texts: Sequence[TextTokens],
-        block_size: int,
-        shape: tuple[int, int],
-        seed: int,
-        prefix_base: float | None = None,
-        short_share: float = 0.0,
-    ) -> None:
-        self._texts, self._block_size, self._seed = texts, block_size, seed
-        self._prefix_base, self._short_share = prefix_base, short_share
-        self._sequences, self._anchors = shape
-        self._counts = [self._count_groups(text) for text in texts]
-        self._groups = np.repeat(np.arange(len(texts)), self._counts)
+    texts: Sequence[TextTokens]
+    block_size: int
+    shape: tuple[int, int]
+    seed: int
+    prefix_base: float | None = None
+    short_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._sequences, self._anchors = self.shape
+        self._counts = [self._count_groups(text) for text in self.texts]
+        self._groups = np.repeat(np.arange(len(self.texts)), self._counts)
         self.steps_per_epoch = -(-len(self._groups) // self._sequences)
         self._epoch = -1
 
@@ -103,19 +96,19 @@ class BlockSampler:
         chosen = np.arange(within * self._sequences, (within + 1) * self._sequences)
         chosen = self._order[chosen % len(self._order)]
         anchors = self._anchor_groups[chosen]
-        rng = np.random.default_rng([self._seed, step, 1])
-        short = rng.random() < self._short_share
-        size = max(2, self._block_size // 2) if short else self._block_size
+        rng = np.random.default_rng([self.seed, step, 1])
+        short = rng.random() < self.short_share
+        size = max(2, self.block_size // 2) if short else self.block_size
         prefixes = np.zeros(anchors.shape, np.int64)
-        if self._prefix_base is not None:
-            law = self._prefix_base ** np.arange(size - 1)
+        if self.prefix_base is not None:
+            law = self.prefix_base ** np.arange(size - 1)
             prefixes = rng.choice(len(law), size=anchors.shape, p=law / law.sum())
-        return cut_blocks(self._texts, self._groups[chosen], anchors, size, prefixes)
+        return cut_blocks(self.texts, self._groups[chosen], anchors, size, prefixes)
 
     def _shuffle(self, epoch: int) -> None:
-        rng = np.random.default_rng([self._seed, epoch, 0])
+        rng = np.random.default_rng([self.seed, epoch, 0])
         parts = []
-        for text, groups in zip(self._texts, self._counts, strict=True):
+        for text, groups in zip(self.texts, self._counts, strict=True):
             wanted = groups * self._anchors
             chosen = self._choose(text, wanted, rng)[:wanted]
             parts += [chosen, rng.choice(chosen, wanted - len(chosen))]
@@ -133,7 +126,7 @@ class BlockSampler:
 
     def _by_length(self, order: Array, rng: np.random.Generator) -> Array:
         """`order` with steps of like length: less of a step is padding."""
-        lengths = np.array([len(text.tokens) for text in self._texts])[self._groups]
+        lengths = np.array([len(text.tokens) for text in self.texts])[self._groups]
         whole = len(order) // self._sequences * self._sequences
         parts = np.split(
             order[:whole], range(_WINDOW * self._sequences, whole, _WINDOW * self._sequences)

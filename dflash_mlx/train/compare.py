@@ -1,31 +1,153 @@
-"""`python -m dflash_mlx.train.compare`: drafters side by side, without decoding anything."""
+"""Acceptance length on held-out texts, position by position, before any decoding is done.
+
+`python -m dflash_mlx.train.compare` has that of drafters side by side.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
+import numpy as np
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.growth.grow import Ranked
+from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.system.files import write_report
-from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
-from dflash_mlx.train.evaluate import measure, walk
+from dflash_mlx.train.blocks import Array, cut_blocks
+from dflash_mlx.train.data import DataConfig, Texts, read_texts
 from dflash_mlx.train.trainee import Trainee
 
 PROGRAM = "dflash_mlx.train.compare"
+ANCHORS = 16  # per text
+_TEXTS = 8  # drafted for at once
+_ROWS = 256  # logits ranked at once
+_CHUNK = 2048  # block tokens drafted at once
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """by_text: [blocks, B - 1 - prefix] each, 1 where this and all earlier drafts are right."""
+
+    by_text: list[Array]
+
+    @property
+    def hits(self) -> Array:
+        """[blocks, B - 1 - prefix] of all texts."""
+        return np.concatenate(self.by_text)
+
+    def of(self, chosen: Iterable[int]) -> Acceptance:
+        """Of these texts alone."""
+        return Acceptance([self.by_text[i] for i in chosen])
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of blocks whose first k drafts are all right, k = 1, 2, ..."""
+        return [float(share) for share in self.hits.mean(axis=0)]
+
+    @property
+    def tokens_per_round(self) -> float:
+        """1 + the mean number of leading drafts that are right."""
+        return 1 + float(self.hits.sum(axis=-1).mean())
+
+    def describe(self) -> str:
+        """One line for people."""
+        return in_words(self.tokens_per_round, self.by_position)
+
+
+def in_words(tokens_per_round: float, by_position: Iterable[float]) -> str:
+    """Acceptance for people: 2.260 tokens/round | by position .763 .497 ..."""
+    shares = " ".join(f"{share:.3f}".lstrip("0") for share in by_position)
+    return f"{tokens_per_round:.3f} tokens/round | by position {shares}"
+
+
+def hits_at(
+    trainee: Trainee, texts: Texts, chosen: Array, anchors: Array, prefix: int = 0
+) -> Array:
+    """[S, A, B - 1 - prefix] for blocks at `anchors` [S, A] of the texts `chosen` [S].
+
+    Teacher-forced and greedy: a draft is right when it is the target's choice and all before it
+    are. `prefix` true tokens are visible after the anchor. In sampled texts a draft counts as
+    wrong behind the first token that is not the target's choice.
+    """
+    size, prefixes = trainee.config.block_size, np.full(anchors.shape, prefix)
+    blocks = cut_blocks(texts.texts, chosen, anchors, size, prefixes)
+    states = trainee.states(*trainee.inputs(texts, blocks))
+    drafts = _drafts(trainee, states[:, :, prefix + 1 :], blocks.tokens[..., prefix:-1])
+    right = (drafts == blocks.labels[..., prefix + 1 :]) & blocks.supervised[..., prefix + 1 :]
+    return np.cumprod(right, axis=-1)
+
+
+def _drafts(trainee: Trainee, states: mx.array, before: Array) -> Array:
+    """[S, A, n] tokens from final states [S, A, n, d]; before: [S, A, n], what precedes them.
+
+    A selector goes by the true token before, as its own path does up to the first wrong draft,
+    behind which nothing counts.
+    """
+    if trainee.config.selector is None:
+        return np.array(mx.argmax(trainee.logits(states), axis=-1))
+    ranked = rank_in_parts(trainee.logits, states.flatten(0, 2), trainee.config.selector.top_k)
+    tokens, selector = mx.array(ranked.tokens), trainee.network.candidate_selector
+    edges = selector.edges(states.flatten(0, 2), mx.array(before.reshape(-1, 1)), tokens)
+    best = (ranked.logprobs + np.array(edges)[:, 0]).argmax(axis=-1)
+    drafts: Array = np.take_along_axis(ranked.tokens, best[:, None], axis=-1)
+    return drafts.reshape(before.shape)
+
+
+def rank_in_parts(logits: Callable[[mx.array], mx.array], states: mx.array, k: int) -> Ranked:
+    """The k likeliest tokens of final states [N, d]; a part of their logits at a time."""
+    parts = [
+        rank(logits(states[start : start + _ROWS]), k) for start in range(0, len(states), _ROWS)
+    ]
+    tokens = np.concatenate([part.tokens for part in parts])
+    return Ranked(tokens, np.concatenate([part.logprobs for part in parts]))
+
+
+def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Acceptance:
+    """Drafts at 16 anchors of every text, evenly spread where the prefix leaves one to draft."""
+    hits: list[Array] = []
+    for start in range(0, len(texts), _TEXTS):
+        chosen, parts = np.arange(start, min(start + _TEXTS, len(texts))), []
+        for i in chosen:
+            anchors = texts.texts[i].anchors
+            anchors = anchors[: max(1, len(anchors) - prefix)]
+            parts.append(anchors[np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)])
+        hits += list(hits_at(trainee, texts, chosen, np.stack(parts), prefix))
+    return Acceptance(hits)
+
+
+def walk(trainee: Trainee, texts: Texts) -> Acceptance:
+    """The rounds of greedy decoding, each beginning where the one before ended.
+
+    The texts must be greedy ones.
+    """
+    step, walked = max(1, _CHUNK // trainee.config.block_size), []
+    for i, text in enumerate(texts.texts):
+        anchors, chosen = text.anchors[None], np.array([i])
+        parts = [anchors[:, start : start + step] for start in range(0, anchors.size, step)]
+        hits = np.concatenate([hits_at(trainee, texts, chosen, part)[0] for part in parts])
+        rounds, place = [], 0
+        while place < len(hits):
+            rounds.append(hits[place])
+            place += 1 + int(hits[place].sum())
+        walked.append(np.stack(rounds))
+    return Acceptance(walked)
 
 
 def main(argv: Sequence[str]) -> None:
     """Print a table. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
     cli.check_output(arguments.json)
-    place = feature_place(arguments)
+    data = cli.read_options(arguments, DataConfig)
     pair = load_target(cli.read_pair_config(arguments).model)
     drafters = {
         name: Trainee.read(resolve_folder(name, "drafter"), pair.target)
@@ -34,7 +156,7 @@ def main(argv: Sequence[str]) -> None:
     taps = {drafter.config.target_layer_ids for drafter in drafters.values()}
     if len(taps) > 1:
         raise DFlashError("the drafters read different layers", "compare them one by one")
-    texts = read_texts(arguments.corpus, pair, taps.pop(), place)
+    texts = read_texts(data, pair, taps.pop())
     if not arguments.all_rows:
         _, texts = texts.split(arguments.held_out)
     if not len(texts.greedy()):
@@ -71,14 +193,13 @@ def table(figures: dict[str, Any]) -> str:
     """Markdown: a row per drafter and category."""
     width = max(len(part["all"]["by_prefix"]) for part in figures.values())
     head = ["drafter", "texts", "tokens/round", *(f"prefix {n}" for n in range(width))]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines = [head, ["---"] * len(head)]
     for name, parts in figures.items():
         for category, part in parts.items():
             cells = [f"{name} ({category})", str(part["texts"]), f"{part['tokens_per_round']:.3f}"]
             cells += [f"{length:.2f}" for length in part["by_prefix"]]
-            cells += [""] * (len(head) - len(cells))
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            lines.append(cells + [""] * (len(head) - len(cells)))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -95,7 +216,7 @@ def parser() -> argparse.ArgumentParser:
     rows.add_argument("--held-out", type=int, default=50, help="as in training (default: 50)")
     rows.add_argument("--all-rows", action="store_true", help="use every row of the corpora")
     result.add_argument("--json", type=Path, help="write all figures to this file")
-    add_data_options(result)
+    cli.add_options(result, DataConfig)
     cli.add_options(result, PairConfig, without=ALL_BUT_MODEL)
     return result
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,29 +11,29 @@ import numpy as np
 import platformdirs
 from tqdm import tqdm
 
+from dflash_mlx.core.config import option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.blocks import Array, TextTokens
-from dflash_mlx.train.corpus.rows import CorpusRow, check_header, read_rows
+from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.features import FeatureCache, vocabulary_size
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(TextTokens):
     """A row of a corpus. number: in its file. cache, place: where its features are."""
 
     row: CorpusRow
     number: int
-    sequence: TextTokens
     cache: FeatureCache
     place: int
 
     @classmethod
     def of(cls, row: CorpusRow, number: int, cache: FeatureCache, place: int) -> Text:
         """With what the target thought of it as sequence `place` of `cache`."""
-        choices, tokens = cache.choices(place), np.array(row.prompt + row.answer)
-        likely, shares = choices["token"], choices["probability"]
-        return cls(row, number, TextTokens(tokens, len(row.prompt), likely, shares), cache, place)
+        tokens, thought = np.array(row.prompt + row.answer), cache.choices(place)
+        likely, shares = thought["token"], thought["probability"]
+        return cls(tokens, len(row.prompt), likely, shares, row, number, cache, place)
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,6 @@ class Texts:
     def __len__(self) -> int:
         return len(self.texts)
 
-    @cached_property
-    def sequences(self) -> list[TextTokens]:
-        """Their tokens."""
-        return [text.sequence for text in self.texts]
-
     def features(self, chosen: Array, length: int) -> mx.array:
         """[S, length, m*d] float32 of the texts `chosen` [S], zeros after their ends."""
         parts = []
@@ -62,13 +54,9 @@ class Texts:
             parts.append(mx.pad(part, [(0, length - part.shape[0]), (0, 0)]))
         return mx.stack(parts)
 
-    def only(self, wanted: Callable[[Text], bool]) -> Texts:
-        """Those of the texts that are wanted."""
-        return Texts(self.name, [text for text in self.texts if wanted(text)])
-
     def greedy(self) -> Texts:
         """Those that are the target's greedy answers."""
-        return self.only(lambda text: text.row.temperature == 0)
+        return replace(self, texts=[text for text in self.texts if text.row.temperature == 0])
 
     def split(self, held_out: int) -> tuple[Texts, Texts]:
         """What to train on, and what to measure with.
@@ -79,30 +67,45 @@ class Texts:
         """
         if held_out < 2:
             raise DFlashError(f"held_out is {held_out}", "choose 2 or more")
-        train = self.only(lambda text: text.number % held_out != 0)
-        kept = self.only(lambda text: text.number % held_out == 0)
+        train = replace(self, texts=[text for text in self.texts if text.number % held_out])
+        kept = replace(self, texts=[text for text in self.texts if not text.number % held_out])
         if not len(train):
             raise DFlashError("the corpora have one row in all", "make a larger corpus")
         return train, kept.greedy() if len(kept.greedy()) else kept
 
 
-def read_texts(
-    paths: Sequence[Path], pair: Pair, taps: tuple[int, ...], cache: tuple[Path, int]
-) -> Texts:
+@dataclass(frozen=True)
+class DataConfig:
+    """Where texts and features are."""
+
+    corpus: tuple[Path, ...] = option(
+        (), "corpus file; may be given several times", action="append", type=Path, required=True
+    )
+    cache: Path = option(
+        platformdirs.user_cache_path("dflash-chat") / "features",
+        "where the target's features are kept",
+        type=Path,
+    )
+    cache_gb: float = option(20, "most gigabytes of features per corpus", type=float)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache_gb < float("inf"):
+            raise DFlashError(f"cache_gb is {self.cache_gb}", "choose a number above 0")
+
+
+def read_texts(config: DataConfig, pair: Pair, taps: tuple[int, ...]) -> Texts:
     """Read corpora, and compute the features that are missing.
 
-    cache: the folder of all features, and the most bytes per corpus. Raises DFlashError for a
-    corpus of another tokenizer, or one that has no usable row.
+    Raises DFlashError for a corpus of another tokenizer, or one that has no usable row.
     """
-    parts = [_read_file(path, pair, taps, cache) for path in paths]
+    parts = [_read_file(path, config, pair, taps) for path in config.corpus]
     name = " ".join(part.name for part in parts)
     return Texts(name, [text for part in parts for text in part.texts])
 
 
-def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path, int]) -> Texts:
+def _read_file(path: Path, config: DataConfig, pair: Pair, taps: tuple[int, ...]) -> Texts:
     vocab_size, context = vocabulary_size(pair.target), pair.target.context_length
-    header, rows = read_rows(path, vocab_size)
-    check_header(header, pair.tokenizer, vocab_size, str(path))
+    rows = read_rows(path, vocab_size, pair.tokenizer)
     usable = [(i, r) for i, r in enumerate(rows) if len(r.prompt) + len(r.answer) <= context]
     if not usable:
         raise DFlashError(
@@ -111,8 +114,8 @@ def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path,
         )
     _tell(path, len(rows) - len(usable), f"longer than the context of {context} tokens")
     tokens = [row.prompt + row.answer for _, row in usable]
-    place = cache[0] / path.name.partition(".")[0]
-    features = FeatureCache(place, tokens, pair.target, taps, cache[1])
+    place, limit = config.cache / path.name.partition(".")[0], int(config.cache_gb * 1e9)
+    features = FeatureCache(place, tokens, pair.target, taps, limit)
     _tell(path, len(usable) - len(features), "no room for their features; --cache-gb gives more")
     if missing := features.missing:
         with tqdm(desc=f"features of {path.name}", total=len(missing), unit="row") as bar:
@@ -126,34 +129,3 @@ def _read_file(path: Path, pair: Pair, taps: tuple[int, ...], cache: tuple[Path,
 def _tell(path: Path, rows: int, why: str) -> None:
     if rows:
         print(f"{path}: rows left out: {rows}, {why}", file=sys.stderr)
-
-
-def feature_place(arguments: argparse.Namespace) -> tuple[Path, int]:
-    """`cache` of `read_texts` from those options; DFlashError for a size that is none."""
-    if not 0 < arguments.cache_gb < float("inf"):
-        raise DFlashError(f"cache_gb is {arguments.cache_gb}", "choose a number above 0")
-    return arguments.cache, int(arguments.cache_gb * 1e9)
-
-
-def add_data_options(parser: argparse.ArgumentParser) -> None:
-    """Add --corpus, --cache and --cache-gb."""
-    cache = platformdirs.user_cache_path("dflash-chat") / "features"
-    parser.add_argument(
-        "--corpus",
-        required=True,
-        action="append",
-        type=Path,
-        help="corpus file; may be given several times",
-    )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        default=cache,
-        help=f"where the target's features are kept (default: {cache})",
-    )
-    parser.add_argument(
-        "--cache-gb",
-        type=float,
-        default=20.0,
-        help="most gigabytes of features per corpus (default: 20)",
-    )

@@ -55,10 +55,9 @@ class FeatureCache:
         limit: int,
     ) -> None:
         self._target, self._taps = target, taps
-        self.width = len(taps) * hidden_width(target)
         ends = np.cumsum([len(tokens) for tokens in sequences], dtype=np.int64)
-        self._length = int((ends * self.width * _BYTES <= limit).sum())
-        self._sequences = sequences
+        bytes_each = len(taps) * hidden_width(target) * _BYTES
+        self._sequences = sequences[: int((ends * bytes_each <= limit).sum())]
         if not len(self):
             raise DFlashError(
                 f"{limit} bytes have no room for the features of the first sequence",
@@ -70,7 +69,7 @@ class FeatureCache:
 
     def __len__(self) -> int:
         """Sequences that fit."""
-        return self._length
+        return len(self._sequences)
 
     @property
     def missing(self) -> list[int]:
@@ -95,9 +94,8 @@ class FeatureCache:
             self._target.tap(self._taps)
             for i in self.missing:
                 kept = self._compute(self._sequences[i])
-                sums = {name: _checksum(array) for name, array in kept.items()}
-                arrays = {name: mx.array(array) for name, array in kept.items()}
-                replace_safetensors(self._file(i), arrays, sums)
+                sums = {name: _checksum(np.array(array)) for name, array in kept.items()}
+                replace_safetensors(self._file(i), kept, sums)
                 yield len(self._sequences[i])
 
     def features(self, i: int) -> mx.array:
@@ -122,7 +120,7 @@ class FeatureCache:
             raise DFlashError(f"{self.folder} is damaged at sequence {i}", _BUILD_AGAIN)
         return data  # type: ignore[no-any-return]
 
-    def _compute(self, tokens: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+    def _compute(self, tokens: Sequence[int]) -> dict[str, mx.array]:
         """What is kept of one sequence."""
         cache = self._target.new_cache()
         features, choices = [], []
@@ -136,7 +134,7 @@ class FeatureCache:
                 choices.append(likeliest(np.array(logits.astype(mx.float32))))
                 cache.commit(range(piece.size))
         words = np.concatenate(choices).view(np.uint32)
-        return {"features": np.array(mx.concatenate(features)), "choices": words}
+        return {"features": mx.concatenate(features), "choices": mx.array(words)}
 
     def _file(self, i: int) -> Path:
         return self.folder / f"{i}.safetensors"

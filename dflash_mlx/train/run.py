@@ -1,24 +1,35 @@
-"""A whole training run: steps, measurements, saves, until the time or the steps are used up."""
+"""A whole training run: steps, measurements, saves, until the time or the steps are used up.
+
+A run goes on exactly as it was left: weights, optimiser and place in the data are one file, which
+replaces the one before at once, so that a kill leaves either of them whole.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
 
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.system.files import replace_text
+from dflash_mlx.system.files import replace_safetensors, replace_text
+from dflash_mlx.system.safetensors_header import read_header
+from dflash_mlx.train.compare import in_words, measure
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.evaluate import measure, shares
-from dflash_mlx.train.state import save_state
 from dflash_mlx.train.trainer import Trainer
 
 HISTORY = "history.jsonl"
+STATE = Path("state") / "state.safetensors"
+
+_FREE_TO_CHANGE = ("minutes", "steps", "evaluate_minutes", "init")
+_NEXT_STEP = "repeat the settings it was started with, or choose another folder with --out"
 
 
 @dataclass(frozen=True)
@@ -37,11 +48,6 @@ class Record:
     by_prefix: list[float]
 
     @property
-    def tokens_per_round(self) -> float:
-        """1 + mean accepted drafts of a whole block."""
-        return 1 + self.by_prefix[0]
-
-    @property
     def score(self) -> float:
         """What the best drafter has most of: the mean continuation over all prefixes."""
         return float(np.mean(self.by_prefix))
@@ -51,8 +57,7 @@ class Record:
         parts = [
             f"step {self.step}",
             f"{self.minutes:.1f} min",
-            f"{self.tokens_per_round:.3f} tokens/round",
-            f"by position {shares(self.by_position)}",
+            in_words(1 + self.by_prefix[0], self.by_position),
         ]
         if len(self.by_prefix) > 1:
             prefixes = " ".join(f"{length:.2f}" for length in self.by_prefix)
@@ -65,12 +70,17 @@ class Record:
 class TrainingRun:
     """Trains into `folder`: the best drafter so far, `state/`, and `history.jsonl`.
 
-    data: identifies the corpora.
+    Goes on with what is there. data: identifies the corpora. Raises DFlashError for a damaged
+    folder, and for a run with other settings, data or shapes.
     """
 
     def __init__(self, trainer: Trainer, held_out: Texts, folder: Path, data: str) -> None:
         self.trainer, self.folder = trainer, folder
         self._held_out, self._data = held_out, data
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / HISTORY).touch()
+        if (folder / STATE).exists():
+            restore_state(folder, trainer, data)
         self.history = read_history(folder / HISTORY, trainer.step)
 
     def __iter__(self) -> Iterator[float | Record]:
@@ -110,13 +120,23 @@ class TrainingRun:
         return record
 
 
+def check_out(folder: Path) -> None:
+    """Raise DFlashError unless `folder` is new, empty, or holds a run to continue."""
+    if not folder.exists() or (folder / STATE).exists():
+        return
+    history = folder / HISTORY  # made first; empty until the first state is complete
+    stopped_early = history.exists() and not history.read_text(encoding="utf-8")
+    if not folder.is_dir() or (any(folder.iterdir()) and not stopped_early):
+        raise DFlashError(
+            f"{folder} exists and holds no run to continue", "choose another folder with --out"
+        )
+
+
 def read_history(file: Path, step: int) -> list[Record]:
     """Measurements up to `step`; a run that was killed may have gone further than its state.
 
     Raises DFlashError for a damaged file.
     """
-    if not file.exists():
-        return []
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         records = [Record(**json.loads(line)) for line in lines if line.endswith("}")]
@@ -134,24 +154,77 @@ def plot_history(history: Sequence[Record], file: Path) -> None:
     Raises DFlashError without matplotlib.
     """
     pyplot = import_pyplot()
-    figure, (losses, rounds, positions) = pyplot.subplots(1, 3, figsize=(12, 3.6))
-    minutes = [record.minutes for record in history]
-    measured = [np.nan if record.loss is None else record.loss for record in history]
-    losses.plot(minutes, measured, ".-")
-    losses.set(title="Loss (weighted)")
-    for prefix in range(len(history[0].by_prefix)):
-        values = [1 + record.by_prefix[prefix] for record in history]
-        rounds.plot(minutes, values, ".-", label=f"prefix {prefix}")
-    rounds.set(title="Held out: 1 + right drafts after a prefix")
-    for k in range(len(history[0].by_position)):
-        values = [record.by_position[k] for record in history]
-        positions.plot(minutes, values, ".-", label=f"first {k + 1}")
-    positions.set(title="Held out: first k drafts all right", ylim=(0, 1))
-    for axes in (losses, rounds, positions):
-        axes.set_xlabel("minutes")
+    figure, all_axes = pyplot.subplots(1, 3, figsize=(12, 3.6))
+    loss = [[np.nan if record.loss is None else record.loss] for record in history]
+    rounds = 1 + np.array([record.by_prefix for record in history])
+    positions = np.array([record.by_position for record in history])
+    panels = (
+        ("Loss (weighted)", np.array(loss), ""),
+        ("Held out: 1 + right drafts after a prefix", rounds, "prefix {0}"),
+        ("Held out: first k drafts all right", positions, "first {1}"),
+    )
+    for axes, (title, curves, label) in zip(all_axes, panels, strict=True):
+        labels = [label.format(k, k + 1) for k in range(curves.shape[1])]
+        axes.plot([record.minutes for record in history], curves, ".-", label=labels)
+        axes.set(title=title, xlabel="minutes")
         axes.grid(alpha=0.3)
-    rounds.legend(fontsize=7)
-    positions.legend(fontsize=7)
+        if label:
+            axes.legend(fontsize=7)
+    all_axes[2].set_ylim(0, 1)
     figure.tight_layout()
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
+
+
+def save_state(folder: Path, trainer: Trainer, data: str) -> None:
+    """Write the state into `folder`; OSError leaves the one before. data: which corpora."""
+    file = folder / STATE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    place = {"step": trainer.step, "seconds": trainer.seconds, "tokens": trainer.tokens}
+    about = {**place, "run": _identity(trainer, data)}
+    replace_safetensors(file, _arrays(trainer), {"about": json.dumps(about)})
+
+
+def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
+    """Put `trainer` where the run in `folder` stopped.
+
+    Raises DFlashError for a damaged state, and for a run with other settings, data or shapes.
+    """
+    file = folder / STATE
+    again = f"delete it and start from the drafter beside it with --init {folder}"
+    try:
+        read_header(file, again)
+        loaded: Any = mx.load(str(file), return_metadata=True)
+        arrays, metadata = loaded
+        about = json.loads(metadata["about"])
+        step, tokens = int(about["step"]), int(about["tokens"])
+        seconds, before = float(about["seconds"]), dict(about["run"])
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DFlashError(f"the state {file} cannot be read ({error})", again) from None
+    for name, now in _identity(trainer, data).items():
+        if before.get(name) != now:
+            raise DFlashError(
+                f"the run in {file} has {name} {before.get(name)!r}, not {now!r}", _NEXT_STEP
+            )
+    own = {name: array.shape for name, array in _arrays(trainer).items()}
+    if own != {name: array.shape for name, array in arrays.items()}:
+        raise DFlashError(f"the drafter in {file} has other shapes than this one", _NEXT_STEP)
+    trees: Any = tree_unflatten(list(arrays.items()))
+    trainer.trainee.network.update(trees["network"])
+    trainer.optimizer.state = trees["optimizer"]
+    trainer.step, trainer.seconds, trainer.tokens = step, seconds, tokens
+    mx.eval(trainer.trainee.network.parameters(), trainer.optimizer.state)
+
+
+def _identity(trainer: Trainer, data: str) -> dict[str, Any]:
+    """What two runs must share for one to continue the other, as JSON has it."""
+    settings = {k: v for k, v in asdict(trainer.config).items() if k not in _FREE_TO_CHANGE}
+    drafter = {f"drafter's {k}": v for k, v in asdict(trainer.trainee.config).items()}
+    run: dict[str, Any] = json.loads(json.dumps({**settings, "data": data, **drafter}))
+    return run
+
+
+def _arrays(trainer: Trainer) -> dict[str, mx.array]:
+    """Weights, and all that the optimiser remembers."""
+    trees = {"network": trainer.trainee.network.parameters(), "optimizer": trainer.optimizer.state}
+    return dict(tree_flatten(trees))

@@ -12,26 +12,25 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig, SelectorTraining
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.checkpoint import parameters_of
 from dflash_mlx.drafters.dflash.config_file import VERSION_2
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.train.blocks import Blocks
-from dflash_mlx.train.data import Texts, add_data_options, feature_place, read_texts
-from dflash_mlx.train.evaluate import measure, rank_in_parts
-from dflash_mlx.train.steps import Training
+from dflash_mlx.train.compare import measure, rank_in_parts
+from dflash_mlx.train.data import DataConfig, Texts, read_texts
+from dflash_mlx.train.loss import draft_size
 from dflash_mlx.train.trainee import Trainee
-from dflash_mlx.train.vocabulary import draft_size
+from dflash_mlx.train.trainer import Training
 
 PROGRAM = "dflash_mlx.train.selector"
 _ROWS = 4096  # of a codebook that are computed at once
@@ -40,32 +39,23 @@ _LEAST = 1e-6  # probability of all other tokens together
 _BEHIND = 0.25  # weight of a position behind a wrong draft, where decoding seldom comes
 
 
-class EmbeddingRows:
-    """A target's embedding in float32, scaled so that its rows are about of length one."""
-
-    def __init__(self, embedding: nn.Module, vocabulary: int) -> None:
-        self._embedding, self.vocabulary = embedding, vocabulary
-        ids = mx.array(np.linspace(0, vocabulary - 1, _SAMPLE).astype(int))
-        rows = embedding(ids).astype(mx.float32)
-        self._scale = 1 / mx.linalg.norm(rows, axis=-1).mean()
-
-    def __call__(self, tokens: mx.array) -> mx.array:
-        """[..., d]."""
-        rows: mx.array = self._embedding(tokens).astype(mx.float32) * self._scale
-        return rows
-
-
 class MappedSelector(nn.Module):
     """A selector whose codebooks are linear maps of the target's embedding.
 
     So what is learned from one token holds for its like, and tokens that no text had are not noise.
+    The embedding is taken in float32 and scaled so that its rows are about of length one.
     """
 
-    def __init__(self, d: int, rank: int, rows: EmbeddingRows, seed: int) -> None:
+    def __init__(self, embedding: nn.Module, vocabulary: int, rank: int, seed: int) -> None:
         super().__init__()
+        self._vocabulary = vocabulary
+        ids = mx.array(np.linspace(0, vocabulary - 1, _SAMPLE).astype(int))
+        sample = embedding(ids).astype(mx.float32)
+        scale = 1 / mx.linalg.norm(sample, axis=-1).mean()
+        # A function: the embedding as a module in this one might be trained, too.
+        self._rows = lambda tokens: embedding(tokens).astype(mx.float32) * scale
         keys = mx.random.split(mx.random.key(seed), 3)
-        sizes = (2.0, 2.0, 0.3)  # of what the three maps give; their product starts small
-        self._rows = rows
+        d, sizes = sample.shape[1], (2.0, 2.0, 0.3)  # of what maps give; their product starts small
         self.predecessor, self.successor, self.hidden = (
             mx.random.normal((d, rank), key=key) * (size * d**-0.5)
             for key, size in zip(keys, sizes, strict=True)
@@ -79,13 +69,13 @@ class MappedSelector(nn.Module):
 
     def selector(self, config: SelectorConfig) -> CandidateSelector:
         """The same with its codebooks written out."""
-        vocabulary = self._rows.vocabulary
-        result = CandidateSelector(vocabulary, self.hidden.shape[0], config)
-        ids = [mx.arange(i, min(i + _ROWS, vocabulary)) for i in range(0, vocabulary, _ROWS)]
-        result.predecessor_codebook = mx.concatenate(
-            [self._rows(i) @ self.predecessor for i in ids]
+        starts = range(0, self._vocabulary, _ROWS)
+        ids = [mx.arange(i, min(i + _ROWS, self._vocabulary)) for i in starts]
+        result = CandidateSelector(self._vocabulary, self.hidden.shape[0], config)
+        result.predecessor_codebook, result.successor_codebook = (
+            mx.concatenate([self._rows(i) @ map_ for i in ids])
+            for map_ in (self.predecessor, self.successor)
         )
-        result.successor_codebook = mx.concatenate([self._rows(i) @ self.successor for i in ids])
         result.hidden_projection.weight = self.hidden.T
         mx.eval(result.parameters())
         return result
@@ -107,24 +97,27 @@ def with_selector(trainee: Trainee, maps: MappedSelector, config: SelectorConfig
     }
     plain = {name: value for name, value in trainee.raw.items() if name != "block_size"}
     raw = {**plain, "architectures": [VERSION_2], "dflash_config": method}
-    result, selector = Trainee.of(raw, trainee.target), maps.selector(config)
-    flat: Any = tree_flatten(selector.parameters())
-    weights = trainee.weights() | {f"candidate_selector.{name}": array for name, array in flat}
-    for name, array in result.weights().items():
-        if "_conv." in name:
-            made = mx.ones if name.endswith("base_kernel") else mx.zeros
-            weights[name] = made(array.shape)
-    result.network.load_weights(list(weights.items()))
+    result = Trainee.of(raw, trainee.target)
+    idle = {
+        name: (mx.ones if name.endswith("base_kernel") else mx.zeros)(array.shape)
+        for name, array in parameters_of(result.network).items()
+        if "_conv." in name
+    }
+    weights = {**idle, **parameters_of(trainee.network)}
+    result.network.load_weights(list(weights.items()), strict=False)
+    result.network.candidate_selector = maps.selector(config)
     mx.eval(result.network.parameters())
     return result
 
 
-class SelectorTrainer(Training[SelectorTraining]):
+class SelectorTrainer(Training):
     """Trains the maps on blocks at random anchors of texts. trainee: without a selector."""
 
+    config: SelectorTraining
+
     def __init__(self, trainee: Trainee, texts: Texts, config: SelectorTraining) -> None:
-        rows = EmbeddingRows(trainee.target.embedding(), trainee.config.vocab_size)
-        self.maps = MappedSelector(trainee.config.hidden_size, config.rank, rows, config.seed)
+        embedding = trainee.target.embedding()
+        self.maps = MappedSelector(embedding, trainee.config.vocab_size, config.rank, config.seed)
         super().__init__(self.maps, trainee, texts, config)
 
     def batch(self, blocks: Blocks) -> tuple[mx.array, ...]:
@@ -163,7 +156,7 @@ class SelectorTrainer(Training[SelectorTraining]):
 def main(argv: Sequence[str]) -> None:
     """Train until the time or the steps are used up. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
-    place = feature_place(arguments)
+    data = cli.read_options(arguments, DataConfig)
     config = cli.read_options(arguments, SelectorTraining)
     if arguments.out.exists() and (arguments.out.is_file() or any(arguments.out.iterdir())):
         raise DFlashError(f"{arguments.out} is there already", "choose another folder with --out")
@@ -176,7 +169,7 @@ def main(argv: Sequence[str]) -> None:
             f"top_k is {config.top_k}, more than the {most} tokens of the draft vocabulary",
             "choose fewer with --top-k, or more with --draft-vocabulary",
         )
-    texts = read_texts(arguments.corpus, pair, trainee.config.target_layer_ids, place)
+    texts = read_texts(data, pair, trainee.config.target_layer_ids)
     train, held_out = texts.split(config.held_out)
     arguments.out.mkdir(parents=True, exist_ok=True)
     print(f"without a selector: {measure(trainee, held_out).describe()}", file=sys.stderr)
@@ -197,7 +190,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--drafter", required=True, help="a DFlash drafter that fits the model")
     result.add_argument("--out", required=True, type=Path, help="new folder for both together")
-    add_data_options(result)
+    cli.add_options(result, DataConfig)
     cli.add_options(result, PairConfig, SelectorTraining, without=ALL_BUT_MODEL)
     return result
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.checkpoint import parameters_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.target.model import Target
@@ -59,8 +61,7 @@ def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
     first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
     if count == 1 or last <= first:
         return (max(first, last),)
-    step = (last - first) / (count - 1)
-    return tuple(sorted({round(first + i * step) for i in range(count)}))
+    return tuple(sorted({round(x) for x in np.linspace(first, last, count).tolist()}))
 
 
 def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[str, Any]:
@@ -110,18 +111,21 @@ def warm_start(trainee: Trainee) -> None:
     Norms of queries and keys, which most targets lack, stay at one. Raises DFlashError for a
     target whose layers are built otherwise.
     """
-    network, target, taken = trainee.network, trainee.target, []
+    network, target = trainee.network, trainee.target
     if len(network.layers) > target.num_layers:
         raise DFlashError(
             f"layers is {len(network.layers)}, but {target.name} has only {target.num_layers}",
             "choose fewer with --layers, or --start random",
         )
-    layers = target.model.layers[-len(network.layers) :]
-    for i, (layer, source) in enumerate(zip(network.layers, layers, strict=True)):
-        given = _dense(source)
-        for name, own in _flat(layer):
-            if name in given and given[name].shape == own.shape:
-                taken.append((f"layers.{i}.{name}", given[name].astype(mx.float32)))
+    norm = getattr(getattr(target.model, "model", None), "norm", None)
+    given = {} if norm is None else {"norm.weight": norm.weight}
+    for i, layer in enumerate(target.model.layers[-len(network.layers) :]):
+        given |= {f"layers.{i}.{name}": array for name, array in _dense(layer).items()}
+    taken = [
+        (name, given[name].astype(mx.float32))
+        for name, own in parameters_of(network).items()
+        if name in given and given[name].shape == own.shape
+    ]
     if not any(name.endswith("down_proj.weight") for name, _ in taken):
         raise DFlashError(
             f"the layers of {target.name} are not built like a drafter's",
@@ -130,22 +134,15 @@ def warm_start(trainee: Trainee) -> None:
     d = network.fc.weight.shape[0]
     last_tap = mx.concatenate([network.fc.weight[:, :-d], mx.eye(d)], axis=1)
     network.load_weights([*taken, ("fc.weight", last_tap)], strict=False)
-    norm = getattr(getattr(target.model, "model", None), "norm", None)
-    if norm is not None and norm.weight.shape == network.norm.weight.shape:
-        network.norm.weight = norm.weight.astype(mx.float32)
     mx.eval(network.parameters())
 
 
 def _dense(layer: nn.Module) -> dict[str, mx.array]:
     """Arrays by name; a quantised matrix is given by the numbers it stands for."""
-    arrays = dict(_flat(layer))
+    arrays: dict[str, Any] = dict(tree_flatten(layer.parameters()))
     for name, module in layer.named_modules():
         if isinstance(module, nn.QuantizedLinear):
             packed = (module.weight, module.scales, module.get("biases"))
             kind = (module.group_size, module.bits, module.mode)
             arrays[f"{name}.weight"] = mx.dequantize(*packed, *kind)
     return arrays
-
-
-def _flat(module: Any) -> list[tuple[str, mx.array]]:
-    return tree_flatten(module.parameters())  # type: ignore[return-value]

@@ -1,4 +1,9 @@
-"""A drafter in training. Here and in `packed.py` is all that knows DFlash's network class."""
+"""A drafter in training, over many blocks at once; here is all that knows DFlash's network class.
+
+`Network.__call__` runs one block behind a cache. Here the layers' own attention and MLP run over A
+blocks in each of S sequences, and the context's keys and values, computed once per sequence, are
+shared by all of its blocks.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import capped, embedding_scale
 from dflash_mlx.drafters.dflash.checkpoint import (
     check_fit,
     load_network,
+    parameters_of,
     parse_config,
     read_config,
     read_drafter,
@@ -21,15 +26,16 @@ from dflash_mlx.drafters.dflash.checkpoint import (
 )
 from dflash_mlx.drafters.dflash.config_file import VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
+from dflash_mlx.system import cpu_math
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.features import hidden_width, vocabulary_size
-from dflash_mlx.train.packed import hidden_states
 
 _VERSION_2_FIELDS = ("conv_", "selector_", "block_size")
 _START_FROM = "choose a DFlash drafter of the first version, in full precision"
 _NOISE = 0.02  # standard deviation of fresh weights
+_HIDDEN = -1e9  # an attention score that leaves no weight
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Trainee:
     def fresh(cls, raw: dict[str, Any], target: Target, seed: int) -> Trainee:
         """What a config.json describes, with norms at one and small noise everywhere else."""
         new, noise, weights = cls.of(raw, target), mx.random.key(seed), []
-        for name, array in new.weights().items():
+        for name, array in parameters_of(new.network).items():
             noise, key = mx.random.split(noise)
             weight = mx.random.normal(array.shape, key=key) * _NOISE
             weights.append((name, mx.ones(array.shape) if array.ndim == 1 else weight))
@@ -96,10 +102,6 @@ class Trainee:
         config = replace(self.config, convolution=None, selector=None)
         return Trainee(self.network, config, raw, self.target)
 
-    def weights(self) -> dict[str, mx.array]:
-        """The network's arrays by the names that they have in a folder."""
-        return dict(tree_flatten(self.network.parameters()))
-
     def inputs(self, texts: Texts, blocks: Blocks) -> tuple[mx.array, mx.array, mx.array]:
         """Features [S, T, m*d], anchors [S, A] and embeddings [S, A, B, d] for `states`."""
         features = texts.features(blocks.rows, int(blocks.anchors.max()))
@@ -109,10 +111,80 @@ class Trainee:
         return features, mx.array(blocks.anchors), x
 
     def states(self, features: mx.array, anchors: mx.array, x: mx.array) -> mx.array:
-        """Final hidden states [S, A, B, d], see `hidden_states`."""
-        return hidden_states(self.network, self.config, features, anchors, x)
+        """Final hidden states [S, A, B, d] of A blocks in each of S sequences.
+
+        features: [S, T, m*d] of the target, padded at the end. anchors: [S, A], the blocks' first
+        positions; a block sees the features before its anchor, and itself. x: [S, A, B, d], the
+        blocks' embeddings.
+        """
+        network, shape, rows = self.network, x.shape, x.flatten(0, 1)
+        context = network.hidden_norm(network.fc(features))
+        kinds = list(zip(self.config.layer_windows, self.config.layer_causal, strict=True))
+        masks = {kind: _mask(anchors, shape[2], features.shape[1], *kind) for kind in set(kinds)}
+        for layer, kind in zip(network.layers, kinds, strict=True):
+            at_start: Any = _ContextCache()
+            cache: Any = _BlockCache(anchors, layer.self_attn.remember(context, at_start))
+            rows = rows + layer.self_attn(layer.input_layernorm(rows), masks[kind], cache)
+            y, mlp = layer.post_attention_layernorm(rows), layer.mlp
+            # As `MLP.__call__`, with an exponential that is fast on Linux, too.
+            rows = rows + mlp.down_proj(cpu_math.swiglu(mlp.gate_proj(y), mlp.up_proj(y)))
+        return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]
 
     def logits(self, states: mx.array) -> mx.array:
         """[..., V] from final states [..., d]."""
         logits = self.target.head()(states * self.config.output_multiplier)
         return capped(logits, self.config.final_logit_softcapping)
+
+
+def _mask(anchors: mx.array, B: int, T: int, window: int | None, causal: bool) -> mx.array:
+    """[S, 1, A, 1, B, T + B]: which context tokens and which of its block's rows a row sees."""
+    rows, tokens = mx.arange(B), mx.arange(T)
+    apart = rows[:, None] - rows[None]
+    inside = mx.abs(apart) < (window or B)
+    if causal:
+        inside = inside & (apart >= 0)
+    starts = anchors[:, :, None, None]
+    before = mx.broadcast_to(tokens < starts, (*anchors.shape, B, T))
+    if window is not None:
+        before = before & (starts + rows[:, None] - tokens < window)
+    inside = mx.broadcast_to(inside, (*anchors.shape, B, B))
+    return mx.concatenate([before, inside], axis=-1)[:, None, :, None]
+
+
+class _ContextCache:
+    """The part of a `LayerCache` that `Attention.remember` needs, for rows from position 0 on."""
+
+    offset = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+
+class _BlockCache(_ContextCache):
+    """... and the part that `Attention.__call__` needs, for all blocks [S*A, Hkv, B, D].
+
+    anchors: [S, A]. context: keys and values [S, Hkv, T, D] of the sequences.
+    """
+
+    def __init__(self, anchors: mx.array, context: tuple[mx.array, mx.array]) -> None:
+        self.offset: Any = anchors.flatten()
+        self._shape, self._context = anchors.shape, context
+
+    def attend(
+        self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array
+    ) -> mx.array:
+        """[S*A, H, B, D] for queries of that shape; mask: of `_mask`."""
+        (S, A), (keys, values) = self._shape, self._context
+        groups, B, T = q.shape[1] // k.shape[1], q.shape[2], keys.shape[2]
+        q = mx.unflatten(q * scale, 1, (-1, groups)).flatten(2, 3)  # [S*A, Hkv, g*B, D]
+        shared = mx.unflatten(q, 0, (S, A)).swapaxes(1, 2).flatten(2, 3)  # [S, Hkv, A*g*B, D]
+        outside = mx.unflatten(shared @ keys.swapaxes(-1, -2), 2, (A, groups, B))
+        own = mx.unflatten(q @ k.swapaxes(-1, -2), 0, (S, A)).swapaxes(1, 2)
+        own = mx.unflatten(own, 3, (groups, B))
+        scores = mx.where(mask, mx.concatenate([outside, own], axis=-1), _HIDDEN)
+        weights = cpu_math.softmax(scores)  # [S, Hkv, A, g, B, T + B]
+        outside, own = weights[..., :T].flatten(2, 4), weights[..., T:].flatten(3, 4)
+        from_block = mx.unflatten(own.swapaxes(1, 2).flatten(0, 1) @ v, 2, (groups, B))
+        from_context = mx.unflatten(outside @ values, 2, (A, groups, B)).swapaxes(1, 2)
+        out = from_context.flatten(0, 1) + from_block  # [S*A, Hkv, g, B, D]
+        return out.flatten(1, 2)

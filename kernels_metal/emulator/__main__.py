@@ -76,7 +76,7 @@ def describe(counters: Counters) -> str:
         f"\n{c.kernel}: {c.threadgroups} threadgroups, {c.threads} threads, "
         f"{c.threadgroup_bytes} bytes of threadgroup memory",
         f"{c.simd_operations} SIMD-group operations, {c.barriers} threadgroup barriers, "
-        f"{c.simdgroup_barriers} SIMD-group barriers, {c.atomics} atomic operations",
+        f"{c.simdgroup_barriers} SIMD-group barriers",
         _row(HEADINGS),
     ]
     for name, traffic in c.buffers.items():

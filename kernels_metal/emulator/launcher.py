@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,6 @@ import numpy as np
 from kernels_metal.emulator.compiler import compile_kernel, compile_runtime
 from kernels_metal.emulator.errors import EmulatorError
 from kernels_metal.emulator.memory import (
-    Bytes,
     Memory,
     new_output,
     read_array,
@@ -52,7 +52,6 @@ class _Buffer(ctypes.Structure):
         ("origin", ctypes.c_uint64),
         ("item", ctypes.c_uint32),
         ("kind", ctypes.c_uint32),
-        ("initialised", ctypes.c_uint32),
         ("floating", ctypes.c_uint32),
         ("read", ctypes.c_uint64),
         ("written", ctypes.c_uint64),
@@ -70,7 +69,6 @@ _COUNTERS = (
     "simd_operations",
     "barriers",
     "simdgroup_barriers",
-    "atomics",
     "threadgroup_bytes",
 )
 
@@ -134,26 +132,19 @@ class Counters:
     simd_operations: int
     barriers: int
     simdgroup_barriers: int
-    atomics: int
     threadgroup_bytes: int
     buffers: dict[str, Traffic]
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """A buffer of the launch, and the memory behind it."""
 
     parameter: Parameter
-    data: Bytes
-    origin: int
-    item: int
-    kind: int
-    floating: bool = False
-    holes: Bytes | None = None
+    memory: Memory
+    buffer: _Buffer
 
 
-@dataclass(frozen=True)
-class _Code:
+class _Code(NamedTuple):
     """A compiled kernel."""
 
     entry: int
@@ -188,7 +179,7 @@ def run_kernel(
     """Run a kernel on the CPU. Raises EmulatorError for everything that is wrong with it."""
     code = _load(compile_kernel(kernel.name, translate(kernel, inputs, plan)))
     slots = _slots(kernel, inputs, plan)
-    buffers = (_Buffer * len(slots))(*(_buffer(s, plan) for s in slots))
+    buffers = (_Buffer * len(slots))(*(slot.buffer for slot in slots))
     sizes = tuple(min(n, grid) for n, grid in zip(plan.threadgroup, plan.grid, strict=True))
     launch = _Launch(code.entry, code.lines, code.line_count, buffers, len(slots), plan.grid, sizes)
     with _running:
@@ -196,7 +187,7 @@ def run_kernel(
     if failed:
         raise _error(kernel, launch.error)
     outputs = [
-        write_array(slot.data, shape, dtype)
+        write_array(slot.memory.data, shape, dtype)
         for slot, shape, dtype in zip(
             slots[-len(kernel.outputs) :], plan.output_shapes, plan.output_dtypes, strict=True
         )
@@ -214,18 +205,25 @@ def _slots(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[_Sl
     for parameter in generate(kernel, inputs, plan).parameters:
         if parameter.of in outputs:
             shape, dtype = outputs[parameter.of]
-            data = new_output(shape, dtype, plan.init_value)
-            floating = dtype in _FLOATS
-            result.append(_Slot(parameter, data, 0, dtype.size, _OUTPUT, floating))
+            memory = Memory(new_output(shape, dtype), None, 0, shape, ())
+            kind, item, floating = _OUTPUT, dtype.size, dtype in _FLOATS
         elif parameter.part:
             memory = _metadata(memories[parameter.of], parameter.part)
-            result.append(_Slot(parameter, memory.data, 0, 4, _METADATA))
+            kind, item, floating = _METADATA, 4, False
         else:
             memory = memories[parameter.of]
-            item = arrays[parameter.of].dtype.size
-            result.append(
-                _Slot(parameter, memory.data, memory.origin, item, _INPUT, False, memory.holes)
-            )
+            kind, item, floating = _INPUT, arrays[parameter.of].dtype.size, False
+        buffer = _Buffer(
+            name=parameter.name.encode(),
+            data=memory.data.ctypes.data,
+            holes=None if memory.holes is None else memory.holes.ctypes.data,
+            bytes=memory.data.nbytes,
+            origin=memory.origin,
+            item=item,
+            kind=kind,
+            floating=floating,
+        )
+        result.append(_Slot(parameter, memory, buffer))
     return result
 
 
@@ -235,20 +233,6 @@ def _metadata(memory: Memory, part: str) -> Memory:
     if part == "strides":
         return read_integers(memory.strides, np.int64)
     return read_integers((len(memory.shape),), np.int32)
-
-
-def _buffer(slot: _Slot, plan: Launch) -> _Buffer:
-    return _Buffer(
-        name=slot.parameter.name.encode(),
-        data=slot.data.ctypes.data,
-        holes=None if slot.holes is None else slot.holes.ctypes.data,
-        bytes=slot.data.nbytes,
-        origin=slot.origin,
-        item=slot.item,
-        kind=slot.kind,
-        initialised=plan.init_value is not None,
-        floating=slot.floating,
-    )
 
 
 def _error(kernel: Kernel, error: _Error) -> EmulatorError:
@@ -265,7 +249,7 @@ def _error(kernel: Kernel, error: _Error) -> EmulatorError:
 
 def _counters(kernel: Kernel, launch: _Launch, slots: Sequence[_Slot]) -> Counters:
     traffic = {
-        slot.parameter.name: Traffic(slot.data.nbytes, int(b.read), int(b.written), int(b.fetched))
+        slot.parameter.name: Traffic(int(b.bytes), int(b.read), int(b.written), int(b.fetched))
         for slot, b in zip(slots, launch.buffers[: len(slots)], strict=True)
         if not slot.parameter.part
     }

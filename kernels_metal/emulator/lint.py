@@ -99,7 +99,7 @@ def _types(source: str, templates: Sequence[str]) -> list[str]:
     """Names of all types: Metal's, the template's and the source's own."""
     named = re.findall(r"\b(?:struct|typename|class|using)\s+(\w+)", source)
     named += re.findall(r"\btypedef\b[^;]*?(\w+)\s*;", source)
-    return sorted({*SCALARS, *VECTORS, *templates, *named, "void", "simdgroup_matrix", "atomic"})
+    return sorted({*SCALARS, *VECTORS, *templates, *named, "void", "simdgroup_matrix"})
 
 
 def _forbidden_words(source: str) -> Iterator[Problem]:

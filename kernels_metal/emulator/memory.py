@@ -62,10 +62,8 @@ def read_integers(values: tuple[int, ...], dtype: type[np.generic]) -> Memory:
     return Memory(data, None, 0, (len(values),), (1,))
 
 
-def new_output(shape: tuple[int, ...], dtype: mx.Dtype, value: float | None) -> Bytes:
-    """An output before the kernel runs: `value`, or the pattern of uninitialised memory."""
-    if value is not None:
-        return np.array(_numbers(mx.full(shape, value, dtype))).reshape(-1).view(np.uint8)
+def new_output(shape: tuple[int, ...], dtype: mx.Dtype) -> Bytes:
+    """An output before the kernel runs: the pattern of uninitialised memory."""
     return np.full(int(np.prod(shape)) * dtype.size, 0xFF, np.uint8)
 
 

@@ -159,8 +159,7 @@ def _input_parameters(kernel: Kernel, inputs: Sequence[mx.array], body: str) -> 
 
 
 def _output_parameters(kernel: Kernel, plan: Launch) -> list[Parameter]:
-    form = "device atomic<{}>" if kernel.atomic_outputs else "device {}"
     return [
-        Parameter(form.format(TYPES[dtype]), name, name)
+        Parameter(f"device {TYPES[dtype]}", name, name)
         for name, dtype in zip(kernel.outputs, plan.output_dtypes, strict=True)
     ]

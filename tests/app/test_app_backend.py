@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_chat.backend import Backend, Loaded, PlainMeasured
+from dflash_chat.backend import Backend, Loaded
 from dflash_chat.race import Lane, RaceResult, RaceStep, result_of
 from dflash_mlx import DecodeConfig, DFlashError, Difference, PairConfig, Request, SamplingConfig
-from dflash_mlx.models import memory
+from dflash_mlx.models import available
+from dflash_mlx.models.names import find_names
 from support.models import write_drafter, write_model
 
 CONFIG = DecodeConfig(max_tokens=12, method="dflash")
@@ -53,17 +54,12 @@ def test_a_drafter_that_does_not_fit_leaves_the_old_pair(backend, folders):
 
 
 def test_what_does_not_fit_in_memory_with_its_drafters_is_refused(backend, folders, monkeypatch):
-    target = memory.needed_by_name(folders["model"], "model*.safetensors")
-    monkeypatch.setattr(memory, "available_memory", lambda: target)
+    target = available.needed_by(find_names(PairConfig(folders["model"])))
+    monkeypatch.setattr(available, "available_memory", lambda: target)
     (event,) = backend.load(PairConfig(folders["model"]))
     assert event.pair.means.drafters == 0
     with pytest.raises(DFlashError, match=f"{target / 1e9:.2f} GB"):
         next(backend.load(PairConfig(folders["model"], folders["drafter"])))
-
-
-def test_plain_decoding_is_measured(backend, monkeypatch):
-    monkeypatch.setattr("dflash_mlx.Responder.plain_seconds", lambda responder: 0.25)
-    assert list(backend.measure()) == [PlainMeasured(0.25)]
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.9, seed=1)])

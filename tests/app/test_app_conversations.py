@@ -63,7 +63,7 @@ async def test_a_damaged_conversation_opens_as_far_as_it_goes_with_the_question_
     assert [m["content"] for m in backend.requests[0].messages][-1] == "lost"
 
 
-@in_chat()
+@in_chat(size=(80, 24))
 async def test_conversations_are_listed_opened_renamed_and_deleted(app, pilot, backend):
     for question in ("first talk", "second talk"):
         await answered(app, pilot, question)
@@ -72,6 +72,7 @@ async def test_conversations_are_listed_opened_renamed_and_deleted(app, pilot, b
     await say(app, pilot, "/open")
     assert isinstance(app.screen, OpenScreen)
     assert app.screen.query_one(OptionList).option_count == 2
+    assert "first talk" in screen_text(app) and "second talk" in screen_text(app)
     await pilot.press("down", "r")
     app.screen.query_one(Input).value = "Rivers"
     await pilot.press("enter")

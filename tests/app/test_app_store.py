@@ -85,13 +85,6 @@ def test_a_damaged_file_gives_what_stands_before_the_damage_and_is_kept(store, c
     assert store.open(file).problem == ""
 
 
-def test_a_damaged_file_is_listed_and_marked(store):
-    damaged(store, lambda data: b"nonsense")
-    (entry,) = store.entries()
-    assert entry.damaged
-    assert entry.title == UNTITLED
-
-
 def test_a_folder_that_cannot_be_written_is_a_sentence_with_a_next_step(tmp_path):
     (tmp_path / "file").write_text("in the way")
     store = Store(tmp_path / "file" / "conversations")
@@ -135,13 +128,15 @@ def test_two_windows_on_one_conversation_lose_nothing(store, renames):
     assert questions == ["from the other window", "from this window"]
 
 
-def test_what_vanishes_while_the_others_are_listed_or_is_half_written_hides_none(store):
+def test_what_vanishes_is_half_written_or_damaged_hides_no_other(store):
     conversation = talk(("a", "b"))
     store.save(conversation)
     file = store.file_of(conversation)
     file.with_name(f".new-1-{file.name}").write_bytes(file.read_bytes()[:-5])
     (store.folder / "gone.jsonl").symlink_to("nowhere")
-    assert [entry.title for entry in store.entries()] == ["a"]
+    (store.folder / "damaged.jsonl").write_text("nonsense")
+    listed = {(entry.title, entry.damaged) for entry in store.entries()}
+    assert listed == {("a", False), (UNTITLED, True)}
 
 
 def test_a_conversation_that_another_window_deleted_is_saved_again(store):

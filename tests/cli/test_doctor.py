@@ -16,7 +16,7 @@ from dflash_mlx import load
 from dflash_mlx.cli import doctor
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import report as pair_report
+from dflash_mlx.models import load as pair_report
 from dflash_mlx.models.source import Source
 from dflash_mlx.target.pass_times import ROWS
 from kernels_metal import sweep

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +17,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import pair_folder
 from support.converted import assert_same_tensors, tensors
 from support.drafter_formats import FORMATS
-from support.hub_server import Hub, etag, serve
+from support.hub_server import Hub, serve
 from support.models import ask_for_code, write_drafter, write_model
 from support.reference_dflash import write_drafter_folder
 
@@ -80,55 +75,6 @@ def test_a_pair_of_repositories_keeps_their_names_and_is_not_fetched_again(hub, 
     hub.requests.clear()
     main(["owner/model", str(tmp_path / "out" / "second"), "--pair", "owner/drafter"])
     assert {method for method, _, _ in hub.requests} <= {"HEAD"}
-
-
-def test_a_download_that_broke_off_goes_on_where_it_stopped(hub, tmp_path, monkeypatch):
-    """The hub's client tries again itself; what it has by then is not fetched twice."""
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
-    hub.cut = 300_000
-    main(["owner/model", str(tmp_path / "out" / "dst")])
-    ranges = [part for part in weight_requests(hub) if part != "bytes=0-100000"]
-    assert ranges == [None, "bytes=300000-"]
-    stored = tensors(hub.repositories["owner/model"])
-    assert_same_tensors(tensors(tmp_path / "out" / "dst"), stored)
-
-
-def test_a_download_that_was_killed_keeps_the_files_that_were_whole(hub, tmp_path):
-    """The hub's client begins the file anew in which it was killed."""
-    folder = hub.repositories["owner/model"]
-    weights = tensors(folder)
-    (folder / "model.safetensors").unlink()
-    small, large = {"model.norm.weight": weights.pop("model.norm.weight")}, weights
-    for i, part in enumerate((small, large), start=1):
-        mx.save_safetensors(str(folder / f"model-{i:05d}-of-00002.safetensors"), part)
-    hub.cut, hub.stall = 200_000, threading.Event()
-    arguments = ["owner/model", str(tmp_path / "out" / "dst")]
-    places = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": f"{tmp_path}/cache", "TMPDIR": str(tmp_path)}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "dflash_mlx.convert", *arguments],
-        env={**os.environ, **places},
-        stderr=subprocess.DEVNULL,
-    )
-    blob = tmp_path / "cache" / "models--owner--model" / "blobs"
-    wait_for(lambda: (blob / etag(folder / "model-00001-of-00002.safetensors")).is_file())
-    wait_for(lambda: ("GET", "model-00002-of-00002.safetensors", None) in hub.requests)
-    child.kill()
-    child.wait()
-    hub.stall.set()
-    assert list((tmp_path / "out").iterdir()) == []
-    hub.requests.clear()
-    main(arguments)
-    whole = [f for method, f, part in hub.requests if method == "GET" and part is None]
-    assert whole.count("model-00002-of-00002.safetensors") == 1
-    assert "model-00001-of-00002.safetensors" not in whole
-    assert_same_tensors(tensors(tmp_path / "out" / "dst"), tensors(folder))
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # A dry run

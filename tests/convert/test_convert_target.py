@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -11,11 +12,10 @@ import pytest
 from mlx_lm.convert import convert as convert_by_mlx_lm
 from mlx_lm.utils import load_model
 
-from dflash_mlx import DecodeConfig, load
+from dflash_mlx import load
 from dflash_mlx.convert.writing import write_shards
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.formats.gguf_target import load_gguf
-from dflash_mlx.session.stream import generate
 from support.converted import assert_same_tensors, config, convert, tensors
 from support.families import FAMILIES, make_model
 from support.gguf_files import F16, F32, Q4_0, Q4_1, Q8_0
@@ -36,29 +36,16 @@ def logits(folder: Path) -> mx.array:
     return load_model(folder)[0](PROMPT)
 
 
-def greedy(model: Any, count: int = 12) -> list[int]:
-    tokens = PROMPT
-    for _ in range(count):
-        tokens = mx.concatenate([tokens, mx.argmax(model(tokens)[:, -1:], axis=-1)], axis=1)
-    return tokens[0].tolist()  # type: ignore[return-value]
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmo3", "gpt_oss", "mixtral"])
 def test_a_converted_target_gives_the_logits_and_tokens_of_the_original(tmp_path, family):
     original = make_model(family)
     source = write_model(tmp_path / "source", original, **FAMILIES[family])
     converted, _ = load_model(convert(source, tmp_path / "dst"))
     assert mx.abs(converted(PROMPT) - original(PROMPT)).max().item() <= CLOSE
-    assert greedy(converted) == greedy(original)
 
 
-def test_a_converted_target_decodes_through_model_with_the_same_tokenizer_files(model, tmp_path):
-    convert(model, tmp_path / "dst")
-    plainly = DecodeConfig(method="none", max_tokens=12)
-    before, after = (
-        generate(load(model=str(folder)), "hello", plainly) for folder in (model, tmp_path / "dst")
-    )
-    assert (before.tokens, before.text) == (after.tokens, after.text)
+def test_a_converted_target_loads_as_a_model_with_the_same_tokenizer_files(model, tmp_path):
+    load(model=str(convert(model, tmp_path / "dst")))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "dst" / name).read_bytes() == (model / name).read_bytes()
 
@@ -116,16 +103,6 @@ def test_a_quantised_target_is_quantised_anew_only_after_dequantising(model, tmp
     assert_same_tensors(tensors(convert(plain, tmp_path / "again", "--bits", "8")), tensors(eight))
 
 
-class Bar:
-    """A progress bar that only counts."""
-
-    def __init__(self) -> None:
-        self.done = 0
-
-    def update(self, size: int) -> None:
-        self.done += size
-
-
 @pytest.mark.parametrize("gigabytes", [0, 5], ids=["a file each", "one file"])
 def test_every_type_and_shape_comes_back_as_it_was_written(tmp_path, gigabytes):
     written = {
@@ -136,7 +113,8 @@ def test_every_type_and_shape_comes_back_as_it_was_written(tmp_path, gigabytes):
         "half": mx.array([1.5, -2.25], mx.bfloat16),
         "packed": mx.array([[2**32 - 1, 7]], mx.uint32),
     }
-    bar = Bar()
+    sizes: list[int] = []
+    bar = SimpleNamespace(update=sizes.append)
     write_shards(tmp_path, dict(written), bar, gigabytes)
     assert_same_tensors(tensors(tmp_path), written)
     files = [f"model-0000{i}-of-00006.safetensors" for i in range(1, 7)]
@@ -145,7 +123,7 @@ def test_every_type_and_shape_comes_back_as_it_was_written(tmp_path, gigabytes):
     assert sorted(index["weight_map"].values()) == (
         ["model.safetensors"] * 6 if gigabytes else files
     )
-    assert index["metadata"]["total_size"] == bar.done == sum(w.nbytes for w in written.values())
+    assert index["metadata"]["total_size"] == sum(sizes) == sum(w.nbytes for w in written.values())
 
 
 # GGUF
@@ -159,7 +137,6 @@ def test_a_converted_gguf_file_gives_the_logits_and_tokens_of_the_file(tmp_path,
     original, _, _ = load_gguf(file, dequantize=True)
     converted, _ = load_model(convert(file, tmp_path / "dst", "--dtype", "float32"))
     assert mx.abs(converted(PROMPT) - original(PROMPT)).max().item() <= CLOSE
-    assert greedy(converted) == greedy(original)
 
 
 def test_a_gguf_file_stays_packed_unless_it_is_dequantised(tmp_path):

@@ -14,6 +14,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import (
     load_network,
+    parameters_of,
     parse_config,
     read_config,
     read_drafter,
@@ -21,7 +22,6 @@ from dflash_mlx.drafters.dflash.checkpoint import (
 )
 from dflash_mlx.drafters.dflash.network import Network
 from dflash_mlx.drafters.dflash.quantized import Quantization, quantization_of, quantize_network
-from dflash_mlx.drafters.dflash.tensors import parameters_of
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
 from support.decoding import feed

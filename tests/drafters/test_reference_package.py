@@ -19,7 +19,7 @@ from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
-from dflash_mlx.train.selector import EmbeddingRows, MappedSelector, with_selector
+from dflash_mlx.train.selector import MappedSelector, with_selector
 from dflash_mlx.train.trainee import Trainee
 from support import reference_dflash2
 from support.decoding import feed, open_with
@@ -169,8 +169,7 @@ def test_a_drafter_that_was_given_a_selector_has_the_reference_s_logits_and_path
     made = make_trainee(raw)
     config = made.config
     tables: Any = Tables(config.vocab_size, config.hidden_size)
-    rows = EmbeddingRows(tables.embedding(), config.vocab_size)
-    maps = MappedSelector(config.hidden_size, 8, rows, seed=0)
+    maps = MappedSelector(tables.embedding(), config.vocab_size, 8, seed=0)
     maps.predecessor = maps.predecessor * 30  # so that it changes paths
     with_selector(Trainee(made.network, config, raw, tables), maps, SelectorConfig(8, 5)).save(
         tmp_path

@@ -76,6 +76,9 @@ class ToyModel:
     def new_context(self) -> Seen:
         return Seen()
 
+    def limit_vocabulary(self, target: Target, tokens: Any, size: int) -> None:
+        pass
+
     def try_out(self, context: Any) -> mx.array:
         return self.module.after[context.last]
 
@@ -106,6 +109,7 @@ class ToyDrafter(EachAlone):
 @dataclass(frozen=True)
 class ToyConfig:
     block_size: int = 4
+    vocab_size: int = VOCAB_SIZE
     taps: tuple[int, ...] = ()
     quantization = None
     notes: tuple[str, ...] = ()

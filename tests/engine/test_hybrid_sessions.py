@@ -16,7 +16,6 @@ from dflash_mlx.engine.exact import measure_noise
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.session.stream import Session
-from dflash_mlx.target import pass_times as budget
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import TAIL
@@ -188,11 +187,6 @@ def test_the_whole_of_an_exact_answer_can_be_decided_by_one_row_passes(pair):
         assert_state_is_that_of_its_tokens(session)
     finally:
         pair.target.noise = None
-
-
-def test_pass_times_of_trees_are_not_measured(target):
-    with pytest.raises(DFlashError, match="recurrent state"):
-        budget.measure(target)
 
 
 def test_training_features_are_those_of_one_pass_over_the_sequence(target, tmp_path, monkeypatch):

@@ -149,7 +149,7 @@ def test_unknown_acceptance_is_refused():
 def test_real_networks_draw_and_reject_and_an_abandoned_answer_goes_on(pair):
     """At a high temperature, where the laws of random networks overlap."""
     sampling = SamplingConfig(8.0, seed=1)
-    config = DecodeConfig("dflash", max_tokens=30, sampling=sampling, acceptance="reject")
+    config = DecodeConfig("dflash", 8, max_tokens=30, sampling=sampling, acceptance="reject")
     drafter = make_drafter(pair, config)
     assert isinstance(drafter, DrawnBlock)
     state = start(pair.target, drafter, [1, 2, 3], config)
@@ -168,7 +168,7 @@ def test_real_networks_draw_and_reject_and_an_abandoned_answer_goes_on(pair):
 @pytest.mark.parametrize("seed", [None, 3])
 def test_every_answer_of_a_session_draws_drafts_of_its_own_unless_seeded(pair, seed):
     sampling = SamplingConfig(2.0, seed=seed)
-    config = DecodeConfig(method="dflash", max_tokens=6, acceptance="reject", sampling=sampling)
+    config = DecodeConfig("dflash", 8, max_tokens=6, acceptance="reject", sampling=sampling)
     drafter = make_drafter(pair, config)
     state = start(pair.target, drafter, [1, 2, 3, 4], config)
     drafts = set()

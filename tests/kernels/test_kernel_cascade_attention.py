@@ -1,7 +1,5 @@
 """cascade_attention: the kernels in the emulator against their reference, and it against NumPy."""
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -15,70 +13,21 @@ from kernels_metal.cascade_attention import (
 )
 from kernels_metal.emulator import emulated
 from support.kernels import (
-    DTYPES,
     arguments,
     assert_close,
     bytes_read,
     each_is_found,
     exact,
-    faults,
     launches,
+    random_calls,
     refused,
 )
 
 
-@dataclass(frozen=True)
-class Attention:
-    """One call: sizes and kinds, from which the arguments are made."""
-
-    dim: int
-    heads: int
-    kv_heads: int
-    rows: int
-    prefix: int
-    columns: int = 0  # as many as rows
-    mask: str = "tree"
-    window: bool = False
-    sinks: bool = False
-    start: int = 0  # of the keys inside a larger cache
-    slack: int = 0  # slots behind the last key
-    transposed: bool = False  # stored as [slots, heads, D]
-
-    def arguments(self, dtype):
-        rng = np.random.default_rng(self.rows * 10_007 + self.prefix)
-        seen = self.visibility(rng)
-        sizes = {"rows": self.rows, "prefix": self.prefix, "dim": self.dim, "heads": self.heads}
-        sizes |= {"kv_heads": self.kv_heads, "sinks": self.sinks}
-        sizes["slack"] = self.start + seen.columns + self.slack  # local keys beyond one a row
-        made = arguments(CASCADE_ATTENTION, dtype, **sizes)
-        slots = slice(self.start, self.start + seen.keys + self.slack)
-        caches = [cache[:, :, slots] for cache in made[1:3]]
-        if self.transposed:
-            caches = [mx.contiguous(cache.swapaxes(1, 2)).swapaxes(1, 2) for cache in caches]
-        return made[0], *caches, seen, *made[4:]
-
-    def visibility(self, rng: np.random.Generator) -> Visibility:
-        columns = self.columns or self.rows
-        first = None
-        if self.window:
-            low = rng.integers(self.prefix // 2 + 1)
-            first = tuple(int(low + rng.integers(self.prefix - low + 1)) for _ in range(self.rows))
-        return Visibility(self.prefix, local_mask(self.mask, self.rows, columns, rng), first)
-
-
-def local_mask(kind: str, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
-    """Which of the local keys each row sees; every row sees at least one."""
-    row, column = np.arange(rows)[:, None], np.arange(columns)[None]
-    if kind == "all":
-        return np.ones((rows, columns), bool)
-    if kind == "causal":
-        return row >= column
-    if kind == "branches":
-        return row % columns // 4 == column // 4
-    mask = row % columns == column
-    for node in range(1, min(rows, columns)):
-        mask[node] |= mask[rng.integers(node)]
-    return mask
+def made(dim, heads, kv_heads, rows, prefix, dtype=mx.float32, **features):
+    """The arguments of a call behind a causal block; features: window, sinks, slack."""
+    sizes = {"dim": dim, "heads": heads, "kv_heads": kv_heads, "rows": rows, "prefix": prefix}
+    return arguments(CASCADE_ATTENTION, dtype, seed=rows, **sizes, **features)
 
 
 def attend(queries, keys, values, seen: Visibility, scale: float, sinks=None) -> np.ndarray:
@@ -100,86 +49,31 @@ def attend(queries, keys, values, seen: Visibility, scale: float, sinks=None) ->
     return out[None]
 
 
-SHAPES = [
-    # One row, and prefixes around the tiles of 8, 16 and 32 keys
-    Attention(64, 1, 1, 1, 0),
-    Attention(64, 2, 1, 1, 1, mask="all"),
-    Attention(96, 3, 1, 1, 8, sinks=True),
-    Attention(64, 2, 2, 2, 31, window=True),
-    Attention(80, 2, 1, 3, 32),
-    Attention(96, 4, 2, 5, 33, mask="causal"),
-    # Blocks and trees behind longer prefixes: one split, then several
-    Attention(64, 4, 1, 9, 64, mask="causal", start=3, slack=7),
-    Attention(80, 4, 2, 15, 65, mask="all", sinks=True),
-    Attention(96, 2, 2, 16, 100, transposed=True),
-    Attention(128, 2, 1, 16, 127, window=True),
-    Attention(80, 1, 1, 17, 129, sinks=True, window=True),
-    Attention(256, 1, 1, 24, 70, mask="branches"),
-    # Local keys that need a second and a third word of bits
-    Attention(64, 2, 1, 31, 40),
-    Attention(64, 2, 1, 32, 30),
-    Attention(80, 2, 2, 33, 20),
-    Attention(96, 1, 1, 48, 17, mask="branches", window=True),
-    Attention(128, 1, 1, 64, 10, mask="causal"),
-    Attention(80, 2, 1, 4, 9, columns=96, mask="branches"),
-    # More query rows than the registers of a threadgroup hold: 64, with a head dim of 256 32
-    Attention(64, 1, 1, 65, 70),
-    Attention(80, 4, 2, 33, 33, mask="causal"),
-    Attention(96, 1, 1, 96, 40, sinks=True),
-    Attention(256, 1, 1, 33, 9, mask="causal"),
-    Attention(256, 4, 1, 9, 17, sinks=True, window=True),
-    # Nine or more query heads; more splits than lanes join them
-    Attention(64, 9, 3, 2, 300, mask="causal", sinks=True),
-    Attention(128, 12, 12, 1, 77, sinks=True),
-    Attention(96, 1, 1, 3, 2047, window=True),
-    Attention(64, 1, 1, 2, 4500),
-    Attention(64, 2, 1, 2, 5000, mask="causal", start=120, slack=136),
-]
-# Every shape in float32 and one of the half types in turn: those differ in nothing but rounding.
-CALLS = [(shape, mx.float32) for shape in SHAPES]
-CALLS += [(shape, DTYPES[1 + i % 2]) for i, shape in enumerate(SHAPES)]
-
-
-@pytest.mark.parametrize(("shape", "dtype"), CALLS, ids=str)
-def test_the_kernels_equal_their_reference(shape, dtype):
-    queries, keys, values, seen, scale, sinks = shape.arguments(dtype)
-    with emulated():
-        result = cascade_attention(queries, keys, values, seen, scale, sinks)
-    wide = [None if a is None else a.astype(mx.float32) for a in (queries, keys, values, sinks)]
-    assert_close(result, cascade_attention_reference(*wide[:3], seen, scale, wide[3]), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_shapes_lie_on_both_sides_of_every_branch(dtype):
+def test_random_calls_lie_on_both_sides_of_every_branch():
     splits, sets, words, tiles, sunk = (set() for _ in range(5))
-    for shape in (shape for shape, of in CALLS if of == dtype):
-        *_, seen, _, sinks = given = shape.arguments(dtype)
-        plan = launches(CASCADE_ATTENTION, *given)[0].plan
+    for queries, keys, values, seen, scale, sinks in random_calls(CASCADE_ATTENTION):
+        _, _, plan = launches(CASCADE_ATTENTION, queries, keys, values, seen, scale, sinks)[0]
         template = dict(plan.template)
         splits.add(plan.grid[1])
-        sets.add(-(-shape.rows * shape.heads // shape.kv_heads // (8 * template["ROWS"])))
+        sets.add(-(-seen.rows * queries.shape[1] // keys.shape[1] // (8 * template["ROWS"])))
         words.add(seen.bits.shape[1] - 1)
         tiles.add((template["D"], template["KEYS"]))
         sunk.add(sinks is not None)
     assert 1 in splits and max(splits) > 32  # more than the lanes of the SIMD-group that joins them
-    assert sets == {1, 2}  # rows in one go, and in two
+    assert {1, 2} < sets  # rows in one go, in two, and in more
     assert words == {1, 2, 3}
     assert sunk == {False, True}
-    assert len(tiles) == len(HEAD_DIMS)
+    assert len(tiles) == 2 * len(HEAD_DIMS) - 1  # of D = 64 the same for float32 and half types
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Attention(64, 4, 2, 5, 33),
-        Attention(96, 2, 1, 12, 40, window=True, sinks=True),
-        Attention(128, 8, 2, 9, 17, columns=40, mask="branches", start=5, slack=3),
-        Attention(256, 2, 2, 3, 9, sinks=True, transposed=True),
-    ],
-)
-def test_the_reference_is_a_softmax_over_what_each_row_sees(shape):
-    given = shape.arguments(mx.float32)
-    assert_close(cascade_attention_reference(*given), attend(*given))
+def test_the_reference_is_a_softmax_over_what_each_row_sees():
+    kinds = set()
+    for call in random_calls(CASCADE_ATTENTION):
+        queries, _, _, seen, _, sinks = call
+        if queries.dtype == mx.float32 and queries.shape[1] * seen.rows < 100:
+            kinds |= {(seen.first is None, sinks is None)}
+            assert_close(cascade_attention_reference(*call), attend(*call))
+    assert len(kinds) == 4  # with and without windows and sinks
 
 
 def test_the_reference_is_one_call_of_mlxs_attention_on_views(monkeypatch):
@@ -190,18 +84,16 @@ def test_the_reference_is_one_call_of_mlxs_attention_on_views(monkeypatch):
         calls.append((keys.shape, keywords["mask"]))
         return queries
 
-    given = Attention(64, 4, 2, 5, 33, mask="causal").arguments(mx.float16)
+    given = made(64, 4, 2, 5, 33, mx.float16)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", spy)
     cascade_attention_reference(*given)
     assert calls == [((1, 2, 38, 64), "causal")]
 
 
 def test_hidden_keys_do_not_matter_however_large_their_scores():
-    shape = Attention(64, 2, 1, 6, 40, columns=12)
-    queries, keys, values, seen, scale, _ = shape.arguments(mx.float32)
-    hidden = ~mx.any(seen.mask, axis=0)
-    assert hidden.tolist() == [False] * 46 + [True] * 6  # from all rows
-    keys = mx.where(hidden[:, None], 100 * queries[:, :1, :1], keys)
+    queries, keys, values, _, scale, _ = made(64, 2, 1, 6, 40, slack=6)
+    seen = Visibility(40, np.tri(6, 12, dtype=bool))
+    keys[:, :, 46:] = 100 * queries[:, :1, :1]  # hidden from all rows
     with emulated():
         result = cascade_attention(queries, keys, values, seen, scale)
     assert_close(result, attend(queries, keys, values, seen, scale))
@@ -212,8 +104,7 @@ def test_hidden_keys_do_not_matter_however_large_their_scores():
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 96])
 def test_the_prefix_is_read_once_for_all_rows(rows):
-    shape = Attention(64, 4, 2, rows, 130, mask="causal", slack=9)
-    queries, keys, values, seen, *rest = shape.arguments(mx.float16)
+    queries, keys, values, seen, *rest = made(64, 4, 2, rows, 130, mx.float16, slack=9)
     with emulated() as run:
         cascade_attention(queries, keys, values, seen, *rest)
     used = keys[:, :, : seen.keys].nbytes
@@ -224,13 +115,48 @@ def test_the_prefix_is_read_once_for_all_rows(rows):
 
 
 def test_keys_that_no_window_reaches_are_not_read():
-    queries, keys, *rest = Attention(64, 1, 1, 4, 1000, window=True).arguments(mx.float16)
-    seen = rest[1]
+    queries, keys, values, seen, *rest = made(64, 1, 1, 4, 1000, mx.float16, window=1)
     assert min(seen.starts) > 0
     with emulated() as run:
-        cascade_attention(queries, keys, *rest)
+        cascade_attention(queries, keys, values, seen, *rest)
     used = keys[:, :, min(seen.starts) : seen.keys].nbytes
     assert bytes_read(run, "cascade_attention", "keys") == used
+
+
+# What each row sees: its mask, its bits, and what is refused
+
+
+def test_visibility_takes_the_cheapest_mask_that_says_the_same():
+    everything, causal = np.ones((3, 3), bool), np.tri(3, dtype=bool)
+    assert Visibility(5, everything).mask is None
+    assert Visibility(5, causal).mask == "causal"
+    wider = np.tri(3, 4, dtype=bool)  # MLX would align its last column with the last row
+    assert Visibility(5, wider).mask.tolist() == np.hstack([np.ones((3, 5), bool), wider]).tolist()
+    windowed = Visibility(2, causal, (0, 1, 2)).mask.tolist()
+    assert windowed[2] == [False, False, True, True, True]
+
+
+def test_bits_hold_the_first_key_and_one_bit_for_each_local_key():
+    local = np.zeros((2, 40), bool)
+    local[0, [0, 5, 31]] = local[1, [32, 39]] = True
+    bits = Visibility(9, local, (4, 0)).bits
+    assert bits.shape == (8, 3)
+    assert bits[:2].tolist() == [[4, 1 | 1 << 5 | 1 << 31, 0], [0, 0, 1 | 1 << 7]]
+
+
+@pytest.mark.parametrize(
+    ("local", "first", "message"),
+    [
+        (np.ones((2, 2), np.int32), None, r"local is int32 \[2, 2\], but must be bool \[R, N\]"),
+        (np.ones(3, bool), None, r"local is bool \[3\], but must be bool \[R, N\]"),
+        (np.ones((2, 2), bool), (0,), "length of first is 1, but must be 2"),
+        (np.ones((2, 2), bool), (0, 11), r"first\[1\] is 11, but must be 0 to 10"),
+        (np.zeros((2, 2), bool), (0, 10), r"local\[1\] is all False, .* nothing"),
+    ],
+)
+def test_visibility_refuses(local, first, message):
+    with refused(message):
+        Visibility(10, local, first)
 
 
 def call(dim=64, heads=4, rows=5, prefix=20, dtype=mx.float32, **changed):
@@ -269,24 +195,29 @@ def test_what_it_refuses(changes, message):
         call(**changes)
 
 
-def attending(shape: Attention):
+def attending(*sizes, transposed=False, **features):
     def compare():
-        given = shape.arguments(mx.float32)
+        queries, keys, values, *rest = made(*sizes, **features)
+        if transposed:  # the first slots of a cache that is stored as [slots, heads, D]
+            keys, values = (
+                mx.contiguous(cache.swapaxes(1, 2)).swapaxes(1, 2) for cache in (keys, values)
+            )
+        given = queries, keys, values, *rest
         return [(exact(cascade_attention(*given)), attend(*given))]
 
     return compare
 
 
-TREE = attending(Attention(64, 4, 2, 9, 70))
-MANY_ROWS = attending(Attention(64, 1, 1, 65, 70))
-WIDE = attending(Attention(256, 2, 1, 5, 20))
-WINDOW = attending(Attention(64, 2, 1, 4, 600, window=True, sinks=True))
-SLICE = attending(Attention(64, 2, 2, 3, 40, start=5, slack=30, transposed=True))
+BLOCK = attending(64, 4, 2, 9, 70)
+MANY_ROWS = attending(64, 1, 1, 65, 70)
+WIDE = attending(256, 2, 1, 5, 20)
+WINDOW = attending(64, 2, 1, 4, 600, window=1, sinks=1)
+SLICE = attending(64, 2, 2, 3, 40, slack=35, transposed=True)
 
 # By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
 test_a_fault_is_found = each_is_found(
-    *faults("cascade_attention", TREE, {
+    ("cascade_attention", BLOCK, {
         "no barrier before the next tile": (
             "tile += KEYS) {\n  threadgroup_barrier(mem_flags::mem_threadgroup);",
             "tile += KEYS) {", "race"),
@@ -319,30 +250,30 @@ test_a_fault_is_found = each_is_found(
         "old sums are not scaled": ("total[i] = total[i] * keep +",
             "total[i] = total[i] +", "result"),
     }),
-    *faults("cascade_attention", MANY_ROWS, {
+    ("cascade_attention", MANY_ROWS, {
         "no barrier before the weights of the next rows": (
             "    simdgroup_barrier(mem_flags::mem_threadgroup);\n\n    if (tile",
             "    if (tile", "race"),
     }),
-    *faults("cascade_attention", WINDOW, {
+    ("cascade_attention", WINDOW, {
         "two splits write one place": ("(int64_t(split) * threadgroups_per_grid.x + head)",
             "(int64_t(0) + head)", "race"),
         "the window begins one key late": ("slot >= int(visible[seen])",
             "slot > int(visible[seen])", "result"),
     }),
-    *faults("cascade_attention", SLICE, {
+    ("cascade_attention", SLICE, {
         "one slot too far in a slice": ("+ slot * keys_strides[2]",
             "+ (slot + 30) * keys_strides[2]", "bounds or result"),
     }),
-    *faults("cascade_merge", WINDOW, {
+    ("cascade_merge", WINDOW, {
         "one split too many": ("split < splits; ++split", "split <= splits; ++split", "bounds"),
         "sinks do not count": ("simd_sum(total) + exp(sink - top)", "simd_sum(total)", "result"),
     }),
-    *faults("cascade_merge", TREE, {
+    ("cascade_merge", BLOCK, {
         "half of the head dim is never written": ("d < width; d += 32",
             "d < width / 2; d += 32", "unwritten"),
     }),
-    *faults("cascade_attention", WIDE, {
+    ("cascade_attention", WIDE, {
         "a shuffle too few": ("int apart = KEYS;", "int apart = 2 * KEYS;", "result"),
     }),
 )

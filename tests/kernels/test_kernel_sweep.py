@@ -1,6 +1,6 @@
 """The table of operations, and the random sweep over it that a Mac's user runs."""
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import emulated
 from kernels_metal.factory import SOURCE
 from kernels_metal.sweep import Trial, error, trials
+from support.kernels import random_calls
 
 
 def test_every_source_file_is_a_body_or_header_of_the_table():
@@ -33,27 +34,27 @@ def test_a_seed_names_the_same_trials_of_every_operation():
     assert [t.operation for t in trials(3, 1)] == list(OPERATIONS)
 
 
-def test_kernels_stay_within_rounding_in_the_emulator():
+@pytest.mark.parametrize("made", OPERATIONS, ids=lambda made: made.name)
+def test_kernels_stay_within_rounding_of_their_references_in_random_calls(made):
     with emulated() as run:
-        for trial in trials(5, 1):
-            assert error(trial) <= 1, trial.label
-    assert {counters.kernel for counters in run.counters} == CATALOG.keys()
+        for given in random_calls(made):
+            label = [getattr(argument, "shape", argument) for argument in given]
+            assert error(Trial(made, given, "")) <= 1, label
+    assert {counters.kernel for counters in run.counters} == {k.name for k in made.kernels}
 
 
 def test_a_fault_is_an_error_above_one():
     for trial in trials(0, 1):
         made = trial.operation
+        for wrong in (0, 1):
+            added = iter((wrong, 0))  # to the kernel's result, and to the reference's
 
-        def arrays(*arguments, made=made):
-            return made.compared(made.reference(*arguments), *arguments)
+            def compared(*given, made=made, added=added):
+                first, *rest = made.compared(*given)
+                return [first + next(added), *rest]
 
-        def faulty(*arguments, arrays=arrays):
-            first, *rest = arrays(*arguments)
-            return [first + 1, *rest]
-
-        right = replace(made, kernel=arrays, reference=arrays, compared=lambda found, *args: found)
-        assert error(replace(trial, operation=right)) == 0
-        assert error(replace(trial, operation=replace(right, kernel=faulty))) > 1
+            same = replace(made, kernel=made.reference, compared=compared)
+            assert (error(replace(trial, operation=same)) > 1) == wrong
 
 
 RANDOM = (mx.random.normal((2, 9), key=mx.random.key(0)), 3)
@@ -83,24 +84,13 @@ def test_wrong_ids_are_an_error_but_of_equal_logits_any_is_right(arguments, ids,
 
 def test_the_reference_is_computed_on_the_cpu_and_the_kernel_is_not(monkeypatch):
     """On Linux all is on the CPU, so what is looked at is the request."""
-    asked, seen = [], {}
-
-    @contextmanager
-    def stream(device):
-        asked.append(device)
-        yield
-        asked.pop()
-
-    monkeypatch.setattr(mx, "stream", stream)
+    seen = []
     trial = next(trials(0, 1))
     made = trial.operation
 
     def spy(name):
-        def run(*arguments):
-            seen[name] = list(asked)
-            return made.reference(*arguments)
+        return lambda *arguments: seen.append(name) or made.reference(*arguments)
 
-        return run
-
+    monkeypatch.setattr(mx, "stream", lambda device: seen.append(device) or nullcontext())
     error(replace(trial, operation=replace(made, kernel=spy("kernel"), reference=spy("reference"))))
-    assert seen == {"kernel": [], "reference": [mx.cpu]}
+    assert seen == ["kernel", mx.cpu, "reference"]

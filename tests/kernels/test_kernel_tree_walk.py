@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from kernels_metal.emulator import emulated
-from kernels_metal.tree_walk import tree_walk, tree_walk_reference
-from support.kernels import each_is_found, faults, refused
+from kernels_metal.tree_walk import TREE_WALK, tree_walk, tree_walk_reference
+from support.kernels import each_is_found, random_calls, refused
 
-NODES = (*range(1, 18), 23, 31, 32, 33, 34, 47, 63, 64, 65, 80, 95, 96, 97, 128, 200, 1024)
 TWINS = [1] * 71, [0] + [1] * 70, [-1] + [0] * 70  # equal siblings across lanes: the first counts
 CHAIN = [7] * 1000, [7] * 1000, list(range(-1, 999))
 
@@ -24,34 +23,18 @@ def walk(choices, tokens, parents) -> list[int]:
         path.append(below[0])
 
 
-def random_tree(rng: np.random.Generator, nodes: int, deep: bool):
-    """Choices, tokens and parents with many matches; `deep` makes long paths likely."""
-    parents = [-1]
-    parents += [
-        i - 1 if deep and rng.random() < 0.9 else int(rng.integers(i)) for i in range(1, nodes)
-    ]
-    tokens = rng.integers(0, 3, nodes)
-    choices = rng.integers(0, 3, nodes)
-    for node in range(1, nodes):
-        if rng.random() < (0.95 if deep else 0.5):
-            choices[parents[node]] = tokens[node]
-    return choices.tolist(), tokens.tolist(), parents
-
-
 @pytest.mark.parametrize("dtype", [mx.int32, mx.uint32], ids=str)
-@pytest.mark.parametrize("deep", [False, True], ids=["bushy", "deep"])
-def test_kernel_and_reference_follow_the_loop(deep, dtype):
-    rng = np.random.default_rng(1)
-    trees, lengths = [random_tree(rng, nodes, deep) for nodes in NODES], set()
-    for tree in [*trees, TWINS] if deep else [*trees, CHAIN]:
-        arrays = mx.array(tree[0], dtype=dtype), mx.array(tree[1], dtype=dtype), mx.array(tree[2])
+def test_kernel_and_reference_follow_the_loop(dtype):
+    trees, lengths = [map(mx.array, tree) for tree in (TWINS, CHAIN)], set()
+    for choices, tokens, parents in (*trees, *random_calls(TREE_WALK)):
+        arrays = choices.astype(dtype), tokens.astype(dtype), parents
         with emulated():
             result = tree_walk(*arrays)
         assert result.dtype == mx.int32
-        assert result.tolist() == tree_walk_reference(*arrays).tolist() == walk(*tree)
-        lengths.add(result[0].item())
-    assert min(lengths) == 1
-    assert max(lengths) > (20 if deep else 3)
+        wanted = walk(*(array.tolist() for array in arrays))
+        assert result.tolist() == tree_walk_reference(*arrays).tolist() == wanted
+        lengths.add(wanted[0])
+    assert {1, 2, 3, 1000} < lengths
 
 
 def test_what_it_refuses():
@@ -65,14 +48,17 @@ def test_what_it_refuses():
 
 
 def walking():
-    tree = random_tree(np.random.default_rng(2), 70, deep=True)
-    return [(np.array(tree_walk(*map(mx.array, tree))), np.array(walk(*tree)))]
+    deepest = max(
+        random_calls(TREE_WALK), key=lambda arrays: tree_walk_reference(*arrays)[0].item()
+    )
+    wanted = walk(*(array.tolist() for array in deepest))
+    return [(np.array(tree_walk(*deepest)), np.array(wanted))]
 
 
 # By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
 test_a_fault_is_found = each_is_found(
-    *faults("tree_walk", walking, {
+    ("tree_walk", walking, {
         "every lane writes the root": ("if (lane == 0) {\n  result[2]",
             "if (true) {\n  result[2]", "race"),
         "one node too many": ("i < nodes; i += 32) {\n    if",

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kernels_metal.checks import FLOATS
 from kernels_metal.emulator import emulated
 from kernels_metal.verify_qmm import (
     BITS,
@@ -14,29 +15,14 @@ from kernels_metal.verify_qmm import (
     verify_qmm_reference,
 )
 from support.kernels import (
-    DTYPES,
     arguments,
     assert_close,
     bytes_read,
     each_is_found,
     exact,
-    faults,
+    launches,
     refused,
 )
-
-# rows, K, N, bits, group
-SHAPES = [
-    *[(1, 32, 1, 4, 32), (2, 32, 2, 8, 32), (3, 64, 3, 4, 64), (4, 64, 4, 8, 32)],
-    *[(5, 96, 5, 4, 32), (6, 128, 6, 8, 128), (7, 128, 7, 4, 128), (8, 192, 8, 8, 64)],
-    *[(9, 224, 9, 4, 32), (10, 256, 15, 8, 32), (11, 256, 16, 4, 64), (12, 288, 17, 8, 32)],
-    *[(13, 320, 31, 4, 64), (14, 384, 32, 8, 128), (15, 480, 33, 4, 32), (16, 512, 34, 8, 64)],
-    *[(17, 512, 35, 4, 128), (20, 768, 9, 8, 128), (22, 1024, 4, 8, 32), (23, 1056, 11, 4, 32)],
-    *[(24, 32, 64, 8, 32), (25, 64, 65, 4, 32), (31, 192, 31, 4, 64), (32, 256, 33, 8, 128)],
-    # Sums over K by several SIMD-groups, and columns that fill the GPU without
-    *[(32, 2048, 5, 4, 64), (2, 2048, 12, 4, 128), (3, 2080, 6, 8, 32), (8, 4096, 9, 4, 64)],
-    *[(1, 4096, 13, 8, 64), (4, 1536, 70, 4, 32), (2, 512, 4100, 4, 64), (17, 512, 1030, 8, 128)],
-    *[(9, 128, 257, 4, 32), (16, 96, 129, 8, 32)],
-]
 
 
 def product(rows, depth, columns, bits, group, dtype=mx.float32, invariant=False):
@@ -54,17 +40,6 @@ def multiply(x, weights, scales, biases, packing: Packing) -> np.ndarray:
     return exact(x) @ (spread[0] * q.reshape(len(words), -1) + spread[1]).T
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("invariant", [False, True], ids=["fast", "invariant"])
-def test_the_kernel_equals_its_reference(invariant, dtype):
-    with emulated():
-        for shape in SHAPES:
-            x, weights, scales, biases, packing = product(*shape, dtype, invariant)
-            wide = [a.astype(mx.float32) for a in (x, scales, biases)]
-            expected = verify_qmm_reference(wide[0], weights, *wide[1:], Packing(*shape[3:]))
-            assert_close(verify_qmm(x, weights, scales, biases, packing), expected, dtype)
-
-
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("invariant", [False, True])
@@ -80,7 +55,7 @@ def test_rows_of_the_invariant_reference_are_those_of_single_rows():
         assert mx.array_equal(together[i : i + 1], verify_qmm_reference(x[i : i + 1], *weights))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bits", BITS)
 def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(bits, dtype):
     x, *weights = product(32, 1088, 9, bits, 64, dtype, invariant=True)
@@ -88,6 +63,16 @@ def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(bits, dtype)
         single = mx.concatenate([verify_qmm(x[i : i + 1], *weights) for i in range(32)])
         for width in range(2, 33):
             assert mx.array_equal(verify_qmm(x[:width], *weights), single[:width]), width
+
+
+def test_invariant_rows_split_their_sums_as_single_rows_do():
+    """With so many columns that a fast product of 32 rows does not split them."""
+    parts = []
+    for rows, invariant in ((1, False), (1, True), (32, True), (32, False)):
+        given = product(rows, 1088, 1100, 4, 64, invariant=invariant)
+        ((_, (*_, sizes), _),) = launches(VERIFY_QMM, *given)
+        parts.append(sizes[-1].item())
+    assert parts == [4, 4, 4, 1]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 32])
@@ -123,9 +108,6 @@ def test_what_it_refuses(changes, message):
     given = dict(zip(("x", "weights", "scales", "biases"), arrays, strict=True)) | changes
     with refused(message):
         verify_qmm(*given.values(), packing)
-
-
-def test_other_packings_are_refused():
     with refused("bits is 3, but must be one of 4, 8"):
         Packing(3, 32)
     with refused("group is 16, but must be one of 32, 64, 128"):
@@ -133,14 +115,14 @@ def test_other_packings_are_refused():
 
 
 def multiplying():
-    given = product(5, 576, 11, 4, 32)
+    given = product(5, 4160, 11, 4, 32)  # eight SIMD-groups share a sum over K
     return [(exact(verify_qmm(*given)), multiply(*given))]
 
 
 # By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
 test_a_fault_is_found = each_is_found(
-    *faults("verify_qmm", multiplying, {
+    ("verify_qmm", multiplying, {
         "no barrier between the groups' sums": (
             "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "uninitialised or race"),
         "all SIMD-groups write one sum": ("group_sums[group * 32 + m", "group_sums[m", "race"),
@@ -160,7 +142,7 @@ test_a_fault_is_found = each_is_found(
             "((1u << BITS) - 2)", "result"),
         "part of K is left out": ("k < depth;", "k < depth / 2;", "result"),
     }),
-    *faults("widen", multiplying, {
+    ("widen", multiplying, {
         "one of four numbers is taken twice": ("float(x[3])", "float(x[2])", "result"),
     }),
 )

@@ -3,15 +3,15 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 from dflash_chat.picker_screen import line
 from dflash_mlx import PairConfig, available_models, near_names
-from dflash_mlx.models import available, memory, pair_folder, registry
-from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names
+from dflash_mlx.models import available, pair_folder
+from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, entries, find_names
+from dflash_mlx.models.source import Source
 from support.models import write_drafter, write_model
 
 
@@ -25,33 +25,37 @@ def folders(tmp_path_factory):
     }
 
 
+def needed(folder: Path) -> int:
+    return available.needed(Source.of(folder))
+
+
 def test_memory_needed_is_that_of_the_weights_widened_on_a_cpu(tmp_path, monkeypatch):
     weights = {"a.weight": mx.zeros((10, 100), mx.bfloat16)}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
-    assert memory.needed(tmp_path) == 4600
-    monkeypatch.setattr(memory, "on_cpu", lambda: False)
-    assert memory.needed(tmp_path) == 2300
+    assert needed(tmp_path) == 4600
+    monkeypatch.setattr(available, "on_cpu", lambda: False)
+    assert needed(tmp_path) == 2300
     (tmp_path / "config.json").write_text("[]")
-    assert memory.needed(tmp_path) == memory.needed(tmp_path / "none") == 0
+    assert needed(tmp_path) == needed(tmp_path / "none") == 0
 
 
 def test_memory_needed_by_a_pair_counts_its_drafters(folders):
-    parts = [memory.needed(Path(folder)) for folder in folders.values()]
+    parts = [needed(Path(folder)) for folder in folders.values()]
     assert min(parts) > 0
     for count in (1, 2, 3):
         config = PairConfig(*list(folders.values())[:count])
-        assert memory.needed_by(find_names(config)) == sum(parts[:count])
+        assert available.needed_by(find_names(config)) == sum(parts[:count])
 
 
 def test_memory_needed_by_the_default_pair_counts_the_shipped_drafters():
     alone = PairConfig(second_drafter="none")
-    difference = memory.needed_by(find_names(PairConfig())) - memory.needed_by(find_names(alone))
-    assert difference == memory.needed(SHIPPED / "smollm2-135m-variable-prefix") > 0
+    both, first = (available.needed_by(find_names(config)) for config in (PairConfig(), alone))
+    assert both - first == needed(SHIPPED / "smollm2-135m-variable-prefix") > 0
 
 
 def test_memory_that_is_there_is_at_least_what_this_test_uses():
-    assert memory.available_memory() > 50_000_000
+    assert available.available_memory() > 50_000_000
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def test_local_models_are_listed_with_the_drafter_that_fits(tmp_path, folders):
     found = listed(tmp_path)
     assert list(found)[:2] == [DEFAULT_MODEL, model]
     assert found[model].config == PairConfig(model, str(drafter))
-    assert found[model].needs == memory.needed_by(find_names(found[model].config))
+    assert found[model].needs == available.needed_by(find_names(found[model].config))
     assert f"drafter {drafter}" in line(found[model], 10**12)
     assert found[DEFAULT_MODEL].config == PairConfig()
     assert "does not fit" in line(found[DEFAULT_MODEL], 10**6)
@@ -89,7 +93,7 @@ def test_local_models_are_listed_with_the_drafter_that_fits(tmp_path, folders):
 @pytest.mark.usefixtures("no_cache")
 def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, folders):
     found = listed(tmp_path)
-    public = [entry.name for entry in registry.entries() if "/" in entry.drafter]
+    public = [entry.name for entry in entries() if "/" in entry.drafter]
     assert list(found) == [DEFAULT_MODEL, *public]
     assert line(found["Qwen/Qwen3-8B"], 10**12) == (
         "Qwen/Qwen3-8B  to download  drafter z-lab/Qwen3-8B-DFlash-b16  "
@@ -108,14 +112,13 @@ def test_a_drafter_of_the_registry_that_is_in_the_cache_is_said_to_be_here(
     tmp_path, folders, monkeypatch
 ):
     name = "z-lab/Qwen3-8B-DFlash-b16"
-    config = json.loads((Path(folders["drafter"]) / "config.json").read_text())
-    cached = available.Folder(name, Path(folders["drafter"]), config, "Hugging Face cache")
+    cached = Source(name, Path(folders["drafter"]), "drafter")
     monkeypatch.setattr(available, "cached_folders", lambda: [cached])
     assert f"{name} (on this machine)" in line(listed(tmp_path)["Qwen/Qwen3-8B"], 0)
     local = str(link(folders["model"], tmp_path, "Qwen3-8B-4bit"))
     candidate = listed(tmp_path)[local]
     assert "to download" not in line(candidate, 10**12)
-    parts = (memory.needed(Path(folders[part])) for part in ("model", "drafter"))
+    parts = (needed(Path(folders[part])) for part in ("model", "drafter"))
     assert candidate.needs == sum(parts)
 
 
@@ -129,18 +132,8 @@ def test_converted_pairs_are_listed_whole(tmp_path, folders):
     (tmp_path / "damaged" / "pair.json").write_text("{")
     found = listed(tmp_path)
     assert found[str(pair)].config == PairConfig(str(pair))
-    assert found[str(pair)].needs > memory.needed(Path(folders["model"]))
+    assert found[str(pair)].needs > needed(Path(folders["model"]))
     assert found[str(tmp_path / "damaged")].needs == 0
-
-
-def test_models_of_the_hugging_face_cache_are_listed(monkeypatch, folders):
-    revision = SimpleNamespace(last_modified=1, snapshot_path=Path(folders["model"]))
-    repo = SimpleNamespace(repo_type="model", repo_id="owner/tiny", revisions=[revision])
-    data = SimpleNamespace(repo_type="dataset", repo_id="owner/data", revisions=[revision])
-    info = SimpleNamespace(repos=[repo, data])
-    monkeypatch.setattr(available, "scan_cache_dir", lambda: info)
-    (folder,) = available.cached_folders()
-    assert (folder.name, folder.place) == ("owner/tiny", "Hugging Face cache")
 
 
 @pytest.mark.usefixtures("no_cache")

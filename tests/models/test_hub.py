@@ -8,27 +8,25 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub import constants, hf_hub_download, scan_cache_dir, snapshot_download
 from safetensors.numpy import save_file
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
-from dflash_mlx.convert.source import open_part
-from dflash_mlx.models import available, memory
+from dflash_mlx.convert.plan import open_part
+from dflash_mlx.models import available
 from dflash_mlx.models.check import check_target
-from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.names import whole_copy
-from dflash_mlx.models.report import check_named
-from dflash_mlx.models.source import INDEX, TARGET_WEIGHTS, WEIGHTS, Source
+from dflash_mlx.models.load import check_named, load_pair
+from dflash_mlx.models.names import find_names, whole_copy
+from dflash_mlx.models.source import INDEX, Source
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.session.stream import generate
 from support.drafter_formats import write_shards
-from support.hub_server import COMMIT, Hub, serve
+from support.hub_server import Hub, serve
 from support.models import drafter_config, edit_config, write_drafter, write_model
 from support.reference_dflash import random_drafter
 
@@ -73,13 +71,6 @@ def test_a_repository_is_checked_by_its_heads_and_no_weight_is_fetched(model, hu
     assert ranges == {"bytes=0-100000"}
     with pytest.raises(DFlashError, match="'owner/none' is neither a folder nor a public"):
         check_target(Source("owner/none")).raise_first()
-
-
-def test_without_a_network_that_is_what_is_said(monkeypatch):
-    go_offline(monkeypatch)
-    (found,) = check_target(Source(TARGET)).errors
-    assert "owner/model" in found.what and "the hub cannot be reached" in found.what
-    assert "network" in found.next_step
 
 
 ENTRY = b'"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}'
@@ -179,12 +170,12 @@ def into_shards(folder: Path) -> Path:
 
 @pytest.fixture
 def sharded(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory, "on_cpu", lambda: False)
+    monkeypatch.setattr(available, "on_cpu", lambda: False)
     return into_shards(model)
 
 
-def whole(folder: Path, pattern: str = WEIGHTS) -> bool:
-    return is_whole(Source.of(folder), pattern)
+def whole(folder: Path, option: str = "drafter") -> bool:
+    return is_whole(Source.of(folder, option))
 
 
 def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +183,7 @@ def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def listed_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    folder = Path(constants.HF_HUB_CACHE) / "models--owner--model" / "snapshots" / COMMIT
-    revision = SimpleNamespace(last_modified=1, snapshot_path=folder)
-    repo = SimpleNamespace(repo_type="model", repo_id="owner/model", revisions=[revision])
-    monkeypatch.setattr(available, "scan_cache_dir", lambda: SimpleNamespace(repos=[repo]))
+    monkeypatch.setattr(available, "scan_cache_dir", lambda: scan_cache_dir(constants.HF_HUB_CACHE))
     return [found.name for found in available.cached_folders()]
 
 
@@ -212,20 +200,14 @@ def test_a_folder_is_whole_with_all_shards_and_all_that_its_index_names(tmp_path
     assert not whole(tmp_path / "nowhere")
 
 
-def test_a_target_is_not_whole_with_other_libraries_weights_alone(model):
-    assert whole(model, TARGET_WEIGHTS)
-    (model / "model.safetensors").rename(model / "consolidated.safetensors")
-    assert whole(model) and not whole(model, TARGET_WEIGHTS)
-
-
 @pytest.mark.parametrize("files", [["config.json"], ["config.json", SHARDS[0]], SHARDS])
 def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, files):
     for file in files:
         hf_hub_download("owner/model", file)
     stored = sum((sharded / file).stat().st_size for file in SHARDS)
     assert listed_in_the_cache(monkeypatch) == []
-    assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == int(stored * 1.15)
-    assert memory.needed_by_name("owner/none", TARGET_WEIGHTS) == 0
+    assert available.needed_by(find_names(PairConfig("owner/model"))) == int(stored * 1.15)
+    assert available.needed_by(find_names(PairConfig("owner/none"))) == 0
     with monkeypatch.context() as patches:
         go_offline(patches)
         with pytest.raises(DFlashError):
@@ -238,13 +220,13 @@ def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, fi
 def test_a_finished_download_is_a_model_everywhere_without_a_network(
     sharded, tmp_path, monkeypatch
 ):
-    folder = Path(snapshot_download("owner/model", allow_patterns=["*.json", TARGET_WEIGHTS]))
+    folder = Path(snapshot_download("owner/model", allow_patterns=["*.json", "model*.safetensors"]))
     go_offline(monkeypatch)
     assert whole_copy("owner/model").folder == folder
     assert open_part("owner/model", tmp_path).path == folder
     assert listed_in_the_cache(monkeypatch) == ["owner/model"]
-    needed = memory.needed(sharded, TARGET_WEIGHTS)
-    assert memory.needed_by_name("owner/model", TARGET_WEIGHTS) == needed
+    needed = available.needed(Source.of(sharded, "model"))
+    assert available.needed_by(find_names(PairConfig("owner/model"))) == needed
     report = check_named(PairConfig("owner/model"))
     assert report.target.source.folder == folder
     assert not report.errors

@@ -1,8 +1,10 @@
-"""Which drafter a target gets by its name alone, and that no other model gets it."""
+"""Which drafter a target gets by its name alone, and that no other model gets it; pair folders."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +16,21 @@ from hypothesis import strategies as st
 from dflash_mlx import DFlashError, PairConfig, Session, load
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash.checkpoint import read_config
-from dflash_mlx.drafters.methods import choices, settle
+from dflash_mlx.drafters.methods import choices
 from dflash_mlx.engine.pair import Advice, Means
-from dflash_mlx.models import registry
+from dflash_mlx.models import names as known
+from dflash_mlx.models import pair_folder
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Names, find_names
+from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
+    SHIPPED,
+    Entry,
+    Names,
+    entries,
+    find_names,
+    registered,
+)
 from dflash_mlx.models.pair_folder import write
-from dflash_mlx.models.registry import entries, find
 from dflash_mlx.session.stream import generate
 from support.hub_server import Response
 from support.models import write_drafter, write_model
@@ -63,7 +73,7 @@ def test_every_pair_is_complete_and_named_once():
 @given(st.data())
 def test_a_target_is_found_under_every_owner_and_quantisation(data):
     target, name = data.draw(st.composite(spelled)())
-    found = find(name)
+    found = registered(name)
     assert found is not None
     assert target in found.targets
 
@@ -72,8 +82,11 @@ def test_a_target_is_found_under_every_owner_and_quantisation(data):
 def test_another_model_that_is_named_after_a_target_is_not_taken_for_it(data):
     _, name = data.draw(st.composite(spelled)())
     other = data.draw(st.sampled_from(OTHERS))
-    assert find(f"{name}-{other}") is None
-    assert find(f"{data.draw(st.sampled_from(['my-', 'Deep', 'x']))}{name.split('/')[-1]}") is None
+    assert registered(f"{name}-{other}") is None
+    assert (
+        registered(f"{data.draw(st.sampled_from(['my-', 'Deep', 'x']))}{name.split('/')[-1]}")
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,16 +105,8 @@ def test_another_model_that_is_named_after_a_target_is_not_taken_for_it(data):
     ],
 )
 def test_names_that_are_folders_or_close_to_a_target(name, target):
-    found = find(name)
+    found = registered(name)
     assert (found and found.name) == target
-
-
-@pytest.mark.parametrize(("asked", "block"), [(None, 5), (3, 3)])
-def test_auto_takes_the_advised_block_where_it_becomes_dflash(asked, block):
-    means = Means(1, False, Advice("dflash", 5))
-    settled = settle(DecodeConfig(block_size=asked), means)
-    assert settled == DecodeConfig("dflash", block)
-    assert settle(settled, means) == settled
 
 
 # From names to parts
@@ -211,8 +216,8 @@ def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
 @pytest.fixture
 def with_second(monkeypatch):
     """The registry has a second drafter for the pair."""
-    entry = registry.Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second", block_size=5)
-    monkeypatch.setattr(registry, "entries", lambda: (entry,))
+    entry = Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second", block_size=5)
+    monkeypatch.setattr(known, "entries", lambda: (entry,))
 
 
 @pytest.fixture(params=["missing", "of another target"])
@@ -263,12 +268,6 @@ def test_no_drafter_is_fetched_for_methods_that_need_none(hub, method):
         generate(pair, "hello", DecodeConfig("dflash"))
 
 
-def test_a_name_that_is_no_folder_is_refused_before_a_drafter_is_fetched(hub):
-    hub[DRAFTER] = AssertionError("fetched")
-    with pytest.raises(DFlashError, match=r"there is no folder '\./models/Qwen3-4B'"):
-        load("./models/Qwen3-4B")
-
-
 # Pair folders
 
 
@@ -312,3 +311,53 @@ def test_no_block_is_advised_beyond_the_drafters_own(hub, with_second, tmp_path,
     hub[DRAFTER] = write_drafter(tmp_path / "drafter", block_size=largest)
     pair = load("Qwen/Qwen3-4B")
     assert Session(pair, DecodeConfig("dflash")).config.block_size == block
+
+
+NAMES = {"target": "owner/model", "drafter": "owner/drafter"}
+
+
+def make(folder: Path, names: dict[str, str] = NAMES) -> Path:
+    for part in names:
+        (folder / part).mkdir(parents=True)
+    pair_folder.write(folder, names, {"mlx": "1.0"})
+    return folder
+
+
+@pytest.mark.parametrize("more", [{}, {"second-drafter": "owner/second"}])
+def test_a_pair_folder_says_where_its_models_are_and_come_from_and_may_be_moved(tmp_path, more):
+    moved = make(tmp_path / "pair", {**NAMES, **more}).rename(tmp_path / "moved")
+    assert pair_folder.read(moved) == {**NAMES, **more}
+
+
+def test_only_a_folder_with_a_pair_json_is_a_pair_folder(tmp_path):
+    assert pair_folder.is_pair_folder(make(tmp_path / "pair"))
+    assert not pair_folder.is_pair_folder(tmp_path)
+    assert not pair_folder.is_pair_folder(tmp_path / "nowhere")
+
+
+def test_a_pair_folder_without_one_of_its_models_is_refused(tmp_path):
+    folder = make(tmp_path / "pair")
+    (folder / "drafter").rmdir()
+    with pytest.raises(DFlashError, match="pair lacks the folder drafter; convert the pair again"):
+        pair_folder.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "no readable pair.json"),
+        ("[]", "no readable pair.json"),
+        ({"made_from": NAMES}, "version None"),
+        ({"version": 2, "made_from": NAMES}, "version 2, supported is 1"),
+        ({"version": 1, "made_from": {"target": "x"}}, "made_from"),
+        ({"version": 1, "made_from": {**NAMES, "../elsewhere": "x"}}, "made_from"),
+        ({"version": 1, "made_from": "x"}, "made_from"),
+    ],
+)
+def test_a_damaged_pair_json_is_refused(tmp_path: Path, content: Any, complaint: str):
+    folder = make(tmp_path / "pair")
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / pair_folder.FILE).write_text(text)
+    with pytest.raises(DFlashError, match=complaint) as error:
+        pair_folder.read(folder)
+    assert str(folder / pair_folder.FILE) in error.value.what

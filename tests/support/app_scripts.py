@@ -204,14 +204,6 @@ def race_of(text, tokens):
     return steps
 
 
-def scripted_app(folder, backend=None, **chat):
-    """An app on a scripted backend whose conversations are in `folder`."""
-    backend = backend or ScriptedBackend()
-    decode = chat.pop("decode", DecodeConfig(method="d2sd"))
-    config = replace(ChatConfig(conversations=folder), **chat)
-    return ChatApp(Start(PairConfig(), decode, config), backend), backend
-
-
 async def until(condition, pilot, most=60.0):
     """Let the app run until `condition` holds; AssertionError after `most` seconds."""
     loop = asyncio.get_running_loop()
@@ -228,11 +220,13 @@ def screen_text(app):
     return "\n".join(strip.text.rstrip() for strip in lines)
 
 
-def drive(steps, folder, backend=None, size=(100, 30), **chat):
+def drive(steps, folder, backend=None, size=(100, 30), decode=None, **chat):
     """Run `steps(app, pilot, backend)` on a loaded app; nothing may have gone wrong inside."""
 
     async def run():
-        app, used = scripted_app(folder, backend, **chat)
+        used = backend or ScriptedBackend()
+        config = replace(ChatConfig(conversations=folder), **chat)
+        app = ChatApp(Start(PairConfig(), decode or DecodeConfig("d2sd"), config), used)
         async with app.run_test(size=size) as pilot:
             await until(lambda: used.waits or not app.listener.waiting, pilot)
             await steps(app, pilot, used)

@@ -11,58 +11,50 @@ import pytest
 
 from kernels_metal.emulator import Counters, EmulatorError, emulated
 from kernels_metal.factory import Kernel, Launch, launch
+from support.kernels import Sample, exact
 
-PRELUDE = "uint i = thread_position_in_grid.x; uint lane = thread_index_in_simdgroup;\n"
+PRELUDE = "uint i = thread_position_in_grid.x; uint lane = thread_index_in_simdgroup;\n"  # line 1
 
 
 def run(body: str, *inputs: mx.array, **settings) -> tuple[mx.array, Counters]:
-    """The first output and the counters; see `run_all`."""
-    outputs, counters = run_all(body, *inputs, **settings)
-    return outputs[0], counters
+    """The first output and the counters of one launch of `tiny`."""
+    with tempfile.TemporaryDirectory() as name, emulated() as emulator:
+        outputs = launch(*tiny(Path(name), PRELUDE + body, *inputs, **settings))
+    return outputs[0], emulator.counters[0]
 
 
-def run_all(
+def tiny(
+    folder: Path,
     body: str,
     *inputs: mx.array,
     outputs=(((32,), mx.float32),),
     grid=(32, 1, 1),
     threadgroup=(32, 1, 1),
     template=(),
-    init_value=None,
     header: str = "",
     **kernel_settings,
-) -> tuple[list[mx.array], Counters]:
-    """A kernel `tiny` with inputs a, b, ... and outputs o, p; `body` starts on line 2."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "tiny.metal").write_text(PRELUDE + body)
-        (folder / "head.metal").write_text(header)
-        kernel = Kernel(
-            "tiny",
-            tuple("abcdefgh"[: len(inputs)]),
-            tuple("opq"[: len(outputs)]),
-            "head" if header else None,
-            folder=folder,
-            **kernel_settings,
-        )
-        shapes, dtypes = zip(*outputs, strict=True)
-        plan = Launch(grid, threadgroup, shapes, dtypes, template, init_value)
-        with emulated() as emulator:
-            return launch(kernel, list(inputs), plan), emulator.counters[0]
+) -> Sample:
+    """A launch of a kernel `tiny` with files in `folder`, inputs a, b, ... and outputs o, p."""
+    (folder / "tiny.metal").write_text(body)
+    (folder / "head.metal").write_text(header)
+    kernel = Kernel(
+        "tiny",
+        tuple("abcdefgh"[: len(inputs)]),
+        tuple("opq"[: len(outputs)]),
+        "head" if header else None,
+        folder=folder,
+        **kernel_settings,
+    )
+    return kernel, inputs, Launch(grid, threadgroup, *zip(*outputs, strict=True), template)
 
 
 def fault(kind: str | None, words: str, body: str, *inputs: mx.array, **settings) -> EmulatorError:
     """Running the kernel finds a fault of this kind; `words` is a pattern of the whole message."""
     with pytest.raises(EmulatorError, match=words) as caught:
-        run_all(body, *inputs, **settings)
+        run(body, *inputs, **settings)
     assert kind in (None, caught.value.kind), str(caught.value)
     assert caught.value.kernel == "tiny"
     return caught.value
-
-
-def numbers(x: mx.array) -> np.ndarray:
-    """In float64."""
-    return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
 def array(values, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -77,7 +69,7 @@ def of_type(dtype: mx.Dtype) -> dict:
 def assert_gives(expected, body: str, *inputs: mx.array, **settings) -> Counters:
     """The first output holds these numbers."""
     output, counters = run(body, *inputs, **settings)
-    np.testing.assert_array_equal(numbers(output), np.broadcast_to(expected, output.shape))
+    np.testing.assert_array_equal(exact(output), np.broadcast_to(expected, output.shape))
     return counters
 
 

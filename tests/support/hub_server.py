@@ -31,28 +31,13 @@ class Response:
 class Hub:
     """Serves folders as repositories.
 
-    requests: (method, file, Range header) of every request for a file. cut: the next answer with a
-    file longer than this many bytes ends after so many. stall: that connection then stays open.
+    requests: (method, file, Range header) of every request for a file.
     """
 
     def __init__(self, repositories: dict[str, Path]) -> None:
         self.repositories = repositories
         self.requests: list[tuple[str, str, str | None]] = []
-        self.cut: int | None = None
-        self.stall: threading.Event | None = None
         self.url = ""
-
-    def listing(self, name: str) -> list[dict[str, Any]]:
-        return [
-            {
-                "type": "file",
-                "path": str(file.relative_to(self.repositories[name])),
-                "size": file.stat().st_size,
-                "oid": etag(file),
-            }
-            for file in sorted(self.repositories[name].rglob("*"))
-            if file.is_file()
-        ]
 
 
 def etag(file: Path) -> str:
@@ -108,7 +93,17 @@ class _Handler(BaseHTTPRequestHandler):
     def describe(self, name: str, rest: str) -> None:
         if name not in self.hub.repositories:
             return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        found: Any = self.hub.listing(name)
+        folder = self.hub.repositories[name]
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        found: Any = [
+            {
+                "type": "file",
+                "path": str(file.relative_to(folder)),
+                "size": file.stat().st_size,
+                "oid": etag(file),
+            }
+            for file in files
+        ]
         if not rest.startswith("/tree/"):
             siblings = [{"rfilename": f["path"], "size": f["size"]} for f in found]
             found = {"id": name, "sha": COMMIT, "siblings": siblings}
@@ -138,10 +133,5 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if with_body and self.hub.cut is not None and len(data) > self.hub.cut:
-            data, self.hub.cut = data[: self.hub.cut], None
-            self.close_connection = True
         if with_body:
             self.wfile.write(data)
-        if self.close_connection and self.hub.stall is not None:
-            self.hub.stall.wait(30)

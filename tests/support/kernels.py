@@ -1,4 +1,4 @@
-"""What the kernels' tests share: random calls, close numbers, refusals, signatures and faults."""
+"""What the kernels' tests share: random calls, close numbers, refusals, launches and faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ import numpy as np
 import pytest
 
 from kernels_metal.emulator import EmulatorError, Run, emulated
-from kernels_metal.emulator.signature import signature
-from kernels_metal.factory import SOURCE, Kernel, Launch, executing, metal
+from kernels_metal.factory import SOURCE, Kernel, Launch, executing
 from kernels_metal.operation import Draw, Operation
+from kernels_metal.sweep import share, trials
 
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-ROUNDOFF = {mx.float32: 0.0, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
-FLOAT32 = 1e-5  # of sums in float32, as a share of a row's largest number
+Sample = tuple[Kernel, Sequence[mx.array], Launch]  # one launch
 
 
 def arguments(operation: Operation, dtype=mx.float32, seed: int = 0, **sizes: int) -> Any:
@@ -35,14 +32,15 @@ def exact(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
+def random_calls(operation: Operation) -> list[Any]:
+    """The arguments of 60 random calls, dtypes in turn."""
+    return [trial.arguments for trial in trials(0, 60) if trial.operation is operation]
+
+
 def assert_close(actual: mx.array, expected, dtype: mx.Dtype = mx.float32) -> None:
-    """Within 1e-5 of the row's largest number, and the rounding of one result to `dtype`."""
-    wanted = expected if isinstance(expected, np.ndarray) else exact(expected)
-    assert actual.dtype == dtype
-    assert actual.shape == wanted.shape
-    bound = FLOAT32 * np.abs(wanted).max(axis=-1, keepdims=True) + ROUNDOFF[dtype] * np.abs(wanted)
-    error = np.abs(exact(actual) - wanted)
-    assert np.all(error <= bound + 2.0**-25), f"{error.max()} beyond {bound.min()}"
+    """No further apart than rounding explains."""
+    assert (actual.dtype, actual.shape) == (dtype, expected.shape)
+    assert share(actual, mx.array(expected, mx.float32)) <= 1
 
 
 def bytes_read(run: Run, kernel: str, buffer: str) -> int:
@@ -61,24 +59,12 @@ def refused(message: str) -> Iterator[None]:
         yield
 
 
-# Signatures
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One launch of a kernel."""
-
-    kernel: Kernel
-    inputs: tuple[mx.array, ...]
-    plan: Launch
-
-
 def launches(operation: Operation, *args: Any) -> list[Sample]:
     """What a call would launch; nothing is computed."""
     samples = []
 
     def record(kernel, inputs, plan):
-        samples.append(Sample(kernel, tuple(inputs), plan))
+        samples.append((kernel, tuple(inputs), plan))
         outputs = zip(plan.output_shapes, plan.output_dtypes, strict=True)
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
@@ -87,66 +73,35 @@ def launches(operation: Operation, *args: Any) -> list[Sample]:
     return samples
 
 
-def printed_by_mlx(sample: Sample, capfd, folder: Path) -> str:
-    """MLX prints while a graph with the kernel is traced; nothing is computed."""
-
-    def traced(*inputs: mx.array) -> list[mx.array]:
-        return metal(sample.kernel, inputs, sample.plan, verbose=True)
-
-    capfd.readouterr()
-    mx.export_function(str(folder / "traced.mlxfn"), traced, *sample.inputs)
-    return capfd.readouterr().out.partition("```\n")[2].rpartition("\n```")[0]
-
-
-def check_signature(sample: Sample, capfd, folder: Path) -> None:
-    """The signature that the emulator writes is, letter for letter, the one MLX prints."""
-    ours = signature(sample.kernel, sample.inputs, sample.plan)
-    assert ours == printed_by_mlx(sample, capfd, folder)
-
-
 # Faults put into the real kernels: each is found by a check of the emulator, or by the result
 
 Pairs = Sequence[tuple[np.ndarray, np.ndarray]]  # the kernel's results and the right ones
 
 
-@dataclass(frozen=True)
-class Fault:
-    """`before` in `file` becomes `after`; running `run` must find it as `found`.
+def each_is_found(
+    *groups: tuple[str, Callable[[], Pairs], dict[str, tuple[str, str, str]]],
+) -> Callable[..., None]:
+    """The test of faults in copies of the sources; without one their run finds nothing.
 
-    `found` is a kind of EmulatorError, or "result" for the comparison; of two, which one comes
-    first depends on the order of the threads.
+    groups: file, what to run, and by a fault's name what stands there, what becomes of it, and what
+    is found: a kind of EmulatorError, or "result" for the comparison. Which of two comes first
+    depends on the order of the threads.
     """
+    planted = [
+        pytest.param(file, run, *row, id=name)
+        for file, run, rows in groups
+        for name, row in rows.items()
+    ]
 
-    name: str
-    file: str
-    before: str
-    after: str
-    run: Callable[[], Pairs]
-    found: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def faults(
-    file: str, run: Callable[[], Pairs], rows: dict[str, tuple[str, str, str]]
-) -> list[Fault]:
-    """Of one file, found by one run: before, after and found, by name."""
-    return [Fault(name, file, *changed[:2], run, changed[2]) for name, changed in rows.items()]
-
-
-def each_is_found(*planted: Fault) -> Callable[..., None]:
-    """The test of a file's faults, in copies of the sources; without one its run finds nothing."""
-
-    @pytest.mark.parametrize("fault", planted, ids=str)
-    def test(fault: Fault, tmp_path: Path) -> None:
-        assert _right(fault.run)
+    @pytest.mark.parametrize(("name", "run", "before", "after", "found"), planted)
+    def test(name, run, before, after, found, tmp_path: Path) -> None:
+        assert _right(run)
         copy = shutil.copytree(SOURCE, tmp_path / "source")
-        file = copy / f"{fault.file}.metal"
+        file = copy / f"{name}.metal"
         source = file.read_text()
-        assert fault.before in source, f"{file.name} has changed: adapt this fault"
-        file.write_text(source.replace(fault.before, fault.after, 1))
-        assert _outcome(copy, fault.run) in fault.found.split(" or ")
+        assert before in source, f"{file.name} has changed: adapt this fault"
+        file.write_text(source.replace(before, after, 1))
+        assert _outcome(copy, run) in found.split(" or ")
 
     return test
 

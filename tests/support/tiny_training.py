@@ -35,21 +35,21 @@ CONTEXT = 96
 
 
 @cache
-def tiny_target(seed: int = 0) -> Target:
-    """The tiny llama; another seed gives another one."""
-    return Target(make_model("llama", seed), CONTEXT, "tiny")
+def tiny_target() -> Target:
+    """The tiny llama."""
+    return Target(make_model("llama"), CONTEXT, "tiny")
 
 
 @cache
-def greedy_rows(count: int, answer: int, prompt: int = 6, seed: int = 0) -> tuple[CorpusRow, ...]:
+def greedy_rows(count: int, answer: int, seed: int = 0) -> tuple[CorpusRow, ...]:
     """Random prompts and what the tiny target answers to them."""
     rng = np.random.default_rng([seed, count])
-    tokens = mx.array(rng.integers(VOCAB_SIZE, size=(count, prompt)))
+    tokens = mx.array(rng.integers(VOCAB_SIZE, size=(count, 6)))
     for _ in range(answer):
         best = mx.argmax(tiny_target().model(tokens)[:, -1:], axis=-1)
         tokens = mx.concatenate([tokens, best.astype(tokens.dtype)], axis=1)
     return tuple(
-        CorpusRow(f"row-{i}", "tiny", tuple(text[:prompt]), tuple(text[prompt:]), 0.0)
+        CorpusRow(f"row-{i}", "tiny", tuple(text[:6]), tuple(text[6:]), 0.0)
         for i, text in enumerate(tokens.tolist())
     )
 
@@ -63,10 +63,9 @@ def sampled_row(name: str, row: CorpusRow, seed: int = 0) -> CorpusRow:
     return CorpusRow(name, row.category, row.prompt, tuple(answer), 0.6)
 
 
-def write_corpus(file: Path, rows: Sequence[CorpusRow], header: CorpusHeader | None = None) -> Path:
+def write_corpus(file: Path, rows: Sequence[CorpusRow], header: CorpusHeader) -> Path:
     """A corpus file."""
-    lines = [*([header.as_line()] if header else []), *(row.as_line() for row in rows)]
-    file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    file.write_text("".join(line.as_line() + "\n" for line in (header, *rows)), encoding="utf-8")
     return file
 
 
@@ -94,14 +93,13 @@ def make_trainee(raw: dict[str, Any] | None = None, seed: int = 0) -> Trainee:
     return trainee
 
 
-def texts_of(folder: Path, rows: Sequence[CorpusRow], taps: tuple[int, ...] = TAPS) -> Texts:
+def texts_of(folder: Path, rows: Sequence[CorpusRow]) -> Texts:
     """`rows` with the tiny target's features, kept in `folder`."""
     tokens = [row.prompt + row.answer for row in rows]
-    features = FeatureCache(folder, tokens, tiny_target(), taps, 1 << 30)
+    features = FeatureCache(folder, tokens, tiny_target(), TAPS, 1 << 30)
     for _ in features.fill():
         pass
-    texts = [Text.of(row, i, features, i) for i, row in enumerate(rows)]
-    return Texts(folder.name, texts)
+    return Texts(folder.name, [Text.of(row, i, features, i) for i, row in enumerate(rows)])
 
 
 def make_trainer(texts: Texts, raw: dict[str, Any] | None = None, **settings: Any) -> Trainer:
@@ -117,9 +115,9 @@ def corpus_rows() -> tuple[CorpusRow, ...]:
     return (*rows, sampled_row("sampled", rows[1]))
 
 
-def write_target(folder: Path, seed: int = 0) -> Path:
+def write_target(folder: Path) -> Path:
     """The tiny target with a tokenizer that has a mask token."""
-    write_model(folder, make_model("llama", seed), max_position_embeddings=CONTEXT)
+    write_model(folder, make_model("llama"), max_position_embeddings=CONTEXT)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "mask_token": "$"}))
     return folder
@@ -196,6 +194,16 @@ def files(folder: Path) -> dict[str, bytes]:
     """All files below a folder."""
     found = sorted(file for file in folder.rglob("*") if file.is_file())
     return {str(file.relative_to(folder)): file.read_bytes() for file in found}
+
+
+class Words:
+    """A tokenizer as far as corpora need one: a token for every letter."""
+
+    def __init__(self, letters: str) -> None:
+        self._letters = letters
+
+    def get_vocab(self) -> dict[str, int]:
+        return {letter: i for i, letter in enumerate(self._letters)}
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from gguf import GGUFWriter
 from safetensors.numpy import save_file
 
 from dflash_mlx import DFlashError
-from dflash_mlx.models.formats.gguf_header import check_gguf
-from dflash_mlx.models.formats.gguf_target import load_gguf
+from dflash_mlx.models.formats.gguf_header import read_file
 from dflash_mlx.system.safetensors_header import READ_BY_MLX, read_header
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -37,18 +36,13 @@ def write(folder: Path, header: Any, data: int = 16, size: int | None = None) ->
 
 
 def test_every_tensor_is_read_with_type_shape_and_place(tmp_path):
-    tensors = {"a": np.zeros((3, 5), np.float32), "b": np.zeros((7,), np.int64)}
+    tensors = {"a": np.zeros((3, 5), np.float32), "b": np.zeros((7, 0), np.int64)}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
     found = read_header(tmp_path / "x.safetensors")
     assert {name: (t.dtype, t.shape, t.nbytes, t.size) for name, t in found.items()} == {
         "a": ("F32", (3, 5), 60, 15),
-        "b": ("I64", (7,), 56, 7),
+        "b": ("I64", (7, 0), 0, 0),
     }
-
-
-def test_tensors_without_numbers_are_read(tmp_path):
-    empty = {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]}
-    assert read_header(write(tmp_path, {"a": empty}, 0))["a"].size == 0
 
 
 @pytest.mark.parametrize("dtype", READ_BY_MLX)
@@ -60,31 +54,20 @@ def test_mlx_reads_every_type_that_is_let_through(tmp_path, dtype):
     assert loaded["a"].shape == (3,)
 
 
-# What is refused
+# What is refused: by the safetensors library, some of it, and by us
 
-FIELD_TWICE = b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [2], "data_offsets": [0, 8]}}'
 NAME_TWICE = f'{{"a": {json.dumps(A)}, "a": {json.dumps(A)}}}'.encode()
 LONG = {"dtype": "F32", "shape": [0, 1 << 31], "data_offsets": [0, 0]}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "size field over the file": ({}, {"size": 1 << 40}, "26 bytes"),
-    "not UTF-8": (b'{"\xff": 1}', {}, "index 2"),
     "no JSON": (b"{", {}, "line 1"),
-    "nested": (b"[" * 100_000, {}, "100024 bytes"),
-    "a list": ([], {}, "sequence"),
     "a name twice": (NAME_TWICE, {"data": 8}, "'a' twice"),
-    "a field twice": (FIELD_TWICE, {"data": 8}, "`dtype`"),
-    "no dtype": ({"a": {**A, "dtype": None}}, {}, "null"),
     "another dtype": ({"a": {**A, "shape": [1], "dtype": "F64"}}, {"data": 8}, "'a' is 'F64'"),
-    "a negative shape": ({"a": {**A, "shape": [-2]}}, {}, "`-2`"),
     "a dimension over 31 bits": ({"a": LONG}, {"data": 0}, "'a' is [0, 2147483648], not up to"),
     "too many dimensions": ({"a": {**A, "shape": [1] * 33}}, {}, "shape"),
-    "backwards": ({"a": {**A, "data_offsets": [8, 0]}}, {}, "`a`"),
-    "dtype x shape": ({"a": {**A, "shape": [3]}, "b": B}, {}, "shape"),
     "an overlap": ({"a": A, "b": {**B, "data_offsets": [4, 12]}}, {"data": 12}, "`b`"),
-    "a gap": ({"a": A, "b": {**B, "data_offsets": [12, 20]}}, {"data": 20}, "`b`"),
     "truncated": ({"a": A, "b": B}, {"data": 15}, "is truncated"),
     "longer": ({"a": A, "b": B}, {"data": 17}, "longer than it says"),
-    "metadata of another kind": ({"__metadata__": {"a": 1}, "a": A}, {"data": 8}, "`1`"),
 }
 
 
@@ -105,7 +88,7 @@ def test_what_is_no_file_is_said_at_once(tmp_path):
         with pytest.raises(DFlashError, match="it is no file"):
             read_header(tmp_path / name)
         with pytest.raises(DFlashError, match="it is no file"):
-            check_gguf(tmp_path / name)
+            read_file(tmp_path / name)
 
 
 def test_reading_a_header_takes_no_more_than_a_multiple_of_it(tmp_path):
@@ -153,32 +136,32 @@ def array(kind: int, count: int) -> bytes:
 
 
 GGUF_REFUSED: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "it has 0 bytes"),
-    "another magic": (b"GGML" + bytes(40), "b'GGML'"),
-    "another version": (header(version=1), "its version is 1"),
+    "empty": (b"", "empty file"),
+    "another magic": (b"GGML" + bytes(40), "magic invalid"),
+    "another version": (header(version=1), "version 1"),
     "more entries than bytes": (header(count=1 << 60), "8 bytes are wanted, 0 are left"),
     "more tensors than bytes": (header(tensors=1 << 60), "8 bytes are wanted, 0 are left"),
     "a name beyond the end": (header(struct.pack("<Q", 1 << 62), 1), f"{1 << 62} bytes"),
-    "an unknown type": (header(entry(77, b""), 1), "'k' is 77"),
+    "an unknown type": (header(entry(77, b""), 1), "77"),
     "a long array": (array(UINT32, 1 << 60), f"array of {1 << 60} UINT32"),
-    "an array beyond the end": (array(UINT32, 100), "'k': 400 bytes are wanted, 0 are left"),
+    "an array beyond the end": (array(UINT32, 100), "412 bytes are wanted, 12 are left"),
     "an array of arrays": (array(ARRAY, 1), "1 ARRAY"),
-    "a name twice": (header(entry(UINT32, bytes(4)) * 2, 2), "'k' is there twice"),
+    "a name twice": (header(entry(UINT32, bytes(4)) * 2, 2), "Duplicate k"),
     "text that is none": (header(entry(STRING, struct.pack("<Q", 1) + b"\xff"), 1), "utf-8"),
-    "alignment 0": (header(entry(UINT32, bytes(4), "general.alignment"), 1), "alignment is 0"),
-    "no dimensions": (header(tensor(()), tensors=1), "'t' has 0 dimensions"),
-    "too many dimensions": (header(tensor((1,) * 9), tensors=1), "'t' has 9 dimensions"),
+    "alignment 0": (header(entry(UINT32, bytes(4), "general.alignment"), 1), "alignment"),
+    "no dimensions": (header(tensor(()), tensors=1), "'t' is []"),
+    "too many dimensions": (header(tensor((1,) * 9), tensors=1), "'t' is [1, 1, "),
     "a huge dimension": (header(tensor((1 << 40,)), tensors=1), f"'t' is [{1 << 40}]"),
-    "an unknown kind": (header(tensor(kind=999), tensors=1), "'t' is 999"),
+    "an unknown kind": (header(tensor(kind=999), tensors=1), "999"),
     "broken blocks": (
         header(tensor((33,), kind=2), tensors=1),
         "rows of 33, Q4_0 has blocks of 32",
     ),
     "askew": (header(tensor(offset=4), tensors=1), "byte 4, aligned to 32"),
-    "a tensor twice": (header(tensor() * 2, tensors=2), "'t' is there twice"),
+    "a tensor twice": (header(tensor() * 2, tensors=2), "a tensor twice"),
     "an overlap": (
         header(tensor((64,)) + tensor(offset=32, name="u"), tensors=2) + bytes(400),
-        "'u' begins at byte 32, inside another tensor",
+        "'u' begins at byte 32, inside 't'",
     ),
     "truncated": (header(tensor((64,)), tensors=1), "byte 256 of the data, it has 0"),
 }
@@ -190,11 +173,9 @@ def test_a_gguf_file_that_is_refused_says_why(tmp_path, case):
     file = tmp_path / "x.gguf"
     file.write_bytes(contents)
     with pytest.raises(DFlashError) as failure:
-        check_gguf(file)
+        read_file(file)
     assert str(failure.value).startswith("x.gguf cannot be read as a GGUF file (")
     assert sentence in failure.value.what
-    with pytest.raises(DFlashError, match="cannot be read as a GGUF file"):
-        load_gguf(file, True)
 
 
 def test_another_alignment_is_kept_to(tmp_path):
@@ -206,6 +187,6 @@ def test_another_alignment_is_kept_to(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    check_gguf(tmp_path / "x.gguf")
+    read_file(tmp_path / "x.gguf")
     loaded: Any = mx.load(str(tmp_path / "x.gguf"))
     assert loaded["b"].tolist() == [1, 1, 1]

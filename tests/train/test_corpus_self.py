@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +11,11 @@ import pytest
 from dflash_mlx import Pair, load
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.train.corpus import collect
 from dflash_mlx.train.corpus.batch import Done
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.corpus.self_prompt import TurnTemplate, TurnWriter
 from support.models import EOS, TEMPLATE, write_model
-
-corpus = import_module("dflash_mlx.train.corpus.__main__")
 
 OPENINGS = ("Say ", "def f():\n\n")
 # As Llama 2's: no token of its own ends the user's turn.
@@ -45,8 +44,8 @@ def pair(folder: Path) -> Pair:
 def run(folder: Path, out: Path, wanted: int, *more: str) -> list[CorpusRow]:
     words = ["--model", str(folder / "model"), "--out", str(out), "--self-prompt", str(wanted)]
     words += ["--max-tokens", "4", "--batch-size", "6", "--self-max-tokens", "60"]
-    corpus.main([*words, *more])
-    return read_rows(out)[1]
+    collect.main([*words, *more])
+    return read_rows(out)
 
 
 WITH_OPENINGS = [option for opening in OPENINGS for option in ("--opening", opening)]
@@ -61,10 +60,12 @@ def number(row: CorpusRow) -> int:
     return int(row.id.removeprefix("self-0-"))
 
 
-def test_as_many_turns_as_wanted_are_answered_each_with_its_text(asked, pair):
-    assert (
-        len({row.id for row in asked}) == len({row.messages[0]["content"] for row in asked}) == 10
-    )
+def text_of(row: CorpusRow) -> str:
+    return row.messages[0]["content"]
+
+
+def test_as_many_turns_as_wanted_continue_the_openings_in_turn_and_are_answered(asked, pair):
+    assert len({row.id for row in asked}) == len({text_of(row) for row in asked}) == 10
     for row in asked:
         expected = pair.tokenizer.apply_chat_template(
             list(row.messages), add_generation_prompt=True
@@ -72,13 +73,8 @@ def test_as_many_turns_as_wanted_are_answered_each_with_its_text(asked, pair):
         assert row.prompt == tuple(expected)
         assert [message["role"] for message in row.messages] == ["user"]
         assert row.category == "self"
-
-
-def test_openings_are_taken_in_turn_and_continued(asked):
-    for row in asked:
         begin = OPENINGS[number(row) % 2].rstrip(" ")
-        text = row.messages[0]["content"]
-        assert text.startswith(begin) and len(text) > len(begin)
+        assert text_of(row).startswith(begin) and len(text_of(row)) > len(begin)
     assert {number(row) % 2 for row in asked} == {0, 1}
 
 
@@ -94,17 +90,11 @@ def test_a_stopped_run_goes_on_with_the_same_turns_and_may_be_asked_for_more(
     whole = (folder / "asked.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "c").write_bytes(b"".join(whole[:4]) + whole[4][:30])
     rows = run(folder, tmp_path / "c", 11, *WITH_OPENINGS)
-    assert len({row.id for row in rows}) == len({row.messages[0]["content"] for row in rows}) == 11
+    assert len({row.id for row in rows}) == len({text_of(row) for row in rows}) == 11
     assert rows[:3] == asked[:3]
     again = {row.id: row for row in asked}
     both = [row for row in rows[3:] if row.id in again]
     assert both and [again[row.id] for row in both] == both
-
-
-def test_openings_come_from_a_file_too(folder, tmp_path):
-    (tmp_path / "o.json").write_text(json.dumps(["x\ny"]))
-    (row,) = run(folder, tmp_path / "c", 1, "--openings", str(tmp_path / "o.json"))
-    assert row.messages[0]["content"].startswith("x\ny")
 
 
 def test_a_model_that_repeats_itself_is_given_up_on(folder, tmp_path):
@@ -132,27 +122,22 @@ def test_a_turn_is_good_once(pair):
     assert prompt is not None and prompt.messages[0]["content"] == "Say it!"
     assert turns.prompt(written(turns, pair, " it! \n<|im_end|>")) is None
     row = CorpusRow("self-9-0", "self", (5,), (5,), 0.0, messages=prompt.messages)
-    resumed = writer(pair, (row,))
+    resumed = writer(pair, (row, replace(row, id="self-0-0"), replace(row, id="self-0-2")))
+    assert [job.key for job in resumed.start(2)] == [1, 3], "the numbers that the file lacks"
     assert resumed.prompt(written(resumed, pair, " it!<|im_end|>")) is None
     assert (turns.rejected, resumed.rejected) == (1, 1)
-
-
-def test_the_numbers_that_a_file_has_are_not_written_again(pair):
-    rows = tuple(CorpusRow(f"self-0-{n}", "self", (5,), (5,), 0.0) for n in (0, 2, 3))
-    assert [job.key for job in writer(pair, rows).start(3)] == [1, 4, 5]
 
 
 @pytest.mark.parametrize(
     ("text", "finish"),
     [
-        (" \n<|im_end|>", "stop"),
+        (" \n<|im_end|>", "stop"),  # empty
         (" it", "length"),
         (" it it it", "loop"),
         (" it<|im_start|>user<|im_end|>", "stop"),
         (" it<|pad|> now<|im_end|>", "stop"),
         ("x" * 600 + "<|im_end|>", "stop"),
     ],
-    ids=["empty", "unfinished", "looped", "a role", "a special token", "too long"],
 )
 def test_a_turn_that_is_no_good_is_left_out(pair, text, finish):
     turns = writer(pair)
@@ -194,11 +179,15 @@ def test_a_template_that_refuses_a_system_prompt_says_so(tmp_path):
         TurnTemplate(tokenizer, "Be brief.")
 
 
-@pytest.mark.parametrize("contents", ["{", "[]", '"Say"', "[1]"])
-def test_a_damaged_openings_file_is_refused(folder, tmp_path, contents):
-    (tmp_path / "o.json").write_text(contents)
-    with pytest.raises(DFlashError, match="o.json"):
-        run(folder, tmp_path / "c", 1, "--openings", str(tmp_path / "o.json"))
+def test_openings_come_from_a_file_too_and_a_damaged_one_is_refused(folder, tmp_path):
+    file = tmp_path / "o.json"
+    file.write_text(json.dumps(["x\ny"]))
+    (row,) = run(folder, tmp_path / "c", 1, "--openings", str(file))
+    assert text_of(row).startswith("x\ny")
+    for contents in ("{", "[]", '"Say"', "[1]"):
+        file.write_text(contents)
+        with pytest.raises(DFlashError, match="o.json"):
+            run(folder, tmp_path / "c", 1, "--openings", str(file))
 
 
 def test_an_opening_that_fills_the_context_is_refused(folder, tmp_path):

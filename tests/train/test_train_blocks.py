@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dflash_mlx.train.blocks import (
     SAMPLERS,
@@ -91,8 +89,7 @@ def test_every_epoch_has_groups_and_an_order_of_its_own():
 
 
 def test_fewer_groups_than_sequences_are_repeated():
-    sampler = BlockSampler(TEXTS[:2], 8, (5, 30), seed=0)
-    blocks = sampler.blocks(3)
+    blocks = BlockSampler(TEXTS[:2], 8, (5, 30), seed=0).blocks(3)
     assert blocks.anchors.shape == (5, 30)
     assert Counter(blocks.rows.tolist()) in ({0: 3, 1: 2}, {0: 2, 1: 3})
 
@@ -153,62 +150,34 @@ def test_a_block_of_half_the_size_has_a_draft_at_least():
 # Labels and where they are known
 
 
-def by_definition(
-    text: TextTokens, anchor: int, size: int, prefix: int
-) -> tuple[list[int | None], list[int], list[bool]]:
-    """Tokens (None behind the end), labels where they are known, and whether they are."""
-    tokens: list[int | None] = []
-    labels, supervised = [], []
-    on_the_path = True
-    for k in range(size):
-        at = anchor + k
-        exists = at < len(text.tokens)
-        tokens.append(int(text.tokens[at]) if exists else None)
-        known = exists and k > prefix and on_the_path
-        supervised.append(known)
-        labels.append(int(text.choices[at - 1]) if known else -1)
-        if k > prefix and exists and text.tokens[at] != text.choices[at - 1]:
-            on_the_path = False
-    return tokens, labels, supervised
+def drawn_text(rng: np.random.Generator) -> TextTokens:
+    """A short text that follows most of the target's choices."""
+    tokens = rng.integers(3, size=rng.integers(2, 15))
+    choices = (np.append(tokens[1:], 0) + (rng.random(len(tokens)) < 0.25)) % 3
+    return preferring(tokens, int(rng.integers(1, len(tokens))), choices)
 
 
-@st.composite
-def texts(draw: st.DrawFn) -> TextTokens:
-    length = draw(st.integers(2, 14))
-    small = st.lists(st.integers(0, 2), min_size=length, max_size=length)
-    tokens = np.array(draw(small))
-    greedy = np.append(tokens[1:], 0)
-    noise = np.array(
-        draw(st.lists(st.sampled_from([0, 0, 0, 1]), min_size=length, max_size=length))
-    )
-    return preferring(tokens, draw(st.integers(1, length - 1)), (greedy + noise) % 3)
-
-
-@settings(max_examples=120)
-@given(data=st.data(), some=st.lists(texts(), min_size=1, max_size=3), size=st.integers(2, 8))
-def test_blocks_are_what_a_loop_over_their_definition_gives(data, some, size):
-    rows = np.array(data.draw(st.lists(st.integers(0, len(some) - 1), min_size=1, max_size=3)))
-    anchors = np.array(
-        [
-            data.draw(st.lists(st.sampled_from(some[r].anchors.tolist()), min_size=2, max_size=2))
-            for r in rows
-        ]
-    )
-    prefixes = np.array(
-        [data.draw(st.lists(st.integers(0, size - 2), min_size=2, max_size=2)) for _ in rows]
-    )
+@pytest.mark.parametrize("seed", range(100))
+def test_blocks_are_what_a_loop_over_their_definition_gives(seed):
+    rng = np.random.default_rng(seed)
+    some, size = [drawn_text(rng) for _ in range(3)], int(rng.integers(2, 9))
+    rows, prefixes = rng.integers(3, size=4), rng.integers(size - 1, size=(4, 2))
+    anchors = np.stack([rng.choice(some[row].anchors, 2) for row in rows])
     blocks = cut_blocks(some, rows, anchors, size, prefixes)
     for s, a in np.ndindex(anchors.shape):
-        text, prefix = some[rows[s]], int(prefixes[s, a])
-        tokens, labels, supervised = by_definition(text, int(anchors[s, a]), size, prefix)
-        assert blocks.supervised[s, a].tolist() == supervised
-        assert blocks.tokens[s, a].tolist() == [0 if t is None else t for t in tokens]
-        assert np.where(supervised, blocks.labels[s, a], -1).tolist() == labels
-        before = int(anchors[s, a]) - 1 + np.flatnonzero(supervised)
-        assert np.array_equal(blocks.likely[s, a, supervised], text.likely[before])
-        assert np.allclose(blocks.shares[s, a, supervised], text.shares[before])
-        visible = blocks.inputs(MASK)[s, a].tolist()
-        assert visible == [(tokens[k] or 0) if k <= prefix else MASK for k in range(size)]
+        text, prefix, on_the_path = some[rows[s]], prefixes[s, a], True
+        for k, at in enumerate(range(anchors[s, a], anchors[s, a] + size)):
+            exists = at < len(text.tokens)
+            token = text.tokens[at] if exists else 0
+            assert blocks.tokens[s, a, k] == token
+            assert blocks.inputs(MASK)[s, a, k] == (token if k <= prefix else MASK)
+            known = exists and k > prefix and on_the_path
+            assert blocks.supervised[s, a, k] == known
+            if known:
+                assert np.array_equal(blocks.likely[s, a, k], text.likely[at - 1])
+                assert np.allclose(blocks.shares[s, a, k], text.shares[at - 1])
+                assert blocks.labels[s, a, k] == text.likely[at - 1, 0]
+                on_the_path = token == text.likely[at - 1, 0]
 
 
 # Anchors where rounds begin

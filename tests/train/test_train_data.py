@@ -1,30 +1,229 @@
-"""Corpora become texts with features; some rows are kept for measuring and never trained on."""
+"""Corpora become texts with the target's features: right, complete after interruptions, never mixed
+up; some rows are kept for measuring and never trained on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.model import Target
+from dflash_mlx.train import features as module
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
-from dflash_mlx.train.data import Texts, read_texts
-from support.families import VOCAB_SIZE
-from support.tiny_training import CONTEXT, TAPS, greedy_rows, sampled_row, tiny_target, write_corpus
+from dflash_mlx.train.data import DataConfig, Texts, read_texts
+from dflash_mlx.train.features import CHOICE, CHOICES, FeatureCache, likeliest
+from support.families import VOCAB_SIZE, make_model
+from support.tiny_training import (
+    CONTEXT,
+    TAPS,
+    WIDTH,
+    Words,
+    files,
+    full_disk,
+    greedy_rows,
+    sampled_row,
+    tiny_target,
+    write_corpus,
+)
 
+WORDS = Words("".join(map(chr, range(40, 40 + VOCAB_SIZE))))
+HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(WORDS))
+ROW = len(TAPS) * WIDTH * 2  # bytes per token
 PLENTY = 1 << 30
+LENGTHS = (9, 23, 1, 14, 30)
+SEQUENCES = [
+    np.random.default_rng(i).integers(VOCAB_SIZE, size=length).tolist()
+    for i, length in enumerate(LENGTHS)
+]
 
 
-class Words:
-    def get_vocab(self) -> dict[str, int]:
-        return {str(i): i for i in range(VOCAB_SIZE)}
+def open_cache(root: Path, limit: int = PLENTY) -> FeatureCache:
+    return FeatureCache(root / "cache", SEQUENCES, tiny_target(), TAPS, limit)
 
 
-HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(Words()))
+def filled(root: Path, limit: int = PLENTY) -> FeatureCache:
+    cache = open_cache(root, limit)
+    assert list(cache.fill()) == list(LENGTHS[: len(cache)])
+    return cache
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a cache that was filled without interruption."""
+    root = tmp_path_factory.mktemp("whole")
+    filled(root)
+    return files(root)
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("chunk", [512, 7])
+def test_features_and_choices_are_those_of_the_target(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    cache, target = filled(tmp_path), tiny_target()
+    for i, tokens in enumerate(SEQUENCES):
+        whole = (target.new_cache(), Block(len(tokens)), TAPS)
+        logits, features = target.forward(mx.array(tokens), *whole)
+        found = cache.features(i)
+        assert found.dtype == mx.bfloat16 and found.shape == features.shape
+        error = mx.abs(found.astype(mx.float32) - features)
+        assert bool(mx.all(error <= mx.abs(features) / 256 + 1e-4).item())
+        choices, p = cache.choices(i), np.array(mx.softmax(logits.astype(mx.float32), axis=-1))
+        assert choices.dtype == CHOICE and choices.shape == (len(tokens), CHOICES)
+        assert choices["token"][:, 0].tolist() == mx.argmax(logits, axis=-1).tolist()
+        of_them = np.take_along_axis(p, choices["token"].astype(np.int64), axis=-1)
+        assert np.allclose(choices["probability"], of_them, rtol=1e-3)
+        assert np.allclose(choices["probability"], -np.sort(-p)[:, :CHOICES], rtol=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_sequences_from_the_first_that_does_not_fit_are_left_out(tmp_path, count):
+    limit = sum(LENGTHS[:count]) * ROW
+    for fitting, room in ((count - 1, limit - 1), (count, limit), (count, limit + ROW - 1)):
+        if not fitting:
+            with pytest.raises(DFlashError, match=f"{room} bytes .*--cache-gb"):
+                open_cache(tmp_path, room)
+            continue
+        cache = filled(tmp_path / str(room), room)
+        assert len(cache) == fitting and cache.missing == []
+        kept = [load_file(file)["features"].nbytes for file in cache.folder.glob("*.safetensors")]
+        assert sum(kept) == sum(LENGTHS[:fitting]) * ROW
+
+
+def tuned(target: Target) -> Target:
+    """A target that was trained a little further."""
+    model = make_model("llama")
+    model.model.norm.weight = model.model.norm.weight * 1.001
+    return Target(model, target.context_length, target.name)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "target", "taps"),
+    [
+        ([[*SEQUENCES[0][:-1], SEQUENCES[0][-1] ^ 1], *SEQUENCES[1:]], tiny_target, TAPS),
+        (SEQUENCES[:-1], tiny_target, TAPS),
+        (SEQUENCES, lambda: tuned(tiny_target()), TAPS),
+        (SEQUENCES, tiny_target, TAPS[::-1]),
+    ],
+    ids=["a token changed", "fewer sequences", "a target tuned", "other layers"],
+)
+def test_something_else_has_a_folder_of_its_own(tmp_path, sequences, target, taps):
+    cache = FeatureCache(tmp_path / "cache", sequences, target(), taps, PLENTY)
+    assert cache.folder != open_cache(tmp_path).folder
+
+
+# Interruptions
+
+
+@pytest.mark.parametrize(
+    ("count", "room"), [(0, None), (1, None), (4, None), (0, ROW // 3), (1, 23 * ROW)]
+)
+def test_a_fill_that_was_stopped_killed_or_met_a_full_disk_goes_on(tmp_path, whole, count, room):
+    filling = open_cache(tmp_path).fill()
+    for _ in range(count):
+        next(filling)
+    if room is not None:
+        with full_disk(room), pytest.raises(OSError):
+            next(filling)
+    filling.close()
+    cache = open_cache(tmp_path)
+    if count:
+        (cache.folder / f".new-1-{count}.safetensors").write_bytes(b"half")  # what a kill leaves
+    assert cache.missing == list(range(count, len(LENGTHS)))
+    assert list(cache.fill()) == list(LENGTHS[count:])
+    assert files(tmp_path) == whole
+
+
+def test_only_one_process_fills_a_folder(tmp_path, whole):
+    filling = open_cache(tmp_path).fill()
+    next(filling)
+    other = open_cache(tmp_path)
+    with pytest.raises(DFlashError, match="another process .*cache-"):
+        list(other.fill())
+    assert list(filling) == list(LENGTHS[1:])
+    assert list(other.fill()) == []
+    assert files(tmp_path) == whole
+
+
+def flipped(name: str, at: float) -> Callable[[bytes, Path], bytes]:
+    """One bit of a tensor in a file's bytes, somewhere in it."""
+
+    def damaged(data: bytes, file: Path) -> bytes:
+        kept, changed = load_file(file)[name].tobytes(), bytearray(data)
+        changed[data.index(kept) + int(at * len(kept))] ^= 4
+        return bytes(changed)
+
+    return damaged
+
+
+@pytest.mark.parametrize(
+    ("damage", "names"),
+    [
+        *((flipped("features", at), ["features"]) for at in (0, 0.5, 0.999)),
+        *((flipped("choices", at), ["choices"]) for at in (0, 0.5, 0.999)),
+        *((lambda data, _, end=end: data[:end], ["features", "choices"]) for end in (0, 30, -1)),
+        (lambda *_: b"{}", ["features", "choices"]),
+        (None, ["features", "choices"]),
+    ],
+)
+def test_a_damaged_or_missing_file_is_found(tmp_path, damage, names):
+    cache = filled(tmp_path)
+    file = cache.folder / "3.safetensors"
+    data = None if damage is None else damage(file.read_bytes(), file)
+    file.unlink()
+    if data is not None:
+        file.write_bytes(data)
+    for name in names:
+        with pytest.raises(DFlashError, match=f"{cache.folder} .* sequence 3; delete that folder"):
+            getattr(cache, name)(3)
+    cache.features(2), cache.choices(4)
+
+
+# The likeliest tokens
+
+
+@settings(max_examples=100)
+@given(
+    rows=st.sampled_from([1, 3, 70]),
+    words=st.sampled_from([1, 5, 8, 9, 12, 97, 300, 2000]),
+    levels=st.sampled_from([1, 2, 3, 6, 10**6]),
+    seed=st.integers(0, 1000),
+)
+def test_the_likeliest_tokens_are_those_of_a_sort_and_the_first_is_the_greedy_choice(
+    rows, words, levels, seed
+):
+    logits = np.random.default_rng(seed).integers(levels, size=(rows, words)).astype(np.float32)
+    logits *= 6 / levels
+    logits[0, 1:] = -np.inf if levels == 6 else logits[0, 1:]
+    before, count = logits.copy(), min(CHOICES, words)
+    found = likeliest(logits)
+    assert np.array_equal(logits, before)
+    assert found.dtype == CHOICE and found.shape == (rows, CHOICES) == (rows, 8)
+    assert not found["token"][:, words:].any() and not found["probability"][:, words:].any()
+    assert np.array_equal(found["token"][:, 0], logits.argmax(axis=-1))
+    tokens = found["token"][:, :count].astype(np.int64)
+    powers = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    p = powers / powers.sum(axis=-1, keepdims=True)
+    for row, chosen in zip(logits, tokens, strict=True):
+        assert chosen.tolist() == sorted(set(chosen.tolist()), key=lambda t: (-row[t], t))
+    # Which of the equal ones at the edge are kept is left open, but not their probabilities.
+    kept = found["probability"][:, :count]
+    assert np.allclose(kept, -np.sort(-p)[:, :count], rtol=1e-5, atol=1e-9)
+    assert np.allclose(kept, np.take_along_axis(p, tokens, axis=-1), rtol=1e-5, atol=1e-9)
+
+
+# Corpora
 
 
 def rows_of(count: int, seed: int = 0) -> list[CorpusRow]:
@@ -33,14 +232,11 @@ def rows_of(count: int, seed: int = 0) -> list[CorpusRow]:
     return [replace(row, category=f"{seed}-{i}") for i, row in enumerate(rows)]
 
 
-def read(folder: Path, *corpora: list[CorpusRow], **changes: Any) -> Texts:
-    given = {"taps": TAPS, "limit": PLENTY, "header": HEADER, "target": tiny_target(), **changes}
-    paths = [
-        write_corpus(folder / f"corpus-{i}.jsonl", rows, given["header"])
-        for i, rows in enumerate(corpora)
-    ]
-    pair = Pair(given["target"], Words())
-    return read_texts(paths, pair, given["taps"], (folder / "cache", given["limit"]))
+def read(folder: Path, *corpora: list[CorpusRow], gigabytes: float = 1.0) -> Texts:
+    named = enumerate(corpora)
+    paths = [write_corpus(folder / f"corpus-{i}.jsonl", rows, HEADER) for i, rows in named]
+    data = DataConfig(tuple(paths), folder / "cache", gigabytes)
+    return read_texts(data, Pair(tiny_target(), WORDS), TAPS)
 
 
 def rows_in(texts: Texts) -> list[CorpusRow]:
@@ -57,23 +253,23 @@ def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
     assert [text.number for text in texts.texts] == [0, 1, 2, 3, 0, 1, 2]
     assert len(texts) == 7
     for i, row in enumerate(rows_in(texts)):
-        sequence = texts.sequences[i]
+        sequence = texts.texts[i]
         assert tuple(sequence.tokens) == row.prompt + row.answer
         assert sequence.prompt_length == len(row.prompt)
-        assert tuple(sequence.choices[len(row.prompt) - 1 : -1]) == row.answer
+        assert tuple(sequence.likely[len(row.prompt) - 1 : -1, 0]) == row.answer
         alone = read(tmp_path / "cache", [row])
         whole = len(sequence.tokens)
         found, expected = texts.features(np.array([i]), whole), alone.features(np.array([0]), whole)
         assert mx.array_equal(found, expected).item()
-        choices = alone.texts[0].cache.choices(0)  # as test_train_features.py has it
+        choices = alone.texts[0].cache.choices(0)
         assert np.array_equal(sequence.likely, choices["token"])
         assert np.array_equal(sequence.shares, choices["probability"])
 
 
 def test_rows_that_do_not_fit_the_limit_are_left_out_and_told(tmp_path, capsys):
     rows = rows_of(4)
-    room = 2 * len(rows[0].prompt + rows[0].answer) * len(TAPS) * 64 * 2
-    texts = read(tmp_path, rows, rows_of(4, seed=1), limit=room)
+    room = 2 * len(rows[0].prompt + rows[0].answer) * ROW
+    texts = read(tmp_path, rows, rows_of(4, seed=1), gigabytes=(room + 1) / 1e9)
     assert texts.name != read(tmp_path / "cache", rows, rows_of(4, seed=1)).name
     assert [text.number for text in texts.texts] == [0, 1, 0, 1]
     said = capsys.readouterr().err
@@ -103,8 +299,8 @@ def test_every_so_many_th_row_of_a_file_measures_and_is_not_trained_on(tmp_path,
     assert [row.category for row in rows_in(train)] == others
     for texts in (train, kept):
         for text in texts.texts:
-            assert tuple(text.sequence.tokens) == text.row.prompt + text.row.answer
-            assert text.cache.features(text.place).shape[0] == len(text.sequence.tokens)
+            assert tuple(text.tokens) == text.row.prompt + text.row.answer
+            assert text.cache.features(text.place).shape[0] == len(text.tokens)
 
 
 def test_greedy_rows_alone_measure_where_there_are_any(tmp_path):

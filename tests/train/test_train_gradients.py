@@ -1,10 +1,11 @@
-"""The gradients of a training step are those of the loss, worked out in NumPy float64."""
+"""The loss of a training step and its gradients are as worked out in NumPy float64."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -12,6 +13,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.system import cpu_math
 from dflash_mlx.train.blocks import Blocks, cut_blocks
 from dflash_mlx.train.data import Texts
+from dflash_mlx.train.loss import cross_entropy
 from support.families import VOCAB_SIZE
 from support.reference_dflash import hidden_states, random_drafter
 from support.tiny_training import (
@@ -53,6 +55,15 @@ CONFIGS = {
         },
     ),
 }
+LAYERS = {
+    "causal": drafter_config(is_causal=True),
+    "sliding": drafter_config(**sliding("SS", 12)),
+    "shorter than the block": drafter_config(**sliding("SS", 3)),
+    "shorter, not causal": drafter_config(**sliding("SS", 3), is_causal=False),
+    "sliding over one position": drafter_config(**sliding("SS", 1)),
+    "mixed": drafter_config(**sliding("SFS", 6), num_key_value_heads=1),
+    "a key for every head": drafter_config(num_key_value_heads=4, rope_theta=500.0),
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +79,7 @@ class Loss:
         self.raw, self.texts, self.blocks, self.settings = raw, texts, blocks, settings
         self.tensors = {k: v.astype(np.float64) for k, v in random_drafter(raw).items()}
         self.embedding = np.array(tiny_target().embedding().weight, np.float64)
-        answers = [int(t) for s in texts.sequences for t in s.tokens[s.prompt_length :]]
+        answers = [int(t) for s in texts.texts for t in s.tokens[s.prompt_length :]]
         counts = Counter(answers)
         by_frequency = sorted(range(VOCAB_SIZE), key=lambda token: (-counts[token], token))
         self.words = by_frequency[: settings.get("draft_vocabulary", VOCAB_SIZE)]
@@ -132,17 +143,16 @@ class Loss:
         return result
 
 
-def blocks_of(texts: Texts, settings: dict[str, Any], size: int = BLOCK) -> Blocks:
-    prefixes = PREFIXES[settings.get("mode", "dflash")]
-    return cut_blocks(texts.sequences, np.array([0, 1]), ANCHORS, size, prefixes)
+def blocks_of(texts: Texts, mode: str = "dflash", size: int = BLOCK) -> Blocks:
+    return cut_blocks(texts.texts, np.array([0, 1]), ANCHORS, size, PREFIXES[mode])
 
 
 def gradients(
-    texts: Texts, raw: dict[str, Any], settings: dict[str, Any], blocks: Blocks | None = None
+    texts: Texts, raw: dict[str, Any], blocks: Blocks, **settings: Any
 ) -> tuple[float, Any]:
     """The loss of a training step, and its gradient for every tensor."""
     trainer = make_trainer(texts, raw, **{"soft": SOFT, **settings})
-    loss, found = trainer._gradients(trainer.batch(blocks or blocks_of(texts, settings)))
+    loss, found = trainer._gradients(trainer.batch(blocks))
     return float(loss), {name: np.array(array) for name, array in tree_flatten(found)}
 
 
@@ -152,8 +162,9 @@ def gradients(
 )
 def test_gradients_are_the_slopes_of_the_loss(texts, config, case):
     settings = CASES[case]
-    value, found = gradients(texts, CONFIGS[config], settings)
-    loss = Loss(CONFIGS[config], texts, blocks_of(texts, settings), **settings)
+    blocks = blocks_of(texts, settings.get("mode", "dflash"))
+    value, found = gradients(texts, CONFIGS[config], blocks, **settings)
+    loss = Loss(CONFIGS[config], texts, blocks, **settings)
     assert abs(value - loss()) < 1e-5
     assert found.keys() == loss.tensors.keys()
     rng = np.random.default_rng(0)
@@ -168,26 +179,52 @@ def test_gradients_are_the_slopes_of_the_loss(texts, config, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_mlx_own_functions_give_the_same_gradients(texts, case, monkeypatch):
-    value, found = gradients(texts, CONFIGS["full"], CASES[case])
+    given = CONFIGS["full"], blocks_of(texts, CASES[case].get("mode", "dflash"))
+    value, found = gradients(texts, *given, **CASES[case])
     monkeypatch.setattr(cpu_math, "applies", lambda: False)
-    other_value, other = gradients(texts, CONFIGS["full"], CASES[case])
+    other_value, other = gradients(texts, *given, **CASES[case])
     assert abs(value - other_value) < 1e-5
     for name, gradient in found.items():
         assert np.abs(gradient - other[name]).max() < 1e-4 * np.abs(gradient).max(), name
 
 
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
-def test_a_shorter_block_has_the_loss_of_its_own_positions(texts, loss):
-    blocks = blocks_of(texts, {}, size=3)
-    value, _ = gradients(texts, CONFIGS["full"], {"loss": loss}, blocks)
+@pytest.mark.parametrize("anchors", [ANCHORS, np.zeros((2, 3), np.int64)], ids=["", "no context"])
+def test_a_shorter_block_has_the_loss_of_its_own_positions(texts, loss, anchors):
+    blocks = cut_blocks(texts.texts, np.array([0, 1]), anchors, 3, PREFIXES["dflash"])
+    value, _ = gradients(texts, CONFIGS["full"], blocks, loss=loss)
     assert abs(value - Loss(CONFIGS["full"], texts, blocks, loss=loss)()) < 1e-5
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_blocks_in_one_pass_see_what_each_sees_alone(texts, kind):
+    raw = LAYERS[kind]
+    blocks = blocks_of(texts, "variable-prefix", size=8)
+    value, _ = gradients(texts, raw, blocks, loss="decay")
+    assert abs(value - Loss(raw, texts, blocks, loss="decay")()) < 1e-5
+
+
 def test_blocks_that_have_nothing_to_learn_change_nothing(texts):
-    last = np.array([[len(text.tokens) - 2] * 3 for text in texts.sequences])
+    last = np.array([[len(text.tokens) - 2] * 3 for text in texts.texts])
     behind = np.full(last.shape, 2)
-    blocks = cut_blocks(texts.sequences, np.array([0, 1]), last, BLOCK, behind)
-    value, found = gradients(texts, CONFIGS["full"], {}, blocks)
+    blocks = cut_blocks(texts.texts, np.array([0, 1]), last, BLOCK, behind)
+    value, found = gradients(texts, CONFIGS["full"], blocks)
     assert not blocks.supervised.any()
     assert value == 0.0
     assert not any(gradient.any() for gradient in found.values())
+
+
+@pytest.mark.parametrize("on_cpu", sorted({cpu_math.applies(), False}))
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_a_hopeless_word_has_a_large_finite_loss_or_none_without_a_share(
+    monkeypatch, share, on_cpu
+):
+    monkeypatch.setattr(cpu_math, "applies", lambda: on_cpu)
+    head = mx.array(np.random.default_rng(0).normal(size=(23, 16)), mx.float32)
+    sure = mx.array([[1000.0] + [0.0] * 15])
+    logits = sure @ head.T
+    best, hopeless = mx.argmax(logits, axis=-1), mx.argmin(logits, axis=-1)
+    given = (head, mx.stack([best, hopeless], axis=-1), mx.array([[1.0 - share, share]]))
+    loss, gradient = mx.value_and_grad(lambda h: cross_entropy(h, *given)[0].sum())(sure)
+    assert (60.0 < loss.item() < float("inf")) if share else abs(loss.item()) < 1e-4
+    assert mx.abs(gradient - share * (head[best] - head[hopeless])).max().item() < 1e-4

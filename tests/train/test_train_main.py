@@ -1,9 +1,14 @@
-"""`python -m dflash_mlx.train` on a tiny model: what it leaves, and how it goes on."""
+"""`python -m dflash_mlx.train` on a tiny model: what it leaves, how it goes on, what it refuses."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +17,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dflash_mlx.cli import options as cli
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.train.state import has_state
+from dflash_mlx.train.__main__ import main
+from dflash_mlx.train.corpus.rows import CorpusRow
+from dflash_mlx.train.run import STATE
 from dflash_mlx.train.trainer import Trainer
 from support.reference_dflash import random_drafter
-from support.tiny_training import CONTEXT, files
+from support.tiny_training import CONTEXT, Place, corpus_rows, files
 
 # What a run leaves
 
@@ -34,7 +42,7 @@ def test_a_run_leaves_a_drafter_its_history_and_its_state(place, mode, capsys):
     assert first["loss"] is None and 0 < last["loss"] < 10
     assert len(last["by_prefix"]) == (7 if mode == "variable-prefix" else 1)
     assert len(last["by_position"]) == 7
-    assert has_state(place.out)
+    assert (place.out / STATE).exists()
     assert (place.root / "run.png").read_bytes()[:4] == b"\x89PNG"
     said = capsys.readouterr().err
     assert "step 4 |" in said and "tokens/round" in said
@@ -60,22 +68,17 @@ def test_the_drafter_is_kept_as_it_was_when_it_measured_best(place, monkeypatch)
 # Going on
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    train_step = Trainer.train_step
-
-    def step(self: Trainer) -> float:
-        if self.step == steps:
-            raise KeyboardInterrupt
-        return train_step(self)
-
-    monkeypatch.setattr(Trainer, "train_step", step)
-
-
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(place, monkeypatch):
     options = {"steps": 5, "evaluate_minutes": 1e-9, "mode": "variable-prefix"}
     place.train(out=place.root / "through", **options)
+    losses = Trainer.losses
+
+    def interrupted(self: Trainer) -> Iterator[float]:
+        yield from islice(losses(self), 3)
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_after(patch, 3)
+        patch.setattr(Trainer, "losses", interrupted)
         place.train(**options)
     assert [record["step"] for record in place.history()] == [0, 1, 2, 3]
     place.train(**options)
@@ -84,12 +87,9 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(place, monkeyp
     assert found.keys() == expected.keys()
     for name in ("model.safetensors", "config.json"):
         assert found[name] == expected[name]
-    arrays = [
-        load_file(folder / "state" / "state.safetensors")
-        for folder in (place.out, place.root / "through")
-    ]
-    assert arrays[0].keys() == arrays[1].keys()
-    assert all(arrays[0][name].tobytes() == arrays[1][name].tobytes() for name in arrays[0])
+    again, through = (load_file(folder / STATE) for folder in (place.out, place.root / "through"))
+    assert again.keys() == through.keys()
+    assert all(again[name].tobytes() == through[name].tobytes() for name in again)
 
 
 def test_a_finished_run_stays_as_it_is_until_more_steps_are_asked_for(place):
@@ -124,7 +124,7 @@ def test_a_run_that_was_stopped_before_its_first_save_begins_again(place):
     (place.out / "history.jsonl").touch()
     (place.out / "model.safetensors").write_bytes(b"half")
     place.train(steps=2)
-    assert has_state(place.out)
+    assert (place.out / STATE).exists()
     shutil.rmtree(place.out / "state")  # by hand, to save space: the drafter is finished
     with pytest.raises(DFlashError, match="holds no run to continue"):
         place.train(steps=2)
@@ -145,12 +145,86 @@ def test_what_training_does_not_change_is_saved_as_it_was(place):
         assert np.array_equal(weights[name], rounded)
 
 
-def test_a_run_that_began_with_a_drafter_is_not_continued_with_a_new_one(place):
+def test_a_run_is_not_continued_with_another_drafter_or_corpus(place):
     alike = {"num_hidden_layers": 1, "max_position_embeddings": CONTEXT}
     init = place.drafter(**alike, dflash={"target_layer_ids": [1]})  # but for the mask
     place.train(init=init, steps=2)
     before = files(place.out)
     with pytest.raises(DFlashError, match="mask_token_id 5, not 8"):
         place.train(steps=3)
+    other = place.write("c.jsonl", corpus_rows()[:5])
+    with pytest.raises(DFlashError, match="data 'corpus-.*', not 'c-"):
+        place.train(init=init, steps=3, corpus=other)
     assert files(place.out) == before
     place.train(init=init, steps=3)
+
+
+# Refusals, before work starts and without touching a file
+
+Change = Callable[[Place], dict[str, Any]]
+
+
+def long(row: CorpusRow) -> CorpusRow:
+    return replace(row, answer=row.answer * 8)
+
+
+def corpus(*rows: CorpusRow, **header: Any) -> Change:
+    """Train on these rows."""
+    return lambda place: {"corpus": place.write("c.jsonl", rows, replace(place.header, **header))}
+
+
+REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
+    "another tokenizer": (corpus(*corpus_rows(), tokenizer="0"), "c.jsonl .*tiny.* other tokens"),
+    "another vocabulary": (corpus(*corpus_rows(), vocab_size=98), "98 tokens, .* has 97"),
+    "a token outside": (
+        corpus(*corpus_rows(), replace(corpus_rows()[0], answer=(97,))),
+        "line 9 of .*c.jsonl .* 97, .* 97",
+    ),
+    "no rows": (corpus(), "c.jsonl holds no rows"),
+    "no file": (lambda p: {"corpus": p.root / "no.jsonl"}, "no.jsonl"),
+    "rows that are too long": (corpus(*map(long, corpus_rows())), f"c.jsonl .* {CONTEXT} tokens"),
+    "a single row": (corpus(corpus_rows()[0]), "one row in all"),
+    "no room for features": ({"cache_gb": 0}, "cache_gb is 0.0"),
+    "too little room for features": ({"cache_gb": 1e-6}, "1000 bytes"),
+    "endless room for features": ({"cache_gb": "inf"}, "cache_gb is inf"),
+    "room that is no number": ({"cache_gb": "nan"}, "cache_gb is nan"),
+    "a drafter of another target": (
+        lambda p: {"init": p.drafter(num_target_layers=30)},
+        "target layers 30, .* has 3",
+    ),
+    "no drafter": (lambda p: {"init": p.root}, "config.json"),
+    "a folder of other files": (lambda p: {"out": p.root}, "no run to continue"),
+    "a file in its place": (lambda p: {"out": p.corpus}, "no run to continue"),
+    "a folder for a picture": (lambda p: {"plot": p.root}, "is a folder"),
+    "neither steps nor minutes": ({"steps": None}, r"\(None, None\)"),
+    "steps and minutes": ({"minutes": 1}, r"\(1.0, 4\)"),
+    "nothing to train on": ({"held_out": 1}, "held_out is 1"),
+    "labels softer than the target": ({"soft": 1.5}, "soft is 1.5"),
+    "labels of no softness": ({"soft": "nan"}, "soft is nan"),
+    "more layers than there are": ({"layers": 4}, "layers is 4, .* 3"),
+    "no model": (lambda p: {"model": p.root / "no"}, "no"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_trained_with_is_refused_in_one_sentence(place, monkeypatch, capsys, case):
+    change, named = REFUSED[case]
+    options = change if isinstance(change, dict) else change(place)
+    before = files(place.root)
+    monkeypatch.setattr("sys.argv", ["train", *place.words(**options)])
+    with pytest.raises(SystemExit) as left:
+        cli.run(main, "dflash_mlx.train")
+    said = capsys.readouterr()
+    assert left.value.code == 2 and said.out == ""
+    (sentence,) = [line for line in said.err.splitlines() if line.startswith("dflash_mlx.train: ")]
+    assert re.search(named + ".*; ", sentence), "the value, and then the next step"
+    after = files(place.root)
+    assert {name: after[name] for name in before} == before
+    assert not (place.root / "out").exists()
+
+
+def test_a_picture_without_matplotlib_is_refused_before_work_starts(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(DFlashError, match="matplotlib"):
+        place.train(plot=place.root / "run.png")
+    assert not place.out.exists()

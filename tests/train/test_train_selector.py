@@ -1,63 +1,163 @@
-"""A selector in training: what it learns, its codebooks, and the folder that it goes into."""
+"""A selector in training: what it goes by, what it learns, and the folder that it goes into."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 
+from dflash_mlx.core.config import SelectorTraining
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, read_drafter
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.train import selector
-from dflash_mlx.train.selector import EmbeddingRows, MappedSelector, with_selector
+from dflash_mlx.train.blocks import SAMPLERS
+from dflash_mlx.train.data import Texts
+from dflash_mlx.train.selector import MappedSelector, SelectorTrainer, with_selector
 from dflash_mlx.train.trainee import Trainee
 from support.decoding import feed
 from support.families import VOCAB_SIZE
-from support.tiny_selector import RAW, trainer_of, walks
 from support.tiny_training import (
     TAPS,
     WIDTH,
     arrays_of,
     drafter_config,
+    greedy_rows,
     make_trainee,
+    make_trainer,
+    texts_of,
     tiny_target,
 )
 
-
-def rows_of(embedding: nn.Module) -> EmbeddingRows:
-    return EmbeddingRows(embedding, VOCAB_SIZE)
+RAW = drafter_config(block_size=6)
 
 
-def test_the_drafter_stays_as_it_is():
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    """Three greedy answers, and one that nobody would call so."""
+    rows = [*greedy_rows(3, 20), replace(greedy_rows(3, 20)[0], answer=tuple(range(9)))]
+    return texts_of(tmp_path_factory.mktemp("features"), rows)
+
+
+def trainer_of(trainee: Trainee, texts: Texts, **settings: Any) -> SelectorTrainer:
+    given = {"rank": 16, "top_k": 97, "sequences": 2, "anchors": 8, "warmup": 5, "steps": 100}
+    given = {**given, "draft_vocabulary": VOCAB_SIZE, "learning_rate": 0.005}
+    return SelectorTrainer(trainee, texts, SelectorTraining(**{**given, **settings}))
+
+
+def maps_of(embedding: nn.Module, rank: int = 8) -> MappedSelector:
+    return MappedSelector(embedding, VOCAB_SIZE, rank, seed=1)
+
+
+def test_the_drafter_stays_as_it_is_and_the_maps_depend_on_the_seed_alone(texts):
     drafter = make_trainee(RAW)
     before, embedding = arrays_of(drafter.network), np.array(drafter.target.embedding().weight)
-    trainer = trainer_of(drafter, walks(3, 0))
-    for _ in range(3):
-        trainer.train_step()
-    assert set(arrays_of(trainer.maps)) == {"hidden", "predecessor", "successor"}
-    after = arrays_of(drafter.network)
-    assert all(np.array_equal(after[name], array) for name, array in before.items())
-    assert np.array_equal(drafter.target.embedding().weight, embedding)
-
-
-def test_maps_anchors_and_what_is_learned_depend_on_the_seed_alone():
-    runs = [trainer_of(make_trainee(RAW), walks(5, 0), seed=seed) for seed in (3, 3, 4)]
+    runs = [trainer_of(drafter, texts, seed=seed) for seed in (3, 3, 4)]
     for _ in range(2):
         first, again, other = (arrays_of(trainer.maps) for trainer in runs)
+        assert first.keys() == {"hidden", "predecessor", "successor"}
         for name, array in first.items():
             assert array.tobytes() == again[name].tobytes()
             assert not np.array_equal(array, other[name])
         for trainer in runs:
             list(itertools.islice(trainer.losses(), 4))
+    after = arrays_of(drafter.network)
+    assert all(np.array_equal(after[name], array) for name, array in before.items())
+    assert np.array_equal(drafter.target.embedding().weight, embedding)
     anchors = [trainer._sampler.blocks(0).anchors for trainer in runs]
     assert not np.array_equal(anchors[0], anchors[2])
+
+
+@pytest.mark.parametrize("law", SAMPLERS)
+def test_the_anchors_follow_the_chosen_law(texts, law):
+    trainer = trainer_of(make_trainee(RAW), texts, anchor_law=law)
+    assert type(trainer._sampler) is SAMPLERS[law]
+
+
+# The loss
+
+
+def laws_by_loops(trainer: SelectorTrainer) -> list[tuple[float, bool]]:
+    """The probability of the right candidate at every position of the first step, or of all other
+    tokens where it is none; and whether it is one."""
+    blocks = trainer._sampler.blocks(0)
+    states, before, tokens, logprobs, *_ = map(np.array, trainer.batch(blocks))
+    assert np.array_equal(before, blocks.tokens[..., :-1].reshape(-1))
+    edges = np.array(trainer.maps(*map(mx.array, (states, before, tokens))))
+    result: list[tuple[float, bool]] = []
+    for i, label in enumerate(blocks.labels[..., 1:].reshape(-1)):
+        scores = logprobs[i].astype(np.float64) + edges[i]
+        others = max(1 - np.exp(logprobs[i]).sum(), 1e-6)
+        law = np.append(np.exp(scores), others) / (np.exp(scores).sum() + others)
+        among = bool(label in tokens[i])
+        result.append((law[tokens[i].tolist().index(label) if among else -1], among))
+    return result
+
+
+def weights_by_loops(trainer: SelectorTrainer) -> list[float]:
+    """Of the positions of the first step, 1 in all."""
+    drafter, blocks = trainer.trainee, trainer._sampler.blocks(0)
+    states = drafter.states(*drafter.inputs(trainer._texts, blocks))
+    words = trainer.vocabulary.tokens
+    chosen = words[np.array(drafter.logits(states))[..., words].argmax(axis=-1)]
+    result = []
+    for s, a in np.ndindex(blocks.anchors.shape):
+        weight = 1.0
+        for k in range(1, drafter.config.block_size):
+            label = blocks.labels[s, a, k]
+            known = blocks.supervised[s, a, k] and label in words
+            result.append(weight * known)
+            if chosen[s, a, k] != label:
+                weight = 0.25
+    return [weight / sum(result) for weight in result]
+
+
+@pytest.mark.parametrize("size", [VOCAB_SIZE, 40])
+def test_the_loss_is_over_the_candidates_and_all_other_tokens_together(texts, size):
+    """Some right tokens are not candidates, and with a small draft vocabulary not in that; a text
+    was sampled; and the drafter has learned a little, so that some of its drafts are right."""
+    learner = make_trainer(texts, RAW, steps=20, learning_rate=0.01)
+    list(learner.losses())
+    given = {"top_k": 20, "sequences": 4, "draft_vocabulary": size}
+    trainer = trainer_of(learner.trainee, texts, **given)
+    outside = trainer.vocabulary.index[trainer._sampler.blocks(0).labels] < 0
+    assert outside.any() == (size < VOCAB_SIZE)
+    weights, laws = weights_by_loops(trainer), laws_by_loops(trainer)
+    assert 0.05 < np.mean([among for _, among in laws]) < 0.95
+    shares = sorted(set(np.round(np.array(weights) / max(weights), 6)))
+    assert shares == [0, 0.25, 1]  # not counted, behind a wrong draft, and up to it
+    loss = -sum(w * np.log(p) for w, (p, _) in zip(weights, laws, strict=True))
+    assert trainer.train_step() == pytest.approx(loss, rel=1e-4)
+
+
+def test_candidates_are_the_likeliest_of_the_draft_vocabulary(texts):
+    trainer = trainer_of(make_trainee(RAW), texts, top_k=9, draft_vocabulary=40)
+    blocks = trainer._sampler.blocks(0)
+    states, _, tokens, logprobs, right, _ = map(np.array, trainer.batch(blocks))
+    words = trainer.vocabulary.tokens
+    logits = np.array(make_trainee(RAW).logits(mx.array(states)))[:, words]
+    law = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    best = np.argsort(-law, axis=-1)[:, :9]
+    assert np.array_equal(tokens, words[best])
+    assert np.abs(np.take_along_axis(law, best, axis=-1) - logprobs).max() < 1e-4
+    assert np.array_equal(right, tokens == blocks.labels[..., 1:].reshape(-1, 1))
+
+
+def test_a_step_in_which_nothing_counts_leaves_finite_weights(texts):
+    settings = {"top_k": 5, "draft_vocabulary": 10}
+    vocabulary = trainer_of(make_trainee(RAW), texts, **settings).vocabulary
+    absent = np.flatnonzero(vocabulary.index < 0)[0]
+    unknown = [replace(text, likely=np.full_like(text.likely, absent)) for text in texts.texts]
+    trainer = trainer_of(make_trainee(RAW), replace(texts, texts=unknown), **settings)
+    assert trainer.train_step() == 0
+    assert all(np.isfinite(array).all() for array in arrays_of(trainer.maps).values())
 
 
 # Maps, written out
@@ -66,7 +166,7 @@ def test_maps_anchors_and_what_is_learned_depend_on_the_seed_alone():
 @pytest.mark.parametrize("rows", [20, 4096])
 def test_codebooks_give_the_edges_that_the_maps_give(monkeypatch, rows):
     monkeypatch.setattr(selector, "_ROWS", rows)
-    made = MappedSelector(WIDTH, 8, rows_of(tiny_target().embedding()), seed=3)
+    made = maps_of(tiny_target().embedding())
     written = made.selector(SelectorConfig(8, 5))
     rng = np.random.default_rng(0)
     hidden = mx.array(rng.normal(size=(40, WIDTH)).astype(np.float32))
@@ -78,31 +178,25 @@ def test_codebooks_give_the_edges_that_the_maps_give(monkeypatch, rows):
 
 
 @pytest.mark.parametrize("length", [0.2, 30.0])
-def test_a_selector_starts_small_whatever_the_embedding_s_length_is(length):
-    drafter = make_trainee(RAW)
-    trainer = trainer_of(drafter, walks(4, 0), rank=32)
+def test_a_selector_starts_small_whatever_the_embedding_s_length_is(texts, length):
+    trainer = trainer_of(make_trainee(RAW), texts)
     states, before, tokens, *_ = trainer.batch(trainer._sampler.blocks(0))
     embedding = nn.Embedding(VOCAB_SIZE, WIDTH)
-    embedding.weight = drafter.target.embedding().weight * length
-    made = MappedSelector(WIDTH, 32, rows_of(embedding), seed=0)
-    edges = np.array(made(states, before, tokens))
-    assert 0.01 < edges.std() < 1
-    lengths = np.linalg.norm(np.array(rows_of(embedding)(mx.arange(VOCAB_SIZE))), axis=-1)
+    embedding.weight = tiny_target().embedding().weight * length
+    made = maps_of(embedding, rank=32)
+    assert 0.01 < np.array(made(states, before, tokens)).std() < 1
+    lengths = np.linalg.norm(np.array(made._rows(mx.arange(VOCAB_SIZE))), axis=-1)
     assert lengths.mean() == pytest.approx(1, rel=0.1)
 
 
 # As a folder of version 2
 
 
-def random_features() -> mx.array:
-    rows = np.random.default_rng(0).normal(size=(16, len(TAPS) * WIDTH))
-    return mx.array(rows.astype(np.float32))
-
-
 def block_logits(network: Network, drafter: Trainee) -> np.ndarray:
     model = BlockModel(network, drafter.config, tiny_target())
     context = model.new_context()
-    feed(context, random_features())
+    rows = np.random.default_rng(0).normal(size=(16, len(TAPS) * WIDTH))
+    feed(context, mx.array(rows.astype(np.float32)))
     return np.array(model.logits(context, mx.array([7]), drafter.config.block_size, [(), (3,)]))
 
 
@@ -115,16 +209,14 @@ def test_a_saved_folder_is_the_drafter_that_it_was_but_for_its_selector(tmp_path
     drafter = make_trainee(raw)
     drafter.network.set_dtype(mx.bfloat16)  # what a folder keeps
     drafter.network.set_dtype(mx.float32)
-    made = MappedSelector(WIDTH, 8, rows_of(tiny_target().embedding()), seed=1)
-    both = with_selector(drafter, made, SelectorConfig(8, 5))
+    both = with_selector(drafter, maps_of(tiny_target().embedding()), SelectorConfig(8, 5))
     both.save(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written == {**both.raw, "dtype": "bfloat16"} and written["note"] == "mine"
     assert "block_size" not in written
     config = read_config(tmp_path)
     assert config.selector == SelectorConfig(8, 5) and config.convolution is not None
-    same = replace(config, selector=None, convolution=None)
-    assert same == drafter.config
+    assert replace(config, selector=None, convolution=None) == drafter.config
     network = load_network(tmp_path, config, mx.float32)
     assert not any(isinstance(layer, ConvolvedLayer) for layer in network.layers)
     full = read_drafter(tmp_path).network()  # as another program would make it

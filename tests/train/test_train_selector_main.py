@@ -16,7 +16,7 @@ from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.train import compare, selector
-from dflash_mlx.train.evaluate import measure, walk
+from dflash_mlx.train.compare import measure, walk
 from dflash_mlx.train.trainee import Trainee
 from support.drafter_formats import speculators
 from support.reference_dflash import random_drafter, write_drafter_folder
@@ -50,17 +50,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Place
     return place
 
 
+def figures(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if "tokens/round" in line]
+
+
 def test_the_command_prints_both_figures_and_writes_a_folder(place, capsys):
     place.drafter(block_size=6)
-    before = files(place.root / "drafter")
+    given = files(place.root / "drafter")
     run(place, top_k=16, draft_vocabulary=None)
-    printed = capsys.readouterr().err.splitlines()
-    lines = [line for line in printed if "tokens/round" in line]
-    assert sum("the draft vocabulary covers" in line for line in printed) == 1
-    assert [line.partition(":")[0] for line in lines] == ["without a selector", "with one"]
-    assert all("| by position " in line for line in lines)
+    printed = capsys.readouterr().err
+    assert printed.count("the draft vocabulary covers") == 1
+    without, with_one = figures(printed)
+    assert without.startswith("without a selector: ") and with_one.startswith("with one: ")
+    assert "| by position " in without and "| by position " in with_one
     assert set(files(place.out)) == {"config.json", "model.safetensors"}
-    assert files(place.root / "drafter") == before
+    assert files(place.root / "drafter") == given
 
 
 def test_a_trained_folder_accepts_more_and_is_compared_with_the_drafter_it_was(trained, tmp_path):
@@ -68,8 +72,8 @@ def test_a_trained_folder_accepts_more_and_is_compared_with_the_drafter_it_was(t
     unwanted = dict.fromkeys(("out", "steps", "sequences", "anchors", "layers", "held_out"))
     named = ["--drafter", str(drafter), "--drafter", str(trained.out), "--all-rows"]
     compare.main([*trained.words(**{**unwanted, "json": report}), *named])
-    figures = json.loads(report.read_text())
-    first, second = (figures[str(f)]["all"]["tokens_per_round"] for f in (drafter, trained.out))
+    told = json.loads(report.read_text())
+    first, second = (told[str(f)]["all"]["tokens_per_round"] for f in (drafter, trained.out))
     assert first < 1.5 and second > first + 0.5
 
 
@@ -110,10 +114,7 @@ def test_a_second_run_begins_with_the_drafter_alone(trained, tmp_path, capsys):
     once = capsys.readouterr().err
     run(trained, drafter=trained.out, out=tmp_path / "again", **options)
     again = capsys.readouterr().err
-    figures = [
-        [line for line in said.splitlines() if "tokens/round" in line] for said in (once, again)
-    ]
-    assert figures[0] == figures[1] and len(figures[0]) == 2
+    assert figures(once) == figures(again) and len(figures(once)) == 2
     first, second = files(tmp_path / "once"), files(tmp_path / "again")
     assert first["model.safetensors"] == second["model.safetensors"]
     trained.train(init=trained.out, out=tmp_path / "first", layers=None, steps=1)
@@ -121,8 +122,7 @@ def test_a_second_run_begins_with_the_drafter_alone(trained, tmp_path, capsys):
 
 
 def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):
-    raw = speculators()
-    write_drafter_folder(place.root / "drafter", raw, random_drafter(RAW))
+    write_drafter_folder(place.root / "drafter", speculators(), random_drafter(RAW))
     run(place)
     assert read_config(place.out).selector == SelectorConfig(16, 97)
     load(str(tiny_model), str(place.out))
@@ -130,20 +130,22 @@ def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):
 
 # What it refuses
 
-SETTINGS = {
-    "top_k": [("1", "top_k is 1"), ("98", "top_k is 98, .* 97 tokens")],
-    "rank": [("0", "rank is 0")],
-    "minutes": [("inf", "minutes is inf")],
-    "learning_rate": [("nan", "learning_rate is nan")],
-    "steps": [("0", "steps is 0")],
-    "draft_vocabulary": [("0", "draft_vocabulary is 0"), ("96", "top_k is 97, .* 96 tokens")],
-    "held_out": [("1", "held_out is 1")],
-    "seed": [("-1", "seed is -1")],
-    "cache_gb": [("0", "cache_gb is 0.0")],
-    "out": [(".", "is there already"), ("corpus.jsonl", "is there already")],
-    "drafter": [("convolved", "convolutions")],
-}
-BAD = [(name, *case) for name, cases in SETTINGS.items() for case in cases]
+BAD = [
+    ("top_k", "1", "top_k is 1"),
+    ("top_k", "98", "top_k is 98, .* 97 tokens"),
+    ("rank", "0", "rank is 0"),
+    ("minutes", "inf", "minutes is inf"),
+    ("learning_rate", "nan", "learning_rate is nan"),
+    ("steps", "0", "steps is 0"),
+    ("draft_vocabulary", "0", "draft_vocabulary is 0"),
+    ("draft_vocabulary", "96", "top_k is 97, .* 96 tokens"),
+    ("held_out", "1", "held_out is 1"),
+    ("seed", "-1", "seed is -1"),
+    ("cache_gb", "0", "cache_gb is 0.0"),
+    ("out", ".", "is there already"),
+    ("out", "corpus.jsonl", "is there already"),
+    ("drafter", "convolved", "convolutions"),
+]
 
 
 @pytest.mark.parametrize(("name", "value", "named"), BAD)

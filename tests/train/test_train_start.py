@@ -94,12 +94,8 @@ def words(special: list[int], template: list[int] | None, mask: int | None) -> A
 )
 def test_the_mask_is_a_token_that_no_conversation_contains(special, template, mask, expected):
     assert mask_token(words(special, template, mask)) == expected
-
-
-def test_a_tokenizer_without_a_token_to_spare_is_refused():
-    with pytest.raises(DFlashError, match="mask") as failure:
+    with pytest.raises(DFlashError, match="mask; .*--init"):
         mask_token(words([1, 2, 3, 5, 7], [5], None))
-    assert "--init" in failure.value.next_step
 
 
 def test_a_real_tokenizer_has_a_mask(tmp_path):
@@ -220,26 +216,17 @@ def test_a_target_whose_layers_cannot_be_taken_over_is_refused(name, layers, nam
 # An existing drafter
 
 
-def test_a_drafter_is_read_in_float32_with_its_config_as_written(tmp_path):
-    raw = drafter_config(note="mine")
-    weights = random_drafter(raw)
-    trainee = Trainee.read(write_drafter_folder(tmp_path, raw, weights), tiny_target())
-    assert trainee.raw == raw and trainee.config == parse_config(raw, "tiny")
-    found = arrays_of(trainee.network)
-    assert all(np.array_equal(array, weights[name]) for name, array in found.items())
-
-
 def test_a_second_version_without_real_convolutions_is_read_and_becomes_a_first(tmp_path):
     method = {"training_mode": "vp_drafter", "output_multiplier": 0.5}
     raw = tiny_config(dflash_config=method, note="mine")
     tensors = idle_tensors(raw)
     found = Trainee.read(write_drafter_folder(tmp_path, raw, tensors), tiny_target())
     assert found.raw == raw and found.config == parse_config(raw, "tiny")
-    assert "candidate_selector.successor_codebook" in found.weights()
+    assert "candidate_selector.successor_codebook" in arrays_of(found.network)
     plain = found.without_selector()
-    names = {name for name in tensors if "_conv." not in name and "selector" not in name}
-    assert plain.weights().keys() == names
-    assert all(np.array_equal(plain.weights()[name], tensors[name]) for name in names)
+    arrays = arrays_of(plain.network)
+    assert arrays.keys() == {n for n in tensors if "_conv." not in n and "selector" not in n}
+    assert all(np.array_equal(array, tensors[name]) for name, array in arrays.items())
     expected = {"mask_token_id": 5, "target_layer_ids": [0, 2], **method}
     first = {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": expected}
     assert plain.raw == {**raw, **first}

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if it had not been, or says why it cannot."""
+"""A run that was stopped goes on as if it had not been, or says why it cannot; saved drafters."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from safetensors import safe_open
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.system.files import replace_safetensors
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.state import restore_state, save_state
+from dflash_mlx.train.run import STATE, restore_state, save_state
 from dflash_mlx.train.trainer import Trainer
 from support.tiny_training import (
     drafter_config,
     files,
     full_disk,
     greedy_rows,
+    make_trainee,
     make_trainer,
     sampled_row,
     texts_of,
 )
 
 STEPS = 6
-FILE = Path("state") / "state.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +43,6 @@ def trainer_of(texts: Texts, **settings: Any) -> Trainer:
     return make_trainer(texts, **{"steps": STEPS, **settings})
 
 
-def train(trainer: Trainer, steps: int) -> list[float]:
-    return [trainer.train_step() for _ in range(steps)]
-
-
 def everything(trainer: Trainer) -> dict[str, bytes]:
     """Weights and the optimiser's state, bit by bit."""
     flat: Any = tree_flatten([trainer.trainee.network.parameters(), trainer.optimizer.state])
@@ -55,7 +53,8 @@ def everything(trainer: Trainer) -> dict[str, bytes]:
 def stopped(tmp_path: Path, texts: Texts) -> Path:
     """A folder where a run stopped after three steps."""
     trainer = trainer_of(texts)
-    train(trainer, 3)
+    for _ in range(3):
+        trainer.train_step()
     save_state(tmp_path, trainer, "corpus")
     return tmp_path
 
@@ -77,7 +76,7 @@ def test_time_and_place_go_on_too_and_a_run_may_be_made_longer(stopped, texts, c
 @pytest.mark.parametrize("room", [0, 5_000, 200_000])
 def test_a_full_disk_leaves_the_state_before(stopped, texts, room):
     trainer, before = trainer_of(texts), files(stopped)
-    train(trainer, 4)
+    trainer.train_step()
     with full_disk(room), pytest.raises(OSError):
         save_state(stopped, trainer, "corpus")
     assert files(stopped) == before
@@ -143,7 +142,40 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_state_is_reported(stopped, texts, damage):
-    DAMAGES[damage](stopped / FILE)
-    with pytest.raises(DFlashError, match=str(stopped / FILE)) as failure:
+    DAMAGES[damage](stopped / STATE)
+    with pytest.raises(DFlashError, match=str(stopped / STATE)) as failure:
         restore_state(stopped, trainer_of(texts), "corpus")
     assert "--init" in failure.value.next_step or "--out" in failure.value.next_step
+
+
+# The drafter beside it
+
+
+def test_a_drafter_is_saved_in_bfloat16_or_stays_as_it_was_on_a_full_disk(tmp_path):
+    first, second = make_trainee(seed=1), make_trainee(seed=2)
+    first.save(tmp_path / "a")
+    second.save(tmp_path / "a")
+    second.save(tmp_path / "b")
+    before = files(tmp_path / "a")
+    assert before == files(tmp_path / "b")
+    assert before.keys() == {"config.json", "model.safetensors"}
+    with full_disk(20_000), pytest.raises(OSError):
+        first.save(tmp_path / "a")
+    assert files(tmp_path / "a") == before
+    with safe_open(tmp_path / "a" / "model.safetensors", framework="numpy") as tensors:
+        assert tensors.metadata() == {"format": "pt"}
+        assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_a_file_that_was_cut_without_a_word_does_not_replace_another(tmp_path, monkeypatch):
+    file = tmp_path / "arrays.safetensors"
+    replace_safetensors(file, {"a": mx.arange(50)}, {})
+    before = files(tmp_path)
+
+    def save_half(name: str, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
+        Path(name).write_bytes(b"a" * (arrays["a"].nbytes // 2))
+
+    monkeypatch.setattr(mx, "save_safetensors", save_half)
+    with pytest.raises(OSError, match="No space left"):
+        replace_safetensors(file, {"a": mx.arange(90)}, {})
+    assert files(tmp_path) == before

@@ -1,159 +1,113 @@
 """The head of a GGUF file, checked before MLX, whose reader trusts it, opens the file.
 
 Layout: magic, version, number of tensors and of metadata entries, the entries, a description of
-each tensor, and, aligned, the data. Everything is little-endian. The reader of the `gguf` package
-is not used: past the end of a file it reads empty values for ever, and it makes an array of every
-token, which takes seconds.
+each tensor, and, aligned, the data.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import struct
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, Keys
+import mlx.core as mx
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, Keys
+from gguf.gguf_reader import ReaderField
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
-VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4  # GGML's own limit
 MAX_ELEMENTS = 2**22  # of an array in the metadata; vocabularies have up to 2**18
-ALIGNMENT = 32  # unless the metadata says otherwise
 ARCHITECTURE = "llama"
-
-_TYPES = {
-    GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h", GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f", GGUFValueType.BOOL: "?", GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d", GGUFValueType.STRING: "",
-}  # fmt: skip
-
 READABLE = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0")  # types of tensors
 
+Arrays = dict[str, mx.array]
 Metadata = dict[str, Any]
 
 
-def check_gguf(file: Path) -> None:
-    """Raise DFlashError for a file that is no whole, consistent one, or that MLX does not read."""
+def read_file(file: Path) -> tuple[Arrays, Metadata]:
+    """Tensors as MLX names them, and metadata as plain Python values.
+
+    Raises DFlashError for a file that is no whole, consistent one, or that MLX does not read.
+    """
     try:
         if not file.is_file():
             raise ValueError("it is no file")
-        if not file.stat().st_size:
-            raise ValueError("it has 0 bytes")  # which cannot be mapped
-        with (
-            open(file, "rb") as opened,
-            mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents,
-        ):
-            _check(_Cursor(contents, file.name))
-    except (ValueError, OSError) as error:
-        what = f"{file.name} cannot be read as a GGUF file ({error})"
-        raise DFlashError(what, "download or copy it again") from None
+        _Head(file)
+        loaded: Any = mx.load(str(file), format="gguf", return_metadata=True)
+        tensors, metadata = loaded
+        plain = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in metadata.items()}
+        return tensors, plain
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise DFlashError(
+            f"{file.name} cannot be read as a GGUF file ({in_one_line(error)})",
+            f"download or copy it again, or choose one of type {', '.join(READABLE)}",
+        ) from None
 
 
-class _Cursor:
-    """Reads values one after the other, and never past the end. at: what it reads, for errors."""
+class _Head(GGUFReader):
+    """The gguf package's reader, made to end where the file does, and to judge what MLX trusts.
 
-    def __init__(self, contents: mmap.mmap, file: str) -> None:
-        self.contents, self.file = contents, file
-        self.position = 0
-        self.at = "its first fields"
+    By itself it reads empty values for ever past the end, and makes an array of every token, which
+    takes seconds.
+    """
 
-    def skip(self, size: int) -> int:
-        """Move on by `size` bytes; returns where they begin."""
-        begin, left = self.position, len(self.contents) - self.position
+    def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        size, left = int(count) * np.dtype(dtype).itemsize, len(self.data) - offset
         if size > left:
-            raise ValueError(f"it ends in {self.at}: {size} bytes are wanted, {left} are left")
-        self.position += size
-        return begin
+            raise ValueError(f"at byte {offset} {size} bytes are wanted, {max(left, 0)} are left")
+        return super()._get(offset, dtype, count, override_order)
 
-    def value(self, code: str) -> Any:
-        """A number of a struct module's type; without a type, a text with its length before it."""
-        begin = self.skip(struct.calcsize(code or "Q"))
-        number = struct.unpack_from(f"<{code or 'Q'}", self.contents, begin)[0]
-        if code:
-            return number
-        begin = self.skip(number)
-        return self.contents[begin : begin + number].decode("utf-8")
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        """Steps over arrays."""
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+        count, end = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+        if kind is GGUFValueType.ARRAY or count > MAX_ELEMENTS:
+            raise ValueError(f"it has an array of {count} {kind.name}, up to {MAX_ELEMENTS} can be")
+        if kind is GGUFValueType.STRING:
+            contents = self.data.data
+            for _ in range(count):
+                end += 8 + int.from_bytes(contents[end : end + 8], "little")
+        else:
+            end += count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
+        self._get(orig_offs, np.uint8, end - orig_offs)
+        return end - orig_offs, [], [], [GGUFValueType.ARRAY]
 
-    def kind(self, kinds: Any) -> Any:
-        """A member of an enumeration."""
-        number = self.value("I")
-        try:
-            return kinds(number)
-        except ValueError:
-            raise ValueError(f"the type of {self.at} is {number}, which is none") from None
-
-    def each(self, count: int, what: str, read: Callable[[], Any]) -> dict[str, Any]:
-        """What `read` makes of each of `count` entries, by the name that stands before it."""
-        result: dict[str, Any] = {}
-        for _ in range(count):
-            self.at = f"the name of a {what}"
-            name = self.value("")
-            self.at = f"the {what} {name[:80]!r}"
-            if name in result:
-                raise ValueError(f"{self.at} is there twice")
-            result[name] = read()
-        return result
-
-
-def _check(cursor: _Cursor) -> None:
-    begin = cursor.skip(4)
-    if (magic := cursor.contents[begin:4]) != b"GGUF":
-        raise ValueError(f"it begins with {magic!r}, not with b'GGUF'")
-    if (version := cursor.value("I")) not in VERSIONS:
-        raise ValueError(f"its version is {version}, supported are {VERSIONS}")
-    count, entries = cursor.value("Q"), cursor.value("Q")
-    metadata = cursor.each(entries, "metadata", lambda: _entry(cursor))
-    alignment = metadata.get(Keys.General.ALIGNMENT, ALIGNMENT)
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"its alignment is {alignment!r}, not a power of two")
-    places = cursor.each(count, "tensor", lambda: _place(cursor, alignment))
-    left, end = len(cursor.contents) - -(-cursor.position // alignment) * alignment, 0
-    for name, (begin, stop) in sorted(places.items(), key=lambda item: item[1]):
-        if begin < end:
-            raise ValueError(f"{name[:80]!r} begins at byte {begin}, inside another tensor")
-        end = stop
-    if end > left:
-        raise ValueError(f"its tensors end at byte {end} of the data, it has {max(left, 0)}")
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        """Instead of making arrays of the tensors, look where they are."""
+        if self.byte_order != "I" or len({field.name for field in fields}) < len(fields):
+            raise ValueError("it is big-endian, or has a tensor twice")
+        places = sorted(_place(field, int(self.alignment)) for field in fields)
+        for (_, end, first), (begin, _, second) in pairwise(places):
+            if begin < end:
+                raise ValueError(f"{second!r} begins at byte {begin}, inside {first!r}")
+        end, left = places[-1][1] if places else 0, max(len(self.data) - int(start_offs), 0)
+        if end > left:
+            raise ValueError(f"its tensors end at byte {end} of the data, it has {left}")
 
 
-def _entry(cursor: _Cursor) -> Any:
-    """A value of the metadata; None for an array."""
-    if (kind := cursor.kind(GGUFValueType)) is not GGUFValueType.ARRAY:
-        return cursor.value(_TYPES[kind])
-    kind, count = cursor.kind(GGUFValueType), cursor.value("Q")
-    if kind is GGUFValueType.ARRAY or count > MAX_ELEMENTS:
-        raise ValueError(f"{cursor.at} is an array of {count} {kind.name}, up to {MAX_ELEMENTS}")
-    if kind is not GGUFValueType.STRING:
-        cursor.skip(count * struct.calcsize(_TYPES[kind]))
-        return None
-    for _ in range(count):
-        cursor.value("")
-    return None
-
-
-def _place(cursor: _Cursor, alignment: int) -> tuple[int, int]:
-    """Where a tensor begins and ends; its shape has the fastest dimension first."""
-    if not 1 <= (dimensions := cursor.value("I")) <= MAX_DIMENSIONS:
-        raise ValueError(f"{cursor.at} has {dimensions} dimensions, 1 to {MAX_DIMENSIONS} can be")
-    shape = [cursor.value("Q") for _ in range(dimensions)]
-    if not all(1 <= n <= MAX_DIMENSION for n in shape):
-        raise ValueError(f"the shape of {cursor.at} is {shape}")
-    kind, begin = cursor.kind(GGMLQuantizationType), cursor.value("Q")
+def _place(field: ReaderField, alignment: int) -> tuple[int, int, str]:
+    """Where a tensor begins and ends, and its name; its shape has the fastest dimension first."""
+    name, shape = field.name[:80], field.parts[3].tolist()
+    number, begin = (int(part[0]) for part in field.parts[4:])
+    if not 1 <= len(shape) <= MAX_DIMENSIONS or not all(1 <= n <= MAX_DIMENSION for n in shape):
+        raise ValueError(f"the shape of {name!r} is {shape}, 1 to {MAX_DIMENSIONS} numbers can be")
+    kind = GGMLQuantizationType(number)
     if kind.name not in READABLE:
-        what = f"in {cursor.file}, {cursor.at} is of type {kind.name}, which MLX does not read"
-        raise DFlashError(what, f"choose a GGUF file of type {', '.join(READABLE)}")
+        raise ValueError(f"{name!r} is of type {kind.name}, which MLX does not read")
     block, size = GGML_QUANT_SIZES[kind]
     if shape[0] % block:
-        raise ValueError(f"{cursor.at} has rows of {shape[0]}, {kind.name} has blocks of {block}")
+        raise ValueError(f"{name!r} has rows of {shape[0]}, {kind.name} has blocks of {block}")
     if begin % alignment:
-        raise ValueError(f"{cursor.at} begins at byte {begin}, aligned to {alignment}")
-    return begin, begin + math.prod(shape) // block * size
+        raise ValueError(f"{name!r} begins at byte {begin}, aligned to {alignment}")
+    return begin, begin + math.prod(shape) // block * size, name
 
 
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {

@@ -1,37 +1,57 @@
-"""Load a llama-architecture GGUF file: weights by MLX, model by mlx-lm, tokenizer from metadata."""
+"""Load a llama-architecture GGUF file: weights by MLX, model by mlx-lm, tokenizer from metadata.
+
+The tokenizer is a byte-level BPE.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import gguf
 import mlx.core as mx
 import mlx.nn as nn
-from gguf import Keys
+from gguf import Keys, TokenType
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.utils import dequantize_model
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.formats.gguf_header import (
     ARCHITECTURE,
+    Arrays,
     Metadata,
     array,
-    check_gguf,
+    read_file,
     token_ids,
     value_of,
 )
-from dflash_mlx.models.formats.gguf_tokenizer import end_tokens, make_tokenizer
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
 GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
 ELSEWHERE = "choose another GGUF file, or the same model as a Hugging Face folder"
 
-Arrays = dict[str, mx.array]
+MODEL = "gpt2"  # of tokenizer.ggml.model, for any byte-level BPE
+# Values of tokenizer.ggml.pre. llama.cpp splits with GPT-2's pattern, the second group after
+# cutting every digit off. Its "default" is neither: a stand-in for files that do not say.
+GPT2_SPLIT = ("gpt-2", "mpt", "olmo")
+GPT2_SPLIT_AND_DIGITS = ("smollm", "starcoder", "refact", "codeshell")
+LLAMA_BPE = "llama-bpe"  # Llama 3: words with one sign before them, digits by three
+LLAMA_BPE_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WHOLE = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)  # never split or merged
+ROLES = {
+    "bos_token": Keys.Tokenizer.BOS_ID,
+    "eos_token": Keys.Tokenizer.EOS_ID,
+    "unk_token": Keys.Tokenizer.UNK_ID,
+    "pad_token": Keys.Tokenizer.PAD_ID,
+}
+ENDS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
 
 
 def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
@@ -41,57 +61,34 @@ def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, TokenizerWrapper
     stay packed and all other weights take their dtype. Raises `DFlashError` for a file that is
     missing, damaged, of another architecture, or made with a feature that is not supported.
     """
-    tensors, metadata = read_file(path)
     floating = mx.float32 if dequantize else None  # scales too, so that no product is rounded
-    model, config = build_model(path, tensors, metadata, floating)
-    tokenizer = build_tokenizer(path, metadata)
+    model, tokenizer, config = open_gguf(path, floating)
     if dequantize:
         model = dequantize_model(model)
     mx.eval(model.parameters())
     return model, tokenizer, config
 
 
-def build_model(
-    path: Path, tensors: Arrays, metadata: Metadata, dtype: mx.Dtype | None = None
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The model and its config from what was read of the file; no weight is evaluated.
+def open_gguf(
+    path: Path, dtype: mx.Dtype | None = None
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """As `load_gguf`, before any weight is evaluated, and all packed that is so in the file.
 
     dtype: of what is not packed, instead of that of the scales.
     """
-    with _usable(path):
+    tensors, metadata = read_file(path)
+    try:
         config = _config(metadata, tied="output.weight" not in tensors)
-        _check_blocks(tensors, config["num_hidden_layers"])
+        count = config["num_hidden_layers"]  # before mlx-lm makes as many layers
+        blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+        if len(blocks) != count:
+            key = Keys.LLM.BLOCK_COUNT.format(arch=ARCHITECTURE)
+            raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
         model = llama.Model(llama.ModelArgs.from_dict(config))
         _fill(model, _named_for(model, tensors, config), dtype)
-        return model, config
-
-
-def build_tokenizer(path: Path, metadata: Metadata) -> TokenizerWrapper:
-    """The tokenizer from the file's metadata."""
-    with _usable(path):
-        return make_tokenizer(metadata)
-
-
-@contextmanager
-def _usable(path: Path) -> Iterator[None]:
-    try:
-        yield
+        return model, _tokenizer(metadata), config
     except (ValueError, OverflowError) as error:
         raise DFlashError(f"{path.name} cannot be used: {error}", ELSEWHERE) from error
-
-
-def read_file(path: Path) -> tuple[Arrays, Metadata]:
-    """Tensors as MLX names them, and metadata as plain Python values; raises as `load_gguf`."""
-    check_gguf(path)  # MLX trusts what it reads
-    try:
-        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise DFlashError(
-            f"{path.name} cannot be read as a GGUF file ({error})", "download or copy it again"
-        ) from error
-    tensors, metadata = loaded
-    plain = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in metadata.items()}
-    return tensors, plain
 
 
 def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
@@ -138,14 +135,6 @@ def _check_rope(metadata: Metadata, head_dim: int) -> None:
         raise ValueError(f"rotating {rotated} of {head_dim} dimensions is not supported")
 
 
-def _check_blocks(tensors: Arrays, count: int) -> None:
-    """Before mlx-lm makes as many layers as the metadata say."""
-    blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
-    if len(blocks) != count:
-        key = Keys.LLM.BLOCK_COUNT.format(arch=ARCHITECTURE)
-        raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
-
-
 def _named_for(model: Any, tensors: Arrays, config: dict[str, Any]) -> Arrays:
     """The file's tensors under the names, and in the row order, of mlx-lm's llama model."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
@@ -182,3 +171,65 @@ def _fill(model: Any, weights: Arrays, dtype: mx.Dtype | None) -> None:
     typed = {k: v if v.dtype == mx.uint32 else v.astype(dtype) for k, v in weights.items()}
     model.load_weights(list(typed.items()), strict=True)
     model.eval()
+
+
+def _tokenizer(metadata: Metadata) -> TokenizerWrapper:
+    if (model := value_of(metadata, Keys.Tokenizer.MODEL, str)) != MODEL:
+        raise ValueError(f"its tokenizer is {model!r}, supported is {MODEL!r} (byte-level BPE)")
+    split = value_of(metadata, Keys.Tokenizer.PRE, str)
+    tokens: Any = array(metadata, Keys.Tokenizer.LIST)
+    ids = token_ids(metadata, *ROLES.values())
+    begins = split == LLAMA_BPE  # llama.cpp's own where a file does not say
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_byte_level_bpe(metadata, split, tokens),
+        clean_up_tokenization_spaces=False,
+        add_bos_token=value_of(metadata, Keys.Tokenizer.ADD_BOS, bool, begins),
+        add_eos_token=value_of(metadata, Keys.Tokenizer.ADD_EOS, bool, False),
+        chat_template=value_of(metadata, Keys.Tokenizer.CHAT_TEMPLATE, str, "") or None,
+        **{role: tokens[ids[key]] for role, key in ROLES.items() if key in ids},
+    )
+    # mlx-lm's BPE detokenizer drops a leading space and garbles the byte 0; this one does not.
+    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, end_tokens(metadata))
+
+
+def _byte_level_bpe(metadata: Metadata, split: str, tokens: list[str]) -> Tokenizer:
+    ids = {token: i for i, token in enumerate(tokens)}
+    whole_words = split == LLAMA_BPE  # a word that is a token needs no merges
+    backend = Tokenizer(models.BPE(ids, _merges(metadata, ids), ignore_merges=whole_words))
+    backend.pre_tokenizer = _pre_tokenizer(split)
+    backend.decoder = decoders.ByteLevel()
+    types = Keys.Tokenizer.TOKEN_TYPE  # which some files lack
+    kinds = array(metadata, types, int) if types in metadata else []
+    for token, kind in zip(tokens, kinds, strict=False):
+        if kind in WHOLE:
+            special = kind != TokenType.USER_DEFINED
+            backend.add_tokens([AddedToken(token, special=special, normalized=False)])
+    return backend
+
+
+def _merges(metadata: Metadata, ids: dict[str, int]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in array(metadata, Keys.Tokenizer.MERGES):
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= ids.keys():
+            raise ValueError(f"the merge {merge!r} uses tokens that its vocabulary lacks")
+        pairs.append((left, right))
+    return pairs
+
+
+def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != LLAMA_BPE)
+    if kind in GPT2_SPLIT:
+        return split
+    if kind in GPT2_SPLIT_AND_DIGITS:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
+    if kind == LLAMA_BPE:
+        words = pre_tokenizers.Split(Regex(LLAMA_BPE_SPLIT), "isolated")
+        return pre_tokenizers.Sequence([words, split])
+    known = ", ".join((*GPT2_SPLIT, *GPT2_SPLIT_AND_DIGITS, LLAMA_BPE))
+    raise ValueError(f"{Keys.Tokenizer.PRE} is {kind!r}, supported are {known}")
+
+
+def end_tokens(metadata: Metadata) -> list[int]:
+    """The tokens that end an answer."""
+    return sorted(set(token_ids(metadata, *ENDS).values()))

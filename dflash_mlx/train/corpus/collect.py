@@ -1,25 +1,103 @@
-"""From prompts to rows: queue what a file lacks, decode it, append every answer at once."""
+"""The command line of `dflash_mlx.corpus`: queue what a file lacks, decode it, append the rows."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from dflash_mlx.core.config import CorpusConfig
+from tqdm import tqdm
+
+from dflash_mlx.cli import options as cli
+from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.core.config import ALL_BUT_MODEL, CorpusConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.models.load import load_target
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.corpus.batch import BatchDecoder, Done, Job
-from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
-from dflash_mlx.train.corpus.self_prompt import TurnWriter, lot
-from dflash_mlx.train.corpus.writer import CorpusFile
+from dflash_mlx.train.corpus.rows import (
+    CorpusFile,
+    CorpusHeader,
+    CorpusRow,
+    open_corpus,
+    tokenizer_fingerprint,
+)
+from dflash_mlx.train.corpus.self_prompt import TurnWriter, lot, read_openings
 
+PROGRAM = "dflash_mlx.corpus"
 _ONLY_HOW_MANY = ("batch_size", "limit", "self_prompt")  # rows, not which
+
+
+def main(argv: Sequence[str]) -> None:
+    """Answer prompts until the file has all. Raises DFlashError for bad input."""
+    arguments = parser().parse_args(argv)
+    config = read_config(arguments)
+    prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts, None)
+    with open_corpus(arguments.out) as file:
+        chosen = cli.read_pair_config(arguments)
+        pair = replace(load_target(chosen.model), template=chosen.template_arguments)
+        file.begin(make_header(pair, config))
+        collection = Collection(pair, config, file)
+        missing, begin = collection.ask(prompts), time.perf_counter()
+        with tqdm(total=missing, unit="row", miniters=0) as bar:
+            for rows in collection.run():
+                rate = collection.decoder.generated / (time.perf_counter() - begin)
+                looped = collection.finishes["loop"] / max(collection.finishes.total(), 1)
+                bar.set_postfix_str(f"{rate:.0f} tok/s, {looped:.0%} looped", refresh=False)
+                bar.update(rows)
+    print(collection.report())
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = cli.Parser(
+        prog=PROGRAM,
+        description="Collect the target's own answers, as training data for drafters. A run that "
+        "was stopped continues when it is started again with the same options.",
+    )
+    result.add_argument(
+        "--prompts", type=Path, help="JSON lines with id, category, and messages or prompt"
+    )
+    result.add_argument("--out", type=Path, required=True, help="the corpus; rows are appended")
+    result.add_argument("--openings", type=Path, help="a JSON list of openings, see --opening")
+    others = tuple(name for name in ALL_BUT_MODEL if name != "template")
+    cli.add_options(result, PairConfig, CorpusConfig, without=others)
+    return result
+
+
+def read_config(arguments: argparse.Namespace) -> CorpusConfig:
+    """The settings; DFlashError for options that do not go together."""
+    config = cli.read_options(arguments, CorpusConfig)
+    if (arguments.prompts is None) == (config.self_prompt is None):
+        raise DFlashError("there must be one source of prompts", "give --prompts or --self-prompt")
+    if arguments.openings is not None:
+        config = replace(config, opening=config.opening + read_openings(arguments.openings))
+    if config.opening and config.self_prompt is None:
+        raise DFlashError("openings begin the turns of --self-prompt", "leave them out, or give it")
+    if config.limit is not None and config.self_prompt is not None:
+        raise DFlashError("--limit counts prompts of a file", "give the number to --self-prompt")
+    return config
+
+
+def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:
+    """The header of what this pair's target answers with these settings."""
+    settings = {k: v for k, v in asdict(config).items() if k not in _ONLY_HOW_MANY}
+    settings["opening"] = list(config.opening)  # as JSON gives it back
+    settings["source"] = "prompts" if config.self_prompt is None else "self"
+    if pair.template:
+        settings["template"] = dict(pair.template)
+    vocab_size = int(pair.target.embedding().weight.shape[0])
+    return CorpusHeader(
+        pair.target.name, vocab_size, tokenizer_fingerprint(pair.tokenizer), settings
+    )
 
 
 class Collection:
@@ -32,12 +110,9 @@ class Collection:
     def __init__(self, pair: Pair, config: CorpusConfig, file: CorpusFile) -> None:
         self.decoder = BatchDecoder(pair.target, config.batch_size)
         self.finishes = Counter(row.finish for row in file.rows)
-        self.skipped = 0  # prompts that are too long
-        self._pair = pair
-        self._config = config
-        self._file = file
-        self._done = {row.id: row.prompt for row in file.rows}
-        self.turns: TurnWriter | None = None  # where the model writes them itself
+        self._skipped = 0  # prompts that are too long
+        self._pair, self._config, self._file = pair, config, file
+        self._turns: TurnWriter | None = None  # where the model writes them itself
 
     def ask(self, prompts: Sequence[dict[str, Any]]) -> int:
         """Queue what `prompts` (rows of `read_prompts`) still lack; returns how many.
@@ -49,8 +124,8 @@ class Collection:
         if self._config.self_prompt is None:
             jobs = [self._job(prompt) for prompt in self._missing(prompts)]
         else:
-            self.turns = TurnWriter(self._pair, self._config, self._file.rows)
-            jobs = self.turns.start(max(self._config.self_prompt - len(self._file.rows), 0))
+            self._turns = TurnWriter(self._pair, self._config, self._file.rows)
+            jobs = self._turns.start(max(self._config.self_prompt - len(self._file.rows), 0))
         self.decoder.waiting.extend(jobs)
         return len(jobs)
 
@@ -63,39 +138,38 @@ class Collection:
             raise DFlashError(f"two prompts have the id {repeated[0]!r}", "give each its own")
         room = self._pair.target.context_length
         fitting = [prompt for prompt in asked if len(prompt.prompt) < room]
-        self.skipped = len(asked) - len(fitting)
+        self._skipped = len(asked) - len(fitting)
         if not fitting:
             raise DFlashError(
                 f"none of the {len(asked)} prompts fits the model's context of {room} tokens",
                 "give shorter ones",
             )
+        done = {row.id: row.prompt for row in self._file.rows}
         for prompt in fitting:
-            if prompt.id in self._done and self._done[prompt.id] != prompt.prompt:
+            if done.get(prompt.id, prompt.prompt) != prompt.prompt:
                 raise DFlashError(
                     f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}",
                     "give prompts ids of their own, or name another file with --out",
                 )
-        return [prompt for prompt in fitting if prompt.id not in self._done]
+        return [prompt for prompt in fitting if prompt.id not in done]
 
-    def run(self) -> Iterator[list[CorpusRow]]:
-        """Decode all that is queued, step by step; rows are in the file when they are yielded."""
+    def run(self) -> Iterator[int]:
+        """Decode all that is queued; yields how many rows each step has put into the file."""
         for finished in self.decoder.run():
-            rows = [self._finish(done) for done in finished]
-            yield [row for row in rows if row is not None]
+            yield sum(self._finish(done) for done in finished)
 
-    def _finish(self, done: Done) -> CorpusRow | None:
+    def _finish(self, done: Done) -> bool:
         """Append an answer; queue what a user turn asks for, or another where it is no good."""
         asked, waiting = done.job.key, self.decoder.waiting
-        if self.turns is not None and not isinstance(asked, CorpusRow):
-            if (prompt := self.turns.prompt(done)) is None:
-                waiting.extend(self.turns.start(1))
+        if self._turns is not None and not isinstance(asked, CorpusRow):
+            if (prompt := self._turns.prompt(done)) is None:
+                waiting.extend(self._turns.start(1))
             else:
                 waiting.appendleft(self._job(prompt))
-            return None
-        row: CorpusRow = replace(asked, answer=done.tokens, finish=done.finish)
-        self._file.append(row)
-        self.finishes[row.finish] += 1
-        return row
+            return False
+        self._file.append(replace(asked, answer=done.tokens, finish=done.finish))
+        self.finishes[done.finish] += 1
+        return True
 
     def _job(self, asked: CorpusRow) -> Job:
         """Answer a row that lacks it, greedily or not, as its id and the seed decide."""
@@ -120,17 +194,11 @@ class Collection:
         )
         return CorpusRow(str(row.get("id", digest[:16])), row["category"], tuple(tokens))
 
-
-def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:
-    """The header of what this pair's target answers with these settings."""
-    settings = asdict(config)
-    for name in _ONLY_HOW_MANY:
-        del settings[name]
-    settings["opening"] = list(config.opening)  # as JSON gives it back
-    settings["source"] = "prompts" if config.self_prompt is None else "self"
-    if pair.template:
-        settings["template"] = dict(pair.template)
-    vocab_size = int(pair.target.embedding().weight.shape[0])
-    return CorpusHeader(
-        pair.target.name, vocab_size, tokenizer_fingerprint(pair.tokenizer), settings
-    )
+    def report(self) -> str:
+        """One line for people."""
+        parts = [f"{self.finishes.total()} rows, {self.finishes['loop']} cut where they looped"]
+        if self._skipped:
+            parts.append(f"{self._skipped} prompts were longer than the context and left out")
+        if self._turns is not None and (rejected := self._turns.rejected):
+            parts.append(f"{rejected} user turns were empty, too long or not new")
+        return "; ".join(parts)

@@ -1,21 +1,28 @@
-"""Corpus files: a header line and one answer a line, as JSON; read, checked, never guessed at."""
+"""Corpus files: a header line and one answer a line, as JSON; read, checked, never guessed at.
+
+A file grows by whole lines, one process at a time, and survives any kill.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
+import io
 import json
+import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_mlx.core.errors import DFlashError
 
-FORMAT = "dflash-corpus"
-VERSION = 1
-
+_FORMAT = {"format": "dflash-corpus", "version": 1}
+_BEGIN = json.dumps(_FORMAT)[:-1].encode()  # of a header
+_ANOTHER = "name another file with --out"
 _MAKE_ANEW = "make the corpus again with python -m dflash_mlx.corpus"
 
 
@@ -34,13 +41,7 @@ class CorpusHeader:
 
     def as_line(self) -> str:
         """The first line of a corpus file, without its newline."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
-
-    @staticmethod
-    def begins_with(line: bytes) -> bool:
-        """Whether `line` may be the beginning of such a line, cut by a kill."""
-        begin = json.dumps({"format": FORMAT, "version": VERSION})[:-1].encode()
-        return begin.startswith(line[: len(begin)])
+        return json.dumps({**_FORMAT, **asdict(self)})
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,18 @@ class CorpusRow:
 
     def as_line(self) -> str:
         """A line of a corpus file, without its newline."""
-        line = {key: getattr(self, name) for name, (key, _) in _FIELDS.items()}
+        line = {_KEYS.get(name, name): value for name, value in vars(self).items()}
         if not self.messages:
             del line["messages"]
         return json.dumps(line)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+_Line = TypeVar("_Line", CorpusHeader, CorpusRow)
+_KEYS = {"prompt": "p", "answer": "o", "temperature": "t"}  # of a line, where it has others
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is(*types: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in types
 
 
 def _are_ids(value: Any) -> bool:
@@ -84,64 +85,99 @@ def _are_ids(value: Any) -> bool:
     return bool(whole) and min(value) >= 0
 
 
-_Fields = dict[str, tuple[str, Callable[[Any], bool]]]  # by our name: key in the line, and a check
-_HEADER: _Fields = {
-    "model": ("model", _is_text),
-    "vocab_size": ("vocab_size", lambda value: type(value) is int),
-    "tokenizer": ("tokenizer", _is_text),
-    "settings": ("settings", lambda value: isinstance(value, dict)),
-}
-_FIELDS: _Fields = {
-    "id": ("id", _is_text),
-    "category": ("category", _is_text),
-    "prompt": ("p", _are_ids),
-    "answer": ("o", _are_ids),
-    "temperature": ("t", _is_number),
-    "top_p": ("top_p", _is_number),
-    "seed": ("seed", lambda value: value is None or type(value) is int),
-    "finish": ("finish", _is_text),
-    "messages": ("messages", lambda v: isinstance(v, list) and all(type(m) is dict for m in v)),
+_CHECKS: dict[str, Callable[[Any], bool]] = {  # by our name, of headers and rows
+    "model": _is(str),
+    "vocab_size": _is(int),
+    "tokenizer": _is(str),
+    "settings": _is(dict),
+    "id": _is(str),
+    "category": _is(str),
+    "prompt": _are_ids,
+    "answer": _are_ids,
+    "temperature": _is(int, float),
+    "top_p": _is(int, float),
+    "seed": _is(int, type(None)),
+    "finish": _is(str),
+    "messages": lambda value: isinstance(value, list) and all(type(m) is dict for m in value),
 }
 
 
-def read_rows(
-    path: Path, vocab_size: int | None = None
-) -> tuple[CorpusHeader | None, list[CorpusRow]]:
-    """The header, if any, and the rows of a corpus file, plain or gzip.
+def read_rows(path: Path, vocab_size: int | None = None, tokenizer: Any = None) -> list[CorpusRow]:
+    """The rows of a corpus file, plain or gzip.
 
-    vocab_size: token ids must be below it; the header's by default. A last line that a killed
-    process left incomplete is ignored. Raises DFlashError for a file that cannot be read, holds
-    no rows, or has a damaged line.
+    vocab_size: token ids must be below it; the header's by default. tokenizer: must be the one that
+    the header names, if there is a header: older files have none. A last line that a killed process
+    left incomplete is ignored. Raises DFlashError for a file that cannot be read, holds no rows,
+    has a damaged line or is of another tokenizer.
     """
-    header, rows = parse(path, _contents(path), vocab_size)
+    try:
+        contents = path.read_bytes()
+        contents = gzip.decompress(contents) if path.suffix == ".gz" else contents
+    except (OSError, EOFError, zlib.error) as error:
+        raise DFlashError(f"{path} cannot be read ({error})", "name a corpus file") from None
+    header, rows = _parse(path, contents, vocab_size)
     if not rows:
         raise DFlashError(f"{path} holds no rows", _MAKE_ANEW)
-    return header, rows
+    if header is not None and tokenizer is not None:
+        _check_tokenizer(path, header, vocab_size, tokenizer)
+    return rows
 
 
-def parse(
+def _parse(
     path: Path, contents: bytes, vocab_size: int | None = None
 ) -> tuple[CorpusHeader | None, list[CorpusRow]]:
-    """As `read_rows`, from what has been read of `path`; rows may be missing."""
+    """The header, if any, and the rows in what has been read of `path`."""
     lines, header, rows = contents.split(b"\n"), None, []
     for i, line in enumerate(lines, 1):
-        values = _object(path, i, line, i == len(lines))
+        try:
+            values = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            if i == len(lines):
+                break
+            raise _damaged(f"line {i} of {path} is no JSON ({error})") from None
         if i == 1 and isinstance(values, dict) and "format" in values:
             header = _header(path, values)
             vocab_size = header.vocab_size if vocab_size is None else vocab_size
-            continue
-        if values is None:
-            continue
-        row = _row(path, i, values)
-        largest = max(row.prompt + row.answer)
-        if vocab_size is not None and largest >= vocab_size:
-            raise DFlashError(
-                f"line {i} of {path} holds the token {largest}, but the model has only "
-                f"{vocab_size}",
-                "use the corpus with the model that made it, or " + _MAKE_ANEW,
-            )
-        rows.append(row)
+        elif values is not None:
+            rows.append(_row(path, i, values, vocab_size))
     return header, rows
+
+
+def _header(path: Path, values: dict[str, Any]) -> CorpusHeader:
+    if (given := {key: values.get(key) for key in _FORMAT}) != _FORMAT:
+        raise DFlashError(
+            f"{path} has {given}, not {_FORMAT}", "update dflash-chat, or " + _MAKE_ANEW
+        )
+    return _checked(CorpusHeader, path, 1, {"settings": {}, **values})
+
+
+def _row(path: Path, i: int, values: Any, vocab_size: int | None) -> CorpusRow:
+    if not isinstance(values, dict):
+        raise _damaged(f"line {i} of {path} is no row")
+    usual = {"top_p": 1.0, "id": f"line-{i}", "category": "", "finish": "", "messages": []}
+    row = _checked(CorpusRow, path, i, {**usual, **values})
+    if vocab_size is not None and (largest := max(row.prompt + row.answer)) >= vocab_size:
+        raise DFlashError(
+            f"line {i} of {path} holds the token {largest}, but the model has only {vocab_size}",
+            "use the corpus with the model that made it, or " + _MAKE_ANEW,
+        )
+    return row
+
+
+def _checked(kind: type[_Line], path: Path, i: int, given: dict[str, Any]) -> _Line:
+    """What line `i` holds; DFlashError for the first value that is wrong or missing."""
+    result: dict[str, Any] = {}
+    for name in kind.__dataclass_fields__:
+        value = given.get(key := _KEYS.get(name, name))
+        if not _CHECKS[name](value):
+            shown = "missing" if value is None else repr(value)[:60]
+            raise _damaged(f"field {key!r} in line {i} of {path} is {shown}")
+        result[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**result)
+
+
+def _damaged(what: str) -> DFlashError:
+    return DFlashError(what, f"delete that line, or {_MAKE_ANEW}")
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -150,74 +186,93 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
-def check_header(
-    header: CorpusHeader | None, tokenizer: Any, vocab_size: int, source: str = "the corpus"
+def _check_tokenizer(
+    path: Path, header: CorpusHeader, vocab_size: int | None, tokenizer: Any
 ) -> None:
-    """Raise DFlashError for a corpus of another tokenizer; older files do not say whose they are.
-
-    source: the file, for the message.
-    """
-    if header is None:
-        return
-    if header.vocab_size != vocab_size:
+    if vocab_size not in (None, header.vocab_size):
         difference = f"has {header.vocab_size} tokens, but this model has {vocab_size}"
     elif header.tokenizer != tokenizer_fingerprint(tokenizer):
         difference = "has other tokens than this model's"
     else:
         return
     raise DFlashError(
-        f"{source} was made with {header.model}, whose vocabulary {difference}",
+        f"{path} was made with {header.model}, whose vocabulary {difference}",
         f"use it with {header.model}, or {_MAKE_ANEW}",
     )
 
 
-def _contents(path: Path) -> bytes:
+@contextmanager
+def open_corpus(path: Path) -> Iterator[CorpusFile]:
+    """A corpus file, made where it is missing, locked until it is closed, removed if empty then.
+
+    Raises DFlashError for a file that is no corpus, cannot be written or belongs to another
+    process.
+    """
+    if path.suffix == ".gz":
+        raise DFlashError(f"{path} would be compressed", "write plain JSON and gzip it later")
     try:
-        contents = path.read_bytes()
-        return gzip.decompress(contents) if path.suffix == ".gz" else contents
-    except (OSError, EOFError, zlib.error) as error:
-        raise DFlashError(f"{path} cannot be read ({error})", "name a corpus file") from None
-
-
-def _object(path: Path, i: int, line: bytes, is_last: bool) -> Any:
-    """The JSON value of a line, None for a blank one; the last may have been cut by a kill."""
-    try:
-        return json.loads(line) if line.strip() else None
-    except ValueError as error:
-        if is_last:
-            return None
-        raise DFlashError(
-            f"line {i} of {path} is no JSON ({error})", f"delete that line, or {_MAKE_ANEW}"
-        ) from None
-
-
-def _header(path: Path, values: dict[str, Any]) -> CorpusHeader:
-    if values["format"] != FORMAT or values.get("version") != VERSION:
-        raise DFlashError(
-            f"{path} has the format {values['format']!r}, version {values.get('version')!r}, "
-            f"instead of {FORMAT!r}, version {VERSION}",
-            "update dflash-chat, or " + _MAKE_ANEW,
-        )
-    return CorpusHeader(**_checked(path, 1, {"settings": {}, **values}, _HEADER))
-
-
-def _row(path: Path, i: int, values: Any) -> CorpusRow:
-    if not isinstance(values, dict):
-        raise DFlashError(f"line {i} of {path} is no row", f"delete that line, or {_MAKE_ANEW}")
-    usual = {"top_p": 1.0, "id": f"line-{i}", "category": "", "finish": "", "messages": []}
-    return CorpusRow(**_checked(path, i, {**usual, **values}, _FIELDS))
-
-
-def _checked(path: Path, i: int, given: dict[str, Any], wanted: _Fields) -> dict[str, Any]:
-    """The values of a line by our names; DFlashError for the first that is wrong or missing."""
-    result = {}
-    for name, (key, is_right) in wanted.items():
-        value = given.get(key)
-        if not is_right(value):
-            shown = "missing" if value is None else repr(value)[:60]
+        file = path.open("ab+", buffering=0)
+    except OSError as error:
+        raise DFlashError(f"{path} cannot be written ({error.strerror})", _ANOTHER) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
             raise DFlashError(
-                f"field {key!r} in line {i} of {path} is {shown}",
-                f"delete that line, or {_MAKE_ANEW}",
+                f"another process is writing {path}", f"wait for it, or {_ANOTHER}"
+            ) from None
+        file.seek(0)
+        contents = file.read()
+        if not _BEGIN.startswith(contents[: len(_BEGIN)]):
+            raise DFlashError(f"{path} exists and does not begin as a corpus does", _ANOTHER)
+        try:
+            yield CorpusFile(path, file, contents)
+        finally:
+            if os.fstat(file.fileno()).st_size == 0:
+                path.unlink(missing_ok=True)
+
+
+class CorpusFile:
+    """A corpus file, open for appending.
+
+    header, rows: what it held when it was opened. Nothing is written before `begin`.
+    """
+
+    def __init__(self, path: Path, file: io.FileIO, contents: bytes) -> None:
+        self.path, self._file = path, file
+        self._size = contents.rfind(b"\n") + 1  # without an incomplete last line
+        self.header, self.rows = _parse(path, contents[: self._size])
+
+    def begin(self, header: CorpusHeader) -> None:
+        """Write the header of a new file, or check that `header` continues this one.
+
+        What a killed process left behind the last whole line is cut off. Raises DFlashError where
+        the file was made by another model or with other settings.
+        """
+        if self.header not in (None, header):
+            raise DFlashError(
+                f"{self.path} was made with {_difference(self.header, header)}",
+                f"run with the settings it was made with, or {_ANOTHER}",
             )
-        result[name] = tuple(value) if isinstance(value, list) else value
-    return result
+        self._file.truncate(self._size)
+        if self.header is None:
+            self.append(header)
+
+    def append(self, line: CorpusHeader | CorpusRow) -> None:
+        """Write a row at once; where that fails the file is left as it was."""
+        data, written = line.as_line().encode() + b"\n", 0
+        try:
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except BaseException:
+            self._file.truncate(self._size)
+            raise
+        self._size += written
+
+
+def _difference(old: CorpusHeader, new: CorpusHeader) -> str:
+    """The first thing in which the headers differ, for a message."""
+    before, after = ({**vars(header), **header.settings} for header in (old, new))
+    names = (before.keys() | after.keys()) - {"settings"}
+    name = next(name for name in sorted(names) if before.get(name) != after.get(name))
+    return f"{name} {before.get(name)!r}, not {after.get(name)!r}"

@@ -1,4 +1,4 @@
-// metal_simdgroup and metal_quadgroup: every lane hands in a value, the last one works out all
+// metal_simdgroup: every lane hands in a value, the last one works out all
 // results. Sums go pairwise over halves of the lanes; Metal's own order is not documented.
 #pragma once
 #include "math.h"
@@ -28,36 +28,20 @@ template <class T> struct Lanes {
 #define EMULATOR_OPERATION(name, expression) \
     struct name { template <class T> static T of(T a, T b) { return static_cast<T>(expression); } };
 EMULATOR_OPERATION(Sum, a + b)
-EMULATOR_OPERATION(Product, a * b)
 EMULATOR_OPERATION(Maximum, metal::max(a, b))
 EMULATOR_OPERATION(Minimum, metal::min(a, b))
-EMULATOR_OPERATION(And, a & b)
-EMULATOR_OPERATION(Or, a | b)
-EMULATOR_OPERATION(Xor, a ^ b)
 
-template <class T, class O, int N> EMULATOR_UNCHECKED void reduce(uchar* slots, const uint*, uint members) {
+template <class T, class O> EMULATOR_UNCHECKED void reduce(uchar* slots, const uint*, uint members) {
     Lanes<T> lanes(slots, members);
     uint have = members;
-    for (int distance = N / 2; distance; distance /= 2)
+    for (int distance = WIDTH / 2; distance; distance /= 2)
         for (int i = 0; i < WIDTH; ++i) {
-            if (i % N >= distance || !(have >> (i + distance) & 1)) continue;
+            if (i >= distance || !(have >> (i + distance) & 1)) continue;
             T other = lanes.value[i + distance];
             lanes.value[i] = have >> i & 1 ? O::of(lanes.value[i], other) : other;
             have |= 1u << i;
         }
-    for (int i = 0; i < WIDTH; ++i) lanes.value[i] = lanes.value[i / N * N];
-    lanes.store(slots);
-}
-
-template <class T, class O, bool Inclusive> EMULATOR_UNCHECKED void scan(uchar* slots, const uint*, uint members) {
-    Lanes<T> lanes(slots, members);
-    T total = static_cast<T>(__is_same(O, Product) ? 1 : 0);
-    for (uint i = 0; i < WIDTH; ++i) {
-        if (!lanes.has(i)) continue;
-        T with = O::of(total, lanes.value[i]);
-        lanes.value[i] = Inclusive ? with : total;
-        total = with;
-    }
+    for (int i = 0; i < WIDTH; ++i) lanes.value[i] = lanes.value[0];
     lanes.store(slots);
 }
 
@@ -71,23 +55,6 @@ template <class T> EMULATOR_UNCHECKED void gather(uchar* slots, const uint* from
         else __builtin_memset(&after.value[i], 0xff, sizeof(T));
     }
     after.store(slots);
-}
-
-template <class T> EMULATOR_UNCHECKED void first(uchar* slots, const uint*, uint members) {
-    Lanes<T> lanes(slots, members);
-    T chosen = lanes.value[__builtin_ctz(members)];
-    for (int i = 0; i < WIDTH; ++i) lanes.value[i] = chosen;
-    lanes.store(slots);
-}
-
-EMULATOR_UNCHECKED inline void ballot(uchar* slots, const uint* votes, uint members) {
-    uint result = 0;
-    for (uint i = 0; i < WIDTH; ++i) result |= (members >> i & 1 & votes[i]) << i;
-    for (uint i = 0; i < WIDTH; ++i) __builtin_memcpy(slots + i * SLOT_BYTES, &result, sizeof result);
-}
-
-EMULATOR_UNCHECKED inline void present(uchar* slots, const uint*, uint members) {
-    for (uint i = 0; i < WIDTH; ++i) __builtin_memcpy(slots + i * SLOT_BYTES, &members, sizeof members);
 }
 
 // The lane of the calling thread; MLX's text has it only where the body names it.
@@ -119,24 +86,10 @@ namespace metal {
 
 #define EMULATOR_REDUCTION(name, operation) \
     template <class T> EMULATOR_FUNC T simd_##name(T x) { \
-        return emulator::call("simd_" #name, x, &emulator::reduce<T, emulator::operation, 32>); } \
-    template <class T> EMULATOR_FUNC T quad_##name(T x) { \
-        return emulator::call("quad_" #name, x, &emulator::reduce<T, emulator::operation, 4>); }
+        return emulator::call("simd_" #name, x, &emulator::reduce<T, emulator::operation>); }
 EMULATOR_REDUCTION(sum, Sum)
-EMULATOR_REDUCTION(product, Product)
 EMULATOR_REDUCTION(max, Maximum)
 EMULATOR_REDUCTION(min, Minimum)
-EMULATOR_REDUCTION(and, And)
-EMULATOR_REDUCTION(or, Or)
-EMULATOR_REDUCTION(xor, Xor)
-
-#define EMULATOR_SCAN(name, operation, inclusive) \
-    template <class T> EMULATOR_FUNC T simd_prefix_##name(T x) { \
-        return emulator::call("simd_prefix_" #name, x, &emulator::scan<T, emulator::operation, inclusive>); }
-EMULATOR_SCAN(inclusive_sum, Sum, true)
-EMULATOR_SCAN(exclusive_sum, Sum, false)
-EMULATOR_SCAN(inclusive_product, Product, true)
-EMULATOR_SCAN(exclusive_product, Product, false)
 
 // `at` gives the lane to read from; NOWHERE keeps the lane's own value.
 #define EMULATOR_SHUFFLE(name, at) \
@@ -148,50 +101,6 @@ EMULATOR_SHUFFLE(simd_broadcast, n)
 EMULATOR_SHUFFLE(simd_shuffle_xor, me ^ n)
 EMULATOR_SHUFFLE(simd_shuffle_up, me < n ? emulator::NOWHERE : me - n)
 EMULATOR_SHUFFLE(simd_shuffle_down, me + n >= 32 ? emulator::NOWHERE : me + n)
-EMULATOR_SHUFFLE(simd_shuffle_rotate_up, (me + 32 - n % 32) % 32)
-EMULATOR_SHUFFLE(simd_shuffle_rotate_down, (me + n) % 32)
-EMULATOR_SHUFFLE(quad_shuffle, me / 4 * 4 + n)
-EMULATOR_SHUFFLE(quad_broadcast, me / 4 * 4 + n)
-EMULATOR_SHUFFLE(quad_shuffle_xor, me ^ n)
-EMULATOR_SHUFFLE(quad_shuffle_up, me % 4 < n ? emulator::NOWHERE : me - n)
-EMULATOR_SHUFFLE(quad_shuffle_down, me % 4 + n >= 4 ? emulator::NOWHERE : me + n)
 #undef EMULATOR_SHUFFLE
-
-template <class T> EMULATOR_FUNC T simd_shuffle_and_fill_up(T x, T fill, ushort n) {
-    T moved = simd_shuffle(x, static_cast<ushort>((emulator::lane() + 32 - n % 32) % 32));
-    T filled = simd_shuffle(fill, static_cast<ushort>((emulator::lane() + 32 - n % 32) % 32));
-    return emulator::lane() < n ? filled : moved;
-}
-template <class T> EMULATOR_FUNC T simd_shuffle_and_fill_down(T x, T fill, ushort n) {
-    T moved = simd_shuffle(x, static_cast<ushort>((emulator::lane() + n) % 32));
-    T filled = simd_shuffle(fill, static_cast<ushort>((emulator::lane() + n) % 32));
-    return emulator::lane() + n >= 32 ? filled : moved;
-}
-
-template <class T> EMULATOR_FUNC T simd_broadcast_first(T x) {
-    return emulator::call("simd_broadcast_first", x, &emulator::first<T>);
-}
-
-class simd_vote {
-  public:
-    using vote_t = ulong;
-    explicit constexpr simd_vote(vote_t mask) : mask_(mask) {}
-    explicit constexpr operator vote_t() const { return mask_; }
-    constexpr bool any() const { return mask_ != 0; }
-  private:
-    vote_t mask_;
-};
-
-EMULATOR_FUNC uint simd_mask_(const char* name, bool vote) {
-    return emulator::call(name, 0u, &emulator::ballot, vote);
-}
-EMULATOR_FUNC uint simd_present_(const char* name) { return emulator::call(name, 0u, &emulator::present); }
-EMULATOR_FUNC simd_vote simd_ballot(bool vote) { return simd_vote(simd_mask_("simd_ballot", vote)); }
-EMULATOR_FUNC simd_vote simd_active_threads_mask() { return simd_vote(simd_present_("simd_active_threads_mask")); }
-EMULATOR_FUNC bool simd_any(bool vote) { return simd_mask_("simd_any", vote) != 0; }
-EMULATOR_FUNC bool simd_all(bool vote) { return simd_mask_("simd_all", !vote) == 0; }
-EMULATOR_FUNC bool simd_is_first() {
-    return emulator::lane() == static_cast<uint>(__builtin_ctz(simd_present_("simd_is_first")));
-}
 
 }  // namespace metal

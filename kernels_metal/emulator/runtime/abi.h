@@ -25,7 +25,6 @@ struct Buffer {
     uint64_t origin;       // byte of the first element, not 0 with negative strides
     uint32_t item;         // bytes of an element
     Kind kind;
-    uint32_t initialised;  // an output that was filled with init_value
     uint32_t floating;
     uint64_t read, written, fetched;  // results, in bytes; see memory.h
 };
@@ -37,7 +36,7 @@ struct Line {
 };
 
 struct Counters {
-    uint64_t threads, threadgroups, simd_operations, barriers, simdgroup_barriers, atomics;
+    uint64_t threads, threadgroups, simd_operations, barriers, simdgroup_barriers;
     uint64_t threadgroup_bytes;
 };
 

@@ -4,7 +4,7 @@
 
 #define HERE __builtin_return_address(0)
 #define HOOK(name, size, write) \
-    EXPORT void name(void* address) { access(reinterpret_cast<uint64_t>(address), size, write, false, HERE); }
+    EXPORT void name(void* address) { access(reinterpret_cast<uint64_t>(address), size, write, HERE); }
 #define HOOKS(size) \
     HOOK(__tsan_read##size, size, false) \
     HOOK(__tsan_write##size, size, true) \
@@ -20,19 +20,19 @@ HOOKS(16)
 EXPORT void __tsan_init() {}
 
 EXPORT void* __tsan_memcpy(void* to, const void* from, size_t size) {
-    access(reinterpret_cast<uint64_t>(from), static_cast<uint32_t>(size), false, false, HERE);
-    access(reinterpret_cast<uint64_t>(to), static_cast<uint32_t>(size), true, false, HERE);
+    access(reinterpret_cast<uint64_t>(from), static_cast<uint32_t>(size), false, HERE);
+    access(reinterpret_cast<uint64_t>(to), static_cast<uint32_t>(size), true, HERE);
     return memcpy(to, from, size);
 }
 
 EXPORT void* __tsan_memmove(void* to, const void* from, size_t size) {
-    access(reinterpret_cast<uint64_t>(from), static_cast<uint32_t>(size), false, false, HERE);
-    access(reinterpret_cast<uint64_t>(to), static_cast<uint32_t>(size), true, false, HERE);
+    access(reinterpret_cast<uint64_t>(from), static_cast<uint32_t>(size), false, HERE);
+    access(reinterpret_cast<uint64_t>(to), static_cast<uint32_t>(size), true, HERE);
     return memmove(to, from, size);
 }
 
 EXPORT void* __tsan_memset(void* to, int value, size_t size) {
-    access(reinterpret_cast<uint64_t>(to), static_cast<uint32_t>(size), true, false, HERE);
+    access(reinterpret_cast<uint64_t>(to), static_cast<uint32_t>(size), true, HERE);
     return memset(to, value, size);
 }
 

@@ -27,16 +27,15 @@ struct Region {
     uint64_t bytes;
     Kind kind;
     Space space;
-    bool initialised, was_read;
+    bool was_read;
     uint32_t shift;        // log2 of the bytes that share a state
-    Access* writes;        // the last one; the top bit of simd_epoch: atomic
+    Access* writes;        // the last one
     Access* reads;         // two threads that read since
     uint32_t* fetched_by;  // the last threadgroup that read here
     uint64_t read, written, fetched;
     uint32_t variable;     // which threadgroup variable
 };
 
-constexpr uint32_t ATOMIC = 1u << 31;
 constexpr uint32_t HOLE = ~0u;  // in fetched_by: belongs to no element
 
 inline uint8_t* arena;
@@ -104,7 +103,7 @@ inline bool unordered(const Access& access, Space space) {
     if (access.epoch < group.start_epochs[space]) return space == DEVICE_SPACE;
     if (access.epoch < group.epochs[space]) return false;
     bool same_simd = (access.thread - group.first_thread) / WIDTH == self->simd;
-    return !same_simd || (access.simd_epoch & ~ATOMIC) >= simds[self->simd].epochs[space];
+    return !same_simd || access.simd_epoch >= simds[self->simd].epochs[space];
 }
 
 [[noreturn]] inline void fail_race(const Region& region, uint64_t at, const Access& other, const void* pc,
@@ -129,7 +128,7 @@ inline void note_read(Access* slots, const Access& now, Space space) {
 
 inline bool is_written(const Region& region, const Access& write) {
     if (region.kind == THREADGROUP) return write.epoch >= group.start_epochs[THREADGROUP_SPACE];
-    return region.initialised || write.epoch != 0;
+    return write.epoch != 0;
 }
 
 inline void check_read(Region& region, uint64_t at, uint64_t index, const Access& now, const void* pc) {
@@ -137,21 +136,18 @@ inline void check_read(Region& region, uint64_t at, uint64_t index, const Access
     if (!is_written(region, write))
         fail(UNINITIALISED, pc, region.name, "reads byte %llu of %s before anything is written there",
              (unsigned long long)at, region.name);
-    bool both_atomic = (write.simd_epoch & ATOMIC) && (now.simd_epoch & ATOMIC);
-    if (!both_atomic && unordered(write, region.space)) fail_race(region, at, write, pc, "reads", "writes");
+    if (unordered(write, region.space)) fail_race(region, at, write, pc, "reads", "writes");
     region.was_read = true;
     note_read(region.reads + 2 * index, now, region.space);
 }
 
 inline void check_write(Region& region, uint64_t at, uint64_t index, const Access& now, const void* pc) {
     Access& write = region.writes[index];
-    bool both_atomic = (write.simd_epoch & ATOMIC) && (now.simd_epoch & ATOMIC);
-    if (!both_atomic && unordered(write, region.space)) fail_race(region, at, write, pc, "writes", "writes");
+    if (unordered(write, region.space)) fail_race(region, at, write, pc, "writes", "writes");
     if (region.was_read)
         for (int i = 0; i < 2; ++i) {
             const Access& read = region.reads[2 * index + i];
-            bool atomic = (read.simd_epoch & ATOMIC) && (now.simd_epoch & ATOMIC);
-            if (!atomic && unordered(read, region.space)) fail_race(region, at, read, pc, "writes", "reads");
+            if (unordered(read, region.space)) fail_race(region, at, read, pc, "writes", "reads");
         }
     write = now;
 }
@@ -188,7 +184,7 @@ inline void fetch(Region& region, uint64_t first, uint64_t last, const void* pc)
     }
 }
 
-inline void access(uint64_t address, uint32_t size, bool write, bool atomic, const void* pc) {
+inline void access(uint64_t address, uint32_t size, bool write, const void* pc) {
     uint64_t slot = (address - reinterpret_cast<uint64_t>(arena)) >> SLOT_SHIFT;
     if (__builtin_expect(slot >= region_count, 0)) return check_outside(address, size, write, pc);
     Region& region = regions[slot];
@@ -201,8 +197,7 @@ inline void access(uint64_t address, uint32_t size, bool write, bool atomic, con
     if (region.kind == INPUT || region.kind == METADATA)
         fail(READ_ONLY, pc, region.name, "writes byte %llu of %s, which is an input",
              (unsigned long long)at, region.name);
-    Access now{thread_number(), group.epochs[region.space],
-               simds[self->simd].epochs[region.space] | (atomic ? ATOMIC : 0), short_pc(pc)};
+    Access now{thread_number(), group.epochs[region.space], simds[self->simd].epochs[region.space], short_pc(pc)};
     for (uint64_t i = first; i <= last; ++i) {
         if (write) check_write(region, i << region.shift, i, now, pc);
         else check_read(region, i << region.shift, i, now, pc);

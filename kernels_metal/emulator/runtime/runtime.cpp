@@ -27,7 +27,6 @@ static bool place_buffers() {
                    (unsigned long long)buffer.bytes);
             return false;
         }
-        region->initialised = buffer.initialised;
         memcpy(region->begin, buffer.data, buffer.bytes);
         for (uint64_t j = 0; buffer.holes && j < buffer.bytes / buffer.item; ++j)
             if (buffer.holes[j]) region->fetched_by[j] = HOLE;
@@ -154,7 +153,7 @@ static void check_output(const Buffer& buffer, const Region& region) {
                    (unsigned long long)i, region.name);
         }
     }
-    if (missing && !region.initialised)
+    if (missing)
         report(UNWRITTEN, nullptr, region.name, "%llu of %llu elements of %s are never written, the first is %llu",
                (unsigned long long)missing, (unsigned long long)(buffer.bytes / item), region.name,
                (unsigned long long)first);

@@ -1,4 +1,4 @@
-// What threads do together: SIMD-group operations, barriers, threadgroup memory, atomics.
+// What threads do together: SIMD-group operations, barriers, threadgroup memory.
 #pragma once
 #include "memory.h"
 
@@ -132,17 +132,5 @@ EXPORT void* emulator_threadgroup(uint32_t variable, const char* name, uint64_t 
     memset(region->begin, 0xff, bytes);
     return region->begin;
 }
-
-// Atomics: the emulator runs one thread at a time, so only the checks are needed.
-EXPORT void emulator_atomic(const void* address, uint32_t size, uint32_t reads, uint32_t writes) {
-    void* pc = __builtin_return_address(0);
-    uint64_t at = reinterpret_cast<uint64_t>(address);
-    if (reads) access(at, size, false, true, pc);
-    if (writes) access(at, size, true, true, pc);
-    ++launch->counters.atomics;
-}
-
-EXPORT void emulator_copy(void* to, const void* from, uint32_t size) { memcpy(to, from, size); }
-
 
 EXPORT const Attributes* emulator_attributes() { return &self->attributes; }

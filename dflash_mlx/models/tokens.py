@@ -1,12 +1,14 @@
-"""Which tokens an answer is likely to have, so that drafts need no others."""
+"""What is known of a tokenizer: its likely tokens, so that drafts need no others; its template."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from jinja2 import Environment, TemplateError, meta
 
 from dflash_mlx.core.errors import DFlashError
 
@@ -43,3 +45,17 @@ def draft_size(asked: int | None, vocabulary: int) -> int:
             f"choose 1 to {vocabulary}",
         )
     return asked or max(1, vocabulary // SHARE)
+
+
+def unread_arguments(tokenizer: Any, names: Iterable[str]) -> list[str]:
+    """Those of `names` that the model's chat template does not read; all without a template."""
+    jinja = Environment(extensions=["jinja2.ext.loopcontrols"])  # as transformers reads them
+    source = getattr(tokenizer, "chat_template", None)
+    sources = source.values() if isinstance(source, dict) else [source or ""]
+    read: set[str] = set()
+    for text in sources:
+        try:
+            read |= meta.find_undeclared_variables(jinja.parse(text))
+        except TemplateError:
+            read |= set(names)  # what cannot be looked into may read anything
+    return [name for name in names if name not in read]
