@@ -5,6 +5,7 @@ The cases of one seed; `scripts/fuzz.py` runs all 10,000 of it, or others.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import pytest
 
 from dflash_mlx import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from support import fuzzing
+from support import fuzz_driver, fuzzing
 from support.fuzz_driver import GOOD, outcomes
 from support.models import write_drafter
 
@@ -57,6 +58,26 @@ def say(what: str) -> Callable[[], None]:
 def test_what_is_neither_a_sentence_nor_a_right_model_is_a_fault(tmp_path, load, outcome):
     subject = fuzzing.Subject("any", {}, "", lambda folder: load())
     assert fuzzing._outcome(subject, tmp_path, fuzzing.ALLOWED)["outcome"] == outcome
+
+
+def test_a_case_that_hangs_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzzing, "SECONDS", 1)
+    subject = fuzzing.Subject("any", {}, "", lambda folder: signal.pause())
+    assert fuzzing._outcome(subject, tmp_path, fuzzing.ALLOWED)["outcome"] == "hang"
+
+
+def test_a_case_that_ends_its_process_is_a_crash_and_the_others_go_on(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "for case in range(int(sys.argv[2]), int(sys.argv[3])):\n"
+        "    print(json.dumps({'begin': case}), flush=True)\n"
+        "    os.abort() if case == 2 else None\n"
+        "    print(json.dumps({'case': case, 'outcome': 'loaded'}), flush=True)\n"
+    )
+    monkeypatch.setattr(fuzz_driver, "PROGRAM", [str(program)])
+    found = [case["outcome"] for case in outcomes(0, 0, 5)]
+    assert found == ["loaded", "loaded", "crash", "loaded", "loaded"]
 
 
 def test_a_model_with_other_numbers_than_its_file_is_no_right_model(tmp_path):

@@ -121,6 +121,18 @@ def _add(document: Any, random: Random) -> None:
         container.append(copy.deepcopy(random.choice(VALUES)))
 
 
+def _empty(document: Any, random: Random) -> None:
+    """Nothing is left of a part, or of the whole document."""
+    if found := _containers(document):
+        random.choice(found[: random.choice((1, len(found)))]).clear()
+
+
+def _swap(document: Any, random: Random) -> None:
+    (first, a), (second, b) = _place(document, random), _place(document, random)
+    value = first[a], second[b]
+    first[a], second[b] = copy.deepcopy(value[1]), copy.deepcopy(value[0])
+
+
 def _twice(text: str, random: Random) -> str:
     """The first name of the document once more, with another value."""
     name = text[1 : text.find(":")] if text.startswith('{"') else '"a"'
@@ -132,7 +144,7 @@ def _padded(text: str, random: Random) -> str:
 
 
 _TREE: list[Callable[[Any, Random], None]] = [
-    _replace, _replace, _remove, _near, _near, _add,
+    _replace, _replace, _remove, _near, _near, _add, _empty, _swap,
 ]  # fmt: skip
 _TEXT: list[Callable[[str, Random], str]] = [
     _twice,
