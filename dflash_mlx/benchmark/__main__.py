@@ -13,7 +13,7 @@ from dflash_mlx.benchmark.figures import summarise
 from dflash_mlx.benchmark.measure import run_all, separate_rows
 from dflash_mlx.benchmark.plots import draw_all
 from dflash_mlx.benchmark.prompts import describe_lengths, questions, read_contexts
-from dflash_mlx.benchmark.selection import expand, name_blocks, read_methods, settle_all
+from dflash_mlx.benchmark.selection import expand, read_methods, settle_all
 from dflash_mlx.benchmark.tables import CHANGES, format_report
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
@@ -46,7 +46,6 @@ def main(argv: Sequence[str]) -> None:
     if sweep is not None:
         largest = min((model.block_size for model in pair.drafters), default=DEFAULT_SIZE)
         methods, report["sweep"] = expand(sweep, methods, largest)
-    methods = name_blocks(methods, config)
     source = read_prompts(arguments.prompts, None)
     asked = questions(pair.tokenizer, rows, contexts, source, pair.template)
     report["settings"] |= {

@@ -40,16 +40,6 @@ def settle_all(methods: dict[str, DecodeConfig], means: Means) -> dict[str, Deco
     }
 
 
-def name_blocks(methods: dict[str, DecodeConfig], asked: DecodeConfig) -> dict[str, DecodeConfig]:
-    """`methods` with the block that is advised for the pair in their names, where one is."""
-    named = {}
-    for name, config in methods.items():
-        is_advised = config.block_size != asked.block_size and "block_size" not in _own(name)
-        block = config.block_size if is_advised else None
-        named[name if block is None else f"{name}:{block}"] = config
-    return named
-
-
 def _details(name: str) -> list[tuple[str, str]]:
     """The settings behind a method's colons: a block size, or key=value."""
     parts = (part.partition("=") for part in name.split(":")[1:])

@@ -28,7 +28,8 @@ class FileFormat(Protocol):
     def parse_config(self, raw: Any, source: str, names: Collection[str] = (), /) -> Any:
         """The configuration in a config.json; DFlashError. names: of the tensors beside it.
 
-        It has block_size, the anchor included; taps, target layers (0-based) that are read;
+        It has block_size, the anchor included; vocab_size, its target's; taps, target layers
+        (0-based) that are read;
         quantization, None or with `bits`; notes, what reading had to assume.
         """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -54,12 +54,12 @@ class DraftModel(Protocol):
 class Advice:
     """How a pair is best used.
 
-    method: what `auto` means, itself where that is open. block_size: of dflash, None for the
-    draft model's own.
+    method: what `auto` means, itself where that is open. template: arguments of the chat template,
+    as they were when the draft model was trained.
     """
 
     method: str = "auto"
-    block_size: int | None = None
+    template: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,9 @@ class Pair:
 
     @cached_property
     def means(self) -> Means:
-        """What there is to draft with; no block is advised beyond the drafter's own."""
-        advice, family = self.advice, None
-        if self.drafters:
-            first = self.drafters[0]
-            family = first.family
-            if advice.block_size is not None:
-                advice = replace(advice, block_size=min(advice.block_size, first.block_size))
-        return Means(len(self.drafters), self.target.takes_trees, advice, family)
+        """What there is to draft with."""
+        family = self.drafters[0].family if self.drafters else None
+        return Means(len(self.drafters), self.target.takes_trees, self.advice, family)
 
     def recall(self, key: tuple[Any, ...], learn: Callable[[], _T]) -> _T:
         """What was learned under `key`, by `learn()` where nothing was yet."""

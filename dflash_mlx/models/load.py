@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -87,14 +88,20 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
             tokens = likely_tokens(drafter.source.here, tokenizer, drafter.config.vocab_size)
             model.limit_vocabulary(target, tokens, size)
     target.use_kernels(cast(Mode, config.kernels))
-    template = config.template_arguments
+    template, advised = config.template_arguments, dict(names.advice.template)
     notes += tuple(
         f"the chat template of {target.name} does not read {key}, so --template changes nothing"
         for key in unread_arguments(tokenizer, template)
     )
+    notes += tuple(
+        f"the drafter was trained with {key}={json.dumps(value)}, so answers begin that way; "
+        f"--template {key}=... changes it"
+        for key, value in advised.items()
+        if key not in template
+    )
     name = names.drafter if models else None
     pair = Pair(target, tokenizer, models, name, choice.missing, names.advice, notes)
-    return replace(pair, template=template)
+    return replace(pair, template=advised | template)
 
 
 def load_target(name: str | None = None) -> Pair:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,7 +47,7 @@ class Entry:
     drafter: str
     second_drafter: str | None = None
     method: str = "auto"
-    block_size: int | None = None
+    template: dict[str, Any] = field(default_factory=dict)
     notes: str = ""
 
     @property
@@ -57,7 +58,7 @@ class Entry:
     @property
     def advice(self) -> Advice:
         """How the pair is best used."""
-        return Advice(self.method, self.block_size)
+        return Advice(self.method, tuple(self.template.items()))
 
 
 @cache

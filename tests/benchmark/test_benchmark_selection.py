@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_mlx.benchmark.selection import expand, name_blocks, read_methods, settle_all
+from dflash_mlx.benchmark.selection import expand, read_methods, settle_all
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.engine.pair import Advice, Means
+from dflash_mlx.engine.pair import Means
 
 
 def methods(names: str, **settings: object) -> dict[str, DecodeConfig]:
@@ -112,19 +112,3 @@ def test_auto_goes_by_the_name_of_what_it_is_with_the_pair(means, names):
 def test_methods_that_were_chosen_keep_their_names_and_settings():
     chosen = methods("dflash:4,ddtree:budget=16,d2sd:8:growth=paper,resample")
     assert settle_all(chosen, Means(2)) == chosen
-
-
-@pytest.mark.parametrize(
-    ("names", "settings", "blocks"),
-    [
-        ("auto,dflash:4", {}, {"none": None, "dflash:5": 5, "dflash:4": 4}),
-        ("ngram", {}, {"none": None, "ngram": None}),
-        ("dflash:exact=on", {}, {"none": None, "dflash:exact=on:5": 5}),
-        ("dflash", {"block_size": 5}, {"none": None, "dflash": 5}),
-    ],
-)
-def test_the_block_that_is_advised_is_in_the_name_of_its_run(names, settings, blocks):
-    asked = DecodeConfig(**settings)
-    settled = settle_all(read_methods(names, asked), Means(1, False, Advice("auto", 5)))
-    found = name_blocks(settled, asked)
-    assert {name: config.block_size for name, config in found.items()} == blocks

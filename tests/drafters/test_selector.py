@@ -332,5 +332,5 @@ def test_the_dflash_method_takes_the_paths_of_drafters_that_have_them(
     plain = tiny_drafter_config(num_target_layers=3, dflash_config=small.raw["dflash_config"])
     first = written(tmp_path, plain, random_drafter(plain), small.target)
     pair = Pair(small.target, None, (small.model if is_second else first,))
-    use = DecodeConfig("dflash", sampling=SamplingConfig(**sampling))
+    use = DecodeConfig("dflash", pair.drafters[0].block_size, sampling=SamplingConfig(**sampling))
     assert type(make_drafter(pair, use)) is expected

@@ -24,7 +24,7 @@ from dflash_mlx.engine.pair import Advice, Means
 WARM = SamplingConfig(temperature=0.7)
 TWO, ONE, NO = Means(2), Means(1), Means(0)
 CHAINS = Means(2, trees=False)
-DDTREE = Means(2, advice=Advice("ddtree", 5))
+DDTREE = Means(2, advice=Advice("ddtree"))
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,6 @@ def test_auto_is_what_the_pair_serves_the_settings_ask_for_and_the_registry_advi
     settings, means, method
 ):
     assert settle(DecodeConfig(**settings), means).method == method
-
-
-def test_the_advised_block_is_for_dflash_without_one_of_its_own():
-    for method, asked, block in (("dflash", None, 5), ("dflash", 3, 3), ("ddtree", None, None)):
-        config = settle(DecodeConfig(method, block_size=asked), DDTREE)
-        assert config.block_size == block
 
 
 def test_settings_of_one_method_are_given_when_they_are_not_the_default():

@@ -13,7 +13,7 @@ from huggingface_hub.errors import GatedRepoError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_mlx import DFlashError, PairConfig, Session, load
+from dflash_mlx import DFlashError, PairConfig, load
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import choices
@@ -139,9 +139,9 @@ def test_what_is_asked_for_by_name_goes_before_the_registry():
 
 
 def test_advice_is_of_a_target_with_the_drafter_that_it_was_measured_with():
-    target, drafter = "mlx-community/Qwen3.6-27B-4bit", "z-lab/Qwen3.6-27B-DFlash"
-    assert find_names(PairConfig(target)).advice == Advice("auto", 5)
-    assert find_names(PairConfig(target, drafter)).advice == Advice("auto", 5)
+    target, drafter = "mlx-community/Qwen3-4B-4bit", "z-lab/Qwen3-4B-DFlash-b16"
+    assert find_names(PairConfig(target)).advice == UNTHINKING
+    assert find_names(PairConfig(target, drafter)).advice == UNTHINKING
     assert find_names(PairConfig(target, "own/drafter")).advice == Advice()
     assert find_names(PairConfig("owner/unknown", drafter)).advice == Advice()
     assert find_names(PairConfig(None, "own/drafter")).advice == Advice()
@@ -278,7 +278,8 @@ def folder(tmp_path):
     return tmp_path / "pair"
 
 
-MADE_FROM = {"target": "Qwen/Qwen3.6-27B", "drafter": "z-lab/Qwen3.6-27B-DFlash"}
+MADE_FROM = {"target": "Qwen/Qwen3-4B", "drafter": "z-lab/Qwen3-4B-DFlash-b16"}
+UNTHINKING = Advice("auto", (("enable_thinking", False),))
 
 
 def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
@@ -300,17 +301,10 @@ def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
 
 def test_a_converted_pair_is_used_as_advised_for_what_it_was_made_from(folder):
     write(folder, MADE_FROM, {})
-    assert find_names(PairConfig(str(folder))).advice == Advice("auto", 5)
+    assert find_names(PairConfig(str(folder))).advice == UNTHINKING
     assert find_names(PairConfig(str(folder), "own/drafter")).advice == Advice()
     write(folder, {**MADE_FROM, "drafter": "my-drafter"}, {})
     assert find_names(PairConfig(str(folder))).advice == Advice()
-
-
-@pytest.mark.parametrize(("largest", "block"), [(4, 4), (8, 5)])
-def test_no_block_is_advised_beyond_the_drafters_own(hub, with_second, tmp_path, largest, block):
-    hub[DRAFTER] = write_drafter(tmp_path / "drafter", block_size=largest)
-    pair = load("Qwen/Qwen3-4B")
-    assert Session(pair, DecodeConfig("dflash")).config.block_size == block
 
 
 NAMES = {"target": "owner/model", "drafter": "owner/drafter"}

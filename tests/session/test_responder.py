@@ -103,17 +103,13 @@ def test_what_cannot_be_answered_is_refused_and_the_next_request_is_served(respo
     assert answer(responder, request("hello"))[0] == before
 
 
-def test_plain_decoding_is_measured_once_and_not_at_all_where_it_cannot_be(pair, monkeypatch):
-    def refuse(target):
-        raise DFlashError("it computes with one position", "use chains")
-
+def test_passes_are_timed_once(pair, monkeypatch):
+    times = iter([PassTimes((1, 2), (0.25, 0.5))])
     monkeypatch.setattr(pair.target, "pass_times", None)
-    monkeypatch.setattr(module, "stored_times", refuse)
-    assert Responder(pair).plain_seconds() is None
-    monkeypatch.setattr(module, "stored_times", lambda target: PassTimes((1, 2), (0.25, 0.5)))
-    assert Responder(pair).plain_seconds() == 0.25
-    monkeypatch.setattr(module, "stored_times", refuse)
-    assert Responder(pair).plain_seconds() == 0.25, "remembered with the target"
+    monkeypatch.setattr(module, "stored_times", lambda target: next(times))
+    for _ in range(2):
+        Responder(pair).time_passes()
+        assert pair.target.pass_times.of(1) == 0.25
 
 
 # The worker

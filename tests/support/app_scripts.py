@@ -114,6 +114,7 @@ def statistics_of(tokens, rounds, prompt, reused):
         prefill_seconds=0.25,
         time_to_first_token=0.31,
         decode_seconds=tokens / 40,
+        plain_seconds=tokens / 20,
         drafted=Counter({1: 440, 2: 100, 3: 100, 4: 100, 5: 100}),
         accepted=Counter({1: 352, 2: 60, 3: 50, 4: 30, 5: 20}),
     )
