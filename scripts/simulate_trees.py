@@ -1,7 +1,7 @@
 """Tokens per round of any methods on known greedy answers, without decoding them.
 
     .venv/bin/python scripts/simulate_trees.py --corpus ANSWERS.jsonl \
-        --methods dflash,d2sd:growth=paper,d2sd:budget=16,ddtree:budget=16
+        --methods dflash:8,d2sd:growth=paper,d2sd:budget=16,ddtree:budget=16
 
 ANSWERS.jsonl is made by `dflash_mlx.corpus --greedy-share 1`. A greedy answer decides which drafts
 are right, so the target reads every answer once, all methods walk it together, and a draft that
@@ -31,11 +31,8 @@ from dflash_mlx.benchmark.selection import PLAIN, read_methods
 from dflash_mlx.core.accept import Choose, accept
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters import best_first, dual_diffusion
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import DualContext, FeatureContext
-from dflash_mlx.drafters.growth.grow import Ranked
-from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.decode import NO_LIMIT
@@ -45,11 +42,10 @@ from dflash_mlx.engine.state import Context
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.system.files import write_report
 from dflash_mlx.target.block import Block
-from dflash_mlx.target.routing import Kernels
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.features import vocabulary_size
 
-_LOGITS, _LINKED = BlockModel.logits, BlockModel.linked
+_RANKED, _LINKED = BlockModel.ranked, BlockModel.linked
 NEEDS_TREES = DecodeConfig(method="d2sd", budget=2)
 
 
@@ -63,27 +59,16 @@ class Memory:
         """The text goes on."""
         self._known.clear()
 
-    def logits(self, model: BlockModel, *question: Any) -> mx.array:
-        """As `BlockModel.logits`; models over one network are one."""
-        context, anchor, rows, *rest = question
-        key = (id(model._network), id(context), rows, repr(rest))
-        if key not in self._known:
-            self._known[key] = _LOGITS(model, context, anchor, rows, *rest)
-        return self._known[key]  # type: ignore[no-any-return]
+    def recall(self, method: Any, model: BlockModel, context: Any, *question: Any) -> Any:
+        """What a method of `BlockModel` says; models over one network are one.
 
-    def linked(self, model: BlockModel, context: Any, anchor: mx.array, rows: int) -> Any:
-        """As `BlockModel.linked`."""
-        key = ("linked", id(model._network), id(context), rows)
+        question: the anchor, which the place decides, and what else is asked.
+        """
+        _, *rest = question
+        key = (method, id(model._network), id(context), repr(rest))
         if key not in self._known:
-            self._known[key] = _LINKED(model, context, anchor, rows)
+            self._known[key] = method(model, context, *question)
         return self._known[key]
-
-    def rank(self, logits: mx.array, k: int, kernels: Kernels | None = None) -> Ranked:
-        """As `rank`."""
-        key = (id(logits), k)
-        if key not in self._known:
-            self._known[key] = logits, rank(logits, k, kernels)
-        return self._known[key][1]  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -91,10 +76,8 @@ def remembering() -> Iterator[Memory]:
     """Every draft is computed once."""
     memory = Memory()
     with (
-        mock.patch.object(BlockModel, "logits", lambda *arguments: memory.logits(*arguments)),
-        mock.patch.object(BlockModel, "linked", lambda *arguments: memory.linked(*arguments)),
-        mock.patch.object(best_first, "rank", memory.rank),
-        mock.patch.object(dual_diffusion, "rank", memory.rank),
+        mock.patch.object(BlockModel, "ranked", lambda *asked: memory.recall(_RANKED, *asked)),
+        mock.patch.object(BlockModel, "linked", lambda *asked: memory.recall(_LINKED, *asked)),
     ):
         yield memory
 
@@ -239,6 +222,8 @@ def simulated(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
         cut = method.method == "ddtree" or (method.method == "d2sd" and method.growth == "joint")
         if cut and method.budget is None:
             raise DFlashError(f"the budget of {name!r} depends on times", f"try {name}:budget=16")
+        if method.method in ("dflash", "ngram") and method.block_size is None:
+            raise DFlashError(f"the length of {name!r} depends on times", f"try {name}:8")
     return methods
 
 

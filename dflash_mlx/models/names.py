@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Entry:
     drafter: str
     second_drafter: str | None = None
     method: str = "auto"
-    template: dict[str, Any] = field(default_factory=dict)
+    template: tuple[tuple[str, Any], ...] = ()
     notes: str = ""
 
     @property
@@ -58,14 +59,18 @@ class Entry:
     @property
     def advice(self) -> Advice:
         """How the pair is best used."""
-        return Advice(self.method, tuple(self.template.items()))
+        return Advice(self.method, self.template)
 
 
 @cache
 def entries() -> tuple[Entry, ...]:
     """All pairs, in the order of the file."""
     rows = tomllib.loads(_FILE.read_text(encoding="utf-8"))["pair"]
-    return tuple(Entry(**{**row, "targets": tuple(row["targets"])}) for row in rows)
+    return tuple(_entry(**row) for row in rows)
+
+
+def _entry(targets: list[str], template: Mapping[str, Any] | None = None, **row: str) -> Entry:
+    return Entry(tuple(targets), template=tuple((template or {}).items()), **row)
 
 
 def registered(name: str) -> Entry | None:

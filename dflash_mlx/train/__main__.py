@@ -57,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--plot", type=Path, help="a PNG of loss and acceptance, redrawn at every measurement"
     )
-    cli.add_options(result, PairConfig, TrainConfig, without=ALL_BUT_MODEL)
+    cli.add_options(result, PairConfig, without=ALL_BUT_MODEL)
+    cli.add_options(result, TrainConfig)
     return result
 
 

@@ -128,12 +128,15 @@ def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Acceptance:
 def walk(trainee: Trainee, texts: Texts) -> Acceptance:
     """The rounds of greedy decoding, each beginning where the one before ended.
 
-    The texts must be greedy ones.
+    The first begins behind the answer's first token, which takes no round. The texts must be greedy
+    ones.
     """
     step, walked = max(1, _CHUNK // trainee.config.block_size), []
     for i, text in enumerate(texts.texts):
-        anchors, chosen = text.anchors[None], np.array([i])
+        anchors, chosen = text.anchors[None, 1:], np.array([i])
         parts = [anchors[:, start : start + step] for start in range(0, anchors.size, step)]
+        if not parts:
+            continue
         hits = np.concatenate([hits_at(trainee, texts, chosen, part)[0] for part in parts])
         rounds, place = [], 0
         while place < len(hits):

@@ -102,8 +102,9 @@ def ask(command: Command, folders: dict[str, str]) -> Command:
 
 @pytest.mark.parametrize("method", ["none", "dflash"])
 def test_the_text_that_streams_is_the_text_in_the_json_object(ask, method):
-    streamed = ask("--prompt", "hello", "--method", method)
-    result = ask("--prompt", "hello", "--method", method, "--json")
+    fixed = ["--block-size", "8"] if method == "dflash" else []
+    streamed = ask("--prompt", "hello", "--method", method, *fixed)
+    result = ask("--prompt", "hello", "--method", method, *fixed, "--json")
     answer = result.answer
     assert streamed.code == 0 and streamed.out == answer["text"] + "\n"
     assert len(answer["text"]) > 10

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import mlx.core as mx
 import pytest
@@ -18,7 +18,7 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import load as pair_report
 from dflash_mlx.models.source import Source
-from dflash_mlx.target.pass_times import ROWS
+from dflash_mlx.target.pass_times import DEEP_ROWS, ROWS, PassTimes
 from kernels_metal import sweep
 from kernels_metal.dispatch import Choice, Dispatch
 from kernels_metal.emulator import EmulatorError, emulated
@@ -61,10 +61,13 @@ def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
     timing = tmp_path / "timing"
     timing.mkdir()
     seconds = [0.05 * (1 + rows / 64) for rows in ROWS]
-    (timing / "good.json").write_text(json.dumps({"rows": ROWS, "seconds": seconds}))
+    deep = PassTimes(DEEP_ROWS, tuple(0.1 for _ in DEEP_ROWS), 4096)
+    times = PassTimes(ROWS, tuple(seconds), deeper=(deep,))
+    (timing / "good.json").write_text(json.dumps(asdict(times)))
     (timing / "half.json").write_text('{"rows": [1')
     text = "\n".join(doctor.about(tmp_path))
     assert "1 row 50.8 ms, 8 rows 1.11 x, 16 rows 1.23 x, 32 rows 1.48 x, 64 rows 1.97 x" in text
+    assert "behind 4096 1.97 x" in text
     assert "half  " in text
     assert "unreadable, will be measured again" in text
     assert "timing         2 files" in text

@@ -217,7 +217,7 @@ def test_a_context_that_cannot_go_back_is_as_before_once_a_window_is_appended_ag
 
 
 def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_question(folders):
-    pair = pair_of(folders, draft_window=16)
+    pair = pair_of(folders, draft_window=16, draft_vocabulary=97)
     config = DecodeConfig(method="dflash", block_size=8, max_tokens=12, prefill_step=100)
     prompt, more = (np.random.default_rng(n).integers(97, size=n).tolist() for n in (60, 400))
     sessions, answers = [Session(pair, config), Session(pair, config)], []

@@ -65,7 +65,6 @@ def test_every_pair_is_complete_and_named_once():
     for entry in ENTRIES:
         assert all(target.count("/") == 1 for target in entry.targets)
         assert entry.method in choices()
-        assert entry.block_size is None or 2 <= entry.block_size <= 16
         for drafter in (entry.drafter, entry.second_drafter or entry.drafter):
             assert drafter.count("/") == 1 or read_config(SHIPPED / drafter)
 
@@ -176,7 +175,8 @@ def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
     hub[DRAFTER] = write_drafter(tmp_path / "drafter")
     pair = load("Qwen/Qwen3-4B")
     assert (pair.target.name, pair.drafter_name) == ("Qwen/Qwen3-4B", DRAFTER)
-    assert pair.means == Means(1, True, Advice(), "dflash")
+    assert pair.means == Means(1, True, UNTHINKING, "dflash")
+    assert pair.template == {"enable_thinking": False} and "thinking=false" in pair.notes[-1]
     assert pair.fallback == ""
 
 
@@ -216,7 +216,7 @@ def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
 @pytest.fixture
 def with_second(monkeypatch):
     """The registry has a second drafter for the pair."""
-    entry = Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second", block_size=5)
+    entry = Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second")
     monkeypatch.setattr(known, "entries", lambda: (entry,))
 
 

@@ -16,7 +16,7 @@ from dflash_mlx.train.corpus.rows import CorpusRow
 from support.drafter_formats import drafter_folder
 from support.families import make_model
 
-METHODS = "dflash,dflash:3,d2sd:growth=paper,d2sd:budget=12,ddtree:budget=7,ngram"
+METHODS = "dflash:8,dflash:3,d2sd:growth=paper,d2sd:budget=12,ddtree:budget=7,ngram:16"
 PROMPT = [5, 9, 5, 9, 5, 3]
 
 
@@ -50,7 +50,9 @@ def test_simulated_rounds_are_those_of_decoding(pair):
         assert counts[name].rounds["math"] == 2 * len(rounds)
         assert counts[name].tokens["all"] == 2 * sum(tokens for tokens, _ in rounds)
         assert counts[name].rows["all"] == 2 * sum(rows for _, rows in rounds)
-    assert counts["ngram"].tokens["all"] > counts["ngram"].rounds["all"], "something was accepted"
+    assert counts["ngram:16"].tokens["all"] > counts["ngram:16"].rounds["all"], (
+        "something was accepted"
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,8 +60,9 @@ def test_simulated_rounds_are_those_of_decoding(pair):
     [
         (["--methods", "none"], "'none'"),
         (["--methods", "d2sd"], "'d2sd'"),
+        (["--methods", "dflash"], "'dflash'"),
         (["--methods", "ddtree:4"], "'ddtree:4'"),
-        (["--methods", "dflash", "--every", "0"], "--every is 0"),
+        (["--methods", "dflash:8", "--every", "0"], "--every is 0"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(options, value):

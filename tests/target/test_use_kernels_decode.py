@@ -32,7 +32,7 @@ LAYERS = 2
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 METHODS = {
     "none": DecodeConfig(method="none", max_tokens=TOKENS),
-    "dflash": DecodeConfig(method="dflash", block_size=8, max_tokens=TOKENS),
+    "dflash": DecodeConfig(method="dflash", block_size=5, max_tokens=TOKENS),
     "d2sd": DecodeConfig(method="d2sd", max_tokens=TOKENS, budget=16, branches=3),
 }
 

@@ -60,10 +60,10 @@ def test_a_drafter_overfits_twenty_sequences_and_decoding_accepts_what_was_measu
     trained.trainee.save(tmp_path)
     saved, target = Trainee.read(tmp_path, tiny_target()), tiny_target()
     pair = Pair(target, None, (BlockModel(saved.network, saved.config, target),))
-    drafter = make_drafter(pair, DecodeConfig("dflash"))
+    drafter = make_drafter(pair, DecodeConfig("dflash", saved.config.block_size))
     answers = [decoded(target, drafter, row) for row in KNOWN]
     assert [sum(rounds, ()) for rounds in answers] == [row.answer for row in KNOWN]
-    lengths = [len(tokens) for rounds in answers for tokens in rounds]
+    lengths = [len(tokens) for _, *rounds in answers for tokens in rounds]
     walked = 1 + walk(saved, texts).hits.sum(axis=-1)
     over = walked - lengths  # a walk counts the token behind an answer's last one
     assert over.min() == 0 and over.max() == 1 and over.sum() <= len(KNOWN)

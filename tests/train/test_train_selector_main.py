@@ -82,14 +82,14 @@ def test_decoding_accepts_what_was_measured(trained, tmp_path):
     pair = load(str(trained.model), str(trained.out))
     config = pair.drafters[0].config
     assert (config.selector, config.block_size) == (SelectorConfig(16, 97), 6)
-    drafter = make_drafter(pair, DecodeConfig("dflash"))
+    drafter = make_drafter(pair, DecodeConfig("dflash", 6))
     assert isinstance(drafter, SelectedPath)
     answers = [decoded(pair.target, drafter, row) for row in rows]
     assert [tuple(sum(map(list, rounds), [])) for rounds in answers] == [r.answer for r in rows]
     walked = walk(Trainee.read(trained.out, tiny_target()), texts_of(tmp_path, rows))
     lengths: list[int] = []
-    for rounds, hits, row in zip(answers, walked.by_text, rows, strict=True):
-        left = len(row.answer)
+    for (_, *rounds), hits, row in zip(answers, walked.by_text, rows, strict=True):
+        left = len(row.answer) - 1
         for tokens, hit in zip(rounds, hits, strict=False):  # the ends may differ, see below
             if left < config.block_size:
                 break  # the last rounds draft shorter blocks
