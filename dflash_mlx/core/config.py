@@ -99,7 +99,7 @@ class PairConfig:
     draft_vocabulary: int | None = option(
         None,
         "draft only from so many of the likeliest tokens and those of the conversation, which is "
-        "faster; the same answers (default: a quarter of the model's)",
+        "faster; the same answers (default: a quarter of the model's, or 8192)",
         type=int,
     )
 

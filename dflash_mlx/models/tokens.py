@@ -13,6 +13,7 @@ from jinja2 import Environment, TemplateError, meta
 from dflash_mlx.core.errors import DFlashError
 
 FILE = "likely_tokens.npy"  # beside a drafter's weights: ids, the most frequent in its corpus first
+LEAST = 8192  # tokens, where nobody asks for fewer
 SHARE = 4  # of the vocabulary one part in so many is drafted from, unless asked otherwise
 
 
@@ -44,7 +45,7 @@ def draft_size(asked: int | None, vocabulary: int) -> int:
             f"draft_vocabulary is {asked}, but the model has {vocabulary} tokens",
             f"choose 1 to {vocabulary}",
         )
-    return asked or max(1, vocabulary // SHARE)
+    return asked or max(min(LEAST, vocabulary), vocabulary // SHARE)
 
 
 def unread_arguments(tokenizer: Any, names: Iterable[str]) -> list[str]:

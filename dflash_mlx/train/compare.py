@@ -135,14 +135,14 @@ def walk(trainee: Trainee, texts: Texts) -> Acceptance:
     for i, text in enumerate(texts.texts):
         anchors, chosen = text.anchors[None, 1:], np.array([i])
         parts = [anchors[:, start : start + step] for start in range(0, anchors.size, step)]
-        if not parts:
-            continue
-        hits = np.concatenate([hits_at(trainee, texts, chosen, part)[0] for part in parts])
+        nothing = np.zeros((0, trainee.config.block_size - 1), np.int64)
+        found = [hits_at(trainee, texts, chosen, part)[0] for part in parts]
+        hits = np.concatenate(found or [nothing])
         rounds, place = [], 0
         while place < len(hits):
             rounds.append(hits[place])
             place += 1 + int(hits[place].sum())
-        walked.append(np.stack(rounds))
+        walked.append(np.stack(rounds) if rounds else nothing)
     return Acceptance(walked)
 
 

@@ -118,7 +118,7 @@ def test_a_walk_begins_every_round_where_the_one_before_ended(
     texts = texts_of(tmp_path / "cache", [*KNOWN[:2], greedy_rows(12, 9, seed=1)[0]])
     walked, rounds = walk(trained.trainee, texts).hits, []
     for i, text in enumerate(texts.texts):
-        place = 0
+        place = 1  # behind the first token
         while place < len(text.anchors):
             anchor = text.anchors[place : place + 1][None]
             rounds.append(hits_at(trained.trainee, texts, np.array([i]), anchor)[0, 0])
