@@ -32,7 +32,7 @@ def likely_tokens(folder: Path, tokenizer: Any, vocabulary: int) -> npt.NDArray[
         raise DFlashError(problem, "delete it, or give --draft-vocabulary") from None
     if counted.ndim != 1 or np.any((counted < 0) | (counted >= vocabulary)):
         raise DFlashError(f"{folder / FILE} has ids that are no tokens", "delete it")
-    ends = sorted(tokenizer.eos_token_ids)
+    ends = sorted(token for token in tokenizer.eos_token_ids if token < vocabulary)
     order = np.concatenate([ends, counted, np.arange(vocabulary)]).astype(np.int64)
     _, first = np.unique(order, return_index=True)
     return order[np.sort(first)]
