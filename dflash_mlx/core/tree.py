@@ -93,6 +93,11 @@ class Tree:
             return tuple(self.drafts.tolist())  # type: ignore[arg-type]
         return self.drafts
 
+    @property
+    def is_known(self) -> bool:
+        """Whether nobody has to wait for the drafted tokens."""
+        return not isinstance(self.drafts, mx.array) or "drafted" in vars(self)
+
     def wait(self) -> None:
         """Return when the drafted tokens are known."""
         _ = self.drafted

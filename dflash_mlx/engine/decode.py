@@ -132,10 +132,14 @@ def step(
     """One round of every sequence; the token of one without drafts may still be on its way."""
     states = [sequence.state for sequence in running]
     proposals = drafter.propose(states, NO_LIMIT)
+    known = all(proposal.tree.is_known for proposal in proposals)
+    if known:  # before the pass is prepared, parts of which may run at once
+        observer.mark("draft")
     verdicts = verify(target, states, proposals, drafter.taps)
-    for proposal in proposals:
-        proposal.tree.wait()
-    observer.mark("draft")
+    if not known:
+        for proposal in proposals:
+            proposal.tree.wait()
+        observer.mark("draft")
     pairs = list(zip(running, verdicts, strict=True))
     accepted = [sequence.rule.accept(verdict, sequence.state) for sequence, verdict in pairs]
     observer.mark("verify")

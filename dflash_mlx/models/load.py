@@ -14,7 +14,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector, Finding
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import check_uses, family_of, needs_drafter, settle, wants_two
-from dflash_mlx.engine.pair import Means, Pair
+from dflash_mlx.engine.pair import Advice, Means, Pair
 from dflash_mlx.models.check import (
     ModelFacts,
     Report,
@@ -65,7 +65,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     family = next((family_of(d.format) for d in drafters if d.format), None)
     means = Means(len(drafters), advice=names.advice, family=family)
     check_uses(uses, [d.config.block_size for d in drafters], means, choice.missing)
-    sizes = [draft_size(config.draft_vocabulary, d.config.vocab_size) for d in drafters]
+    sizes = [_draft_size(config, drafter) for drafter in drafters]
     choice = choice.each(lambda _, drafter: fetched(drafter))  # the smaller ones first
     drafters = choice.drafters.values()
     target, tokenizer = _read_target(fetched(facts))
@@ -88,20 +88,31 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
             tokens = likely_tokens(drafter.source.here, tokenizer, drafter.config.vocab_size)
             model.limit_vocabulary(target, tokens, size)
     target.use_kernels(cast(Mode, config.kernels))
-    template, advised = config.template_arguments, dict(names.advice.template)
-    notes += tuple(
-        f"the chat template of {target.name} does not read {key}, so --template changes nothing"
-        for key in unread_arguments(tokenizer, template)
-    )
-    notes += tuple(
-        f"the drafter was trained with {key}={json.dumps(value)}, so answers begin that way; "
-        f"--template {key}=... changes it"
-        for key, value in advised.items()
-        if key not in template
-    )
-    name = names.drafter if models else None
+    name, asked = names.drafter if models else None, config.template_arguments
+    notes += tuple(_on_template(tokenizer, target.name, asked, names.advice))
     pair = Pair(target, tokenizer, models, name, choice.missing, names.advice, notes)
-    return replace(pair, template=advised | template)
+    return replace(pair, template=dict(names.advice.template) | asked)
+
+
+def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
+    """How many tokens it may draft; DFlashError for that and a window that do not fit it."""
+    window, block = config.draft_window, drafter.config.block_size
+    if window is not None and window < block:
+        problem = f"draft_window is {window}, below the drafter's block of {block}"
+        raise DFlashError(problem, f"choose {block} or more")
+    return draft_size(config.draft_vocabulary, drafter.config.vocab_size)
+
+
+def _on_template(
+    tokenizer: Any, name: str, asked: Mapping[str, Any], advice: Advice
+) -> Iterator[str]:
+    """What to know about arguments of a target's chat template, a sentence each."""
+    for key in unread_arguments(tokenizer, asked):
+        yield f"the chat template of {name} does not read {key}, so --template changes nothing"
+    for key, value in advice.template:
+        if key not in asked:
+            said = f"the drafter was trained with {key}={json.dumps(value)}"
+            yield f"{said}, so answers begin that way; --template {key}=... changes it"
 
 
 def load_target(name: str | None = None) -> Pair:

@@ -241,6 +241,10 @@ def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_questi
         ({"drafter_bits": 3}, "drafter_bits is 3; choose 4 or 8"),
         ({"kv_bits": 16}, "kv_bits is 16; choose 4 or 8"),
         ({"draft_window": 1}, "draft_window is 1; choose 2 or more"),
+        ({"draft_vocabulary": 0}, "draft_vocabulary is 0; choose 1 or more"),
+        ({"template": ("thinking",)}, "template is 'thinking'; choose KEY=VALUE"),
+        ({"template": ("thinking=off",)}, "template is 'thinking=off'; choose KEY=VALUE"),
+        ({"template": ("a b=1",)}, "template is 'a b=1'; choose KEY=VALUE"),
     ],
 )
 def test_the_settings_are_checked_when_made(settings, words):
