@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import datetime
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ PROGRAM = "dflash_mlx.doctor"
 WRONG = 1  # exit code
 TRIALS, EMULATED_TRIALS = 12, 3  # of each operation; a multiple of the three dtypes
 SHOWN_ROWS = (8, 16, 32, 64)
-EMULATOR = "kernels_metal.emulator"  # in a checkout alone, not in the wheel
 _NAMES = {"model", "drafter", "second_drafter"}  # the settings that say which pair
 NO_EMULATOR = (
     "not tried: this machine has no Metal, and the emulator is in a checkout of the project alone"
@@ -87,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     each = arguments.trials or (TRIALS if metal else EMULATED_TRIALS)
     if not arguments.kernels:
         print("kernels\n  not tried; --kernels runs each against its reference")
-    elif not metal and find_spec(EMULATOR) is None:
+    elif not metal and find_spec("kernels_metal.emulator") is None:
         print(f"kernels\n  {NO_EMULATOR}")
     else:
         print("\n".join(introduction(metal, each)), flush=True)
@@ -199,8 +197,10 @@ def introduction(metal: bool, each: int) -> list[str]:
     if metal:
         where = f"on Metal ({gpu_family()}), {each} random shapes of each operation"
         return ["kernels", f"  {where}; an error of 1 is what rounding explains"]
+    from kernels_metal.emulator import compiler
+
     try:
-        version = import_module(f"{EMULATOR}.compiler").find_compiler().version.splitlines()[0]
+        version = compiler.find_compiler().version.splitlines()[0]
     except RuntimeError as problem:
         raise DFlashError(
             f"no Metal on this machine, and the kernels cannot be emulated ({problem})",
@@ -219,7 +219,7 @@ def introduction(metal: bool, each: int) -> list[str]:
 def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
     """Run `each` trials of every operation, on Metal or in the emulator."""
     kernels = Dispatch() if metal else None
-    with nullcontext() if metal else import_module(EMULATOR).emulated():
+    with nullcontext() if metal else _emulated():
         for trial in tqdm(list(trials(seed, each)), desc="kernels", leave=False, disable=None):
             choice = kernels.choose(trial.operation, *trial.arguments) if kernels else None
             try:
@@ -227,6 +227,12 @@ def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
             except (RuntimeError, ValueError) as fault:  # the emulator, Metal or the GPU refuses it
                 why = str(fault).strip().partition("\n")[0]
                 yield Result(trial, float("inf"), why, choice)
+
+
+def _emulated() -> AbstractContextManager[Any]:
+    from kernels_metal.emulator import emulated  # in a checkout alone, not in the wheel
+
+    return emulated()
 
 
 def verdict(results: Sequence[Result], where: str) -> list[str]:

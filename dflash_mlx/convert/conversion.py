@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
@@ -73,6 +73,11 @@ class ConvertConfig:
     )
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, choices = getattr(self, field.name), field.metadata["argparse"].get("choices")
+            if choices is not None and value not in (field.default, *choices):
+                shown = ", ".join(map(str, choices))
+                raise DFlashError(f"{field.name} is {value!r}", f"choose one of {shown}")
         if self.recipe is not None and (self.mode != "affine" or self.bits is not None):
             raise DFlashError(
                 f"the recipe {self.recipe} sets bits and mode itself", "leave --bits and --mode out"

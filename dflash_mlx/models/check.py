@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Checked, Collector, Finding, in_one_line
 from dflash_mlx.drafters.dflash.checkpoint import DOWNLOAD_AGAIN
@@ -22,7 +20,13 @@ from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.models.pair_folder import DRAFTER
 from dflash_mlx.models.source import CONFIG, MODEL, Source
-from dflash_mlx.models.weight_files import BY_LAYER, Weights, check_weights, wrong_number
+from dflash_mlx.models.weight_files import (
+    BY_LAYER,
+    Weights,
+    check_weights,
+    too_large,
+    wrong_number,
+)
 from dflash_mlx.target.model import ONE_OFFSET, Target
 from dflash_mlx.target.sequence import may_be_recurrent
 
@@ -31,6 +35,7 @@ TOKENIZER = "tokenizer.json"
 CHOOSE_DRAFTER = "choose the drafter of this model with --drafter, or --method none"
 CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
 _CHOOSE = "choose a model of a family that mlx-lm supports itself"
+_REPLACE = "download this folder again, or remove the file where it is the drafter's"
 _POSITIVE = (
     "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "head_dim", *CONTEXT_LENGTHS,
@@ -95,7 +100,7 @@ def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     source, raw, found = _open(folder, True)
     readable, config, family = not found.errors, None, format_of(raw) or formats()[0]
     weights = check_weights(source, raw, found, DOWNLOAD_AGAIN)
-    if readable:
+    if readable and not any(too_large(source, raw, weights)):  # which would take long to build
         config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
     if config is not None:
         step = "if nothing is accepted, compare it with how the drafter was trained"
@@ -160,15 +165,23 @@ def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
 
 
 def _vocabulary(source: Source) -> dict[str, int]:
-    """All tokens of a tokenizer.json with their ids, added ones included."""
-    try:
-        if found := Tokenizer.from_file(str(source.path(TOKENIZER))).get_vocab():
-            return found
-        raise ValueError("it names no token")
-    except Exception as error:  # the library raises plain ones
-        what = f"{source.place(TOKENIZER)} is no readable {TOKENIZER} ({in_one_line(error)})"
-        step = "download this folder again, or remove the file where it is the drafter's"
-        raise DFlashError(what, step) from None
+    """All tokens of a tokenizer.json with their ids, added ones included.
+
+    Read as JSON: the tokenizers library panics at some damaged files, which nothing should catch.
+    """
+    tokenizer, place = source.read_json(TOKENIZER, _REPLACE), source.place(TOKENIZER)
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
+    if not isinstance(added, list):
+        what = f"added_tokens in {place} is {repr(added)[:80]}, not a list"
+        raise DFlashError(what, _REPLACE)
+    tokens = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(tokens, list):  # of a unigram model: tokens with scores, in the order of ids
+        tokens = {str(e[0]): i for i, e in enumerate(tokens) if isinstance(e, list) and e}
+    pairs = list(tokens.items()) if isinstance(tokens, dict) else []
+    pairs += [(entry.get("content"), entry.get("id")) for entry in added if isinstance(entry, dict)]
+    if named := {str(token): index for token, index in pairs if type(index) is int}:
+        return named
+    raise DFlashError(f"{place} names no token", _REPLACE)
 
 
 def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +247,7 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
         raise DFlashError(what, _CHOOSE)
     from mlx_lm.utils import _get_classes  # not before a model is looked at: it takes seconds
 
-    with loading(source.name):
+    with loading(source.name, _CHOOSE):
         _, arguments = _get_classes(dict(raw))
         arguments.from_dict(dict(raw))
     step = "use --method dflash or --method ngram, which draft chains"
@@ -253,18 +266,16 @@ def check_built(folder: Path) -> None:
     """
     from mlx_lm.utils import load_model
 
-    with loading(str(folder)):
+    with loading(str(folder), _CHOOSE):
         Target(load_model(folder, lazy=True)[0], 1, str(folder))
 
 
 @contextmanager
-def loading(name: str) -> Iterator[None]:
+def loading(name: str, next_step: str = CHOOSE_TARGET) -> Iterator[None]:
     """Says of the model `name` what libraries cannot do with it, as a DFlashError."""
     try:
         yield
     except DFlashError:
         raise
     except Exception as error:  # of three libraries, one of which raises plain ones
-        raise DFlashError(
-            f"{name} cannot be loaded ({in_one_line(error)})", CHOOSE_TARGET
-        ) from None
+        raise DFlashError(f"{name} cannot be loaded ({in_one_line(error)})", next_step) from None

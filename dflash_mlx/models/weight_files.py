@@ -91,8 +91,7 @@ def check_weights(
     found.attempt(found.add, wrong)
     tensors = {name: tensor for held in headers.values() for name, tensor in held.items()}
     weights = Weights(tensors, *quantisation(raw))
-    if tensors:
-        found.add(_too_large(source, raw, weights))
+    found.add(too_large(source, raw, weights))
     return weights
 
 
@@ -108,10 +107,10 @@ def quantisation(raw: Mapping[str, Any]) -> tuple[str, int]:
     return f"{bits} bits in groups of {group}{mode}", group
 
 
-def _too_large(source: Source, raw: Mapping[str, Any], weights: Weights) -> Iterator[Finding]:
+def too_large(source: Source, raw: Mapping[str, Any], weights: Weights) -> Iterator[Finding]:
     """Sizes that the weight files cannot hold, so that building the model would not end well."""
     bits, tensors = 8 * weights.stored_bytes, len(weights.tensors)
-    for field, value in _stored_sizes(raw):
+    for field, value in _stored_sizes(raw) if tensors else ():
         limit, unit = (tensors, "tensors") if field in _LAYERS else (bits, "bits")
         if value > limit:
             wanted = f"possible with {limit} {unit} of weights"

@@ -81,14 +81,16 @@ class DataConfig:
     corpus: tuple[Path, ...] = option(
         (), "corpus file; may be given several times", action="append", type=Path, required=True
     )
-    cache: Path = option(
-        platformdirs.user_cache_path("dflash-chat") / "features",
-        "where the target's features are kept",
+    cache: Path | None = option(
+        None,
+        "where the target's features are kept (default: with this user's other caches)",
         type=Path,
     )
     cache_gb: float = option(20, "most gigabytes of features per corpus", type=float)
 
     def __post_init__(self) -> None:
+        if not self.corpus:
+            raise DFlashError("corpus is ()", "name a corpus file or several")
         if not 0 < self.cache_gb < float("inf"):
             raise DFlashError(f"cache_gb is {self.cache_gb}", "choose a number above 0")
 
@@ -114,7 +116,8 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, taps: tuple[int, ...]
         )
     _tell(path, len(rows) - len(usable), f"longer than the context of {context} tokens")
     tokens = [row.prompt + row.answer for _, row in usable]
-    place, limit = config.cache / path.name.partition(".")[0], int(config.cache_gb * 1e9)
+    cache = config.cache or platformdirs.user_cache_path("dflash-chat") / "features"
+    place, limit = cache / path.name.partition(".")[0], int(config.cache_gb * 1e9)
     features = FeatureCache(place, tokens, pair.target, taps, limit)
     _tell(path, len(usable) - len(features), "no room for their features; --cache-gb gives more")
     if missing := features.missing:

@@ -12,10 +12,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig, SelectorTraining
@@ -98,14 +100,12 @@ def with_selector(trainee: Trainee, maps: MappedSelector, config: SelectorConfig
     plain = {name: value for name, value in trainee.raw.items() if name != "block_size"}
     raw = {**plain, "architectures": [VERSION_2], "dflash_config": method}
     result = Trainee.of(raw, trainee.target)
-    idle = {
-        name: (mx.ones if name.endswith("base_kernel") else mx.zeros)(array.shape)
-        for name, array in parameters_of(result.network).items()
-        if "_conv." in name
-    }
-    weights = {**idle, **parameters_of(trainee.network)}
-    result.network.load_weights(list(weights.items()), strict=False)
-    result.network.candidate_selector = maps.selector(config)
+    selector: Any = tree_flatten({"candidate_selector": maps.selector(config).parameters()})
+    weights = {**parameters_of(trainee.network), **dict(selector)}
+    for name, array in parameters_of(result.network).items():
+        if "_conv." in name:
+            weights[name] = (mx.ones if name.endswith("base_kernel") else mx.zeros)(array.shape)
+    result.network.load_weights(list(weights.items()))
     mx.eval(result.network.parameters())
     return result
 

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models import llama
 
 from dflash_mlx.convert.__main__ import main
-from dflash_mlx.convert.conversion import RUNTIME
+from dflash_mlx.convert.conversion import RUNTIME, ConvertConfig
 from dflash_mlx.core.errors import DFlashError
 from support.converted import config, convert, tensors
 from support.families import FAMILIES
@@ -160,6 +160,16 @@ def test_what_is_no_model_is_refused_with_what_would_be(tmp_path, make, value):
     (path,) = place.iterdir()
     with pytest.raises(DFlashError, match=value):
         main([str(path), str(tmp_path / "dst")])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"bits": 7}, {"mode": "x"}, {"dtype": "float8"}, {"recipe": "z"}, {"drafter_bits": 3}],
+)
+def test_settings_made_in_python_are_held_to_the_same_choices(setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(DFlashError, match=f"{name} is {value!r}; choose one of "):
+        ConvertConfig(**setting)
 
 
 @pytest.mark.parametrize("name", ["nowhere.gguf", "a/b/c", "~nobody-of-this-name/x", "x" * 300])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from mlx.utils import tree_flatten
@@ -22,6 +24,7 @@ from dflash_mlx.models.check import (
     check_target,
 )
 from dflash_mlx.models.load import check_named, lines, load
+from dflash_mlx.models.source import Source
 from support.drafter_formats import DRAFT_IDS, own_tables, speculators, version_1, write_shards
 from support.families import FAMILIES, make_model
 from support.models import (
@@ -123,11 +126,19 @@ def test_another_tokenizer_is_refused_with_the_token_and_both_ids(model, drafter
         load(str(model), str(drafter))
 
 
+PANICS = {  # the tokenizers library
+    "type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"],
+    "continuing_subword_prefix": "##",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "value"),
     [
         ({"model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}}, "names no token"),
-        ({"model": {"vocab": 5}}, "no readable"),
+        ({"model": {"vocab": 5}}, "names no token"),
+        ({"model": {"type": "BPE"}, "added_tokens": 5}, "is 5, not a list"),
+        ({"model": PANICS}, "token 'a'"),
         ([], "no readable"),
     ],
 )
@@ -137,6 +148,15 @@ def test_a_drafters_damaged_tokenizer_is_refused_in_a_sentence(model, drafter, t
     assert f"{drafter}/tokenizer.json" in found.what and value in found.what
     with pytest.raises(DFlashError, match=r"tokenizer\.json"):
         load(str(model), str(drafter))
+
+
+def test_a_tokenizer_that_the_hub_refuses_keeps_the_hubs_sentence(model, drafter, monkeypatch):
+    there = check_drafter(drafter)
+    source = Source("who/drafter")
+    source.files = there.source.files | {"tokenizer.json": 9}
+    monkeypatch.setattr("dflash_mlx.models.source.hf_hub_download", Mock(side_effect=OSError("no")))
+    (found,) = check_pair(check_target(model), replace(there, source=source)).errors
+    assert "who/drafter" in found.what and "no readable" not in found.what
 
 
 # A target's folder
@@ -204,7 +224,7 @@ def test_a_target_that_cannot_be_used_is_refused_in_one_sentence(case, model):
     damage(model)
     first = check_target(model).errors[0]
     assert str(model) in first.what and value in first.what
-    assert first.next_step
+    assert ("mlx-lm supports itself" in first.next_step) == ("family" in case or "code" in case)
     with pytest.raises(DFlashError) as failure:
         load(str(model))
     assert (failure.value.what, failure.value.next_step) == (first.what, first.next_step)
@@ -244,6 +264,10 @@ DRAFTERS: dict[str, tuple[Damage, str]] = {
     "code": (set_to(auto_map={"AutoModel": "own.Own"}), "its own Python classes"),
     "another architecture": (set_to(architectures=["EagleModel"]), "EagleModel"),
     "too many layers": (set_to(num_hidden_layers=10**12), "num_hidden_layers"),
+    "some layers too many": (
+        set_to(num_hidden_layers=1000, layer_types=["full_attention"] * 1000),
+        "not possible with",
+    ),
     "too wide": (set_to(hidden_size=10**12), "hidden_size"),
     "a rope base in words": (set_to(rope_theta="wide"), "'wide'"),
     "one tensor more": (set_to(num_hidden_layers=1), "layers.1.input_layernorm.weight"),
@@ -255,8 +279,9 @@ DRAFTERS: dict[str, tuple[Damage, str]] = {
 def test_a_drafter_that_cannot_be_used_is_refused_in_one_sentence(case, model, drafter):
     damage, value = DRAFTERS[case]
     damage(drafter)
-    first = check_drafter(drafter).errors[0]
+    first, *others = check_drafter(drafter).errors
     assert str(drafter) in first.what and value in first.what
+    assert not (others and "not possible with" in first.what)  # what is too large is not built
     with pytest.raises(DFlashError):
         load(str(model), str(drafter))
 

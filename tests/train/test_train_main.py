@@ -19,8 +19,10 @@ from safetensors.numpy import load_file
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.load import load_target
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.corpus.rows import CorpusRow
+from dflash_mlx.train.data import DataConfig, read_texts
 from dflash_mlx.train.run import STATE
 from dflash_mlx.train.trainer import Trainer
 from support.reference_dflash import random_drafter
@@ -221,6 +223,15 @@ def test_what_cannot_be_trained_with_is_refused_in_one_sentence(place, monkeypat
     after = files(place.root)
     assert {name: after[name] for name in before} == before
     assert not (place.root / "out").exists()
+
+
+def test_without_a_folder_features_go_to_the_users_cache_of_now(place, monkeypatch):
+    now = place.root / "now"
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: now / name)
+    read_texts(DataConfig((place.corpus,)), load_target(str(place.model)), (0, 2))
+    assert [f.name for f in (now / "dflash-chat").iterdir()] == ["features"]
+    with pytest.raises(DFlashError, match="corpus"):
+        DataConfig()
 
 
 def test_a_picture_without_matplotlib_is_refused_before_work_starts(place, monkeypatch):

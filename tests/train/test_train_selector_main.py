@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_map
 
 from dflash_mlx import load
 from dflash_mlx.core.config import DecodeConfig, SelectorTraining
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import SelectedPath
-from dflash_mlx.drafters.dflash.checkpoint import read_config
+from dflash_mlx.drafters.dflash.checkpoint import parameters_of, read_config
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.train import compare, selector
@@ -164,3 +167,17 @@ def test_bad_settings_are_refused_and_nothing_is_written(place, monkeypatch, nam
 def test_an_unknown_law_of_anchors_is_refused():
     with pytest.raises(DFlashError, match="anchor_law is 'x'"):
         SelectorTraining(anchor_law="x")
+
+
+def test_a_selector_is_given_only_to_a_drafter_that_has_all_its_weights():
+    whole, raw = make_trainee(RAW), drafter_config(block_size=6, num_hidden_layers=4)
+    maps = selector.MappedSelector(tiny_target().embedding(), 97, 8, 0)
+    with pytest.raises(ValueError, match=r"layers\.3"):
+        selector.with_selector(replace(whole, raw=raw), maps, SelectorConfig(8, 5))
+    made = selector.with_selector(whole, maps, SelectorConfig(8, 5)).network
+    again = selector.with_selector(replace(whole, network=made), maps, SelectorConfig(8, 5))
+    made.update(tree_map(mx.ones_like, made.parameters()))  # as if its convolutions did something
+    idle = selector.with_selector(replace(whole, network=made), maps, SelectorConfig(8, 5))
+    for name, array in parameters_of(idle.network).items():
+        if "_conv." in name:
+            assert mx.array_equal(array, parameters_of(again.network)[name])

@@ -7,6 +7,7 @@ each tensor, and, aligned, the data.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -38,15 +39,20 @@ def read_file(file: Path) -> tuple[Arrays, Metadata]:
     try:
         if not file.is_file():
             raise ValueError("it is no file")
+        with open(file, "rb") as opened:
+            if (magic := opened.read(4)) != b"GGUF":
+                raise ValueError(f"it begins with {magic!r}, not with b'GGUF'")
         _Head(file)
         loaded: Any = mx.load(str(file), format="gguf", return_metadata=True)
         tensors, metadata = loaded
         plain = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in metadata.items()}
         return tensors, plain
     except (ValueError, KeyError, OSError, RuntimeError) as error:
+        is_sound = isinstance(error, NotImplementedError)
+        other = f"choose a GGUF file of type {', '.join(READABLE)}"
         raise DFlashError(
             f"{file.name} cannot be read as a GGUF file ({in_one_line(error)})",
-            f"download or copy it again, or choose one of type {', '.join(READABLE)}",
+            other if is_sound else "download or copy it again",
         ) from None
 
 
@@ -62,6 +68,16 @@ class _Head(GGUFReader):
         if size > left:
             raise ValueError(f"at byte {offset} {size} bytes are wanted, {max(left, 0)} are left")
         return super()._get(offset, dtype, count, override_order)
+
+    def _build_fields(self, offs: int, count: int) -> int:
+        if self.byte_order != "I":
+            raise ValueError("it is big-endian, little-endian files can be read")
+        end = super()._build_fields(offs, count)
+        if field := self.fields.get(Keys.General.ALIGNMENT):
+            value = field.contents()
+            if type(value) is not int or value < 1 or value & (value - 1):
+                raise ValueError(f"its alignment is {repr(value)[:80]}, not a power of two")
+        return end
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         """Steps over arrays."""
@@ -82,8 +98,9 @@ class _Head(GGUFReader):
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         """Instead of making arrays of the tensors, look where they are."""
-        if self.byte_order != "I" or len({field.name for field in fields}) < len(fields):
-            raise ValueError("it is big-endian, or has a tensor twice")
+        (name, count), *_ = Counter(field.name for field in fields).most_common(1) or [("", 0)]
+        if count > 1:
+            raise ValueError(f"it has the tensor {name[:80]!r} {count} times")
         places = sorted(_place(field, int(self.alignment)) for field in fields)
         for (_, end, first), (begin, _, second) in pairwise(places):
             if begin < end:
@@ -101,7 +118,7 @@ def _place(field: ReaderField, alignment: int) -> tuple[int, int, str]:
         raise ValueError(f"the shape of {name!r} is {shape}, 1 to {MAX_DIMENSIONS} numbers can be")
     kind = GGMLQuantizationType(number)
     if kind.name not in READABLE:
-        raise ValueError(f"{name!r} is of type {kind.name}, which MLX does not read")
+        raise NotImplementedError(f"{name!r} is of type {kind.name}, which MLX does not read")
     block, size = GGML_QUANT_SIZES[kind]
     if shape[0] % block:
         raise ValueError(f"{name!r} has rows of {shape[0]}, {kind.name} has blocks of {block}")
