@@ -21,6 +21,13 @@ LOSSES = ("dpace", "decay")
 ANCHOR_LAWS = ("even", "starts")
 
 
+_RESERVED = (  # what the call of a chat template decides itself
+    *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"),
+    *("add_generation_prompt", "continue_final_message", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+
+
 def option(default: Any, help: str, **argparse_keywords: Any) -> Any:
     """A dataclass field that carries its own help text and argparse keywords."""
     return field(default=default, metadata={"help": help, "argparse": argparse_keywords})
@@ -132,6 +139,7 @@ class PairConfig:
             except ValueError:
                 key = ""
             _require(key.isidentifier(), "template", given, "KEY=VALUE, the value as JSON")
+            _require(key not in _RESERVED, "template", given, "an argument of the model's template")
         return arguments
 
 
@@ -214,7 +222,8 @@ class DecodeConfig:
         "dflash with a temperature above 0: match keeps a draft that equals what the target draws, "
         "and one seed gives one answer with and without drafting; reject draws the drafts too and "
         "keeps each with probability min(1, p/q), which follows the same law and accepts more, but "
-        "gives other answers for a seed; auto rejects where no seed is given",
+        "gives other answers for a seed, and one answer for it only with --block-size; auto "
+        "rejects where no seed is given",
         choices=ACCEPTANCES,
     )
     exact: bool = option(

@@ -38,6 +38,7 @@ _RECENT = 16  # drafts whose time and whose promises are remembered
 _OUTLIER = 2.0  # a round that took so many times as long waited for something else
 _CONTEXTS = (128, 2048)  # tokens before timed drafts
 _CONTRADICTION = 1.5  # times that plain and drafted rounds may differ in how wrong their times are
+_TIMED_AGAIN = "timed again"
 _ENOUGH = 16  # rounds of each, to say so
 _GUESSED_ROWS = 8  # of a drafter that has not drafted yet
 _LEAST = 1e-6  # seconds, so that ratios are finite
@@ -373,9 +374,11 @@ def within_budget(
     target = pair.target
     used = pair.drafter_name, len(pair.drafters), target.kernels.mode
     key = (*used, model.name, config.block_size, config.branches, config.lookup)
-    if (known := pair.learned.get(key)) is not None and known.contradicts_times:
-        forget_times(target)
+    known = pair.learned.get(key)
+    if known is not None and known.contradicts_times and not pair.learned.get((_TIMED_AGAIN,)):
+        forget_times(target)  # once: what rounds cost beside passes is not in their times
         del pair.learned[key]
+        pair.learned[_TIMED_AGAIN,] = True
     if target.pass_times is None:  # once per model that is loaded
         target.pass_times = stored_times(target, config.recalibrate)
     names = tuple(source.name for source in sources)

@@ -32,7 +32,7 @@ class BlockDiffusion(OneDraft):
 
     def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
         """Tokens [rows - 1], each the likeliest at its position."""
-        return mx.argmax(self._model.logits(context, anchor, rows), axis=-1)
+        return self._model.likeliest(context, anchor, rows)
 
 
 class SelectedPath(BlockDiffusion):

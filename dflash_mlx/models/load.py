@@ -84,7 +84,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     )
     notes += tuple(note for model in models for note in fit_drafter(model, target))
     for model, drafter, size in zip(models, drafters, sizes, strict=False):
-        if drafter.source:
+        if drafter.source and (config.draft_vocabulary or _has_rows(target)):
             tokens = likely_tokens(drafter.source.here, tokenizer, drafter.config.vocab_size)
             model.limit_vocabulary(target, tokens, size)
     target.use_kernels(cast(Mode, config.kernels))
@@ -92,6 +92,15 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     notes += tuple(_on_template(tokenizer, target.name, asked, names.advice))
     pair = Pair(target, tokenizer, models, name, choice.missing, names.advice, notes)
     return replace(pair, template=dict(names.advice.template) | asked)
+
+
+def _has_rows(target: Target) -> bool:
+    """Whether drafts can have a part of the target's head, which is no use asking for if not."""
+    try:
+        target.head_of(mx.array([0]))
+    except (DFlashError, AttributeError, TypeError):
+        return False
+    return True
 
 
 def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:

@@ -27,9 +27,8 @@ def likely_tokens(folder: Path, tokenizer: Any, vocabulary: int) -> npt.NDArray[
         counted = np.load(folder / FILE).astype(np.int64)
     except FileNotFoundError:
         counted = np.zeros(0, np.int64)
-    except (OSError, ValueError) as error:
-        problem = f"{folder / FILE} cannot be read ({error})"
-        raise DFlashError(problem, "delete it, or give --draft-vocabulary") from None
+    except (OSError, ValueError, EOFError, AttributeError, TypeError) as error:
+        raise DFlashError(f"{folder / FILE} cannot be read ({error})", "delete it") from None
     if counted.ndim != 1 or np.any((counted < 0) | (counted >= vocabulary)):
         raise DFlashError(f"{folder / FILE} has ids that are no tokens", "delete it")
     ends = sorted(token for token in tokenizer.eos_token_ids if token < vocabulary)
@@ -51,6 +50,9 @@ def draft_size(asked: int | None, vocabulary: int) -> int:
 def unread_arguments(tokenizer: Any, names: Iterable[str]) -> list[str]:
     """Those of `names` that the model's chat template does not read; all without a template."""
     jinja = Environment(extensions=["jinja2.ext.loopcontrols"])  # as transformers reads them
+    if callable(getattr(tokenizer, "_chat_template", None)):
+        return []  # a template in Python, of mlx-lm's own
+    renamed = {"enable_thinking": getattr(tokenizer, "_thinking_kwarg", None)}  # by mlx-lm
     source = getattr(tokenizer, "chat_template", None)
     sources = source.values() if isinstance(source, dict) else [source or ""]
     read: set[str] = set()
@@ -59,4 +61,4 @@ def unread_arguments(tokenizer: Any, names: Iterable[str]) -> list[str]:
             read |= meta.find_undeclared_variables(jinja.parse(text))
         except TemplateError:
             read |= set(names)  # what cannot be looked into may read anything
-    return [name for name in names if name not in read]
+    return [name for name in names if (renamed.get(name) or name) not in read]

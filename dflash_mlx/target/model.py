@@ -166,20 +166,23 @@ class Target:
         names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
         tied = names.isdisjoint(_HEADS)
         module = self.embedding() if tied else _find_module(self.model, _HEADS, self.name)
+        rows = {
+            name: module[name][ids]
+            for name in ("weight", "scales", "biases", "bias")
+            if module.get(name) is not None
+        }
+        mx.eval(rows)  # here, since other threads may use them
+        bias = rows.get("bias", 0)
         if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
-            biases = module.get("biases")
-            packed = module.weight[ids], module.scales[ids], None if biases is None else biases[ids]
+            packed = rows["weight"], rows["scales"], rows.get("biases")
             how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-            return lambda states: mx.quantized_matmul(states, *packed, **how)
+            return lambda states: mx.quantized_matmul(states, *packed, **how) + bias
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             raise DFlashError(
                 f"the head of {self.name} is a {type(module).__name__}, which has no rows",
                 "leave out --draft-vocabulary",
             )
-        rows, bias = mx.contiguous(module.weight[ids]), module.get("bias")
-        if bias is None:
-            return lambda states: states @ rows.T
-        return lambda states: mx.addmm(bias[ids], states, rows.T)
+        return lambda states: states @ rows["weight"].T + bias
 
     @cached_property
     def _heads(self) -> list[tuple[nn.Module, str]]:

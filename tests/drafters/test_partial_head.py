@@ -82,7 +82,9 @@ def test_frequent_tokens_come_first_then_ends_then_all_by_their_ids(tmp_path):
     assert found[:4] == [7, 4, 2, 0] and sorted(found) == list(range(10))
 
 
-@pytest.mark.parametrize("damage", [b"no array", np.array([[1]]), np.array([10]), np.array([-1])])
+@pytest.mark.parametrize(
+    "damage", [b"", b"no array", np.array([[1]]), np.array([10]), np.array([-1])]
+)
 def test_a_damaged_file_of_frequencies_is_refused_by_name(tmp_path, damage):
     if isinstance(damage, bytes):
         (tmp_path / FILE).write_bytes(damage)

@@ -244,6 +244,7 @@ def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_questi
         ({"draft_vocabulary": 0}, "draft_vocabulary is 0; choose 1 or more"),
         ({"template": ("thinking",)}, "template is 'thinking'; choose KEY=VALUE"),
         ({"template": ("thinking=off",)}, "template is 'thinking=off'; choose KEY=VALUE"),
+        ({"template": ("tokenize=false",)}, "template is 'tokenize=false'; choose an argument"),
         ({"template": ("a b=1",)}, "template is 'a b=1'; choose KEY=VALUE"),
     ],
 )

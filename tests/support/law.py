@@ -109,6 +109,9 @@ class ToyDrafter:
     def new_context(self) -> ToyContext:
         return ToyContext()
 
+    def likeliest(self, context, anchor, rows):
+        return mx.argmax(self.logits(context, anchor, rows), axis=-1)
+
     def ranked(self, context, anchor, rows, k, prefixes=((),)):
         return rank(self.logits(context, anchor, rows, prefixes), k)
 

@@ -82,8 +82,9 @@ class BlockModel:
 
         ids: [V] all tokens, the likeliest first.
         """
-        if not self.config.own_head and size < len(ids):
-            self._partial = PartialHead(target, ids, size)
+        least = self.config.selector.top_k if self.config.selector is not None else 1
+        if not self.config.own_head and max(size, least) < len(ids):
+            self._partial = PartialHead(target, ids, max(size, least))
 
     def logits(
         self,
@@ -100,6 +101,12 @@ class BlockModel:
         """
         return self._whole(*self._logits(self._states(context, anchor, rows, prefixes), context))
 
+    def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
+        """Tokens [rows - 1], each the likeliest at its position; the pass may still be running."""
+        logits, ids = self._logits(self._states(context, anchor, rows, ((),)), context)
+        best = mx.argmax(logits, axis=-1)
+        return best if ids is None else mx.array(ids)[best]
+
     def ranked(
         self, context: FeatureContext, anchor: mx.array, rows: int, k: int, prefixes: Shown = ((),)
     ) -> Ranked:
@@ -110,7 +117,8 @@ class BlockModel:
         """What DFlash 2's selector can choose from in a block of `rows`."""
         states = self._states(context, anchor, rows, ((),))
         selector = self._network.candidate_selector
-        return selector(states, self._whole(*self._logits(states, context)), anchor)
+        logits, ids = self._logits(states, context)
+        return selector(states, logits, anchor, None if ids is None else mx.array(ids))
 
     def linked(self, context: FeatureContext, anchor: mx.array, rows: int) -> tuple[Ranked, Array]:
         """The selector's candidates in a block of `rows`, ranked, and its edges between them.

@@ -64,14 +64,18 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = mx.zeros((vocabulary, config.rank))
         self.hidden_projection = nn.Linear(d, config.rank, bias=False)
 
-    def __call__(self, hidden: mx.array, logits: mx.array, anchor: mx.array) -> Candidates:
+    def __call__(
+        self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None = None
+    ) -> Candidates:
         """The candidates of n positions; scores are in float32.
 
-        hidden: [n, d] final states. logits: [n, V] of the same positions. anchor: [1].
+        hidden: [n, d] final states. logits: [n, v] of the same positions. anchor: [1]. ids: [v] the
+        tokens that the logits are for, None for all.
         """
         k = self._top_k
         tokens = mx.argpartition(logits, -k, axis=-1)[:, -k:]
         unary = mx.take_along_axis(logits, tokens, axis=-1).astype(mx.float32)
+        tokens = tokens if ids is None else ids[tokens]
         edges = self.edges(hidden, predecessors(tokens, anchor), tokens)
         return Candidates(tokens, unary[:, None] + edges)
 
