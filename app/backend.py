@@ -48,9 +48,12 @@ class Backend:
         self._responder = Responder(pair)
         yield Loaded(pair)
 
-    def measure(self) -> Events:
-        """Time the passes of this pair before anybody waits for them: Timed."""
-        self._loaded().time_passes()
+    def measure(self, again: bool) -> Events:
+        """Time the passes of this pair before anybody waits for them: Timed.
+
+        again: though this machine was measured before.
+        """
+        self._loaded().time_passes(again)
         yield Timed()
 
     def answer(self, request: Request, observer: Observer) -> Events:

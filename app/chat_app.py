@@ -177,8 +177,9 @@ class ChatApp(App[None]):
         return self.worker.submit(lambda job: self._backend.race(request))
 
     def measure(self) -> Job:
-        """See how fast the pair decodes plainly."""
-        return self.worker.submit(lambda job: self._backend.measure())
+        """Time the passes of the pair, before anybody waits for them."""
+        again = self.config.recalibrate
+        return self.worker.submit(lambda job: self._backend.measure(again))
 
     def request(self, extra: str | None = None) -> Request:
         """The conversation so far as a request. extra: a question behind it."""
@@ -192,7 +193,7 @@ class ChatApp(App[None]):
         return Request(tuple(messages), self.system, self.config)
 
     def load(self, config: PairConfig) -> None:
-        """Load another pair, then see how fast it decodes plainly."""
+        """Load another pair, then time its passes."""
         model = None if config.model == DEFAULT_MODEL else config.model
         first, second = config.drafter, config.second_drafter
         config = replace(self.pair_config, model=model, drafter=first, second_drafter=second)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_mlx import Statistics
+from dflash_mlx import NO_DRAFTS, Statistics
 
 BARS = "▁▂▃▄▅▆▇█"
 SEPARATOR = " | "
@@ -137,6 +137,8 @@ def statistics_rows(figures: Figures) -> list[tuple[str, str]]:
 
 
 def _against_plain(figures: Figures) -> str:
+    if figures["method"] == NO_DRAFTS:
+        return "it is plain decoding"
     if not figures["times_plain"]:
         return "not known: nothing was decoded plainly"
     plain = figures["tokens_per_second"] / figures["times_plain"]

@@ -25,6 +25,7 @@ from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.models.check import ModelFacts, loading
 from dflash_mlx.models.pair_folder import DRAFTER, TARGET
 from dflash_mlx.models.source import BESIDE, LICENCES
+from dflash_mlx.models.tokens import LIKELY_TOKENS
 from dflash_mlx.models.weight_files import quantisation
 from dflash_mlx.system.safetensors_header import TensorHeader
 
@@ -169,7 +170,14 @@ def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversio
     description = f"{config['architectures'][0]} {numbers}, blocks of {facts.config.block_size}"
     config["dtype"] = numbers.rpartition(" ")[2]
     memory = RUNTIME + _largest(facts.weights.tensors) + _largest(weights)
-    return Conversion(part, description, weights, config, memory)
+    beside = [file for file in (part.path / LIKELY_TOKENS,) if file.is_file()]
+
+    def write_beside(destination: Path) -> None:
+        for file in beside:
+            shutil.copyfile(file, destination / file.name)
+
+    rest = sum(file.stat().st_size for file in beside)
+    return Conversion(part, description, weights, config, memory, write_beside, rest)
 
 
 def plan_target(part: Part, settings: ConvertConfig) -> Conversion:

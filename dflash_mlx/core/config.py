@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.template import parse_template
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
 GROWTHS = ("joint", "paper")
@@ -19,13 +19,6 @@ BITS = (4, 8)
 STARTS = ("target", "random")
 LOSSES = ("dpace", "decay")
 ANCHOR_LAWS = ("even", "starts")
-
-
-_RESERVED = (  # what the call of a chat template decides itself
-    *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"),
-    *("add_generation_prompt", "continue_final_message", "truncation", "max_length"),
-    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-)
 
 
 def option(default: Any, help: str, **argparse_keywords: Any) -> Any:
@@ -109,7 +102,6 @@ class PairConfig:
         "faster; the same answers (default: a quarter of the model's, or 8192)",
         type=int,
     )
-
     template: tuple[str, ...] = option(
         (),
         "KEY=VALUE for the model's chat template, the value as JSON: enable_thinking=false; may be "
@@ -130,17 +122,8 @@ class PairConfig:
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """`template` as names and values; DFlashError for what is no name or no JSON."""
-        arguments = {}
-        for given in self.template:
-            key, _, value = given.partition("=")
-            try:
-                arguments[key] = json.loads(value)
-            except ValueError:
-                key = ""
-            _require(key.isidentifier(), "template", given, "KEY=VALUE, the value as JSON")
-            _require(key not in _RESERVED, "template", given, "an argument of the model's template")
-        return arguments
+        """`template` as names and values."""
+        return parse_template(self.template)
 
 
 ALL_BUT_MODEL = tuple(f.name for f in fields(PairConfig) if f.name != "model")

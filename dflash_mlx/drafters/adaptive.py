@@ -38,7 +38,6 @@ _RECENT = 16  # drafts whose time and whose promises are remembered
 _OUTLIER = 2.0  # a round that took so many times as long waited for something else
 _CONTEXTS = (128, 2048)  # tokens before timed drafts
 _CONTRADICTION = 1.5  # times that plain and drafted rounds may differ in how wrong their times are
-_TIMED_AGAIN = "timed again"
 _ENOUGH = 16  # rounds of each, to say so
 _GUESSED_ROWS = 8  # of a drafter that has not drafted yet
 _LEAST = 1e-6  # seconds, so that ratios are finite
@@ -63,9 +62,9 @@ class Average:
         self._total = self._total * self._keep + value
         self._weight = self._weight * self._keep + 1
 
-    def fade(self, mean: float) -> None:
-        """Start at another mean, which the next values change soon."""
-        self._total, self._weight = mean * _FADED, _FADED
+    def fade(self, guess: float) -> None:
+        """Start again at another guess, which the next values change soon."""
+        self._total, self._weight = guess * _FADED, _FADED
 
 
 class Arm:
@@ -131,13 +130,15 @@ class Experience:
     """What sessions with one pair and one method have learned, kept from one to the next.
 
     machine: times that all rounds took longer than planned of late. beyond: seconds that drafted
-    rounds take beyond what was planned.
+    rounds take beyond what was planned. timed_again: whether passes were timed again for it; what
+    rounds cost beside passes is in no times.
     """
 
     arms: list[Arm]
     reliability: Reliability
     machine: Average = field(default_factory=lambda: Average(1.0, _MACHINE_MEMORY))
     beyond: Average = field(default_factory=lambda: Average(0.0))
+    timed_again: bool = False
 
     @property
     def contradicts_times(self) -> bool:
@@ -145,12 +146,16 @@ class Experience:
         plain, *drafts = self.arms
         known = [arm for arm in drafts if min(arm.rounds, plain.rounds) >= _ENOUGH]
         ratios = [arm.bias.mean / plain.bias.mean for arm in known]
-        return any(not 1 / _CONTRADICTION < ratio < _CONTRADICTION for ratio in ratios)
+        wrong = any(not 1 / _CONTRADICTION < ratio < _CONTRADICTION for ratio in ratios)
+        return wrong and not self.timed_again
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A round that was proposed: which arm, when, what, and the seconds that it should take."""
+    """A round that was proposed: which arm, when, what, and the seconds that it should take.
+
+    start: without what the answer had to wait for its reader until then.
+    """
 
     arm: Arm
     start: float
@@ -233,11 +238,13 @@ class Adaptive:
     def time_drafts(self, target: Target) -> None:
         """Time each drafter behind 128 and more tokens, a fraction of a second."""
         state = State(target.new_cache(), self.new_context())
-        state.anchor = mx.array([0])
+        state.anchor, state.end = mx.array([0]), sum(_CONTEXTS)
         found: dict[str, list[PassTimes]] = {label: [] for label in self._drafters}
         width = target.embedding()(mx.array([0])).shape[-1] * len(self.taps)
-        for context in [c for c in _CONTEXTS if c == _CONTEXTS[0] or c < target.context_length]:
-            rows, state.end = context - state.end, context
+        for before, context in zip((0, *_CONTEXTS), _CONTEXTS, strict=False):
+            if before and context >= target.context_length:
+                break
+            rows = context - before
             features = mx.zeros((rows, width), target.dtype) if self.taps else None
             state.context.append(mx.zeros(rows, mx.int32), features)
             for label, drafter in self._drafters.items():
@@ -258,7 +265,7 @@ class Adaptive:
         return [self._propose(state, share) for state in states]
 
     def _propose(self, state: State, share: int) -> Proposal:
-        now = self._clock()
+        now = self._clock() - state.paused
         self._learn(state, now)
         if state.last is None:
             self._begin_answer(state)
@@ -375,10 +382,10 @@ def within_budget(
     used = pair.drafter_name, len(pair.drafters), target.kernels.mode
     key = (*used, model.name, config.block_size, config.branches, config.lookup)
     known = pair.learned.get(key)
-    if known is not None and known.contradicts_times and not pair.learned.get((_TIMED_AGAIN,)):
-        forget_times(target)  # once: what rounds cost beside passes is not in their times
+    again = known is not None and known.contradicts_times
+    if again:
+        forget_times(target)
         del pair.learned[key]
-        pair.learned[_TIMED_AGAIN,] = True
     if target.pass_times is None:  # once per model that is loaded
         target.pass_times = stored_times(target, config.recalibrate)
     names = tuple(source.name for source in sources)
@@ -391,4 +398,5 @@ def within_budget(
         return adaptive.experience
 
     adaptive.experience = pair.recall(key, learn)
+    adaptive.experience.timed_again |= again
     return adaptive

@@ -39,11 +39,12 @@ class DrawnBlock(OneDraft):
         super().__init__(model, block_size)
         self._sampling, self._weighed = sampling, weighed
         self.sampler = Sampler(sampling)
+        self._opening: mx.array | None = None  # of the answer that the sampler is for
 
     def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
         """A chain that knows what it was drawn from."""
-        if state.last is None:  # every answer is a draw of its own
-            self.sampler = Sampler(self._sampling)
+        if state.opening is not self._opening:  # every answer is a draw of its own
+            self.sampler, self._opening = Sampler(self._sampling), state.opening
         key = self.sampler.key(state.position, DRAFT)
         tokens, q, sure = self.drawn(context, state.anchor, rows, key)
         tokens = tokens.astype(state.anchor.dtype)

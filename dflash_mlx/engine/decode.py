@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def decode(
     state.end = min(state.position - 1 + config.max_tokens, target.context_length - 1)
     running = Running(state, make_rule(target, state, sampler, config))
     rounds = _rounds(target, drafter, running, observer)
-    return _read_behind(chain([_opening(running)], rounds), ahead, observer)
+    return _read_behind(chain([_opening(running)], rounds), ahead, state, observer)
 
 
 def _opening(running: Running) -> Round:
@@ -158,14 +159,17 @@ def _rounds(
 
 
 def _read_behind(
-    rounds: Iterator[Round], ahead: Callable[[], int], observer: Observer
+    rounds: Iterator[Round], ahead: Callable[[], int], state: State, observer: Observer
 ) -> Iterator[Round]:
     """Yield finished rounds, while the next `ahead()` of them are already running."""
     running: deque[Round] = deque()
     for round_ in rounds:
         running.append(round_)
         while len(running) > ahead():
-            yield _finished(running.popleft(), observer)
+            finished = _finished(running.popleft(), observer)
+            begin = time.perf_counter()
+            yield finished
+            state.paused += time.perf_counter() - begin
             observer.mark("yield")
     for round_ in running:
         yield _finished(round_, observer)

@@ -43,7 +43,8 @@ class State:
 
     cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated; [0] while a
     prompt is read. opening: logits [1, V] after the prompt. last: what this answer's last pass
-    accepted. end: the position at which the answer ends at the latest.
+    accepted. end: the position at which the answer ends at the latest. paused: seconds that answers
+    have waited for whoever reads them.
     """
 
     def __init__(self, cache: SequenceCache, context: Context) -> None:
@@ -52,6 +53,7 @@ class State:
         self.anchor = self.opening = mx.array([], dtype=mx.int32)
         self.last: Accepted | None = None
         self.end = 0
+        self.paused = 0.0
         self._tokens: list[int] = []
         self._unread: list[Accepted] = []
 

@@ -14,7 +14,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector, Finding
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import check_uses, family_of, needs_drafter, settle, wants_two
-from dflash_mlx.engine.pair import Advice, Means, Pair
+from dflash_mlx.engine.pair import Advice, DraftModel, Means, Pair
 from dflash_mlx.models.check import (
     ModelFacts,
     Report,
@@ -84,9 +84,9 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     )
     notes += tuple(note for model in models for note in fit_drafter(model, target))
     for model, drafter, size in zip(models, drafters, sizes, strict=False):
-        if drafter.source and (config.draft_vocabulary or _has_rows(target)):
+        if drafter.source:
             tokens = likely_tokens(drafter.source.here, tokenizer, drafter.config.vocab_size)
-            model.limit_vocabulary(target, tokens, size)
+            _limit(model, target, tokens, size, config.draft_vocabulary is not None)
     target.use_kernels(cast(Mode, config.kernels))
     name, asked = names.drafter if models else None, config.template_arguments
     notes += tuple(_on_template(tokenizer, target.name, asked, names.advice))
@@ -94,13 +94,13 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     return replace(pair, template=dict(names.advice.template) | asked)
 
 
-def _has_rows(target: Target) -> bool:
-    """Whether drafts can have a part of the target's head, which is no use asking for if not."""
+def _limit(model: DraftModel, target: Target, tokens: Any, size: int, asked: bool) -> None:
+    """Let it draft only so many tokens; where the target has no such head, only if asked to."""
     try:
-        target.head_of(mx.array([0]))
-    except (DFlashError, AttributeError, TypeError):
-        return False
-    return True
+        model.limit_vocabulary(target, tokens, size)
+    except DFlashError:
+        if asked:
+            raise
 
 
 def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:

@@ -12,7 +12,7 @@ from jinja2 import Environment, TemplateError, meta
 
 from dflash_mlx.core.errors import DFlashError
 
-FILE = "likely_tokens.npy"  # beside a drafter's weights: ids, the most frequent in its corpus first
+LIKELY_TOKENS = "likely_tokens.npy"  # beside a drafter's weights: ids, the most frequent first
 LEAST = 8192  # tokens, where nobody asks for fewer
 SHARE = 4  # of the vocabulary one part in so many is drafted from, unless asked otherwise
 
@@ -23,14 +23,15 @@ def likely_tokens(folder: Path, tokenizer: Any, vocabulary: int) -> npt.NDArray[
     By the frequencies beside the drafter. Then, or without such a file, what ends an answer, and
     the others by their ids: a tokenizer makes frequent tokens first. DFlashError for another file.
     """
+    file = folder / LIKELY_TOKENS
     try:
-        counted = np.load(folder / FILE).astype(np.int64)
+        counted = np.load(file).astype(np.int64)
     except FileNotFoundError:
         counted = np.zeros(0, np.int64)
     except (OSError, ValueError, EOFError, AttributeError, TypeError) as error:
-        raise DFlashError(f"{folder / FILE} cannot be read ({error})", "delete it") from None
+        raise DFlashError(f"{file} cannot be read ({error})", "delete it") from None
     if counted.ndim != 1 or np.any((counted < 0) | (counted >= vocabulary)):
-        raise DFlashError(f"{folder / FILE} has ids that are no tokens", "delete it")
+        raise DFlashError(f"{file} has ids that are no tokens", "delete it")
     ends = sorted(token for token in tokenizer.eos_token_ids if token < vocabulary)
     order = np.concatenate([ends, counted, np.arange(vocabulary)]).astype(np.int64)
     _, first = np.unique(order, return_index=True)

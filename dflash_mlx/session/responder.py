@@ -46,10 +46,13 @@ class Responder:
             yield replace(delta, text=opening + delta.text) if opening else delta
             opening = ""
 
-    def time_passes(self) -> None:
-        """Measure what target passes take, once per machine, so that no answer has to wait."""
+    def time_passes(self, again: bool = False) -> None:
+        """Measure what target passes take, once per machine, so that no answer has to wait.
+
+        again: though this machine was measured before.
+        """
         target = self.pair.target
-        target.pass_times = target.pass_times or stored_times(target)
+        target.pass_times = target.pass_times or stored_times(target, again)
 
     def _session_for(self, config: DecodeConfig) -> Session:
         """The session with its caches; a new one only where drafting itself has changed."""

@@ -70,8 +70,10 @@ class Threads:
 def threads() -> Threads:
     """For the library that `preload` has loaded, on the cores that this process may use."""
     served = preload()
-    library = None if served.library is None else ctypes.CDLL(served.library)
-    use = getattr(library, "openblas_set_num_threads", int)
+
+    def use(count: int) -> None:
+        ctypes.CDLL(served.library).openblas_set_num_threads(count)
+
     return Threads(served.threads, use, _busy_seconds)
 
 

@@ -152,37 +152,37 @@ class Target:
 
     def head(self) -> Callable[[mx.array], mx.array]:
         """The map from final hidden states [..., d] to logits [..., V], shared by the drafter."""
-        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
-        if names.isdisjoint(_HEADS):
-            embedding = self.embedding()
-            return lambda states: embedding.as_linear(states)  # as it is then: hooks come and go
-        return _find_module(self.model, _HEADS, self.name)  # type: ignore[no-any-return]
+        module = self._head_module()
+        if module is not self.embedding():
+            return module  # type: ignore[no-any-return]
+        return lambda states: module.as_linear(states)  # as it is then: hooks come and go
 
     def head_of(self, ids: mx.array) -> Callable[[mx.array], mx.array]:
         """As `head`, for the tokens `ids` [v] alone: states [..., d] to logits [..., v].
 
         DFlashError for a head that is no matrix.
         """
-        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
-        tied = names.isdisjoint(_HEADS)
-        module = self.embedding() if tied else _find_module(self.model, _HEADS, self.name)
-        rows = {
-            name: module[name][ids]
-            for name in ("weight", "scales", "biases", "bias")
-            if module.get(name) is not None
-        }
+        module = self._head_module()
+        packed = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+        if not packed and not isinstance(module, (nn.Linear, nn.Embedding)):
+            problem = f"the head of {self.name} is a {type(module).__name__}, which has no rows"
+            raise DFlashError(problem, "leave out --draft-vocabulary")
+        names = ("weight", "scales", "biases", "bias")
+        rows = {name: module[name][ids] for name in names if module.get(name) is not None}
         mx.eval(rows)  # here, since other threads may use them
         bias = rows.get("bias", 0)
-        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
-            packed = rows["weight"], rows["scales"], rows.get("biases")
-            how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-            return lambda states: mx.quantized_matmul(states, *packed, **how) + bias
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
-            raise DFlashError(
-                f"the head of {self.name} is a {type(module).__name__}, which has no rows",
-                "leave out --draft-vocabulary",
-            )
-        return lambda states: states @ rows["weight"].T + bias
+        if not packed:
+            return lambda states: states @ rows["weight"].T + bias
+        matrix = rows["weight"], rows["scales"], rows.get("biases")
+        how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        return lambda states: mx.quantized_matmul(states, *matrix, **how) + bias
+
+    def _head_module(self) -> Any:
+        """The embedding where the two are tied."""
+        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
+        if names.isdisjoint(_HEADS):
+            return self.embedding()
+        return _find_module(self.model, _HEADS, self.name)
 
     @cached_property
     def _heads(self) -> list[tuple[nn.Module, str]]:

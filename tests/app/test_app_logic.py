@@ -62,6 +62,8 @@ def test_the_ratio_to_plain_decoding_says_whether_it_is_an_estimate():
     assert estimated == "~2.00 times as fast as 20.0 tok/s"
     measured = {**FIGURES, "modes": "5 tree, 3 plain"}
     assert "2.00x plain" in speed_parts(measured), "some of its rounds were plain"
+    alone = dict(statistics_rows({**FIGURES, "method": "none"}))
+    assert alone["against plain decoding"] == "it is plain decoding"
     unknown = {**FIGURES, "times_plain": 0.0}
     assert "plain" not in " ".join(speed_parts(unknown))
     assert "not known" in dict(statistics_rows(unknown))["against plain decoding"]

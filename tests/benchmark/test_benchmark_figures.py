@@ -56,11 +56,11 @@ def made_up(
     separate_rows: int | None = None,
     **more: Any,
 ) -> Run:
-    """A run of 100 tokens at `rate` tokens per second, beside the plain one; 8 rows a round."""
+    """A run of 100 tokens behind the first at `rate` tokens/s, and a plain one; 8 rows a round."""
     tokens = [100 // rounds + (i < 100 % rounds) for i in range(rounds)]
     told = tuple(RoundFigures(n, 8, separate_rows, checked) for n in tokens)
     own, plain = (
-        Statistics("made up", generated_tokens=100, decode_seconds=100 / each, rounds=n, **counts)
+        Statistics("made up", generated_tokens=101, decode_seconds=100 / each, rounds=n, **counts)
         for each, n, counts in ((rate, rounds, more), (plain_rate, 1, {}))
     )
     question = BenchmarkPrompt("prompt", category, [])

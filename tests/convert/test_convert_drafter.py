@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from dflash_mlx import DecodeConfig, load
@@ -16,6 +17,7 @@ from dflash_mlx.drafters.dflash.checkpoint import load_network, parameters_of, r
 from dflash_mlx.drafters.dflash.quantized import quantize_network
 from dflash_mlx.models import pair_folder
 from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.tokens import LIKELY_TOKENS
 from dflash_mlx.session.stream import generate
 from support import reference_dflash2
 from support.converted import assert_same_tensors, config, convert, tensors
@@ -43,6 +45,13 @@ def test_a_converted_drafter_has_config_and_weights_of_the_original(tmp_path, na
     unneeded = {"t2d", "verifier_norm.weight"}
     stored = {name: array for name, array in tensors(source).items() if name not in unneeded}
     assert_same_tensors(tensors(converted), stored)
+
+
+def test_the_likely_tokens_of_a_drafter_go_with_it(tmp_path):
+    source = write_drafter(tmp_path / "source")
+    np.save(source / LIKELY_TOKENS, np.array([4, 2], np.uint16))
+    converted = convert(source, tmp_path / "dst")
+    assert np.load(converted / LIKELY_TOKENS).tolist() == [4, 2]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", None])

@@ -12,12 +12,15 @@ import pytest
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.adaptive import Adaptive, Scope
+from dflash_mlx.drafters import adaptive
+from dflash_mlx.drafters.adaptive import Adaptive, Arm, Scope, within_budget
 from dflash_mlx.drafters.growth.reliability import reach, worth_keeping
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.engine.decode import answer as answer_of
 from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
+from dflash_mlx.target import pass_times
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
 from support import decoding
@@ -296,6 +299,37 @@ def test_rounds_that_wait_for_the_screen_do_not_count_in_full():
         case.clock.now += 500.0 if i == 3 else 0.0
     after = [arm.seconds for arm in case.drafter.experience.arms]
     assert after == pytest.approx(before, rel=0.3)
+
+
+def test_what_the_reader_takes_is_no_time_of_a_round():
+    case = case_of(RISING, 0.3, lambda i: 0.6)
+    machine = case.drafter.experience.machine.mean
+    config, state = case.start(20)
+    for _ in decoding.rounds(case.target, case.drafter, state, config):
+        case.clock.now += 500.0
+        state.paused += 500.0  # as the loop has it
+    assert case.drafter.experience.machine.mean == pytest.approx(machine, rel=0.01)
+
+
+@pytest.mark.parametrize(("slow", "drafted", "wrong"), [(2.0, 1.0, True), (2.0, 1.9, False)])
+def test_times_that_plain_and_drafted_rounds_contradict_are_measured_again_once(
+    monkeypatch, tmp_path, slow, drafted, wrong
+):
+    """Not where all rounds are slower alike, as on a busy machine."""
+    target, measured = Target(make_model("llama"), 200, "tiny"), []
+    monkeypatch.setattr(pass_times, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(pass_times, "measure", lambda target: measured.append(1) or FLAT)
+    monkeypatch.setattr(adaptive, "stored_times", pass_times.stored_times)
+    pair, config = Pair(target, None), DecodeConfig("ngram")
+    for times in (1, 1 + wrong, 1 + wrong):
+        drafter = within_budget(NoDraft(), {}, pair, config, ())
+        plain, other = drafter.experience.arms[0], Arm("draft", 2.0, 1.0)
+        drafter.experience.arms = [plain, other]
+        for arm, factor in ((plain, slow), (other, drafted)):
+            for _ in range(60):
+                arm.bias.add(factor)
+                arm.rounds += 1
+        assert len(measured) == times
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -364,10 +364,13 @@ def test_a_published_config_is_read():
     assert config.rope == {"rope_theta": 1000000, "rope_type": "default"}
 
 
-def test_the_shipped_drafter_is_complete_and_small():
-    config = read_config(SHIPPED)
+@pytest.mark.parametrize("name", ["smollm2-135m-dflash", "smollm2-135m-variable-prefix"])
+def test_the_shipped_drafters_are_complete_and_small(name):
+    folder = SHIPPED.parent / name
+    config = read_config(folder)
     check_fit(config, {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}, "default")
-    weights = parameters_of(load_network(SHIPPED, config, mx.float32))
+    weights = parameters_of(load_network(folder, config, mx.float32))
     assert all(bool(mx.isfinite(array).all()) for array in weights.values())
+    assert not any(config.layer_causal), "blocks see both ways, as they were trained"
     size = sum(file.stat().st_size for file in SHIPPED.parent.rglob("*") if file.is_file())
     assert 1e6 < size < MEGABYTES_ALLOWED * 1e6

@@ -15,7 +15,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash import partial_head
 from dflash_mlx.drafters.dflash.partial_head import PartialHead
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.tokens import FILE, draft_size, likely_tokens, unread_arguments
+from dflash_mlx.models.tokens import LIKELY_TOKENS, draft_size, likely_tokens, unread_arguments
 from dflash_mlx.session.stream import Session
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
@@ -77,7 +77,7 @@ def tokenizer_of(*ends, template=None):
 
 def test_frequent_tokens_come_first_then_ends_then_all_by_their_ids(tmp_path):
     assert likely_tokens(tmp_path, tokenizer_of(7, 99), 10).tolist()[:3] == [7, 0, 1]
-    np.save(tmp_path / FILE, np.array([4, 2], np.uint16))
+    np.save(tmp_path / LIKELY_TOKENS, np.array([4, 2], np.uint16))
     found = likely_tokens(tmp_path, tokenizer_of(7), 10).tolist()
     assert found[:4] == [7, 4, 2, 0] and sorted(found) == list(range(10))
 
@@ -87,10 +87,10 @@ def test_frequent_tokens_come_first_then_ends_then_all_by_their_ids(tmp_path):
 )
 def test_a_damaged_file_of_frequencies_is_refused_by_name(tmp_path, damage):
     if isinstance(damage, bytes):
-        (tmp_path / FILE).write_bytes(damage)
+        (tmp_path / LIKELY_TOKENS).write_bytes(damage)
     else:
-        np.save(tmp_path / FILE, damage)
-    with pytest.raises(DFlashError, match=FILE):
+        np.save(tmp_path / LIKELY_TOKENS, damage)
+    with pytest.raises(DFlashError, match=LIKELY_TOKENS):
         likely_tokens(tmp_path, tokenizer_of(), 10)
 
 

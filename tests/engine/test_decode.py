@@ -133,6 +133,16 @@ def test_plain_decoding_runs_one_round_ahead_and_drafting_none():
         assert state.position == 3 + ahead
 
 
+def test_what_a_reader_takes_is_kept_apart_from_what_rounds_take(targets, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("dflash_mlx.engine.decode.time.perf_counter", lambda: now[0])
+    config, drafter = DecodeConfig(max_tokens=5), Scripted(lambda tokens, room: ([], []))
+    state = start(targets["llama"], drafter, prompt_of(1), config)
+    for _ in decode(targets["llama"], drafter, state, config):
+        now[0] += 3.0
+    assert state.paused == 5 * 3.0
+
+
 def test_prefill_reports_its_progress(targets):
     class Progress(Observer):
         seen: list[tuple[int, int]] = []

@@ -110,6 +110,16 @@ def drawn(seed, temperature=0.7, room=4, **filters):
     return drafter.draft(behind(drafter, 2), room)
 
 
+def test_an_answer_draws_anew_though_its_first_round_was_plain():
+    drafter = DrawnBlock(ToyDrafter(1), None, SamplingConfig(1.0))
+    drafts = set()
+    for _ in range(12):
+        state = behind(drafter, 2)
+        state.last = accept(Tree.chain(), lambda path: 2)
+        drafts.add(drafter.draft(state, 4).tree.drafted)
+    assert len(drafts) > 3
+
+
 def test_drafts_pass_the_filters_that_the_target_uses():
     proposal = drawn(0, top_k=2)
     assert (np.array(proposal.q) > 0).sum(axis=-1).tolist() == [2, 2, 2]

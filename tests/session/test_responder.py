@@ -104,12 +104,13 @@ def test_what_cannot_be_answered_is_refused_and_the_next_request_is_served(respo
 
 
 def test_passes_are_timed_once(pair, monkeypatch):
-    times = iter([PassTimes((1, 2), (0.25, 0.5))])
+    asked, times = [], PassTimes((1, 2), (0.25, 0.5))
     monkeypatch.setattr(pair.target, "pass_times", None)
-    monkeypatch.setattr(module, "stored_times", lambda target: next(times))
-    for _ in range(2):
-        Responder(pair).time_passes()
-        assert pair.target.pass_times.of(1) == 0.25
+    monkeypatch.setattr(module, "stored_times", lambda target, again: asked.append(again) or times)
+    for again in (True, False):
+        Responder(pair).time_passes(again)
+        assert pair.target.pass_times is times
+    assert asked == [True]
 
 
 # The worker

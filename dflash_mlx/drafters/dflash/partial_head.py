@@ -21,14 +21,15 @@ Head = Callable[[mx.array], mx.array]
 
 
 class PartialHead:
-    """Rows of a target's head. ids: [v] tokens, the likeliest first; size: so many of them."""
+    """Rows of a target's head.
 
-    def __init__(self, target: Target, ids: Ids, size: int) -> None:
-        self.target, self.ids = target, ids[:size]
-        self.others = ids[size:]
-        self.head = target.head_of(mx.array(self.ids))
-        self.known = np.zeros(len(ids), np.bool_)
-        self.known[self.ids] = True
+    tokens: [V] all tokens, the likeliest first. size: so many of them have rows.
+    """
+
+    def __init__(self, target: Target, tokens: Ids, size: int) -> None:
+        self.rows_of = target.head_of
+        self.ids, self.others = tokens[:size], tokens[size:]
+        self.head = self.rows_of(mx.array(self.ids))
 
     def new_words(self) -> Words:
         """Of a conversation that begins."""
@@ -44,9 +45,9 @@ class Words:
     def __init__(self, base: PartialHead) -> None:
         self._base = base
         self._waiting: list[mx.array] = []
-        self._known = base.known.copy()
-        self._found: list[int] = []
-        self._ids, self._head = base.ids, base.head
+        self._others = base.others
+        self._ids = base.ids
+        self._more: Head | None = None
 
     def add(self, tokens: mx.array) -> None:
         """Take in committed tokens [n]."""
@@ -55,24 +56,22 @@ class Words:
     def logits(self, states: mx.array) -> tuple[mx.array, Ids]:
         """[n, v] of final states [n, d], and the tokens [v] that they are for."""
         self._take_in()
-        parts = [self._base.head(states)]
-        if self._found:
-            parts.append(self._head(states))
-        return mx.concatenate(parts, axis=-1) if self._found else parts[0], self._ids
+        logits = self._base.head(states)
+        if self._more is not None:
+            logits = mx.concatenate([logits, self._more(states)], axis=-1)
+        return logits, self._ids
 
     def _take_in(self) -> None:
-        before = len(self._found)
-        for tokens in self._waiting:
-            new = np.unique(np.array(tokens, np.int64))
-            new = new[~self._known[new]]
-            self._known[new] = True
-            self._found += new.tolist()
+        """Give the waiting tokens rows, and some of the next likeliest, to fill up a step."""
+        if not self._waiting:
+            return
+        said = np.unique(np.concatenate([np.array(tokens) for tokens in self._waiting]))
         self._waiting.clear()
-        if len(self._found) > before:
-            missing = -len(self._found) % _STEP
-            spare = self._base.others[~self._known[self._base.others]][:missing].tolist()
-            self._known[spare] = True
-            self._found += spare
-            more = np.array(self._found)
-            self._ids = np.concatenate([self._base.ids, more])
-            self._head = self._base.target.head_of(mx.array(more))
+        is_new = np.isin(self._others, said)
+        if not is_new.any():
+            return
+        new, rest = self._others[is_new], self._others[~is_new]
+        had = len(self._ids) - len(self._base.ids)
+        spare = -(had + len(new)) % _STEP
+        self._ids, self._others = np.concatenate([self._ids, new, rest[:spare]]), rest[spare:]
+        self._more = self._base.rows_of(mx.array(self._ids[len(self._base.ids) :]))

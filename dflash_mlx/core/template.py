@@ -1,0 +1,31 @@
+"""Arguments of a chat template, as a command line gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_mlx.core.errors import DFlashError
+
+_RESERVED = (  # what the call of a chat template decides itself
+    *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"),
+    *("add_generation_prompt", "continue_final_message", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+
+
+def parse_template(given: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE texts, the values as JSON, as names and values; DFlashError for any other."""
+    arguments = {}
+    for text in given:
+        key, _, value = text.partition("=")
+        try:
+            arguments[key] = json.loads(value)
+        except ValueError:
+            key = ""
+        if not key.isidentifier():
+            raise DFlashError(f"template is {text!r}", "choose KEY=VALUE, the value as JSON")
+        if key in _RESERVED:
+            raise DFlashError(f"template is {text!r}", "choose an argument of the model's template")
+    return arguments
