@@ -46,11 +46,15 @@ class Texts:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def features(self, chosen: Array, length: int) -> mx.array:
-        """[S, length, m*d] float32 of the texts `chosen` [S], zeros after their ends."""
+    def features(self, chosen: Array, starts: Array, length: int) -> mx.array:
+        """[S, length, m*d] float32 of the texts `chosen` [S] from token `starts` [S] on.
+
+        Zeros after their ends.
+        """
         parts = []
-        for text in (self.texts[i] for i in chosen):
-            part = text.cache.features(text.place)[:length].astype(mx.float32)
+        for i, start in zip(chosen, starts.tolist(), strict=True):
+            text = self.texts[i]
+            part = text.cache.features(text.place)[start : start + length].astype(mx.float32)
             parts.append(mx.pad(part, [(0, length - part.shape[0]), (0, 0)]))
         return mx.stack(parts)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import capped, embedding_scale
@@ -103,12 +104,21 @@ class Trainee:
         return Trainee(self.network, config, raw, self.target)
 
     def inputs(self, texts: Texts, blocks: Blocks) -> tuple[mx.array, mx.array, mx.array]:
-        """Features [S, T, m*d], anchors [S, A] and embeddings [S, A, B, d] for `states`."""
-        features = texts.features(blocks.rows, int(blocks.anchors.max()))
+        """Features [S, T, m*d], anchors [S, A] and embeddings [S, A, B, d] for `states`.
+
+        Of a sequence whose beginning no block's window reaches, that is left out, and its anchors
+        count from what is left: rotary embeddings know only distances.
+        """
+        windows = [window for window in self.config.layer_windows if window is not None]
+        everything = len(windows) < len(self.config.layer_windows)
+        seen = blocks.anchors.min(axis=1) + 1 - max(windows, default=0)
+        starts = np.maximum(0, seen) * (not everything)
+        anchors = blocks.anchors - starts[:, None]
+        features = texts.features(blocks.rows, starts, int(anchors.max()))
         shown = mx.array(blocks.inputs(self.config.mask_token_id))
         rows = self.target.embedding()(shown).astype(mx.float32)
         x = rows * (self.config.input_embedding_scale * embedding_scale(self.target))
-        return features, mx.array(blocks.anchors), x
+        return features, mx.array(anchors), x
 
     def states(self, features: mx.array, anchors: mx.array, x: mx.array) -> mx.array:
         """Final hidden states [S, A, B, d] of A blocks in each of S sequences.

@@ -82,7 +82,7 @@ def hits_by_loops(trainer: Trainer, texts: Texts, prefix: int) -> np.ndarray:
         anchors = text.anchors[: max(1, len(text.anchors) - prefix)]
         spread = np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)
         for anchor in anchors[spread]:
-            features = np.array(texts.features([i], int(anchor))[0])
+            features = np.array(texts.features([i], np.zeros(1, int), int(anchor))[0])
             tokens = [int(t) for t in text.tokens[anchor : anchor + 1 + prefix]]
             tokens += [0] * (prefix + 1 - len(tokens)) + [5] * (BLOCK - 1 - prefix)
             logits = hidden_states(tensors, RAW, table[tokens], features) @ table.T

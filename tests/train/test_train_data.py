@@ -259,7 +259,10 @@ def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
         assert tuple(sequence.likely[len(row.prompt) - 1 : -1, 0]) == row.answer
         alone = read(tmp_path / "cache", [row])
         whole = len(sequence.tokens)
-        found, expected = texts.features(np.array([i]), whole), alone.features(np.array([0]), whole)
+        start = np.array([1])
+        found = texts.features(np.array([i]), start, whole)
+        expected = alone.features(np.array([0]), start, whole)
+        assert not found[0, -1].any().item()  # behind its end
         assert mx.array_equal(found, expected).item()
         choices = alone.texts[0].cache.choices(0)
         assert np.array_equal(sequence.likely, choices["token"])

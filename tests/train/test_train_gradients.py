@@ -92,7 +92,7 @@ class Loss:
         inputs = self.blocks.inputs(dflash["mask_token_id"])
         for s, a in np.ndindex(self.blocks.anchors.shape):
             anchor = int(self.blocks.anchors[s, a])
-            features = np.array(self.texts.features([s], anchor)[0], np.float64)
+            features = np.array(self.texts.features([s], np.zeros(1, int), anchor)[0], np.float64)
             x = self.embedding[inputs[s, a]] * dflash.get("input_embedding_scale", 1.0)
             hidden = hidden_states(self.tensors, self.raw, x, features)
             logits = hidden @ self.embedding[self.words].T * dflash.get("output_multiplier", 1.0)
