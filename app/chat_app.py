@@ -279,12 +279,12 @@ class ChatApp(App[None]):
         """A sentence in the conversation. kind: "note" or "error"."""
         await self.transcript.notice(text, kind)
 
-    async def save(self, *unfinished: Turn) -> None:
-        """Save the conversation, and an answer so far; a problem is said once, not always."""
+    async def save(self) -> None:
+        """Save the conversation, an answer in the making included; a problem is said once."""
         if self.pair is not None:
             self.conversation.model = self.pair.target.name
         try:
-            await self.keeper.save(self.conversation, *unfinished)
+            await self.keeper.save(self.conversation, *self.listener.unfinished)
             self._unsaved = ""
         except DFlashError as error:
             if str(error) != self._unsaved:

@@ -122,14 +122,18 @@ class Listener:
         else:
             await app.outbox.go_on()
 
+    @property
+    def unfinished(self) -> list[Turn]:
+        """The answer that is being written as far as it goes; nothing where there is none."""
+        text = "" if self.job is None else "".join(self._said)
+        return [Turn("assistant", text, UNFINISHED)] if text else []
+
     async def _save_beginning(self, job: Job) -> None:
         """Save what was said so far; neither the worker nor the screen waits for the disk."""
-        text = "".join(self._said)
-        if self.job is not job or self._app.keeper.busy:  # the whole answer is saved, or about to
-            return
-        if len(text) > self._saved:
-            self._saved = len(text)
-            await self._app.save(Turn("assistant", text, UNFINISHED))
+        said = sum(map(len, self._said))
+        if self.job is job and said > self._saved and not self._app.keeper.busy:
+            self._saved = said
+            await self._app.save()
 
     async def _draw(self) -> None:
         self.dirty = False

@@ -156,6 +156,8 @@ async def test_an_answer_is_on_disk_while_it_is_written_and_whole_at_its_end(
     await until(lambda: len(saved(app)) == 2, pilot)
     assert saved(app)[1] == Turn("assistant", rounds_of(ANSWER)[0].text, UNFINISHED)
     assert app.conversation.turns == [Turn("user", "What meets?")]
+    await say(app, pilot, "/rename Rivers")
+    assert len(saved(app)) == 2, "whatever else is saved meanwhile"
     backend.gate.release(1000)
     await settled(app, pilot, backend, 1)
     assert (saved(app)[1].content, saved(app)[1].ending) == (ANSWER, "stop")
