@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
@@ -76,11 +77,11 @@ class OpenScreen(Dialog[Path | None]):
         if event.input.id == "search":
             self._say("")
             self.query_one(OptionList).action_first()
-            self.run_worker(self._search(), exclusive=True)
+            self._search()
 
     async def on_input_submitted(self, event: Input.Submitted) -> None:
         if event.input.id == "search":
-            self.run_worker(self._open(), exclusive=True)
+            self._open()
             return
         entry = self._chosen()
         if entry is not None and event.value.strip():
@@ -122,12 +123,23 @@ class OpenScreen(Dialog[Path | None]):
         """Read what there is, and show what was searched for."""
         if await self._try(self._read) and not self._all:
             self._say("No conversation has been saved yet.")
-        self.run_worker(self._search(), exclusive=True)
+        self._search()
 
     def _read(self) -> None:
         self._all, self._texts = self._store.entries(), {}
 
+    @work(exclusive=True)
     async def _search(self) -> None:
+        await self._show()
+
+    @work(exclusive=True)
+    async def _open(self) -> None:
+        """Open what is chosen of all that is found, though it may still be searched for."""
+        await self._show()
+        if (entry := self._chosen()) is not None:
+            self.dismiss(entry.file)
+
+    async def _show(self) -> None:
         """Show the conversations that have every word that is typed, in whatever case."""
         words, found = self.query_one("#search", Input).value.casefold().split(), self._all
         if words:  # reading them all may take a while
@@ -140,12 +152,6 @@ class OpenScreen(Dialog[Path | None]):
             options.highlighted = min(at, len(found) - 1)
         elif words and self._all:
             self._say("No conversation has all these words.")
-
-    async def _open(self) -> None:
-        """Open what is chosen of all that is found, though it may still be searched for."""
-        await self._search()
-        if (entry := self._chosen()) is not None:
-            self.dismiss(entry.file)
 
     def _having(self, words: list[str], entries: list[Entry]) -> list[Entry]:
         """On a thread: those of `entries` in whose title or text all `words` are."""

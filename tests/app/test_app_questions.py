@@ -242,7 +242,7 @@ async def test_edit_puts_the_last_question_back_and_what_followed_stays(app, pil
     await settled(app, pilot, backend, 3)
     assert app.conversation.questions == ["first", "second"]
     kept = sorted(app.store.read(e.file).conversation.questions for e in app.store.entries())
-    assert kept == [["first", "second"], ["first", "secnd"]]
+    assert kept == [["first", "secnd"], ["first", "second"]]
 
 
 @in_chat()
