@@ -146,7 +146,7 @@ class Listener:
     async def _answering(self, event: object) -> None:
         """News of the answer that is being written."""
         match event:
-            case Prefilled(tokens, total) if total and not self._stopping:
+            case Prefilled(tokens, total) if total:
                 what = f"reading the prompt, {tokens} of {total} tokens"
                 self._app.status.progress(Progress(what, tokens / total))
             case TextDelta():

@@ -13,7 +13,7 @@ from textual.widgets import Static, TextArea
 from dflash_chat.commands import Command, completions
 
 LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
-SHOWN = 60  # characters of a waiting question that are shown
+SHOWN = 40  # characters of a waiting question that are shown
 PLACEHOLDER = "type here, Enter sends, Shift+Enter new line, Esc stops, /help"
 
 
@@ -168,7 +168,8 @@ class Prompt(TextArea):
             return "Tab completes  " + "  ".join(f"/{command.name}" for command in found)
         if not self.waiting:
             return ""
-        first = " ".join(self.pastes.shorten(self.waiting[0]).split())[:SHOWN]
+        first = " ".join(self.pastes.shorten(self.waiting[0]).split())
+        first = first if len(first) <= SHOWN else first[: SHOWN - 1] + "…"
         more = f" and {len(self.waiting) - 1} more" if self.waiting[1:] else ""
         return f"waiting: {first}{more}  (Up takes it back)"
 

@@ -141,7 +141,8 @@ class CommandRunner:
         blocks = {str(n): text for n, text in enumerate(code_blocks(answer), start=1)}
         if number not in ("", *blocks):
             count = f"{len(blocks)} code block{'' if len(blocks) == 1 else 's'}"
-            ways = f"type /copy and a number up to {len(blocks)}, or" if blocks else "type"
+            numbers = "1" if len(blocks) == 1 else f"1 to {len(blocks)}"
+            ways = f"type /copy {numbers}, or" if blocks else "type"
             raise DFlashError(
                 f"the last answer has {count}, and none is {number[:20]!r}", f"{ways} /copy alone"
             )
