@@ -13,7 +13,6 @@ from textual.widgets import Static, TextArea
 from dflash_chat.commands import Command, completions
 
 LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
-SHOWN = 40  # characters of a waiting question that are shown
 PLACEHOLDER = "type here, Enter sends, Shift+Enter new line, Esc stops, /help"
 
 
@@ -82,6 +81,9 @@ class Pastes:
         for label, text in self._texts.items():
             line = line.replace(text, label)
         return line if len(line) < LARGE_PASTE else self.label(line)
+
+
+SHOWN = 40  # characters of a waiting question that are shown
 
 
 class Hint(Static):
