@@ -149,7 +149,7 @@ class ChatApp(App[None]):
     # What the user does
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
-        text = message.text
+        text, line = message.text, message.line or message.text
         if not text.strip():
             return
         try:
@@ -158,9 +158,9 @@ class ChatApp(App[None]):
             await self.say(describe(error), "error")
             return
         if call is None:
-            await self.outbox.send(message.line, text)
+            await self.outbox.send(line, text)
         else:
-            self.prompt.take_out(message.line)
+            self.prompt.take_out(line)
             await self._run(call)
 
     async def ask(self, text: str) -> None:

@@ -116,10 +116,10 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Message):
-        """The user pressed Enter on `line`; in `text`, pastes stand in place of their labels."""
+        """The user pressed Enter on `text`. line: the same as it stands there, with labels."""
 
-        line: str
         text: str
+        line: str = ""
 
     def __init__(self) -> None:
         super().__init__(
@@ -184,7 +184,7 @@ class Prompt(TextArea):
     async def _on_key(self, event: events.Key) -> None:
         handled = True
         if event.key == "enter":
-            self.post_message(self.Sent(self.text, self.pastes.expand(self.text)))
+            self.post_message(self.Sent(self.pastes.expand(self.text), self.text))
         elif event.key == "tab" and (found := completions(self.text)):
             self._write(f"/{found[0].name} " if found[0].needs_argument else f"/{found[0].name}")
         elif event.key in ("shift+enter", "ctrl+j"):

@@ -388,6 +388,6 @@ async def test_messages_name_the_commands_of_the_chat(app, pilot, backend, shown
 async def test_a_temperature_that_makes_noise_is_set_with_a_warning(app, pilot, backend):
     await say(app, pilot, "/temperature 0.7")
     assert notices(app)[-1] == "The temperature is 0.7."
-    await say(app, pilot, "/temperature 99")
-    assert app.config.sampling.temperature == 99
+    await say(app, pilot, "/temperature 5")
+    assert app.config.sampling.temperature == 5
     assert "noise" in notices(app)[-1]
