@@ -106,9 +106,10 @@ class Listener:
         self._rest()
         text = await app.transcript.end(ending)
         await self._draw()
-        if text or ending != "stopped":
-            figures = app.status.figures
-            saved = None if figures is None else dict(figures)
+        said = text or ending != "stopped"
+        figures = app.status.figures if said else None
+        saved = None if figures is None else dict(figures)
+        if said:
             app.conversation.turns.append(Turn("assistant", text, ending, saved))
         elif not leaving:
             await self._take_back()
