@@ -20,9 +20,12 @@ from dflash_chat.commands import COMMANDS, Call, Command, parse
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.draft_panel import DraftPanel
 from dflash_chat.figures import read_figures
+from dflash_chat.keeper import Keeper
 from dflash_chat.listener import Listener
 from dflash_chat.naming import pair_line
 from dflash_chat.options import THEMES, ChatConfig
+from dflash_chat.outbox import Outbox
+from dflash_chat.problems import describe
 from dflash_chat.prompt import Prompt
 from dflash_chat.runner import CommandRunner
 from dflash_chat.status import Status, read_progress
@@ -82,6 +85,7 @@ class ChatApp(App[None]):
         self.pair_config, self.config = start.pair, start.decode
         self.system, self._resume = start.chat.system, start.chat.resume
         self.store = Store(start.chat.folder)
+        self.keeper, self.outbox = Keeper(self.store), Outbox(self)
         self.conversation = Conversation()
         self.pair: Pair | None = None
         self.clean = True
@@ -96,7 +100,9 @@ class ChatApp(App[None]):
             yield DraftPanel()
         with Vertical(id="bottom"):
             yield Status()
-            yield Prompt()
+            prompt = Prompt()
+            yield prompt.hint
+            yield prompt
 
     async def on_mount(self) -> None:
         self.screen.set_focus(self.prompt)  # at once, so that no key is lost
@@ -143,27 +149,26 @@ class ChatApp(App[None]):
     # What the user does
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
-        text = message.text
+        text, line = message.text, message.line or message.text
         if not text.strip():
             return
         try:
             call = parse(text)
-            if call is None:
-                await self.ask(text)
-                return
         except DFlashError as error:
-            await self.say(str(error), "error")
+            await self.say(describe(error), "error")
             return
-        self.prompt.put("")
-        await self._run(call)
+        if call is None:
+            await self.outbox.send(line, text)
+        else:
+            self.prompt.take_out(line)
+            await self._run(call)
 
     async def ask(self, text: str) -> None:
-        """Send a question; DFlashError for one that cannot be sent, which stays in the line."""
+        """Put a question to the model; DFlashError for one that cannot be, or not yet."""
         if self.listener.job is not None:
             raise DFlashError("an answer is being written", "wait for it, or stop it with Esc")
         check_prompt(text, self.system, raw=False)
         self.prompt.questions.add(self.prompt.pastes.shorten(text))
-        self.prompt.put("")
         self.conversation.turns.append(Turn("user", text))
         self.status.clear()
         self.draft.begin()
@@ -246,7 +251,7 @@ class ChatApp(App[None]):
         try:
             await self.commands.run(call)
         except DFlashError as error:
-            await self.say(str(error), "error")
+            await self.say(describe(error), "error")
 
     def _from_palette(self, command: Command) -> None:
         self.call_later(self.call, command)
@@ -275,14 +280,11 @@ class ChatApp(App[None]):
         await self.transcript.notice(text, kind)
 
     async def save(self) -> None:
-        """Save the conversation; a problem is said once, not at every turn."""
+        """Save the conversation, an answer in the making included; a problem is said once."""
         if self.pair is not None:
             self.conversation.model = self.pair.target.name
         try:
-            if self.conversation.turns:
-                self.store.save(self.conversation)
-            else:
-                self.store.delete(self.store.file_of(self.conversation))
+            await self.keeper.save(self.conversation, *self.listener.unfinished)
             self._unsaved = ""
         except DFlashError as error:
             if str(error) != self._unsaved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -37,8 +38,11 @@ COMMANDS = (
     Command("race", "[question]", "decode plainly and with drafts, side by side"),
     Command("draft", "", "show how the tokens came to be, or hide it"),
     Command("stats", "", "all figures of the last answer"),
+    Command("retry", "", "answer the last question again; the old answer stays in /open"),
+    Command("edit", "", "change the last question; what followed stays in /open"),
+    Command("copy", "[number]", "copy the last answer, or one of its code blocks"),
     Command("new", "", "begin a new conversation"),
-    Command("open", "", "earlier conversations: open, rename, delete"),
+    Command("open", "", "earlier conversations: search, open, rename, delete"),
     Command("rename", "title", "name this conversation"),
     Command("delete", "", "delete this conversation"),
     Command("export", "[file]", "write this conversation as Markdown"),
@@ -50,7 +54,9 @@ KEYS = (
     ("Enter", "send"),
     ("Shift+Enter, Ctrl+J", "new line"),
     ("Esc, Ctrl+C", "stop the answer, keeping what was said"),
-    ("Up, Down", "earlier questions"),
+    ("Tab", "complete a command"),
+    ("@file", "in a question: the text of the file goes with it"),
+    ("Up, Down", "earlier questions; Up first takes back those that wait"),
     ("PageUp, PageDown", "scroll"),
     ("F2", "draft view"),
     ("F3", "figures of the last answer"),
@@ -86,6 +92,13 @@ def parse(line: str) -> Call | None:
     if command.needs_argument and not argument.strip():
         raise DFlashError(f"/{command.name} needs more", f"type {command.usage}")
     return Call(command, argument.strip())
+
+
+def completions(typed: str) -> list[Command]:
+    """The commands that `typed` is a beginning of; none where it is no command in the making."""
+    if not re.fullmatch("/[A-Za-z]*", typed):
+        return []
+    return [c for c in COMMANDS if c.name.startswith(typed[1:].lower())]
 
 
 def help_rows() -> list[tuple[str, str]]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
+
+from markdown_it import MarkdownIt
 
 from dflash_mlx import split_thinking
 
 TITLE_LENGTH = 60
 LONGEST_TITLE = 200  # characters of one that the user gives; lists read them whole
 UNTITLED = "New conversation"
+UNFINISHED = "unfinished"  # the ending of an answer that is saved while it is written
 ENDINGS = {
     "stopped": "stopped here",
     "length": "cut at max_tokens; /settings raises it",
     "context": "cut: the context is full; /new begins afresh",
     "failed": "broken off by an error",
+    UNFINISHED: "broken off here; /retry answers again",
 }
 
 
@@ -59,10 +64,27 @@ class Conversation:
         return [turn.content for turn in self.turns if turn.role == "user"]
 
     def take_unanswered(self) -> str | None:
-        """Remove and return a last question without an answer, as a crash leaves one behind."""
-        if self.turns and self.turns[-1].role == "user":
-            return self.turns.pop().content
-        return None
+        """Remove and return the last questions without an answer, as leaving and crashes leave."""
+        questions: list[str] = []
+        while self.turns and self.turns[-1].role == "user":
+            questions.insert(0, self.turns.pop().content)
+        return "\n\n".join(questions) or None
+
+    def before_last_question(self) -> Conversation:
+        """A conversation of its own that ends before the last question; this one stays as it is.
+
+        There must be a question.
+        """
+        last = max(i for i, turn in enumerate(self.turns) if turn.role == "user")
+        title = _next_title(self.shown_title)
+        return Conversation(title=title, model=self.model, turns=self.turns[:last])
+
+    @property
+    def last_answer(self) -> str | None:
+        """The last answer, thoughts left out; None where there is none."""
+        answers = (turn.content for turn in reversed(self.turns) if turn.role == "assistant")
+        last = next(answers, None)
+        return None if last is None else split_thinking(last).answer.strip()
 
     def as_markdown(self) -> str:
         """The whole conversation for reading elsewhere, thoughts left out."""
@@ -73,6 +95,12 @@ class Conversation:
         return "\n\n".join(parts) + "\n"
 
 
+def code_blocks(text: str) -> list[str]:
+    """The code blocks of a text in Markdown, from the first to the last."""
+    kinds = ("fence", "code_block")
+    return [part.content for part in MarkdownIt().parse(text) if part.type in kinds]
+
+
 def title_of(turns: Sequence[Turn]) -> str:
     """The first line of the first question, shortened."""
     text = next((turn.content.strip() for turn in turns if turn.role == "user"), "")
@@ -80,6 +108,13 @@ def title_of(turns: Sequence[Turn]) -> str:
     if not line:
         return UNTITLED
     return line if len(line) <= TITLE_LENGTH else line[: TITLE_LENGTH - 1].rstrip() + "…"
+
+
+def _next_title(title: str) -> str:
+    """`title` with a number behind it, the next one where it has one."""
+    found = re.fullmatch(r"(.*) \((\d\d?)\)", title, re.DOTALL)
+    name, number = found.groups() if found else (title, 1)
+    return f"{name} ({int(number) + 1})"
 
 
 def now() -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash_chat.backend import Loaded, Timed
-from dflash_chat.conversation import Turn
+from dflash_chat.conversation import UNFINISHED, Turn
 from dflash_chat.pace import Pace
 from dflash_chat.problems import describe
 from dflash_chat.race import RaceResult, RaceStep
@@ -31,6 +31,8 @@ from dflash_mlx import (
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp
 
+SAVE_EVERY = 1.0  # seconds after which what was said of an answer is saved again
+
 
 class Listener:
     """Hears the worker for an app, and draws what it said at a pace of its own.
@@ -47,6 +49,8 @@ class Listener:
         self.dirty = False
         self._loads: dict[Job, PairConfig] = {}
         self._last: TextDelta | None = None  # of the answer that is being written
+        self._said: list[str] = []  # its text, by rounds
+        self._saved, self._saved_at = 0, 0.0  # characters of it on disk, and since when
         self._pace = Pace()
 
     def expect(self, config: PairConfig, job: Job) -> None:
@@ -58,13 +62,16 @@ class Listener:
     def answer(self, job: Job) -> None:
         """An answer is asked for."""
         self.job, self._last = job, None
+        self._said, self._saved, self._saved_at = [], 0, time.monotonic()
 
     async def stop(self) -> None:
         """Stop the answer; one that has not begun yet is taken back at once."""
         if self.job is None:
             return
         self.job.cancelled.set()
-        if not self.job.begun.is_set():
+        if self.job.begun.is_set():
+            self._rest()  # says so at once
+        else:
             await self.keep_answer("stopped")
 
     async def hear(self, job: Job, event: object) -> None:
@@ -82,7 +89,10 @@ class Listener:
                 await self._answering(event)
 
     async def tick(self) -> None:
-        """Draw what is new, when it is time."""
+        """Draw and save what is new, when it is time."""
+        if self.job is not None and time.monotonic() - self._saved_at >= SAVE_EVERY:
+            self._saved_at = time.monotonic()
+            self._app.run_worker(self._save_beginning(self.job))
         new = self.dirty or self.race is not None
         if new and self._pace.due(time.perf_counter(), time.thread_time()):
             await self._draw()
@@ -90,22 +100,41 @@ class Listener:
     async def keep_answer(self, ending: str, leaving: bool = False) -> None:
         """The answer is over: show and save it. Nothing said at all is as if never asked.
 
-        leaving: the program ends; its question stays where it is saved, to be sent another time.
+        leaving: the program ends; what was asked stays where it is saved, to be sent another time.
         """
-        app = self._app
-        self.job = None
+        app, job, self.job = self._app, self.job, None
         self._rest()
         text = await app.transcript.end(ending)
         await self._draw()
-        if not text and ending == "stopped":
-            if not leaving:
-                await self._take_back()
-            return
-        figures = app.status.figures
+        said = text or ending != "stopped"
+        figures = app.status.figures if said else None
         saved = None if figures is None else dict(figures)
-        app.conversation.turns.append(Turn("assistant", text, ending, saved))
+        if said:
+            app.conversation.turns.append(Turn("assistant", text, ending, saved))
+        elif not leaving:
+            await self._take_back()
+            return
+        if leaving:
+            app.conversation.turns += [Turn("user", text) for text in app.prompt.waiting]
         await app.save()
         app.show_header()
+        if job is not None and job.cancelled.is_set():
+            app.outbox.give_back()
+        else:
+            await app.outbox.go_on()
+
+    @property
+    def unfinished(self) -> list[Turn]:
+        """The answer that is being written as far as it goes; nothing where there is none."""
+        text = "" if self.job is None else "".join(self._said)
+        return [Turn("assistant", text, UNFINISHED)] if text else []
+
+    async def _save_beginning(self, job: Job) -> None:
+        """Save what was said so far; neither the worker nor the screen waits for the disk."""
+        said = sum(map(len, self._said))
+        if self.job is job and said > self._saved and not self._app.keeper.busy:
+            self._saved = said
+            await self._app.save()
 
     async def _draw(self) -> None:
         self.dirty = False
@@ -134,6 +163,7 @@ class Listener:
         app.status.take(delta, app.pair.target.context_length)
         app.draft.take(delta, app.pair.tokenizer)
         app.transcript.receive(delta.text)
+        self._said.append(delta.text)
         self._last, self.dirty = delta, True
         if first:
             self._rest()
@@ -158,10 +188,15 @@ class Listener:
         self.waiting.discard(job)
         self._rest()
 
+    @property
+    def _stopping(self) -> bool:
+        return self.job is not None and self.job.cancelled.is_set()
+
     def _rest(self) -> None:
-        """Nothing to show the progress of, but for a pair that waits to be loaded."""
+        """Nothing to show the progress of, but for an answer that stops or a pair that waits."""
         config = next(iter(self._loads.values()), None)
         what = None if config is None else f"loading {config.model or DEFAULT_MODEL}"
+        what = "stopping…" if self._stopping else what
         self._app.status.progress(None if what is None else Progress(what))
 
     def _raced(self, job: Job, event: RaceStep | RaceResult) -> None:
@@ -202,15 +237,20 @@ class Listener:
         if text:
             app.conversation.turns.append(Turn("assistant", text, "failed"))
             await app.save()
+            app.outbox.give_back()
         else:
             await self._take_back()
         await app.say(problem, "error")
 
     async def _take_back(self) -> None:
-        """Undo the last question and put it into the input line, unless something is typed."""
+        """Undo the last question and put it into the input line, unless something is typed.
+
+        Those that wait behind it come back in any case, and then it does, too.
+        """
         app = self._app
         question = app.conversation.turns.pop().content
         await app.transcript.show(app.conversation.turns)
-        if not app.prompt.text:
-            app.prompt.put(question)
+        waiting = app.prompt.no_longer_waiting()
+        if waiting or not app.prompt.text:
+            app.prompt.give_back(question, *waiting)
         await app.save()

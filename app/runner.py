@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_chat.commands import Call, help_rows
-from dflash_chat.conversation import LONGEST_TITLE, Conversation
+from dflash_chat.conversation import LONGEST_TITLE, Conversation, code_blocks
 from dflash_chat.figures import statistics_rows
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.picker_screen import PickerScreen
@@ -17,6 +17,8 @@ from dflash_chat.screens import ConfirmScreen, RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.store import export
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, method_choices, settle
+
+USUAL = 2.0  # the highest temperature at which answers still make sense
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp
@@ -66,7 +68,9 @@ class CommandRunner:
                     f"temperature is {text!r}", "type a number, 0 is greedy"
                 ) from None
             app.set_sampling(replace(app.config.sampling, temperature=value))
-        await app.say(f"The temperature is {app.config.sampling.temperature:g}.")
+        value = app.config.sampling.temperature
+        noise = "" if value <= USUAL else " Answers will be noise; models are used at 0 to 1."
+        await app.say(f"The temperature is {value:g}.{noise}")
 
     async def _system(self, text: str) -> None:
         app = self._app
@@ -104,6 +108,51 @@ class CommandRunner:
             raise DFlashError("there is no answer yet", "ask something first")
         rows = statistics_rows(figures)
         self._app.push_screen(RowsScreen("The last answer", rows))
+
+    async def _retry(self, _: str) -> None:
+        app, question = self._app, await self._branch()
+        await app.ask(question)
+        if app.config.sampling.temperature == 0:
+            await app.say("The answer will be the same again; /temperature 0.7 gives others.")
+
+    async def _edit(self, _: str) -> None:
+        app, old = self._app, self._app.conversation
+        question = await self._branch()
+        if not (app.conversation.turns or old.title):
+            app.conversation.title = ""  # its first question names it
+            app.show_header()
+        app.prompt.give_back(question)
+        await app.say("The conversation as it was is in /open; Enter asks this one.")
+
+    async def _branch(self) -> str:
+        """Leave the conversation as it is for one that ends before its last question: that one."""
+        self._need_idle()
+        app, old = self._app, self._app.conversation
+        if not old.questions:
+            raise DFlashError("nothing has been asked yet", "ask something first")
+        await app.keeper.save(old)
+        await app.show_conversation(old.before_last_question())
+        return old.questions[-1]
+
+    async def _copy(self, number: str) -> None:
+        app, answer = self._app, self._app.conversation.last_answer
+        if answer is None:
+            raise DFlashError("there is no answer yet", "ask something first")
+        blocks = {str(n): text for n, text in enumerate(code_blocks(answer), start=1)}
+        if number not in ("", *blocks):
+            count = f"{len(blocks)} code block{'' if len(blocks) == 1 else 's'}"
+            numbers = "1" if len(blocks) == 1 else f"1 to {len(blocks)}"
+            ways = f"type /copy {numbers}, or" if blocks else "type"
+            raise DFlashError(
+                f"the last answer has {count}, and none is {number[:20]!r}", f"{ways} /copy alone"
+            )
+        text = blocks.get(number, answer).encode("utf-8", "replace").decode()
+        app.copy_to_clipboard(text)
+        what = f"code block {number}" if number else "the last answer"
+        await app.say(
+            f"Copied {what}, {len(text):,} characters, if this terminal lets programs copy "
+            "(Terminal.app does not; /export writes a file)."
+        )
 
     async def _new(self, _: str) -> None:
         self._need_idle()

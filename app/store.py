@@ -152,6 +152,17 @@ class Store:
         )
 
 
+def text_of(entry: Entry) -> str:
+    """All that was said in a stored conversation, as far as it can be read."""
+    if entry.damaged:
+        return ""
+    try:
+        lines = entry.file.read_bytes().decode("utf-8", errors="replace").split("\n")
+    except OSError:  # it has just gone
+        return ""
+    return "\n".join(turn.content for turn in _turns(lines[1:])[0])
+
+
 def export(conversation: Conversation, file: Path) -> None:
     """Write the conversation as Markdown; DFlashError when that cannot be."""
     try:

@@ -71,27 +71,66 @@ async def test_conversations_are_listed_opened_renamed_and_deleted(app, pilot, b
     assert app.conversation.turns == []
     await say(app, pilot, "/open")
     assert isinstance(app.screen, OpenScreen)
-    assert app.screen.query_one(OptionList).option_count == 2
+    options = app.screen.query_one(OptionList)
+    await until(lambda: options.option_count == 2, pilot)
     assert "first talk" in screen_text(app) and "second talk" in screen_text(app)
-    await pilot.press("down", "r")
-    app.screen.query_one(Input).value = "Rivers"
+    await pilot.press("down", "ctrl+r")
+    app.screen.query_one("#title", Input).value = "Rivers"
     await pilot.press("enter")
-    assert "Rivers" in screen_text(app)
-    app.screen.query_one(OptionList).highlighted = 1
-    await pilot.press("d")
+    await until(lambda: "Rivers" in screen_text(app), pilot)
+    options.highlighted = 1
+    await pilot.press("ctrl+d")
     assert isinstance(app.screen, ConfirmScreen)
     await pilot.press("y")
-    assert app.screen.query_one(OptionList).option_count == 1
+    await until(lambda: options.option_count == 1, pilot)
     await pilot.press("enter")
     await until(lambda: app.conversation.turns, pilot)
     assert app.conversation.shown_title == "Rivers"
+
+
+@in_chat(size=(80, 24))
+async def test_typing_in_the_list_finds_words_of_titles_and_texts_in_any_case(app, pilot, backend):
+    for question in ("Rivers of Mainz", "Lakes of Bern"):
+        backend.answers = [f"About {question.split()[0]}: nothing."]
+        await answered(app, pilot, question)
+        await say(app, pilot, "/new")
+    await say(app, pilot, "/open")
+    options = app.screen.query_one(OptionList)
+    await until(lambda: options.option_count == 2, pilot)
+    for typed, found in (("NOTHING mainz", ["Rivers"]), ("of", ["Lakes", "Rivers"]), ("oslo", [])):
+        app.screen.query_one("#search", Input).value = ""
+        await pilot.press(*("space" if c == " " else c for c in typed))
+        await until(lambda f=found: options.option_count == len(f), pilot)
+        assert all(name in screen_text(app) for name in found)
+    assert "No conversation has all these words." in screen_text(app)
+    app.screen.query_one("#search", Input).value = ""
+    await pilot.press(*"bern", "backspace", *"n", "enter")
+    await until(lambda: app.conversation.turns, pilot)
+    assert app.conversation.questions == ["Lakes of Bern"]
+
+
+@in_chat()
+async def test_no_other_line_is_chosen_or_deleted_while_a_title_is_typed(app, pilot, backend):
+    for question in ("first talk", "second talk"):
+        await answered(app, pilot, question)
+        await say(app, pilot, "/new")
+    await say(app, pilot, "/open")
+    options = app.screen.query_one(OptionList)
+    await until(lambda: options.option_count == 2, pilot)
+    await pilot.press("ctrl+r", "down", "ctrl+d")
+    assert options.highlighted == 0
+    assert isinstance(app.screen, OpenScreen)
+    await pilot.press("escape", "down", "enter")
+    await until(lambda: app.conversation.turns, pilot)
+    assert app.conversation.questions == ["first talk"]
 
 
 @in_chat()
 async def test_a_conversation_deleted_in_the_list_leaves_the_screen(app, pilot, backend):
     await answered(app, pilot, "gone")
     await say(app, pilot, "/open")
-    await pilot.press("d", "y", "escape")
+    await until(lambda: app.screen.query_one(OptionList).option_count, pilot)
+    await pilot.press("ctrl+d", "y", "escape")
     await until(lambda: not app.conversation.turns, pilot)
     assert "gone" not in screen_text(app)
     assert app.store.entries() == []
@@ -227,8 +266,9 @@ async def test_a_title_that_cannot_be_saved_is_said_in_the_list(app, pilot, back
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    await pilot.press("r")
-    app.screen.query_one(Input).value = "Rivers"
+    await until(lambda: app.screen.query_one(OptionList).option_count, pilot)
+    await pilot.press("ctrl+r")
+    app.screen.query_one("#title", Input).value = "Rivers"
     await pilot.press("enter")
     await until(lambda: "cannot write to" in screen_text(app), pilot)
     monkeypatch.undo()
@@ -238,6 +278,7 @@ async def test_a_title_that_cannot_be_saved_is_said_in_the_list(app, pilot, back
 async def test_enter_pressed_twice_in_the_list_opens_one_conversation(app, pilot, backend):
     await answered(app, pilot, "first talk")
     await say(app, pilot, "/open")
+    await until(lambda: app.screen.query_one(OptionList).option_count, pilot)
     for _ in range(2):
         app.post_message(events.Key("enter", "\r"))
     await until(lambda: app.screen is app.base, pilot)

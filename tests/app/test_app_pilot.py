@@ -75,18 +75,6 @@ async def test_the_system_prompt_goes_with_every_question(app, pilot, backend):
     assert [q.system for q in backend.requests] == ["From the start.", "Be brief.", None]
 
 
-@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(1)))
-async def test_a_question_asked_while_another_is_answered_stays_in_the_line(app, pilot, backend):
-    await say(app, pilot, "first")
-    await until(lambda: app.status.figures, pilot)
-    await say(app, pilot, "second")
-    assert app.prompt.text == "second"
-    assert "an answer is being written" in notices(app)[-1]
-    assert len(backend.requests) == 1
-    backend.gate.release(100)
-    await until(lambda: app.listener.job is None, pilot)
-
-
 @in_chat()
 async def test_shift_enter_makes_a_line_and_enter_sends_them_all(app, pilot, backend):
     await say(app, pilot, "  \n ")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_chat.conversation import UNFINISHED
 from dflash_chat.store import Store
 from dflash_mlx.models.default_model import fetch
 from support.app_terminal import CTRL_C, CTRL_Q, ENTER, ESCAPE, ROOT, START, Terminal
@@ -43,7 +44,7 @@ def stored(tmp_path):
     return Store(tmp_path / "talks").open(entry.file).conversation.turns
 
 
-def test_a_kill_in_the_middle_of_an_answer_loses_that_answer_alone(chat, tmp_path):
+def test_a_kill_in_the_middle_of_an_answer_keeps_what_was_said_until_then(chat, tmp_path):
     with chat("--max-tokens", "20") as terminal:
         terminal.type("first question" + ENTER)
         terminal.until(lambda screen: "cut at max_tokens" in screen)
@@ -55,11 +56,13 @@ def test_a_kill_in_the_middle_of_an_answer_loses_that_answer_alone(chat, tmp_pat
         terminal.until(lambda screen: "first question" in screen and "<-" in screen)
         terminal.type("second question" + ENTER)
         terminal.until(lambda screen: "second question" in screen and _context(screen) > 150)
+        terminal.until(lambda screen: len(stored(tmp_path)) == 4)
         terminal.kill()
-    assert stored(tmp_path)[:2] == before
+    *earlier, question, answer = stored(tmp_path)
+    assert (earlier, question.content) == (before, "second question")
+    assert answer.ending == UNFINISHED and answer.content
     with chat("--resume") as terminal:
-        texts = ("first question", "second question", "had no answer yet")
-        screen = terminal.until(lambda screen: all(text in screen for text in texts))
+        screen = terminal.until(lambda screen: "broken off here" in screen)
         assert "damaged" not in screen
         terminal.type(CTRL_Q)
         assert terminal.wait() == 0

@@ -1,0 +1,393 @@
+"""Questions that wait, are asked again or changed; answers that are kept while they grow."""
+
+import threading
+
+import pytest
+
+from dflash_chat.commands import COMMANDS, completions
+from dflash_chat.conversation import UNFINISHED, Conversation, Turn, code_blocks
+from dflash_chat.store import Store
+from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig
+from support.app_scripts import (
+    ANSWER,
+    ScriptedBackend,
+    answered,
+    in_chat,
+    notices,
+    rounds_of,
+    say,
+    screen_text,
+    until,
+)
+
+
+def gated():
+    return ScriptedBackend(gate=threading.Semaphore(1))
+
+
+def saved(app):
+    """The turns of the conversation on screen, as they are on disk."""
+    store = Store(app.store.folder)
+    if not store.holds(app.conversation):
+        return []
+    return store.read(store.file_of(app.conversation)).conversation.turns
+
+
+def asked(backend):
+    """The last question of every request."""
+    return [request.messages[-1]["content"] for request in backend.requests]
+
+
+async def settled(app, pilot, backend, requests):
+    """Wait until so many questions were answered and what is on screen is on disk."""
+
+    def there():
+        turns = app.conversation.turns
+        same = [(t.content, t.ending) for t in saved(app)] == [(t.content, t.ending) for t in turns]
+        over = app.listener.job is None and turns and turns[-1].role == "assistant"
+        return len(backend.requests) == requests and over and same
+
+    await until(there, pilot)
+
+
+BROKEN = [*rounds_of(ANSWER)[:2], MemoryError()]
+
+
+# A question waits while an answer is written
+
+
+@in_chat(gated)
+async def test_questions_asked_meanwhile_wait_are_shown_and_sent_one_after_the_other(
+    app, pilot, backend
+):
+    await say(app, pilot, "first")
+    await until(lambda: app.status.figures, pilot)
+    for question in ("second", "third"):
+        await say(app, pilot, question)
+        assert app.prompt.text == ""
+    assert "waiting: second and 1 more" in screen_text(app)
+    assert asked(backend) == ["first"]
+    backend.gate.release(1000)
+    await until(lambda: len(app.conversation.turns) == 6, pilot)
+    assert asked(backend) == ["first", "second", "third"]
+    assert len(backend.requests[2].messages) == 5, "each with the answers before it"
+    assert "waiting" not in screen_text(app)
+
+
+@in_chat(gated)
+async def test_up_takes_waiting_questions_back_in_front_of_what_is_typed(app, pilot, backend):
+    await say(app, pilot, "first")
+    await until(lambda: app.status.figures, pilot)
+    for question in ("second", "third"):
+        await say(app, pilot, question)
+    await pilot.press("x", "up")
+    assert app.prompt.text == "second\nthird\nx"
+    assert "waiting" not in screen_text(app)
+    backend.gate.release(1000)
+    await until(lambda: app.listener.job is None, pilot)
+    assert asked(backend) == ["first"]
+    assert app.prompt.text == "second\nthird\nx"
+
+
+@in_chat(gated)
+async def test_escape_stops_the_answer_and_sends_nothing_that_waits(app, pilot, backend):
+    await say(app, pilot, "first")
+    await until(lambda: app.status.figures, pilot)
+    await say(app, pilot, "second")
+    await pilot.press("escape")
+    await until(lambda: "stopping" in screen_text(app), pilot)
+    backend.gate.release(1000)
+    await until(lambda: app.listener.job is None and app.prompt.text, pilot)
+    assert app.conversation.turns[-1].ending == "stopped"
+    assert "stopping" not in screen_text(app)
+    assert app.prompt.text == "second"
+    assert asked(backend) == ["first"]
+
+
+@in_chat(lambda: ScriptedBackend([BROKEN], gate=threading.Semaphore(1)))
+async def test_an_answer_that_breaks_gives_back_what_waits_behind_it(app, pilot, backend):
+    await say(app, pilot, "first")
+    await until(lambda: app.status.figures, pilot)
+    await say(app, pilot, "second")
+    backend.gate.release(1000)
+    await until(lambda: notices(app), pilot)
+    assert app.prompt.text == "second"
+    assert asked(backend) == ["first"]
+
+
+@in_chat(gated)
+async def test_what_waits_when_the_user_leaves_is_in_the_line_the_next_time(app, pilot, backend):
+    await say(app, pilot, "first")
+    await until(lambda: app.status.figures, pilot)
+    await say(app, pilot, "second")
+    await say(app, pilot, "third")
+    app.run_worker(app.action_quit())
+    await until(lambda: app._exit, pilot)
+    backend.gate.release(1000)
+    store = Store(app.store.folder)
+    conversation = store.open(store.entries()[0].file).conversation
+    assert conversation.take_unanswered() == "second\n\nthird"
+    assert [turn.ending for turn in conversation.turns] == ["", "stopped"]
+
+
+@in_chat(lambda: ScriptedBackend(prefills=[(10, 100), (20, 100)]))
+async def test_stopping_is_said_until_the_prompt_is_left(app, pilot, backend):
+    await say(app, pilot, "long prompt")
+    await until(lambda: "10 of 100 tokens" in screen_text(app), pilot)
+    await say(app, pilot, "and more")
+    await pilot.press("ctrl+c")
+    await until(lambda: "stopping" in screen_text(app), pilot)
+    assert app.listener.job is not None
+    backend.held.set()
+    await until(lambda: app.listener.job is None, pilot)
+    assert "stopping" not in screen_text(app)
+    assert app.prompt.text == "long prompt\nand more"
+
+
+# An answer is saved while it grows
+
+
+@in_chat(gated)
+async def test_an_answer_is_on_disk_while_it_is_written_and_whole_at_its_end(
+    app, pilot, backend, monkeypatch
+):
+    monkeypatch.setattr("dflash_chat.listener.SAVE_EVERY", 0.0)
+    await say(app, pilot, "What meets?")
+    await until(lambda: len(saved(app)) == 2, pilot)
+    assert saved(app)[1] == Turn("assistant", rounds_of(ANSWER)[0].text, UNFINISHED)
+    assert app.conversation.turns == [Turn("user", "What meets?")]
+    await say(app, pilot, "/rename Rivers")
+    assert len(saved(app)) == 2, "whatever else is saved meanwhile"
+    backend.gate.release(1000)
+    await settled(app, pilot, backend, 1)
+    assert (saved(app)[1].content, saved(app)[1].ending) == (ANSWER, "stop")
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """A conversation whose program was killed while it answered."""
+    turns = [Turn("user", "one"), Turn("assistant", "It is", UNFINISHED)]
+    Store(tmp_path / "talks").save(Conversation(turns=turns))
+
+
+@in_chat(lambda killed: None, resume=True)
+async def test_an_answer_that_was_broken_off_says_so_and_can_be_asked_for_again(
+    app, pilot, backend
+):
+    assert "It is" in screen_text(app)
+    assert "broken off here; /retry" in screen_text(app)
+    await say(app, pilot, "/retry")
+    await settled(app, pilot, backend, 1)
+    assert asked(backend) == ["one"]
+    assert app.conversation.turns[1].content == ANSWER
+
+
+@in_chat(gated)
+async def test_two_windows_part_once_though_an_answer_is_saved_often(
+    app, pilot, backend, monkeypatch
+):
+    monkeypatch.setattr("dflash_chat.listener.SAVE_EVERY", 0.0)
+    await say(app, pilot, "mine")
+    await until(lambda: len(saved(app)) == 2, pilot)
+    other = Store(app.store.folder)
+    theirs = other.open(other.file_of(app.conversation)).conversation
+    theirs.turns.append(Turn("user", "theirs"))
+    other.save(theirs)
+    backend.gate.release(1000)
+    await settled(app, pilot, backend, 1)
+    questions = sorted(other.read(e.file).conversation.questions for e in other.entries())
+    assert questions == [["mine"], ["mine", "theirs"]]
+    assert saved(app)[1].content == ANSWER
+
+
+# The last question again
+
+
+@in_chat(lambda: ScriptedBackend(["one", "two", "three"]))
+async def test_retry_answers_again_and_keeps_the_old_answer_as_a_conversation(app, pilot, backend):
+    await answered(app, pilot, "first")
+    await answered(app, pilot, "second")
+    await say(app, pilot, "/retry")
+    await settled(app, pilot, backend, 3)
+    assert backend.requests[2].messages == backend.requests[1].messages
+    assert [turn.content for turn in app.conversation.turns] == ["first", "one", "second", "three"]
+    stored = {e.title: app.store.read(e.file).conversation for e in app.store.entries()}
+    assert {name: talk.turns[-1].content for name, talk in stored.items()} == {
+        "first": "two",
+        "first (2)": "three",
+    }
+    assert "/temperature" in notices(app)[-1], "greedy answers do not change"
+
+
+SAMPLED = DecodeConfig("d2sd", sampling=SamplingConfig(temperature=0.7))
+
+
+@in_chat(decode=SAMPLED)
+async def test_a_sampled_answer_is_tried_again_without_a_word(app, pilot, backend):
+    await answered(app, pilot, "first")
+    await say(app, pilot, "/retry")
+    await settled(app, pilot, backend, 2)
+    assert notices(app) == []
+
+
+@in_chat()
+async def test_edit_puts_the_last_question_back_and_what_followed_stays(app, pilot, backend):
+    await answered(app, pilot, "first")
+    await answered(app, pilot, "secnd")
+    await say(app, pilot, "/edit")
+    await until(lambda: app.prompt.text == "secnd", pilot)
+    assert "secnd" not in "".join(turn.content for turn in app.conversation.turns)
+    app.prompt.text = "second"
+    await pilot.press("enter")
+    await settled(app, pilot, backend, 3)
+    assert app.conversation.questions == ["first", "second"]
+    kept = sorted(app.store.read(e.file).conversation.questions for e in app.store.entries())
+    assert kept == [["first", "secnd"], ["first", "second"]]
+
+
+@in_chat()
+async def test_an_edited_first_question_names_its_conversation(app, pilot, backend):
+    await answered(app, pilot, "Waht?")
+    await say(app, pilot, "/edit")
+    await until(lambda: app.prompt.text == "Waht?", pilot)
+    assert app.conversation.turns == []
+    app.prompt.text = "What?"
+    await pilot.press("enter")
+    await settled(app, pilot, backend, 2)
+    assert sorted(e.title for e in app.store.entries()) == ["Waht?", "What?"]
+
+
+@pytest.mark.parametrize("command", ["/retry", "/edit"])
+@in_chat(lambda: ScriptedBackend([*[ANSWER] * 2]))
+async def test_nothing_is_asked_again_that_cannot_be_kept(
+    app, pilot, backend, monkeypatch, command
+):
+    await say(app, pilot, command)
+    assert "ask something first" in notices(app)[-1]
+    await answered(app, pilot, "first")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    await say(app, pilot, command)
+    await until(lambda: "No space left" in notices(app)[-1], pilot)
+    monkeypatch.undo()
+    assert [turn.content for turn in app.conversation.turns] == ["first", ANSWER]
+
+
+@pytest.mark.parametrize("command", ["/retry", "/edit"])
+@in_chat(gated)
+async def test_nothing_is_asked_again_while_an_answer_is_written(app, pilot, backend, command):
+    await say(app, pilot, "first")
+    await until(lambda: app.status.figures, pilot)
+    await say(app, pilot, command)
+    assert "Esc" in notices(app)[-1]
+    backend.gate.release(1000)
+    await until(lambda: app.listener.job is None, pilot)
+    assert len(app.conversation.turns) == 2
+
+
+def test_a_branch_counts_on_and_takes_no_year_for_a_count():
+    for title, following in (("a", "a (2)"), ("a (2)", "a (3)"), ("a (2024)", "a (2024) (2)")):
+        turns = [Turn("user", "q"), Turn("assistant", "x")]
+        assert Conversation(title=title, turns=turns).before_last_question().title == following
+
+
+# Copying
+
+
+@in_chat(lambda: ScriptedBackend(["<think>hm</think>" + ANSWER + "\n\n~~~\nmore\n~~~\n"]))
+async def test_an_answer_or_one_of_its_code_blocks_is_copied(app, pilot, backend):
+    await say(app, pilot, "/copy")
+    assert "ask something first" in notices(app)[-1]
+    await answered(app, pilot)
+    await say(app, pilot, "/copy")
+    assert app.clipboard == ANSWER + "\n\n~~~\nmore\n~~~"
+    await say(app, pilot, "/copy 1")
+    assert app.clipboard == 'def rivers() -> list[str]:\n    return ["Rhine", "Main"]\n'
+    await say(app, pilot, "/copy 2")
+    assert app.clipboard == "more\n"
+    for wrong in ("3", "0", "x", "9" * 5000):
+        await say(app, pilot, f"/copy {wrong}")
+        assert "has 2 code blocks" in notices(app)[-1]
+    assert app.clipboard == "more\n"
+
+
+def test_code_blocks_are_found_wherever_markdown_has_them():
+    text = "1. a\n   ```py\n   x\n   ```\n\n````\n```\nin\n```\n````\n\n    indented\n\n```\nopen\n"
+    assert code_blocks(text) == ["x\n", "```\nin\n```\n", "indented\n", "open\n"]
+
+
+# Completing commands
+
+
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        ("/", [command.name for command in COMMANDS]),
+        ("/MOD", ["model"]),
+        ("/me", ["method"]),
+        ("/re", ["retry", "rename"]),
+        *[(typed, []) for typed in ("", "m", "/x", "/model ", "/usr/bin", "//", "/re\n")],
+    ],
+)
+def test_a_beginning_is_completed_to_the_commands_that_have_it(typed, names):
+    assert [command.name for command in completions(typed)] == names
+
+
+@in_chat()
+async def test_commands_are_offered_while_they_are_typed_and_tab_completes(app, pilot, backend):
+    await pilot.press("/", "r")
+    assert "/race" in screen_text(app) and "/rename" in screen_text(app)
+    await pilot.press("e", "n")
+    assert "/rename title  name this conversation" in screen_text(app)
+    await pilot.press("tab")
+    assert app.prompt.text == "/rename ", "and goes on to what it needs"
+    assert app.prompt.has_focus
+    app.prompt.text, before = "", app.theme
+    await pilot.press(*"/the", "tab", "enter")
+    await until(lambda: app.theme != before, pilot)
+    assert app.prompt.text == ""
+    await pilot.press("h", "i")
+    assert not app.prompt.suggestion
+    assert "Tab completes" not in screen_text(app)
+
+
+@in_chat()
+async def test_the_rest_of_a_command_is_shown_behind_the_cursor_alone(app, pilot, backend):
+    await pilot.press(*"/expo")
+    assert app.prompt.suggestion == "rt"
+    await pilot.press("left")
+    await until(lambda: not app.prompt.suggestion, pilot)
+    await pilot.press("end", "right")
+    assert app.prompt.text == "/export"
+
+
+# Words of the chat
+
+
+@pytest.mark.parametrize(
+    ("step", "shown"),
+    [
+        ("give one with --model", "give one with /model"),
+        ("name one with --drafter, or use --method none", "/drafter, or use /method none"),
+        ("leave out --budget", "leave out budget in /settings"),
+        ("leave out --kv-bits", "leave out --kv-bits"),
+        ("look into models--Qwen--4B", "models--Qwen--4B"),
+    ],
+)
+@in_chat(lambda step: ScriptedBackend([DFlashError("it is 7", step)]))
+async def test_messages_name_the_commands_of_the_chat(app, pilot, backend, shown):
+    await say(app, pilot, "What meets?")
+    await until(lambda: notices(app), pilot)
+    assert notices(app)[0].endswith(shown)
+
+
+@in_chat()
+async def test_a_temperature_that_makes_noise_is_set_with_a_warning(app, pilot, backend):
+    await say(app, pilot, "/temperature 0.7")
+    assert notices(app)[-1] == "The temperature is 0.7."
+    await say(app, pilot, "/temperature 5")
+    assert app.config.sampling.temperature == 5
+    assert "noise" in notices(app)[-1]
