@@ -198,12 +198,18 @@ REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
     "a folder of other files": (lambda p: {"out": p.root}, "no run to continue"),
     "a file in its place": (lambda p: {"out": p.corpus}, "no run to continue"),
     "a folder for a picture": (lambda p: {"plot": p.root}, "is a folder"),
-    "neither steps nor minutes": ({"steps": None}, r"\(None, None\)"),
-    "steps and minutes": ({"minutes": 1}, r"\(1.0, 4\)"),
+    "neither steps nor minutes": ({"steps": None}, "no end.*--steps"),
+    "steps and minutes": ({"minutes": 1}, "two ends.*--steps"),
     "nothing to train on": ({"held_out": 1}, "held_out is 1"),
     "labels softer than the target": ({"soft": 1.5}, "soft is 1.5"),
     "labels of no softness": ({"soft": "nan"}, "soft is nan"),
-    "more layers than there are": ({"layers": 4}, "layers is 4, .* 3"),
+    "more layers than there are": ({"layers": 4}, "--layers is 4, .* 3"),
+    "more layers than there are, of no kind": (
+        {"layers": 999, "start": "random"},
+        "--layers is 999, .* 3",
+    ),
+    "more taps than there are": ({"taps": 999}, "--taps is 999, .* choose 1 to"),
+    "blocks that no pass verifies": ({"block_size": 999}, "--block-size is 999; choose 2 to 96"),
     "no model": (lambda p: {"model": p.root / "no"}, "no"),
 }
 
