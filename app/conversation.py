@@ -14,7 +14,7 @@ LONGEST_TITLE = 200  # characters of one that the user gives; lists read them wh
 UNTITLED = "New conversation"
 ENDINGS = {
     "stopped": "stopped here",
-    "length": "cut at max_tokens; /settings raises it",
+    "length": "cut at max tokens; /settings raises it",
     "context": "cut: the context is full; /new begins afresh",
     "failed": "broken off by an error",
 }

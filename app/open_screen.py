@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,10 @@ from dflash_mlx import DFlashError
 
 
 class OpenScreen(Dialog[Path | None]):
-    """Lists a store's conversations; gives the file of the chosen one."""
+    """Lists a store's conversations; gives the file of the chosen one.
+
+    The store is asked on another thread, because a folder on a network can be slow.
+    """
 
     BINDINGS = [
         ("escape", "close", "Close"),
@@ -38,18 +42,18 @@ class OpenScreen(Dialog[Path | None]):
             yield OptionList(markup=False)
             yield Input(placeholder="new title", id="title", max_length=LONGEST_TITLE)
 
-    def on_mount(self) -> None:
+    async def on_mount(self) -> None:
         self._say("")
         self.query_one("#title").display = False
-        self._fill()
+        await self._fill()
         self.query_one(OptionList).focus()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(self._entries[event.option_index].file)
 
-    def action_close(self) -> None:
+    async def action_close(self) -> None:
         if self.query_one("#title").display:
-            self._end_renaming()
+            await self._end_renaming()
         else:
             self.dismiss(None)
 
@@ -60,11 +64,11 @@ class OpenScreen(Dialog[Path | None]):
             title.value, title.display = entry.title, True
             title.focus()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
+    async def on_input_submitted(self, event: Input.Submitted) -> None:
         entry = self._chosen()
         if entry is not None and event.value.strip():
-            self._try(lambda: self._store.rename(entry.file, event.value.strip()))
-        self._end_renaming()
+            await self._try(lambda: self._store.rename(entry.file, event.value.strip()))
+        await self._end_renaming()
 
     def action_delete(self) -> None:
         self._say("")
@@ -72,24 +76,24 @@ class OpenScreen(Dialog[Path | None]):
         if entry is None:
             return
 
-        def delete(sure: bool | None) -> None:
+        async def delete(sure: bool | None) -> None:
             if sure:
-                self._try(lambda: self._store.delete(entry.file))
-                self._fill()
+                await self._try(lambda: self._store.delete(entry.file))
+                await self._fill()
 
         self.app.push_screen(ConfirmScreen(f"Delete “{entry.title}” for good?"), delete)
 
-    def _end_renaming(self) -> None:
+    async def _end_renaming(self) -> None:
         self.query_one("#title").display = False
-        self._fill()
+        await self._fill()
         self.query_one(OptionList).focus()
 
     def _chosen(self) -> Entry | None:
         at = self.query_one(OptionList).highlighted
         return self._entries[at] if at is not None else None
 
-    def _fill(self) -> None:
-        known = self._try(self._read)
+    async def _fill(self) -> None:
+        known = await self._try(self._read)
         options = self.query_one(OptionList)
         at = options.highlighted or 0
         options.clear_options()
@@ -102,10 +106,10 @@ class OpenScreen(Dialog[Path | None]):
     def _read(self) -> None:
         self._entries = self._store.entries()
 
-    def _try(self, action: Callable[[], None]) -> bool:
+    async def _try(self, action: Callable[[], None]) -> bool:
         """Whether it was done; a problem stays on screen until the next key."""
         try:
-            action()
+            await asyncio.to_thread(action)
         except DFlashError as error:
             self._say(str(error))
             return False

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from dflash_mlx import DFlashError
+import re
+from dataclasses import fields
+
+from dflash_chat.commands import COMMANDS
+from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig
 from dflash_mlx.cli.options import in_short, keep_traceback
 
 _FULL = ("unable to allocate", "out of memory", "insufficient memory", "malloc")
+_OPTION = re.compile(r"--([a-z][a-z-]*)")
 
 
 def describe(error: Exception) -> str:
-    """The sentence; a fault of ours also leaves its traceback in a file."""
+    """The sentence; a fault of ours also leaves its traceback in a file.
+
+    What a command line calls an option is a slash command or a setting here.
+    """
     if isinstance(error, DFlashError):
-        return str(error)
+        return _OPTION.sub(_in_chat, error.told(_label))
     reason = in_short(error)
     if isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _FULL):
         return (
@@ -20,3 +28,17 @@ def describe(error: Exception) -> str:
         )
     log = keep_traceback(error)
     return f"something went wrong ({reason}); try again, and report it with {log} if it stays"
+
+
+def _in_chat(option: re.Match[str]) -> str:
+    """What stands for an option of the command line; one for the start alone stays as it is."""
+    name = option[1]
+    if any(command.name == name for command in COMMANDS):
+        return f"/{name}"
+    setting = name.replace("-", "_")
+    known = {field.name for config in (DecodeConfig, SamplingConfig) for field in fields(config)}
+    return f"{_label(setting)} in /settings" if setting in known else option[0]
+
+
+def _label(setting: str) -> str:
+    return setting.replace("_", " ")

@@ -17,7 +17,6 @@ from dflash_mlx.core.errors import DFlashError  # noqa: E402
 from dflash_mlx.core.observer import Observer, RoundTimer  # noqa: E402
 from dflash_mlx.core.statistics import Statistics  # noqa: E402
 from dflash_mlx.drafters.method import TokenSource  # noqa: E402
-from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
 from dflash_mlx.drafters.methods import (  # noqa: E402
     check_given,
     draws_drafts,
@@ -25,6 +24,7 @@ from dflash_mlx.drafters.methods import (  # noqa: E402
     needs_drafter,
     settle,
 )
+from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
 from dflash_mlx.drafters.methods import sources as token_sources  # noqa: E402
 from dflash_mlx.engine.pair import Pair  # noqa: E402
 from dflash_mlx.engine.parity import Difference, first_difference  # noqa: E402

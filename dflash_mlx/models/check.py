@@ -91,9 +91,7 @@ def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
     return ModelFacts(found.result(), name or source.name, source, weights, config)
 
 
-def describe_target(
-    config: Mapping[str, Any], name: str, file: Path | None = None
-) -> ModelFacts:
+def describe_target(config: Mapping[str, Any], name: str, file: Path | None = None) -> ModelFacts:
     """A target of which only some numbers are known; `config` names them as config.json does."""
     return ModelFacts((), name, None, Weights({}), config, file=file)
 
