@@ -19,7 +19,7 @@ def describe(error: Exception) -> str:
     What a command line calls an option is a slash command or a setting here.
     """
     if isinstance(error, DFlashError):
-        return _OPTION.sub(_in_chat, error.told(_label))
+        return _OPTION.sub(_in_chat, error.told(label))
     reason = in_short(error)
     if isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _FULL):
         return (
@@ -37,8 +37,9 @@ def _in_chat(option: re.Match[str]) -> str:
         return f"/{name}"
     setting = name.replace("-", "_")
     known = {field.name for config in (DecodeConfig, SamplingConfig) for field in fields(config)}
-    return f"{_label(setting)} in /settings" if setting in known else option[0]
+    return f"{label(setting)} in /settings" if setting in known else option[0]
 
 
-def _label(setting: str) -> str:
+def label(setting: str) -> str:
+    """What the settings screen calls a setting."""
     return setting.replace("_", " ")

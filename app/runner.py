@@ -138,10 +138,8 @@ class CommandRunner:
         """The conversation on screen may have been renamed or deleted in the list."""
         app = self._app
         if await asyncio.to_thread(app.store.holds, app.conversation):
-            file = app.store.file_of(app.conversation)
-            app.conversation.title = (
-                await asyncio.to_thread(app.store.read, file)
-            ).conversation.title
+            stored = await asyncio.to_thread(app.store.read, app.store.file_of(app.conversation))
+            app.conversation.title = stored.conversation.title
             app.show_header()
         elif app.conversation.turns:
             await app.show_conversation(Conversation())

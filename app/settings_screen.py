@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Input, Select, Static, Switch
 
-from dflash_chat.problems import describe
+from dflash_chat.problems import describe, label
 from dflash_chat.screens import Dialog
 from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, check_given, method_choices
 
@@ -59,7 +59,7 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
             with VerticalScroll(can_focus=False):
                 for config in (self._config, self._config.sampling):
                     for field in settings_of(config):
-                        yield Static(f"{field.name}: {field.metadata['help']}", markup=False)
+                        yield Static(f"{label(field.name)}: {field.metadata['help']}", markup=False)
                         yield _control(field, getattr(config, field.name))
 
     def on_mount(self) -> None:

@@ -30,7 +30,7 @@ class Harmless(LineFilter):
     """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """The segments, each without what `for_terminal` leaves out, and without tabs and breaks."""
+        """The segments, without what `for_terminal` leaves out, and without tabs and breaks."""
         return [segment if _is_harmless(segment) else _harmless(segment) for segment in segments]
 
 

@@ -66,7 +66,7 @@ async def test_settings_show_every_option_and_apply_together(app, pilot, backend
     assert "keep the k most likely tokens" in texts
     screen.query_one("#set-max_tokens", Input).value = "many"
     await pilot.press("ctrl+s")
-    assert "max_tokens is 'many'; type a whole number" in screen_text(app)
+    assert "max tokens is 'many'; type a whole number" in screen_text(app)
     screen.query_one("#set-max_tokens", Input).value = "7"
     screen.query_one("#set-top_p", Input).value = "3"
     await pilot.press("ctrl+s")

@@ -46,7 +46,7 @@ def stored(tmp_path):
 def test_a_kill_in_the_middle_of_an_answer_loses_that_answer_alone(chat, tmp_path):
     with chat("--max-tokens", "20") as terminal:
         terminal.type("first question" + ENTER)
-        terminal.until(lambda screen: "cut at max_tokens" in screen)
+        terminal.until(lambda screen: "cut at max tokens" in screen)
         terminal.type("/quit" + ENTER)
         assert terminal.wait() == 0
     before = stored(tmp_path)
@@ -117,7 +117,7 @@ def test_a_fault_of_the_screen_is_one_sentence_that_names_its_log(tmp_path, monk
 def test_settings_that_cannot_be_are_refused_before_the_app_opens(tmp_path):
     with Terminal(["--top-p", "3"], tmp_path / "cache") as terminal:
         assert terminal.wait() == 2
-        assert "top_p is 3.0" in terminal.text
+        assert "--top-p is 3.0" in terminal.text
 
 
 def test_output_that_is_no_terminal_is_refused_with_a_next_step():
