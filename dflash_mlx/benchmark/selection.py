@@ -57,8 +57,11 @@ def _own(name: str) -> set[str]:
 
 def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
     config = replace(config, method=name.partition(":")[0])
-    if config.method != AUTO:
-        find_method(config.method)
+    try:
+        if config.method != AUTO:
+            find_method(config.method)
+    except DFlashError as error:
+        raise DFlashError(f"{error.what} in --methods", error.next_step) from None
     given = {}
     for key, value in _details(name):
         if key not in _SETTINGS:

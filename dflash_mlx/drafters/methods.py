@@ -151,12 +151,13 @@ def _serves(method: Method, means: Means) -> bool:
 
 
 def why_auto(config: DecodeConfig, means: Means) -> str:
-    """Which settings chose what `auto` is, "" where they did not."""
+    """Which options chose what `auto` is, "" where they did not."""
     if config.method != AUTO or not (named := given(config)):
         return ""
     plain = DecodeConfig(sampling=config.sampling)
     chosen, usual = _auto(config, means).name, _auto(plain, means).name
-    return "" if chosen == usual else f"auto is {chosen} here, for {', '.join(named)}"
+    asked = ", ".join("--" + name.replace("_", "-") for name in named)
+    return "" if chosen == usual else f"auto is {chosen} here, for {asked}"
 
 
 def needs_drafter(name: str) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Any
 
 INTERRUPTED = 130  # exit code
 
@@ -42,7 +41,7 @@ def raise_on_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _leave(*_: Any) -> None:
+def _leave(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
