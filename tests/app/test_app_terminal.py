@@ -4,27 +4,27 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.store import Store
 from dflash_mlx.models.default_model import fetch
 from support.app_terminal import CTRL_C, CTRL_Q, ENTER, ESCAPE, ROOT, START, Terminal
-from support.models import write_drafter, write_model
+from support.hostile import hostile_text, state
+from support.models import write_drafter, write_endless_model
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """A tiny pair whose answers go on for as long as one likes: no token ends them."""
     root = tmp_path_factory.mktemp("pair")
-    model = write_model(root / "model", max_position_embeddings=100_000, eos_token_id=999)
-    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
-    del tokenizer["eos_token"]
-    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    return ["--model", str(model), "--drafter", str(write_drafter(root / "drafter"))]
+    model, drafter = write_endless_model(root / "model"), write_drafter(root / "drafter")
+    return ["--model", str(model), "--drafter", str(drafter)]
 
 
 @pytest.fixture
@@ -98,6 +98,51 @@ def test_the_answer_in_the_making_survives(chat, tmp_path, ending):
     question, answer = stored(tmp_path)
     assert question.content == "a question"
     assert answer.ending == "stopped" and len(answer.content) > 100
+
+
+@pytest.mark.parametrize("moment", ["starting", "loading", "answering", "leaving", "asked twice"])
+def test_no_process_outlives_its_terminal(chat, moment):
+    with chat("--max-tokens", "50000") as terminal:
+        if moment != "starting":
+            terminal.until(lambda screen: "dflash-chat" in screen)
+        if moment in ("answering", "leaving", "asked twice"):
+            terminal.type("a question" + ENTER)
+            terminal.until(lambda screen: _context(screen) > 50)
+        if moment in ("leaving", "asked twice"):
+            terminal.type(CTRL_Q)
+        terminal.close()
+        if moment == "asked twice":
+            terminal.process.send_signal(signal.SIGCONT)
+        assert terminal.process.wait(90) is not None
+
+
+def test_an_interrupt_from_elsewhere_saves_and_ends_with_130(chat, tmp_path):
+    with chat("--max-tokens", "50000") as terminal:
+        terminal.type("a question" + ENTER)
+        terminal.until(lambda screen: _context(screen) > 50)
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.wait() == 130
+        assert "Traceback" not in terminal.text
+    assert [turn.role for turn in stored(tmp_path)] == ["user", "assistant"]
+
+
+def test_a_hostile_conversation_leaves_the_terminal_as_it_was(chat, tmp_path):
+    texts = [hostile_text(seed) for seed in range(20)]
+    turns = [Turn(role, text) for text in texts for role in ("user", "assistant")]
+    Store(tmp_path / "talks").save(Conversation(title=hostile_text("title"), turns=turns))
+    with chat("--resume") as terminal:
+        terminal.until(lambda screen: "<-" in screen)
+        running = state(terminal.screen)
+        terminal.type("/open" + ENTER)
+        terminal.until(lambda screen: "Conversations" in screen)
+        terminal.type(ESCAPE)
+        terminal.until(lambda screen: "Conversations" not in screen)
+        assert state(terminal.screen)["titles"] == running["titles"] == ("", "")
+        assert state(terminal.screen)["modes"] == running["modes"]
+        terminal.type("/quit" + ENTER)
+        assert terminal.wait() == 0
+        assert state(terminal.screen)["titles"] == ("", "")
+        assert not any(name in terminal.raw for name in (b"\x1b]0;", b"\x1b]2;", b"\x1b]52;c;b3du"))
 
 
 def test_a_fault_of_the_screen_is_one_sentence_that_names_its_log(tmp_path, monkeypatch):
