@@ -1,5 +1,7 @@
 """Texts of elsewhere on screen: they are read, and command nothing. Folders that do not answer."""
 
+import asyncio
+import errno
 import os
 import threading
 
@@ -12,7 +14,7 @@ from dflash_chat.open_screen import OpenScreen
 from dflash_chat.problems import describe
 from dflash_chat.store import Store
 from dflash_chat.terminal import Harmless
-from dflash_mlx import DFlashError
+from dflash_mlx import DecodeConfig, DFlashError
 from support.app_hostile import EACH, torment
 from support.app_scripts import in_chat, notices, say, screen_text, until
 from support.hostile import SEQUENCES, commands_in
@@ -59,7 +61,7 @@ async def test_settings_that_cannot_be_are_refused_in_the_words_of_the_chat(app,
     await say(app, pilot, "/temperature 99")
     assert "temperature is 99" in notices(app)[-1] and "10" in notices(app)[-1]
     await say(app, pilot, "/temperature 0")
-    app.set_config(app.config.__class__("d2sd", branches=3))
+    app.set_config(DecodeConfig("d2sd", branches=3))
     await say(app, pilot, "/method dflash")
     assert "branches is 3" in notices(app)[-1] and "/settings" in notices(app)[-1]
     assert app.config.method == "d2sd"
@@ -107,23 +109,21 @@ class Loop:
 
     @staticmethod
     async def pause(delay=0.0):
-        import asyncio
-
         await asyncio.sleep(delay)
 
 
 @pytest.mark.parametrize(
     ("error", "step"),
-    [(28, "free some space"), (30, "make it writable"), (13, "make it writable")],
+    [("ENOSPC", "free some space"), ("EROFS", "make it writable"), ("EACCES", "make it writable")],
 )
-def test_a_conversation_that_cannot_be_kept_says_what_would_help(
-    tmp_path, monkeypatch, error, step
-):
+def test_a_full_disk_and_a_locked_folder_are_told_apart(tmp_path, monkeypatch, error, step):
+    number = getattr(errno, error)
+
     def refuse(*_):
-        raise OSError(error, os.strerror(error))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("dflash_chat.store.replace_text", refuse)
-    with pytest.raises(DFlashError, match=f"{os.strerror(error)}.*; {step}"):
+    with pytest.raises(DFlashError, match=f"{os.strerror(number)}.*; {step}"):
         Store(tmp_path).save(Conversation(turns=[Turn("user", "x")]))
 
 
