@@ -205,7 +205,8 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
             missing="no drafter was loaded, since no method that was asked for needs one"
         )
     if names.drafter is None:
-        return ChosenDrafters(missing=f"no drafter is known for {names.shown}")
+        known = "is to be used" if names.asks_first else f"is known for {names.shown}"
+        return ChosenDrafters(missing=f"no drafter {known}")
     asked_methods, asked = {use.method for use in uses}, set[str]()
     chosen = {DRAFTER: ModelFacts((), names.drafter, None, Weights({}), None)}
     if names.asks_first or any(map(needs_drafter, asked_methods)):

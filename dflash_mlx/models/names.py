@@ -103,7 +103,7 @@ class Names:
     """The parts of a pair: ids, folders, or names of what is shipped.
 
     model: None for the embedded target. shown: what the target is called. asks_first,
-    asks_second: whether a drafter was named or is of a pair folder, and not the registry's.
+    asks_second: whether a drafter was named, or none, and not the registry's.
     made_from: the target's name before it was converted, of a pair folder.
     """
 
@@ -127,7 +127,7 @@ def find_names(config: PairConfig) -> Names:
     """
     found = target_names(config.model)
     if config.drafter == PLAIN:
-        found = replace(found, drafter=None, second_drafter=None)
+        found = replace(found, drafter=None, second_drafter=None, asks_first=True)
     elif config.drafter is not None:
         advice = _advice(found.made_from or found.shown, config.drafter)
         found = replace(found, drafter=config.drafter, asks_first=True, advice=advice)

@@ -105,6 +105,6 @@ def _content(content: Any) -> str | None:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) and content else [None]
-    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
-    are_texts = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
-    return "".join(texts) if are_texts else None
+    found = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
+    texts = [text for text in found if isinstance(text, str)]
+    return "".join(texts) if len(texts) == len(parts) else None
