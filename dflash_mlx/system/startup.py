@@ -23,10 +23,11 @@ def begin() -> None:
 
 def is_command() -> bool:
     """Whether this program is `python -m dflash_mlx...` or the script `dflash-chat`."""
+    words = [*sys.orig_argv, "-m", ""]
+    at = words.index("-m")
+    module = words[at + 1] if all(w[:1] == "-" and w != "-c" for w in words[1:at]) else ""
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
-    words = sys.orig_argv
-    at = words.index("-m") + 1 if "-m" in words else len(words)
-    return script == "dflash-chat" or "".join(words[at : at + 1]).startswith("dflash_mlx.")
+    return script == "dflash-chat" or module.startswith("dflash_mlx.")
 
 
 def leave_on_interrupt() -> None:

@@ -47,7 +47,9 @@ class End:
     @property
     def problem(self) -> str:
         """What is not as it should be after Ctrl+C, "" for nothing."""
-        lines = [line for line in self.err.splitlines() if line and "%|" not in line]
+        others = ("%|", "[transformers]")  # progress bars, and what the library says of the model
+        lines = [line for line in self.err.splitlines() if line]
+        lines = [line for line in lines if not any(word in line for word in others)]
         if self.code != 128 + signal.SIGINT:
             return f"exit code {self.code}: {self.err}"
         for word in ("Traceback", "KeyboardInterrupt", "Exception ignored"):
