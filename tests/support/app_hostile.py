@@ -63,7 +63,7 @@ def torment(folder: Path, seeds: Iterable[int]) -> dict[str, list[str]]:
             await app.say(hostile_text(f"{seed}/error"), "error")
             await look("answer", seed)
             rows = [(hostile_text(f"{seed}/row"), hostile_text(f"{seed}/value"))]
-            app.push_screen(RowsScreen(hostile_text(f"{seed}/head"), rows))
+            app.push_screen(RowsScreen("Figures", rows))
             await look("dialog", seed)
             await pilot.press("escape")
 
