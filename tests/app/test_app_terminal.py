@@ -128,6 +128,7 @@ def test_an_interrupt_from_elsewhere_saves_and_ends_with_130(chat, tmp_path):
 
 def test_a_hostile_conversation_leaves_the_terminal_as_it_was(chat, tmp_path):
     texts = [hostile_text(seed) for seed in range(20)]
+    texts.append("see \x1b]52;c;b3duZWQ=\x07 and \x1b]2;owned\x07 and \x9b2J here")
     turns = [Turn(role, text) for text in texts for role in ("user", "assistant")]
     Store(tmp_path / "talks").save(Conversation(title=hostile_text("title"), turns=turns))
     with chat("--resume") as terminal:
@@ -137,12 +138,13 @@ def test_a_hostile_conversation_leaves_the_terminal_as_it_was(chat, tmp_path):
         terminal.until(lambda screen: "Conversations" in screen)
         terminal.type(ESCAPE)
         terminal.until(lambda screen: "Conversations" not in screen)
-        assert state(terminal.screen)["titles"] == running["titles"] == ("", "")
-        assert state(terminal.screen)["modes"] == running["modes"]
+        for kept in ("modes", "margins", "charsets", "tab stops", "saved", "size"):
+            assert state(terminal.screen)[kept] == running[kept]
         terminal.type("/quit" + ENTER)
         assert terminal.wait() == 0
-        assert state(terminal.screen)["titles"] == ("", "")
-        assert not any(name in terminal.raw for name in (b"\x1b]0;", b"\x1b]2;", b"\x1b]52;c;b3du"))
+    assert "owned" not in terminal.screen.title, "what Textual says of the pointer is all it has"
+    assert not any(begin + b"owned" in terminal.raw for begin in (b"\x1b]0;", b"\x1b]2;", b"\x9b"))
+    assert b"b3duZWQ=" in terminal.raw and b"]52;c;b3duZWQ=\x07" not in terminal.raw
 
 
 def test_a_fault_of_the_screen_is_one_sentence_that_names_its_log(tmp_path, monkeypatch):

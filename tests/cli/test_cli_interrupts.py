@@ -31,7 +31,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("at", [1, 700])
-def test_an_interrupted_import_ends_the_command_with_130_and_no_traceback(place, model, command, at):
+def test_an_interrupted_import_is_130_and_no_traceback(place, model, command, at):
     end = end_of(begin(words_of(command, model, place), place, at))
     assert end.problem == ""
     assert not (place / "out").exists() and list((place / "temporary").iterdir()) == []
