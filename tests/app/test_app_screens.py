@@ -70,7 +70,7 @@ async def test_settings_show_every_option_and_apply_together(app, pilot, backend
     screen.query_one("#set-max_tokens", Input).value = "7"
     screen.query_one("#set-top_p", Input).value = "3"
     await pilot.press("ctrl+s")
-    assert "top_p is 3.0" in screen_text(app)
+    assert "top p is 3.0" in screen_text(app)
     screen.query_one("#set-top_p", Input).value = "0.9"
     screen.query_one("#set-stop", Input).value = "END, ###"
     await pilot.press("ctrl+s")
