@@ -28,9 +28,10 @@ from support.commands import COMMANDS, words_of  # noqa: E402
 from support.hostile import commands_in, hostile_text, pieces  # noqa: E402
 from support.interrupts import begin, end_of, prepare  # noqa: E402
 from support.models import write_endless_model  # noqa: E402
+from support.tiny_training import Place, write_target  # noqa: E402
 
 SOON = 5.0  # seconds in which a chat without a terminal has to be gone
-BATCH = 20  # hostile conversations of one chat
+BATCH = 5  # hostile conversations of one chat
 
 
 def texts(number: int, seed: int) -> Iterator[str]:
@@ -51,19 +52,25 @@ def interrupts(moments: int, seed: int) -> Iterator[str]:
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as base:
         model = write_endless_model(Path(base) / "model")
+        trained = write_target(Path(base) / "trained")
         for command in COMMANDS:
             for _ in tqdm(range(moments), desc=command):
                 with tempfile.TemporaryDirectory(dir=base) as folder:
-                    yield from interrupt(command, model, Path(folder), draw)
+                    words = words_of(command, model, Path(folder))
+                    if command == "train":
+                        words = [*words[:2], *Place(Path(folder), trained).words(steps=10_000)]
+                    yield from interrupt(command, words, Path(folder), draw)
 
 
-def interrupt(command: str, model: Path, folder: Path, draw: random.Random) -> Iterator[str]:
+def interrupt(
+    command: str, words: list[object], folder: Path, draw: random.Random
+) -> Iterator[str]:
     """Interrupt `command` at one of its imports, or a while after it began."""
     (folder / "temporary").mkdir()
     prepare(folder)
     (folder / "prompts.jsonl").write_text('{"category": "a", "prompt": "hello"}\n')
     at, delay = draw.choice([(draw.randint(1, 1500), 0.0), (0, draw.uniform(1.0, 5.0))])
-    process = begin(words_of(command, model, folder), folder, at)
+    process = begin(words, folder, at)
     timer = threading.Timer(delay, process.send_signal, (2,))
     if delay:
         timer.start()
