@@ -20,7 +20,7 @@ from dflash_mlx import for_terminal
 
 Read = Callable[[str], None]
 STDERR = 2
-_PATIENCE = 4.0  # seconds that leaving may take when the terminal is gone
+_PATIENCE = 3.0  # seconds that leaving may take when the terminal is gone
 
 
 class Harmless(LineFilter):

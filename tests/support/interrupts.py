@@ -47,7 +47,7 @@ class End:
     @property
     def problem(self) -> str:
         """What is not as it should be after Ctrl+C, "" for nothing."""
-        others = ("%|", "[transformers]")  # progress bars, and what the library says of the model
+        others = ("%|", "[transformers]", "step ", "draft vocabulary")  # which are no answer to it
         lines = [line for line in self.err.splitlines() if line]
         lines = [line for line in lines if not any(word in line for word in others)]
         if self.code != 128 + signal.SIGINT:
