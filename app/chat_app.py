@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
+from textual.filter import LineFilter
 from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static
@@ -30,6 +31,7 @@ from dflash_chat.prompt import Prompt
 from dflash_chat.runner import CommandRunner
 from dflash_chat.status import Status, read_progress
 from dflash_chat.store import Store
+from dflash_chat.terminal import Harmless, when_hung_up
 from dflash_chat.transcript import Transcript
 from dflash_mlx import (
     DEFAULT_MODEL,
@@ -88,7 +90,8 @@ class ChatApp(App[None]):
         self.keeper, self.outbox = Keeper(self.store), Outbox(self)
         self.conversation = Conversation()
         self.pair: Pair | None = None
-        self.clean = True
+        self.clean, self.interrupted = True, False
+        self._harmless = Harmless()
         self._backend, self._theme_name = backend, start.chat.theme
         self._unsaved = ""  # why, as it was said last
         self.commands, self.listener = CommandRunner(self), Listener(self)
@@ -109,14 +112,24 @@ class ChatApp(App[None]):
         self.theme = THEMES[self._theme_name]
         self.worker = Worker(lambda job, event: self.post_message(Said(job, event)))
         self.begin_capture_print(self)
-        for name in (signal.SIGHUP, signal.SIGTERM):  # the window is closed, the system shuts down
-            asyncio.get_running_loop().add_signal_handler(name, self.call_later, self.action_quit)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.call_later, self.action_quit)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)  # from elsewhere; the key is bound
+        when_hung_up(lambda: self.call_later(self.action_quit))
         self.set_interval(REFRESH, self.listener.tick)
         self.show_header()
         await self.transcript.show(self.conversation.turns)
         self.load(self.pair_config)
         if self._resume:
             await self.resume()
+
+    def _interrupt(self) -> None:
+        self.interrupted = True
+        self.call_later(self.action_quit)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """What Textual does to every line before it goes to the terminal."""
+        return [self._harmless, *super().get_line_filters()]
 
     def on_unmount(self) -> None:
         self.clean = self.worker.close(_LEAVE)
@@ -312,9 +325,10 @@ class ChatApp(App[None]):
     async def resume(self) -> None:
         """Go on with the newest conversation, if there is one."""
         try:
-            entry = next((e for e in self.store.entries() if not e.damaged), None)
+            entries = await asyncio.to_thread(self.store.entries)  # folders can be slow
+            entry = next((e for e in entries if not e.damaged), None)
             if entry is not None:
-                opened = self.store.open(entry.file)
+                opened = await asyncio.to_thread(self.store.open, entry.file)
                 await self.show_conversation(opened.conversation, opened.problem)
         except DFlashError as error:
             await self.say(str(error), "error")

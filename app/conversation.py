@@ -18,7 +18,7 @@ UNTITLED = "New conversation"
 UNFINISHED = "unfinished"  # the ending of an answer that is saved while it is written
 ENDINGS = {
     "stopped": "stopped here",
-    "length": "cut at max_tokens; /settings raises it",
+    "length": "cut at max tokens; /settings raises it",
     "context": "cut: the context is full; /new begins afresh",
     "failed": "broken off by an error",
     UNFINISHED: "broken off here; /retry answers again",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import fields
 
 from dflash_chat.options import ChatConfig
 from dflash_mlx import (
@@ -15,6 +16,7 @@ from dflash_mlx import (
     PairConfig,
     SamplingConfig,
     Session,
+    check_given,
     check_prompt,
     prompt_tokens,
 )
@@ -34,6 +36,8 @@ def run(argv: Sequence[str]) -> None:
     config = cli.read_decode_config(arguments)
     chat = cli.read_options(arguments, ChatConfig)
     prompt = _one_prompt(arguments)
+    if prompt is not None:
+        _check_one_prompt(arguments)
     if prompt is None:
         _talk(cli.read_pair_config(arguments), config, chat)
     else:
@@ -57,6 +61,14 @@ def _one_prompt(arguments: argparse.Namespace) -> str | None:
     return prompt
 
 
+def _check_one_prompt(arguments: argparse.Namespace) -> None:
+    """Raise DFlashError for an option of the screen, where there will be none."""
+    for name in (f.name for f in fields(ChatConfig) if f.name != "system"):
+        if name in vars(arguments):
+            what = f"{name} is for the chat on a terminal, and this is a single answer"
+            raise DFlashError(what, "leave it out, or start without --prompt and a pipe", name)
+
+
 def _answer(
     arguments: argparse.Namespace, config: DecodeConfig, chat: ChatConfig, prompt: str
 ) -> None:
@@ -68,7 +80,8 @@ def _answer(
 
 
 def _talk(pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig) -> None:
-    """The app, on a terminal."""
+    """The app, on a terminal; the program ends with it."""
+    check_given(pair_config, config.method)
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         if not stream.isatty():
             raise DFlashError(
@@ -77,7 +90,7 @@ def _talk(pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig) -> No
             )
     from dflash_chat.backend import Backend
     from dflash_chat.chat_app import ChatApp, Start
-    from dflash_chat.terminal import caught_stderr
+    from dflash_chat.terminal import caught_stderr, end_program
 
     app, output = ChatApp(Start(pair_config, config, chat), Backend()), deque[str](maxlen=200)
 
@@ -89,6 +102,4 @@ def _talk(pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig) -> No
         app.run()
     if app.return_code:  # Textual has written its traceback, which goes into the log
         raise RuntimeError("the chat broke off\n" + "".join(output))
-    if not app.clean:  # a pass still runs; Python would end under its feet
-        sys.stdout.flush()
-        os._exit(0)
+    end_program(128 + signal.SIGINT if app.interrupted else 0)

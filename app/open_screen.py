@@ -51,7 +51,7 @@ class OpenScreen(Dialog[Path | None]):
             yield OptionList(markup=False)
             yield Input(placeholder="new title", id="title", max_length=LONGEST_TITLE)
 
-    def on_mount(self) -> None:
+    async def on_mount(self) -> None:
         self._say("")
         self.query_one("#title").display = False
         self.query_one("#search").focus()  # at once, so that no key is lost

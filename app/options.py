@@ -26,7 +26,7 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         if self.theme not in THEMES:
-            raise DFlashError(f"theme is {self.theme!r}", f"choose {' or '.join(THEMES)}")
+            raise DFlashError(f"theme is {self.theme!r}", f"choose {' or '.join(THEMES)}", "theme")
 
     @property
     def folder(self) -> Path:

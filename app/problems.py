@@ -23,7 +23,7 @@ def describe(error: Exception) -> str:
     What a command line calls an option is a slash command or a setting here.
     """
     if isinstance(error, DFlashError):
-        sentence = str(error)
+        sentence = error.told(label)
         for ours, here in _REWORDED.items():
             sentence = sentence.replace(ours, here)
         return _OPTION.sub(_in_chat, sentence)

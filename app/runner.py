@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import ConfirmScreen, RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.store import export
-from dflash_mlx import DecodeConfig, DFlashError, PairConfig, method_choices, settle
+from dflash_mlx import DecodeConfig, DFlashError, PairConfig, check_given, method_choices, settle
 
 USUAL = 2.0  # the highest temperature at which answers still make sense
 
@@ -53,7 +54,13 @@ class CommandRunner:
             if name not in method_choices():
                 offered = ", ".join(method_choices())
                 raise DFlashError(f"method is {name!r}", f"choose one of {offered}")
-            app.set_config(replace(app.config, method=name))
+            config = replace(app.config, method=name)
+            try:
+                check_given(config)
+            except DFlashError as error:
+                step = "change that in /settings, or choose another method"
+                raise DFlashError(error.what, step, error.setting) from None
+            app.set_config(config)
         here = "" if app.pair is None else settle(app.config, app.pair.means).method
         chosen = f", which is {here} with this model" if here not in ("", app.config.method) else ""
         await app.say(f"The method is {app.config.method}{chosen}.")
@@ -160,7 +167,7 @@ class CommandRunner:
 
     async def _open(self, _: str) -> None:
         self._need_idle()
-        stored = self._app.store.holds(self._app.conversation)
+        stored = await asyncio.to_thread(self._app.store.holds, self._app.conversation)
         screen = OpenScreen(self._app.store)
         self._app.push_screen(screen, lambda file: self._opened(file, stored))
 
@@ -169,7 +176,7 @@ class CommandRunner:
         app = self._app
         try:
             if file is not None:
-                opened = app.store.open(file)
+                opened = await asyncio.to_thread(app.store.open, file)
                 await app.show_conversation(opened.conversation, opened.problem)
             elif stored:
                 await self._closed_list()
@@ -179,9 +186,9 @@ class CommandRunner:
     async def _closed_list(self) -> None:
         """The conversation on screen may have been renamed or deleted in the list."""
         app = self._app
-        if app.store.holds(app.conversation):
-            file = app.store.file_of(app.conversation)
-            app.conversation.title = app.store.read(file).conversation.title
+        if await asyncio.to_thread(app.store.holds, app.conversation):
+            stored = await asyncio.to_thread(app.store.read, app.store.file_of(app.conversation))
+            app.conversation.title = stored.conversation.title
             app.show_header()
         elif app.conversation.turns:
             await app.show_conversation(Conversation())

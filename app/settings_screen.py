@@ -11,8 +11,9 @@ from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Input, Select, Static, Switch
 
+from dflash_chat.problems import describe, label
 from dflash_chat.screens import Dialog
-from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, method_choices
+from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, check_given, method_choices
 
 
 def settings_of(config: Any) -> Iterator[Field[Any]]:
@@ -38,7 +39,7 @@ def parse(field: Field[Any], typed: str) -> Any:
         return keywords.get("type", str)(typed.strip())
     except (ValueError, ArgumentTypeError):
         kind = "a number" if keywords["type"] is float else "a whole number"
-        raise DFlashError(f"{field.name} is {typed!r}", f"type {kind}") from None
+        raise DFlashError(f"{field.name} is {typed!r}", f"type {kind}", field.name) from None
 
 
 class SettingsScreen(Dialog[DecodeConfig | None]):
@@ -58,7 +59,7 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
             with VerticalScroll(can_focus=False):
                 for config in (self._config, self._config.sampling):
                     for field in settings_of(config):
-                        yield Static(f"{field.name}: {field.metadata['help']}", markup=False)
+                        yield Static(f"{label(field.name)}: {field.metadata['help']}", markup=False)
                         yield _control(field, getattr(config, field.name))
 
     def on_mount(self) -> None:
@@ -74,10 +75,12 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
         try:
             sampling = SamplingConfig(**self._values(self._config.sampling))
             values = self._values(self._config)
-            self.dismiss(replace(self._config, sampling=sampling, **values))
+            config = replace(self._config, sampling=sampling, **values)
+            check_given(config)
+            self.dismiss(config)
         except DFlashError as error:
             problem = self.query_one("#problem", Static)
-            problem.update(str(error))
+            problem.update(describe(error))
             problem.display = True
 
     def _values(self, config: Any) -> dict[str, Any]:

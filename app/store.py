@@ -7,7 +7,9 @@ file or the new one. A damaged file gives what stands before the damage and is k
 
 from __future__ import annotations
 
+import errno
 import json
+import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,19 +100,22 @@ class Store:
         """`open`, for a look only: what is on screen stays as old as it is."""
         try:
             stamp = _stamp(file)
-            data = file.read_bytes()
+            data = _contents(file)
         except OSError as error:
             raise DFlashError(
                 f"{file} cannot be read ({error.strerror})", "choose another conversation"
             ) from None
         lines = data.decode("utf-8", errors="replace").split("\n")
-        head, bad_head = _head(lines[0])
+        head, problem = _head(lines[0])
         turns, bad_turn = _turns(lines[1:])
-        bad = 1 if bad_head else bad_turn
+        if not problem and bad_turn is not None:
+            problem = f"line {bad_turn} of {{}} is damaged"
         conversation = replace(head, created=file.stem, turns=turns)
-        if bad is None:
+        if not problem:
             return Opened(conversation, stamp=stamp)
-        return Opened(conversation, self._set_aside(file, data, bad, len(turns)), stamp)
+        kept = self._set_aside(file, data)
+        read = "1 message was read" if len(turns) == 1 else f"{len(turns)} messages were read"
+        return Opened(conversation, f"{problem.format(file.name)}; {read}, and {kept}", stamp)
 
     def rename(self, file: Path, title: str) -> None:
         """Give a stored conversation another title."""
@@ -134,21 +139,22 @@ class Store:
         """Whether another window wrote `file` since this one read or wrote it."""
         return file in self._seen and file.exists() and _stamp(file) != self._seen[file]
 
-    def _set_aside(self, file: Path, data: bytes, line: int, turns: int) -> str:
-        """Copy a damaged file, because the next save replaces it; what to tell the user."""
+    def _set_aside(self, file: Path, data: bytes) -> str:
+        """Copy a file that was read in part, since the next save replaces it; what to tell."""
         copy = file.with_suffix(".damaged")
         try:
             if not copy.exists():
                 copy.write_bytes(data)
-            kept = f"the whole file is kept as {copy.name}"
+            return f"the whole file is kept as {copy.name}"
         except OSError as error:
-            kept = f"it could not be copied ({error.strerror}), so copy {file} before going on"
-        return f"line {line} of {file.name} is damaged; {turns} messages were read, and {kept}"
+            return f"it could not be copied ({error.strerror}), so copy {file} before going on"
 
     def _problem(self, action: str, error: OSError) -> DFlashError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return DFlashError(
             f"cannot {action} {self.folder} ({error.strerror or error})",
-            "make it writable, or name another folder with --conversations; /export saves a copy",
+            f"{'free some space' if full else 'make it writable'}, or name another folder with "
+            "--conversations; /export saves a copy",
         )
 
 
@@ -188,15 +194,22 @@ def _as_lines(conversation: Conversation) -> str:
     return "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in [head, *turns])
 
 
-def _head(line: str) -> tuple[Conversation, bool]:
-    """The conversation without its turns, and whether its line is damaged."""
+def _head(line: str) -> tuple[Conversation, str]:
+    """The conversation without its turns, and what is wrong with its line, {} for the file."""
     try:
         head = json.loads(line)
-        if head["format"] != FORMAT or head["version"] != VERSION:
+        if head["format"] != FORMAT:
             raise ValueError("another format")
-        return Conversation("", _text(head, "title"), _text(head, "model")), False
+        conversation = Conversation("", _text(head, "title"), _text(head, "model"))
+        version = head["version"]
+        if version == VERSION:
+            return conversation, ""
+        if type(version) is not int or version < VERSION:
+            raise ValueError("no version")
+        newer = f"{{}} was written by a newer dflash-chat (version {str(version)[:20]} of the file"
+        return conversation, f"{newer}, this one knows {VERSION})"
     except (ValueError, KeyError, TypeError, RecursionError):
-        return Conversation(""), True
+        return Conversation(""), "line 1 of {} is damaged"
 
 
 def _turns(lines: list[str]) -> tuple[list[Turn], int | None]:
@@ -229,11 +242,17 @@ def _text(raw: dict[str, Any], name: str) -> str:
 
 
 def _entry(file: Path) -> Entry | None:
-    """One line of the list; only the first line is read. None for a file that has just gone."""
+    """One line of the list; only the first line is read.
+
+    None for a file that has just gone, and for what is no file, such as a pipe.
+    """
     try:
-        modified = file.stat().st_mtime
+        status = file.stat()
     except FileNotFoundError:
         return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    modified = status.st_mtime
     try:
         with file.open(encoding="utf-8") as lines:
             head = json.loads(lines.readline(1 << 16))
@@ -243,6 +262,13 @@ def _entry(file: Path) -> Entry | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return Entry(file, UNTITLED, file.stem, modified, damaged=True)
     return Entry(file, title, file.stem, modified)
+
+
+def _contents(file: Path) -> bytes:
+    """Of a regular file; OSError for anything else, without waiting for who would write into it."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no file")
+    return file.read_bytes()
 
 
 def _stamp(file: Path) -> tuple[int, int]:

@@ -1,15 +1,76 @@
-"""Keeps the screen clean: what programs and C libraries print to stderr is caught."""
+"""Keeps the terminal clean: what is printed beside the screen, what texts bring along, its end."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from textual.color import Color
+from textual.filter import LineFilter
+
+from dflash_mlx import for_terminal
 
 Read = Callable[[str], None]
 STDERR = 2
+_PATIENCE = 3.0  # seconds that leaving may take when the terminal is gone
+
+
+class Harmless(LineFilter):
+    """The one door that all lines of all widgets go through: nothing in them commands a terminal.
+
+    Where a line was laid out, what is taken out of it leaves a gap as wide as it was thought to be.
+    """
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """The segments, without what `for_terminal` leaves out, and without tabs and breaks."""
+        return [segment if _is_harmless(segment) else _harmless(segment) for segment in segments]
+
+
+def _is_harmless(segment: Segment) -> bool:
+    return bool(segment.control) or segment.text.isprintable()
+
+
+def _harmless(segment: Segment) -> Segment:
+    text = segment.text
+    safe = for_terminal(text).replace("\n", "").replace("\t", "")
+    return Segment(safe + " " * (cell_len(text) - cell_len(safe)), segment.style)
+
+
+def when_hung_up(leave: Callable[[], object]) -> None:
+    """Call `leave` on the running loop when the terminal is closed; soon after, the program ends.
+
+    Whatever happens: without a terminal, what Textual writes waits for ever, its input thread works
+    without a pause, and nobody can tell the program to stop.
+    """
+    loop = asyncio.get_running_loop()
+
+    def hung_up(*_: Any) -> None:
+        end = threading.Timer(_PATIENCE, os._exit, (128 + signal.SIGHUP,))
+        end.daemon = True
+        end.start()
+        with suppress(RuntimeError):  # the loop is closed already
+            loop.call_soon_threadsafe(leave)
+
+    signal.signal(signal.SIGHUP, hung_up)
+
+
+def end_program(code: int) -> NoReturn:
+    """Leave without waiting for threads: for a pass that still runs, or for those of Textual.
+
+    A terminal that is closed, or a program that is stopped and goes on, starts these anew.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 @contextmanager

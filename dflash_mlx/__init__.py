@@ -3,7 +3,11 @@
 These are the public names: the chat is built from them alone. Modules below may change.
 """
 
-from dflash_mlx.system import blas
+from dflash_mlx.system import startup
+
+startup.begin()  # first, so that Ctrl+C ends a command quietly while it is still importing
+
+from dflash_mlx.system import blas  # noqa: E402
 
 blas.preload()  # must come before anything imports mlx
 
@@ -13,13 +17,14 @@ from dflash_mlx.core.errors import DFlashError  # noqa: E402
 from dflash_mlx.core.observer import Observer, RoundTimer  # noqa: E402
 from dflash_mlx.core.statistics import Statistics  # noqa: E402
 from dflash_mlx.drafters.method import TokenSource  # noqa: E402
-from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
 from dflash_mlx.drafters.methods import (  # noqa: E402
+    check_given,
     draws_drafts,
     find_method,
     needs_drafter,
     settle,
 )
+from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
 from dflash_mlx.drafters.methods import sources as token_sources  # noqa: E402
 from dflash_mlx.engine.pair import Pair  # noqa: E402
 from dflash_mlx.engine.parity import Difference, first_difference  # noqa: E402
@@ -38,6 +43,7 @@ from dflash_mlx.session.templates import check_prompt, prompt_tokens  # noqa: E4
 from dflash_mlx.session.text import SplitText, ThinkingReader, split_thinking  # noqa: E402
 from dflash_mlx.session.worker import Ended, Failed, Job, Prefilled, Worker  # noqa: E402
 from dflash_mlx.system.files import replace_text  # noqa: E402
+from dflash_mlx.system.terminal import for_terminal  # noqa: E402
 
 __all__ = [
     "AUTO",
@@ -68,11 +74,13 @@ __all__ = [
     "Worker",
     "available_memory",
     "available_models",
+    "check_given",
     "check_memory",
     "check_prompt",
     "draws_drafts",
     "find_method",
     "first_difference",
+    "for_terminal",
     "generate",
     "load",
     "load_pair",

@@ -126,8 +126,7 @@ def check_outputs(prompts: Path, report: Path | None, pictures: Path | None) -> 
     if report is not None and report.absolute() == prompts.absolute():
         raise DFlashError(f"{report} holds the prompts themselves", "name another file")
     if pictures is not None:
-        if not pictures.is_dir() and (pictures.exists() or not pictures.parent.is_dir()):
-            raise DFlashError(f"{pictures} is a file or in no folder", "name a folder to draw into")
+        cli.check_folder(pictures)
         import_pyplot()
 
 

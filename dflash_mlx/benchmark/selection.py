@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.methods import find_method, settle, takers
+from dflash_mlx.drafters.methods import check_given, find_method, settle, takers
 from dflash_mlx.engine.pair import Means
 
 _SWITCHES = [
@@ -24,11 +24,16 @@ _SWEPT = {
 
 
 def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
-    """Settings by method name; `none` first, since the others are compared with it."""
+    """Settings by method name; `none` first, since the others are compared with it.
+
+    Raises DFlashError for a method that comes twice, and for a setting that none of them takes.
+    """
     methods = {PLAIN: replace(config, method=PLAIN, block_size=None)}
-    for name in (part.strip() for part in names.split(",")):
-        if name != PLAIN:
-            methods[name] = _read_method(name, config)
+    parts = [part.strip() for part in names.split(",")]
+    if twice := [name for name in parts if parts.count(name) > 1]:
+        raise DFlashError(f"{twice[0]!r} comes twice in {names!r}", "name every method once")
+    methods |= {name: _read_method(name, config) for name in parts if name != PLAIN}
+    check_given(config, *(method.method for method in methods.values()))
     return methods
 
 
@@ -52,8 +57,11 @@ def _own(name: str) -> set[str]:
 
 def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
     config = replace(config, method=name.partition(":")[0])
-    if config.method != AUTO:
-        find_method(config.method)
+    try:
+        if config.method != AUTO:
+            find_method(config.method)
+    except DFlashError as error:
+        raise DFlashError(f"{error.what} in --methods", error.next_step) from None
     given = {}
     for key, value in _details(name):
         if key not in _SETTINGS:
@@ -62,10 +70,15 @@ def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
         if owners and config.method not in owners:
             what = f"{name!r} sets {key!r}, which {config.method} does not have"
             raise DFlashError(what, "leave it out")
+        if _SETTINGS[key] in given:
+            raise DFlashError(f"{name!r} sets the {key} twice", "give it once")
         given[_SETTINGS[key]] = _read_value(name, key, value)
     if given.get("growth") == "paper" and given.get("budget") is not None:
         raise DFlashError(f"{name!r} cuts the published tree", "leave the budget or the growth out")
-    return replace(config, **given)
+    try:
+        return replace(config, **given)
+    except DFlashError as error:  # of a setting that is written here, not as an option
+        raise DFlashError(f"{error.what} in {name!r}", error.next_step) from None
 
 
 def _read_value(source: str, key: str, value: str) -> Any:

@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.method import Method
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.models.default_model import DEFAULT_TARGET
@@ -85,8 +84,8 @@ def main(argv: Sequence[str]) -> None:
     each = arguments.trials or (TRIALS if metal else EMULATED_TRIALS)
     if not arguments.kernels:
         print("kernels\n  not tried; --kernels runs each against its reference")
-    elif not metal and find_spec("kernels_metal.emulator") is None:
-        print(f"kernels\n  {NO_EMULATOR}")
+    elif not metal and (why := no_emulator()):
+        print(f"kernels\n  {why}")
     else:
         print("\n".join(introduction(metal, each)), flush=True)
         results = list(check_kernels(metal, arguments.seed, each))
@@ -192,20 +191,30 @@ def _stored_choices(folder: Path) -> list[str]:
     return lines or ["  none: the first answer of a model on Metal makes them"]
 
 
+def no_emulator() -> str:
+    """Why kernels cannot be emulated here, "" where they can."""
+    if find_spec("kernels_metal.emulator") is None:
+        return NO_EMULATOR
+    from kernels_metal.emulator import compiler
+
+    try:
+        compiler.find_compiler()
+    except RuntimeError as problem:
+        return (
+            f"not tried: this machine has no Metal, and the emulator no compiler ({problem});\n"
+            "  pip install ziglang gives it one"
+        )
+    return ""
+
+
 def introduction(metal: bool, each: int) -> list[str]:
-    """Where the kernels are about to run. DFlashError where they cannot even be emulated."""
+    """Where the kernels are about to run."""
     if metal:
         where = f"on Metal ({gpu_family()}), {each} random shapes of each operation"
         return ["kernels", f"  {where}; an error of 1 is what rounding explains"]
     from kernels_metal.emulator import compiler
 
-    try:
-        version = compiler.find_compiler().version.splitlines()[0]
-    except RuntimeError as problem:
-        raise DFlashError(
-            f"no Metal on this machine, and the kernels cannot be emulated ({problem})",
-            "run the doctor on a Mac, or install the compiler",
-        ) from None
+    version = compiler.find_compiler().version.splitlines()[0]
     return [
         "kernels",
         "  no Metal on this machine: decoding uses the references, and no kernel ran on a GPU.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -20,11 +21,12 @@ from dflash_mlx.drafters.methods import check_given, choices, why_auto
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.stream import TextDelta
+from dflash_mlx.system import startup
+from dflash_mlx.system.terminal import for_terminal, guard_terminal
 
 _Settings = TypeVar("_Settings")
 
 BAD_INPUT = 2
-INTERRUPTED = 130
 
 _ENDINGS = {"length": "cut at --max-tokens", "context": "cut: the context is full"}
 
@@ -67,7 +69,22 @@ def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
     sampling = read_options(arguments, SamplingConfig)
     config = replace(read_options(arguments, DecodeConfig), sampling=sampling)
     check_given(config)
+    _check_greedy(config)
     return config
+
+
+def _check_greedy(config: DecodeConfig) -> None:
+    """Raise DFlashError for what only sampling uses, where nothing is sampled."""
+    if config.sampling.temperature > 0:
+        return
+    usual = SamplingConfig()
+    for name in ("top_p", "top_k", "min_p"):
+        if (value := getattr(config.sampling, name)) != getattr(usual, name):
+            what = f"{name} is {value}, but at temperature 0 nothing is sampled"
+            raise DFlashError(what, "leave it out, or give a --temperature above 0", name)
+    if config.acceptance == "reject":
+        what = "acceptance is reject, but at temperature 0 nothing is sampled"
+        raise DFlashError(what, "leave it out, or give a --temperature above 0", "acceptance")
 
 
 def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
@@ -77,13 +94,15 @@ def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
 
 def open_pair(arguments: argparse.Namespace, *uses: DecodeConfig) -> Pair:
     """The pair that the command line names, for `uses`; stderr says what loading had to change."""
-    pair = load_pair(read_pair_config(arguments), *uses)
+    config = read_pair_config(arguments)
+    check_given(config, *(use.method for use in uses))
+    pair = load_pair(config, *uses)
     notes = list(pair.notes)
     if pair.fallback and any(use.method == AUTO for use in uses):
         notes.append(f"{pair.fallback}; --drafter names a drafter")
     notes += [why for use in uses if (why := why_auto(use, pair.means))]
     for note in notes:
-        print(note, file=sys.stderr)
+        say(note)
     return pair
 
 
@@ -92,25 +111,63 @@ def run(main: Callable[[Sequence[str]], None], program: str) -> NoReturn:
 
     Every failure is one sentence on stderr; a fault's traceback goes to a file that it names.
     """
+    startup.open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    code = 0
+    guard_terminal()
+    try:
+        startup.raise_on_interrupt()
+        code = _outcome(main, program)
+    except KeyboardInterrupt:
+        startup.leave_on_interrupt()
+        say("")
+        code = startup.INTERRUPTED
+    startup.leave_on_interrupt()
+    sys.exit(code)
+
+
+def _outcome(main: Callable[[Sequence[str]], None], program: str) -> int:
+    """The exit code of `main`; why it is not 0 is said."""
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
+        return 0
     except DFlashError as error:
-        code = _say(f"{program}: {error}", BAD_INPUT)
-    except KeyboardInterrupt:
-        code = _say("", INTERRUPTED)
+        say(f"{program}: {error.told(option_name)}")
+        return BAD_INPUT
     except BrokenPipeError:  # the reader has left, as `head` does; nobody is to be told
         _drop_output()
+        return 0
     except OSError as error:  # a full disk behind stdout, say; a log would not fit there either
         _drop_output()
-        code = _say(f"{program}: {error}; free some space or write elsewhere", BAD_INPUT)
+        say(f"{program}: {in_words(error)}; {next_step_for(error)}")
+        return BAD_INPUT
     except Exception as error:
         what = f"something went wrong ({in_short(error)}); if it does so again"
-        code = _say(f"{program}: {what}, report it with {keep_traceback(error)}", 1)
-    sys.exit(code)
+        say(f"{program}: {what}, report it with {keep_traceback(error)}")
+        return 1
+
+
+def option_name(setting: str) -> str:
+    """What a command line calls a setting."""
+    return "--" + setting.replace("_", "-")
+
+
+def in_words(error: OSError) -> str:
+    """Which file it is about, and what the system says, without its number."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def next_step_for(error: OSError) -> str:
+    """What can be done about a file that could not be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "free some space, or write elsewhere" if full else "write elsewhere"
+
+
+def say(text: str) -> None:
+    """A sentence on stderr; on a terminal nothing in it can do more than be read."""
+    print(for_terminal(text) if sys.stderr.isatty() else text, file=sys.stderr)
 
 
 def _drop_output() -> None:
@@ -135,15 +192,28 @@ def keep_traceback(error: Exception) -> str:
     return log.name
 
 
-def _say(text: str, code: int) -> int:
-    print(text, file=sys.stderr)
-    return code
-
-
 def check_output(file: Path | None) -> None:
     """Raise DFlashError for a file that could not be written, before the work it would hold."""
-    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+    if file is None:
+        return
+    if file.is_dir() or not file.parent.is_dir():
         raise DFlashError(f"{file} is a folder or in none", "name a file in a folder that exists")
+    _check_writable(file.parent)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise DFlashError for a folder that files could not be written into; it may be a new one."""
+    if not folder.is_dir() and (folder.exists() or not folder.parent.is_dir()):
+        raise DFlashError(f"{folder} is a file or in no folder", "name a folder to write into")
+    _check_writable(folder if folder.is_dir() else folder.parent)
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        what = f"nothing can be written into {folder} ({error.strerror or error})"
+        raise DFlashError(what, "name another folder") from None
 
 
 def read_stdin() -> str:

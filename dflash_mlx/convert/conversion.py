@@ -78,14 +78,18 @@ class ConvertConfig:
             value, choices = getattr(self, field.name), field.metadata["argparse"].get("choices")
             if choices is not None and value not in (field.default, *choices):
                 shown = ", ".join(map(str, choices))
-                raise DFlashError(f"{field.name} is {value!r}", f"choose one of {shown}")
+                raise DFlashError(
+                    f"{field.name} is {value!r}", f"choose one of {shown}", field.name
+                )
         if self.recipe is not None and (self.mode != "affine" or self.bits is not None):
             raise DFlashError(
                 f"the recipe {self.recipe} sets bits and mode itself", "leave --bits and --mode out"
             )
         if self.group_size is not None and not self.quantizes and self.drafter_bits is None:
             raise DFlashError(
-                f"group_size is {self.group_size}, but nothing is quantised", "add --bits"
+                f"group_size is {self.group_size}, but nothing is quantised",
+                "add --bits",
+                "group_size",
             )
 
     @property

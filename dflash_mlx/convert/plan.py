@@ -264,7 +264,8 @@ def _check_gguf(path: Path) -> None:
     if magic == b"GGUF":
         return
     if path.suffix in _PICKLES:
-        raise DFlashError(f"{path} is pickled, which can run any program", "give safetensors files")
+        problem = f"{path} is not read, because files of its kind can run any program"
+        raise DFlashError(problem, "give the folder of the same model with .safetensors files")
     if path.suffix == ".safetensors":
         raise DFlashError(f"{path} is one file of a model", f"give its folder {path.parent}")
     raise DFlashError(f"{path} is no GGUF file, it begins with {magic!r}", _GIVE)

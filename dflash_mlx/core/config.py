@@ -8,6 +8,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import (
+    number_or_auto,
+    require,
+    require_least,
+    require_positive,
+    require_possible,
+)
+from dflash_mlx.core.option import option as option
 from dflash_mlx.core.template import parse_template
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
@@ -19,37 +27,8 @@ BITS = (4, 8)
 STARTS = ("target", "random")
 LOSSES = ("dpace", "decay")
 ANCHOR_LAWS = ("even", "starts")
-
-
-def option(default: Any, help: str, **argparse_keywords: Any) -> Any:
-    """A dataclass field that carries its own help text and argparse keywords."""
-    return field(default=default, metadata={"help": help, "argparse": argparse_keywords})
-
-
-def _number_or_auto(text: str) -> int | None:
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number") from None
-
-
-def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
-    if not condition:
-        raise DFlashError(f"{name} is {value!r}", f"choose {allowed}")
-
-
-def _require_least(settings: Any, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        _require(value is None or value >= least, name, value, f"{least} or more")
-
-
-def _require_positive(settings: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        _require(0 < value < float("inf"), name, value, "a finite number above 0")
+HOTTEST = 10.0  # temperature; long before, any token is as likely as any other
+MOST_ROWS = 96  # tokens that a pass verifies, and with that of a block
 
 
 @dataclass(frozen=True)
@@ -57,12 +36,14 @@ class PairConfig:
     """Which target and which drafter to load."""
 
     model: str | None = option(
-        None, "target: a Hugging Face id or a local folder (default: the embedded SmolLM2-135M)"
+        None,
+        "target: a Hugging Face id, a local folder or a GGUF file (default: the embedded "
+        "SmolLM2-135M)",
     )
     drafter: str | None = option(
         None,
-        "drafter: a Hugging Face id or a local folder (default: the one that is known for the "
-        "model; without one, --method auto looks up n-grams)",
+        "drafter: a Hugging Face id or a local folder, or none (default: the one that is known for "
+        "the model; without one, --method auto looks up n-grams)",
     )
     second_drafter: str | None = option(
         None,
@@ -111,14 +92,15 @@ class PairConfig:
     )
 
     def __post_init__(self) -> None:
+        require_possible(self)
         _ = self.template_arguments
-        _require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
+        require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
         for name in ("drafter_bits", "kv_bits"):
             value = getattr(self, name)
-            _require(value is None or value in BITS, name, value, "4 or 8, or leave it out")
+            require(value is None or value in BITS, name, value, "4 or 8, or leave it out")
         window_ok = self.draft_window is None or self.draft_window >= 2
-        _require(window_ok, "draft_window", self.draft_window, "2 or more")
-        _require_least(self, 1, "draft_vocabulary")
+        require(window_ok, "draft_window", self.draft_window, "2 or more")
+        require_least(self, 1, "draft_vocabulary")
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -142,21 +124,22 @@ class SamplingConfig:
     seed: int | None = option(None, "random seed (default: a new one each time)", type=int)
 
     def __post_init__(self) -> None:
-        finite = 0 <= self.temperature < float("inf")
-        _require(finite, "temperature", self.temperature, "a finite number, 0 or above")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0 and up to 1")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 or a positive whole number")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
+        require_possible(self)
+        hot = 0 <= self.temperature <= HOTTEST
+        require(hot, "temperature", self.temperature, f"a number from 0 to {HOTTEST:g}")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0 and up to 1")
+        require(self.top_k >= 0, "top_k", self.top_k, "0 or a positive whole number")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
         positive = 0 < self.repetition_penalty < float("inf")
-        _require(positive, "repetition_penalty", self.repetition_penalty, "a number above 0")
-        _require(
+        require(positive, "repetition_penalty", self.repetition_penalty, "a number above 0")
+        require(
             self.repetition_context >= 1,
             "repetition_context",
             self.repetition_context,
             "a positive whole number",
         )
         seed_ok = self.seed is None or 0 <= self.seed < 2**32
-        _require(seed_ok, "seed", self.seed, "a whole number from 0 to 4294967295")
+        require(seed_ok, "seed", self.seed, "a whole number from 0 to 4294967295")
 
     def with_seed(self) -> SamplingConfig:
         """These settings with a seed, a random one if none was given."""
@@ -187,7 +170,7 @@ class DecodeConfig:
         None,
         "ddtree, d2sd: tokens that a pass verifies, the anchor included, or auto: as many as pay "
         "on this machine, and no draft where none pays (default: auto)",
-        type=_number_or_auto,
+        type=number_or_auto,
     )
     lookup: bool = option(
         True,
@@ -224,25 +207,27 @@ class DecodeConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
+        require_possible(self)
         block_ok = self.block_size is None or self.block_size >= 2
-        _require(block_ok, "block_size", self.block_size, "2 or more")
-        _require(self.growth in GROWTHS, "growth", self.growth, f"one of {', '.join(GROWTHS)}")
-        _require(
+        require(block_ok, "block_size", self.block_size, "2 or more")
+        require(self.growth in GROWTHS, "growth", self.growth, f"one of {', '.join(GROWTHS)}")
+        require(
             self.acceptance in ACCEPTANCES,
             "acceptance",
             self.acceptance,
             f"one of {', '.join(ACCEPTANCES)}",
         )
         branches_ok = self.branches is None or 1 <= self.branches <= 32
-        _require(branches_ok, "branches", self.branches, "1 to 32")
-        budget_ok = self.budget is None or 2 <= self.budget <= 96
-        _require(budget_ok, "budget", self.budget, "2 to 96, or auto")
-        greedy = self.sampling.temperature == 0
-        _require(greedy or not self.exact, "exact", self.exact, "temperature 0 for greedy decoding")
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
-        _require(self.prefill_step >= 1, "prefill_step", self.prefill_step, "1 or more")
-        _require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
-        _require("" not in self.stop, "stop", "", "a text of at least one character")
+        require(branches_ok, "branches", self.branches, "1 to 32")
+        budget_ok = self.budget is None or 2 <= self.budget <= MOST_ROWS
+        require(budget_ok, "budget", self.budget, f"2 to {MOST_ROWS}, or auto")
+        if self.exact and (heat := self.sampling.temperature) != 0:
+            what = f"exact is for greedy decoding, but the temperature is {heat:g}"
+            raise DFlashError(what, "choose temperature 0, or leave it out", "exact")
+        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        require(self.prefill_step >= 1, "prefill_step", self.prefill_step, "1 or more")
+        require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
+        require("" not in self.stop, "stop", "", "a text of at least one character")
 
     @property
     def guarded(self) -> bool:
@@ -309,22 +294,26 @@ class TrainConfig:
     seed: int = option(0, "decides anchors, prefixes and order", type=int)
 
     def __post_init__(self) -> None:
+        require_possible(self)
         choices = {"mode": TRAIN_MODES, "start": STARTS, "loss": LOSSES, "anchor_law": ANCHOR_LAWS}
         for name, allowed in choices.items():
             value = getattr(self, name)
-            _require(value in allowed, name, value, f"one of {', '.join(allowed)}")
-        _require_least(self, 0, "warmup", "weight_decay", "seed")
-        _require_least(self, 1, "layers", "taps", "sequences", "anchors")
-        _require_least(self, 1, "steps", "draft_vocabulary")
-        _require_least(self, 2, "block_size", "held_out")
-        _require_positive(self, "tau", "learning_rate", "clip", "evaluate_minutes", "prefix_base")
+            require(value in allowed, name, value, f"one of {', '.join(allowed)}")
+        require_least(self, 0, "warmup", "weight_decay", "seed")
+        require_least(self, 1, "layers", "taps", "sequences", "anchors")
+        require_least(self, 1, "steps", "draft_vocabulary")
+        require_least(self, 2, "held_out")
+        block_ok = 2 <= self.block_size <= MOST_ROWS
+        require(block_ok, "block_size", self.block_size, f"2 to {MOST_ROWS}")
+        require_positive(self, "tau", "learning_rate", "clip", "evaluate_minutes", "prefix_base")
         endless_ok = self.minutes is None or self.minutes > 0
-        _require(endless_ok, "minutes", self.minutes, "a number above 0")
-        _require(0 < self.alpha <= 1, "alpha", self.alpha, "a number above 0 and up to 1")
-        _require(0 <= self.short_share <= 1, "short_share", self.short_share, "0 to 1")
-        _require(0 <= self.soft <= 1, "soft", self.soft, "0 to 1")
-        ends = (self.minutes is None) != (self.steps is None)
-        _require(ends, "minutes, steps", (self.minutes, self.steps), "one of --minutes and --steps")
+        require(endless_ok, "minutes", self.minutes, "a number above 0")
+        require(0 < self.alpha <= 1, "alpha", self.alpha, "a number above 0 and up to 1")
+        require(0 <= self.short_share <= 1, "short_share", self.short_share, "0 to 1")
+        require(0 <= self.soft <= 1, "soft", self.soft, "0 to 1")
+        if (self.minutes is None) == (self.steps is None):
+            ends = "no end" if self.steps is None else "two ends"
+            raise DFlashError(f"the training has {ends}", "give either --minutes or --steps")
 
 
 @dataclass(frozen=True)
@@ -349,12 +338,13 @@ class SelectorTraining:
     seed: int = option(0, "decides first weights, anchors and order", type=int)
 
     def __post_init__(self) -> None:
+        require_possible(self)
         laws = ", ".join(ANCHOR_LAWS)
-        _require(self.anchor_law in ANCHOR_LAWS, "anchor_law", self.anchor_law, f"one of {laws}")
-        _require_least(self, 0, "warmup", "seed")
-        _require_least(self, 1, "rank", "sequences", "anchors", "steps", "draft_vocabulary")
-        _require_least(self, 2, "top_k", "held_out")
-        _require_positive(self, "minutes", "learning_rate")
+        require(self.anchor_law in ANCHOR_LAWS, "anchor_law", self.anchor_law, f"one of {laws}")
+        require_least(self, 0, "warmup", "seed")
+        require_least(self, 1, "rank", "sequences", "anchors", "steps", "draft_vocabulary")
+        require_least(self, 2, "top_k", "held_out")
+        require_positive(self, "minutes", "learning_rate")
 
 
 @dataclass(frozen=True)
@@ -380,12 +370,13 @@ class CorpusConfig:
     self_max_tokens: int = option(200, "drop user turns that are longer", type=int)
 
     def __post_init__(self) -> None:
-        _require(0 <= self.greedy_share <= 1, "greedy_share", self.greedy_share, "0 to 1")
-        _require_positive(self, "temperature", "self_temperature")
+        require_possible(self)
+        require(0 <= self.greedy_share <= 1, "greedy_share", self.greedy_share, "0 to 1")
+        require_positive(self, "temperature", "self_temperature")
         for name in ("top_p", "self_top_p"):
             value = getattr(self, name)
-            _require(0 < value <= 1, name, value, "a number above 0 and up to 1")
-        _require_least(self, 1, "max_tokens", "batch_size", "limit", "self_prompt")
-        _require_least(self, 1, "self_max_tokens")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
-        _require(not isinstance(self.opening, str), "opening", self.opening, "a tuple of texts")
+            require(0 < value <= 1, name, value, "a number above 0 and up to 1")
+        require_least(self, 1, "max_tokens", "batch_size", "limit", "self_prompt")
+        require_least(self, 1, "self_max_tokens")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
+        require(not isinstance(self.opening, str), "opening", self.opening, "a tuple of texts")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.json_text import parse_json
 
 _RESERVED = (  # what the call of a chat template decides itself
     *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"),
@@ -21,11 +21,13 @@ def parse_template(given: Sequence[str]) -> dict[str, Any]:
     for text in given:
         key, _, value = text.partition("=")
         try:
-            arguments[key] = json.loads(value)
+            arguments[key] = parse_json(value)
         except ValueError:
             key = ""
         if not key.isidentifier():
-            raise DFlashError(f"template is {text!r}", "choose KEY=VALUE, the value as JSON")
+            problem = f"template is {text[:200]!r}"
+            raise DFlashError(problem, "choose KEY=VALUE, the value as JSON", "template")
         if key in _RESERVED:
-            raise DFlashError(f"template is {text!r}", "choose an argument of the model's template")
+            step = "choose an argument of the model's template"
+            raise DFlashError(f"template is {text[:200]!r}", step, "template")
     return arguments

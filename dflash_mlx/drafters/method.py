@@ -72,4 +72,5 @@ def check_block_size(block_size: int | None, most: int) -> None:
         raise DFlashError(
             f"block_size is {block_size}, but this drafter was trained for blocks of {most}",
             f"choose 2 to {most}",
+            "block_size",
         )

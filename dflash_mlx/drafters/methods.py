@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from dflash_mlx.core.config import AUTO, DecodeConfig
+from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import (
     best_first,
@@ -33,6 +33,10 @@ METHODS: dict[str, Method] = {
     )
 }
 
+# Settings of a pair that say something of its draft models; the last one of the second.
+_OF_DRAFT_MODELS = ("drafter", "drafter_bits", "draft_window", "draft_vocabulary")
+_OF_TWO = "second_drafter"
+
 
 def choices() -> tuple[str, ...]:
     """What `--method` takes."""
@@ -42,7 +46,8 @@ def choices() -> tuple[str, ...]:
 def find_method(name: str) -> Method:
     """The method of this name; DFlashError where there is none."""
     if name not in METHODS:
-        raise DFlashError(f"method is {name!r}", f"choose one of {', '.join(choices())}")
+        known = ", ".join((AUTO, *METHODS))
+        raise DFlashError(f"method is {name!r}", f"choose one of {known}", "method")
     return METHODS[name]
 
 
@@ -70,31 +75,43 @@ def family_of(files: FileFormat) -> str | None:
 
 def takers(setting: str) -> tuple[str, ...]:
     """The methods that a setting belongs to, () where it holds for every method."""
-    return tuple(name for name, method in METHODS.items() if setting in method.settings)
+    return tuple(name for name, method in METHODS.items() if _takes(method, setting))
 
 
-def given(config: DecodeConfig) -> tuple[str, ...]:
+def given(settings: DecodeConfig | PairConfig) -> tuple[str, ...]:
     """The settings of single methods that are not at their defaults."""
-    defaults = {f.name: f.default for f in fields(config) if f.default is not MISSING}
-    mine = {setting for method in METHODS.values() for setting in method.settings}
-    return tuple(n for n, value in defaults.items() if n in mine and getattr(config, n) != value)
+    defaults = {f.name: f.default for f in fields(settings) if f.default is not MISSING}
+    own = {setting for method in METHODS.values() for setting in method.settings}
+    own |= {*_OF_DRAFT_MODELS, _OF_TWO}
+    return tuple(n for n, value in defaults.items() if n in own and getattr(settings, n) != value)
 
 
-def check_given(config: DecodeConfig) -> None:
-    """Raise DFlashError for a setting that the method which was named cannot follow.
+def check_given(settings: DecodeConfig | PairConfig, *names: str) -> None:
+    """Raise DFlashError for a setting that was given and that no method in use can follow.
 
-    Switches may be off, and drafts be matched, with any method.
+    names: of these methods, by default the one in `settings`. `auto` may become any. Switches may
+    be off, drafts be matched, and a draft model be none, with any method.
     """
-    if config.method == AUTO:
+    used = names or (getattr(settings, "method", AUTO),)
+    if AUTO in used:
         return
-    method = find_method(config.method)
-    for setting in given(config):
-        value = getattr(config, setting)
-        if setting not in method.settings and not isinstance(value, bool) and value != "match":
+    methods = [find_method(name) for name in used]
+    for setting in given(settings):
+        value = getattr(settings, setting)
+        free = isinstance(value, bool) or value in ("match", PLAIN)
+        if not free and not any(_takes(method, setting) for method in methods):
+            not_used = f"{', '.join(used)} {'does' if len(used) == 1 else 'do'} not use it"
             raise DFlashError(
-                f"{setting} is {value}, but {config.method} does not have it",
-                f"leave it out, or choose one that does: {', '.join(_offered(setting))}",
+                f"{setting} is {value}, but {not_used}",
+                f"leave it out, or choose a method that does: {', '.join(_offered(setting))}",
+                setting,
             )
+
+
+def _takes(method: Method, setting: str) -> bool:
+    if setting == _OF_TWO:
+        return method.best_with > 1
+    return bool(method.family) if setting in _OF_DRAFT_MODELS else setting in method.settings
 
 
 def _offered(setting: str) -> list[str]:
@@ -134,12 +151,13 @@ def _serves(method: Method, means: Means) -> bool:
 
 
 def why_auto(config: DecodeConfig, means: Means) -> str:
-    """Which settings chose what `auto` is, "" where they did not."""
+    """Which options chose what `auto` is, "" where they did not."""
     if config.method != AUTO or not (named := given(config)):
         return ""
     plain = DecodeConfig(sampling=config.sampling)
     chosen, usual = _auto(config, means).name, _auto(plain, means).name
-    return "" if chosen == usual else f"auto is {chosen} here, for {', '.join(named)}"
+    asked = ", ".join("--" + name.replace("_", "-") for name in named)
+    return "" if chosen == usual else f"auto is {chosen} here, for {asked}"
 
 
 def needs_drafter(name: str) -> bool:

@@ -48,7 +48,7 @@ class ModelFacts(Checked):
 
     source: None for the embedded target and for a GGUF file. config: of a target config.json with
     the language model's part on top; of a drafter what its format reads there, None where it cannot
-    be read. format: who reads a drafter, None for a target.
+    be read. format: who reads a drafter, None for a target. file: a target's GGUF file.
     """
 
     name: str
@@ -56,6 +56,7 @@ class ModelFacts(Checked):
     weights: Weights
     config: Any
     format: FileFormat | None = None
+    file: Path | None = None
 
     @property
     def context_length(self) -> int:
@@ -90,9 +91,9 @@ def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
     return ModelFacts(found.result(), name or source.name, source, weights, config)
 
 
-def describe_target(config: Mapping[str, Any], name: str) -> ModelFacts:
+def describe_target(config: Mapping[str, Any], name: str, file: Path | None = None) -> ModelFacts:
     """A target of which only some numbers are known; `config` names them as config.json does."""
-    return ModelFacts((), name, None, Weights({}), config)
+    return ModelFacts((), name, None, Weights({}), config, file=file)
 
 
 def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:

@@ -26,7 +26,14 @@ from dflash_mlx.models.check import (
     fetched,
     loading,
 )
-from dflash_mlx.models.names import SHIPPED, Names, find_names, find_source, target_names
+from dflash_mlx.models.names import (
+    SHIPPED,
+    Names,
+    find_names,
+    find_source,
+    gguf_file,
+    target_names,
+)
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER
 from dflash_mlx.models.tokens import draft_size, likely_tokens, unread_arguments
@@ -42,11 +49,11 @@ _LEFT_OUT = "name another one with --drafter, or use the pair as it is"
 def load(model: str | None = None, drafter: str | None = None) -> Pair:
     """Load a target and its drafter.
 
-    model: a Hugging Face id, a local folder, or the folder of a converted pair; the embedded
-    target by default. drafter: an id or a folder; by default the one that models.toml knows for
-    the target. Where it knows none, or that one cannot be had, `Pair.undrafted` says so and the
-    pair drafts by n-gram lookup. Raises DFlashError for what cannot be found or read, and for a
-    drafter that was asked for and does not fit.
+    model: a Hugging Face id, a local folder, the folder of a converted pair, or a GGUF file; the
+    embedded target by default. drafter: an id or a folder; by default the one that models.toml
+    knows for the target. Where it knows none, or that one cannot be had, `Pair.undrafted` says so
+    and the pair drafts by n-gram lookup. Raises DFlashError for what cannot be found or read, and
+    for a drafter that was asked for and does not fit.
     """
     return load_pair(PairConfig(model, drafter))
 
@@ -108,7 +115,7 @@ def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
     window, block = config.draft_window, drafter.config.block_size
     if window is not None and window < block:
         problem = f"draft_window is {window}, below the drafter's block of {block}"
-        raise DFlashError(problem, f"choose {block} or more")
+        raise DFlashError(problem, f"choose {block} or more", "draft_window")
     return draft_size(config.draft_vocabulary, drafter.config.vocab_size)
 
 
@@ -140,6 +147,10 @@ def target_facts(names: Names, update: bool = True) -> ModelFacts:
     Of the embedded one these are a few numbers. update: as of `find_source`. Raises DFlashError
     where there is no such target.
     """
+    if names.model is not None and (file := gguf_file(names.model)) is not None:
+        from dflash_mlx.models.formats.gguf_target import read_config as read_gguf  # takes seconds
+
+        return describe_target(read_gguf(file), names.shown, file)
     if names.model is not None:
         return check_target(find_source(names.model, update=update), names.shown)
     drafter = read_config(SHIPPED / EMBEDDED_DRAFTER)
@@ -194,7 +205,8 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
             missing="no drafter was loaded, since no method that was asked for needs one"
         )
     if names.drafter is None:
-        return ChosenDrafters(missing=f"no drafter is known for {names.shown}")
+        known = "is to be used" if names.asks_first else f"is known for {names.shown}"
+        return ChosenDrafters(missing=f"no drafter {known}")
     asked_methods, asked = {use.method for use in uses}, set[str]()
     chosen = {DRAFTER: ModelFacts((), names.drafter, None, Weights({}), None)}
     if names.asks_first or any(map(needs_drafter, asked_methods)):
@@ -239,7 +251,7 @@ def _read_target(facts: ModelFacts) -> tuple[Target, Any]:
         from dflash_mlx.models.default_model import fetch
         from dflash_mlx.models.formats.gguf_target import load_gguf
 
-        model, tokenizer, config = load_gguf(fetch(), dequantize=on_cpu())
+        model, tokenizer, config = load_gguf(facts.file or fetch(), dequantize=on_cpu())
         return Target(model, config["max_position_embeddings"], facts.name), tokenizer
     from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
 
@@ -284,11 +296,16 @@ def lines(report: Report) -> Iterator[str]:
         yield "  drafter  none, so drafts are looked up in the text"
     if report.target.weights.tensors:
         how = " as float32 on this processor" if on_cpu() else ""
-        yield f"  memory   about {report.memory(on_cpu()) / 2**30:.2f} GiB{how}"
+        yield f"  memory   about {_amount(report.memory(on_cpu()))}{how}"
     for finding in report.findings:
         yield f"  {finding.severity:<7}  {finding.what}"
         yield f"           {finding.next_step}"
     yield "  cannot be used" if report.errors else "  can be used"
+
+
+def _amount(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"
 
 
 def _in_words(facts: ModelFacts) -> str:

@@ -20,7 +20,7 @@ else:
 
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.config import PLAIN, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Advice
 from dflash_mlx.models import pair_folder
@@ -103,7 +103,7 @@ class Names:
     """The parts of a pair: ids, folders, or names of what is shipped.
 
     model: None for the embedded target. shown: what the target is called. asks_first,
-    asks_second: whether a drafter was named or is of a pair folder, and not the registry's.
+    asks_second: whether a drafter was named, or none, and not the registry's.
     made_from: the target's name before it was converted, of a pair folder.
     """
 
@@ -120,16 +120,19 @@ class Names:
 def find_names(config: PairConfig) -> Names:
     """The parts of the pair that `config` asks for; nothing is downloaded.
 
-    Drafters that it does not name come from the pair folder or the registry. Raises DFlashError
+    Drafters that it does not name come from the pair folder or the registry, none by the name of
+    "none". Raises DFlashError
     for names of folders that are not there, for a damaged pair folder, and for a second drafter
     without a first one.
     """
     found = target_names(config.model)
-    if config.drafter is not None:
+    if config.drafter == PLAIN:
+        found = replace(found, drafter=None, second_drafter=None, asks_first=True)
+    elif config.drafter is not None:
         advice = _advice(found.made_from or found.shown, config.drafter)
         found = replace(found, drafter=config.drafter, asks_first=True, advice=advice)
     second = config.second_drafter
-    if second == "none":
+    if second == PLAIN:
         found = replace(found, second_drafter=None)
     elif second is not None:  # whoever asks for one wants it used
         advice = replace(found.advice, method="d2sd")
@@ -145,7 +148,8 @@ def find_names(config: PairConfig) -> Names:
 def target_names(model: str | None) -> Names:
     """A target, the embedded one without a name, with the drafters that are known for it."""
     shown = model or DEFAULT_MODEL
-    folder = None if model is None else local_folder(model)  # at once, before any download
+    is_file = model is not None and gguf_file(model) is not None
+    folder = None if model is None or is_file else local_folder(model)  # before any download
     if folder is not None and is_pair_folder(folder):
         made_from = pair_folder.read(folder)
         parts = {part: str(folder / part) for part in made_from}
@@ -189,6 +193,12 @@ def local_folder(name: str, option: str = MODEL) -> Path | None:
     elif not path.is_dir():
         raise DFlashError(f"{name} is a file, not a model folder", how_to_name(option))
     return path
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file `name`, None where there is no such file."""
+    path = existing(name)
+    return path if path is not None and path.suffix == ".gguf" and path.is_file() else None
 
 
 def resolve_folder(name: str, option: str) -> Path:

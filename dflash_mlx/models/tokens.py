@@ -44,6 +44,7 @@ def draft_size(asked: int | None, vocabulary: int) -> int:
         raise DFlashError(
             f"draft_vocabulary is {asked}, but the model has {vocabulary} tokens",
             f"choose 1 to {vocabulary}",
+            "draft_vocabulary",
         )
     return asked or max(min(LEAST, vocabulary), vocabulary // SHARE)
 

@@ -149,7 +149,7 @@ def is_whole(source: Source) -> bool:
 def _no_weights(source: Source, next_step: str) -> Finding:
     pickled = [name for name in source.files if any(fnmatch(name, p) for p in _PICKLED)]
     if pickled:
-        what = f"{source.name} holds pickled weights only ({pickled[0]}), which can run code"
+        what = f"{source.name} has no .safetensors files, and files like {pickled[0]} can run code"
         return Finding("error", what, "choose a folder or a revision with .safetensors files")
     others = [name for name in source.files if name.endswith(".safetensors")]
     instead = f", only {others[0]}" if others else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.json_text import parse_json
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message]
@@ -72,7 +74,7 @@ def prompt_tokens(
 def read_messages(file: Path) -> list[Message]:
     """The conversation in a JSON file; DFlashError when it is missing or of another shape."""
     try:
-        messages = json.loads(file.read_text(encoding="utf-8"))
+        messages = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or str(error)
         raise DFlashError(f"{file} cannot be read ({reason})", f"give {_SHAPE}") from None
@@ -82,11 +84,27 @@ def read_messages(file: Path) -> list[Message]:
 
 
 def check_messages(messages: Any, source: str) -> list[Message]:
-    """`messages` if it is a list of role and content texts; DFlashError naming `source` if not."""
+    """Messages with role and content texts; DFlashError naming `source` for anything else.
+
+    The content may be a list of text parts, as in OpenAI's format; they become one text.
+    """
     if not isinstance(messages, list) or not messages:
         raise DFlashError(f"{source} holds no messages", f"give {_SHAPE}")
-    for i, message in enumerate(messages):
-        texts = isinstance(message, dict) and (message.get("role"), message.get("content"))
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise DFlashError(f"message {i} in {source} is {message!r}", f"give {_SHAPE}")
-    return messages
+    checked = []
+    for i, message in enumerate(messages, start=1):
+        content = _content(message.get("content")) if isinstance(message, dict) else None
+        if content is None or not isinstance(message.get("role"), str):
+            shown = reprlib.repr(message)
+            raise DFlashError(f"message {i} in {source} is {shown}", f"give {_SHAPE}")
+        checked.append({**message, "content": content})
+    return checked
+
+
+def _content(content: Any) -> str | None:
+    """The text of a message's content, None for any other than text."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) and content else [None]
+    found = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
+    texts = [text for text in found if isinstance(text, str)]
+    return "".join(texts) if len(texts) == len(parts) else None

@@ -66,7 +66,8 @@ def write_report(file: Path, text: str) -> None:
     try:
         replace_text(file, text)
     except OSError as error:
-        raise DFlashError(f"{file} cannot be written ({error})", "name another file") from None
+        reason = error.strerror or error
+        raise DFlashError(f"{file} cannot be written ({reason})", "name another file") from None
 
 
 def existing(name: str) -> Path | None:

@@ -70,7 +70,7 @@ class Texts:
         judged. Raises DFlashError when nothing is left to train on.
         """
         if held_out < 2:
-            raise DFlashError(f"held_out is {held_out}", "choose 2 or more")
+            raise DFlashError(f"held_out is {held_out}", "choose 2 or more", "held_out")
         train = replace(self, texts=[text for text in self.texts if text.number % held_out])
         kept = replace(self, texts=[text for text in self.texts if not text.number % held_out])
         if not len(train):
@@ -94,9 +94,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.corpus:
-            raise DFlashError("corpus is ()", "name a corpus file or several")
+            raise DFlashError("there is no corpus", "name a file or several with --corpus")
         if not 0 < self.cache_gb < float("inf"):
-            raise DFlashError(f"cache_gb is {self.cache_gb}", "choose a number above 0")
+            problem = f"cache_gb is {self.cache_gb}"
+            raise DFlashError(problem, "choose a number above 0", "cache_gb")
 
 
 def read_texts(config: DataConfig, pair: Pair, taps: tuple[int, ...]) -> Texts:

@@ -168,6 +168,7 @@ def main(argv: Sequence[str]) -> None:
         raise DFlashError(
             f"top_k is {config.top_k}, more than the {most} tokens of the draft vocabulary",
             "choose fewer with --top-k, or more with --draft-vocabulary",
+            "top_k",
         )
     texts = read_texts(data, pair, trainee.config.target_layer_ids)
     train, held_out = texts.split(config.held_out)

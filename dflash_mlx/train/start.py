@@ -58,17 +58,40 @@ def mask_token(tokenizer: Any) -> int:
 
 def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
     """`count` layers from the second to the third last, evenly, as published drafters have them."""
-    first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
+    first, last = _readable(num_layers)
     if count == 1 or last <= first:
         return (max(first, last),)
     return tuple(sorted({round(x) for x in np.linspace(first, last, count).tolist()}))
 
 
+def _readable(num_layers: int) -> tuple[int, int]:
+    """The first and the last layer that drafters read."""
+    return min(1, num_layers - 1), max(num_layers - 3, 0)
+
+
+def _check_size(target: Target, config: TrainConfig) -> None:
+    """Raise DFlashError for more layers or taps than the target has to start from or to read.
+
+    Taps that nobody asked for are fewer where the target is small.
+    """
+    deepest = target.num_layers
+    first, last = _readable(deepest)
+    readable = max(last - first + 1, 1)
+    if config.layers > deepest:
+        what = f"layers is {config.layers}, but {target.name} itself has only {deepest}"
+        raise DFlashError(what, f"choose 1 to {deepest}", "layers")
+    if readable < config.taps != TrainConfig.taps:
+        what = f"taps is {config.taps}, but {target.name} has only {readable} layers to read"
+        raise DFlashError(what, f"choose 1 to {readable}", "taps")
+
+
 def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[str, Any]:
     """A config.json in z-lab's format, with the widths of the target's own layers.
 
-    Raises DFlashError for a target that does not say what they are.
+    Raises DFlashError for a target that does not say what they are, and for more layers or taps
+    than it has.
     """
+    _check_size(target, config)
     args = getattr(target.model, "args", None)
     names = ("num_attention_heads", "intermediate_size", "rms_norm_eps")
     if args is None or any(getattr(args, name, None) is None for name in names):
@@ -112,11 +135,6 @@ def warm_start(trainee: Trainee) -> None:
     target whose layers are built otherwise.
     """
     network, target = trainee.network, trainee.target
-    if len(network.layers) > target.num_layers:
-        raise DFlashError(
-            f"layers is {len(network.layers)}, but {target.name} has only {target.num_layers}",
-            "choose fewer with --layers, or --start random",
-        )
     norm = getattr(getattr(target.model, "model", None), "norm", None)
     given = {} if norm is None else {"norm.weight": norm.weight}
     for i, layer in enumerate(target.model.layers[-len(network.layers) :]):

@@ -66,11 +66,11 @@ async def test_settings_show_every_option_and_apply_together(app, pilot, backend
     assert "keep the k most likely tokens" in texts
     screen.query_one("#set-max_tokens", Input).value = "many"
     await pilot.press("ctrl+s")
-    assert "max_tokens is 'many'; type a whole number" in screen_text(app)
+    assert "max tokens is 'many'; type a whole number" in screen_text(app)
     screen.query_one("#set-max_tokens", Input).value = "7"
     screen.query_one("#set-top_p", Input).value = "3"
     await pilot.press("ctrl+s")
-    assert "top_p is 3.0" in screen_text(app)
+    assert "top p is 3.0" in screen_text(app)
     screen.query_one("#set-top_p", Input).value = "0.9"
     screen.query_one("#set-stop", Input).value = "END, ###"
     await pilot.press("ctrl+s")

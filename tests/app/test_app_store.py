@@ -66,7 +66,7 @@ def damaged(store, change):
         (lambda data: data.replace(b'"content": "two"', b'"text": "two"'), 2, 4),
         (lambda data: data.replace(b'{"rounds": 3}', b"[3]", 1), 1, 3),
         (lambda data: b"\x00\xff" + data, 4, 1),
-        (lambda data: data.replace(b'"version": 1', b'"version": 2'), 4, 1),
+        (lambda data: data.replace(b'"version": 1', b'"version": 0'), 4, 1),
         (lambda data: b"", 0, 1),
         (lambda data: os.urandom(5000), 0, 1),
         (lambda data: b"[1, 2]\n" + data, 0, 1),

@@ -4,28 +4,27 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dflash_chat.conversation import UNFINISHED
+from dflash_chat.conversation import UNFINISHED, Conversation, Turn
 from dflash_chat.store import Store
 from dflash_mlx.models.default_model import fetch
 from support.app_terminal import CTRL_C, CTRL_Q, ENTER, ESCAPE, ROOT, START, Terminal
-from support.models import write_drafter, write_model
+from support.hostile import hostile_text, state
+from support.models import write_drafter, write_endless_model
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """A tiny pair whose answers go on for as long as one likes: no token ends them."""
     root = tmp_path_factory.mktemp("pair")
-    model = write_model(root / "model", max_position_embeddings=100_000, eos_token_id=999)
-    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
-    del tokenizer["eos_token"]
-    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    return ["--model", str(model), "--drafter", str(write_drafter(root / "drafter"))]
+    model, drafter = write_endless_model(root / "model"), write_drafter(root / "drafter")
+    return ["--model", str(model), "--drafter", str(drafter)]
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def stored(tmp_path):
 def test_a_kill_in_the_middle_of_an_answer_keeps_what_was_said_until_then(chat, tmp_path):
     with chat("--max-tokens", "20") as terminal:
         terminal.type("first question" + ENTER)
-        terminal.until(lambda screen: "cut at max_tokens" in screen)
+        terminal.until(lambda screen: "cut at max tokens" in screen)
         terminal.type("/quit" + ENTER)
         assert terminal.wait() == 0
     before = stored(tmp_path)
@@ -103,6 +102,53 @@ def test_the_answer_in_the_making_survives(chat, tmp_path, ending):
     assert answer.ending == "stopped" and len(answer.content) > 100
 
 
+@pytest.mark.parametrize("moment", ["starting", "loading", "answering", "leaving", "asked twice"])
+def test_no_process_outlives_its_terminal(chat, moment):
+    with chat("--max-tokens", "50000") as terminal:
+        if moment != "starting":
+            terminal.until(lambda screen: "dflash-chat" in screen)
+        if moment in ("answering", "leaving", "asked twice"):
+            terminal.type("a question" + ENTER)
+            terminal.until(lambda screen: _context(screen) > 50)
+        if moment in ("leaving", "asked twice"):
+            terminal.type(CTRL_Q)
+        terminal.close()
+        if moment == "asked twice":
+            terminal.process.send_signal(signal.SIGCONT)
+        assert terminal.process.wait(90) is not None
+
+
+def test_an_interrupt_from_elsewhere_saves_and_ends_with_130(chat, tmp_path):
+    with chat("--max-tokens", "50000") as terminal:
+        terminal.type("a question" + ENTER)
+        terminal.until(lambda screen: _context(screen) > 50)
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.wait() == 130
+        assert "Traceback" not in terminal.text
+    assert [turn.role for turn in stored(tmp_path)] == ["user", "assistant"]
+
+
+def test_a_hostile_conversation_leaves_the_terminal_as_it_was(chat, tmp_path):
+    texts = [hostile_text(seed) for seed in range(20)]
+    texts.append("see \x1b]52;c;b3duZWQ=\x07 and \x1b]2;owned\x07 and \x9b2J here")
+    turns = [Turn(role, text) for text in texts for role in ("user", "assistant")]
+    Store(tmp_path / "talks").save(Conversation(title=hostile_text("title"), turns=turns))
+    with chat("--resume") as terminal:
+        terminal.until(lambda screen: "<-" in screen)
+        running = state(terminal.screen)
+        terminal.type("/open" + ENTER)
+        terminal.until(lambda screen: "Conversations" in screen)
+        terminal.type(ESCAPE)
+        terminal.until(lambda screen: "Conversations" not in screen)
+        for kept in ("modes", "margins", "charsets", "tab stops", "saved", "size"):
+            assert state(terminal.screen)[kept] == running[kept]
+        terminal.type("/quit" + ENTER)
+        assert terminal.wait() == 0
+    assert "owned" not in terminal.screen.title, "what Textual says of the pointer is all it has"
+    assert not any(begin + b"owned" in terminal.raw for begin in (b"\x1b]0;", b"\x1b]2;", b"\x9b"))
+    assert b"b3duZWQ=" in terminal.raw and b"]52;c;b3duZWQ=\x07" not in terminal.raw
+
+
 def test_a_fault_of_the_screen_is_one_sentence_that_names_its_log(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     broken = "from dflash_chat.status import Status; Status.clear = lambda self: 1 / 0; " + START
@@ -120,7 +166,7 @@ def test_a_fault_of_the_screen_is_one_sentence_that_names_its_log(tmp_path, monk
 def test_settings_that_cannot_be_are_refused_before_the_app_opens(tmp_path):
     with Terminal(["--top-p", "3"], tmp_path / "cache") as terminal:
         assert terminal.wait() == 2
-        assert "top_p is 3.0" in terminal.text
+        assert "--top-p is 3.0" in terminal.text
 
 
 def test_output_that_is_no_terminal_is_refused_with_a_next_step():

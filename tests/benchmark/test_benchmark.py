@@ -220,7 +220,7 @@ BAD_PROMPTS = {
     "no messages": ('{"category": "chat"}', "line 1 of .* holds no messages"),
     "no content": (
         GOOD + '{"category": "a", "messages": [{"role": "user"}]}',
-        "message 0 in line 2",
+        "message 1 in line 2",
     ),
     "a damaged row after a blank line": (GOOD + "\n[]\n", "line 3 of"),
 }
@@ -251,6 +251,8 @@ def test_a_damaged_prompts_file_is_refused(folders, tmp_path, case):
         (["--json", "."], "folder"),
         (["--plots", "prompts.jsonl"], "prompts.jsonl is a file"),
         (["--json", "prompts.jsonl", "--prompts", "prompts.jsonl"], "prompts.jsonl"),
+        (["--plots", "/dev/null/plots"], "/dev/null/plots is a file or in no folder"),
+        (["--methods", "dflash", "--budget", "8"], "budget is 8"),
         (["--limit", "0"], "limit is 0"),
         (["--methods", "none,dflash:1"], "block_size is 1"),
         (["--context", "long"], "the context is 'long'"),

@@ -35,6 +35,10 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
         ("dflash:speed=2", "sets 'speed'"),
         ("dflash:branches=2", "sets 'branches', which dflash does not have"),
         ("none:4", "sets 'block', which none does not have"),
+        ("dflash:4:5", "'dflash:4:5' sets the block twice"),
+        ("dflash:budget=2:budget=3", "'dflash:budget=2"),
+        ("ddtree,dflash,ddtree", "'ddtree' comes twice"),
+        ("ddtree:budget=999", "budget is 999 in 'ddtree:budget=999'"),
         ("d2sd:growth=paper:budget=8", "cuts the published tree"),
     ],
 )

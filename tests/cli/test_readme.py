@@ -18,6 +18,12 @@ def test_the_examples_in_the_readme_run_and_print_their_answers(capsys):
     assert re.search(r"\d+ tokens in the caches", printed)
 
 
+def test_every_file_that_its_commands_read_exists():
+    files = re.findall(r"--prompts (\S+)", README.read_text(encoding="utf-8"))
+    assert files
+    assert [file for file in files if not (README.parent / file).exists()] == []
+
+
 def test_every_file_that_the_readme_links_to_exists():
     links = re.findall(r"\]\((?!https?:)([^)]+)\)", README.read_text(encoding="utf-8"))
     assert links

@@ -148,7 +148,7 @@ def pickle_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "value"),
     [
-        (pickle_it, "owner/model .*pickled.*pytorch_model.bin"),
+        (pickle_it, "owner/model .*pytorch_model.bin can run code"),
         (ask_for_code, "owner/model .*'model.py'"),
         (lambda folder: (folder / "config.json").unlink(), "owner/model has no config.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "owner/model .*tokenizer.json"),

@@ -138,7 +138,7 @@ def directory(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "value"),
     [
-        (lambda p: (p / "x.bin").write_bytes(b"PK"), "x.bin is pickled"),
+        (lambda p: (p / "x.bin").write_bytes(b"PK"), "x.bin is not read"),
         (lambda p: (p / "x.safetensors").write_bytes(b"{}"), "x.safetensors .* its folder"),
         (lambda p: (p / "x.gguf").write_bytes(b"GGML"), "x.gguf .*b'GGML'"),
         (lambda p: (p / "x").mkdir(), "x has no config.json; give a Hugging Face id"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_mlx.core.config import AUTO, DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import (
     METHODS,
@@ -80,6 +80,31 @@ def test_a_setting_of_another_method_is_refused_with_the_methods_that_have_it(
         check_given(DecodeConfig(method, **settings))
     for owner in (AUTO, *owners.split(", ")):
         check_given(DecodeConfig(owner, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused", "taken"),
+    [
+        ({"drafter": "x"}, ("none", "ngram"), ("dflash", "resample")),
+        ({"drafter_bits": 8}, ("ngram",), ("ddtree",)),
+        ({"draft_window": 9}, ("none",), ("d2sd",)),
+        ({"draft_vocabulary": 9}, ("none",), ("dflash",)),
+        ({"second_drafter": "x"}, ("none", "dflash", "ddtree"), ("d2sd",)),
+    ],
+)
+def test_settings_of_draft_models_are_refused_where_no_method_in_use_has_one(
+    settings, refused, taken
+):
+    config, (name,) = PairConfig(**settings), settings
+    with pytest.raises(DFlashError, match=f"{name} is .*{refused[-1]} do"):
+        check_given(config, *refused)
+    check_given(config, *refused, AUTO)
+    for method in taken:
+        check_given(config, *refused, method)
+
+
+def test_no_drafter_is_none_for_any_method():
+    check_given(PairConfig(drafter="none", second_drafter="none"), "none")
 
 
 def test_settings_that_decide_what_auto_is_are_named():

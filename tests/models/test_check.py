@@ -259,7 +259,7 @@ def test_an_auto_map_that_names_a_built_in_class_is_noted_and_nothing_of_it_runs
 
 DRAFTERS: dict[str, tuple[Damage, str]] = {
     "no config": (remove("config.json"), "has no config.json"),
-    "pickles": (rename("pytorch_model.bin"), "pickled weights only"),
+    "pickles": (rename("pytorch_model.bin"), "pytorch_model.bin can run code"),
     "no weights": (remove("model.safetensors"), "No safetensors found"),
     "code": (set_to(auto_map={"AutoModel": "own.Own"}), "its own Python classes"),
     "another architecture": (set_to(architectures=["EagleModel"]), "EagleModel"),

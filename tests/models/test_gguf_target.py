@@ -15,9 +15,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from dflash_mlx import generate
+from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import default_model
 from dflash_mlx.models.formats.gguf_target import load_gguf
+from dflash_mlx.models.load import check_named, load
 from support.gguf_files import (
     F16,
     F32,
@@ -30,6 +33,7 @@ from support.gguf_files import (
     make_model,
     write,
 )
+from support.models import write_drafter
 
 
 def rounded(model: llama.Model, kinds: Kinds) -> llama.Model:
@@ -298,3 +302,26 @@ def test_streaming_gives_what_decoding_gives(
     detokenizer.finalize()
     segments.append(detokenizer.last_segment)
     assert "".join(segments) == tokenizer.decode(ids)
+
+
+# As the target of a pair
+
+
+def test_a_gguf_file_is_a_target_by_its_name_and_is_checked_before_it_is_loaded(tmp_path):
+    path = write(tmp_path / "small.gguf", make_model())
+    pair = load(str(path))
+    assert (pair.target.name, pair.target.context_length) == (str(path), 256)
+    answer = generate(pair, "hello", DecodeConfig("none", max_tokens=3))
+    assert answer.statistics.generated_tokens == 3
+    report = check_named(PairConfig(str(path)))
+    assert not report.errors and report.target.config["hidden_size"] == 64
+    other = write_drafter(tmp_path / "drafter", hidden_size=128)
+    with pytest.raises(DFlashError, match="hidden_size 128"):
+        load(str(path), str(other))
+
+
+@pytest.mark.parametrize("contents", [b"", b"GGML", b"GGUF" + b"\xff" * 60])
+def test_a_damaged_gguf_file_is_refused_by_its_name(tmp_path, contents):
+    (tmp_path / "x.gguf").write_bytes(contents)
+    with pytest.raises(DFlashError, match=r"x\.gguf cannot be read as a GGUF file"):
+        load(str(tmp_path / "x.gguf"))

@@ -37,8 +37,9 @@ class Terminal:
         lines: int = 30,
         program: str = START,
     ) -> None:
-        self._screen = pyte.Screen(columns, lines)
-        self._stream = pyte.ByteStream(self._screen)
+        self.screen = pyte.Screen(columns, lines)
+        self.raw = b""  # all that the program wrote
+        self._stream = pyte.ByteStream(self.screen)
         self._main, side = pty.openpty()
         self._set_size(columns, lines)
         environment = {**os.environ, "TERM": "xterm-256color", "XDG_CACHE_HOME": str(cache)}
@@ -75,7 +76,7 @@ class Terminal:
 
     def resize(self, columns: int, lines: int) -> None:
         """As when the user drags the window's corner."""
-        self._screen.resize(lines, columns)
+        self.screen.resize(lines, columns)
         self._set_size(columns, lines)
         self.process.send_signal(signal.SIGWINCH)
 
@@ -92,7 +93,7 @@ class Terminal:
     @property
     def text(self) -> str:
         """What is on screen."""
-        return "\n".join(line.rstrip() for line in self._screen.display)
+        return "\n".join(line.rstrip() for line in self.screen.display)
 
     def type(self, keys: str) -> None:
         """Press keys; reads meanwhile, because a full terminal would stop the program."""
@@ -130,4 +131,5 @@ class Terminal:
         except OSError:  # how Linux says that the program has left
             return False
         self._stream.feed(data)
+        self.raw += data
         return bool(data)

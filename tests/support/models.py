@@ -120,3 +120,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "code of its own": (ask_for_code, "its own Python file 'model.py'"),
     "a tokenizer with code of its own": (ask_for_code_in_the_tokenizer, "cannot be loaded"),
 }
+
+
+def write_endless_model(folder: Path) -> Path:
+    """A tiny llama whose answers go on for as long as one likes: no token ends them."""
+    model = write_model(folder, max_position_embeddings=100_000, eos_token_id=999)
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    del tokenizer["eos_token"]
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return model

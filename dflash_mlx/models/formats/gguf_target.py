@@ -5,6 +5,8 @@ The tokenizer is a byte-level BPE.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,7 @@ def open_gguf(
     dtype: of what is not packed, instead of that of the scales.
     """
     tensors, metadata = read_file(path)
-    try:
+    with _usable(path):
         config = _config(metadata, tied="output.weight" not in tensors)
         count = config["num_hidden_layers"]  # before mlx-lm makes as many layers
         blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
@@ -87,6 +89,20 @@ def open_gguf(
         model = llama.Model(llama.ModelArgs.from_dict(config))
         _fill(model, _named_for(model, tensors, config), dtype)
         return model, _tokenizer(metadata), config
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The Hugging Face style config of a GGUF file alone; raises as `load_gguf` does."""
+    tensors, metadata = read_file(path)
+    with _usable(path):
+        return _config(metadata, tied="output.weight" not in tensors)
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Says of the file what is not supported, as a DFlashError."""
+    try:
+        yield
     except (ValueError, OverflowError) as error:
         raise DFlashError(f"{path.name} cannot be used: {error}", ELSEWHERE) from error
 

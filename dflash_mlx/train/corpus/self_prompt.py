@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import reprlib
 from collections.abc import Sequence
 from itertools import count, islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.json_text import parse_json
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.corpus.batch import Done, Job
@@ -152,10 +153,12 @@ def read_openings(file: Path) -> tuple[str, ...]:
     """The openings in a JSON file; DFlashError when it is missing or holds something else."""
     shape = 'give a JSON list of texts like ["Explain", "Write a story about"]'
     try:
-        openings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DFlashError(f"{file} cannot be read ({error})", shape) from None
+        openings = parse_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DFlashError(f"{file} cannot be read ({error.strerror or error})", shape) from None
+    except ValueError as error:
+        raise DFlashError(f"{file} is no JSON text ({error})", shape) from None
     are_texts = isinstance(openings, list) and all(isinstance(text, str) for text in openings)
     if not (openings and are_texts):
-        raise DFlashError(f"{file} holds {openings!r}"[:200], shape)
+        raise DFlashError(f"{file} holds {reprlib.repr(openings)}", shape)
     return tuple(openings)

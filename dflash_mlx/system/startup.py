@@ -1,0 +1,60 @@
+"""How a command begins and ends: closed descriptors, and Ctrl+C at any moment.
+
+An interrupt that falls into an import ends in a traceback, or is swallowed by the package that was
+being imported. So while a command of ours starts, and once it is done, Ctrl+C ends the program at
+once; in between it is the exception that tidies up. Imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+INTERRUPTED = 130  # exit code
+
+
+def begin() -> None:
+    """The first thing that a command does; nothing where another program imports this package."""
+    if is_command():
+        open_closed()
+        leave_on_interrupt()
+
+
+def is_command() -> bool:
+    """Whether this program is `python -m dflash_mlx...` or the script `dflash-chat`."""
+    words = [*sys.orig_argv, "-m", ""]
+    at = words.index("-m")
+    module = words[at + 1] if all(w[:1] == "-" and w != "-c" for w in words[1:at]) else ""
+    script = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return script == "dflash-chat" or module.startswith("dflash_mlx.")
+
+
+def leave_on_interrupt() -> None:
+    """From now on Ctrl+C ends a command without a word, because there is nothing to tidy up."""
+    if is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def raise_on_interrupt() -> None:
+    """From now on Ctrl+C is a KeyboardInterrupt, as in any Python program."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(*_: object) -> None:
+    os._exit(INTERRUPTED)
+
+
+def open_closed() -> None:
+    """Open the null device for standard streams that were closed, as in `program <&-`.
+
+    Else the next file that is opened gets the number 0, 1 or 2, which libraries take for something
+    else, and `sys.stdin` and its like are None.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, so this one's
+            os.set_inheritable(null, True)
+            stream = open(null, mode, encoding="utf-8")  # noqa: SIM115 - for the whole program
+            setattr(sys, name, stream)

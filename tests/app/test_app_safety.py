@@ -1,0 +1,141 @@
+"""Texts of elsewhere on screen: they are read, and command nothing. Folders that do not answer."""
+
+import asyncio
+import errno
+import os
+import threading
+
+import pytest
+from rich.segment import Segment
+from textual.color import Color
+
+from dflash_chat.conversation import Conversation, Turn
+from dflash_chat.open_screen import OpenScreen
+from dflash_chat.problems import describe
+from dflash_chat.store import Store
+from dflash_chat.terminal import Harmless
+from dflash_mlx import DecodeConfig, DFlashError
+from support.app_hostile import EACH, torment
+from support.app_scripts import in_chat, notices, say, screen_text, until
+from support.hostile import SEQUENCES, commands_in
+
+
+def test_hundreds_of_hostile_texts_are_shown_and_none_is_obeyed(tmp_path):
+    seeds = range(4)
+    assert len(seeds) * EACH >= 300
+    assert torment(tmp_path, seeds) == {}
+
+
+@pytest.mark.parametrize("text", ["plain", *SEQUENCES, "a\tb", "wide 漢字\x1b[2J", "a\nb"])
+def test_a_line_keeps_its_width_and_loses_its_commands(text):
+    before = Segment(text)
+    (after,) = Harmless().apply([before], Color(0, 0, 0))
+    assert commands_in(after.text) == [] and "\n" not in after.text and "\t" not in after.text
+    assert after.cell_length == before.cell_length
+
+
+def test_a_line_without_commands_stays_the_same_object():
+    segment = Segment("plain 漢字")
+    assert Harmless().apply([segment], Color(0, 0, 0))[0] is segment
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            DFlashError("x is missing", "name one with --model"),
+            "x is missing; name one with /model",
+        ),
+        (DFlashError("no", "use --method none"), "no; use /method none"),
+        (DFlashError("top_p is 3", "choose less", "top_p"), "top p is 3; choose less"),
+        (DFlashError("no", "raise --max-tokens"), "no; raise max tokens in /settings"),
+        (DFlashError("no", "name one with --conversations"), "no; name one with --conversations"),
+    ],
+)
+def test_advice_of_a_command_line_becomes_advice_for_the_chat(said, told):
+    assert describe(said) == told
+
+
+@in_chat()
+async def test_settings_that_cannot_be_are_refused_in_the_words_of_the_chat(app, pilot, backend):
+    await say(app, pilot, "/temperature 99")
+    assert "temperature is 99" in notices(app)[-1] and "10" in notices(app)[-1]
+    await say(app, pilot, "/temperature 0")
+    app.set_config(DecodeConfig("d2sd", branches=3))
+    await say(app, pilot, "/method dflash")
+    assert "branches is 3" in notices(app)[-1] and "/settings" in notices(app)[-1]
+    assert app.config.method == "d2sd"
+
+
+@pytest.fixture
+def talks(tmp_path):
+    """The folder of a chat, with a pipe and a folder among its conversations."""
+    store = Store(tmp_path / "talks")
+    store.save(Conversation(turns=[Turn("user", "one"), Turn("assistant", "two")]))
+    os.mkfifo(store.folder / "pipe.jsonl")
+    (store.folder / "folder.jsonl").mkdir()
+    return store
+
+
+def test_what_is_no_file_is_no_conversation(talks):
+    assert [entry.title for entry in talks.entries()] == ["one"]
+    with pytest.raises(DFlashError, match=r"pipe.jsonl cannot be read \(it is no file\)"):
+        talks.open(talks.folder / "pipe.jsonl")
+
+
+@in_chat()
+async def test_a_folder_that_does_not_answer_does_not_stop_the_screen(
+    app, pilot, backend, talks, monkeypatch
+):
+    answers = threading.Event()
+    entries = Store.entries
+
+    def slow(store):
+        answers.wait(60)
+        return entries(store)
+
+    monkeypatch.setattr(Store, "entries", slow)
+    app.prompt.text = "/open"
+    app.prompt.post_message(app.prompt.Sent("/open"))
+    await until(lambda: isinstance(app.screen, OpenScreen), pilot=Loop)
+    assert not answers.is_set(), "the screen runs while the folder is waited for"
+    answers.set()
+    await until(lambda: "one" in screen_text(app), pilot)
+    assert "pipe" not in screen_text(app)
+
+
+class Loop:
+    """A pilot that waits for no widget."""
+
+    @staticmethod
+    async def pause(delay=0.0):
+        await asyncio.sleep(delay)
+
+
+@pytest.mark.parametrize(
+    ("error", "step"),
+    [("ENOSPC", "free some space"), ("EROFS", "make it writable"), ("EACCES", "make it writable")],
+)
+def test_a_full_disk_and_a_locked_folder_are_told_apart(tmp_path, monkeypatch, error, step):
+    number = getattr(errno, error)
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("dflash_chat.store.replace_text", refuse)
+    with pytest.raises(DFlashError, match=f"{os.strerror(number)}.*; {step}"):
+        Store(tmp_path).save(Conversation(turns=[Turn("user", "x")]))
+
+
+def test_a_conversation_of_a_newer_version_is_called_that_and_kept(tmp_path):
+    store = Store(tmp_path)
+    conversation = Conversation(turns=[Turn("user", "one")])
+    store.save(conversation)
+    file = store.file_of(conversation)
+    newer = file.read_bytes().replace(b'"version": 1', b'"version": 2')
+    file.write_bytes(newer)
+    opened = store.open(file)
+    assert "newer dflash-chat" in opened.problem and "damaged;" not in opened.problem
+    assert "1 message was read" in opened.problem
+    assert opened.conversation.turns == conversation.turns
+    assert file.with_suffix(".damaged").read_bytes() == newer
