@@ -113,7 +113,8 @@ class ChatApp(App[None]):
         self.worker = Worker(lambda job, event: self.post_message(Said(job, event)))
         self.begin_capture_print(self)
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self.call_later, self.action_quit)
+        for name in (signal.SIGHUP, signal.SIGTERM):  # the window is closed, the system shuts down
+            loop.add_signal_handler(name, self.call_later, self.action_quit)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)  # from elsewhere; the key is bound
         when_hung_up(lambda: self.call_later(self.action_quit))
         self.set_interval(REFRESH, self.listener.tick)

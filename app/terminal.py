@@ -6,10 +6,12 @@ import asyncio
 import os
 import signal
 import sys
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -20,7 +22,8 @@ from dflash_mlx import for_terminal
 
 Read = Callable[[str], None]
 STDERR = 2
-_PATIENCE = 3.0  # seconds that leaving may take when the terminal is gone
+_PAUSE = 0.5  # seconds between looks at whether the terminal is there
+_PATIENCE = 3.0  # seconds that leaving may take when it is gone
 
 
 class Harmless(LineFilter):
@@ -48,18 +51,24 @@ def when_hung_up(leave: Callable[[], object]) -> None:
     """Call `leave` on the running loop when the terminal is closed; soon after, the program ends.
 
     Whatever happens: without a terminal, what Textual writes waits for ever, its input thread works
-    without a pause, and nobody can tell the program to stop.
+    without a pause, and nobody can tell the program to stop. The terminal itself is asked, since a
+    signal is not heard while the main thread waits for a lock.
     """
-    loop = asyncio.get_running_loop()
+    loop, terminal = asyncio.get_running_loop(), 0
+    if not os.isatty(terminal):
+        return
 
-    def hung_up(*_: Any) -> None:
-        end = threading.Timer(_PATIENCE, os._exit, (128 + signal.SIGHUP,))
-        end.daemon = True
-        end.start()
+    def watch() -> None:
+        with suppress(termios.error):
+            while True:
+                termios.tcgetattr(terminal)
+                time.sleep(_PAUSE)
         with suppress(RuntimeError):  # the loop is closed already
             loop.call_soon_threadsafe(leave)
+        time.sleep(_PATIENCE)
+        os._exit(128 + signal.SIGHUP)
 
-    signal.signal(signal.SIGHUP, hung_up)
+    threading.Thread(target=watch, name="terminal", daemon=True).start()
 
 
 def end_program(code: int) -> NoReturn:
@@ -91,7 +100,8 @@ def caught_stderr(read: Read) -> Iterator[None]:
     try:
         yield
     finally:
-        screen.flush()
+        with suppress(OSError):  # the terminal is gone
+            screen.flush()
         os.dup2(real, STDERR)  # the last end of the pair, so the thread meets the end of file
         sys.__stderr__ = before  # type: ignore[misc]
         thread.join(1.0)
