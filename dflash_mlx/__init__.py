@@ -30,8 +30,11 @@ from dflash_mlx.models.available import (  # noqa: E402
     check_memory,
     near_names,
 )
+from dflash_mlx.models.kept import KINDS as KEPT_KINDS  # noqa: E402
+from dflash_mlx.models.kept import Kept, find_kept, kept_files, remove_kept  # noqa: E402
 from dflash_mlx.models.load import load, load_pair  # noqa: E402
 from dflash_mlx.models.names import DEFAULT_MODEL  # noqa: E402
+from dflash_mlx.models.offers import Download, Offer, offers  # noqa: E402
 from dflash_mlx.session.responder import Request, Responder  # noqa: E402
 from dflash_mlx.session.stream import Answer, Session, TextDelta, generate, stream  # noqa: E402
 from dflash_mlx.session.templates import check_prompt, prompt_tokens  # noqa: E402
@@ -47,11 +50,15 @@ __all__ = [
     "DFlashError",
     "DecodeConfig",
     "Difference",
+    "Download",
     "Ended",
     "Failed",
     "Job",
+    "KEPT_KINDS",
+    "Kept",
     "NO_DRAFTS",
     "Observer",
+    "Offer",
     "Pair",
     "PairConfig",
     "Prefilled",
@@ -71,15 +78,19 @@ __all__ = [
     "check_memory",
     "check_prompt",
     "draws_drafts",
+    "find_kept",
     "find_method",
     "first_difference",
     "generate",
+    "kept_files",
     "load",
     "load_pair",
     "method_choices",
     "near_names",
     "needs_drafter",
+    "offers",
     "prompt_tokens",
+    "remove_kept",
     "replace_text",
     "settle",
     "split_thinking",
