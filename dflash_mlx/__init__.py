@@ -7,6 +7,7 @@ from dflash_mlx.system import blas
 
 blas.preload()  # must come before anything imports mlx
 
+from dflash_mlx.benchmark.quick import BenchStep, bench, save_bench, what_pays  # noqa: E402
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS  # noqa: E402
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
@@ -47,6 +48,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "Answer",
     "AvailableModel",
+    "BenchStep",
     "DFlashError",
     "DecodeConfig",
     "Difference",
@@ -75,6 +77,7 @@ __all__ = [
     "Worker",
     "available_memory",
     "available_models",
+    "bench",
     "check_memory",
     "check_prompt",
     "draws_drafts",
@@ -92,8 +95,10 @@ __all__ = [
     "prompt_tokens",
     "remove_kept",
     "replace_text",
+    "save_bench",
     "settle",
     "split_thinking",
     "stream",
     "token_sources",
+    "what_pays",
 ]

@@ -42,12 +42,12 @@ def _figures(runs: Sequence[Run], times: PassTimes | None) -> Figures:
     """Medians over prompts; tokens per round and acceptance over all rounds together."""
     rounds = [round_ for run in runs for round_ in run.rounds]
     total, ties = Statistics(""), NearTies()
-    for found in (run.answer.statistics for run in runs):
+    for found in (run.statistics for run in runs):
         total.drafted.update(found.drafted)
         total.accepted.update(found.accepted)
         total.modes.update(found.modes)
         ties += found.near_ties or NearTies()
-    rates = [run.answer.statistics.tokens_per_second for run in runs]
+    rates = [run.statistics.tokens_per_second for run in runs]
     plain = [run.plain.tokens_per_second for run in runs]
     return {
         "tokens_per_second": median(rates),

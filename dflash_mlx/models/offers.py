@@ -19,6 +19,7 @@ from huggingface_hub import HfApi
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.available import needed, needed_by
+from dflash_mlx.models.load import check_named
 from dflash_mlx.models.names import (
     Names,
     find_names,
@@ -183,7 +184,11 @@ class Download:
             self.ended.set()
 
     def _fetch(self) -> None:
-        """Draft models first, as they are small; loading does without those that cannot be had."""
+        """Draft models first, as they are small; loading does without those that cannot be had.
+
+        Whether all fits is known from the heads of the weight files, before any is fetched.
+        """
+        check_named(self.config).raise_first()
         parts = _parts(find_names(self.config))
         sources = [source for part in parts if (source := _find(part)).folder is None]
         files = [(source, source.to_come()) for source in sources if source.option == MODEL]

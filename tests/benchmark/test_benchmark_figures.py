@@ -26,7 +26,6 @@ from dflash_mlx.core.accept import Accepted, NearTies
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.parity import Difference
-from dflash_mlx.session.stream import Answer
 from dflash_mlx.target.pass_times import PassTimes
 from support.decoding import tree_of
 
@@ -64,8 +63,7 @@ def made_up(
         for each, n, counts in ((rate, rounds, more), (plain_rate, 1, {}))
     )
     question = BenchmarkPrompt("prompt", category, [])
-    answer = Answer("", (), "stop", own)
-    return Run(question, method, answer, seconds or {}, told, plain, difference)
+    return Run(question, method, own, seconds or {}, told, plain, difference)
 
 
 # Rounds
