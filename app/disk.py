@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from dflash_chat.sizes import amount, memory
 from dflash_mlx import (
+    DEFAULT_MODEL,
     KEPT_KINDS,
     Download,
     Kept,
@@ -45,10 +46,12 @@ def models(argv: Sequence[str]) -> None:
         if arguments.download:
             parser.error("--download needs a name")
         say(_everything(Path()))
-    elif arguments.download:
-        download(PairConfig(arguments.name))
+        return
+    config = PairConfig(None if arguments.name == DEFAULT_MODEL else arguments.name)
+    if arguments.download:
+        download(config)
     else:
-        say(_offered(PairConfig(arguments.name)))
+        say(_offered(config))
 
 
 def clean(argv: Sequence[str]) -> None:
@@ -82,9 +85,9 @@ def clean(argv: Sequence[str]) -> None:
 
 def download(config: PairConfig) -> None:
     """Fetch what is missing, with a bar on stderr; raises what the download failed with."""
-    under_way = Download(config)
+    name, under_way = plain(config.model or DEFAULT_MODEL), Download(config)
     try:
-        with tqdm(desc=plain(config.model or ""), unit="B", unit_scale=True) as bar:
+        with tqdm(desc=name, unit="B", unit_scale=True, disable=None) as bar:
             while not under_way.ended.wait(_LOOK):
                 _show(bar, under_way)
             _show(bar, under_way)
@@ -92,7 +95,7 @@ def download(config: PairConfig) -> None:
         under_way.stop()
     if under_way.error is not None:
         raise under_way.error
-    print(f"{plain(config.model or '')} is here: dflash-chat --model {plain(config.model or '')}")
+    print(f"{name} is here, as dflash-chat --model {name} and /model {name} load it.")
 
 
 def _show(bar: Any, under_way: Download) -> None:

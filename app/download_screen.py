@@ -62,7 +62,7 @@ class DownloadScreen(Dialog[PairConfig | None]):
         """On a thread of its own."""
         there = available_memory()
         try:
-            for offer in offers(self._config):
+            for offer in offers(self._config, self._everything):
                 self.post_message(self.Found(offer, there))
         except DFlashError as error:
             self.post_message(self.Found(Offer(self._config, problem=str(error)), there))
@@ -92,9 +92,9 @@ class DownloadScreen(Dialog[PairConfig | None]):
             self.dismiss(self._config)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        offer = self._offers[event.option_index]
-        if self._download is not None and not self._download.ended.is_set():
-            self._say(f"{self._download.config.model} is being fetched; Esc stops it.")
+        offer, download = self._offers[event.option_index], self._download
+        if download is not None and not (download.stopped or download.ended.is_set()):
+            self._say(f"{download.config.model} is being fetched; Esc stops it.")
         elif offer.here:
             self.dismiss(offer.config)
         else:

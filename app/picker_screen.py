@@ -16,6 +16,7 @@ from dflash_chat.download_screen import DownloadScreen
 from dflash_chat.screens import ConfirmScreen, Dialog
 from dflash_chat.sizes import amount, memory
 from dflash_mlx import (
+    DEFAULT_MODEL,
     AvailableModel,
     DFlashError,
     Kept,
@@ -85,12 +86,13 @@ class PickerScreen(Dialog[PairConfig | None]):
         Thread(target=lambda: self.post_message(ask()), daemon=True).start()
 
     def on_picker_screen_found(self, found: Found) -> None:
-        self._models = found.models
+        there = found.there
+        self._models = sorted(found.models, key=lambda m: not m.here and m.needs > there)
         options = self.query_one(OptionList)
         at = options.highlighted or 0
         options.loading = False
         options.clear_options()
-        options.add_options([Option(line(model, found.there)) for model in found.models])
+        options.add_options([Option(line(model, there)) for model in self._models])
         options.highlighted = min(at, len(found.models) - 1)
         if self.is_active:
             options.focus()
@@ -103,8 +105,8 @@ class PickerScreen(Dialog[PairConfig | None]):
             self._offer(model.config)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        if event.value.strip():
-            self._offer(PairConfig(model=event.value.strip()))
+        if name := event.value.strip():
+            self._offer(PairConfig(None if name == DEFAULT_MODEL else name))
 
     def action_variants(self) -> None:
         if (model := self._chosen()) is not None:

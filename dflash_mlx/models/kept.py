@@ -19,7 +19,7 @@ from huggingface_hub.errors import CacheNotFound
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.available import local_folders
-from dflash_mlx.models.default_model import DEFAULT_TARGET
+from dflash_mlx.models.default_model import kept_at
 from dflash_mlx.models.names import DEFAULT_MODEL
 from dflash_mlx.models.pair_folder import FILE, is_pair_folder
 from dflash_mlx.models.source import CONFIG, INDEX, Source, cache_folder
@@ -64,7 +64,7 @@ def kept_files(here: Path, cache: Path | None = None) -> list[Kept]:
     """
     cache = cache or platformdirs.user_cache_path("dflash-chat")
     found = [*_repositories(), *_folders(here), *_measured(cache)]
-    default = cache / DEFAULT_TARGET.file_name
+    default = kept_at(cache)
     found += [_of("model", DEFAULT_MODEL, default)] if default.is_file() else []
     found += [_of("unfinished", DEFAULT_MODEL, each) for each in cache.glob("download-*")]
     for kind in ("features", "emulator"):
@@ -177,10 +177,9 @@ def remove_kept(kept: Kept) -> None:
 
 def _remove_repository(kept: Kept) -> None:
     """All revisions of one repository; forks in the same cache have revisions of the same names."""
-    scanned = _scan()
-    repos = [r for r in scanned.repos if r.repo_path == kept.path] if scanned else []
-    for repo in repos:
-        alone = replace(scanned, repos=frozenset({repo}))  # type: ignore[type-var]
-        alone.delete_revisions(*(each.commit_hash for each in repo.revisions)).execute()
+    if (scanned := _scan()) is not None:
+        for repo in (each for each in scanned.repos if each.repo_path == kept.path):
+            alone = replace(scanned, repos=frozenset({repo}))
+            alone.delete_revisions(*(each.commit_hash for each in repo.revisions)).execute()
     if os.path.lexists(kept.path):  # huggingface_hub only logs what it could not remove
         raise PermissionError(13, "something in it cannot be removed")

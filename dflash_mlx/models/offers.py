@@ -14,13 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from huggingface_hub import HfApi
-
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.available import needed, needed_by
+from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
+from dflash_mlx.models.default_model import fetch as fetch_default
 from dflash_mlx.models.load import check_named
 from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
     Names,
     find_names,
     find_source,
@@ -29,7 +30,7 @@ from dflash_mlx.models.names import (
 )
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER
 from dflash_mlx.models.sizes import bits_of
-from dflash_mlx.models.source import HUB_ERRORS, MODEL, Source, cache_folder
+from dflash_mlx.models.source import MODEL, Source, cache_folder, published
 from dflash_mlx.system.files import existing
 
 QUANTISED_BY = "mlx-community"  # who publishes MLX quantisations of nearly everything
@@ -52,7 +53,7 @@ class Offer:
     @property
     def name(self) -> str:
         """Of the target."""
-        return self.config.model or ""
+        return self.config.model or DEFAULT_MODEL
 
     @property
     def here(self) -> bool:
@@ -60,21 +61,23 @@ class Offer:
         return not self.download and not self.problem
 
 
-def offers(config: PairConfig) -> Iterator[Offer]:
+def offers(config: PairConfig, everything: bool = False) -> Iterator[Offer]:
     """The model that `config` names, then its quantisations on the hub, those of few bits first.
 
     Each is asked for when it is its turn; nothing is downloaded. Of a model on this machine there
-    is no other offer. Raises DFlashError for names that no model can have.
+    is no other offer, unless `everything` is wanted. Raises DFlashError for names that no model can
+    have.
     """
     names = find_names(config)
     if names.model is None:  # the built-in one, which pip brings
-        yield Offer(config, needed_by(names))
+        missing = 0 if kept_at().is_file() else DEFAULT_TARGET.size
+        yield Offer(config, needed_by(names), missing)
         return
     drafters = [_find(part) for part in _parts(names)[1:]]
     extra = Offer(config, sum(map(_memory, drafters)), sum(map(_to_come, drafters)))
     first = _offer(config, extra)
     yield first
-    if first.here or existing(first.name) is not None:
+    if (first.here and not everything) or existing(first.name) is not None:
         return
     for name in quantisations(first.name):
         yield _offer(replace(config, model=name), extra)
@@ -82,9 +85,8 @@ def offers(config: PairConfig) -> Iterator[Offer]:
 
 def _offer(config: PairConfig, drafters: Offer) -> Offer:
     """drafters: what they take, as far as the hub says."""
-    target, *_ = _parts(find_names(config))
     try:
-        source = _find(target)
+        source = _find(_parts(find_names(config))[0])
         needs, download = needed(source), source.missing() if source.folder is None else 0
     except DFlashError as error:
         return Offer(config, problem=str(error))
@@ -96,12 +98,7 @@ def quantisations(name: str) -> list[str]:
 
     They are found by their names: the same in all but owner, case and quantisation.
     """
-    try:
-        wanted = without_quantisation(name)
-        found = HfApi().list_models(author=QUANTISED_BY, search=wanted, limit=100)
-        ids = [model.id for model in found]
-    except HUB_ERRORS:
-        return []
+    ids = published(QUANTISED_BY, without_quantisation(name))
     others = [other for other in ids if same_weights(other, name) and other != name]
     return sorted(others, key=lambda other: (bits_of(other), len(other), other))[:_MOST]
 
@@ -188,8 +185,12 @@ class Download:
 
         Whether all fits is known from the heads of the weight files, before any is fetched.
         """
+        names = find_names(self.config)
+        if names.model is None:
+            fetch_default()
+            return
         check_named(self.config).raise_first()
-        parts = _parts(find_names(self.config))
+        parts = _parts(names)
         sources = [source for part in parts if (source := _find(part)).folder is None]
         files = [(source, source.to_come()) for source in sources if source.option == MODEL]
         for source in sources:

@@ -242,6 +242,20 @@ class Source:
         return DFlashError(what, step)
 
 
+def published(author: str, text: str) -> list[str]:
+    """Ids of an author's repositories with `text` in their names; [] where the hub says nothing."""
+    asked = {"author": author, "search": text, "limit": "100"}
+    place, headers = f"{constants.ENDPOINT}/api/models", build_hf_headers()
+    try:
+        response = get_session().get(place, params=asked, headers=headers, timeout=20)
+        hf_raise_for_status(response)
+        found: Any = response.json()
+    except HUB_ERRORS:
+        return []
+    rows = found if isinstance(found, list) else []
+    return [str(row["id"]) for row in rows if isinstance(row, dict) and "id" in row]
+
+
 def cache_folder() -> Path:
     """Of the Hugging Face cache, as it is set now; it need not exist."""
     return Path(constants.HF_HUB_CACHE).expanduser()

@@ -54,7 +54,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[FakeDownload]:
     monkeypatch.setattr(picker_screen, "available_models", lambda here: LISTED)
     monkeypatch.setattr(picker_screen, "available_memory", lambda: 2 * GB)
     monkeypatch.setattr(download_screen, "available_memory", lambda: 2 * GB)
-    monkeypatch.setattr(download_screen, "offers", lambda config: iter(OFFERED))
+    monkeypatch.setattr(download_screen, "offers", lambda config, everything: iter(OFFERED))
     monkeypatch.setattr(download_screen, "Download", FakeDownload)
     return FakeDownload.made
 
@@ -148,7 +148,7 @@ async def test_a_typed_name_is_offered_and_what_cannot_be_had_is_left_to_loading
 ):
     asked = []
 
-    def offered(config):
+    def offered(config, everything):
         asked.append(config.model)
         yield Offer(config, problem="the hub cannot be reached")
 
@@ -205,7 +205,7 @@ async def test_quantisations_of_a_model_that_is_here_are_offered_with_v(
     app, pilot, backend, downloads, monkeypatch
 ):
     here = [Offer(PairConfig("./own"), GB), Offer(FOUR, GB, 2 * GB)]
-    monkeypatch.setattr(download_screen, "offers", lambda config: iter(here))
+    monkeypatch.setattr(download_screen, "offers", lambda config, everything: iter(here))
     await open_picker(app, pilot)
     await pilot.press("down", "v")
     await until(lambda: isinstance(app.screen, DownloadScreen) and len(options(app)) == 2, pilot)

@@ -66,11 +66,19 @@ def test_a_model_that_is_here_is_the_only_offer(hub, tmp_path):
     finish(Download(PAIR))
     (offer,) = offers(PAIR)
     assert offer.here
+    assert [offer.here for offer in offers(PAIR, everything=True)] == [True, False, False]
     local = PairConfig(str(hub.repositories[TARGET]), str(hub.repositories[DRAFTER]))
     (offer,) = offers(local)
     assert offer.here
+
+
+def test_the_built_in_model_is_offered_alone_whether_it_was_fetched_or_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "kept_at", lambda: tmp_path / "default.gguf")
     (offer,) = offers(PairConfig())
-    assert offer.here and offer.needs > 0
+    assert offer.needs > 0 and offer.download == module.DEFAULT_TARGET.size
+    (tmp_path / "default.gguf").write_text("")
+    (offer,) = offers(PairConfig())
+    assert offer.here
 
 
 def test_a_model_that_cannot_be_had_is_offered_with_the_reason(hub, monkeypatch):
