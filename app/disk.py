@@ -71,11 +71,12 @@ def clean(argv: Sequence[str]) -> None:
         print("Nothing was removed. Name what to remove: a name or a kind of this list.")
         return
     found = find_kept(arguments.what, kept)
-    say(_lines(found))
-    freed = amount(sum(each.size for each in found))
     if not found:
         print("Nothing of that kind is here.")
-    elif not arguments.yes:
+        return
+    say(_lines(found))
+    freed = amount(sum(each.size for each in found))
+    if not arguments.yes:
         print(f"Nothing was removed. With --yes these go, and {freed} become free.")
     else:
         for each in found:

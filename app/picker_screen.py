@@ -13,12 +13,12 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from dflash_chat.download_screen import DownloadScreen
+from dflash_chat.problems import describe
 from dflash_chat.screens import ConfirmScreen, Dialog
 from dflash_chat.sizes import amount, memory
 from dflash_mlx import (
     DEFAULT_MODEL,
     AvailableModel,
-    DFlashError,
     Kept,
     PairConfig,
     available_memory,
@@ -83,7 +83,15 @@ class PickerScreen(Dialog[PairConfig | None]):
 
     def _start(self, ask: Callable[[], Message]) -> None:
         """Post what `ask` finds; a thread that hangs keeps nobody from leaving."""
-        Thread(target=lambda: self.post_message(ask()), daemon=True).start()
+
+        def run() -> None:
+            try:
+                found = ask()
+            except Exception as error:  # the edge of a thread
+                found = self.Problem(describe(error))
+            self.post_message(found)
+
+        Thread(target=run, daemon=True).start()
 
     def on_picker_screen_found(self, found: Found) -> None:
         there = found.there
@@ -116,12 +124,7 @@ class PickerScreen(Dialog[PairConfig | None]):
         """Ask for what is there of the model; the answer asks whether to remove it."""
         if (model := self._chosen()) is not None:
             self._say("")
-            name = model.name
-            self._start(
-                lambda: self.Removable(
-                    [each for each in kept_files(Path()) if removable(each, name)]
-                )
-            )
+            self._start(lambda: self.Removable(removable(model.name)))
 
     def on_picker_screen_removable(self, found: Removable) -> None:
         if not found.kept:
@@ -131,13 +134,19 @@ class PickerScreen(Dialog[PairConfig | None]):
 
         def answer(sure: bool | None) -> None:
             if sure:
-                self._start(lambda: self.Problem(remove(found.kept)))
+                self._start(lambda: self._remove(found.kept))
 
         self.app.push_screen(ConfirmScreen(f"Remove {name} ({size}) from the disk?"), answer)
 
+    def _remove(self, kept: list[Kept]) -> Message:
+        for each in kept:
+            remove_kept(each)
+        return self.Problem("")
+
     def on_picker_screen_problem(self, problem: Problem) -> None:
         self._say(problem.text)
-        self._fill()
+        if not problem.text:
+            self._fill()
 
     def action_leave(self) -> None:
         self.dismiss(None)
@@ -167,16 +176,6 @@ def removable(name: str) -> list[Kept]:
     """What lies on the disk of the model of this name, and is the chat's or the hub's to remove."""
     kinds = ("model", "unfinished", "converted")
     return [each for each in kept_files(Path()) if each.name == name and each.kind in kinds]
-
-
-def remove(kept: list[Kept]) -> str:
-    """Remove all; what kept it from being done, "" for nothing."""
-    try:
-        for each in kept:
-            remove_kept(each)
-    except DFlashError as error:
-        return str(error)
-    return ""
 
 
 def line(model: AvailableModel, there: int) -> str:

@@ -15,7 +15,7 @@ from dflash_chat.picker_screen import PickerScreen
 from dflash_chat.screens import ConfirmScreen
 from dflash_chat.sizes import amount, memory
 from dflash_mlx import AvailableModel, DFlashError, Kept, Offer, PairConfig
-from support.app_scripts import in_chat, notices, say, screen_text, until
+from support.app_scripts import drive, in_chat, notices, say, screen_text, until
 
 GB = 10**9
 LISTED = [
@@ -134,12 +134,14 @@ async def test_a_download_that_fails_says_why_and_can_be_begun_again(
     await until(lambda: len(downloads) == 2, pilot)
 
 
-@in_chat()
-async def test_leaving_the_chat_stops_a_download(app, pilot, backend, downloads):
-    await open_offers(app, pilot)
-    await pilot.press("enter")
-    app.exit()
-    await until(lambda: downloads[0].stopped, pilot)
+def test_leaving_the_chat_stops_a_download(downloads, tmp_path):
+    async def leave(app: Any, pilot: Any, backend: Any) -> None:
+        await open_offers(app, pilot)
+        await pilot.press("enter")
+        assert not downloads[0].stopped
+
+    drive(leave, tmp_path)
+    assert downloads[0].stopped
 
 
 @in_chat()

@@ -84,19 +84,19 @@ def test_everything_is_listed_by_kind_and_name_with_its_size(here, cache):
 
 
 def test_half_a_download_is_called_unfinished(hub, cache, tmp_path):
-    (tmp_path / "hub").rename(tmp_path / "before")
+    (snapshot,) = (tmp_path / "hub").glob("models--owner--model/snapshots/*")
+    (snapshot / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (hub.repositories[TARGET] / "model.safetensors.index.json").write_text(json.dumps(index))
-    snapshot_download(TARGET, allow_patterns=["*.json"])
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     part = next((tmp_path / "hub").glob("models--owner--model/blobs")) / "1.incomplete"
     part.write_bytes(b"z" * 300)
-    found = find_kept([TARGET], kept_files(tmp_path / "before", cache))
+    found = find_kept([TARGET], kept_files(tmp_path / "none", cache))
     unfinished = [(each.size == 300, each.repository) for each in found[:2]]
     assert sorted(unfinished) == [(False, True), (True, False)]
     assert {each.kind for each in found[:2]} == {"unfinished"}
     for each in found:
         remove_kept(each)
-    assert find_kept(["unfinished"], kept_files(tmp_path / "before", cache / "none")) == []
+    assert find_kept(["unfinished"], kept_files(tmp_path / "none", cache / "none")) == []
 
 
 @pytest.mark.parametrize(
