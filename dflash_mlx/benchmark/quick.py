@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from dflash_mlx.benchmark.figures import summarise
+from dflash_mlx.benchmark.figures import Figures, summarise
 from dflash_mlx.benchmark.measure import Run, run_all
 from dflash_mlx.benchmark.plots import draw_speed
 from dflash_mlx.benchmark.prompts import questions
@@ -68,8 +68,8 @@ def bench(
 
 def what_pays(report: Report, drafters: int) -> str:
     """One sentence on the fastest method. drafters: draft models of the pair, for its name."""
-    methods = report["methods"]
-    best = max(methods, key=lambda name: methods[name]["speedup"])
+    methods: dict[str, Figures] = report["methods"]
+    best: str = max(methods, key=lambda name: methods[name]["speedup"])
     figures, plain = methods[best], methods[PLAIN]["tokens_per_second"]
     if best == PLAIN or figures["speedup"] < PAYS:
         return (
@@ -77,15 +77,16 @@ def what_pays(report: Report, drafters: int) -> str:
             f"as plain decoding, which writes {plain:.1f} tokens a second"
         )
     label = find_method(best.partition(":")[0]).called(drafters)
-    kinds = {kind: found[best]["speedup"] for kind, found in report["categories"].items()}
-    most, least = max(kinds, key=lambda kind: kinds[kind]), min(kinds, key=lambda kind: kinds[kind])
-    ranged = f", most for {most} ({kinds[most]:.2f}), least for {least} ({kinds[least]:.2f})"
-    return (
+    by_kind: dict[str, dict[str, Figures]] = report["categories"]
+    kinds = {kind: float(found[best]["speedup"]) for kind, found in by_kind.items()}
+    most, least = (pick(kinds, key=lambda kind: kinds[kind]) for pick in (max, min))
+    text = (
         f"{label} pays on this machine: {figures['speedup']:.2f} times as fast as plain decoding "
         f"({figures['tokens_per_second']:.1f} against {plain:.1f} tokens a second)"
-        + ranged
-        * (most != least)
     )
+    if most == least:
+        return text
+    return f"{text}, most for {most} ({kinds[most]:.2f}), least for {least} ({kinds[least]:.2f})"
 
 
 def save_bench(report: Report, folder: Path, prompts: int) -> tuple[list[Path], str]:

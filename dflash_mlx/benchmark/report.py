@@ -75,7 +75,7 @@ def save(file: Path, report: Report, runs: Sequence[Run] | None = None) -> None:
 def read_report(file: Path) -> Report:
     """A report to go on with; DFlashError for anything else."""
     try:
-        found: Any = json.loads(file.read_text(encoding="utf-8"))
+        found: Report = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DFlashError(f"there is no report {file} to go on with", _ANEW) from None
     except (OSError, ValueError, RecursionError) as error:
