@@ -128,13 +128,18 @@ def _everything(here: Path) -> Iterator[str]:
 
 
 def _lines(kept: Sequence[Kept]) -> Iterator[str]:
-    """One for each, and their sum."""
-    width = max((len(each.name) for each in kept), default=0)
+    """One for each name of a kind, and their sum."""
+    named: dict[tuple[str, str], list[Kept]] = {}
     for each in kept:
-        day = datetime.fromtimestamp(each.changed).date()
-        name = f"{each.name:<{width}}" if str(each.path) != each.name else each.name
-        place = "" if str(each.path) == each.name else _short(each.path)
-        yield f"{each.kind:<11}  {amount(each.size):>9}  {day}  {name}  {place}".rstrip()
+        named.setdefault((each.kind, each.name), []).append(each)
+    width = max((len(name) for _, name in named), default=0)
+    for (kind, name), some in named.items():
+        day = datetime.fromtimestamp(max(each.changed for each in some)).date()
+        path = some[0].path if len(some) == 1 else some[0].path.parent
+        place = "" if str(path) == name else _short(path)
+        place += f" ({len(some)} files)" * (len(some) > 1)
+        size = amount(sum(each.size for each in some))
+        yield f"{kind:<11}  {size:>9}  {day}  {name:<{width}}  {place}".rstrip()
     total = sum(each.size for each in kept)
     yield f"{'all':<11}  {amount(total):>9}" if kept else "Nothing is here yet."
 

@@ -46,6 +46,15 @@ def test_what_is_here_and_what_could_be_downloaded_is_listed(hub, tmp_path, caps
     assert "about   2.25 GB" in line and "needs about" in line
 
 
+def test_several_calibrations_of_a_model_are_one_line(hub, tmp_path, capsys):
+    text = json.dumps({"model": TARGET})
+    (tmp_path / "own" / "timing" / "fedcba9876543210.json").write_text(text)
+    main.run(["clean", "calibrations"])
+    line, total, _ = capsys.readouterr().out.splitlines()
+    assert TARGET in line and str(tmp_path / "own" / "timing") + " (2 files)" in line
+    assert total.split() == ["all", "0.1", "kB"] == ["all", *line.split()[1:3]]
+
+
 def test_a_model_is_described_with_its_quantisations_and_fetched(hub, capsys):
     main.run(["models", TARGET])
     lines = capsys.readouterr().out.splitlines()
