@@ -71,28 +71,23 @@ def _save(step: BenchStep, folder: Path) -> str:
 def table(report: dict[str, Any], drafters: int, width: int) -> list[str]:
     """A line for each method with a bar for its speed, then the fastest one's by kind of prompt.
 
-    width: of a line; without room for bars there are none. drafters: of the pair, for names.
+    All bars have one scale. width: of a line; without room for bars there are none. drafters: of
+    the pair, for names.
     """
     methods = report["methods"]
-    most = max(figures["speedup"] for figures in methods.values())
-    lines = [_HEAD]
-    for name, figures in methods.items():
-        told = _FIGURES.format(**figures)
-        lines.append(_line(_label(name, drafters), told, figures["speedup"] / most, width))
     best = max(methods, key=lambda name: methods[name]["speedup"])
+    kinds = {kind: found[best] for kind, found in report["categories"].items()}
+    most = max(figures["speedup"] for figures in (*methods.values(), *kinds.values()))
+
+    def line(label: str, figures: dict[str, Any]) -> str:
+        told = f"{label[:_LABEL]:<{_LABEL}}{_FIGURES.format(**figures)}"
+        return told + bar(figures["speedup"] / most, width - len(told))
+
+    lines = [_HEAD, *(line(_label(name, drafters), methods[name]) for name in methods)]
     if best != NO_DRAFTS:
-        kinds = {kind: found[best] for kind, found in report["categories"].items()}
-        most = max(figures["speedup"] for figures in kinds.values())
         lines += ["", f"{_label(best, drafters)} by kind of prompt"]
-        for kind, figures in kinds.items():
-            told = _FIGURES.format(**figures)
-            lines.append(_line(f"  {kind}", told, figures["speedup"] / most, width))
+        lines += [line(f"  {kind}", kinds[kind]) for kind in kinds]
     return lines
-
-
-def _line(label: str, figures: str, share: float, width: int) -> str:
-    line = f"{label[:_LABEL]:<{_LABEL}}{figures}"
-    return line + bar(share, width - len(line))
 
 
 def _label(name: str, drafters: int) -> str:
