@@ -152,6 +152,7 @@ def _short(path: Path) -> str:
 
 def _offered(config: PairConfig) -> Iterator[str]:
     there = available_memory()
+    yield f"{amount(there)} of memory are there"
     for offer in offers(config):
         if offer.problem:
             yield f"{offer.name}  {offer.problem}"

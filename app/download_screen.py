@@ -13,7 +13,15 @@ from textual.widgets.option_list import Option
 from dflash_chat.problems import describe
 from dflash_chat.screens import Dialog
 from dflash_chat.sizes import amount, memory
-from dflash_mlx import DFlashError, Download, Offer, PairConfig, available_memory, offers
+from dflash_mlx import (
+    DEFAULT_MODEL,
+    DFlashError,
+    Download,
+    Offer,
+    PairConfig,
+    available_memory,
+    offers,
+)
 
 _LOOK = 0.2  # seconds between looks at how far a download is
 
@@ -42,7 +50,7 @@ class DownloadScreen(Dialog[PairConfig | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog") as dialog:
-            dialog.border_title = self._config.model or "Model"
+            dialog.border_title = self._config.model or DEFAULT_MODEL
             dialog.border_subtitle = "Enter fetches and loads, Esc stops or leaves"
             yield Static("asking the hub ...", id="state", markup=False)
             yield OptionList(markup=False)
@@ -70,6 +78,8 @@ class DownloadScreen(Dialog[PairConfig | None]):
 
     def on_download_screen_found(self, found: Found) -> None:
         offer, first = found.offer, not self._offers
+        name = self._config.model or DEFAULT_MODEL
+        self.query_one(".dialog").border_title = f"{name}, {amount(found.there)} of memory"
         if offer is None:
             self._end_of_offers()
         elif first and offer.here and not self._everything:

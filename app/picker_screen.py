@@ -95,6 +95,7 @@ class PickerScreen(Dialog[PairConfig | None]):
 
     def on_picker_screen_found(self, found: Found) -> None:
         there = found.there
+        self.query_one(".dialog").border_title = f"Models, {amount(there)} of memory"
         self._models = sorted(found.models, key=lambda m: not m.here and m.needs > there)
         options = self.query_one(OptionList)
         at = options.highlighted or 0
@@ -179,9 +180,10 @@ def removable(name: str) -> list[Kept]:
 
 
 def line(model: AvailableModel, there: int) -> str:
-    """What a model is, and below it the memory that it needs and its drafter."""
-    size = f", about {amount(model.download)} with 4 bits a weight" if model.download else ""
+    """What a model is, and below it the memory that it needs, its drafter and notes."""
+    size = f", about {amount(model.download)} at 4 bits" if model.download else ""
     about = "" if model.here else "about "
     needs = memory(model.needs, there, about) if model.needs else ""
-    details = "; ".join(part for part in (needs, model.drafter, model.notes) if part)
-    return f"{model.name}  {model.place}{size}" + f"\n  {details}" * bool(details)
+    details = "; ".join(part for part in (needs, model.drafter) if part)
+    lines = [f"{model.name}  {model.place}{size}", details, model.notes]
+    return "\n  ".join(line for line in lines if line)

@@ -12,6 +12,6 @@ def amount(count: float) -> str:
 
 
 def memory(needs: int, there: int, about: str = "") -> str:
-    """Whether a model fits. about: before the amount, where it is a guess."""
+    """What a model needs, and whether that is there. about: before an amount that is a guess."""
     fits = "fits" if needs <= there else "does not fit"
-    return f"needs {about}{amount(needs)} of {amount(there)}, {fits}"
+    return f"needs {about}{amount(needs)}, {fits}"

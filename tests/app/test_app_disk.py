@@ -57,7 +57,8 @@ def test_several_calibrations_of_a_model_are_one_line(hub, tmp_path, capsys):
 
 def test_a_model_is_described_with_its_quantisations_and_fetched(hub, capsys):
     main.run(["models", TARGET])
-    lines = capsys.readouterr().out.splitlines()
+    memory, *lines = capsys.readouterr().out.splitlines()
+    assert "GB of memory" in memory
     assert [line.split()[0] for line in lines] == [TARGET, QUANTISED]
     assert all("to download" in line and "needs" in line for line in lines)
     main.run(["models", QUANTISED, "--download"])
