@@ -65,9 +65,11 @@ def main(argv: Sequence[str]) -> None:
         report = measure(pair, asked, methods, report, runs, arguments.json)
     else:
         report = before
-    print(format_report(report), flush=True)
-    if arguments.json is not None:
-        save(arguments.json, report)
+    try:
+        if arguments.json is not None:
+            save(arguments.json, report)
+    finally:  # neither a full disk nor a reader who has left takes the other
+        print(format_report(report), flush=True)
     if arguments.plots is not None:
         draw_all(report, arguments.plots)
 

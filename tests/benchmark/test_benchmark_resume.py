@@ -115,6 +115,29 @@ def test_a_finished_report_is_shown_again(folders, tmp_path, monkeypatch, capsys
     assert capsys.readouterr().out == printed
 
 
+def test_a_report_is_whole_though_nobody_reads_what_is_printed(folders, tmp_path, monkeypatch):
+    def leave(report: Any) -> str:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(benchmark, "format_report", leave)
+    with pytest.raises(BrokenPipeError):
+        run(folders, tmp_path / "report.json", "--limit", "1")
+    assert json.loads((tmp_path / "report.json").read_text())["finished"] is True
+
+
+def test_a_table_is_printed_though_the_report_cannot_be_kept(
+    folders, tmp_path, monkeypatch, capsys
+):
+    def refuse(file: Path, report: Any, runs: Any = None) -> None:
+        if runs is None:
+            raise DFlashError("the disk is full", "free some space")
+
+    monkeypatch.setattr(benchmark, "save", refuse)
+    with pytest.raises(DFlashError, match="the disk is full"):
+        run(folders, tmp_path / "report.json", "--limit", "1")
+    assert "| all | none |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "values"),
     [
