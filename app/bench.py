@@ -77,7 +77,7 @@ def table(report: dict[str, Any], drafters: int, width: int) -> list[str]:
     methods = report["methods"]
     best = max(methods, key=lambda name: methods[name]["speedup"])
     kinds = {kind: found[best] for kind, found in report["categories"].items()}
-    most = max(figures["speedup"] for figures in (*methods.values(), *kinds.values()))
+    most = max(figures["speedup"] for figures in (*methods.values(), *kinds.values())) or 1.0
 
     def line(label: str, figures: dict[str, Any]) -> str:
         told = f"{label[:_LABEL]:<{_LABEL}}{_FIGURES.format(**figures)}"
