@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
+from dflash_chat.bench import BenchRequest, run_bench
 from dflash_chat.race import race
 from dflash_mlx import (
     DFlashError,
@@ -63,6 +64,10 @@ class Backend:
     def race(self, request: Request) -> Events:
         """Decode plainly and with drafts: RaceSteps, then a RaceResult."""
         yield from race(self._loaded().pair, request)
+
+    def bench(self, asked: BenchRequest) -> Events:
+        """Answer a dozen prompts with every method: BenchSteps, then a BenchResult."""
+        yield from run_bench(self._loaded().pair, asked)
 
     def _loaded(self) -> Responder:
         if self._responder is None:

@@ -17,6 +17,7 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from dflash_chat.backend import Backend
+from dflash_chat.bench import BenchRequest
 from dflash_chat.commands import COMMANDS, Call, Command, parse
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.draft_panel import DraftPanel
@@ -195,6 +196,10 @@ class ChatApp(App[None]):
         """Decode plainly and with drafts, side by side."""
         return self.worker.submit(lambda job: self._backend.race(request))
 
+    def bench(self, asked: BenchRequest) -> Job:
+        """Compare the methods on a dozen prompts."""
+        return self.worker.submit(lambda job: self._backend.bench(asked))
+
     def measure(self) -> Job:
         """Time the passes of the pair, before anybody waits for them."""
         again = self.config.recalibrate
@@ -226,8 +231,8 @@ class ChatApp(App[None]):
         selected = self.screen.get_selected_text() or self.prompt.selected_text
         if selected:
             self.copy_to_clipboard(selected)
-        elif self.listener.race is not None:
-            self.listener.race.action_leave()
+        elif (comparing := self.listener.race or self.listener.bench) is not None:
+            comparing.action_leave()
         elif self.listener.job is not None:
             await self.listener.stop()
         else:

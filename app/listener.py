@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash_chat.backend import Loaded, Timed
+from dflash_chat.bench import BenchResult
+from dflash_chat.bench_screen import BenchScreen
 from dflash_chat.conversation import UNFINISHED, Turn
 from dflash_chat.pace import Pace
 from dflash_chat.problems import describe
@@ -17,6 +19,7 @@ from dflash_chat.status import Progress
 from dflash_mlx import (
     AUTO,
     DEFAULT_MODEL,
+    BenchStep,
     Ended,
     Failed,
     Job,
@@ -37,14 +40,15 @@ SAVE_EVERY = 1.0  # seconds after which what was said of an answer is saved agai
 class Listener:
     """Hears the worker for an app, and draws what it said at a pace of its own.
 
-    job: the answer that is being written. race: the race on screen. waiting: jobs that print their
-    progress. dirty: whether something was heard that is not on screen yet.
+    job: the answer that is being written. race, bench: the one on screen. waiting: jobs that print
+    their progress. dirty: whether something was heard that is not on screen yet.
     """
 
     def __init__(self, app: ChatApp) -> None:
         self._app = app
         self.job: Job | None = None
         self.race: RaceScreen | None = None
+        self.bench: BenchScreen | None = None
         self.waiting: set[Job] = set()
         self.dirty = False
         self._loads: dict[Job, PairConfig] = {}
@@ -85,6 +89,9 @@ class Listener:
                 await self._failed(job, describe(event.error))
             case RaceStep() | RaceResult():
                 self._raced(job, event)
+            case BenchStep() | BenchResult():
+                if self.bench is not None and self.bench.job is job:
+                    self.bench.take(event)
             case _ if self.job is job:
                 await self._answering(event)
 
@@ -218,6 +225,8 @@ class Listener:
             await self._answer_failed(problem)
         elif self.race is not None and self.race.job is job:
             self.race.fail(problem)
+        elif self.bench is not None and self.bench.job is job:
+            self.bench.fail(problem)
         else:
             await self._app.say(problem, "error")
 

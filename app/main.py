@@ -31,22 +31,28 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Answer `--prompt`, or piped standard input, or open the chat."""
+    """Answer `--prompt`, or piped standard input, or open the chat; or clear up the disk."""
+    if argv[:1] in (["models"], ["clean"]):
+        from dflash_chat import disk
+
+        {"models": disk.models, "clean": disk.clean}[argv[0]](argv[1:])
+        return
     arguments = _parser().parse_args(argv)
     config = cli.read_decode_config(arguments)
     chat = cli.read_options(arguments, ChatConfig)
     prompt = _one_prompt(arguments)
-    if prompt is not None:
-        _check_one_prompt(arguments)
     if prompt is None:
         _talk(cli.read_pair_config(arguments), config, chat)
     else:
+        _check_one_prompt(arguments)
         _answer(arguments, config, chat, prompt)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(
-        prog=PROGRAM, description="Chat with a language model, fast, on your own machine."
+        prog=PROGRAM,
+        description="Chat with a language model, fast, on your own machine. dflash-chat models and "
+        "dflash-chat clean list, fetch and remove what lies on the disk.",
     )
     parser.add_argument("--prompt", help="answer this and leave, - reads standard input")
     cli.add_options(parser, ChatConfig, PairConfig, DecodeConfig, SamplingConfig)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash_chat.bench import BenchRequest
+from dflash_chat.bench_screen import BenchScreen
 from dflash_chat.commands import Call, help_rows
 from dflash_chat.conversation import LONGEST_TITLE, Conversation, code_blocks
 from dflash_chat.figures import statistics_rows
@@ -99,6 +101,20 @@ class CommandRunner:
             raise DFlashError("a race is being run", "leave it with Esc first")
         app.listener.race = RaceScreen(app.race(app.request(text or None)))
         app.push_screen(app.listener.race, self._race_left)
+
+    async def _bench(self, methods: str) -> None:
+        app = self._app
+        self._need_idle()
+        if app.listener.race is not None or app.listener.bench is not None:
+            raise DFlashError("a comparison is being run", "leave it with Esc first")
+        names = tuple(name.strip() for name in methods.split(",") if name.strip())
+        folder = app.store.folder / "benchmarks"
+        asked = BenchRequest(app.pair_config, app.config.sampling, names, folder)
+        app.listener.bench = BenchScreen(app.bench(asked), app.pair)
+        app.push_screen(app.listener.bench, self._bench_left)
+
+    def _bench_left(self, _: None) -> None:
+        self._app.listener.bench = None
 
     def _race_left(self, _: None) -> None:
         self._app.listener.race = None

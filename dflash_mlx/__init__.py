@@ -11,6 +11,7 @@ from dflash_mlx.system import blas  # noqa: E402
 
 blas.preload()  # must come before anything imports mlx
 
+from dflash_mlx.benchmark.quick import BenchStep, bench, save_bench, what_pays  # noqa: E402
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS  # noqa: E402
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
@@ -35,8 +36,11 @@ from dflash_mlx.models.available import (  # noqa: E402
     check_memory,
     near_names,
 )
+from dflash_mlx.models.kept import KINDS as KEPT_KINDS  # noqa: E402
+from dflash_mlx.models.kept import Kept, find_kept, kept_files, remove_kept  # noqa: E402
 from dflash_mlx.models.load import load, load_pair  # noqa: E402
 from dflash_mlx.models.names import DEFAULT_MODEL  # noqa: E402
+from dflash_mlx.models.offers import Download, Offer, offers  # noqa: E402
 from dflash_mlx.session.responder import Request, Responder  # noqa: E402
 from dflash_mlx.session.stream import Answer, Session, TextDelta, generate, stream  # noqa: E402
 from dflash_mlx.session.templates import check_prompt, prompt_tokens  # noqa: E402
@@ -50,14 +54,19 @@ __all__ = [
     "DEFAULT_MODEL",
     "Answer",
     "AvailableModel",
+    "BenchStep",
     "DFlashError",
     "DecodeConfig",
     "Difference",
+    "Download",
     "Ended",
     "Failed",
     "Job",
+    "KEPT_KINDS",
+    "Kept",
     "NO_DRAFTS",
     "Observer",
+    "Offer",
     "Pair",
     "PairConfig",
     "Prefilled",
@@ -74,23 +83,30 @@ __all__ = [
     "Worker",
     "available_memory",
     "available_models",
+    "bench",
     "check_given",
     "check_memory",
     "check_prompt",
     "draws_drafts",
+    "find_kept",
     "find_method",
     "first_difference",
     "for_terminal",
     "generate",
+    "kept_files",
     "load",
     "load_pair",
     "method_choices",
     "near_names",
     "needs_drafter",
+    "offers",
     "prompt_tokens",
+    "remove_kept",
     "replace_text",
+    "save_bench",
     "settle",
     "split_thinking",
     "stream",
     "token_sources",
+    "what_pays",
 ]

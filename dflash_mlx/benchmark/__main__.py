@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from tqdm import tqdm
 
 from dflash_mlx.benchmark.figures import summarise
-from dflash_mlx.benchmark.measure import run_all, separate_rows
+from dflash_mlx.benchmark.measure import Run, run_all, separate_rows
 from dflash_mlx.benchmark.plots import draw_all
-from dflash_mlx.benchmark.prompts import describe_lengths, questions, read_contexts
+from dflash_mlx.benchmark.prompts import BenchmarkPrompt, questions, read_contexts
+from dflash_mlx.benchmark.report import (
+    FINISHED,
+    Report,
+    describe,
+    finished_runs,
+    read_report,
+    save,
+    settings,
+)
 from dflash_mlx.benchmark.selection import expand, read_methods, settle_all
-from dflash_mlx.benchmark.tables import CHANGES, format_report
+from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
-from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.cli.prompts import first_of_each, name_of, read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.method import BRANCHES
 from dflash_mlx.drafters.ngram import DEFAULT_SIZE
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.system.files import write_report
-from dflash_mlx.system.machine import describe_machine, describe_versions
 from dflash_mlx.target.pass_times import PassTimes, stored_times
 
 PROGRAM = "dflash_mlx.benchmark"
@@ -33,53 +39,79 @@ PROGRAM = "dflash_mlx.benchmark"
 def main(argv: Sequence[str]) -> None:
     """Run the benchmark. Raises DFlashError for bad input, before any work."""
     arguments = parser().parse_args(argv)
-    rows = read_prompts(arguments.prompts, arguments.limit)
+    source = read_prompts(arguments.prompts, None)
+    rows = first_of_each(source, arguments.limit)
     contexts = read_contexts(arguments.context)
-    config = cli.read_decode_config(arguments)
-    config = replace(config, sampling=config.sampling.with_seed())
+    before = read_before(arguments)
+    config = read_config(arguments, before)
     methods = read_methods(arguments.methods, config)
     sweep = arguments.sweep
     checked = methods if sweep is None else expand(sweep, methods, largest_block=2)[0]
     check_outputs(arguments.prompts, arguments.json, arguments.plots)
     pair = cli.open_pair(arguments, *checked.values())
-    methods, report = settle_all(methods, pair.means), describe(arguments, pair)
+    methods, report = (
+        settle_all(methods, pair.means),
+        describe(pair, cli.read_pair_config(arguments)),
+    )
     if sweep is not None:
         largest = min((model.block_size for model in pair.drafters), default=DEFAULT_SIZE)
         methods, report["sweep"] = expand(sweep, methods, largest)
-    source = read_prompts(arguments.prompts, None)
     asked = questions(pair.tokenizer, rows, contexts, source, pair.template)
-    report["settings"] |= {
-        "prompts": len(asked),
-        "prompt_tokens": describe_lengths(asked),
-        "sampling": asdict(config.sampling),
-        "methods": {
-            name: asdict(replace(method, branches=method.branches or BRANCHES))
-            for name, method in methods.items()
-        },
-    }
-    times = merge_times(pair, methods)
-    report |= summarise(run_all(pair, asked, methods), times)
-    print(format_report(report), flush=True)
-    if arguments.json is not None:
-        write_report(arguments.json, json.dumps(report, indent=1) + "\n")
+    file = Path(name_of(arguments.prompts)).name
+    report["settings"] = {"prompts_file": file, "limit": arguments.limit}
+    report["settings"] |= settings(asked, methods, config.sampling)
+    runs = [] if before is None else finished_runs(before, report, asked, arguments.json)
+    if before is None or not before[FINISHED]:
+        report = measure(pair, asked, methods, report, runs, arguments.json)
+    else:
+        report = before
+    try:
+        if arguments.json is not None:
+            save(arguments.json, report)
+    finally:  # neither a full disk nor a reader who has left takes the other
+        print(format_report(report), flush=True)
     if arguments.plots is not None:
         draw_all(report, arguments.plots)
 
 
-def describe(arguments: argparse.Namespace, pair: Pair) -> dict[str, Any]:
-    """What is measured on what."""
-    config = cli.read_pair_config(arguments)
-    return {
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "pair": {
-            "target": pair.target.name,
-            "drafter": pair.drafter_name,
-            **{name: getattr(config, name) for name in CHANGES},
-            "notes": list(pair.notes),
-        },
-        "settings": {"prompts_file": arguments.prompts.name, "limit": arguments.limit},
-    }
+def measure(
+    pair: Pair,
+    asked: Sequence[BenchmarkPrompt],
+    methods: Mapping[str, DecodeConfig],
+    report: Report,
+    runs: list[Run],
+    file: Path | None,
+) -> Report:
+    """The report with figures. runs: of prompts that are finished already; file: kept up to date.
+
+    What is finished is in the file after every prompt, so that nothing can take more than one.
+    """
+    times, done = merge_times(pair, methods), len(runs) // len(methods)
+    with tqdm(total=len(asked), initial=done, unit="prompt") as bar:
+        for some in run_all(pair, asked, methods, done):
+            runs += some
+            bar.update(bool(some))
+            if some and file is not None:
+                save(file, report | summarise(runs, times), runs)
+    return report | summarise(runs, times)
+
+
+def read_before(arguments: argparse.Namespace) -> Report | None:
+    """The report to go on with, None for a new one; DFlashError where there is none."""
+    if not arguments.resume:
+        return None
+    if arguments.json is None:
+        raise DFlashError("--resume has no report to go on with", "name it with --json")
+    return read_report(arguments.json)
+
+
+def read_config(arguments: argparse.Namespace, before: Report | None) -> DecodeConfig:
+    """Settings of all methods, with a seed: the earlier report's, unless one was given."""
+    config = cli.read_decode_config(arguments)
+    sampling = config.sampling
+    if before is not None and sampling.seed is None:
+        sampling = replace(sampling, seed=before["settings"]["sampling"].get("seed"))
+    return replace(config, sampling=sampling.with_seed())
 
 
 def merge_times(pair: Pair, methods: Mapping[str, DecodeConfig]) -> PassTimes | None:
@@ -94,7 +126,10 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = cli.Parser(prog=PROGRAM, description="Compare decoding methods on a set of prompts.")
     result.add_argument(
-        "--prompts", type=Path, required=True, help="JSON lines with id, category and messages"
+        "--prompts",
+        type=Path,
+        required=True,
+        help="JSON lines with id, category and messages; - reads standard input",
     )
     result.add_argument(
         "--methods",
@@ -114,7 +149,14 @@ def parser() -> argparse.ArgumentParser:
         "several lengths, as in 128,4096, are compared in one run",
     )
     result.add_argument("--limit", type=int, help="use the first N prompts of each category")
-    result.add_argument("--json", type=Path, help="write the report here")
+    result.add_argument(
+        "--json", type=Path, help="keep the report here; after Ctrl+C it has what was finished"
+    )
+    result.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with what the report of --json lacks; it must have the same settings",
+    )
     result.add_argument("--plots", type=Path, help="draw the report into this folder (PNG)")
     cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, without=["method"])
     return result

@@ -39,20 +39,24 @@ def groups(report: dict[str, Any]) -> dict[str, dict[str, Figures]]:
 
 
 def _figures(runs: Sequence[Run], times: PassTimes | None) -> Figures:
-    """Medians over prompts; tokens per round and acceptance over all rounds together."""
+    """Medians over prompts; tokens per round and acceptance over all rounds together.
+
+    Answers that ended with their first token, which the prompt's own pass gave, have no speed.
+    """
     rounds = [round_ for run in runs for round_ in run.rounds]
     total, ties = Statistics(""), NearTies()
-    for found in (run.answer.statistics for run in runs):
+    for found in (run.statistics for run in runs):
         total.drafted.update(found.drafted)
         total.accepted.update(found.accepted)
         total.modes.update(found.modes)
         ties += found.near_ties or NearTies()
-    rates = [run.answer.statistics.tokens_per_second for run in runs]
-    plain = [run.plain.tokens_per_second for run in runs]
+    timed = [run for run in runs if run.statistics.rounds and run.plain.rounds]
+    rates = [run.statistics.tokens_per_second for run in timed]
+    plain = [run.plain.tokens_per_second for run in timed]
     return {
-        "tokens_per_second": median(rates),
-        "speedup": median(own / other for own, other in zip(rates, plain, strict=True)),
-        "ratio_of_medians": median(rates) / median(plain),
+        "tokens_per_second": _middle(rates),
+        "speedup": _middle([own / other for own, other in zip(rates, plain, strict=True)]),
+        "ratio_of_medians": _middle(rates) / (_middle(plain) or 1.0),
         "mean_accepted": fmean([round_.tokens for round_ in rounds] or [0]),
         "rows_per_round": fmean([round_.rows for round_ in rounds] or [0]),
         "acceptance_rate": total.acceptance_rate,
@@ -66,8 +70,13 @@ def _figures(runs: Sequence[Run], times: PassTimes | None) -> Figures:
         "first_differences": [
             {"id": run.question.id, **asdict(run.difference)} for run in runs if run.difference
         ],
-        "round_ms": {term: median(run.round_ms(term) for run in runs) for term in TERMS},
+        "round_ms": {term: _middle([run.round_ms(term) for run in timed]) for term in TERMS},
     }
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The median, 0 of nothing."""
+    return median(values) if values else 0.0
 
 
 def committed(rounds: Sequence[RoundFigures]) -> dict[str, int]:

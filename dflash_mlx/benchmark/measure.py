@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp
-
-from tqdm import tqdm
 
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.core.config import PLAIN, DecodeConfig
@@ -74,12 +72,13 @@ def separate_rows(config: DecodeConfig, block: int) -> int | None:
 class Run:
     """One answer with one method, beside the plain answer to the same prompt.
 
-    seconds: that its rounds spent by term. difference: None where the tokens are the plain ones.
+    statistics, plain: of the two. seconds: that its rounds spent by term. difference: None where
+    the tokens are the plain ones.
     """
 
     question: BenchmarkPrompt
     method: str
-    answer: Answer
+    statistics: Statistics
     seconds: Mapping[str, float]
     rounds: tuple[RoundFigures, ...]
     plain: Statistics
@@ -88,16 +87,21 @@ class Run:
     def round_ms(self, term: str) -> float:
         """Milliseconds per round in one of TERMS; "overhead" is what the other terms leave."""
         known = {name: self.seconds.get(name, 0.0) for name in TERMS[:-1]}
-        overhead = self.answer.statistics.decode_seconds - sum(known.values())
-        return 1e3 * known.get(term, overhead) / self.answer.statistics.rounds
+        overhead = self.statistics.decode_seconds - sum(known.values())
+        return 1e3 * known.get(term, overhead) / self.statistics.rounds
 
 
 def run_all(
-    pair: Pair, questions: Sequence[BenchmarkPrompt], methods: dict[str, DecodeConfig]
-) -> list[Run]:
+    pair: Pair,
+    questions: Sequence[BenchmarkPrompt],
+    methods: Mapping[str, DecodeConfig],
+    done: int = 0,
+) -> Iterator[list[Run]]:
     """All answers, after one unmeasured answer with each method.
 
-    The order of the methods turns from prompt to prompt, so that none is always the first.
+    Yields the runs of each prompt when it is finished, and [] after each of its answers, so that
+    whoever asks may leave. The order of the methods turns from prompt to prompt, so that none is
+    always the first. done: prompts that were finished before.
     """
     for config in methods.values():
         session = Session(pair, config)
@@ -105,16 +109,20 @@ def run_all(
             session.check(question.tokens)
     for config in methods.values():
         answer(pair, questions[0].tokens, replace(config, max_tokens=8))
-    runs, names = [], list(methods)
-    for i, question in enumerate(tqdm(questions, unit="prompt")):
-        turned = names[i % len(names) :] + names[: i % len(names)]
-        answers = {name: answer(pair, question.tokens, methods[name]) for name in turned}
+    names = list(methods)
+    for i, question in list(enumerate(questions))[done:]:
+        answers = {}
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            answers[name] = answer(pair, question.tokens, methods[name])
+            yield []
         plain, *_ = answers[PLAIN]
+        runs = []
         for name in names:
-            tokens = answers[name][0].tokens
-            apart = first_difference(pair.target, question.tokens, plain.tokens, tokens)
-            runs.append(Run(question, name, *answers[name], plain.statistics, apart))
-    return runs
+            own, seconds, rounds = answers[name]
+            apart = first_difference(pair.target, question.tokens, plain.tokens, own.tokens)
+            told = own.statistics, seconds, rounds, plain.statistics
+            runs.append(Run(question, name, *told, apart))
+        yield runs
 
 
 def answer(

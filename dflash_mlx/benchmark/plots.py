@@ -21,7 +21,7 @@ def draw_all(report: dict[str, Any], folder: Path) -> list[Path]:
     methods, every = report["methods"], groups(report)
     sweep = report.get("sweep", {"setting": "", "lines": {}})
     pictures = {
-        "speed": {title: _by_category(every, key) for key, title in (_SPEEDUP, _TOKENS)},
+        "speed": _speed(every),
         "acceptance": {"share of the rounds by tokens committed": _committed(methods)},
         "reliability": {
             f"accepted after an accepted parent by drafter confidence, {depth}": lines
@@ -39,6 +39,15 @@ def draw_all(report: dict[str, Any], folder: Path) -> list[Path]:
     for file, panels in files.items():
         _draw(panels, file)
     return list(files)
+
+
+def draw_speed(report: dict[str, Any], file: Path) -> None:
+    """Save the comparison of the methods alone; DFlashError without matplotlib."""
+    _draw(_speed(groups(report)), file)
+
+
+def _speed(every: dict[str, dict[str, Figures]]) -> dict[str, Lines]:
+    return {title: _by_category(every, key) for key, title in (_SPEEDUP, _TOKENS)}
 
 
 def _draw(panels: dict[str, Lines], file: Path) -> None:

@@ -29,7 +29,7 @@ from dflash_mlx.drafters.method import Method
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.load import check_named, lines
-from dflash_mlx.system.machine import describe_machine, describe_versions
+from dflash_mlx.system.machine import describe_machine, describe_versions, model_of
 from dflash_mlx.target.pass_times import read_times
 from dflash_mlx.target.routing import kernel_choices
 from kernels_metal.dispatch import Choice, Dispatch, gpu_family
@@ -133,7 +133,8 @@ def about(cache: Path) -> list[str]:
         *_section("backend", {"device": device, "metal": metal, "blas": blas}),
         *_section("methods", {method.name: _needs(method) for method in METHODS.values()}),
         *_section("cache folders", _folders(cache)),
-        *_section("stored calibration", _calibrations(cache / "timing")),
+        "stored calibration",
+        *_calibrations(cache / "timing"),
         "stored kernel choices",
         *_stored_choices(cache / "kernels"),
     ]
@@ -166,20 +167,21 @@ def _size(folder: Path) -> str:
     return f"{len(sizes)} files, {sum(sizes) / 1e6:.1f} MB" if sizes else "empty"
 
 
-def _calibrations(folder: Path) -> dict[str, str]:
-    """One line for each target that was timed here; its name is hashed with all it depends on."""
-    found = {}
-    for file in sorted(folder.glob("*.json")):
+def _calibrations(folder: Path) -> list[str]:
+    """One line for each time that a target was measured here, by its name and the day."""
+    lines = []
+    for file in sorted(folder.glob("*.json"), key=lambda file: (model_of(file), file)):
         day = datetime.fromtimestamp(file.stat().st_mtime).date()
         try:
             times = read_times(file)
             one = float(times.of(1))
             wider = [f"{rows} rows {float(times.of(rows)) / one:.2f} x" for rows in SHOWN_ROWS]
             wider += [f"behind {t.context} {float(t.of(1)) / one:.2f} x" for t in times.deeper]
-            found[file.stem] = ", ".join([f"{day}  1 row {one * 1e3:.1f} ms", *wider])
+            told = ", ".join([f"1 row {one * 1e3:.1f} ms", *wider])
         except (OSError, ValueError, KeyError, TypeError):
-            found[file.stem] = f"{day}  unreadable, will be measured again"
-    return found or {"none": "decoding with an automatic budget measures it once"}
+            told = "unreadable, will be measured again"
+        lines.append(f"  {model_of(file)}  {day}  {told}")
+    return lines or ["  none: decoding with an automatic budget measures it once"]
 
 
 def _stored_choices(folder: Path) -> list[str]:

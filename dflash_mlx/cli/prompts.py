@@ -2,41 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_mlx.cli.options import read_stdin
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.json_text import parse_json
 from dflash_mlx.session.templates import check_messages
 
 Row = dict[str, Any]
 
+STDIN = Path("-")
 
-def read_prompts(file: Path, limit: int | None) -> list[Row]:
-    """Rows of `file`, at most `limit` of each category; DFlashError for damaged ones."""
-    if limit is not None and limit < 1:
-        raise DFlashError(f"limit is {limit}", "choose 1 or more", "limit")
+
+def read_prompts(source: Path, limit: int | None) -> list[Row]:
+    """Rows of a file, or of standard input, at most `limit` of each category.
+
+    source: `STDIN` for standard input. Raises DFlashError for damaged rows.
+    """
+    file = name_of(source)
     shape = "give JSON lines with id, category and messages"
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        text = read_stdin() if source == STDIN else source.read_text(encoding="utf-8")
     except OSError as error:
         raise DFlashError(f"{file} cannot be read ({error.strerror or error})", shape) from None
     except ValueError as error:
         raise DFlashError(f"{file} is no text in UTF-8 ({error})", shape) from None
+    lines = text.split("\n")
     rows: dict[int, Any] = {}
     for i, line in enumerate(lines, start=1):
         try:
             rows |= {i: parse_json(line)} if line.strip() else {}
         except ValueError as error:
             raise DFlashError(f"line {i} of {file} is no JSON ({error})", shape) from None
-    taken: dict[str, list[Row]] = {}
     for i, row in rows.items():
         if not isinstance(row, dict) or not isinstance(row.get("category"), str):
             raise DFlashError(f"line {i} of {file} has no category", "give each row one")
         if isinstance(row.get("prompt"), str) and "messages" not in row:
             row["messages"] = [{"role": "user", "content": row["prompt"]}]
         row["messages"] = check_messages(row.get("messages"), f"line {i} of {file}")
-        taken.setdefault(row["category"], []).append(row)
-    if not taken:
+    if not rows:
         raise DFlashError(f"{file} holds no prompts", "give JSON lines with messages")
+    return first_of_each(list(rows.values()), limit)
+
+
+def first_of_each(rows: Sequence[Row], limit: int | None) -> list[Row]:
+    """Rows by category, at most `limit` of each; DFlashError for a limit below 1."""
+    if limit is not None and limit < 1:
+        raise DFlashError(f"limit is {limit}", "choose 1 or more", "limit")
+    taken: dict[str, list[Row]] = {}
+    for row in rows:
+        taken.setdefault(row["category"], []).append(row)
     return [row for category in taken.values() for row in category[:limit]]
+
+
+def name_of(source: Path) -> str:
+    """What a file of prompts is called in sentences."""
+    return "standard input" if source == STDIN else str(source)

@@ -150,6 +150,11 @@ def _serves(method: Method, means: Means) -> bool:
     return method.preference > 0 and drafted and (means.trees or not method.needs_trees)
 
 
+def serving(means: Means) -> tuple[str, ...]:
+    """The methods that draft and that such a pair serves."""
+    return tuple(name for name, method in METHODS.items() if _serves(method, means))
+
+
 def why_auto(config: DecodeConfig, means: Means) -> str:
     """Which options chose what `auto` is, "" where they did not."""
     if config.method != AUTO or not (named := given(config)):

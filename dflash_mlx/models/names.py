@@ -50,6 +50,7 @@ class Entry:
     method: str = "auto"
     template: tuple[tuple[str, Any], ...] = ()
     notes: str = ""
+    billions: float = 0
 
     @property
     def name(self) -> str:
@@ -69,7 +70,7 @@ def entries() -> tuple[Entry, ...]:
     return tuple(_entry(**row) for row in rows)
 
 
-def _entry(targets: list[str], template: Mapping[str, Any] | None = None, **row: str) -> Entry:
+def _entry(targets: list[str], template: Mapping[str, Any] | None = None, **row: Any) -> Entry:
     return Entry(tuple(targets), template=tuple((template or {}).items()), **row)
 
 
@@ -82,6 +83,16 @@ def registered(name: str) -> Entry | None:
     """
     wanted = _normalised(name)
     return next((e for e in entries() if wanted in map(_normalised, e.targets)), None)
+
+
+def same_weights(one: str, other: str) -> bool:
+    """Whether two names differ in owner, case and quantisation alone, as of `registered`."""
+    return _normalised(one) == _normalised(other)
+
+
+def without_quantisation(name: str) -> str:
+    """The last part of a name, without what names a quantisation or a dtype at its end."""
+    return re.sub(_QUANTISED.pattern, "", name.rpartition("/")[2], flags=re.IGNORECASE)
 
 
 def _advice(target: str, drafter: str) -> Advice:

@@ -14,7 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import HfApi, get_session, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_session,
+    hf_hub_download,
+    hf_hub_url,
+    snapshot_download,
+)
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, of its HTTP client
     GatedRepoError,
     HfHubHTTPError,
@@ -184,12 +191,27 @@ class Source:
 
     def missing(self) -> int:
         """Bytes that `fetch` would download; DFlashError where the hub does not say."""
+        return sum(self.to_come().values())
+
+    def to_come(self) -> dict[str, int]:
+        """Files that `fetch` would download and their bytes, the small ones first; as `missing`."""
         wanted = [*BESIDE, *LICENCES, self.weights]
         try:
             files = self._snapshot(wanted, dry_run=True, tqdm_class=_NoBar)
         except HUB_ERRORS as error:
             raise self._refused(error) from None
-        return sum(file.file_size or 0 for file in files if file.will_download)
+        sizes = {file.filename: file.file_size or 0 for file in files if file.will_download}
+        return dict(sorted(sizes.items(), key=lambda item: item[1]))
+
+    def fetch_file(self, file: str, bar: type) -> None:
+        """Download one file into the cache; DFlashError where that fails.
+
+        bar: made anew for each transfer, as of tqdm; what its `update` raises ends the download.
+        """
+        try:
+            hf_hub_download(self.name, file, tqdm_class=bar)
+        except HUB_ERRORS as error:
+            raise self._refused(error) from None
 
     def _snapshot(self, wanted: list[str], **how: Any) -> Any:
         return snapshot_download(self.name, allow_patterns=wanted, ignore_patterns=["*/*"], **how)
@@ -218,6 +240,25 @@ class Source:
             what += f"cannot be reached ({reason})"
             step = f"check the network connection and the name, or {step}"
         return DFlashError(what, step)
+
+
+def published(author: str, text: str) -> list[str]:
+    """Ids of an author's repositories with `text` in their names; [] where the hub says nothing."""
+    asked = {"author": author, "search": text, "limit": "100"}
+    place, headers = f"{constants.ENDPOINT}/api/models", build_hf_headers()
+    try:
+        response = get_session().get(place, params=asked, headers=headers, timeout=20)
+        hf_raise_for_status(response)
+        found: Any = response.json()
+    except HUB_ERRORS:
+        return []
+    rows = found if isinstance(found, list) else []
+    return [str(row["id"]) for row in rows if isinstance(row, dict) and "id" in row]
+
+
+def cache_folder() -> Path:
+    """Of the Hugging Face cache, as it is set now; it need not exist."""
+    return Path(constants.HF_HUB_CACHE).expanduser()
 
 
 def how_to_name(option: str) -> str:

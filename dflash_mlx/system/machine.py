@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.system import blas
+
+UNKNOWN = "unknown model"
 
 _PACKAGES = ("dflash-chat", "mlx", "mlx-lm", "numpy", "transformers", "cmeel-openblas")
 
@@ -51,6 +54,14 @@ def model_key(name: str, parameters: Iterable[tuple[str, mx.array]], *settings: 
     weights = [(path, array.shape, str(array.dtype)) for path, array in parameters]
     about = (describe_machine(), describe_versions(), name, weights, *settings)
     return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+
+
+def model_of(file: Path) -> str:
+    """Which model a JSON file is of that goes by a `model_key`; older ones do not say."""
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["model"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return UNKNOWN
 
 
 def _processor() -> str:

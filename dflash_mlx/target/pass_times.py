@@ -122,7 +122,7 @@ def stored_times(target: Target, again: bool = False, folder: Path | None = None
     except (OSError, ValueError, KeyError, TypeError):
         pass
     times = measure(target)
-    keep_text(file, json.dumps(asdict(times)))
+    keep_text(file, json.dumps({"model": target.name, **asdict(times)}))
     return times
 
 

@@ -4,13 +4,13 @@ import sys
 import threading
 
 import pytest
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Input, Static
 
 from dflash_chat.race import RaceResult
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
-from dflash_mlx import AvailableModel, DecodeConfig, DFlashError, PairConfig
+from dflash_mlx import DecodeConfig, DFlashError
 from dflash_mlx.engine.pair import Advice, Means
 from support.app_scripts import (
     ANSWER,
@@ -91,31 +91,6 @@ async def test_settings_left_with_escape_change_nothing(app, pilot, backend):
     await pilot.press("ctrl+s")
     await pilot.pause()
     assert app.config == before, "saving unchanged settings changes nothing either"
-
-
-@in_chat(size=(80, 24))
-async def test_the_model_picker_loads_what_is_chosen(app, pilot, backend, monkeypatch):
-    listed = [
-        AvailableModel("built in", PairConfig(), "built in", 10**9),
-        AvailableModel("./own", PairConfig("./own", "./own-drafter"), "local folder", 5 * 10**9),
-    ]
-    monkeypatch.setattr("dflash_chat.picker_screen.available_models", lambda here: listed)
-    monkeypatch.setattr("dflash_chat.picker_screen.available_memory", lambda: 2 * 10**9)
-    await say(app, pilot, "/model")
-    options = app.screen.query_one(OptionList)
-    await until(lambda: options.option_count == 2, pilot)
-    assert "needs 1.00 GB of 2.00 GB" in screen_text(app)
-    assert "does not fit" in screen_text(app)
-    await pilot.press("down", "enter")
-    await until(lambda: len(backend.loaded) == 2, pilot)
-    assert backend.loaded[1] == PairConfig("./own", "./own-drafter")
-    await say(app, pilot, "/model")
-    await until(lambda: app.screen.query(OptionList).first().option_count == 2, pilot)
-    await pilot.press("tab")
-    app.screen.query_one(Input).value = "typed/name"
-    await pilot.press("enter")
-    await until(lambda: len(backend.loaded) == 3, pilot)
-    assert backend.loaded[2] == PairConfig("typed/name")
 
 
 @in_chat(size=(100, 40))

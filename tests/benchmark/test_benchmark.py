@@ -68,8 +68,8 @@ def measured(folders: Path) -> dict[str, Any]:
 
 
 def test_the_report_says_what_was_measured_on_what(measured, folders):
-    said = {"machine", "versions", "pair", "settings", "methods", "categories"}
-    assert measured.keys() == said
+    said = {"machine", "versions", "pair", "settings", "methods", "categories", "finished"}
+    assert measured.keys() == said and measured["finished"] is True
     assert measured["machine"].keys() >= {"processor", "system", "device", "cores", "memory_bytes"}
     assert measured["versions"].keys() >= {"python", "mlx", "mlx-lm"}
     named = {"target": str(folders / "model"), "drafter": str(folders / "drafter")}

@@ -26,7 +26,6 @@ from dflash_mlx.core.accept import Accepted, NearTies
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.parity import Difference
-from dflash_mlx.session.stream import Answer
 from dflash_mlx.target.pass_times import PassTimes
 from support.decoding import tree_of
 
@@ -64,8 +63,7 @@ def made_up(
         for each, n, counts in ((rate, rounds, more), (plain_rate, 1, {}))
     )
     question = BenchmarkPrompt("prompt", category, [])
-    answer = Answer("", (), "stop", own)
-    return Run(question, method, answer, seconds or {}, told, plain, difference)
+    return Run(question, method, own, seconds or {}, told, plain, difference)
 
 
 # Rounds
@@ -212,3 +210,12 @@ def test_a_plain_report_has_two_tables_and_no_notes():
     assert len(tables) == 2 and text.split("\n\n")[1] == "Rounds by tokens committed:"
     times = [made_up(10, 5, separate_rows=16)]
     assert "| 50% |  |  |" in format_report(summarise(times)), "rows alone, where none was timed"
+
+
+def test_an_answer_that_ends_with_its_first_token_has_no_speed_and_spoils_none():
+    short = Statistics("made up", generated_tokens=1)
+    at_once = replace(made_up(20, 10), statistics=short, plain=short, rounds=())
+    alone = summarise([at_once])["methods"]["dflash"]
+    assert (alone["speedup"], alone["tokens_per_second"], alone["round_ms"]["verify"]) == (0, 0, 0)
+    both = summarise([at_once, made_up(20, 10)])["methods"]["dflash"]
+    assert (both["speedup"], both["tokens_per_second"]) == (2.0, 20.0)

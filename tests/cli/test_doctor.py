@@ -63,14 +63,17 @@ def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
     seconds = [0.05 * (1 + rows / 64) for rows in ROWS]
     deep = PassTimes(DEEP_ROWS, tuple(0.1 for _ in DEEP_ROWS), 4096)
     times = PassTimes(ROWS, tuple(seconds), deeper=(deep,))
-    (timing / "good.json").write_text(json.dumps(asdict(times)))
+    (timing / "good.json").write_text(json.dumps({"model": "owner/model", **asdict(times)}))
+    (timing / "older.json").write_text(json.dumps(asdict(times)))
     (timing / "half.json").write_text('{"rows": [1')
     text = "\n".join(doctor.about(tmp_path))
     assert "1 row 50.8 ms, 8 rows 1.11 x, 16 rows 1.23 x, 32 rows 1.48 x, 64 rows 1.97 x" in text
     assert "behind 4096 1.97 x" in text
-    assert "half  " in text
-    assert "unreadable, will be measured again" in text
-    assert "timing         2 files" in text
+    day = r"\d{4}-\d\d-\d\d"
+    assert re.search(rf"  owner/model  {day}  1 row 50.8 ms", text)
+    assert re.search(rf"  unknown model  {day}  1 row 50.8 ms", text)
+    assert re.search(rf"  unknown model  {day}  unreadable, will be measured again", text)
+    assert "timing         3 files" in text
 
 
 def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):

@@ -95,10 +95,12 @@ def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, fo
     found = listed(tmp_path)
     public = [entry.name for entry in entries() if "/" in entry.drafter]
     assert list(found) == [DEFAULT_MODEL, *public]
-    assert line(found["Qwen/Qwen3-8B"], 10**12) == (
-        "Qwen/Qwen3-8B  to download  drafter z-lab/Qwen3-8B-DFlash-b16  "
-        "drafter trained on answers without thinking"
-    )
+    first, second, third = line(found["Qwen/Qwen3-8B"], 10**12).split("\n")
+    assert first == "Qwen/Qwen3-8B  to download, about 4.50 GB at 4 bits"
+    assert "drafter z-lab/Qwen3-8B-DFlash-b16" in second
+    assert "thinking" in third
+    assert "fits" in second and "does not fit" in line(found["moonshotai/Kimi-K2.5"], 10**11)
+    assert not found["Qwen/Qwen3-8B"].here and found[DEFAULT_MODEL].here
     assert found["Qwen/Qwen3-8B"].config == PairConfig("Qwen/Qwen3-8B")
     local = str(link(folders["model"], tmp_path, "Qwen3-8B-4bit"))
     link(folders["drafter"], tmp_path)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 from huggingface_hub import constants
@@ -18,6 +19,7 @@ from huggingface_hub import constants
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 _RESOLVE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<file>.+)")
+_LIST = re.compile(r"/api/models\?(?P<query>.*)")
 _API = re.compile(r"/api/models/(?P<name>[^/?]+/[^/?]+)(?P<rest>/[^?]*)?(\?.*)?")
 
 
@@ -31,12 +33,15 @@ class Response:
 class Hub:
     """Serves folders as repositories.
 
-    requests: (method, file, Range header) of every request for a file.
+    requests: (method, file, Range header) of every request for a file. held: files that are not
+    sent before their event is set; reached is set when one of them is asked for.
     """
 
     def __init__(self, repositories: dict[str, Path]) -> None:
         self.repositories = repositories
         self.requests: list[tuple[str, str, str | None]] = []
+        self.held: dict[str, threading.Event] = {}
+        self.reached = threading.Event()
         self.url = ""
 
 
@@ -83,12 +88,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(with_body=True)
 
     def answer(self, with_body: bool) -> None:
-        if match := _API.fullmatch(self.path):
+        if match := _LIST.fullmatch(self.path):
+            self.list_models(parse_qs(match["query"]))
+        elif match := _API.fullmatch(self.path):
             self.describe(match["name"], match["rest"] or "")
         elif match := _RESOLVE.fullmatch(self.path.partition("?")[0]):
             self.send_file(match["name"], match["file"], with_body)
         else:
             self.send(404, b"", {})
+
+    def list_models(self, query: dict[str, list[str]]) -> None:
+        author, text = query["author"][0], query["search"][0].lower()
+        names = [n for n in self.hub.repositories if n.startswith(f"{author}/")]
+        found = [{"id": name} for name in names if text in name.lower()]
+        self.send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
     def describe(self, name: str, rest: str) -> None:
         if name not in self.hub.repositories:
@@ -112,6 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
     def send_file(self, name: str, path: str, with_body: bool) -> None:
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
         file = self.hub.repositories.get(name, Path("nowhere")) / path
+        if with_body and not self.headers.get("Range") and path in self.hub.held:
+            self.hub.reached.set()
+            self.hub.held[path].wait(60)
         if not file.is_file():
             return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
         data, status = file.read_bytes(), 200

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from dflash_mlx.system.machine import model_of
 from dflash_mlx.target import pass_times as budget
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes, measure, stored_times
@@ -73,6 +74,7 @@ def test_times_are_kept_and_measured_again_only_when_asked(target, monkeypatch, 
     other = Target(make_model("llama"), 200, "another")
     stored_times(other, folder=tmp_path)
     assert len(calls) == 3, "another model has times of its own"
+    assert {model_of(file) for file in tmp_path.iterdir()} == {target.name, "another"}
 
 
 DAMAGES = [

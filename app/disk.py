@@ -1,0 +1,162 @@
+"""`dflash-chat models` and `dflash-chat clean`: what is on the disk, without a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from dflash_chat.sizes import amount, memory
+from dflash_mlx import (
+    DEFAULT_MODEL,
+    KEPT_KINDS,
+    Download,
+    Kept,
+    PairConfig,
+    available_memory,
+    available_models,
+    find_kept,
+    kept_files,
+    offers,
+    remove_kept,
+)
+from dflash_mlx.cli.options import Parser
+
+_LOOK = 0.2  # seconds between looks at how far a download is
+
+
+def models(argv: Sequence[str]) -> None:
+    """List models, or say what one takes, or download it; DFlashError where that cannot be done."""
+    parser = Parser(
+        prog="dflash-chat models",
+        description="List what is on this machine and the pairs that could be downloaded. With a "
+        "name: the memory that the model needs, what is left to download, and its quantisations.",
+    )
+    parser.add_argument("name", nargs="?", help="a Hugging Face id, or a folder")
+    parser.add_argument(
+        "--download",
+        action="store_true",
+        help="fetch it with its draft model; Ctrl+C stops, and the same command goes on",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.name is None:
+        if arguments.download:
+            parser.error("--download needs a name")
+        say(_everything(Path()))
+        return
+    config = PairConfig(None if arguments.name == DEFAULT_MODEL else arguments.name)
+    if arguments.download:
+        download(config)
+    else:
+        say(_offered(config))
+
+
+def clean(argv: Sequence[str]) -> None:
+    """Say what would be removed; with --yes remove it. DFlashError for a name of nothing."""
+    kinds = "; ".join(f"{kind}: {meaning}" for kind, meaning in KEPT_KINDS.items())
+    parser = Parser(
+        prog="dflash-chat clean",
+        description="Say what would be removed from the disk, and with --yes remove it. Other "
+        f"programs share the Hugging Face cache. Kinds are {kinds}.",
+    )
+    parser.add_argument("what", nargs="*", help="names or kinds, as dflash-chat models lists them")
+    parser.add_argument("--yes", action="store_true", help="remove it for good")
+    arguments = parser.parse_args(argv)
+    kept = kept_files(Path())
+    if not arguments.what:
+        say(_lines(kept))
+        print("Nothing was removed. Name what to remove: a name or a kind of this list.")
+        return
+    found = find_kept(arguments.what, kept)
+    if not found:
+        print("Nothing of that kind is here.")
+        return
+    say(_lines(found))
+    freed = amount(sum(each.size for each in found))
+    if not arguments.yes:
+        print(f"Nothing was removed. With --yes these go, and {freed} become free.")
+    else:
+        for each in found:
+            remove_kept(each)
+        print(f"Removed; {freed} are free.")
+
+
+def download(config: PairConfig) -> None:
+    """Fetch what is missing, with a bar on stderr; raises what the download failed with."""
+    name, under_way = plain(config.model or DEFAULT_MODEL), Download(config)
+    try:
+        with tqdm(desc=name, unit="B", unit_scale=True, disable=None) as bar:
+            while not under_way.ended.wait(_LOOK):
+                _show(bar, under_way)
+            _show(bar, under_way)
+    finally:
+        under_way.stop()
+    if under_way.error is not None:
+        raise under_way.error
+    print(f"{name} is here, as dflash-chat --model {name} and /model {name} load it.")
+
+
+def _show(bar: Any, under_way: Download) -> None:
+    bar.total, bar.n = under_way.total or None, under_way.done
+    bar.refresh()
+
+
+def say(lines: Iterator[str]) -> None:
+    """Print lines as they come, without what would move a terminal's cursor."""
+    for line in lines:
+        print(plain(line), flush=True)
+
+
+def plain(text: str) -> str:
+    """`text` with a question mark in place of every control character."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _everything(here: Path) -> Iterator[str]:
+    kept, there = kept_files(here), available_memory()
+    yield from _lines(kept)
+    yield ""
+    yield f"to download; sizes go by the names, with 4 bits a weight; {amount(there)} of memory:"
+    for model in available_models(here):
+        if not model.here:
+            about = f"about {amount(model.download):>9}, {memory(model.needs, there, 'about ')}"
+            yield f"  {model.name:<36}  {about if model.needs else ''}".rstrip()
+    yield "dflash-chat models NAME says it exactly and lists quantisations; --download fetches it."
+
+
+def _lines(kept: Sequence[Kept]) -> Iterator[str]:
+    """One for each name of a kind, and their sum."""
+    named: dict[tuple[str, str], list[Kept]] = {}
+    for each in kept:
+        named.setdefault((each.kind, each.name), []).append(each)
+    width = max((len(name) for _, name in named), default=0)
+    for (kind, name), some in named.items():
+        day = datetime.fromtimestamp(max(each.changed for each in some)).date()
+        path = some[0].path if len(some) == 1 else some[0].path.parent
+        place = "" if str(path) == name else _short(path)
+        place += f" ({len(some)} files)" * (len(some) > 1)
+        size = amount(sum(each.size for each in some))
+        yield f"{kind:<11}  {size:>9}  {day}  {name:<{width}}  {place}".rstrip()
+    total = sum(each.size for each in kept)
+    yield f"{'all':<11}  {amount(total):>9}" if kept else "Nothing is here yet."
+
+
+def _short(path: Path) -> str:
+    """With ~ for the user's home."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+
+
+def _offered(config: PairConfig) -> Iterator[str]:
+    there = available_memory()
+    yield f"{amount(there)} of memory are there"
+    for offer in offers(config):
+        if offer.problem:
+            yield f"{offer.name}  {offer.problem}"
+        else:
+            come = "on this machine" if offer.here else f"{amount(offer.download)} to download"
+            needs = memory(offer.needs, there) if offer.needs else ""
+            yield f"{offer.name}  {come}  {needs}".rstrip()

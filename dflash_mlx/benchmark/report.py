@@ -1,0 +1,149 @@
+"""Reports: what was measured on what, and unfinished ones, which a later run goes on with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.benchmark.measure import CheckedNode, RoundFigures, Run
+from dflash_mlx.benchmark.prompts import BenchmarkPrompt, describe_lengths
+from dflash_mlx.benchmark.tables import CHANGES
+from dflash_mlx.core.accept import NearTies
+from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.drafters.method import BRANCHES
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.parity import Difference
+from dflash_mlx.system.files import write_report
+from dflash_mlx.system.machine import describe_machine, describe_versions
+
+Report = dict[str, Any]
+FINISHED, RUNS = "finished", "runs"
+_ANEW = "leave --resume out to measure anew, or name another file with --json"
+_COUNTERS = ("drafted", "accepted", "modes")  # of Statistics
+
+
+def describe(pair: Pair, config: PairConfig) -> Report:
+    """What is measured on what."""
+    return {
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "pair": {
+            "target": pair.target.name,
+            "drafter": pair.drafter_name,
+            **{name: getattr(config, name) for name in CHANGES},
+            "notes": list(pair.notes),
+        },
+    }
+
+
+def settings(
+    asked: Sequence[BenchmarkPrompt],
+    methods: Mapping[str, DecodeConfig],
+    sampling: SamplingConfig,
+) -> Report:
+    """With what it is measured. prompts_hash: of all tokens, so that other prompts are noticed."""
+    tokens = json.dumps([question.tokens for question in asked])
+    return {
+        "prompts": len(asked),
+        "prompts_hash": hashlib.sha256(tokens.encode()).hexdigest()[:16],
+        "prompt_tokens": describe_lengths(asked),
+        "sampling": asdict(sampling),
+        "methods": {
+            name: asdict(replace(method, branches=method.branches or BRANCHES))
+            for name, method in methods.items()
+        },
+    }
+
+
+def save(file: Path, report: Report, runs: Sequence[Run] | None = None) -> None:
+    """Write a report at once; DFlashError where that cannot be done.
+
+    runs: of the prompts that are finished, where others are not; a later run reads them.
+    """
+    raw = {} if runs is None else {RUNS: [_packed(run) for run in runs]}
+    text = json.dumps({**report, FINISHED: runs is None, **raw}, indent=None if raw else 1)
+    write_report(file, text + "\n")
+
+
+def read_report(file: Path) -> Report:
+    """A report to go on with; DFlashError for anything else."""
+    try:
+        found: Report = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DFlashError(f"there is no report {file} to go on with", _ANEW) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DFlashError(f"{file} cannot be read ({error})", _ANEW) from None
+    told = found.get("settings") if isinstance(found, dict) and FINISHED in found else None
+    if not isinstance(told, dict) or not isinstance(told.get("sampling"), dict):
+        raise DFlashError(f"{file} is no report of a benchmark that can be resumed", _ANEW)
+    return found
+
+
+def finished_runs(
+    before: Report, report: Report, asked: Sequence[BenchmarkPrompt], file: Path
+) -> list[Run]:
+    """The runs of an unfinished report; DFlashError where it was measured with other settings.
+
+    report: what this run would measure.
+    """
+    now = json.loads(json.dumps(report))
+    for key in now:
+        if changed := next(_changes(before.get(key), now[key], key), None):
+            name, was, is_now = changed
+            raise DFlashError(
+                f"{file} was measured with {name} {was}, and now it is {is_now}", _ANEW
+            )
+    try:
+        each = len(report["settings"]["methods"])  # runs of a prompt, one after the other
+        runs = [_unpacked(raw, asked[i // each]) for i, raw in enumerate(before.get(RUNS, ()))]
+        plain = {id(run.question): run.statistics for run in runs if run.method == PLAIN}
+        return [replace(run, plain=plain[id(run.question)]) for run in runs]
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise DFlashError(f"{file} is damaged ({error!r})", _ANEW) from None
+
+
+def _changes(was: Any, now: Any, name: str) -> Iterator[tuple[str, str, str]]:
+    """Where two values differ: the last key above it, and both."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*was, *now]):
+            yield from _changes(was.get(key), now.get(key), key)
+    elif was != now:
+        yield name, repr(was)[:80], repr(now)[:80]
+
+
+def _packed(run: Run) -> Report:
+    """As JSON; the prompt goes by the place in the list, and the plain answer by its own run."""
+    told = {field.name: getattr(run.statistics, field.name) for field in fields(Statistics)}
+    told |= {name: sorted(told[name].items()) for name in _COUNTERS}
+    ties, apart = told["near_ties"], run.difference
+    return {
+        "method": run.method,
+        "seconds": dict(run.seconds),
+        "difference": None if apart is None else asdict(apart),
+        "statistics": told | {"near_ties": None if ties is None else asdict(ties)},
+        "rounds": [
+            [r.tokens, r.rows, r.separate_rows, [[*asdict(n).values()] for n in r.checked]]
+            for r in run.rounds
+        ],
+    }
+
+
+def _unpacked(raw: Report, question: BenchmarkPrompt) -> Run:
+    """The run, with its own statistics in place of the plain answer's."""
+    told, apart = dict(raw["statistics"]), raw["difference"]
+    told |= {name: Counter(dict(told[name])) for name in _COUNTERS}
+    told["near_ties"] = told["near_ties"] and NearTies(**told["near_ties"])
+    rounds = tuple(
+        RoundFigures(tokens, rows, separate, tuple(CheckedNode(*node) for node in checked))
+        for tokens, rows, separate, checked in raw["rounds"]
+    )
+    statistics = Statistics(**told)
+    difference = None if apart is None else Difference(**apart)
+    return Run(question, raw["method"], statistics, raw["seconds"], rounds, statistics, difference)

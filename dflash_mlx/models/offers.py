@@ -1,0 +1,246 @@
+"""What choosing a model would take: memory, bytes to download; and its quantisations on the hub.
+
+A `Download` fetches a model with its draft models on a thread of its own. It shows how far it is,
+can be stopped, and goes on where it was stopped: whole files stay in the Hugging Face cache, the
+one that was under way begins anew.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.available import needed, needed_by
+from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
+from dflash_mlx.models.default_model import fetch as fetch_default
+from dflash_mlx.models.load import check_named
+from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
+    Names,
+    find_names,
+    find_source,
+    same_weights,
+    without_quantisation,
+)
+from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER
+from dflash_mlx.models.sizes import bits_of
+from dflash_mlx.models.source import MODEL, Source, cache_folder, published
+from dflash_mlx.system.files import existing
+
+QUANTISED_BY = "mlx-community"  # who publishes MLX quantisations of nearly everything
+_MOST = 12  # quantisations to offer
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A model that could be chosen.
+
+    config: to load it. needs: bytes of memory with its draft models, 0 where unknown. download:
+    bytes that are not here yet. problem: why it cannot be had, a sentence, "" where it can.
+    """
+
+    config: PairConfig
+    needs: int = 0
+    download: int = 0
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the target."""
+        return self.config.model or DEFAULT_MODEL
+
+    @property
+    def here(self) -> bool:
+        """Whether nothing is left to download."""
+        return not self.download and not self.problem
+
+
+def offers(config: PairConfig, everything: bool = False) -> Iterator[Offer]:
+    """The model that `config` names, then its quantisations on the hub, those of few bits first.
+
+    Each is asked for when it is its turn; nothing is downloaded. Of a model on this machine there
+    is no other offer, unless `everything` is wanted. Raises DFlashError for names that no model can
+    have.
+    """
+    names = find_names(config)
+    if names.model is None:  # the built-in one, which pip brings
+        missing = 0 if kept_at().is_file() else DEFAULT_TARGET.size
+        yield Offer(config, needed_by(names), missing)
+        return
+    drafters = [_find(part) for part in _parts(names)[1:]]
+    extra = Offer(config, sum(map(_memory, drafters)), sum(map(_to_come, drafters)))
+    first = _offer(config, extra)
+    yield first
+    if (first.here and not everything) or existing(first.name) is not None:
+        return
+    for name in quantisations(first.name):
+        yield _offer(replace(config, model=name), extra)
+
+
+def _offer(config: PairConfig, drafters: Offer) -> Offer:
+    """drafters: what they take, as far as the hub says."""
+    try:
+        source = _find(_parts(find_names(config))[0])
+        needs, download = needed(source), source.missing() if source.folder is None else 0
+    except DFlashError as error:
+        return Offer(config, problem=str(error))
+    return Offer(config, needs + drafters.needs, download + drafters.download)
+
+
+def quantisations(name: str) -> list[str]:
+    """Ids of a model's MLX quantisations, those of few bits first; [] where the hub says nothing.
+
+    They are found by their names: the same in all but owner, case and quantisation.
+    """
+    ids = published(QUANTISED_BY, without_quantisation(name))
+    others = [other for other in ids if same_weights(other, name) and other != name]
+    return sorted(others, key=lambda other: (bits_of(other), len(other), other))[:_MOST]
+
+
+def _parts(names: Names) -> list[tuple[str, str]]:
+    """The models of a pair that have a name, the target first, each with its option."""
+    parts = (names.model, MODEL), (names.drafter, DRAFTER), (names.second_drafter, SECOND_DRAFTER)
+    return [(name, option) for name, option in parts if name is not None]
+
+
+def _find(part: tuple[str, str]) -> Source:
+    """Where a model is now, the hub included; nothing is brought up to date."""
+    return find_source(*part, update=False)
+
+
+def _memory(source: Source) -> int:
+    with suppress(DFlashError):
+        return needed(source)
+    return 0
+
+
+def _to_come(source: Source) -> int:
+    with suppress(DFlashError):
+        return source.missing() if source.folder is None else 0
+    return 0
+
+
+class _Stopped(BaseException):
+    """Leaves a transfer from inside; no `except Exception` of a library takes it for a failure."""
+
+
+class Download:
+    """A model on its way into the Hugging Face cache.
+
+    total, done: bytes of what was missing when it began; total is 0 until the hub has said so.
+    error: why it failed, once `ended` is set. What is on this machine takes no time.
+    """
+
+    def __init__(self, config: PairConfig) -> None:
+        self.config = config
+        self.total = self.done = 0
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="download", daemon=True)
+        self._thread.start()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all is here now."""
+        return self.ended.is_set() and self.error is None and not self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """End it at the next bytes that come; returns at once."""
+        self._stop.set()
+        with suppress(ImportError, RuntimeError):  # Xet's own threads, which nothing else ends
+            from huggingface_hub.utils._xet import abort_xet_session
+
+            abort_xet_session()
+
+    def advance(self, count: float) -> None:
+        """So many bytes more have come; leaves the transfer where the download is stopped."""
+        if self._stop.is_set() and threading.current_thread() is self._thread:
+            raise _Stopped
+        self.done += int(count)
+
+    def _run(self) -> None:
+        try:
+            self._fetch()
+        except _Stopped:
+            pass
+        except Exception as error:  # the edge of a thread; stopping breaks Xet's transfers off
+            self.error = None if self.stopped else error
+        finally:
+            self.ended.set()
+
+    def _fetch(self) -> None:
+        """Draft models first, as they are small; loading does without those that cannot be had.
+
+        Whether all fits is known from the heads of the weight files, before any is fetched.
+        """
+        names = find_names(self.config)
+        if names.model is None:
+            fetch_default()
+            return
+        check_named(self.config).raise_first()
+        parts = _parts(names)
+        sources = [source for part in parts if (source := _find(part)).folder is None]
+        files = [(source, source.to_come()) for source in sources if source.option == MODEL]
+        for source in sources:
+            if source.option != MODEL:
+                with suppress(DFlashError):
+                    files.insert(0, (source, source.to_come()))
+        self.total = sum(sum(wanted.values()) for _, wanted in files)
+        check_space(self.total)
+        for source, wanted in files:
+            for file in wanted:
+                self.advance(0)
+                source.fetch_file(file, _bar(self))
+            source.fetch()  # all is here: this notes that it is whole
+
+
+def check_space(wanted: int) -> None:
+    """Raise DFlashError where the disk has no room for `wanted` bytes in the Hugging Face cache."""
+    folder = next((p for p in (cache_folder(), *cache_folder().parents) if p.is_dir()), None)
+    if folder is not None and (free := shutil.disk_usage(folder).free) < wanted:
+        raise DFlashError(
+            f"the download takes {wanted / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free",
+            "choose a smaller or a quantised model, or remove others with dflash-chat clean",
+        )
+
+
+def _bar(download: Download) -> type:
+    """What huggingface_hub takes for a class of progress bars, telling `download` of bytes."""
+
+    class Bar:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def update(self, count: float | None = 1) -> None:
+            download.advance(count or 0)
+
+        def update_transfer(self, _: float | None = 1) -> None:
+            """Bytes on the network, of which Xet needs fewer than it writes."""
+
+        def set_postfix_str(self, *_: Any, **__: Any) -> None:
+            pass
+
+        set_transfer_postfix_str = set_postfix_str
+
+        def close(self) -> None:
+            pass
+
+    return Bar

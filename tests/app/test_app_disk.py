@@ -1,0 +1,129 @@
+"""`dflash-chat models` and `dflash-chat clean`: listing, fetching and removing without a screen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from dflash_chat import disk, main
+from dflash_mlx import DFlashError
+from dflash_mlx.models.names import whole_copy
+from support.hub_server import Hub, serve
+from support.models import write_model
+
+TARGET, QUANTISED = "owner/Model-4B", "mlx-community/Model-4B-4bit"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub, an empty folder to be in, and a cache with one calibration."""
+    model = write_model(tmp_path / "model")
+    timing = tmp_path / "own" / "timing"
+    timing.mkdir(parents=True)
+    (timing / "0123456789abcdef.json").write_text(json.dumps({"model": TARGET}))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: tmp_path / "own")
+    with serve({TARGET: model, QUANTISED: model}, tmp_path / "cache") as served:
+        yield served
+
+
+def calibrations(folder: Path) -> list[Path]:
+    return list((folder / "own" / "timing").iterdir())
+
+
+def test_what_is_here_and_what_could_be_downloaded_is_listed(hub, tmp_path, capsys):
+    main.run(["models"])
+    out = capsys.readouterr().out
+    here, _, public = out.partition("\n\n")
+    (line,) = [line for line in here.splitlines() if line.startswith("calibration")]
+    assert TARGET in line and str(tmp_path / "own" / "timing" / "0123456789abcdef.json") in line
+    (line,) = [line for line in public.splitlines() if line.split()[:1] == ["Qwen/Qwen3-4B"]]
+    assert "about   2.25 GB" in line and "needs about" in line
+
+
+def test_several_calibrations_of_a_model_are_one_line(hub, tmp_path, capsys):
+    text = json.dumps({"model": TARGET})
+    (tmp_path / "own" / "timing" / "fedcba9876543210.json").write_text(text)
+    main.run(["clean", "calibrations"])
+    line, total, _ = capsys.readouterr().out.splitlines()
+    assert TARGET in line and str(tmp_path / "own" / "timing") + " (2 files)" in line
+    assert total.split() == ["all", "0.1", "kB"] == ["all", *line.split()[1:3]]
+
+
+def test_a_model_is_described_with_its_quantisations_and_fetched(hub, capsys):
+    main.run(["models", TARGET])
+    memory, *lines = capsys.readouterr().out.splitlines()
+    assert "GB of memory" in memory
+    assert [line.split()[0] for line in lines] == [TARGET, QUANTISED]
+    assert all("to download" in line and "needs" in line for line in lines)
+    main.run(["models", QUANTISED, "--download"])
+    assert whole_copy(QUANTISED) is not None
+    capsys.readouterr()
+    main.run(["models", QUANTISED])
+    assert "on this machine" in capsys.readouterr().out
+
+
+def test_a_download_that_fails_is_an_error(hub):
+    with pytest.raises(DFlashError, match="owner/none"):
+        main.run(["models", "owner/none", "--download"])
+    with pytest.raises(SystemExit) as leaving:
+        main.run(["models", "--download"])
+    assert leaving.value.code == 2
+
+
+def test_an_interrupted_download_is_stopped(hub, monkeypatch):
+    begun = []
+
+    class Interrupted(disk.Download):
+        def __init__(self, config):
+            super().__init__(config)
+            begun.append(self)
+            self.ended.wait = interrupt
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(disk, "Download", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main.run(["models", TARGET, "--download"])
+    assert begun[0].stopped
+
+
+def test_clean_removes_only_what_was_named_and_only_with_yes(hub, tmp_path, capsys):
+    main.run(["models", QUANTISED, "--download"])
+    main.run(["clean", "calibrations"])
+    assert TARGET in capsys.readouterr().out
+    assert len(calibrations(tmp_path)) == 1
+    main.run(["clean", "calibrations", "--yes"])
+    assert calibrations(tmp_path) == []
+    assert whole_copy(QUANTISED) is not None
+    main.run(["clean", QUANTISED, "--yes"])
+    assert whole_copy(QUANTISED) is None
+
+
+def test_clean_without_a_name_removes_nothing(hub, tmp_path, capsys):
+    main.run(["clean", "--yes"])
+    assert TARGET in capsys.readouterr().out
+    assert len(calibrations(tmp_path)) == 1
+    main.run(["clean", "features", "--yes"])
+    assert "Nothing of that kind" in capsys.readouterr().out
+
+
+def test_clean_refuses_a_name_of_nothing(hub, tmp_path):
+    with pytest.raises(DFlashError, match="'owner/none'"):
+        main.run(["clean", "calibrations", "owner/none", "--yes"])
+    assert len(calibrations(tmp_path)) == 1
+
+
+def test_names_with_control_characters_are_shown_without_them(hub, tmp_path, capsys):
+    file = tmp_path / "own" / "timing" / "0123456789abcdef.json"
+    file.write_text(json.dumps({"model": "evil\x1b[2J\x9b\x07name"}))
+    main.run(["models"])
+    out = capsys.readouterr().out
+    assert "evil?[2J??name" in out
+    assert all(c == "\n" or c.isprintable() for c in out)

@@ -1,0 +1,231 @@
+"""Choosing, fetching and removing models in the chat."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.widgets import Input, OptionList
+
+from dflash_chat import download_screen, picker_screen
+from dflash_chat.download_screen import DownloadScreen
+from dflash_chat.picker_screen import PickerScreen
+from dflash_chat.screens import ConfirmScreen
+from dflash_chat.sizes import amount, memory
+from dflash_mlx import AvailableModel, DFlashError, Kept, Offer, PairConfig
+from support.app_scripts import drive, in_chat, notices, say, screen_text, until
+
+GB = 10**9
+LISTED = [
+    AvailableModel("built in", PairConfig(), "built in", GB),
+    AvailableModel("./own", PairConfig("./own", "./own-drafter"), "local folder", 5 * GB),
+    AvailableModel("big/model", PairConfig("big/model"), "to download", 8 * GB, download=4 * GB),
+]
+FOUR = PairConfig("mlx-community/model-4bit")
+OFFERED = [Offer(PairConfig("big/model"), 9 * GB, 8 * GB), Offer(FOUR, GB, 2 * GB)]
+
+
+class FakeDownload:
+    """As `dflash_mlx.Download`; the test moves it on."""
+
+    made: list[FakeDownload]
+
+    def __init__(self, config: PairConfig) -> None:
+        self.config, self.total, self.done = config, 2 * GB, 0
+        self.error: Exception | None = None
+        self.ended, self.stopped = threading.Event(), False
+        self.made.append(self)
+
+    @property
+    def finished(self) -> bool:
+        return self.ended.is_set() and self.error is None and not self.stopped
+
+    def stop(self) -> None:
+        self.stopped = not self.finished
+        self.ended.set()
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[FakeDownload]:
+    """Those that were begun; models, disk and hub are made up."""
+    FakeDownload.made = []
+    monkeypatch.setattr(picker_screen, "available_models", lambda here: LISTED)
+    monkeypatch.setattr(picker_screen, "available_memory", lambda: 2 * GB)
+    monkeypatch.setattr(download_screen, "available_memory", lambda: 2 * GB)
+    monkeypatch.setattr(download_screen, "offers", lambda config, everything: iter(OFFERED))
+    monkeypatch.setattr(download_screen, "Download", FakeDownload)
+    return FakeDownload.made
+
+
+async def open_picker(app: Any, pilot: Any) -> OptionList:
+    await say(app, pilot, "/model")
+    await until(lambda: len(options(app)) == len(LISTED), pilot)
+    return app.screen.query_one(OptionList)
+
+
+def options(app: Any) -> list[Any]:
+    return list(app.screen.query_one(OptionList).options) if app.screen.query(OptionList) else []
+
+
+async def open_offers(app: Any, pilot: Any) -> DownloadScreen:
+    await open_picker(app, pilot)
+    await pilot.press("end", "enter")
+    await until(lambda: isinstance(app.screen, DownloadScreen) and len(options(app)) == 2, pilot)
+    return app.screen
+
+
+@in_chat(size=(80, 24))
+async def test_a_model_that_is_here_is_loaded_when_it_is_chosen(app, pilot, backend, downloads):
+    await open_picker(app, pilot)
+    assert "needs 1.00 GB, fits" in screen_text(app)
+    assert "needs 5.00 GB, does not fit" in screen_text(app)
+    assert "to download, about 4.00 GB at 4 bits" in screen_text(app)
+    assert "2.00 GB of memory" in screen_text(app)
+    await pilot.press("down", "enter")
+    await until(lambda: len(backend.loaded) == 2, pilot)
+    assert backend.loaded[1] == PairConfig("./own", "./own-drafter")
+    assert downloads == []
+
+
+@in_chat()
+async def test_a_model_to_download_is_offered_with_its_quantisations_and_fetched(
+    app, pilot, backend, downloads
+):
+    await open_offers(app, pilot)
+    assert "8.00 GB to download; needs 9.00 GB, does not fit" in screen_text(app)
+    assert "2.00 GB to download; needs 1.00 GB, fits" in screen_text(app)
+    await pilot.press("down", "enter")
+    (download,) = downloads
+    assert download.config == FOUR
+    download.done = GB
+    await until(lambda: "1.00 GB of 2.00 GB" in screen_text(app), pilot)
+    download.ended.set()
+    await until(lambda: len(backend.loaded) == 2, pilot)
+    assert backend.loaded[1].model == FOUR.model
+    assert app.screen is app.base
+
+
+@in_chat()
+async def test_a_download_stops_with_escape_and_goes_on_with_enter(app, pilot, backend, downloads):
+    screen = await open_offers(app, pilot)
+    await pilot.press("enter", "escape")
+    assert downloads[0].stopped and app.screen is screen
+    await pilot.press("enter")
+    await until(lambda: len(downloads) == 2, pilot)
+    assert downloads[1].config == downloads[0].config
+    await pilot.press("enter")
+    assert len(downloads) == 2, "one at a time"
+    await pilot.press("escape", "escape")
+    await until(lambda: isinstance(app.screen, PickerScreen), pilot)
+    assert downloads[1].stopped and len(backend.loaded) == 1
+
+
+@in_chat()
+async def test_a_download_that_fails_says_why_and_can_be_begun_again(
+    app, pilot, backend, downloads
+):
+    await open_offers(app, pilot)
+    await pilot.press("enter")
+    downloads[0].error = DFlashError("the hub refuses", "try later")
+    downloads[0].ended.set()
+    await until(lambda: "the hub refuses; try later" in screen_text(app), pilot)
+    await pilot.press("enter")
+    await until(lambda: len(downloads) == 2, pilot)
+
+
+def test_leaving_the_chat_stops_a_download(downloads, tmp_path):
+    async def leave(app: Any, pilot: Any, backend: Any) -> None:
+        await open_offers(app, pilot)
+        await pilot.press("enter")
+        assert not downloads[0].stopped
+
+    drive(leave, tmp_path)
+    assert downloads[0].stopped
+
+
+@in_chat()
+async def test_a_typed_name_is_offered_and_what_cannot_be_had_is_left_to_loading(
+    app, pilot, backend, downloads, monkeypatch
+):
+    asked = []
+
+    def offered(config, everything):
+        asked.append(config.model)
+        yield Offer(config, problem="the hub cannot be reached")
+
+    monkeypatch.setattr(download_screen, "offers", offered)
+    await open_picker(app, pilot)
+    await pilot.press("tab")
+    app.screen.query_one(Input).value = "typed/name"
+    await pilot.press("enter")
+    await until(lambda: len(backend.loaded) == 2, pilot)
+    assert asked == ["typed/name"] and backend.loaded[1] == PairConfig("typed/name")
+    assert app.screen is app.base
+
+
+@in_chat()
+async def test_a_model_is_removed_after_a_question(app, pilot, backend, downloads, monkeypatch):
+    there = [
+        Kept("model", "./own", Path("a"), 3 * GB, 0.0, True),
+        Kept("calibration", "./own", Path("b"), 1, 0.0),
+    ]
+    removed = []
+    monkeypatch.setattr(picker_screen, "kept_files", lambda here: there)
+    monkeypatch.setattr(picker_screen, "remove_kept", removed.append)
+    await open_picker(app, pilot)
+    await pilot.press("d")
+    await until(lambda: "nothing of this model" in screen_text(app), pilot)
+    await pilot.press("down", "d")
+    await until(lambda: isinstance(app.screen, ConfirmScreen), pilot)
+    assert "./own (3.00 GB)" in screen_text(app)
+    await pilot.press("n", "d")
+    await until(lambda: isinstance(app.screen, ConfirmScreen), pilot)
+    assert removed == []
+    await pilot.press("y")
+    await until(lambda: removed == there[:1], pilot)
+    await until(lambda: len(options(app)) == len(LISTED), pilot)
+
+
+@in_chat()
+async def test_what_cannot_be_removed_is_said(app, pilot, backend, downloads, monkeypatch):
+    def refuse(kept: Kept) -> None:
+        raise DFlashError("a cannot be removed", "make it writable")
+
+    there = [Kept("model", "built in", Path("a"), GB, 0.0)]
+    monkeypatch.setattr(picker_screen, "kept_files", lambda here: there)
+    monkeypatch.setattr(picker_screen, "remove_kept", refuse)
+    await open_picker(app, pilot)
+    await pilot.press("delete")
+    await until(lambda: isinstance(app.screen, ConfirmScreen), pilot)
+    await pilot.press("y")
+    await until(lambda: "a cannot be removed; make it writable" in screen_text(app), pilot)
+
+
+@in_chat()
+async def test_quantisations_of_a_model_that_is_here_are_offered_with_v(
+    app, pilot, backend, downloads, monkeypatch
+):
+    here = [Offer(PairConfig("./own"), GB), Offer(FOUR, GB, 2 * GB)]
+    monkeypatch.setattr(download_screen, "offers", lambda config, everything: iter(here))
+    await open_picker(app, pilot)
+    await pilot.press("down", "v")
+    await until(lambda: isinstance(app.screen, DownloadScreen) and len(options(app)) == 2, pilot)
+    assert "here already" in screen_text(app)
+    await pilot.press("enter")
+    await until(lambda: len(backend.loaded) == 2, pilot)
+    assert notices(app) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0 kB"), (1500, "1.5 kB"), (98_362_432, "98.4 MB"), (2.28e9, "2.28 GB")],
+)
+def test_bytes_are_shown_in_thousands(count, shown):
+    assert amount(count) == shown
+
+
+def test_memory_says_whether_a_model_fits():
+    assert memory(GB, GB) == "needs 1.00 GB, fits"
+    assert memory(2 * GB, GB, "about ") == "needs about 2.00 GB, does not fit"

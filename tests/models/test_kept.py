@@ -1,0 +1,168 @@
+"""What lies on the disk is listed by name, and removed alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import snapshot_download
+
+from dflash_mlx import DFlashError, find_kept, kept_files, remove_kept
+from dflash_mlx.models import pair_folder
+from dflash_mlx.models.default_model import DEFAULT_TARGET
+from dflash_mlx.models.names import DEFAULT_MODEL
+from support.hub_server import Hub, serve
+from support.models import write_drafter, write_model
+
+TARGET, FORK, DRAFTER, OTHER = "owner/model", "fork/model", "owner/drafter", "owner/other"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """Of target, its fork, a drafter, and something else, everything is in the cache."""
+    model = write_model(tmp_path / "served")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    folders = {TARGET: model, FORK: model, OTHER: other}
+    folders[DRAFTER] = write_drafter(tmp_path / "served-drafter")
+    with serve(folders, tmp_path / "hub") as served:
+        for name in folders:
+            snapshot_download(name)
+        yield served
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with a converted pair and a model of the user's own."""
+    here = tmp_path / "here"
+    write_model(here / "own")
+    write_model(here / "pair" / "target")
+    write_drafter(here / "pair" / "drafter")
+    pair_folder.write(here / "pair", {"target": "a/b", "drafter": "a/c"}, {})
+    return here
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """With one of everything that this program keeps."""
+    cache = tmp_path / "cache"
+    for folder in ("timing", "kernels", "features/corpus", "download-x"):
+        (cache / folder).mkdir(parents=True)
+    (cache / DEFAULT_TARGET.file_name).write_bytes(b"x" * 1000)
+    (cache / "timing" / "0123456789abcdef.json").write_text(json.dumps({"model": TARGET}))
+    (cache / "timing" / "fedcba9876543210.json").write_text("{")
+    (cache / "kernels" / "0123456789abcdef.json").write_text(json.dumps({"model": TARGET}))
+    (cache / "features" / "corpus" / "1.npy").write_bytes(b"y" * 500)
+    return cache
+
+
+@pytest.mark.usefixtures("hub")
+def test_everything_is_listed_by_kind_and_name_with_its_size(here, cache):
+    found = kept_files(here, cache)
+    assert [(each.kind, each.name) for each in found] == [
+        ("model", FORK),
+        ("model", TARGET),
+        ("model", DEFAULT_MODEL),
+        ("drafter", DRAFTER),
+        ("unfinished", DEFAULT_MODEL),
+        ("converted", str(here / "pair")),
+        ("folder", str(here / "own")),
+        ("calibration", TARGET),
+        ("calibration", "unknown model"),
+        ("kernels", TARGET),
+        ("features", "features"),
+    ]
+    sizes = {(each.kind, each.name): each.size for each in found}
+    assert sizes["model", DEFAULT_MODEL] == 1000
+    assert sizes["features", "features"] == 500
+    weights = (here / "own" / "model.safetensors").stat().st_size
+    assert sizes["model", TARGET] > weights and sizes["folder", str(here / "own")] > weights
+
+
+def test_half_a_download_is_called_unfinished(hub, cache, tmp_path):
+    (snapshot,) = (tmp_path / "hub").glob("models--owner--model/snapshots/*")
+    (snapshot / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    part = next((tmp_path / "hub").glob("models--owner--model/blobs")) / "1.incomplete"
+    part.write_bytes(b"z" * 300)
+    found = find_kept([TARGET], kept_files(tmp_path / "none", cache))
+    unfinished = [(each.size == 300, each.repository) for each in found[:2]]
+    assert sorted(unfinished) == [(False, True), (True, False)]
+    assert {each.kind for each in found[:2]} == {"unfinished"}
+    for each in found:
+        remove_kept(each)
+    assert find_kept(["unfinished"], kept_files(tmp_path / "none", cache / "none")) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["calibrations"], ["calibration", "calibration"]),
+        (["calibration"], ["calibration", "calibration"]),
+        ([TARGET.upper()], ["model", "calibration", "kernels"]),
+        (["features", "emulator"], ["features"]),
+        ([DRAFTER, "drafters"], ["drafter"]),
+    ],
+)
+@pytest.mark.usefixtures("hub")
+def test_names_and_kinds_find_what_is_kept_once_each(here, cache, names, expected):
+    assert [each.kind for each in find_kept(names, kept_files(here, cache))] == expected
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_name_of_nothing_is_refused_and_so_is_the_kind_of_the_users_own(here, cache):
+    kept = kept_files(here, cache)
+    for name in ("owner/none", "folder", "folders", ""):
+        with pytest.raises(DFlashError, match=f"'{name}'"):
+            find_kept([TARGET, name], kept)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_repository_is_removed_without_the_fork_that_has_the_same_revision(here, cache):
+    (target,) = [
+        each for each in kept_files(here, cache) if (each.kind, each.name) == ("model", TARGET)
+    ]
+    remove_kept(target)
+    left = {each.name for each in kept_files(here, cache) if each.kind == "model"}
+    assert left == {FORK, DEFAULT_MODEL}
+    assert not target.path.exists()
+    remove_kept(target)  # another program was quicker
+
+
+@pytest.mark.usefixtures("hub")
+def test_all_that_may_be_removed_is_and_the_users_own_stays(here, cache):
+    for each in kept_files(here, cache):
+        if each.kind == "folder":
+            with pytest.raises(DFlashError, match="own"):
+                remove_kept(each)
+        else:
+            remove_kept(each)
+    assert [each.kind for each in kept_files(here, cache)] == ["folder"]
+    assert not (here / "pair").exists()
+
+
+def test_a_link_to_a_pair_goes_and_the_pair_stays(here, cache, tmp_path):
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "pair"
+    link.symlink_to(here / "pair", target_is_directory=True)
+    (found,) = [each for each in kept_files(tmp_path / "links", cache) if each.kind == "converted"]
+    remove_kept(found)
+    assert not os.path.lexists(link)
+    assert (here / "pair" / "pair.json").is_file()
+
+
+def test_what_cannot_be_removed_is_named(cache, here, monkeypatch):
+    (found,) = [each for each in kept_files(here, cache) if each.kind == "kernels"]
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(DFlashError, match="Permission denied") as failure:
+        remove_kept(found)
+    assert str(found.path) in failure.value.what
