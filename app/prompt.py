@@ -10,7 +10,7 @@ from textual.message import Message
 from textual.widgets import TextArea
 
 LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
-PLACEHOLDER = "type here, Enter sends, Shift+Enter new line, Esc stops, /help"
+PLACEHOLDER = "Ask anything · Enter sends · Ctrl+J new line · Esc stops · /help"
 
 
 @dataclass

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from dflash_chat.commands import Call, help_rows
 from dflash_chat.conversation import LONGEST_TITLE, Conversation
-from dflash_chat.figures import statistics_rows
+from dflash_chat.figures import explained, statistics_rows
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.picker_screen import PickerScreen
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import ConfirmScreen, RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.store import export
+from dflash_chat.themes import THEMES
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, method_choices, settle
 
 if TYPE_CHECKING:
@@ -97,12 +98,13 @@ class CommandRunner:
         panel.display = not panel.display
         self._app.base.set_class(panel.display, "-draft")
         panel.draw()
+        self._app.transcript.tint(panel.tinted())
 
     async def _stats(self, _: str) -> None:
         status = self._app.status
         if (figures := status.figures) is None:
             raise DFlashError("there is no answer yet", "ask something first")
-        rows = statistics_rows(figures)
+        rows = explained(statistics_rows(figures))
         self._app.push_screen(RowsScreen("The last answer", rows))
 
     async def _new(self, _: str) -> None:
@@ -166,7 +168,7 @@ class CommandRunner:
 
     async def _theme(self, _: str) -> None:
         dark = self._app.current_theme.dark
-        self._app.theme = "textual-light" if dark else "textual-dark"
+        self._app.theme = THEMES["light" if dark else "dark"].name
 
     async def _help(self, _: str) -> None:
         self._app.push_screen(RowsScreen("dflash-chat", help_rows()))
