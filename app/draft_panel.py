@@ -89,6 +89,11 @@ class DraftPanel(Vertical, can_focus=True):
     def action_leave(self) -> None:
         self.screen.query_one("#prompt").focus()
 
+    @property
+    def shown(self) -> TextDelta | None:
+        """The round whose tree is drawn, None before the first."""
+        return self._rounds[-1 - self._back] if self._rounds else None
+
     def begin(self) -> None:
         """An answer begins."""
         for kept in (self._unread, self._pieces, self._rounds, self._texts):
@@ -118,10 +123,9 @@ class DraftPanel(Vertical, can_focus=True):
             return
         tree, why = self.query_one("#tree", Static), self.query_one("#why", Static)
         tree.display = why.display = bool(self._rounds)
-        if not self._rounds:
+        if (delta := self.shown) is None:
             self.query_one("#round", Static).update("Ask something: its rounds are drawn here.")
             return
-        delta = self._rounds[-1 - self._back]
         self.query_one("#legend", Static).update(styled(_legend(delta), self.app.no_color))
         lines = max(4, self.size.height - self.query_one("#legend").size.height - _TEXT_LINES)
         drawn = draw(DrawnTree.of(delta, self._text_of), lines, max(self.size.width, 20))
@@ -163,7 +167,7 @@ def round_sentence(delta: TextDelta) -> str:
     """What a round checked and kept, in words."""
     drafted, kept = len(delta.accepted.tree) - 1, len(delta.accepted.path) - 1
     if not drafted:
-        return "Nothing was drafted: one pass of the large model, one token."
+        return "No drafted token was checked: one pass of the large model, one token."
     checked = f"One pass of the large model checked {counted(drafted, 'drafted token')}"
     gained = f"so {counted(kept + 1, 'token')} for one pass"
     return f"{checked}: {kept} accepted, and one added by the model itself, {gained}."

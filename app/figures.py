@@ -11,7 +11,7 @@ from dflash_mlx import NO_DRAFTS, Statistics
 BARS = "▁▂▃▄▅▆▇█"
 SEPARATOR = " · "
 GIGABYTE = 10**9
-_EIGHTHS = ("", *"▏▎▍▌▋▊▉")
+_EIGHTHS: tuple[str, ...] = ("", *"▏▎▍▌▋▊▉")
 _NEARLY_FULL = 0.8  # share of the context from which it is worth a place among the first figures
 _LEAST_RATIO, _MOST_RATIO = 0.05, 100.0  # to plain decoding; nothing real lies beyond
 
@@ -144,8 +144,8 @@ def bars(figures: Figures, width: int) -> list[str]:
 
 def wide_bar(share: float, width: int) -> str:
     """A bar of up to `width` characters for a share from 0 to 1, to an eighth of one."""
-    eighths = round(min(max(share, 0.0), 1.0) * max(width, 1) * 8)
-    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
+    whole, rest = divmod(round(min(max(share, 0.0), 1.0) * max(width, 1) * 8), 8)
+    return "█" * whole + _EIGHTHS[rest]
 
 
 def speed_line(speeds: Sequence[float]) -> str:

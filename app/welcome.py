@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from datetime import date
 
+from textual import work
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
@@ -99,9 +100,9 @@ class Welcome(Vertical):
             facts = replace(facts, memory=f"{gigabytes(self.memory)} in use")
         self.told = False
         self._say(replace(facts, here=self._facts.here))
-        name = pair.target.name  # a function, because a worker may be cancelled before it begins
-        self.run_worker(lambda: self._look_up(facts, log, name, method), exclusive=True)
+        self._look_up(facts, log, pair.target.name, method)
 
+    @work(exclusive=True)
     async def _look_up(self, facts: Facts, log: SpeedLog, model: str, method: str) -> None:
         earlier = await asyncio.to_thread(log.earlier, model, method)
         self._say(replace(facts, here=speed_here(earlier, self.timing)))

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
+import dflash_mlx  # before anything that imports mlx
 from dflash_chat.backend import Backend
 from dflash_chat.chat_app import ChatApp, Start
 from dflash_chat.options import ChatConfig
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.welcome import QUESTIONS
-from dflash_mlx import DecodeConfig, PairConfig
 
 ROOT = Path(__file__).parent.parent
 LARGE, SMALL = (110, 34), (80, 24)
@@ -126,7 +126,7 @@ async def shoot(folder: Path, tokens: int) -> None:
     """All pictures, one chat after the other."""
     with tempfile.TemporaryDirectory() as talks:
         chat = ChatConfig(conversations=Path(talks))
-        start = Start(PairConfig(), DecodeConfig(max_tokens=tokens), chat)
+        start = Start(dflash_mlx.PairConfig(), dflash_mlx.DecodeConfig(max_tokens=tokens), chat)
         app = ChatApp(start, Backend())
         async with app.run_test(size=LARGE) as pilot:
             camera = Camera(app, pilot, folder, title())
@@ -161,7 +161,14 @@ async def session(camera: Camera, tokens: int) -> None:
     camera.write("chat", moving(camera.frames, HOLD))
     await pilot.press("f2")
     await pilot.pause(0.5)
+    app.draft.focus()
+    for _ in range(20):  # back to a round that shows branches of both kinds
+        if (shown := app.draft.shown) and 1 < len(shown.accepted.path) < len(shown.accepted.tree):
+            break
+        await pilot.press("left")
+    await pilot.pause(0.5)
     camera.take("chat-draft-view")
+    app.prompt.focus()
     await pilot.press("f2", "f3")
     await pilot.pause(0.5)
     camera.take("chat-figures")

@@ -42,8 +42,10 @@ from dflash_chat.tree_view import (
 from dflash_chat.welcome import speed_here
 from dflash_chat.window import Window
 from dflash_mlx import DecodeConfig, SamplingConfig, Statistics
+from dflash_mlx.core.accept import Accepted
 from dflash_mlx.engine.pair import Means
 from support.app_scripts import ANSWER, WORDS, pair_of, rounds_of, statistics_of
+from support.decoding import tree_of
 
 # Commands
 
@@ -281,6 +283,8 @@ def test_a_round_is_told_in_words():
     sentences = [round_sentence(delta) for delta in rounds_of(ANSWER)]
     drafted = len(rounds_of(ANSWER)[0].accepted.tree) - 1
     assert f"checked {drafted} drafted tokens" in sentences[0]
+    alone = replace(rounds_of(ANSWER)[0], accepted=Accepted(tree_of([0], [-1]), (0,), 0))
+    assert "one token" in round_sentence(alone)
     kept = len(rounds_of(ANSWER)[0].accepted.path)
     assert f"so {kept} tokens for one pass" in sentences[0]
 

@@ -34,6 +34,7 @@ from support.app_scripts import (
 
 PICTURES = Path(__file__).parents[1] / "snapshots"
 PATIENCE = 15.0  # seconds until a screen that looks otherwise is taken for changed
+SETTLED = 2.0  # seconds after which a picture that is to be kept is taken
 LARGE, SMALL, TINY = (120, 40), (80, 24), (40, 12)
 QUESTION = "Which two rivers meet in Mainz? Add a Python function that lists them."
 THOUGHT = "<think>Mainz lies where the Main flows into the Rhine.</think>"
@@ -118,7 +119,7 @@ async def settled_picture(app, pilot, expected: str | None) -> str:
         scrolls = app.screen.query(".side VerticalScroll")
         return all(scroll.scroll_y >= scroll.max_scroll_y for scroll in scrolls)
 
-    late = time.monotonic() + PATIENCE
+    late = time.monotonic() + (PATIENCE if expected else SETTLED)
     while True:
         await until(at_end, pilot)
         await pilot.wait_for_animation()
