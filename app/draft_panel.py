@@ -33,7 +33,7 @@ from dflash_mlx import TextDelta, find_method
 
 SHOWN = 2000  # tokens of the answer
 KEPT = 1000  # rounds that one can go back to
-_TEXT_LINES = 8  # of the panel, besides its legend, that are not for the tree
+_TEXT_LINES = 6  # of the panel: a head line, gaps, and ends of lines that words do not fill
 STYLES = {
     ACCEPTED: "bold $text-success",
     REJECTED: "$text-error",
@@ -127,11 +127,13 @@ class DraftPanel(Vertical, can_focus=True):
             self.query_one("#round", Static).update("Ask something: its rounds are drawn here.")
             return
         self.query_one("#legend", Static).update(styled(_legend(delta), self.app.no_color))
-        lines = max(4, self.size.height - self.query_one("#legend").size.height - _TEXT_LINES)
-        drawn = draw(DrawnTree.of(delta, self._text_of), lines, max(self.size.width, 20))
+        said, width = " ".join([round_sentence(delta), delta.proposal.reason]), self.size.width
+        taken = self.query_one("#legend").size.height + len(said) // max(width, 1) + _TEXT_LINES
+        lines = max(4, self.size.height - taken)
+        drawn = draw(DrawnTree.of(delta, self._text_of), lines, max(width, 20))
         tree.update(styled(drawn, self.app.no_color))
         self.query_one("#round", Static).update(self._heading())
-        why.update(" ".join([round_sentence(delta), delta.proposal.reason]).strip())
+        why.update(said.strip())
 
     def _heading(self) -> str:
         """Which round this is, and how to get to others; the first token has none of its own."""

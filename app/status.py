@@ -135,9 +135,9 @@ class Status(Vertical):
 
     def _curves(self, figures: Figures, width: int) -> str:
         """Speed over time, and acceptance by position: the speed takes what is left, 8 to 32."""
-        places = fit(position_parts(figures), max(width * 2 // 3, width - 60), "  ")
-        room = width - len(places) - len("speed  up to 999.9 tok/s    ")
-        speeds = self._speeds.over_time(min(32, max(8, room)))
+        frame = len("speed  up to 999.9 tok/s    ")
+        places = fit(position_parts(figures), max(width - frame - 8, 8), "  ")
+        speeds = self._speeds.over_time(min(32, max(8, width - frame - len(places))))
         return fit([part for part in (speed_line(speeds), places) if part], width, "    ")
 
     def clear(self) -> None:

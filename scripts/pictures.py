@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 LARGE, SMALL = (110, 34), (80, 24)
 FRAMES, HOLD = 9, 4.0  # of the moving picture while an answer streams; seconds of its last one
 MOST = 900_000  # bytes of a picture
+MOST_BUSY = 1.0  # load of the machine before; figures beside other work would say little
 _BODY = re.compile(r"<svg[^>]*>(.*)</svg>", re.DOTALL)
 _BOX = re.compile(r'viewBox="[^"]*"')
 
@@ -200,7 +201,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Take the pictures of the documentation.")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs")
     parser.add_argument("--tokens", type=int, default=180, help="of an answer (default: 180)")
+    parser.add_argument("--anyway", action="store_true", help="also on a busy machine")
     arguments = parser.parse_args()
+    busy = os.getloadavg()[0]
+    if busy > MOST_BUSY and not arguments.anyway:
+        raise SystemExit(f"the machine is busy (load {busy:.1f}); wait, or give --anyway")
     asyncio.run(shoot(arguments.folder, arguments.tokens))
 
 

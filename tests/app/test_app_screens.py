@@ -1,5 +1,6 @@
 """Commands, settings, pickers, views and races in the chat."""
 
+import re
 import sys
 import threading
 
@@ -216,6 +217,7 @@ async def test_the_speed_is_large_where_there_is_room_and_every_figure_explains_
     await pilot.resize_terminal(80, 24)
     await until(lambda: app.query_one("#speed").display, pilot)
     assert "40.0 tok/s · ~2.0x plain" in screen_text(app)
+    assert re.search(r"speed .* up to 40.0 tok/s +accepted by position  1 .* 80%", screen_text(app))
     await say(app, pilot, "/new")
     assert "tok/s" not in screen_text(app)
 
