@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from dflash_chat.bench import BenchRequest, run_bench
 from dflash_chat.race import race
+from dflash_chat.speeds import Timing
 from dflash_mlx import (
     DFlashError,
     Observer,
@@ -23,14 +26,17 @@ Events = Generator[object, None, None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A pair is ready."""
+    """A pair is ready. memory: bytes that MLX holds with it, 0 for unknown."""
 
     pair: Pair
+    memory: int = 0
 
 
 @dataclass(frozen=True)
 class Timed:
     """It is known what passes take here."""
+
+    timing: Timing = Timing()
 
 
 class Backend:
@@ -47,15 +53,16 @@ class Backend:
         check_memory(config)
         pair = load_pair(config)
         self._responder = Responder(pair)
-        yield Loaded(pair)
+        yield Loaded(pair, mx.get_active_memory())
 
     def measure(self, again: bool) -> Events:
         """Time the passes of this pair before anybody waits for them: Timed.
 
         again: though this machine was measured before.
         """
-        self._loaded().time_passes(again)
-        yield Timed()
+        responder = self._loaded()
+        responder.time_passes(again)
+        yield Timed(Timing(*responder.plain_speed()))
 
     def answer(self, request: Request, observer: Observer) -> Events:
         """Answer: a TextDelta per round."""

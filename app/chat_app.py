@@ -21,19 +21,22 @@ from dflash_chat.bench import BenchRequest
 from dflash_chat.commands import COMMANDS, Call, Command, parse
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.draft_panel import DraftPanel
-from dflash_chat.figures import read_figures
+from dflash_chat.figures import Figures, read_figures
 from dflash_chat.keeper import Keeper
 from dflash_chat.listener import Listener
 from dflash_chat.naming import pair_line
-from dflash_chat.options import THEMES, ChatConfig
+from dflash_chat.options import ChatConfig
 from dflash_chat.outbox import Outbox
 from dflash_chat.problems import describe
 from dflash_chat.prompt import Prompt
 from dflash_chat.runner import CommandRunner
+from dflash_chat.speeds import SpeedLog
 from dflash_chat.status import Status, read_progress
 from dflash_chat.store import Store
 from dflash_chat.terminal import Harmless, when_hung_up
+from dflash_chat.themes import THEMES
 from dflash_chat.transcript import Transcript
+from dflash_chat.welcome import Sample
 from dflash_mlx import (
     DEFAULT_MODEL,
     DecodeConfig,
@@ -73,8 +76,8 @@ class ChatApp(App[None]):
 
     TITLE = "dflash-chat"
     CSS_PATH = "chat.tcss"
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-tall")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide"), (150, "-huge")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-tall"), (28, "-roomy")]
     ENABLE_COMMAND_PALETTE = True
     BINDINGS = [
         Binding("escape", "stop", "Stop", show=False),
@@ -89,6 +92,7 @@ class ChatApp(App[None]):
         self.system, self._resume = start.chat.system, start.chat.resume
         self.store = Store(start.chat.folder)
         self.keeper, self.outbox = Keeper(self.store), Outbox(self)
+        self.speeds = SpeedLog(self.store.folder)
         self.conversation = Conversation()
         self.pair: Pair | None = None
         self.clean, self.interrupted = True, False
@@ -110,7 +114,9 @@ class ChatApp(App[None]):
 
     async def on_mount(self) -> None:
         self.screen.set_focus(self.prompt)  # at once, so that no key is lost
-        self.theme = THEMES[self._theme_name]
+        for theme in THEMES.values():
+            self.register_theme(theme)
+        self.theme = THEMES[self._theme_name].name
         self.worker = Worker(lambda job, event: self.post_message(Said(job, event)))
         self.begin_capture_print(self)
         loop = asyncio.get_running_loop()
@@ -164,7 +170,8 @@ class ChatApp(App[None]):
     # What the user does
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
-        text, line = message.text, message.line or message.text
+        line = message.line or message.text
+        text = self.transcript.welcome.question(message.text)
         if not text.strip():
             return
         try:
@@ -177,6 +184,10 @@ class ChatApp(App[None]):
         else:
             self.prompt.take_out(line)
             await self._run(call)
+
+    def on_sample_picked(self, message: Sample.Picked) -> None:
+        self.prompt.put(message.text)
+        self.prompt.focus()
 
     async def ask(self, text: str) -> None:
         """Put a question to the model; DFlashError for one that cannot be, or not yet."""
@@ -354,3 +365,10 @@ class ChatApp(App[None]):
         title = self.conversation.shown_title if self.conversation.turns else ""
         line = "  ".join(part for part in ("dflash-chat", pair, title) if part)
         self.base.query_one("#header", Static).update(line)
+        self.transcript.welcome.tell(self.pair, self.config, self.speeds)
+
+    def log_speed(self, figures: Figures) -> None:
+        """Remember how fast an answer was, for the first screen; aside, because disks are slow."""
+        if (pair := self.pair) is not None:
+            name = pair.target.name
+            self.run_worker(lambda: self.speeds.add(name, figures), thread=True, group="speeds")

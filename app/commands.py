@@ -53,14 +53,14 @@ COMMANDS = (
 )
 KEYS = (
     ("Enter", "send"),
-    ("Shift+Enter, Ctrl+J", "new line"),
+    ("Ctrl+J", "new line; Shift+Enter, too, where the terminal can tell it from Enter"),
     ("Esc, Ctrl+C", "stop the answer, keeping what was said"),
     ("Tab", "complete a command"),
     ("@file", "in a question: the text of the file goes with it"),
     ("Up, Down", "earlier questions; Up first takes back those that wait"),
     ("PageUp, PageDown", "scroll"),
-    ("F2", "draft view"),
-    ("F3", "figures of the last answer"),
+    ("F2", "draft view: Tab, then Left and Right, goes through its rounds"),
+    ("F3", "figures of the last answer, and what they mean"),
     ("Ctrl+P", "command palette"),
     ("Ctrl+Q", "leave"),
 )

@@ -1,4 +1,4 @@
-"""The draft view: how the answer's tokens came to be, and the last round's tree."""
+"""The draft view: how the answer's tokens came to be, and the tree of any of its rounds."""
 
 from __future__ import annotations
 
@@ -7,87 +7,142 @@ from collections.abc import Sequence
 from typing import Any
 
 from textual.app import ComposeResult
-from textual.containers import Vertical, VerticalScroll
+from textual.binding import Binding
+from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Static
 
-from dflash_chat.naming import legend, source_style
+from dflash_chat.figures import counted
+from dflash_chat.naming import TARGET, legend, source_shape, source_style
 from dflash_chat.tree_view import (
     ACCEPTED,
+    END,
     LINES,
+    NO,
     REJECTED,
+    YES,
     DrawnTree,
     Line,
     Segment,
     draw,
     sources,
+    symbol,
     tint,
 )
-from dflash_mlx import TextDelta
+from dflash_mlx import TextDelta, find_method
 
-SHOWN = 400  # tokens of the answer
-STYLES = {ACCEPTED: "$text-success", REJECTED: "$text-error", LINES: "$text-muted"}
+SHOWN = 2000  # tokens of the answer
+KEPT = 1000  # rounds that one can go back to
+_TEXT_LINES = 6  # of the panel: a head line, gaps, and ends of lines that words do not fill
+STYLES = {
+    ACCEPTED: "bold $text-success",
+    REJECTED: "$text-error",
+    LINES: "$secondary",
+}
 
 
-class Tinted(Static):
-    """The answer's last tokens; goes to their end once they have a new height, not before."""
+class DraftPanel(Vertical, can_focus=True):
+    """Keeps the rounds of the answer; reads and draws them only while it is shown."""
 
-    def on_resize(self) -> None:
-        self.screen.query_one("#tinted-scroll", VerticalScroll).scroll_end(animate=False)
-
-
-class DraftPanel(Vertical):
-    """Keeps the last rounds of the answer; reads and draws them only while it is shown."""
+    BINDINGS = [
+        Binding("left", "step(-1)", "Round before", show=False),
+        Binding("right", "step(1)", "Round after", show=False),
+        Binding("home", "step(-1000)", "First round", show=False),
+        Binding("end", "step(1000)", "Newest round", show=False),
+        Binding("escape", "leave", "Back to the question", show=False),
+    ]
 
     def __init__(self) -> None:
         super().__init__(id="draft")
         self._unread: deque[TextDelta] = deque(maxlen=SHOWN)
         self._pieces: deque[Segment] = deque(maxlen=SHOWN)
-        self._last: TextDelta | None = None
+        self._rounds: deque[TextDelta] = deque(maxlen=KEPT)
+        self._heard = 0  # rounds in all
+        self._back = 0  # how many rounds before the newest is shown
         self._detokenizer: Any = None
         self._texts: dict[int, str] = {}
 
     def compose(self) -> ComposeResult:
-        yield Static(styled([_legend()]), id="legend")
-        with VerticalScroll(id="tinted-scroll") as scroll:
-            scroll.can_focus = False
-            yield Tinted(id="tinted")
+        yield Static(id="legend")
+        yield Static(id="round", markup=False)
         yield Static(id="tree")
+        yield Static(id="why", markup=False)
 
     def on_mount(self) -> None:
         self.display = False
+        self.border_title = "Where tokens come from"
+        self.border_subtitle = "F2 hides"
 
     def on_resize(self) -> None:
         self.draw()
 
+    def on_focus(self) -> None:
+        self.draw()
+
+    def on_blur(self) -> None:
+        self.draw()
+
+    def action_step(self, rounds: int) -> None:
+        self._back = min(max(self._back - rounds, 0), max(len(self._rounds) - 1, 0))
+        self.draw()
+
+    def action_leave(self) -> None:
+        self.screen.query_one("#prompt").focus()
+
+    @property
+    def shown(self) -> TextDelta | None:
+        """The round whose tree is drawn, None before the first."""
+        return self._rounds[-1 - self._back] if self._rounds else None
+
     def begin(self) -> None:
         """An answer begins."""
-        self._unread.clear()
-        self._pieces.clear()
-        self._texts.clear()
-        self._last = self._detokenizer = None
+        for kept in (self._unread, self._pieces, self._rounds, self._texts):
+            kept.clear()
+        self._detokenizer, self._heard, self._back = None, 0, 0
         self.draw()
 
     def take(self, delta: TextDelta, tokenizer: Any) -> None:
         """A round; shown by the next `draw`. tokenizer: turns its tokens into text."""
         self._unread.append(delta)
-        self._last, self._tokenizer = delta, tokenizer
+        self._rounds.append(delta)
+        self._tokenizer = tokenizer
+        self._heard += 1
+        if self._back:  # stay where the reader is
+            self._back = min(self._back + 1, len(self._rounds) - 1)
+
+    def tinted(self) -> Content | None:
+        """The answer's tokens by origin, None while the view is hidden or has nothing to show."""
+        if not self.display or not self._heard:
+            return None
+        self._read()
+        return styled([tint(self._pieces)], self.app.no_color)
 
     def draw(self) -> None:
         """Bring the panel up to date."""
         if not self.display or not self.is_mounted:
             return
-        self._read()
-        self.query_one("#tinted", Static).update(styled([tint(self._pieces)]))
-        self.query_one("#tinted-scroll").scroll_end(animate=False)
-        tree = self.query_one("#tree", Static)
-        tree.display = self._last is not None
-        if self._last is not None:
-            drawn = DrawnTree.of(self._last, self._text_of)
-            lines = draw(drawn, max(4, self.size.height // 2 - 2))
-            if drawn.reason:
-                lines.append([(drawn.reason, LINES)])
-            tree.update(styled(lines))
+        tree, why = self.query_one("#tree", Static), self.query_one("#why", Static)
+        tree.display = why.display = bool(self._rounds)
+        if (delta := self.shown) is None:
+            self.query_one("#round", Static).update("Ask something: its rounds are drawn here.")
+            return
+        self.query_one("#legend", Static).update(styled(_legend(delta), self.app.no_color))
+        said, width = " ".join([round_sentence(delta), delta.proposal.reason]), self.size.width
+        taken = self.query_one("#legend").size.height + len(said) // max(width, 1) + _TEXT_LINES
+        lines = max(4, self.size.height - taken)
+        drawn = draw(DrawnTree.of(delta, self._text_of), lines, max(width, 20))
+        tree.update(styled(drawn, self.app.no_color))
+        self.query_one("#round", Static).update(self._heading())
+        why.update(said.strip())
+
+    def _heading(self) -> str:
+        """Which round this is, and how to get to others; the first token has none of its own."""
+        opening = self._heard > len(self._rounds) or len(self._rounds[0].accepted.tree) == 1
+        newest = self._heard - opening
+        at = newest - self._back
+        which = f"Round {at} of {newest}" if at else "Reading the question"
+        keys = "← → others" if self.has_focus else "Tab, then ← → others"
+        return f"{which}   {keys}"
 
     def _read(self) -> None:
         """Make text of the rounds that came since the last drawing."""
@@ -96,26 +151,52 @@ class DraftPanel(Vertical):
                 self._detokenizer = self._tokenizer.detokenizer
             for token, source in sources(self._unread.popleft()):
                 self._detokenizer.add_token(token)
-                self._pieces.append((self._detokenizer.last_segment, source))
+                text = self._detokenizer.last_segment
+                self._pieces.append((self._symbol(token, text) or text, source))
 
     def _text_of(self, token: int) -> str:
         """A token alone, remembered: a round's tree has dozens."""
         if token not in self._texts:
-            self._texts[token] = self._tokenizer.decode([token])
+            text = self._tokenizer.decode([token])
+            self._texts[token] = self._symbol(token, text) or text
         return self._texts[token]
 
-
-def _legend() -> Line:
-    line: Line = []
-    *drafts, (target, source) = legend()
-    for label, draft in drafts:
-        line += [(" ", LINES)] * bool(line) + [(f" {label} ", draft)]
-    return [*line, (f" {target}", source)]
+    def _symbol(self, token: int, text: str) -> str | None:
+        return symbol(text, token in getattr(self._tokenizer, "eos_token_ids", ()))
 
 
-def styled(lines: Sequence[Line]) -> Content:
-    """Segments in the colours of the theme."""
+def round_sentence(delta: TextDelta) -> str:
+    """What a round checked and kept, in words."""
+    drafted, kept = len(delta.accepted.tree) - 1, len(delta.accepted.path) - 1
+    if not drafted:
+        return "No drafted token was checked: one pass of the large model, one token."
+    checked = f"One pass of the large model checked {counted(drafted, 'drafted token')}"
+    gained = f"so {counted(kept + 1, 'token')} for one pass"
+    return f"{checked}: {kept} accepted, and one added by the model itself, {gained}."
+
+
+def _legend(delta: TextDelta) -> list[Line]:
+    """What colours mean, of the sources that the method has, and what signs mean."""
+    mine = {source.name for source in find_method(delta.statistics.method).sources}
+    origins: Line = []
+    for label, source in legend():
+        if source in mine:
+            origins += [(f" {label} ", source), ("  ", LINES)]
+        elif source == TARGET:
+            origins.append((label, source))
+    signs: Line = [(YES, ACCEPTED), (" accepted  ", LINES), (NO, REJECTED), (" rejected  ", LINES)]
+    return [origins, [*signs, (f"{END} end", LINES)]]
+
+
+def styled(lines: Sequence[Line], shapes: bool = False) -> Content:
+    """Segments in the colours of the theme. shapes: underlined and slanted, too, as `NO_COLOR`."""
     return Content("\n").join(
-        Content.assemble(*((text, STYLES.get(kind) or source_style(kind)) for text, kind in line))
-        for line in lines
+        Content.assemble(*((text, style_of(kind, shapes)) for text, kind in line)) for line in lines
     )
+
+
+def style_of(kind: str, shapes: bool = False) -> str:
+    """The style of a segment by what it is."""
+    if kind in STYLES:
+        return STYLES[kind]
+    return f"{source_style(kind)} {source_shape(kind)}".strip() if shapes else source_style(kind)

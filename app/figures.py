@@ -9,8 +9,27 @@ from typing import Any
 from dflash_mlx import NO_DRAFTS, Statistics
 
 BARS = "▁▂▃▄▅▆▇█"
-SEPARATOR = " | "
+SEPARATOR = " · "
 GIGABYTE = 10**9
+_EIGHTHS: tuple[str, ...] = ("", *"▏▎▍▌▋▊▉")
+_NEARLY_FULL = 0.8  # share of the context from which it is worth a place among the first figures
+_LEAST_RATIO, _MOST_RATIO = 0.05, 100.0  # to plain decoding; nothing real lies beyond
+
+MEANINGS = {
+    "method": "how tokens are drafted, see /method",
+    "speed": "tokens of the answer per second of writing it; reading the question is left out",
+    "against plain decoding": "plain decoding takes one pass of the large model for every token; "
+    "~ marks an estimate from what passes took in this answer",
+    "rounds": "passes of the large model; each checks all drafted tokens at once",
+    "tokens per round": "accepted drafts and the one token that the large model adds itself; "
+    "plain decoding has 1",
+    "drafts accepted": "only drafts that are the large model's own choice are accepted, so a bad "
+    "draft costs time, never a word",
+    "accepted by position": "how often the 1st, 2nd, ... drafted token in a row was accepted",
+    "first token after": "from Enter to the first token",
+    "of these known already": "still in memory from earlier turns, and not computed again",
+    "context in use": "what the model can see at once; /new begins afresh",
+}
 
 
 Figures = Mapping[str, Any]  # of one answer, by name: as in `Statistics.as_dict`, and a few more
@@ -56,11 +75,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(bar(value / peak) for value in last)
 
 
-def histogram(shares: Sequence[float]) -> str:
-    """Shares from 0 to 1 as bars, so that two histograms can be compared."""
-    return "".join(map(bar, shares))
-
-
 def fit(parts: Sequence[str], width: int, separator: str = SEPARATOR) -> str:
     """As many of `parts` as fit in `width`, the first ones first; never more than `width`."""
     line = ""
@@ -72,42 +86,85 @@ def fit(parts: Sequence[str], width: int, separator: str = SEPARATOR) -> str:
     return line or "".join(parts[:1])[:width]
 
 
+def times_plain(figures: Figures) -> str:
+    """How many times as fast as plain decoding, "~" where it is an estimate, "" where unknown."""
+    if not _LEAST_RATIO <= figures["times_plain"] <= _MOST_RATIO:  # of a file from elsewhere
+        return ""
+    return f"{'' if 'plain' in figures['modes'] else '~'}{figures['times_plain']:.1f}"
+
+
+def headline(figures: Figures) -> str:
+    """Speed and what drafts make of it: "29 tok/s · 2.0x plain"."""
+    ratio = times_plain(figures)
+    return f"{speed(figures['tokens_per_second'])} tok/s" + (f" · {ratio}x plain" if ratio else "")
+
+
+def speed(tokens_per_second: float) -> str:
+    """Three digits at most, as a person reads them."""
+    return f"{tokens_per_second:.1f}" if tokens_per_second < 100 else f"{tokens_per_second:.0f}"
+
+
 def speed_parts(figures: Figures) -> list[str]:
     """The first status line, most important first."""
-    parts = [f"{figures['tokens_per_second']:.1f} tok/s"]
-    if figures["times_plain"]:
-        parts.append(f"{times_plain(figures)}x plain")
-    if figures["accepted_by_position"]:
-        parts.append(f"{figures['mean_accepted']:.2f} tokens/round")
-        parts.append(f"accepted {figures['acceptance_rate']:.0%}")
-    parts.append(f"first after {figures['time_to_first_token']:.2f} s")
-    parts.append(f"memory {gigabytes(figures['peak_memory_bytes'])}")
-    return parts
+    return [headline(figures), *gains(figures), *pressing(figures)]
 
 
-def times_plain(figures: Figures) -> str:
-    """How many times as fast as plain decoding, "~" where no round of this answer was plain."""
-    return f"{'' if 'plain' in figures['modes'] else '~'}{figures['times_plain']:.2f}"
-
-
-def context_parts(figures: Figures) -> list[str]:
-    """What the answer took of the context, and how much of the prompt was computed for it."""
-    prompt = figures["prompt_tokens"]
+def gains(figures: Figures) -> list[str]:
+    """Why it is fast: what a round brings, and how good the drafts are."""
+    if not figures["accepted_by_position"]:
+        return []
     return [
-        f"ctx {_context(figures)}/{figures['context_length']}",
-        f"prefilled {prompt - figures['reused_tokens']} of {prompt}",
+        f"{figures['mean_accepted']:.1f} tokens per round",
+        f"{figures['acceptance_rate']:.0%} of drafts accepted",
     ]
 
 
-def round_parts(figures: Figures, rounds: Sequence[int], width: int) -> list[str]:
-    """The second status line; the sparkline takes what the others leave, 8 to 32 columns."""
-    position = histogram(figures["accepted_by_position"])
-    parts = [f"by position {position}"] if position else []
-    parts += context_parts(figures)
-    taken = sum(len(part) + len(SEPARATOR) for part in parts) + len("per round ")
-    if rounds:
-        parts.insert(0, f"per round {sparkline(rounds, min(32, max(8, width - taken)))}")
-    return parts
+def pressing(figures: Figures) -> list[str]:
+    """The length of the answer; where the context is nearly full, that instead."""
+    full = _context(figures) / (figures["context_length"] or math.inf)
+    if full > _NEARLY_FULL:
+        return [f"context {full:.0%} full"]
+    return [f"{figures['generated_tokens']} tokens"]
+
+
+def bars(figures: Figures, width: int) -> list[str]:
+    """This answer's speed above that of plain decoding, as bars on one scale; [] where unknown."""
+    ratio, now = times_plain(figures), figures["tokens_per_second"]
+    if not ratio:
+        return []
+    mark = "~" if ratio.startswith("~") else ""
+    rows = [("with drafts", now, ""), ("plain", now / figures["times_plain"], mark)]
+    most = max(value for _, value, _ in rows) or 1
+    room = width - len("with drafts ~999.9 tok/s ")
+    return [
+        f"{name:<11} {wide_bar(value / most, room)} {mark}{speed(value)} tok/s"
+        for name, value, mark in rows
+    ]
+
+
+def wide_bar(share: float, width: int) -> str:
+    """A bar of up to `width` characters for a share from 0 to 1, to an eighth of one."""
+    whole, rest = divmod(round(min(max(share, 0.0), 1.0) * max(width, 1) * 8), 8)
+    return "█" * whole + _EIGHTHS[rest]
+
+
+def speed_line(speeds: Sequence[float]) -> str:
+    """Speed over the answer as bars, with its scale; "" before there is any."""
+    if not speeds:
+        return ""
+    return f"speed {sparkline(speeds, len(speeds))} up to {speed(max(speeds))} tok/s"
+
+
+def position_parts(figures: Figures) -> list[str]:
+    """How often drafts were accepted at each position, as bars from 0 to 1 with their numbers."""
+    shares = figures["accepted_by_position"]
+    parts = [f"{i} {bar(share)} {share:.0%}" for i, share in enumerate(shares, start=1)]
+    return [f"accepted by position  {parts[0]}", *parts[1:]] if parts else []
+
+
+def counted(number: int, what: str) -> str:
+    """A number with its noun."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def gigabytes(count: float) -> str:
@@ -119,30 +176,35 @@ def statistics_rows(figures: Figures) -> list[tuple[str, str]]:
     """Everything about one answer: what is counted, and how much it is."""
     return [
         ("method", figures["method"]),
-        ("tokens per second, decoding", f"{figures['tokens_per_second']:.2f}"),
+        ("speed", f"{figures['tokens_per_second']:.2f} tokens per second"),
         ("against plain decoding", _against_plain(figures)),
-        ("tokens generated", str(figures["generated_tokens"])),
+        ("tokens of the answer", str(figures["generated_tokens"])),
         ("rounds", f"{figures['rounds']} ({figures['modes']})".removesuffix(" ()")),
         ("tokens per round", f"{figures['mean_accepted']:.2f}"),
-        ("drafted tokens accepted", f"{figures['acceptance_rate']:.1%}"),
+        ("drafts accepted", f"{figures['acceptance_rate']:.1%}"),
         ("accepted by position", _positions(figures)),
-        ("time to first token", f"{figures['time_to_first_token']:.3f} s"),
-        ("prompt tokens", str(figures["prompt_tokens"])),
-        ("of them from the caches", str(figures["reused_tokens"])),
-        ("prefill", f"{figures['prefill_seconds']:.3f} s"),
-        ("decoding", f"{figures['decode_seconds']:.3f} s"),
-        ("context", f"{_context(figures)} of {figures['context_length']} tokens"),
-        ("peak memory", gigabytes(figures["peak_memory_bytes"])),
+        ("first token after", f"{figures['time_to_first_token']:.3f} s"),
+        ("tokens of the prompt", str(figures["prompt_tokens"])),
+        ("of these known already", str(figures["reused_tokens"])),
+        ("reading the prompt", f"{figures['prefill_seconds']:.3f} s"),
+        ("writing the answer", f"{figures['decode_seconds']:.3f} s"),
+        ("context in use", f"{_context(figures)} of {figures['context_length']} tokens"),
+        ("most memory in use", gigabytes(figures["peak_memory_bytes"])),
     ]
+
+
+def explained(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    """Rows with what each figure means."""
+    return [(name, value, MEANINGS.get(name, "")) for name, value in rows]
 
 
 def _against_plain(figures: Figures) -> str:
     if figures["method"] == NO_DRAFTS:
         return "it is plain decoding"
-    if not figures["times_plain"]:
-        return "not known: nothing was decoded plainly"
+    if not times_plain(figures):
+        return "not known, /race compares"
     plain = figures["tokens_per_second"] / figures["times_plain"]
-    return f"{times_plain(figures)} times as fast as {plain:.1f} tok/s"
+    return f"{times_plain(figures)} times as fast as {plain:.1f} tokens per second"
 
 
 def _context(figures: Figures) -> int:

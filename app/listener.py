@@ -82,9 +82,12 @@ class Listener:
         """Take in one event; those of answers and races that are over say nothing any more."""
         match event:
             case Loaded():
+                self._app.transcript.welcome.memory = event.memory
                 await self._loaded(job, event.pair)
             case Timed():
+                self._app.transcript.welcome.timing = event.timing
                 self._done_waiting(job)
+                self._app.show_header()
             case Failed():
                 await self._failed(job, describe(event.error))
             case RaceStep() | RaceResult():
@@ -124,6 +127,8 @@ class Listener:
         if leaving:
             app.conversation.turns += [Turn("user", text) for text in app.prompt.waiting]
         await app.save()
+        if saved is not None:
+            app.log_speed(saved)
         app.show_header()
         if job is not None and job.cancelled.is_set():
             app.outbox.give_back()
@@ -150,6 +155,7 @@ class Listener:
         if self.race is not None:
             self.race.draw()
         await self._app.transcript.draw()
+        self._app.transcript.tint(self._app.draft.tinted())
 
     async def _answering(self, event: object) -> None:
         """News of the answer that is being written."""

@@ -1,4 +1,4 @@
-"""What methods, pairs and the sources of tokens are called on screen, and their colours.
+"""What methods, pairs and the sources of tokens are called on screen, and how they look.
 
 The table of methods says it; only the target's own tokens are named here.
 """
@@ -10,6 +10,8 @@ from pathlib import Path
 from dflash_mlx import DecodeConfig, Pair, find_method, settle, token_sources
 
 TARGET = "target"  # the source of a token that the target chose itself
+OWN = "large model"
+_SHAPES = ("underline", "underline italic", "italic")  # of drafted tokens, where nothing has colour
 
 
 def method_name(method: str, drafters: int) -> str:
@@ -21,19 +23,32 @@ def source_style(name: str) -> str:
     """The style of tokens from a source, one for all that have no colour of their own."""
     if name == TARGET:
         return "$foreground"
-    colour = next((s.colour for s in token_sources() if s.name == name), "accent")
+    colour = next((s.colour for s in token_sources() if s.name == name), "secondary")
     return f"$text-{colour} on ${colour}-muted"
+
+
+def source_shape(name: str) -> str:
+    """The same without colours: drafted tokens are underlined or slanted, the target's own not."""
+    if name == TARGET:
+        return ""
+    known = [source.name for source in token_sources()]
+    return _SHAPES[known.index(name) % len(_SHAPES) if name in known else -1]
 
 
 def legend() -> list[tuple[str, str]]:
     """Label and name of everything that tokens come from; the target is the last."""
-    return [*((source.label, source.name) for source in token_sources()), (TARGET, TARGET)]
+    return [*((source.label, source.name) for source in token_sources()), (OWN, TARGET)]
+
+
+def target_name(pair: Pair) -> str:
+    """The target for people; of a folder only its own name."""
+    name = pair.target.name
+    return Path(name).name if name.startswith(("/", ".", "~")) else name
 
 
 def pair_line(pair: Pair | None, config: DecodeConfig) -> str:
-    """The pair in the head line, "" before a model is loaded; of a folder only its own name."""
+    """The pair in the head line, "" before a model is loaded."""
     if pair is None:
         return ""
-    method, name = settle(config, pair.means).method, pair.target.name
-    name = Path(name).name if name.startswith(("/", ".", "~")) else name
-    return f"{name} <- {method_name(method, pair.means.drafters)}"
+    method = settle(config, pair.means).method
+    return f"{target_name(pair)} <- {method_name(method, pair.means.drafters)}"

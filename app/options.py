@@ -10,7 +10,7 @@ import platformdirs
 from dflash_mlx import DFlashError
 from dflash_mlx.cli.options import option
 
-THEMES = {"dark": "textual-dark", "light": "textual-light"}
+THEMES = ("dark", "light")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ChatConfig:
     conversations: Path | None = option(
         None, "folder of the conversations (default: the user's data folder)", type=Path
     )
-    theme: str = option("dark", "colours", choices=tuple(THEMES))
+    theme: str = option("dark", "colours", choices=THEMES)
 
     def __post_init__(self) -> None:
         if self.theme not in THEMES:

@@ -6,6 +6,7 @@ import re
 from dataclasses import fields
 
 from dflash_chat.commands import COMMANDS
+from dflash_chat.labels import label_of
 from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig
 from dflash_mlx.cli.options import in_short, keep_traceback
 
@@ -23,7 +24,7 @@ def describe(error: Exception) -> str:
     What a command line calls an option is a slash command or a setting here.
     """
     if isinstance(error, DFlashError):
-        sentence = error.told(label)
+        sentence = error.told(label_of)
         for ours, here in _REWORDED.items():
             sentence = sentence.replace(ours, here)
         return _OPTION.sub(_in_chat, sentence)
@@ -44,9 +45,4 @@ def _in_chat(option: re.Match[str]) -> str:
         return f"/{name}"
     setting = name.replace("-", "_")
     known = {field.name for config in (DecodeConfig, SamplingConfig) for field in fields(config)}
-    return f"{label(setting)} in /settings" if setting in known else option[0]
-
-
-def label(setting: str) -> str:
-    """What the settings screen calls a setting."""
-    return setting.replace("_", " ")
+    return f"{label_of(setting)} in /settings" if setting in known else option[0]

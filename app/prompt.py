@@ -13,7 +13,7 @@ from textual.widgets import Static, TextArea
 from dflash_chat.commands import Command, completions
 
 LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
-PLACEHOLDER = "type here, Enter sends, Shift+Enter new line, Esc stops, /help"
+PLACEHOLDER = "Ask anything · Enter sends · Ctrl+J new line · Esc stops · /help"
 
 
 @dataclass

@@ -12,13 +12,14 @@ from dflash_chat.bench import BenchRequest
 from dflash_chat.bench_screen import BenchScreen
 from dflash_chat.commands import Call, help_rows
 from dflash_chat.conversation import LONGEST_TITLE, Conversation, code_blocks
-from dflash_chat.figures import statistics_rows
+from dflash_chat.figures import explained, statistics_rows
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.picker_screen import PickerScreen
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import ConfirmScreen, RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.store import export
+from dflash_chat.themes import THEMES
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, check_given, method_choices, settle
 
 USUAL = 2.0  # the highest temperature at which answers still make sense
@@ -124,12 +125,13 @@ class CommandRunner:
         panel.display = not panel.display
         self._app.base.set_class(panel.display, "-draft")
         panel.draw()
+        self._app.transcript.tint(panel.tinted())
 
     async def _stats(self, _: str) -> None:
         status = self._app.status
         if (figures := status.figures) is None:
             raise DFlashError("there is no answer yet", "ask something first")
-        rows = statistics_rows(figures)
+        rows = explained(statistics_rows(figures))
         self._app.push_screen(RowsScreen("The last answer", rows))
 
     async def _retry(self, _: str) -> None:
@@ -238,7 +240,7 @@ class CommandRunner:
 
     async def _theme(self, _: str) -> None:
         dark = self._app.current_theme.dark
-        self._app.theme = "textual-light" if dark else "textual-dark"
+        self._app.theme = THEMES["light" if dark else "dark"].name
 
     async def _help(self, _: str) -> None:
         self._app.push_screen(RowsScreen("dflash-chat", help_rows()))

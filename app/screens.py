@@ -22,11 +22,11 @@ class Dialog(ModalScreen[ScreenResultType]):
 
 
 class RowsScreen(Dialog[None]):
-    """Names and what they mean, in two columns."""
+    """Names and what they mean, in two columns or more."""
 
     BINDINGS = [("escape,q,enter,f3", "dismiss", "Close")]
 
-    def __init__(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, title: str, rows: Sequence[tuple[str, ...]]) -> None:
         super().__init__()
         self._title, self._rows = title, rows
 

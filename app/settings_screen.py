@@ -11,7 +11,8 @@ from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Input, Select, Static, Switch
 
-from dflash_chat.problems import describe, label
+from dflash_chat.labels import LABELS, OTHER, label_of
+from dflash_chat.problems import describe
 from dflash_chat.screens import Dialog
 from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, check_given, method_choices
 
@@ -50,6 +51,8 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__()
         self._config = config
+        both = (config, config.sampling)
+        self._fields = {f.name: (f, getattr(c, f.name)) for c in both for f in settings_of(c)}
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog") as dialog:
@@ -57,13 +60,30 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
             dialog.border_subtitle = "Tab next, Enter or Ctrl+S applies, Esc leaves"
             yield Static(id="problem", markup=False)
             with VerticalScroll(can_focus=False):
-                for config in (self._config, self._config.sampling):
-                    for field in settings_of(config):
-                        yield Static(f"{label(field.name)}: {field.metadata['help']}", markup=False)
-                        yield _control(field, getattr(config, field.name))
+                for title, names in self._groups():
+                    yield Static(title, classes="group", markup=False)
+                    for name in names:
+                        field, value = self._fields[name]
+                        yield Static(label_of(name), classes="label", markup=False)
+                        yield Static(field.metadata["help"], classes="help", markup=False)
+                        yield _control(field, value)
+
+    def _groups(self) -> Iterator[tuple[str, list[str]]]:
+        """Titles and names in the order of the screen; what nobody sorted comes last."""
+        left = dict.fromkeys(self._fields)
+        for title, labels in LABELS.items():
+            names = [name for name in labels if name in left]
+            for name in names:
+                del left[name]
+            yield title, [*names, *(left if title == OTHER else ())]
 
     def on_mount(self) -> None:
         self.query_one("#problem").display = False
+        self.call_after_refresh(self._go_to_top)
+
+    def _go_to_top(self) -> None:
+        """The first control has the focus, and its label must be seen, too."""
+        self.query_one(VerticalScroll).scroll_home(animate=False)
 
     def on_input_submitted(self) -> None:
         self.action_save()

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from dataclasses import dataclass
 
 from textual.app import ComposeResult
-from textual.containers import Vertical
-from textual.widgets import ProgressBar, Static
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.widgets import Digits, ProgressBar, Static
 
-from dflash_chat.figures import Figures, figures_of, fit, round_parts, speed_parts
+from dflash_chat.figures import (
+    MEANINGS,
+    Figures,
+    bars,
+    figures_of,
+    fit,
+    gains,
+    position_parts,
+    pressing,
+    speed,
+    speed_line,
+    speed_parts,
+    times_plain,
+)
+from dflash_chat.speeds import Speeds
 from dflash_mlx import Statistics, TextDelta
 
-RECENT = 64  # rounds that a sparkline can show
+PROMISE = "every token is the large model's own choice, drafts only save time"
+_DIGITS = 36  # columns that these take with their units
 _PERCENT = re.compile(r"^(?P<what>[^:%]*?):?\s*(?P<percent>\d{1,3})%\|")
 _AMOUNT = re.compile(r"(?P<done>[\d.]+)\s*/\s*(?P<total>[\d.]+)\s*(?P<unit>[kKMG]?B)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -43,11 +58,14 @@ def read_progress(output: str) -> Progress | None:
 
 
 class Status(Vertical):
-    """Two lines of figures, and a third one with a bar while something is under way."""
+    """The figures that matter, large where there is room; above them a bar while something loads.
+
+    The style sheet says where there is room for large digits; F3 has all figures.
+    """
 
     def __init__(self) -> None:
         super().__init__(id="status")
-        self._rounds: deque[int] = deque(maxlen=RECENT)
+        self._speeds = Speeds()
         self._statistics: Statistics | None = None
         self._context_length = 0
         self._stored: Figures | None = None
@@ -56,10 +74,17 @@ class Status(Vertical):
         with Vertical(id="progress"):
             yield Static(id="what", markup=False)
             yield ProgressBar(total=1.0, show_eta=False, id="bar")
-        yield Static(id="speed", markup=False)
-        yield Static(id="rounds", markup=False)
+        with Horizontal(id="large"):
+            yield Digits(id="speed-digits").with_tooltip(MEANINGS["speed"])
+            yield Static("tok/s", id="speed-unit", markup=False)
+            yield Digits(id="ratio-digits").with_tooltip(MEANINGS["against plain decoding"])
+            yield Static(id="ratio-unit", markup=False)
+            yield Static(id="beside", markup=False).with_tooltip(MEANINGS["tokens per round"])
+        yield Static(id="speed", markup=False).with_tooltip(MEANINGS["tokens per round"])
+        yield Static(id="rounds", markup=False).with_tooltip(MEANINGS["accepted by position"])
 
     def on_mount(self) -> None:
+        self.border_title = PROMISE
         self.progress(None)
 
     def on_resize(self) -> None:
@@ -77,8 +102,8 @@ class Status(Vertical):
 
     def take(self, delta: TextDelta, context_length: int) -> None:
         """One more round; shown by the next `draw`."""
-        self._rounds.append(len(delta.tokens))
         self._statistics, self._context_length = delta.statistics, context_length
+        self._speeds.add(delta.statistics.decode_seconds, delta.statistics.generated_tokens)
 
     def show(self, stored: Figures) -> None:
         """Show the figures of an earlier answer."""
@@ -90,18 +115,36 @@ class Status(Vertical):
         figures = self.figures
         if figures is None or not self.is_mounted:
             return
-        width = max(self.size.width - 2, 10)
-        speed = fit(speed_parts(figures), width)
-        rounds = fit(round_parts(figures, tuple(self._rounds), width), width)
-        self.query_one("#speed", Static).update(speed)
-        self.query_one("#rounds", Static).update(rounds)
+        width = max(self.size.width, 10)
+        self.add_class("filled")
+        self.set_class(bool(figures["accepted_by_position"]), "drafted")
+        self._draw_large(figures, width)
+        self.query_one("#speed", Static).update(fit(speed_parts(figures), width))
+        self.query_one("#rounds", Static).update(self._curves(figures, width))
+
+    def _draw_large(self, figures: Figures, width: int) -> None:
+        """The two figures that everybody asks for as large digits, and why beside them."""
+        ratio = times_plain(figures)
+        self.query_one("#speed-digits", Digits).update(speed(figures["tokens_per_second"]))
+        self.query_one("#ratio-digits", Digits).update(ratio)
+        self.query_one("#ratio-unit", Static).update("x plain" if ratio else "")
+        why = fit([*gains(figures), *pressing(figures)], width - _DIGITS)
+        both = zip(bars(figures, width - _DIGITS), ("$text-primary", "$secondary"), strict=False)
+        lines = [Content.assemble(line) for line in both]
+        self.query_one("#beside", Static).update(Content("\n").join([*lines, Content(why)]))
+
+    def _curves(self, figures: Figures, width: int) -> str:
+        """Speed over time, and acceptance by position: the speed takes what is left, 8 to 32."""
+        frame = len("speed  up to 999.9 tok/s    ")
+        places = fit(position_parts(figures), max(width - frame - 8, 8), "  ")
+        speeds = self._speeds.over_time(min(32, max(8, width - frame - len(places))))
+        return fit([part for part in (speed_line(speeds), places) if part], width, "    ")
 
     def clear(self) -> None:
         """No answer to show figures of, or not yet."""
         self._statistics = self._stored = None
-        self._rounds.clear()
-        for name in ("#speed", "#rounds"):
-            self.query_one(name, Static).update("")
+        self._speeds = Speeds()
+        self.remove_class("filled", "drafted")
 
     def progress(self, progress: Progress | None) -> None:
         """Show what is under way, None for nothing."""

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Collapsible, Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
 from dflash_chat.conversation import ENDINGS, Turn
+from dflash_chat.welcome import Welcome
 from dflash_chat.window import Window
 from dflash_mlx import SplitText, ThinkingReader, split_thinking
 
@@ -47,11 +49,13 @@ class Reply(Vertical):
         self._start, self._ending = start, ending
         self._thought = self._start.thought
         self._stream: MarkdownStream | None = None
+        self._tokens = Static(classes="tokens")
 
     def compose(self) -> ComposeResult:
         with Collapsible(title=self._thought_title, classes="thought"):
             yield Static(self._thought, markup=False, classes="thought-text")
         yield Markdown(self._start.answer, open_links=False)
+        yield self._tokens
         yield Static(ENDINGS.get(self._ending, ""), classes="ending")
 
     def on_mount(self) -> None:
@@ -75,6 +79,12 @@ class Reply(Vertical):
             if self._stream is None:
                 self._stream = Markdown.get_stream(self.query_one(Markdown))
             await self._stream.write(part.answer)
+
+    def show_tokens(self, tokens: Content | None) -> None:
+        """Show the answer's tokens as they came to be in place of its text; None for the text."""
+        if tokens is not None:
+            self._tokens.update(tokens)
+        self.set_class(tokens is not None, "as-tokens")
 
     async def finish(self, ending: str) -> None:
         """No more will come."""
@@ -132,9 +142,13 @@ class Transcript(VerticalScroll):
         self._turns: Sequence[Turn] = ()
         self._live: LiveAnswer | None = None
         self._live_reply: Reply | None = None
+        self._tinted: Reply | None = None
         self._moving = False
+        self.welcome = Welcome()
 
     def compose(self) -> ComposeResult:
+        yield Static(id="floor")  # an anchored container would put short content at its bottom
+        yield self.welcome
         yield Static(id="earlier", classes="marker")
         yield Static(id="later", classes="marker")
 
@@ -155,11 +169,14 @@ class Transcript(VerticalScroll):
         """Go to the newest message, drawing what was appended."""
         async with self.lock:
             await self._move(self.window.newest(self._total))
-        self.anchor()
+        self.anchor(self._total > 0)
+        if not self._total:
+            self.scroll_home(animate=False)
 
     async def begin(self) -> None:
         """An answer begins behind the turns."""
         self._live = LiveAnswer()
+        self.tint(None)
         await self.query(".notice").remove()
         await self.follow()
 
@@ -173,6 +190,16 @@ class Transcript(VerticalScroll):
         async with self.lock:  # else the page may be turned, and the reply gone or not yet there
             if self._live is not None and self._live_reply is not None:
                 await self._live_reply.grow(self._live.take())
+
+    def tint(self, tokens: Content | None) -> None:
+        """Show the newest answer as the tokens that it is made of; None for its text again."""
+        newest = self._live_reply or self._last_widget()
+        shown = newest if tokens is not None and self.window.at_end else None
+        if self._tinted is not None and self._tinted is not shown:
+            self._tinted.show_tokens(None)
+        self._tinted = shown if isinstance(shown, Reply) else None
+        if self._tinted is not None:
+            self._tinted.show_tokens(tokens)
 
     async def end(self, ending: str) -> str:
         """The answer is over, and the caller appends it to the turns; returns its text."""
@@ -265,7 +292,8 @@ class Transcript(VerticalScroll):
         return next(reversed(self._message_widgets()), None)
 
     def _mark(self) -> None:
-        """Say how many messages are not shown."""
+        """Say how many messages are not shown; what to do where there are none at all."""
+        self.welcome.display = self._total == 0
         hidden = {"earlier": self.window.start, "later": self.window.total - self.window.end}
         for name, number in hidden.items():
             marker = self.query_one(f"#{name}", Static)

@@ -1,14 +1,22 @@
-"""Drawing how tokens came to be: the tinted answer and the last round's tree, as styled text."""
+"""Drawing how tokens came to be: the tinted answer and a round's tree, as styled text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+from rich.cells import cell_len
 
 from dflash_chat.naming import TARGET
 from dflash_mlx import TextDelta, find_method
 
 ACCEPTED, REJECTED, LINES = "accepted", "rejected", "lines"
+YES, NO = "✓", "✗"
+END, SPECIAL = "∎", "◇"  # of the answer; any other token that is no text
+BOUNDARY = "▏"  # between tokens of one word
+_BLANKS = {"\n": "↵\n", "\t": "⇥   ", "\r": ""}
+_SPECIAL = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:pad|unk|bos|eos|start_of_turn|end_of_turn)>")
 
 Segment = tuple[str, str]  # text, and what it is: one of the names above or a token's source
 Line = list[Segment]
@@ -18,32 +26,45 @@ Line = list[Segment]
 class DrawnTree:
     """One round's tree in texts. parents: node ids, -1 for the root. path: accepted nodes.
 
-    next_text: the target's own token behind the path. reason: why the tree is as it is, if
-    something chose it.
+    next_text: the target's own token behind the path. origins: where each node's token came from.
     """
 
     texts: tuple[str, ...]
     parents: tuple[int, ...]
     path: tuple[int, ...]
     next_text: str
-    reason: str = ""
+    origins: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, delta: TextDelta, text_of: Callable[[int], str]) -> DrawnTree:
         """The tree of a round. text_of: a token alone as text."""
         accepted, tree = delta.accepted, delta.accepted.tree
-        reason = delta.proposal.reason
         texts = tuple(map(text_of, (delta.anchor, *tree.drafted)))
-        return cls(texts, tree.parents, accepted.path, text_of(accepted.tokens[-1]), reason)
+        origins = tuple(_origin(delta, node) for node in range(len(tree)))
+        return cls(texts, tree.parents, accepted.path, text_of(accepted.tokens[-1]), origins)
+
+    def origin(self, node: int) -> str:
+        """Where the token of a node came from; the root was the target's choice."""
+        return self.origins[node] if node and self.origins else TARGET
 
 
 def sources(delta: TextDelta) -> Iterator[tuple[int, str]]:
     """The tokens of a round, each with the drafter that it came from, or the target."""
-    path, known = delta.accepted.path, delta.accepted.tree.sources
-    usual = find_method(delta.statistics.method).sources
+    path = delta.accepted.path
     for i, token in enumerate(delta.tokens, start=1):
-        drafted = known[path[i]] if known and i < len(path) else usual[0].name if usual else ""
-        yield token, drafted if i < len(path) else TARGET
+        yield token, _origin(delta, path[i]) if i < len(path) else TARGET
+
+
+def _origin(delta: TextDelta, node: int) -> str:
+    known, usual = delta.accepted.tree.sources, find_method(delta.statistics.method).sources
+    return known[node] if known else usual[0].name if usual else ""
+
+
+def symbol(text: str, ends: bool) -> str | None:
+    """The sign for a token that is no text, None for any other. ends: whether it ends answers."""
+    if ends:
+        return END
+    return SPECIAL if _SPECIAL.fullmatch(text) else None
 
 
 def visible(text: str) -> str:
@@ -53,26 +74,41 @@ def visible(text: str) -> str:
 
 
 def tint(pieces: Sequence[Segment]) -> Line:
-    """Tokens with their sources; neighbours of one source are one segment."""
+    """Tokens of an answer with their sources, as the answer reads.
+
+    Where two tokens meet inside a word, a thin line stands between them; spaces have no colour, so
+    that other boundaries show as well.
+    """
     line: Line = []
+    joined = False  # whether a token that is not over yet touches the next
     for text, source in pieces:
-        if line and line[-1][1] == source:
-            line[-1] = (line[-1][0] + text, source)
-        else:
-            line.append((text, source))
+        if not text:
+            continue
+        if joined and not text[0].isspace():
+            line.append((BOUNDARY, LINES))
+        for part in re.findall(r"\s+|\S+", text):
+            line.append((_blank(part), LINES) if part.isspace() else (visible(part), source))
+        joined = not text[-1].isspace()
     return line
 
 
-def draw(tree: DrawnTree, most_lines: int) -> list[Line]:
+def _blank(text: str) -> str:
+    """White space as it lays out, with a sign where a line or a column ends, and nothing odd."""
+    return "".join(_BLANKS.get(c, " ") for c in text)
+
+
+def draw(tree: DrawnTree, most_lines: int, width: int = 1000) -> list[Line]:
     """The tree, a line per branch, accepted branches first; then the target's own token.
 
-    A rejected token has a cross before it, so nothing is told by colour alone.
+    Every drafted token has a tick or a cross before it, so nothing is told by colour alone. Lines
+    that would be wider than `width` are continued below.
     """
-    lines = _branches(tree, 0, [(visible(tree.texts[0]), ACCEPTED)], "")
+    root: Line = [(visible(tree.texts[0]), TARGET)]
+    lines = [part for line in _branches(tree, 0, root, "") for part in _folded(line, width)]
     hidden = len(lines) + 1 - most_lines
     if hidden > 0:
-        lines = [*lines[: most_lines - 2], [(f"… {hidden + 1} more branches", LINES)]]
-    return [*lines, [("target: ", LINES), (visible(tree.next_text), TARGET)]]
+        lines = [*lines[: most_lines - 2], [(f"… {hidden + 1} more lines", LINES)]]
+    return [*lines, [("then ", LINES), (visible(tree.next_text), TARGET)]]
 
 
 def _branches(tree: DrawnTree, node: int, line: Line, indent: str) -> list[Line]:
@@ -89,6 +125,19 @@ def _branches(tree: DrawnTree, node: int, line: Line, indent: str) -> list[Line]
     return lines
 
 
+def _folded(line: Line, width: int) -> Iterator[Line]:
+    """A line in parts that fit `width`, broken before the strokes between its tokens."""
+    part: Line = []
+    for i, (text, kind) in enumerate(line):
+        token = line[i + 1 : i + 3] if text == "─" else ()
+        wide = sum(cell_len(t) for t, _ in (*part, (text, kind), *token))
+        if part and text == "─" and wide > width:
+            yield part
+            part = [("  ", LINES)]
+        part.append((text, kind))
+    yield part
+
+
 def _children(tree: DrawnTree, node: int) -> list[int]:
     """Children of `node`, the accepted one first."""
     found = [i for i, parent in enumerate(tree.parents) if parent == node]
@@ -96,8 +145,6 @@ def _children(tree: DrawnTree, node: int) -> list[int]:
 
 
 def _label(tree: DrawnTree, node: int) -> Line:
-    text = visible(tree.texts[node])
-    if node in tree.path:
-        return [(text, ACCEPTED)]
-    first_rejected = tree.parents[node] in tree.path
-    return [("✗" + text if first_rejected else text, REJECTED)]
+    text, origin = visible(tree.texts[node]), tree.origin(node)
+    mark = (YES, ACCEPTED) if node in tree.path else (NO, REJECTED)
+    return [mark, (text, origin)]

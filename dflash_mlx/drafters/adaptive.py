@@ -20,7 +20,7 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.reliability import Reliability, Sizes, reach, worth_keeping
 from dflash_mlx.drafters.lookup import MOST_LOOKED_UP, lookup
 from dflash_mlx.drafters.method import LOOKUP, TokenSource
-from dflash_mlx.engine.drafter import Drafter, Proposal
+from dflash_mlx.engine.drafter import Drafter, Proposal, Reason
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context, State
 from dflash_mlx.target.model import Target
@@ -164,27 +164,6 @@ class _Asked:
 
 
 @dataclass(frozen=True)
-class _Why:
-    """Why a round went to an arm, as a sentence when it is called.
-
-    rates: expected tokens per second by arm, the best first. again: whether `arm` is only tried.
-    plain: whether nothing that was drafted is worth verifying.
-    """
-
-    arm: str
-    rates: tuple[tuple[str, float], ...]
-    again: bool
-    plain: bool
-
-    def __call__(self) -> str:
-        rates = ", ".join(f"{name} {rate:.1f}" for name, rate in self.rates)
-        said = f"most expected tok/s: {rates}"
-        if self.again:
-            said = f"trying the {self.arm} again (expected tok/s: {rates})"
-        return f"nothing drafted is worth verifying; {said}" if self.plain else said
-
-
-@dataclass(frozen=True)
 class Scope:
     """What may be proposed.
 
@@ -273,7 +252,9 @@ class Adaptive:
         blind = self._goes_blind(arm)
         proposal, planned = self._draft(arm, state, share, blind)
         plain = self.experience.arms[0]
-        why = _Why(arm.name, rates, again, len(proposal.tree) == 1 and arm is not plain)
+        why = Reason(
+            drafted=arm is not plain, checked=len(proposal.tree) > 1, tried=again, rates=rates
+        )
         self._asked[state] = _Asked(arm, now, proposal.tree, planned)
         slower = self.experience.machine.mean * plain.bias.mean
         plain_seconds = float(self._seconds(state)(1)) * slower

@@ -26,9 +26,9 @@ class TokenSource:
 
 
 BRANCHES = 4  # of trees that continue a draft in several places, unless asked for others
-DRAFT = TokenSource(FIRST, "draft", "success")
-SECOND_DRAFT = TokenSource(SECOND, "second draft", "primary")
-LOOKUP = TokenSource("lookup", "lookup", "warning")
+DRAFT = TokenSource(FIRST, "draft", "primary")
+SECOND_DRAFT = TokenSource(SECOND, "second draft", "warning")
+LOOKUP = TokenSource("lookup", "lookup", "accent")
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,38 @@ class Proposal:
         return "" if self.why is None else self.why()
 
 
+@dataclass(frozen=True)
+class Reason:
+    """Why a round was spent as it was, in words when it is called.
+
+    drafted: whether a draft model was run. checked: whether drafted tokens are verified. tried:
+    whether it was only to see what it is worth by now. rates: expected tokens per second of all
+    choices, the best first.
+    """
+
+    drafted: bool
+    checked: bool
+    tried: bool
+    rates: tuple[tuple[str, float], ...]
+
+    def __call__(self) -> str:
+        """What was chosen and why, and the rates."""
+        rates = ", ".join(f"{name} {rate:.1f}" for name, rate in self.rates)
+        return f"{self._choice()} Expected tokens per second: {rates}."
+
+    def _choice(self) -> str:
+        if self.tried and self.drafted:
+            return "A draft is tried again, because it may pay by now."
+        if self.tried:
+            return "Plain decoding is tried again, because it may pay by now."
+        if self.checked:
+            more = "one more would cost more time than it is likely to save"
+            return f"As many drafted tokens are checked as pay; {more}."
+        if self.drafted:
+            return "Nothing that was drafted was likely enough to be worth checking."
+        return "Nothing was drafted, because that does not pay at the moment."
+
+
 class Drafter(Protocol):
     """Proposes trees; what it remembers of a sequence's tokens is in the context."""
 

@@ -12,7 +12,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.stream import Session, TextDelta
 from dflash_mlx.session.templates import Message, prompt_tokens
 from dflash_mlx.session.text import BEGIN, opens_thought
-from dflash_mlx.target.pass_times import stored_times
+from dflash_mlx.target.pass_times import stored_times, timing_day
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,16 @@ class Responder:
         """
         target = self.pair.target
         target.pass_times = target.pass_times or stored_times(target, again)
+
+    def plain_speed(self) -> tuple[float, str]:
+        """Tokens per second that the timed passes allow without drafts, and the day of the timing.
+
+        0 and "" where nothing was timed.
+        """
+        target = self.pair.target
+        if target.pass_times is None:
+            return 0.0, ""
+        return 1 / float(target.pass_times.of(1)), timing_day(target)
 
     def _session_for(self, config: DecodeConfig) -> Session:
         """The session with its caches; a new one only where drafting itself has changed."""

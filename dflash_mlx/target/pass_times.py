@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,15 @@ def stored_times(target: Target, again: bool = False, folder: Path | None = None
     times = measure(target)
     keep_text(file, json.dumps({"model": target.name, **asdict(times)}))
     return times
+
+
+def timing_day(target: Target) -> str:
+    """The day on which `stored_times` measured, as in "2026-11-22"; "" where nothing is stored."""
+    try:
+        taken = (_folder() / f"{_key(target)}.json").stat().st_mtime
+    except OSError:
+        return ""
+    return date.fromtimestamp(taken).isoformat()
 
 
 def forget_times(target: Target) -> None:

@@ -6,30 +6,46 @@ from dataclasses import replace
 import pytest
 
 from dflash_chat.commands import parse
-from dflash_chat.draft_panel import styled
+from dflash_chat.draft_panel import round_sentence, style_of, styled
 from dflash_chat.figures import (
+    bars,
+    explained,
     figures_of,
     fit,
+    position_parts,
     read_figures,
-    round_parts,
+    speed_line,
     speed_parts,
     statistics_rows,
 )
+from dflash_chat.labels import label_of
 from dflash_chat.naming import TARGET, legend, pair_line
 from dflash_chat.pace import Pace
+from dflash_chat.settings_screen import settings_of
+from dflash_chat.speeds import Earlier, SpeedLog, Speeds, Timing
 from dflash_chat.status import Progress, read_progress
+from dflash_chat.themes import DARK, LIGHT
 from dflash_chat.tree_view import (
     ACCEPTED,
+    BOUNDARY,
+    END,
+    LINES,
     REJECTED,
+    SPECIAL,
     DrawnTree,
     draw,
     sources,
+    symbol,
+    tint,
     visible,
 )
+from dflash_chat.welcome import speed_here
 from dflash_chat.window import Window
-from dflash_mlx import DecodeConfig, Statistics
+from dflash_mlx import DecodeConfig, SamplingConfig, Statistics
+from dflash_mlx.core.accept import Accepted
 from dflash_mlx.engine.pair import Means
 from support.app_scripts import ANSWER, WORDS, pair_of, rounds_of, statistics_of
+from support.decoding import tree_of
 
 # Commands
 
@@ -55,25 +71,109 @@ def test_a_command_is_read_with_its_argument_and_what_looks_like_one_goes_to_the
 FIGURES = figures_of(statistics_of(20, 8, 30, 10), 8192)
 
 
-def test_the_ratio_to_plain_decoding_says_whether_it_is_an_estimate():
-    for width, shown in ((25, "40.0 tok/s | ~2.00x plain"), (24, "40.0 tok/s"), (8, "40.0 tok")):
+def test_the_first_figures_are_the_speed_and_what_drafts_make_of_it():
+    for width, shown in ((26, "40.0 tok/s · ~2.0x plain"), (8, "40.0 tok")):
         assert fit(speed_parts(FIGURES), width) == shown
-    estimated = dict(statistics_rows(FIGURES))["against plain decoding"]
-    assert estimated == "~2.00 times as fast as 20.0 tok/s"
     measured = {**FIGURES, "modes": "5 tree, 3 plain"}
-    assert "2.00x plain" in speed_parts(measured), "some of its rounds were plain"
+    assert speed_parts(measured)[0] == "40.0 tok/s · 2.0x plain", "some of its rounds were plain"
+    assert dict(statistics_rows(FIGURES))["against plain decoding"].startswith("~2.0 times as fast")
     alone = dict(statistics_rows({**FIGURES, "method": "none"}))
     assert alone["against plain decoding"] == "it is plain decoding"
-    unknown = {**FIGURES, "times_plain": 0.0}
-    assert "plain" not in " ".join(speed_parts(unknown))
-    assert "not known" in dict(statistics_rows(unknown))["against plain decoding"]
 
 
-def test_the_second_line_counts_context_and_new_prompt_tokens():
-    line = " ".join(round_parts(FIGURES, [1, 4, 2], 100))
-    assert "ctx 50/8192" in line
-    assert "prefilled 20 of 30" in line
-    assert "per round ▃█▅" in line
+@pytest.mark.parametrize("ratio", [0.0, 0.003, -2.0, 4000.0, 1e-320])
+def test_a_ratio_without_any_ground_is_shown_nowhere(ratio):
+    figures = {**FIGURES, "times_plain": ratio}
+    assert "plain" not in " ".join(speed_parts(figures))
+    assert bars(figures, 80) == []
+    assert "not known" in dict(statistics_rows(figures))["against plain decoding"]
+
+
+def test_both_speeds_are_bars_on_one_scale():
+    drafted, plain = bars(FIGURES, 80)
+    assert drafted.count("█") == pytest.approx(2 * plain.count("█"), abs=1)
+    assert drafted.endswith(" 40.0 tok/s") and plain.endswith(" ~20.0 tok/s")
+    slower = bars({**FIGURES, "times_plain": 0.5}, 80)
+    assert slower[0].count("█") < slower[1].count("█"), "and nobody hides that it is slower"
+    assert all(len(line) <= 30 for line in bars(FIGURES, 30))
+
+
+def test_a_context_that_is_nearly_full_takes_the_place_of_the_length():
+    assert speed_parts(FIGURES)[-1] == "20 tokens"
+    assert speed_parts({**FIGURES, "context_length": 55})[-1] == "context 91% full"
+    assert speed_parts({**FIGURES, "context_length": 0})[-1] == "20 tokens", "nobody knows it"
+
+
+def test_acceptance_is_shown_with_its_position_and_its_share():
+    assert position_parts(FIGURES)[:2] == ["accepted by position  1 ▇ 80%", "2 ▅ 60%"]
+    assert position_parts({**FIGURES, "accepted_by_position": []}) == []
+
+
+def test_every_figure_has_a_name_and_those_of_the_trade_are_explained():
+    rows = explained(statistics_rows(FIGURES))
+    assert len({name for name, *_ in rows}) == len(rows)
+    told = {name for name, _, meaning in rows if meaning}
+    assert told >= {"rounds", "tokens per round", "drafts accepted", "against plain decoding"}
+
+
+# Speed over time
+
+
+def test_the_speed_over_an_answer_has_a_scale_and_shows_where_it_was_slow():
+    speeds = Speeds()
+    assert speed_line(speeds.over_time(8)) == ""
+    for second in range(9):
+        speeds.add(float(second), 1 + (20 * second if second < 5 else 80 + 5 * (second - 4)))
+    assert speeds.over_time(2) == [20.0, 5.0]
+    assert speed_line(speeds.over_time(8)) == "speed ████▃▃▃▃ up to 20.0 tok/s"
+    speeds.add(8.0, 500)
+    assert max(speeds.over_time(8)) == 20.0, "no time passed, so it says nothing"
+
+
+def test_a_long_answer_keeps_its_shape_in_little_memory():
+    speeds = Speeds()
+    for second in range(20_000):
+        speeds.add(float(second), second + max(0, second - 10_000))
+    slow, fast = speeds.over_time(2)
+    assert (round(slow, 1), round(fast, 1)) == (1.0, 2.0)
+    assert len(speeds._seconds) < 5_000
+
+
+def test_the_last_answers_say_how_fast_it_is_here_and_a_damaged_file_says_nothing(tmp_path):
+    log = SpeedLog(tmp_path)
+    assert log.earlier("M", "d2sd") is None
+    for speed, ratio in ((10, 1.0), (30, 0.0), (20, 2.0)):
+        log.add("M", {**FIGURES, "tokens_per_second": speed, "times_plain": ratio})
+    log.add("M", {**FIGURES, "tokens_per_second": 900, "generated_tokens": 3})
+    log.add("M", {**FIGURES, "tokens_per_second": 500, "method": "none"})
+    earlier = log.earlier("M", "d2sd")
+    assert (earlier.tokens_per_second, earlier.times_plain, earlier.answers) == (20, 1.5, 3)
+    (file,) = tmp_path.iterdir()
+    for damaged in ("", "[1]", "{", '{"M d2sd": 3}', '{"M d2sd": [["x", 1, 2]]}', "[" * 100_000):
+        file.write_text(damaged)
+        assert log.earlier("M", "d2sd") is None
+    log.add("M", FIGURES)
+    assert log.earlier("M", "d2sd").answers == 1
+
+
+def test_what_the_machine_does_is_marked_and_dated_or_not_said():
+    earlier = Earlier(29.44, 2.04, 3, "2026-11-22")
+    said = speed_here(earlier, Timing(14.0, "2026-11-20"))
+    assert said == "~29.4 tokens per second, ~2.0x plain decoding (last 3 answers, 22 Nov 2026)"
+    assert "x plain" not in speed_here(replace(earlier, times_plain=0.0), Timing())
+    timed = speed_here(None, Timing(14.0, "2026-11-20"))
+    assert timed == "~14.0 tokens per second without drafts (timed 20 Nov 2026)"
+    assert speed_here(None, Timing()) == speed_here(None, Timing(14.0, "")) == ""
+
+
+# Settings
+
+
+def test_every_setting_has_a_label_of_its_own_in_words():
+    names = [f.name for config in (DecodeConfig(), SamplingConfig()) for f in settings_of(config)]
+    labels = [label_of(name) for name in names]
+    assert len(set(labels)) == len(names) > 15
+    assert not [label for label in labels if "_" in label]
 
 
 def test_rounds_are_counted_by_their_mode_where_one_was_chosen():
@@ -86,7 +186,7 @@ def test_rounds_are_counted_by_their_mode_where_one_was_chosen():
 def test_stored_figures_come_back_and_damaged_ones_are_left_out():
     assert read_figures(json.loads(json.dumps(FIGURES))) == FIGURES
     nothing = read_figures({})
-    assert dict(statistics_rows(nothing))["tokens per second, decoding"] == "0.00"
+    assert dict(statistics_rows(nothing))["speed"] == "0.00 tokens per second"
     bad = {"rounds": "many", "tokens_per_second": None, "prompt_tokens": True, "other": 1}
     assert read_figures(bad) == nothing
     for figure in ("x", float("nan"), float("inf")):
@@ -147,27 +247,29 @@ def labels(lines):
     return ["".join(text for text, _ in line) for line in lines]
 
 
-def test_a_chain_is_drawn_on_one_line_with_a_cross_before_the_first_rejected_token():
-    tree = DrawnTree((" a", " b", "c", "d"), (-1, 0, 1, 2), (0, 1), "x")
+def test_a_chain_is_drawn_on_one_line_with_a_tick_or_a_cross_before_each_token():
+    origins = ("", "first", "second", "first")
+    tree = DrawnTree((" a", " b", "c", "d"), (-1, 0, 1, 2), (0, 1), "x", origins)
     lines = draw(tree, 10)
-    assert labels(lines) == ["·a─·b─✗c─d", "target: x"]
-    assert ("·b", ACCEPTED) in lines[0]
-    assert ("✗c", REJECTED) in lines[0]
+    assert labels(lines) == ["·a─✓·b─✗c─✗d", "then x"]
+    assert lines[0][2:4] == [("✓", ACCEPTED), ("·b", "first")]
+    assert lines[0][5:7] == [("✗", REJECTED), ("c", "second")]
     assert lines[-1][-1] == ("x", TARGET)
+    assert labels(draw(tree, 10, 9)) == ["·a─✓·b─✗c", "  ─✗d", "then x"]
 
 
-CUT = ["a", "├─✗b", "├─✗c", "├─✗d", "… 4 more branches", "target: t"]
+CUT = ["a", "├─✗b", "├─✗c", "├─✗d", "… 4 more lines", "then t"]
 
 
 @pytest.mark.parametrize(
     ("texts", "parents", "path", "lines"),
     [
-        ("a", (-1,), (0,), ["a", "target: t"]),
+        ("a", (-1,), (0,), ["a", "then t"]),
         (
             "rabcde",
             (-1, 0, 0, 2, 2, 4),
             (0, 2, 4),
-            ["r", "├─b", "│ ├─d─✗e", "│ └─✗c", "└─✗a", "target: t"],
+            ["r", "├─✓b", "│ ├─✓d─✗e", "│ └─✗c", "└─✗a", "then t"],
         ),
         ("abcdefgh", (-1, *[0] * 7), (0,), CUT),
     ],
@@ -175,6 +277,40 @@ CUT = ["a", "├─✗b", "├─✗c", "├─✗d", "… 4 more branches", "ta
 )
 def test_branches_are_drawn_below_each_other(texts, parents, path, lines):
     assert labels(draw(DrawnTree(tuple(texts), parents, path, "t"), 6)) == lines
+
+
+def test_a_round_is_told_in_words():
+    sentences = [round_sentence(delta) for delta in rounds_of(ANSWER)]
+    drafted = len(rounds_of(ANSWER)[0].accepted.tree) - 1
+    assert f"checked {drafted} drafted tokens" in sentences[0]
+    alone = replace(rounds_of(ANSWER)[0], accepted=Accepted(tree_of([0], [-1]), (0,), 0))
+    assert "one token" in round_sentence(alone)
+    kept = len(rounds_of(ANSWER)[0].accepted.path)
+    assert f"so {kept} tokens for one pass" in sentences[0]
+
+
+def test_the_answer_shows_where_its_tokens_meet_and_reads_as_before():
+    line = tint(
+        [(" Ma", "first"), ("inz", TARGET), (" is\n", "first"), ("", TARGET), ("\x1c", "x")]
+    )
+    assert line[:4] == [(" ", LINES), ("Ma", "first"), (BOUNDARY, LINES), ("inz", TARGET)]
+    text = "".join(text for text, _ in line)
+    assert text.replace(BOUNDARY, "").replace("↵", "") == " Mainz is\n "
+    assert not [c for c in text if not c.isprintable() and c != "\n"]
+
+
+@pytest.mark.parametrize(
+    ("text", "ends", "sign"),
+    [
+        ("<|im_end|>", True, END),
+        ("</s>", True, END),
+        ("<|im_start|>", False, SPECIAL),
+        ("<|", False, None),
+        ("<div>", False, None),
+    ],
+)
+def test_tokens_that_are_no_text_are_signs(text, ends, sign):
+    assert symbol(text, ends) == sign
 
 
 def test_the_tokens_of_a_round_come_from_their_nodes_and_the_last_from_the_target():
@@ -192,6 +328,24 @@ def test_a_source_that_nobody_described_has_a_style_and_is_drawn():
     spans = styled([[(source, source) for source in (*known, "new one")]]).spans
     styles = [str(span.style) for span in spans]
     assert len(set(styles)) == len(styles) == len(known) + 1
+    shapes = [style_of(source, shapes=True).removeprefix(style_of(source)) for source in known]
+    assert len(set(shapes)) == len(known), "and a shape, for those who see no colours"
+
+
+def luminance(colour):
+    """Relative luminance after WCAG 2.2."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+@pytest.mark.parametrize("theme", [DARK, LIGHT])
+def test_text_can_be_read_on_every_background_of_a_theme(theme):
+    text = luminance(theme.foreground)
+    grounds = [theme.background, theme.surface, theme.panel]
+    for ground in [*grounds, *(c for n, c in theme.variables.items() if n.endswith("-muted"))]:
+        dim, bright = sorted((text, luminance(ground)))
+        assert (bright + 0.05) / (dim + 0.05) > 4.5, ground
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_line_without_commands_stays_the_same_object():
         ),
         (DFlashError("no", "use --method none"), "no; use /method none"),
         (DFlashError("top_p is 3", "choose less", "top_p"), "top p is 3; choose less"),
-        (DFlashError("no", "raise --max-tokens"), "no; raise max tokens in /settings"),
+        (DFlashError("no", "raise --max-tokens"), "no; raise Longest answer in /settings"),
         (DFlashError("no", "name one with --conversations"), "no; name one with --conversations"),
     ],
 )

@@ -1,15 +1,17 @@
 """Commands, settings, pickers, views and races in the chat."""
 
+import re
 import sys
 import threading
 
 import pytest
-from textual.widgets import Input, Static
+from textual.widgets import Digits, Input, Static
 
 from dflash_chat.race import RaceResult
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
+from dflash_chat.welcome import QUESTIONS
 from dflash_mlx import DecodeConfig, DFlashError
 from dflash_mlx.engine.pair import Advice, Means
 from support.app_scripts import (
@@ -66,7 +68,7 @@ async def test_settings_show_every_option_and_apply_together(app, pilot, backend
     assert "keep the k most likely tokens" in texts
     screen.query_one("#set-max_tokens", Input).value = "many"
     await pilot.press("ctrl+s")
-    assert "max tokens is 'many'; type a whole number" in screen_text(app)
+    assert "Longest answer is 'many'; type a whole number" in screen_text(app)
     screen.query_one("#set-max_tokens", Input).value = "7"
     screen.query_one("#set-top_p", Input).value = "3"
     await pilot.press("ctrl+s")
@@ -102,7 +104,8 @@ async def test_help_and_figures_open_over_the_chat_and_close(app, pilot, backend
     await answered(app, pilot)
     await pilot.press("f3")
     await pilot.pause()
-    assert "2.00 times as fast" in screen_text(app)
+    assert "2.0 times as fast" in screen_text(app)
+    assert "passes of the large model" in screen_text(app), "and what it means"
     await pilot.press("f3")
     assert app.screen is app.base
 
@@ -125,12 +128,116 @@ async def test_the_draft_view_opens_beside_what_is_typed_and_closes(app, pilot, 
     await answered(app, pilot)
     app.prompt.text = "half a question"
     await pilot.press("f2")
-    await pilot.pause()
+    await until(lambda: "**here**" in screen_text(app), pilot)
     assert app.prompt.text == "half a question"
     assert "second draft" in screen_text(app)
-    assert "tree of 6 pays" in screen_text(app)
+    assert "because 6" in screen_text(app)
+    assert "**:↵" in screen_text(app), "its tokens stand in place of its text"
     await say(app, pilot, "/draft")
     assert "second draft" not in screen_text(app)
+    assert "↵" not in screen_text(app)
+
+
+@in_chat(size=(120, 40))
+async def test_the_draft_view_goes_back_through_the_rounds_and_stays_there(app, pilot, backend):
+    backend.gate = threading.Semaphore(4)
+    await pilot.press("f2")
+    assert "Ask something" in screen_text(app)
+    await say(app, pilot, "What meets?")
+    await until(lambda: app.status.figures and app.status.figures["rounds"] == 4, pilot)
+    await until(lambda: "Round 4 of 4" in screen_text(app), pilot)
+    app.draft.focus()
+    await pilot.press("left", "left")
+    assert "Round 2 of 4" in screen_text(app)
+    backend.gate.release()
+    await until(lambda: "Round 2 of 5" in screen_text(app), pilot)
+    await pilot.press("home", "left")
+    assert "Round 1 of 5" in screen_text(app)
+    await pilot.press("end")
+    assert "Round 5 of 5" in screen_text(app)
+    await pilot.press("escape")
+    assert app.focused is app.prompt
+    assert app.listener.job is not None, "and nothing was stopped"
+    backend.gate.release(100)
+    await until(lambda: app.listener.job is None, pilot)
+
+
+@in_chat(size=(80, 24))
+async def test_settings_open_at_their_top_with_words_for_labels(app, pilot, backend):
+    await say(app, pilot, "/settings")
+    await pilot.pause()
+    assert "Temperature" in screen_text(app)
+    assert "max_tokens" not in screen_text(app)
+
+
+@in_chat(size=(80, 24))
+async def test_a_small_question_is_a_small_box(app, pilot, backend):
+    await answered(app, pilot)
+    await say(app, pilot, "/delete")
+    box = app.screen.query_one(".dialog")
+    assert box.size.height < 5
+    await pilot.press("n")
+
+
+@in_chat(size=(120, 40))
+async def test_the_speed_is_large_where_there_is_room_and_every_figure_explains_itself(
+    app, pilot, backend
+):
+    await answered(app, pilot)
+    assert app.query_one("#speed-digits", Digits).value == "40.0"
+    assert app.query_one("#ratio-digits", Digits).value == "~2.0"
+    assert not app.query_one("#speed").display, "what is large is not said twice"
+    figures = ("#speed-digits", "#ratio-digits", "#beside", "#speed", "#rounds")
+    assert all(app.query_one(name).tooltip for name in figures)
+    await pilot.resize_terminal(80, 24)
+    await until(lambda: app.query_one("#speed").display, pilot)
+    assert "40.0 tok/s · ~2.0x plain" in screen_text(app)
+    assert re.search(r"speed .* up to 40.0 tok/s +accepted by position  1 .* 80%", screen_text(app))
+    await say(app, pilot, "/new")
+    assert "tok/s" not in screen_text(app)
+
+
+# The first screen
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+@in_chat(size=(80, 24))
+async def test_an_empty_conversation_says_what_is_loaded_and_how_to_begin(
+    app, pilot, backend, size
+):
+    await pilot.resize_terminal(*size)
+    await pilot.pause()
+    shown = screen_text(app)
+    for text in ("SmolLM2-135M-Instruct", "DFlash + variable-prefix", "Ctrl+J", *QUESTIONS):
+        assert text in shown
+    assert "tokens per second" not in shown, "there is no ground for a figure yet"
+    await answered(app, pilot, " 2 ")
+    assert [m["content"] for m in backend.requests[0].messages] == [QUESTIONS[1]]
+    assert QUESTIONS[0] not in screen_text(app)
+    await answered(app, pilot, "2")
+    assert backend.requests[1].messages[-1]["content"] == "2", "a number is a number from now on"
+    await until(lambda: app.speeds.earlier("SmolLM2-135M-Instruct", "d2sd"), pilot)
+    await say(app, pilot, "/new")
+    await until(lambda: "~40.0 tokens per second, ~2.0x plain" in screen_text(app), pilot)
+
+
+@in_chat(size=(100, 30))
+async def test_a_question_that_is_clicked_goes_into_the_line(app, pilot, backend):
+    await pilot.click(app.query(".sample").last())
+    assert app.prompt.text == QUESTIONS[-1]
+    assert app.focused is app.prompt
+
+
+@in_chat(size=(200, 60))
+async def test_a_conversation_begins_at_the_top_and_has_a_width_that_can_be_read(
+    app, pilot, backend
+):
+    await answered(app, pilot, "word " * 100)
+    question = app.query(".question").first()
+    assert question.region.y <= 3
+    assert question.region.width <= 100
+    left, right = question.region.x, 200 - question.region.right
+    assert abs(left - right) <= 2, "in the middle"
 
 
 @in_chat(size=(120, 40))

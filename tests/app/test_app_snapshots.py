@@ -4,7 +4,7 @@ After a change that is meant, look at the new pictures and keep them:
 
     DFLASH_CHAT_SNAPSHOTS=write scripts/test tests/app/test_app_snapshots.py
 
-The pictures in docs/ are those that the README and docs/chat.md show.
+The pictures in docs/ are others: `scripts/pictures.py` takes them of real answers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import re
 import threading
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from pictures import moving, picture
 
 from dflash_chat.race import RaceResult
 from dflash_chat.race_screen import RaceScreen
@@ -30,9 +32,9 @@ from support.app_scripts import (
     until,
 )
 
-ROOT = Path(__file__).parents[2]
-PICTURES = {True: ROOT / "docs", False: Path(__file__).parents[1] / "snapshots"}
+PICTURES = Path(__file__).parents[1] / "snapshots"
 PATIENCE = 15.0  # seconds until a screen that looks otherwise is taken for changed
+SETTLED = 2.0  # seconds after which a picture that is to be kept is taken
 LARGE, SMALL, TINY = (120, 40), (80, 24), (40, 12)
 QUESTION = "Which two rivers meet in Mainz? Add a Python function that lists them."
 THOUGHT = "<think>Mainz lies where the Main flows into the Rhine.</think>"
@@ -82,35 +84,29 @@ async def error(app, pilot):
     await until(lambda: app.query(".notice"), pilot)
 
 
-async def answer(app, pilot):
-    await answered(app, pilot, QUESTION)
-
-
 async def prefill(app, pilot):
     app._backend.prefills = [(1536, 4096)]
     await say(app, pilot, QUESTION)
     await until(lambda: app.query_one("#progress").display, pilot)
 
 
-# name, size, what to do, theme, and whether the picture is shown in the documentation
+async def settings(app, pilot):
+    await say(app, pilot, "/settings")
+
+
+# name, size, what to do and theme
 CASES = [
-    ("chat-idle", LARGE, idle, "dark", True),
-    ("chat-streaming", LARGE, streaming, "dark", True),
-    ("chat-draft-view", LARGE, draft_view, "dark", True),
-    ("chat-race", LARGE, race, "dark", True),
-    ("chat-error", LARGE, error, "dark", True),
-    ("chat-80x24", SMALL, answer, "light", True),
-    ("draft-view-80x24", SMALL, draft_view, "light", False),
-    ("prefill-80x24", SMALL, prefill, "dark", False),
-    ("answered-40x12", TINY, answer, "dark", False),
+    ("welcome-120x40", LARGE, idle, "dark"),
+    ("welcome-80x24", SMALL, idle, "light"),
+    ("streaming-120x40", LARGE, streaming, "dark"),
+    ("streaming-80x24", SMALL, streaming, "light"),
+    ("draft-view-120x40", LARGE, draft_view, "dark"),
+    ("draft-view-80x24", SMALL, draft_view, "light"),
+    ("race-120x40", LARGE, race, "dark"),
+    ("error-120x40", LARGE, error, "light"),
+    ("settings-80x24", SMALL, settings, "dark"),
+    ("prefill-40x12", TINY, prefill, "dark"),
 ]
-
-
-def picture(app) -> str:
-    """The screen as SVG, without the fonts that it would fetch from elsewhere."""
-    svg = app.export_screenshot(title="dflash-chat")
-    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
-    return re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE)
 
 
 async def settled_picture(app, pilot, expected: str | None) -> str:
@@ -120,10 +116,10 @@ async def settled_picture(app, pilot, expected: str | None) -> str:
     """
 
     def at_end():
-        scrolls = app.screen.query("#tinted-scroll, .side VerticalScroll")
+        scrolls = app.screen.query(".side VerticalScroll")
         return all(scroll.scroll_y >= scroll.max_scroll_y for scroll in scrolls)
 
-    late = time.monotonic() + PATIENCE
+    late = time.monotonic() + (PATIENCE if expected else SETTLED)
     while True:
         await until(at_end, pilot)
         await pilot.wait_for_animation()
@@ -133,10 +129,10 @@ async def settled_picture(app, pilot, expected: str | None) -> str:
         await pilot.pause(0.05)
 
 
-@pytest.mark.parametrize(("name", "size", "steps", "theme", "shown"), CASES)
-def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, shown, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "size", "steps", "theme"), CASES)
+def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    file = PICTURES[shown] / f"{name}.svg"
+    file = PICTURES / f"{name}.svg"
     writes = os.environ.get("DFLASH_CHAT_SNAPSHOTS") == "write"
     expected = None if writes else file.read_text(encoding="utf-8")
     pictures = []
@@ -162,3 +158,18 @@ def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, shown, tmp
         other = tmp_path / file.name
         other.write_text(now, encoding="utf-8")
         pytest.fail(f"{file.name} has changed, see {other}; the module's head says how to keep it")
+
+
+def test_a_moving_picture_shows_each_frame_in_turn_and_the_last_where_nothing_may_move():
+    frame = '<svg viewBox="0 0 9 9"><text>{}</text></svg>'
+    svg = moving([(5.0, frame.format("a")), (6.0, frame.format("b"))], hold=3.0)
+    root = ElementTree.fromstring(svg)
+    first, last = root.findall("{http://www.w3.org/2000/svg}g")
+    assert (first[0].text, last[0].text) == ("a", "b")
+    assert (first.get("visibility"), last.get("visibility")) == ("hidden", None)
+    rules = re.findall(r"@keyframes f(\d)\{(.*?\})\}", svg)
+    assert dict(rules) == {
+        "0": "0.00%{visibility:visible}25.00%{visibility:hidden}",
+        "1": "0%{visibility:hidden}25.00%{visibility:visible}",
+    }
+    assert "4.00s" in svg, "one second and three"

@@ -72,7 +72,7 @@ def rounds_of(text, prompt=34, reused=0):
         reason = "stop" if tokens >= len(words) else None
         statistics = statistics_of(tokens, len(rounds) + 1, prompt, reused)
         accepted, root = round_of(kept)
-        proposal = Proposal(accepted.tree, why=lambda: "tree of 6 pays")
+        proposal = Proposal(accepted.tree, why=lambda: "6 are checked, because 6 pay.")
         delta = TextDelta(
             "".join(kept), accepted.tokens, accepted, reason, statistics, root, proposal
         )
