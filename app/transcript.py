@@ -85,6 +85,7 @@ class Reply(Vertical):
         if tokens is not None:
             self._tokens.update(tokens)
         self.set_class(tokens is not None, "as-tokens")
+        self._show_parts()
 
     async def finish(self, ending: str) -> None:
         """No more will come."""
@@ -99,7 +100,8 @@ class Reply(Vertical):
             await stream.stop()
 
     def _show_parts(self) -> None:
-        self.query_one(Collapsible).display = bool(self._thought.strip())
+        thought = bool(self._thought.strip()) and not self.has_class("as-tokens")
+        self.query_one(Collapsible).display = thought
         self.query_one(".ending").display = self._ending in ENDINGS
 
 
