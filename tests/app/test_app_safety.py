@@ -21,7 +21,7 @@ from support.hostile import SEQUENCES, commands_in
 
 
 def test_hundreds_of_hostile_texts_are_shown_and_none_is_obeyed(tmp_path):
-    seeds = range(4)
+    seeds = range(6)
     assert len(seeds) * EACH >= 300
     assert torment(tmp_path, seeds) == {}
 

@@ -14,8 +14,8 @@ from dflash_chat.store import Store
 from support.app_scripts import ANSWER, ScriptedBackend, answered, drive, pair_of, say
 from support.hostile import Watched, commands_in, hostile_text, state
 
-SIZE = (100, 500)  # high enough to show everything at once
-TURNS, IN_A_TURN = 20, 4
+SIZE = (100, 250)  # high enough to show everything at once
+TURNS, IN_A_TURN = 10, 4
 EACH = TURNS * IN_A_TURN + 10  # cases of one conversation, and of what else the chat shows
 
 
