@@ -196,6 +196,7 @@ def test_the_default_pair_from_the_first_question_to_a_resumed_conversation(tmp_
         terminal.type(ESCAPE)
         at = _context(terminal.text)
         screen = terminal.until(lambda screen: "stopped here" in screen)
+        terminal.until(lambda screen: stored(tmp_path)[1].ending == "stopped")
         first = stored(tmp_path)[1]
         assert first.ending == "stopped"
         assert _context(screen) - at <= 40, "a few rounds at most between the key and the end"
