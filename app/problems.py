@@ -45,4 +45,4 @@ def _in_chat(option: re.Match[str]) -> str:
         return f"/{name}"
     setting = name.replace("-", "_")
     known = {field.name for config in (DecodeConfig, SamplingConfig) for field in fields(config)}
-    return f"{label_of(setting)} in /settings" if setting in known else option[0]
+    return f"“{label_of(setting)}” in /settings" if setting in known else option[0]

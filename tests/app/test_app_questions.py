@@ -372,7 +372,7 @@ async def test_the_rest_of_a_command_is_shown_behind_the_cursor_alone(app, pilot
     [
         ("give one with --model", "give one with /model"),
         ("name one with --drafter, or use --method none", "/drafter, or use /method none"),
-        ("leave out --budget", "leave out budget in /settings"),
+        ("leave out --budget", "leave out “Tokens checked in one pass” in /settings"),
         ("leave out --kv-bits", "leave out --kv-bits"),
         ("look into models--Qwen--4B", "models--Qwen--4B"),
     ],

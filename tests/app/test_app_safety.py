@@ -47,8 +47,8 @@ def test_a_line_without_commands_stays_the_same_object():
             "x is missing; name one with /model",
         ),
         (DFlashError("no", "use --method none"), "no; use /method none"),
-        (DFlashError("top_p is 3", "choose less", "top_p"), "top p is 3; choose less"),
-        (DFlashError("no", "raise --max-tokens"), "no; raise Longest answer in /settings"),
+        (DFlashError("top_p is 3", "choose less", "top_p"), "Likeliest tokens, by probability (top-p) is 3; choose less"),
+        (DFlashError("no", "raise --max-tokens"), "no; raise “Longest answer” in /settings"),
         (DFlashError("no", "name one with --conversations"), "no; name one with --conversations"),
     ],
 )
@@ -59,11 +59,11 @@ def test_advice_of_a_command_line_becomes_advice_for_the_chat(said, told):
 @in_chat()
 async def test_settings_that_cannot_be_are_refused_in_the_words_of_the_chat(app, pilot, backend):
     await say(app, pilot, "/temperature 99")
-    assert "temperature is 99" in notices(app)[-1] and "10" in notices(app)[-1]
+    assert "Temperature is 99" in notices(app)[-1] and "10" in notices(app)[-1]
     await say(app, pilot, "/temperature 0")
     app.set_config(DecodeConfig("d2sd", branches=3))
     await say(app, pilot, "/method dflash")
-    assert "branches is 3" in notices(app)[-1] and "/settings" in notices(app)[-1]
+    assert "Branches of the second draft is 3" in notices(app)[-1] and "/settings" in notices(app)[-1]
     assert app.config.method == "d2sd"
 
 

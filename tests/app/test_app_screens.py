@@ -35,7 +35,7 @@ from support.app_scripts import (
         ("/xyzzy", "/help"),
         ("/rename", "type /rename title"),
         ("/temperature warm", "temperature is 'warm'; type a number"),
-        ("/temperature -1", "temperature is -1.0; choose"),
+        ("/temperature -1", "Temperature is -1.0; choose"),
         ("/method magic", "method is 'magic'; choose one of"),
         ("/stats", "there is no answer yet; ask something first"),
         ("/race", "nothing has been asked yet"),
@@ -72,7 +72,7 @@ async def test_settings_show_every_option_and_apply_together(app, pilot, backend
     screen.query_one("#set-max_tokens", Input).value = "7"
     screen.query_one("#set-top_p", Input).value = "3"
     await pilot.press("ctrl+s")
-    assert "top p is 3.0" in screen_text(app)
+    assert "(top-p) is 3.0" in screen_text(app)
     screen.query_one("#set-top_p", Input).value = "0.9"
     screen.query_one("#set-stop", Input).value = "END, ###"
     await pilot.press("ctrl+s")

@@ -129,10 +129,11 @@ def test_plain_decoding_is_left_alone(target):
 
 def test_rounds_without_drafts_are_plain_decodings_until_the_first_wide_pass(target):
     noise_of(target)
+    plain = plain_answer(target, 1)
     before = len(target.rows)
     drafter = Scripted(lambda tokens, room: ([], []))
     tokens, statistics = counted(target, drafter, start(target, drafter, prompt_of(1)), EXACT)
-    assert tokens == plain_answer(target, 1)
+    assert tokens == plain
     assert statistics.near_ties.checks == 0
     assert len(target.rows) - before == TOKENS  # the prompt's gives the first token
 
@@ -237,7 +238,7 @@ def test_the_lead_is_the_distance_of_the_best_two():
 
 
 def test_sampling_with_exact_is_refused():
-    with pytest.raises(DFlashError, match="exact is True; choose temperature 0"):
+    with pytest.raises(DFlashError, match="the temperature is 0.7; choose temperature 0"):
         DecodeConfig(exact=True, sampling=SamplingConfig(temperature=0.7))
 
 

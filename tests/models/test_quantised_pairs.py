@@ -259,7 +259,7 @@ def test_the_settings_are_checked_when_made(settings, words):
     [
         ("--drafter-bits", "3", "invalid choice: 3"),
         ("--kv-bits", "two", "invalid int value: 'two'"),
-        ("--draft-window", "1", "draft_window is 1; choose 2 or more"),
+        ("--draft-window", "1", "--draft-window is 1; choose 2 or more"),
     ],
 )
 def test_bad_values_are_refused_in_one_sentence(
