@@ -10,6 +10,7 @@ from rich.segment import Segment
 from textual.color import Color
 
 from dflash_chat.conversation import Conversation, Turn
+from dflash_chat.labels import label_of
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.problems import describe
 from dflash_chat.store import Store
@@ -47,7 +48,10 @@ def test_a_line_without_commands_stays_the_same_object():
             "x is missing; name one with /model",
         ),
         (DFlashError("no", "use --method none"), "no; use /method none"),
-        (DFlashError("top_p is 3", "choose less", "top_p"), "Likeliest tokens, by probability (top-p) is 3; choose less"),
+        (
+            DFlashError("top_k is 3", "choose less", "top_k"),
+            f"{label_of('top_k')} is 3; choose less",
+        ),
         (DFlashError("no", "raise --max-tokens"), "no; raise “Longest answer” in /settings"),
         (DFlashError("no", "name one with --conversations"), "no; name one with --conversations"),
     ],
@@ -63,7 +67,8 @@ async def test_settings_that_cannot_be_are_refused_in_the_words_of_the_chat(app,
     await say(app, pilot, "/temperature 0")
     app.set_config(DecodeConfig("d2sd", branches=3))
     await say(app, pilot, "/method dflash")
-    assert "Branches of the second draft is 3" in notices(app)[-1] and "/settings" in notices(app)[-1]
+    told = notices(app)[-1]
+    assert "Branches of the second draft is 3" in told and "/settings" in told
     assert app.config.method == "d2sd"
 
 
