@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import platformdirs
 import pytest
@@ -92,6 +93,7 @@ def test_an_interrupted_download_is_stopped(hub, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         main.run(["models", TARGET, "--download"])
     assert begun[0].stopped
+    assert Event.wait(begun[0].ended, 60), "and asks no hub behind this test"
 
 
 def test_clean_removes_only_what_was_named_and_only_with_yes(hub, tmp_path, capsys):
