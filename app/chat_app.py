@@ -48,6 +48,7 @@ from dflash_mlx import (
     SamplingConfig,
     Worker,
     check_prompt,
+    for_terminal,
 )
 
 REFRESH = 1 / 20  # seconds between looks at whether something is to be drawn
@@ -170,6 +171,8 @@ class ChatApp(App[None]):
     # What the user does
 
     async def on_prompt_sent(self, message: Prompt.Sent) -> None:
+        if message.line and not self.prompt.text.startswith(message.line):
+            return  # Enter came twice, and the line was sent the first time
         line = message.line or message.text
         text = self.transcript.welcome.question(message.text)
         if not text.strip():
@@ -237,6 +240,10 @@ class ChatApp(App[None]):
 
     async def action_stop(self) -> None:
         await self.listener.stop()
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """What is pasted into a terminal later must not command it either."""
+        super().copy_to_clipboard(for_terminal(text).encode("utf-8", "replace").decode())
 
     async def action_stop_or_copy(self) -> None:
         selected = self.screen.get_selected_text() or self.prompt.selected_text

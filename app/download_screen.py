@@ -6,6 +6,7 @@ from threading import Thread
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
+from textual.markup import escape
 from textual.message import Message
 from textual.widgets import OptionList, ProgressBar, Static
 from textual.widgets.option_list import Option
@@ -15,7 +16,6 @@ from dflash_chat.screens import Dialog
 from dflash_chat.sizes import amount, memory
 from dflash_mlx import (
     DEFAULT_MODEL,
-    DFlashError,
     Download,
     Offer,
     PairConfig,
@@ -50,7 +50,7 @@ class DownloadScreen(Dialog[PairConfig | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog") as dialog:
-            dialog.border_title = self._config.model or DEFAULT_MODEL
+            dialog.border_title = escape(self._config.model or DEFAULT_MODEL)
             dialog.border_subtitle = "Enter fetches and loads, Esc stops or leaves"
             yield Static("asking the hub ...", id="state", markup=False)
             yield OptionList(markup=False)
@@ -72,14 +72,14 @@ class DownloadScreen(Dialog[PairConfig | None]):
         try:
             for offer in offers(self._config, self._everything):
                 self.post_message(self.Found(offer, there))
-        except DFlashError as error:
-            self.post_message(self.Found(Offer(self._config, problem=str(error)), there))
+        except Exception as error:  # the edge of a thread
+            self.post_message(self.Found(Offer(self._config, problem=describe(error)), there))
         self.post_message(self.Found(None, there))
 
     def on_download_screen_found(self, found: Found) -> None:
         offer, first = found.offer, not self._offers
         name = self._config.model or DEFAULT_MODEL
-        self.query_one(".dialog").border_title = f"{name}, {amount(found.there)} of memory"
+        self.query_one(".dialog").border_title = escape(f"{name}, {amount(found.there)} of memory")
         if offer is None:
             self._end_of_offers()
         elif first and offer.here and not self._everything:

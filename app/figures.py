@@ -8,6 +8,8 @@ from typing import Any
 
 from dflash_mlx import NO_DRAFTS, Statistics
 
+_ABSURD = 1e15  # no figure of an answer is as large, and figures are multiplied
+
 BARS = "▁▂▃▄▅▆▇█"
 SEPARATOR = " · "
 GIGABYTE = 10**9
@@ -56,7 +58,7 @@ def read_figures(stored: Mapping[str, Any]) -> dict[str, Any]:
 def _same_kind(value: Any, empty: Any) -> bool:
     if isinstance(empty, list):
         return isinstance(value, list) and all(_same_kind(v, 0.0) for v in value)
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, (int, float)) and not abs(value) < _ABSURD:  # nor is nan
         return False
     kinds = (int, float) if isinstance(empty, float) else type(empty)
     return isinstance(value, kinds) and not isinstance(value, bool)

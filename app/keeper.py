@@ -36,5 +36,5 @@ class Keeper:
     def _write(self, conversation: Conversation) -> None:
         if conversation.turns:
             self._store.save(conversation)
-        else:
-            self._store.delete(self._store.file_of(conversation))
+        elif not self._store.changed(file := self._store.file_of(conversation)):
+            self._store.delete(file)

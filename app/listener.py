@@ -137,9 +137,12 @@ class Listener:
 
     @property
     def unfinished(self) -> list[Turn]:
-        """The answer that is being written as far as it goes; nothing where there is none."""
-        text = "" if self.job is None else "".join(self._said)
-        return [Turn("assistant", text, UNFINISHED)] if text else []
+        """The answer that is being written as far as it goes, and the questions that wait for it."""
+        if self.job is None:
+            return []
+        text = "".join(self._said)
+        answer = [Turn("assistant", text, UNFINISHED)] if text else []
+        return [*answer, *(Turn("user", question) for question in self._app.prompt.waiting)]
 
     async def _save_beginning(self, job: Job) -> None:
         """Save what was said so far; neither the worker nor the screen waits for the disk."""

@@ -50,7 +50,7 @@ def _file(match: re.Match[str], line: str) -> Path | None:
     if decorator or not (match[1] or _LIKE_A_FILE.search(name.rstrip(".,;:!?"))):
         return None
     raise DFlashError(
-        f"there is no file {name[:80]} in {Path().resolve()}",
+        f"there is no file {name[:80]}",
         "check the name, or put a space behind the @ to send it as it is",
     )
 

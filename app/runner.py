@@ -171,7 +171,7 @@ class CommandRunner:
             raise DFlashError(
                 f"the last answer has {count}, and none is {number[:20]!r}", f"{ways} /copy alone"
             )
-        text = blocks.get(number, answer).encode("utf-8", "replace").decode()
+        text = blocks.get(number, answer)
         app.copy_to_clipboard(text)
         what = f"code block {number}" if number else "the last answer"
         await app.say(
@@ -194,6 +194,7 @@ class CommandRunner:
         app = self._app
         try:
             if file is not None:
+                self._need_idle()  # the palette can begin an answer below the list
                 opened = await asyncio.to_thread(app.store.open, file)
                 await app.show_conversation(opened.conversation, opened.problem)
             elif stored:
@@ -226,6 +227,7 @@ class CommandRunner:
         if not sure:
             return
         try:
+            self._need_idle()
             app.store.delete(app.store.file_of(app.conversation))
         except DFlashError as error:
             await app.say(str(error), "error")

@@ -73,7 +73,7 @@ class Store:
         Where another window changed the file since, this one goes on under a name of its own.
         """
         try:
-            if self._changed(self.file_of(conversation)):
+            if self.changed(self.file_of(conversation)):
                 conversation.created = now()
                 conversation.title = f"{conversation.shown_title} (copy)"
             file = self.file_of(conversation)
@@ -121,7 +121,7 @@ class Store:
         """Give a stored conversation another title."""
         conversation = replace(self.read(file).conversation, title=title)
         try:
-            behind = self._changed(file)
+            behind = self.changed(file)
             replace_text(file, _as_lines(conversation))
             if not behind:
                 self._seen[file] = _stamp(file)
@@ -135,7 +135,7 @@ class Store:
         except OSError as error:
             raise self._problem("delete from", error) from None
 
-    def _changed(self, file: Path) -> bool:
+    def changed(self, file: Path) -> bool:
         """Whether another window wrote `file` since this one read or wrote it."""
         return file in self._seen and file.exists() and _stamp(file) != self._seen[file]
 

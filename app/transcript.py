@@ -162,7 +162,7 @@ class Transcript(VerticalScroll):
         """Show the end of `turns`, a list that the caller goes on appending to."""
         async with self.lock:
             self._turns = turns
-            self._live = self._live_reply = None
+            self._live = self._live_reply = self._tinted = None
             self.window = Window()
             await self.query("#transcript > .question, #transcript > .reply, .notice").remove()
             await self.follow()
@@ -268,6 +268,8 @@ class Transcript(VerticalScroll):
             await self.remove_children(gone)
             if self._live_reply in gone:
                 self._live_reply = None
+            if self._tinted in gone:
+                self._tinted = None
             first = [self._widget(i) for i in new if i < old.start]
             last = [self._widget(i) for i in new if i >= max(old.start, len(widgets) + old.start)]
             if first:

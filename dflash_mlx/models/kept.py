@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import platformdirs
@@ -113,8 +114,10 @@ def _repositories() -> Iterator[Kept]:
         return
     for repo in scanned.repos:
         if repo.repo_type == "model" and repo.revisions:
-            newest = max(repo.revisions, key=lambda revision: revision.last_modified)
-            kind = _kind(Source(repo.repo_id, newest.snapshot_path))
+            order = sorted(repo.revisions, key=lambda revision: -revision.last_modified)
+            kinds = [_kind(Source(repo.repo_id, each.snapshot_path)) for each in order]
+            whole = [kind for kind in kinds if kind not in ("", "unfinished")]
+            kind = next(iter([*whole, *filter(None, kinds)]), "")
             size, changed = repo.size_on_disk, repo.last_modified
             if kind:
                 yield Kept(kind, repo.repo_id, repo.repo_path, size, changed, True)
@@ -128,12 +131,11 @@ def _repositories() -> Iterator[Kept]:
 def _kind(source: Source) -> str:
     """Of a repository; "" for what has no weights that this program reads."""
     try:
-        raw = source.read_json(CONFIG)
-        if not any(file.endswith(".safetensors") or file == INDEX for file in source.files):
-            return ""
+        source.option = "drafter" if format_of(source.read_json(CONFIG)) else "model"
+        if not any(fnmatch(file, source.weights) or file == INDEX for file in source.files):
+            return ""  # another program's
     except DFlashError:
         return ""
-    source.option = "drafter" if format_of(raw) else "model"
     return source.option if is_whole(source) else "unfinished"
 
 

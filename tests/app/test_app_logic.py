@@ -189,7 +189,7 @@ def test_stored_figures_come_back_and_damaged_ones_are_left_out():
     assert dict(statistics_rows(nothing))["speed"] == "0.00 tokens per second"
     bad = {"rounds": "many", "tokens_per_second": None, "prompt_tokens": True, "other": 1}
     assert read_figures(bad) == nothing
-    for figure in ("x", float("nan"), float("inf")):
+    for figure in ("x", float("nan"), float("inf"), 10**400):
         endless = {"accepted_by_position": [figure], "tokens_per_second": figure}
         assert read_figures(endless) == nothing
 

@@ -90,6 +90,13 @@ async def test_a_model_that_is_here_is_loaded_when_it_is_chosen(app, pilot, back
 
 
 @in_chat()
+async def test_names_are_no_markup(app, pilot, backend, downloads):
+    app.push_screen(DownloadScreen(PairConfig("[/x]")))
+    await pilot.pause()
+    assert "[/x]" in screen_text(app)
+
+
+@in_chat()
 async def test_a_model_to_download_is_offered_with_its_quantisations_and_fetched(
     app, pilot, backend, downloads
 ):

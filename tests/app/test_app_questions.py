@@ -1,11 +1,14 @@
 """Questions that wait, are asked again or changed; answers that are kept while they grow."""
 
+import asyncio
 import threading
 
 import pytest
 
 from dflash_chat.commands import COMMANDS, completions
 from dflash_chat.conversation import UNFINISHED, Conversation, Turn, code_blocks
+from dflash_chat.keeper import Keeper
+from dflash_chat.prompt import Prompt
 from dflash_chat.store import Store
 from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig
 from support.app_scripts import (
@@ -121,6 +124,8 @@ async def test_what_waits_when_the_user_leaves_is_in_the_line_the_next_time(app,
     await until(lambda: app.status.figures, pilot)
     await say(app, pilot, "second")
     await say(app, pilot, "third")
+    kept = [turn.content for turn in app.listener.unfinished[-2:]]
+    assert kept == ["second", "third"], "and what is saved meanwhile has them, too"
     app.run_worker(app.action_quit())
     await until(lambda: app._exit, pilot)
     backend.gate.release(1000)
@@ -217,6 +222,38 @@ async def test_retry_answers_again_and_keeps_the_old_answer_as_a_conversation(ap
         "first (2)": "three",
     }
     assert "/temperature" in notices(app)[-1], "greedy answers do not change"
+
+
+@in_chat(lambda: ScriptedBackend(["one", "two"]))
+async def test_the_tokens_of_an_answer_that_left_the_screen_are_let_go(app, pilot, backend):
+    await pilot.press("f2")
+    await answered(app, pilot, "first")
+    await say(app, pilot, "/retry")
+    await settled(app, pilot, backend, 2)
+    assert [turn.content for turn in app.conversation.turns] == ["first", "two"]
+
+
+@in_chat(lambda: ScriptedBackend(["one", "two"]))
+async def test_a_line_that_was_sent_is_not_sent_again_by_the_same_key(app, pilot, backend):
+    app.prompt.put("first")
+    for _ in range(2):
+        app.prompt.post_message(Prompt.Sent("first", "first"))
+    await settled(app, pilot, backend, 1)
+    assert [turn.content for turn in app.conversation.turns] == ["first", "one"]
+    assert app.prompt.waiting == []
+
+
+def test_a_conversation_that_another_window_answered_is_not_deleted(tmp_path):
+    ours, theirs = Store(tmp_path), Store(tmp_path)
+    ours.save(Conversation(turns=[Turn("user", "q")]))
+    (entry,) = ours.entries()
+    opened = ours.open(entry.file).conversation
+    answered = theirs.open(entry.file).conversation
+    answered.turns.append(Turn("assistant", "a"))
+    theirs.save(answered)
+    opened.turns.clear()
+    asyncio.run(Keeper(ours).save(opened))
+    assert [turn.content for turn in ours.read(entry.file).conversation.turns] == ["q", "a"]
 
 
 SAMPLED = DecodeConfig("d2sd", sampling=SamplingConfig(temperature=0.7))
