@@ -137,7 +137,7 @@ class Listener:
 
     @property
     def unfinished(self) -> list[Turn]:
-        """The answer that is being written as far as it goes, and the questions that wait for it."""
+        """The answer in the making as far as it goes, and the questions that wait for its end."""
         if self.job is None:
             return []
         text = "".join(self._said)
