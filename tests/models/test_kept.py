@@ -27,6 +27,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
+    (other / "diffusion_pytorch_model.safetensors").write_bytes(b"another program reads these")
     folders = {TARGET: model, FORK: model, OTHER: other}
     folders[DRAFTER] = write_drafter(tmp_path / "served-drafter")
     with serve(folders, tmp_path / "hub") as served:
