@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_chat.figures import wide_bar
 from dflash_chat.naming import method_name
 from dflash_mlx import (
     NO_DRAFTS,
@@ -20,7 +21,6 @@ from dflash_mlx import (
     what_pays,
 )
 
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 _LABEL, _FIGURES = (
     26,
     "{tokens_per_second:7.1f} {mean_accepted:13.2f} {parity:7.0%} {speedup:8.2f} ",
@@ -81,7 +81,7 @@ def table(report: dict[str, Any], drafters: int, width: int) -> list[str]:
 
     def line(label: str, figures: dict[str, Any]) -> str:
         told = f"{label[:_LABEL]:<{_LABEL}}{_FIGURES.format(**figures)}"
-        return told + bar(figures["speedup"] / most, width - len(told))
+        return told + wide_bar(figures["speedup"] / most, width - len(told))
 
     lines = [_HEAD, *(line(_label(name, drafters), methods[name]) for name in methods)]
     if best != NO_DRAFTS:
@@ -94,9 +94,3 @@ def _label(name: str, drafters: int) -> str:
     """A method in words, with the settings that were typed behind it."""
     method, colon, own = name.partition(":")
     return f"{method_name(method, drafters)}{colon and ', '}{own}"
-
-
-def bar(share: float, width: int) -> str:
-    """A bar over that share, from 0 to 1, of `width` columns."""
-    eighths = round(8 * max(width, 0) * min(max(share, 0.0), 1.0))
-    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip()

@@ -45,13 +45,13 @@ def models(argv: Sequence[str]) -> None:
     if arguments.name is None:
         if arguments.download:
             parser.error("--download needs a name")
-        say(_everything(Path()))
+        _print(_everything(Path()))
         return
     config = PairConfig(None if arguments.name == DEFAULT_MODEL else arguments.name)
     if arguments.download:
         download(config)
     else:
-        say(_offered(config))
+        _print(_offered(config))
 
 
 def clean(argv: Sequence[str]) -> None:
@@ -67,14 +67,14 @@ def clean(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     kept = kept_files(Path())
     if not arguments.what:
-        say(_lines(kept))
+        _print(_lines(kept))
         print("Nothing was removed. Name what to remove: a name or a kind of this list.")
         return
     found = find_kept(arguments.what, kept)
     if not found:
         print("Nothing of that kind is here.")
         return
-    say(_lines(found))
+    _print(_lines(found))
     freed = amount(sum(each.size for each in found))
     if not arguments.yes:
         print(f"Nothing was removed. With --yes these go, and {freed} become free.")
@@ -86,7 +86,7 @@ def clean(argv: Sequence[str]) -> None:
 
 def download(config: PairConfig) -> None:
     """Fetch what is missing, with a bar on stderr; raises what the download failed with."""
-    name, under_way = plain(config.model or DEFAULT_MODEL), Download(config)
+    name, under_way = config.model or DEFAULT_MODEL, Download(config)
     try:
         with tqdm(desc=name, unit="B", unit_scale=True, disable=None) as bar:
             while not under_way.ended.wait(_LOOK):
@@ -104,15 +104,10 @@ def _show(bar: Any, under_way: Download) -> None:
     bar.refresh()
 
 
-def say(lines: Iterator[str]) -> None:
-    """Print lines as they come, without what would move a terminal's cursor."""
+def _print(lines: Iterator[str]) -> None:
+    """Each as it comes: a hub may take its time for the next."""
     for line in lines:
-        print(plain(line), flush=True)
-
-
-def plain(text: str) -> str:
-    """`text` with a question mark in place of every control character."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+        print(line, flush=True)
 
 
 def _everything(here: Path) -> Iterator[str]:

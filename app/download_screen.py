@@ -103,8 +103,9 @@ class DownloadScreen(Dialog[PairConfig | None]):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         offer, download = self._offers[event.option_index], self._download
-        if download is not None and not (download.stopped or download.ended.is_set()):
-            self._say(f"{download.config.model} is being fetched; Esc stops it.")
+        if download is not None and not download.ended.is_set():
+            how = "stopped; wait a moment" if download.stopped else "fetched; Esc stops it"
+            self._say(f"{download.config.model} is being {how}.")
         elif offer.here:
             self.dismiss(offer.config)
         else:

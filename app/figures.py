@@ -146,7 +146,7 @@ def bars(figures: Figures, width: int) -> list[str]:
 
 def wide_bar(share: float, width: int) -> str:
     """A bar of up to `width` characters for a share from 0 to 1, to an eighth of one."""
-    whole, rest = divmod(round(min(max(share, 0.0), 1.0) * max(width, 1) * 8), 8)
+    whole, rest = divmod(round(min(max(share, 0.0), 1.0) * max(width, 0) * 8), 8)
     return "█" * whole + _EIGHTHS[rest]
 
 

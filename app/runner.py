@@ -97,17 +97,13 @@ class CommandRunner:
 
     async def _race(self, text: str) -> None:
         app = self._app
-        self._need_idle()
-        if app.listener.race is not None:  # the palette opens over a race, too
-            raise DFlashError("a race is being run", "leave it with Esc first")
+        self._need_no_comparison()
         app.listener.race = RaceScreen(app.race(app.request(text or None)))
         app.push_screen(app.listener.race, self._race_left)
 
     async def _bench(self, methods: str) -> None:
         app = self._app
-        self._need_idle()
-        if app.listener.race is not None or app.listener.bench is not None:
-            raise DFlashError("a comparison is being run", "leave it with Esc first")
+        self._need_no_comparison()
         names = tuple(name.strip() for name in methods.split(",") if name.strip())
         folder = app.store.folder / "benchmarks"
         asked = BenchRequest(app.pair_config, app.config.sampling, names, folder)
@@ -136,7 +132,11 @@ class CommandRunner:
 
     async def _retry(self, _: str) -> None:
         app, question = self._app, await self._branch()
-        await app.ask(question)
+        try:
+            await app.ask(question)
+        except DFlashError:
+            app.prompt.give_back(question)  # what the model refuses is not lost
+            raise
         if app.config.sampling.temperature == 0:
             await app.say("The answer will be the same again; /temperature 0.7 gives others.")
 
@@ -253,6 +253,12 @@ class CommandRunner:
     def _need_idle(self) -> None:
         if self._app.listener.job is not None:
             raise DFlashError("an answer is being written", "wait for it, or stop it with Esc")
+
+    def _need_no_comparison(self) -> None:
+        """The palette opens over a race or a benchmark, too."""
+        self._need_idle()
+        if self._app.listener.race is not None or self._app.listener.bench is not None:
+            raise DFlashError("a comparison is being run", "leave it with Esc first")
 
 
 def _named_file(name: str) -> Path:

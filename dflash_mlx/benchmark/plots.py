@@ -8,6 +8,7 @@ from typing import Any
 from dflash_mlx.benchmark.figures import Figures, groups
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import AUTO
+from dflash_mlx.system.files import replacing
 
 Lines = dict[str, tuple[Any, Any]]
 _TOKENS = ("mean_accepted", "tokens per round")
@@ -66,8 +67,11 @@ def _draw(panels: dict[str, Lines], file: Path) -> None:
         axis.grid(alpha=0.3)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    try:
+        with replacing(file) as partial:
+            figure.savefig(partial, dpi=120)
+    finally:
+        pyplot.close(figure)
 
 
 def _by_category(every: dict[str, dict[str, Figures]], key: str) -> Lines:

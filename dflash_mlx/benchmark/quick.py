@@ -107,4 +107,6 @@ def save_bench(report: Report, folder: Path, prompts: int) -> tuple[list[Path], 
         draw_speed(report, picture)
     except DFlashError as error:
         return [file], str(error)
+    except OSError as error:  # a disk that has become full; the figures are kept
+        return [file], f"{picture} cannot be written ({error.strerror or error})"
     return [file, picture], ""

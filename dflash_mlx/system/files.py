@@ -14,7 +14,7 @@ from dflash_mlx.core.errors import DFlashError
 
 
 @contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
+def replacing(file: Path) -> Iterator[Path]:
     """A name to write to, which takes the place of `file` once all is written."""
     partial = file.with_name(f".new-{os.getpid()}-{file.name}")
     try:
@@ -35,7 +35,7 @@ def replace_text(file: Path, text: str) -> None:
 
     Raises OSError where that cannot be done.
     """
-    with _replacing(file) as partial, open(partial, "w", encoding="utf-8") as output:
+    with replacing(file) as partial, open(partial, "w", encoding="utf-8") as output:
         output.write(text)
         output.flush()
         os.fsync(output.fileno())
@@ -43,7 +43,7 @@ def replace_text(file: Path, text: str) -> None:
 
 def replace_safetensors(file: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
     """Write `arrays` to `file` at once, or leave what is there; OSError when the disk is full."""
-    with _replacing(file) as partial:
+    with replacing(file) as partial:
         try:
             mx.save_safetensors(str(partial), arrays, metadata)
         except RuntimeError as error:

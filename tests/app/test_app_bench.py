@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from dflash_chat import bench as benches
-from dflash_chat.bench import BenchRequest, BenchResult, bar, run_bench, table
+from dflash_chat.bench import BenchRequest, BenchResult, run_bench, table
 from dflash_chat.bench_screen import BenchScreen
+from dflash_chat.commands import parse
+from dflash_chat.figures import wide_bar
 from dflash_mlx import BenchStep, DFlashError, PairConfig, SamplingConfig
 from dflash_mlx.engine.pair import Means
 from support.app_scripts import ScriptedBackend, answered, in_chat, notices, say, screen_text, until
@@ -41,7 +43,7 @@ RESULT = BenchResult("DFlash tree pays on this machine", "Saved as bench.json.")
     ],
 )  # fmt: skip
 def test_a_bar_is_as_long_as_its_share_to_an_eighth_of_a_column(share, width, shown):
-    assert bar(share, width) == shown
+    assert wide_bar(share, width) == shown
 
 
 @pytest.mark.parametrize("width", [60, 76, 110])
@@ -109,6 +111,15 @@ async def test_bench_is_refused_while_an_answer_is_being_written(app, pilot, bac
     assert app.screen is app.base
     backend.gate.release(100)
     await until(lambda: app.listener.job is None, pilot)
+
+
+@in_chat(lambda: ScriptedBackend(bench_steps=[*STEPS, RESULT], gate=threading.Semaphore(2)))
+async def test_one_comparison_at_a_time(app, pilot, backend):
+    await say(app, pilot, "/bench")
+    with pytest.raises(DFlashError, match="a comparison is being run"):
+        await app.commands.run(parse("/race why"))
+    assert app.listener.race is None
+    backend.gate.release(100)
 
 
 def pair_and_request(folder: Path) -> tuple[Any, BenchRequest]:

@@ -120,12 +120,3 @@ def test_clean_refuses_a_name_of_nothing(hub, tmp_path):
     with pytest.raises(DFlashError, match="'owner/none'"):
         main.run(["clean", "calibrations", "owner/none", "--yes"])
     assert len(calibrations(tmp_path)) == 1
-
-
-def test_names_with_control_characters_are_shown_without_them(hub, tmp_path, capsys):
-    file = tmp_path / "own" / "timing" / "0123456789abcdef.json"
-    file.write_text(json.dumps({"model": "evil\x1b[2J\x9b\x07name"}))
-    main.run(["models"])
-    out = capsys.readouterr().out
-    assert "evil?[2J??name" in out
-    assert all(c == "\n" or c.isprintable() for c in out)

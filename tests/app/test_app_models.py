@@ -130,6 +130,22 @@ async def test_a_download_stops_with_escape_and_goes_on_with_enter(app, pilot, b
 
 
 @in_chat()
+async def test_a_download_that_is_still_ending_has_no_other_beside_it(
+    app, pilot, backend, downloads, monkeypatch
+):
+    def stop(download):
+        download.stopped = True
+
+    monkeypatch.setattr(FakeDownload, "stop", stop)
+    await open_offers(app, pilot)
+    await pilot.press("enter", "escape", "enter")
+    assert len(downloads) == 1 and "is being stopped" in screen_text(app)
+    downloads[0].ended.set()
+    await pilot.press("enter")
+    assert len(downloads) == 2
+
+
+@in_chat()
 async def test_a_download_that_fails_says_why_and_can_be_begun_again(
     app, pilot, backend, downloads
 ):

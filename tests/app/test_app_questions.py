@@ -5,12 +5,11 @@ import threading
 
 import pytest
 
-from dflash_chat.commands import COMMANDS, completions
-from dflash_chat.conversation import UNFINISHED, Conversation, Turn, code_blocks
+from dflash_chat.conversation import UNFINISHED, Conversation, Turn
 from dflash_chat.keeper import Keeper
 from dflash_chat.prompt import Prompt
 from dflash_chat.store import Store
-from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig
+from dflash_mlx import DecodeConfig, SamplingConfig
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
@@ -233,6 +232,14 @@ async def test_the_tokens_of_an_answer_that_left_the_screen_are_let_go(app, pilo
     assert [turn.content for turn in app.conversation.turns] == ["first", "two"]
 
 
+@in_chat()
+async def test_a_question_that_can_no_longer_be_sent_is_back_in_the_line(app, pilot, backend):
+    await answered(app, pilot, "first")
+    app.system = "\ud800"
+    await say(app, pilot, "/retry")
+    assert app.prompt.text == "first" and notices(app)
+
+
 @in_chat(lambda: ScriptedBackend(["one", "two"]))
 async def test_a_line_that_was_sent_is_not_sent_again_by_the_same_key(app, pilot, backend):
     app.prompt.put("first")
@@ -329,102 +336,3 @@ def test_a_branch_counts_on_and_takes_no_year_for_a_count():
     for title, following in (("a", "a (2)"), ("a (2)", "a (3)"), ("a (2024)", "a (2024) (2)")):
         turns = [Turn("user", "q"), Turn("assistant", "x")]
         assert Conversation(title=title, turns=turns).before_last_question().title == following
-
-
-# Copying
-
-
-@in_chat(lambda: ScriptedBackend(["<think>hm</think>" + ANSWER + "\n\n~~~\nmore\n~~~\n"]))
-async def test_an_answer_or_one_of_its_code_blocks_is_copied(app, pilot, backend):
-    await say(app, pilot, "/copy")
-    assert "ask something first" in notices(app)[-1]
-    await answered(app, pilot)
-    await say(app, pilot, "/copy")
-    assert app.clipboard == ANSWER + "\n\n~~~\nmore\n~~~"
-    await say(app, pilot, "/copy 1")
-    assert app.clipboard == 'def rivers() -> list[str]:\n    return ["Rhine", "Main"]\n'
-    await say(app, pilot, "/copy 2")
-    assert app.clipboard == "more\n"
-    for wrong in ("3", "0", "x", "9" * 5000):
-        await say(app, pilot, f"/copy {wrong}")
-        assert "has 2 code blocks" in notices(app)[-1]
-    assert app.clipboard == "more\n"
-
-
-def test_code_blocks_are_found_wherever_markdown_has_them():
-    text = "1. a\n   ```py\n   x\n   ```\n\n````\n```\nin\n```\n````\n\n    indented\n\n```\nopen\n"
-    assert code_blocks(text) == ["x\n", "```\nin\n```\n", "indented\n", "open\n"]
-
-
-# Completing commands
-
-
-@pytest.mark.parametrize(
-    ("typed", "names"),
-    [
-        ("/", [command.name for command in COMMANDS]),
-        ("/MOD", ["model"]),
-        ("/me", ["method"]),
-        ("/re", ["retry", "rename"]),
-        *[(typed, []) for typed in ("", "m", "/x", "/model ", "/usr/bin", "//", "/re\n")],
-    ],
-)
-def test_a_beginning_is_completed_to_the_commands_that_have_it(typed, names):
-    assert [command.name for command in completions(typed)] == names
-
-
-@in_chat()
-async def test_commands_are_offered_while_they_are_typed_and_tab_completes(app, pilot, backend):
-    await pilot.press("/", "r")
-    assert "/race" in screen_text(app) and "/rename" in screen_text(app)
-    await pilot.press("e", "n")
-    assert "/rename title  name this conversation" in screen_text(app)
-    await pilot.press("tab")
-    assert app.prompt.text == "/rename ", "and goes on to what it needs"
-    assert app.prompt.has_focus
-    app.prompt.text, before = "", app.theme
-    await pilot.press(*"/the", "tab", "enter")
-    await until(lambda: app.theme != before, pilot)
-    assert app.prompt.text == ""
-    await pilot.press("h", "i")
-    assert not app.prompt.suggestion
-    assert "Tab completes" not in screen_text(app)
-
-
-@in_chat()
-async def test_the_rest_of_a_command_is_shown_behind_the_cursor_alone(app, pilot, backend):
-    await pilot.press(*"/expo")
-    assert app.prompt.suggestion == "rt"
-    await pilot.press("left")
-    await until(lambda: not app.prompt.suggestion, pilot)
-    await pilot.press("end", "right")
-    assert app.prompt.text == "/export"
-
-
-# Words of the chat
-
-
-@pytest.mark.parametrize(
-    ("step", "shown"),
-    [
-        ("give one with --model", "give one with /model"),
-        ("name one with --drafter, or use --method none", "/drafter, or use /method none"),
-        ("leave out --budget", "leave out “Tokens checked in one pass” in /settings"),
-        ("leave out --kv-bits", "leave out --kv-bits"),
-        ("look into models--Qwen--4B", "models--Qwen--4B"),
-    ],
-)
-@in_chat(lambda step: ScriptedBackend([DFlashError("it is 7", step)]))
-async def test_messages_name_the_commands_of_the_chat(app, pilot, backend, shown):
-    await say(app, pilot, "What meets?")
-    await until(lambda: notices(app), pilot)
-    assert notices(app)[0].endswith(shown)
-
-
-@in_chat()
-async def test_a_temperature_that_makes_noise_is_set_with_a_warning(app, pilot, backend):
-    await say(app, pilot, "/temperature 0.7")
-    assert notices(app)[-1] == "The temperature is 0.7."
-    await say(app, pilot, "/temperature 5")
-    assert app.config.sampling.temperature == 5
-    assert "noise" in notices(app)[-1]

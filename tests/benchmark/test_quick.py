@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections import Counter
@@ -105,6 +106,16 @@ def test_without_matplotlib_there_is_no_picture_and_a_reason(steps, tmp_path, mo
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     (file,), why = save_bench(steps[-1].report, tmp_path, 12)
     assert file.is_file() and "matplotlib" in why
+
+
+def test_a_disk_that_is_full_at_the_picture_keeps_the_figures(steps, tmp_path, monkeypatch):
+    def refuse(figure, file, **_):
+        file.write_bytes(b"half a picture")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", refuse)
+    (file,), why = save_bench(steps[-1].report, tmp_path, 12)
+    assert "No space left" in why and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_folder_that_cannot_be_made_is_named(steps, tmp_path):

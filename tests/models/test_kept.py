@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +99,19 @@ def test_half_a_download_is_called_unfinished(hub, cache, tmp_path):
     for each in found:
         remove_kept(each)
     assert find_kept(["unfinished"], kept_files(tmp_path / "none", cache / "none")) == []
+
+
+@pytest.mark.usefixtures("hub")
+def test_an_older_revision_that_is_whole_keeps_a_repository_from_being_unfinished(cache, tmp_path):
+    (snapshot,) = (tmp_path / "hub").glob("models--owner--model/snapshots/*")
+    older = shutil.copytree(snapshot, snapshot.with_name("0" * 40))
+    for file in older.iterdir():
+        os.utime(file, (1, 1))
+    (snapshot / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = kept_files(tmp_path / "none", cache)
+    assert [each.kind for each in found if each.name == TARGET and each.repository] == ["model"]
 
 
 @pytest.mark.parametrize(
