@@ -100,7 +100,7 @@ class SpeedLog:
             rows = self._read().get(_key(model, method), ())
             speeds, ratios = [float(s) for _, s, _ in rows], [float(r) for *_, r in rows]
             days = [date.fromisoformat(day).isoformat() for day, *_ in rows]
-        except (ValueError, TypeError):  # somebody else wrote it
+        except (ValueError, TypeError, OverflowError):  # somebody else wrote it
             return None
         if not speeds or not all(0 < speed < float("inf") for speed in speeds):
             return None

@@ -149,7 +149,9 @@ def test_the_last_answers_say_how_fast_it_is_here_and_a_damaged_file_says_nothin
     earlier = log.earlier("M", "d2sd")
     assert (earlier.tokens_per_second, earlier.times_plain, earlier.answers) == (20, 1.5, 3)
     (file,) = tmp_path.iterdir()
-    for damaged in ("", "[1]", "{", '{"M d2sd": 3}', '{"M d2sd": [["x", 1, 2]]}', "[" * 100_000):
+    huge = json.dumps({"M d2sd": [["2026-11-22", 10**400, 2]]})
+    others = ("", "[1]", "{", '{"M d2sd": 3}', '{"M d2sd": [["x", 1, 2]]}', "[" * 100_000)
+    for damaged in (huge, *others):
         file.write_text(damaged)
         assert log.earlier("M", "d2sd") is None
     log.add("M", FIGURES)
