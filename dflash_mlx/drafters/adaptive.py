@@ -338,7 +338,7 @@ class Adaptive:
         if arm.name != _PLAIN or (self._scope.looks_up and arm.tokens.mean > _IDLE):
             self._blind = 0
             return False
-        if self._blind == 0:
+        if self._blind == 0 or not self._scope.looks_up:
             self._blind = _BLIND
             return not self._scope.looks_up
         self._blind -= 1

@@ -134,19 +134,18 @@ def _auto(config: DecodeConfig, means: Means) -> Method:
     if config.acceptance == "reject" and config.sampling.temperature > 0:
         serving = [method for method in serving if method.draws] or serving
     for setting in given(config):
-        owner, *others = _offered(setting)
-        if not others and setting != "acceptance":
-            serving = [method for method in serving if method.name == owner] or serving
+        owners = [method for method in serving if method.name in _offered(setting)]
+        if len(owners) == 1 and setting != "acceptance":
+            serving = owners
     serving.sort(key=lambda method: -method.preference)
     advised = [method for method in serving if method.name == means.advice.method]
-    full = [method for method in serving if method.best_with <= means.drafters]
+    full = [method for method in serving if method.best_with <= means.count(method.family)]
     return (advised or full or serving)[0]
 
 
 def _serves(method: Method, means: Means) -> bool:
     """Whether `auto` may be this method with such a pair."""
-    fits = means.family in (None, method.family)
-    drafted = not method.family or (means.drafters > 0 and fits)
+    drafted = not method.family or means.count(method.family) > 0
     return method.preference > 0 and drafted and (means.trees or not method.needs_trees)
 
 
@@ -185,13 +184,19 @@ def check_uses(
 ) -> None:
     """Raise DFlashError for uses that need a draft model, or other blocks than there are.
 
-    block_sizes: of the pair's draft models. missing: why there is none.
+    block_sizes: of the draft models in `means`. missing: why there is none.
     """
     for use in uses:
-        if needs_drafter(use.method) and not block_sizes:
-            raise DFlashError(missing, "name one with --drafter, or use --method none")
         method = find_method(settle(use, means).method)
-        for most in block_sizes[: method.best_with]:
+        if needs_drafter(use.method) and not means.count(method.family):
+            known = ", ".join(dict.fromkeys(f for f in means.families if f))
+            problem = f"{method.name} needs a drafter of its own family, and this one is of {known}"
+            raise DFlashError(
+                problem if known else missing, "name one with --drafter, or use --method none"
+            )
+        sizes = zip(means.families, block_sizes, strict=True)
+        fitting = [most for family, most in sizes if family == method.family]
+        for most in fitting[: method.best_with]:
             check_block_size(use.block_size, most)
 
 
@@ -201,10 +206,6 @@ def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:
     method = find_method(config.method)
     if method.needs_trees:
         pair.target.check_trees()
-    if method.family and (family := pair.require_drafter().family) != method.family:
-        raise DFlashError(
-            f"{method.name} needs a drafter of the {method.family} family, but "
-            f"{pair.drafter_name or 'this one'} is of {family}",
-            "use --method auto, or name another with --drafter",
-        )
+    if method.family:
+        pair.of(method.family)
     return method.make(pair, config)

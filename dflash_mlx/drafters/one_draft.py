@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Protocol, cast
 
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.method import check_block_size
 from dflash_mlx.engine.drafter import EachAlone, Proposal
@@ -29,8 +29,7 @@ def contexts_of(state: State) -> tuple[FeatureContext, ...]:
 
 def block_models(pair: Pair) -> list[BlockModel]:
     """The pair's DFlash models, at least one; DFlashError where there is none."""
-    pair.require_drafter()
-    return [cast(BlockModel, model) for model in pair.drafters]  # of this family, see `methods`
+    return [cast(BlockModel, model) for model in pair.of(FAMILY)]
 
 
 class OneDraft(EachAlone):

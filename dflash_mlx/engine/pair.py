@@ -66,14 +66,22 @@ class Advice:
 class Means:
     """What a pair can draft with.
 
-    drafters: draft models, 0 to 2. trees: whether the target can verify them. advice: the
-    registry's. family: of the draft models, None where it is not known yet.
+    families: of its draft models, None where it is not known yet. trees: whether the target can
+    verify them. advice: the registry's.
     """
 
-    drafters: int
+    families: tuple[str | None, ...] = ()
     trees: bool = True
     advice: Advice = Advice()
-    family: str | None = None
+
+    @property
+    def drafters(self) -> int:
+        """How many draft models there are."""
+        return len(self.families)
+
+    def count(self, family: str) -> int:
+        """How many draft models are, or may be, of this family."""
+        return sum(each in (None, family) for each in self.families)
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,8 @@ class Pair:
     """A target with its tokenizer, and the draft models that fit it, if any.
 
     tokenizer: mlx-lm's TokenizerWrapper. drafters: D2SD's variable-prefix drafter is the second.
-    drafter_name: where the first came from. undrafted: why there is none, where none was found.
+    others: loads those of further families, see `of`. drafter_name: where the first came from.
+    undrafted: why there is none, where none was found.
     advice: how the pair is best used. notes: what loading had to change, a sentence each.
     template: arguments of the chat template. learned: what sessions have learned about drafting;
     `recall` reads it.
@@ -90,6 +99,7 @@ class Pair:
     target: Target
     tokenizer: Any
     drafters: tuple[DraftModel, ...] = ()
+    others: Mapping[str, Callable[[], DraftModel]] = field(default_factory=dict, repr=False)
     drafter_name: str | None = None
     undrafted: str = ""
     advice: Advice = Advice()
@@ -105,8 +115,24 @@ class Pair:
     @cached_property
     def means(self) -> Means:
         """What there is to draft with."""
-        family = self.drafters[0].family if self.drafters else None
-        return Means(len(self.drafters), self.target.takes_trees, self.advice, family)
+        families = tuple(model.family for model in self.drafters)
+        return Means(families, self.target.takes_trees, self.advice)
+
+    def of(self, family: str) -> list[DraftModel]:
+        """The draft models of a family, at least one; one that is known is loaded when asked for.
+
+        Raises DFlashError where there is none.
+        """
+        if found := [model for model in self.drafters if model.family == family]:
+            return found
+        if family in self.others:
+            return [self.recall(("draft model", family), self.others[family])]
+        theirs = self.require_drafter().family
+        raise DFlashError(
+            f"{family} needs a drafter of the {family} family, but "
+            f"{self.drafter_name or 'this one'} is of {theirs}",
+            "use --method auto, or name another with --drafter",
+        )
 
     def recall(self, key: tuple[Any, ...], learn: Callable[[], _T]) -> _T:
         """What was learned under `key`, by `learn()` where nothing was yet."""

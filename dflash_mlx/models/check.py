@@ -15,9 +15,9 @@ from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Checked, Collector, Finding, in_one_line
-from dflash_mlx.drafters.dflash.checkpoint import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
+from dflash_mlx.drafters.networks.tensors import DOWNLOAD_AGAIN
 from dflash_mlx.models.pair_folder import DRAFTER
 from dflash_mlx.models.source import CONFIG, MODEL, Source
 from dflash_mlx.models.weight_files import (

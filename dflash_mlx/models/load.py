@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -13,7 +14,14 @@ from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector, Finding
 from dflash_mlx.drafters.dflash.checkpoint import read_config
-from dflash_mlx.drafters.methods import check_uses, family_of, needs_drafter, settle, wants_two
+from dflash_mlx.drafters.methods import (
+    check_uses,
+    family_of,
+    find_method,
+    needs_drafter,
+    settle,
+    wants_two,
+)
 from dflash_mlx.engine.pair import Advice, DraftModel, Means, Pair
 from dflash_mlx.models.check import (
     ModelFacts,
@@ -68,45 +76,79 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     names = find_names(config)
     facts, choice = find(names, uses)
     facts.raise_first()
-    drafters = choice.drafters.values()
-    family = next((family_of(d.format) for d in drafters if d.format), None)
-    means = Means(len(drafters), advice=names.advice, family=family)
+    drafters = list(choice.drafters.values())
+    families = tuple(family_of(d.format) if d.format else None for d in drafters)
+    means = Means(families, advice=names.advice)
     check_uses(uses, [d.config.block_size for d in drafters], means, choice.missing)
     sizes = [_draft_size(config, drafter) for drafter in drafters]
     choice = choice.each(lambda _, drafter: fetched(drafter))  # the smaller ones first
-    drafters = choice.drafters.values()
+    drafters = list(choice.drafters.values())
     target, tokenizer = _read_target(fetched(facts))
     target.kv_bits = config.kv_bits
-    notes = choice.notes
-    for drafter in drafters:
-        packed, bits = drafter.config.quantization, config.drafter_bits
-        if packed is not None and bits not in (None, packed.bits):
-            already = f"the drafter {drafter.name} is packed in {packed.bits} bits already "
-            notes += (f"{already}and stays so, whatever --drafter-bits says",)
+    notes = choice.notes + _on_packing(drafters, config)
     notes += fit_target(target, [tap for drafter in drafters for tap in drafter.config.taps])
-    models = tuple(
-        d.format.load(d.source.here, d.config, target, config)
-        for d in drafters
-        if d.format and d.source
-    )
+    models = [_read_drafter(drafter, target, config) for drafter in drafters]
     notes += tuple(note for model in models for note in fit_drafter(model, target))
     for model, drafter, size in zip(models, drafters, sizes, strict=False):
-        if drafter.source:
-            tokens = likely_tokens(drafter.source.here, tokenizer, drafter.config.vocab_size)
-            _limit(model, target, tokens, size, config.draft_vocabulary is not None)
+        _limit(model, drafter, target, tokenizer, size, config)
+    others = {
+        family: partial(_load_other, name, facts, target, tokenizer, config)
+        for family, name in names.others
+        if family not in choice.drafters
+    }
     target.use_kernels(cast(Mode, config.kernels))
-    name, asked = names.drafter if models else None, config.template_arguments
+    first = next((drafter.name for drafter in drafters), None)
+    asked = config.template_arguments
     notes += tuple(_on_template(tokenizer, target.name, asked, names.advice))
-    pair = Pair(target, tokenizer, models, name, choice.missing, names.advice, notes)
-    return replace(pair, template=dict(names.advice.template) | asked)
+    pair = Pair(target, tokenizer, tuple(models), others, first, choice.missing, names.advice)
+    return replace(pair, notes=notes, template=dict(names.advice.template) | asked)
 
 
-def _limit(model: DraftModel, target: Target, tokens: Any, size: int, asked: bool) -> None:
+def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str, ...]:
+    """Which drafters stay as they are, whatever bits were asked for."""
+    return tuple(
+        f"the drafter {drafter.name} is packed in {packed.bits} bits already and stays so, "
+        "whatever --drafter-bits says"
+        for drafter in drafters
+        if (packed := drafter.config.quantization) is not None
+        and config.drafter_bits not in (None, packed.bits)
+    )
+
+
+def _read_drafter(facts: ModelFacts, target: Target, config: PairConfig) -> DraftModel:
+    assert facts.format is not None and facts.source is not None
+    return facts.format.load(facts.source.here, facts.config, target, config)
+
+
+def _load_other(
+    name: str, target_facts: ModelFacts, target: Target, tokenizer: Any, config: PairConfig
+) -> DraftModel:
+    """A drafter of a further family, for a target that is loaded; DFlashError as of `load`."""
+    facts = fetched(check_drafter(find_source(name, DRAFTER), name))
+    check_pair(target_facts, facts).raise_first()
+    size = _draft_size(config, facts)
+    fit_target(target, facts.config.taps)
+    model = _read_drafter(facts, target, config)
+    fit_drafter(model, target)
+    _limit(model, facts, target, tokenizer, size, config)
+    return model
+
+
+def _limit(
+    model: DraftModel,
+    facts: ModelFacts,
+    target: Target,
+    tokenizer: Any,
+    size: int,
+    config: PairConfig,
+) -> None:
     """Let it draft only so many tokens; where the target has no such head, only if asked to."""
+    assert facts.source is not None
+    tokens = likely_tokens(facts.source.here, tokenizer, facts.config.vocab_size)
     try:
         model.limit_vocabulary(target, tokens, size)
     except DFlashError:
-        if asked:
+        if config.draft_vocabulary is not None:
             raise
 
 
@@ -166,7 +208,7 @@ def target_facts(names: Names, update: bool = True) -> ModelFacts:
 class ChosenDrafters:
     """The drafters of a pair by the command-line options that name them, the first one first.
 
-    asked: the options of those that were asked for, by name or by method, so that going without is
+    Those of further families are there by their family. asked: the options of those that were asked for, by name or by method, so that going without is
     an error. missing: why there is none. notes: which was left out, a sentence each.
     """
 
@@ -182,7 +224,10 @@ class ChosenDrafters:
         drafter that was asked for.
         """
         kept: dict[str, ModelFacts] = {}
+        missing, notes = self.missing, self.notes
         for option, drafter in self.drafters.items():
+            if option == SECOND_DRAFTER and DRAFTER not in kept:
+                continue
             try:
                 kept[option] = read(option, drafter)
             except DFlashError as error:
@@ -190,25 +235,31 @@ class ChosenDrafters:
                     raise
                 words = option.replace("-", " ")
                 reason = f"the {words} {drafter.name} cannot be used ({error.what})"
-                if not kept:
-                    return ChosenDrafters(missing=reason)
-                note = f"{reason}, so the first one drafts alone"
-                return replace(self, drafters=kept, notes=(note,))
-        return replace(self, drafters=kept)
+                if option == DRAFTER:
+                    missing = reason
+                else:
+                    notes = (f"{reason}, so the first one drafts alone",)
+        return replace(self, drafters=kept, missing=missing, notes=notes)
 
 
 def _choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
     """The drafters that `uses` need, all that are known where there is no use; none is read yet."""
-    methods = {settle(use, Means(2, advice=names.advice)).method for use in uses}
+    unknown = Means((None, None), advice=names.advice)
+    methods = {settle(use, unknown).method for use in uses}
     if uses and not any(map(needs_drafter, methods)):
         return ChosenDrafters(
             missing="no drafter was loaded, since no method that was asked for needs one"
         )
+    others = dict(names.others)
+    wanted = {find_method(name).family for name in methods} & others.keys()
+    chosen = {family: ModelFacts((), others[family], None, Weights({}), None) for family in wanted}
+    if uses and not any(needs_drafter(n) and find_method(n).family not in wanted for n in methods):
+        return ChosenDrafters(chosen, wanted)
     if names.drafter is None:
         known = "is to be used" if names.asks_first else f"is known for {names.shown}"
         return ChosenDrafters(missing=f"no drafter {known}")
-    asked_methods, asked = {use.method for use in uses}, set[str]()
-    chosen = {DRAFTER: ModelFacts((), names.drafter, None, Weights({}), None)}
+    asked_methods, asked = {use.method for use in uses}, set(wanted)
+    chosen = {DRAFTER: ModelFacts((), names.drafter, None, Weights({}), None), **chosen}
     if names.asks_first or any(map(needs_drafter, asked_methods)):
         asked.add(DRAFTER)
     if names.second_drafter is not None and (not uses or any(map(wants_two, methods))):
@@ -229,7 +280,8 @@ def find(
     """
 
     def found(option: str, drafter: ModelFacts) -> ModelFacts:
-        return check_drafter(find_source(drafter.name, option, update), drafter.name)
+        place = option if option == SECOND_DRAFTER else DRAFTER
+        return check_drafter(find_source(drafter.name, place, update), drafter.name)
 
     def fitting(option: str, drafter: ModelFacts) -> ModelFacts:
         for finding in check_pair(target, drafter).errors:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -47,6 +46,7 @@ class Entry:
     targets: tuple[str, ...]
     drafter: str
     second_drafter: str | None = None
+    others: tuple[tuple[str, str], ...] = ()
     method: str = "auto"
     template: tuple[tuple[str, Any], ...] = ()
     notes: str = ""
@@ -70,8 +70,9 @@ def entries() -> tuple[Entry, ...]:
     return tuple(_entry(**row) for row in rows)
 
 
-def _entry(targets: list[str], template: Mapping[str, Any] | None = None, **row: Any) -> Entry:
-    return Entry(tuple(targets), template=tuple((template or {}).items()), **row)
+def _entry(targets: list[str], **row: Any) -> Entry:
+    tables = {key: tuple(value.items()) for key, value in row.items() if isinstance(value, dict)}
+    return Entry(tuple(targets), **(row | tables))
 
 
 def registered(name: str) -> Entry | None:
@@ -113,7 +114,8 @@ def _normalised(name: str) -> str:
 class Names:
     """The parts of a pair: ids, folders, or names of what is shipped.
 
-    model: None for the embedded target. shown: what the target is called. asks_first,
+    model: None for the embedded target. shown: what the target is called. others: drafters of
+    further families, by family. asks_first,
     asks_second: whether a drafter was named, or none, and not the registry's.
     made_from: the target's name before it was converted, of a pair folder.
     """
@@ -122,6 +124,7 @@ class Names:
     shown: str
     drafter: str | None = None
     second_drafter: str | None = None
+    others: tuple[tuple[str, str], ...] = ()
     advice: Advice = Advice()
     asks_first: bool = False
     asks_second: bool = False
@@ -138,10 +141,10 @@ def find_names(config: PairConfig) -> Names:
     """
     found = target_names(config.model)
     if config.drafter == PLAIN:
-        found = replace(found, drafter=None, second_drafter=None, asks_first=True)
+        found = replace(found, drafter=None, second_drafter=None, others=(), asks_first=True)
     elif config.drafter is not None:
         advice = _advice(found.made_from or found.shown, config.drafter)
-        found = replace(found, drafter=config.drafter, asks_first=True, advice=advice)
+        found = replace(found, drafter=config.drafter, others=(), asks_first=True, advice=advice)
     second = config.second_drafter
     if second == PLAIN:
         found = replace(found, second_drafter=None)
@@ -166,11 +169,11 @@ def target_names(model: str | None) -> Names:
         parts = {part: str(folder / part) for part in made_from}
         advice = _advice(made_from[TARGET], made_from[DRAFTER])
         drafters = parts[DRAFTER], parts.get(SECOND_DRAFTER)
-        return Names(parts[TARGET], shown, *drafters, advice, True, True, made_from[TARGET])
+        return Names(parts[TARGET], shown, *drafters, (), advice, True, True, made_from[TARGET])
     entry = registered(shown)
     if entry is None:
         return Names(model, shown)
-    return Names(model, shown, entry.drafter, entry.second_drafter, entry.advice)
+    return Names(model, shown, entry.drafter, entry.second_drafter, entry.others, entry.advice)
 
 
 def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:

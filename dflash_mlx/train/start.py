@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import parameters_of
+from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.target.model import Target

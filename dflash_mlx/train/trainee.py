@@ -15,18 +15,17 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.block_model import capped, embedding_scale
 from dflash_mlx.drafters.dflash.checkpoint import (
     check_fit,
     load_network,
-    parameters_of,
     parse_config,
     read_config,
     read_drafter,
-    save_drafter,
 )
 from dflash_mlx.drafters.dflash.config_file import VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
+from dflash_mlx.drafters.networks.head import capped, embedding_scale
+from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from dflash_mlx.system import cpu_math
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import Blocks
@@ -89,7 +88,7 @@ class Trainee:
 
     def save(self, folder: Path) -> None:
         """Write a drafter folder; OSError where the disk is full."""
-        save_drafter(folder, self.network, self.raw)
+        save_network(folder, self.network, self.raw)
 
     def without_selector(self) -> Trainee:
         """The same drafter as version 1: a selector was trained for the states that it had."""

@@ -13,8 +13,9 @@ from dflash_mlx import DecodeConfig, load
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import load_network, parameters_of, read_config
-from dflash_mlx.drafters.dflash.quantized import quantize_network
+from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.networks.quantized import quantize_network
+from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models import pair_folder
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.tokens import LIKELY_TOKENS

@@ -16,16 +16,16 @@ from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import (
+    LAYOUT,
     in_words,
     load_network,
     parse_config,
     read_config,
     read_drafter,
-    save_drafter,
-    wanted_tensors,
 )
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
+from dflash_mlx.drafters.networks.tensors import save_network
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.target.model import Target
@@ -166,7 +166,7 @@ def test_the_published_second_version_has_the_tensors_that_its_config_asks_for()
     published = json.loads((DATA / "dflash2-header.json").read_text())
     shapes = {name: tuple(h["shape"]) for name, h in published.items()}
     found = {name: in_words("numbers", shape) for name, shape in shapes.items()}
-    assert wanted_tensors(parse_config(raw, "published")) == found
+    assert LAYOUT.wanted(parse_config(raw, "published")) == found
     assert {h["dtype"] for h in published.values()} == {"BF16"} and raw["dtype"] == "bfloat16"
     assert reference_dflash2.shapes(raw) == shapes
 
@@ -188,7 +188,7 @@ def test_a_folder_saved_in_our_layout_is_read_as_the_same_drafter(drafting, tmp_
     subject = drafting(name)
     drafter = read_drafter(subject.folder)
     assert drafter.tensors.keys() == subject.tensors.keys() - {"t2d", "verifier_norm.weight"}
-    save_drafter(tmp_path, drafter.network(), {**drafter.raw, "auto_map": {"AutoModel": "x.Y"}})
+    save_network(tmp_path, drafter.network(), {**drafter.raw, "auto_map": {"AutoModel": "x.Y"}})
     assert read_config(tmp_path) == drafter.config
     assert "auto_map" not in read_drafter(tmp_path).raw
     saved = read_drafter(tmp_path).tensors

@@ -15,12 +15,12 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import (
     check_fit,
     load_network,
-    parameters_of,
     parse_config,
     read_config,
     read_drafter,
 )
 from dflash_mlx.drafters.dflash.network import NetworkConfig
+from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models.check import check_drafter
 from support.converted import assert_same_tensors
 from support.drafter_formats import (

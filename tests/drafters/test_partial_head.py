@@ -12,8 +12,8 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash import partial_head
-from dflash_mlx.drafters.dflash.partial_head import PartialHead
+from dflash_mlx.drafters.networks import partial_head
+from dflash_mlx.drafters.networks.partial_head import PartialHead
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.tokens import LIKELY_TOKENS, draft_size, likely_tokens, unread_arguments
 from dflash_mlx.session.stream import Session

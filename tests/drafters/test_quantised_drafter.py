@@ -14,14 +14,13 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import (
     load_network,
-    parameters_of,
     parse_config,
     read_config,
     read_drafter,
-    save_drafter,
 )
 from dflash_mlx.drafters.dflash.network import Network
-from dflash_mlx.drafters.dflash.quantized import Quantization, quantization_of, quantize_network
+from dflash_mlx.drafters.networks.quantized import Quantization, quantization_of, quantize_network
+from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
 from support.decoding import feed
@@ -50,7 +49,7 @@ def saved(folder, tmp_path, bits: int, group_size: int):
     network = drafter.network()
     network.set_dtype(mx.bfloat16)
     quantize_network(network, bits, group_size)
-    save_drafter(tmp_path / "packed", network, drafter.raw)
+    save_network(tmp_path / "packed", network, drafter.raw)
     return tmp_path / "packed", network
 
 

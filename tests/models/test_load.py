@@ -20,8 +20,9 @@ from mlx_lm.utils import quantize_model
 
 from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, load
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.drafters.dflash.checkpoint import read_drafter, save_drafter
-from dflash_mlx.drafters.dflash.quantized import quantize_network
+from dflash_mlx.drafters.dflash.checkpoint import read_drafter
+from dflash_mlx.drafters.networks.quantized import quantize_network
+from dflash_mlx.drafters.networks.tensors import save_network
 from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import resolve_folder, shipped_folder
@@ -143,7 +144,7 @@ def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
     read = read_drafter(Path(drafter))
     network = read.network()
     quantize_network(network, 8)
-    save_drafter(packed, network, read.raw)
+    save_network(packed, network, read.raw)
     notes = {
         bits: load_pair(PairConfig(model, str(packed), drafter_bits=bits)).notes
         for bits in (None, 4, 8)

@@ -15,9 +15,10 @@ from dflash_mlx import load
 from dflash_mlx.core.config import DecodeConfig, SelectorTraining
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import SelectedPath
-from dflash_mlx.drafters.dflash.checkpoint import parameters_of, read_config
+from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.train import compare, selector
 from dflash_mlx.train.compare import measure, walk
 from dflash_mlx.train.trainee import Trainee

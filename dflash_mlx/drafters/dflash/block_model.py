@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,10 +10,9 @@ import numpy as np
 
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
-from dflash_mlx.drafters.dflash.partial_head import PartialHead
 from dflash_mlx.drafters.dflash.selector import Candidates, predecessors
 from dflash_mlx.drafters.growth.grow import Array, Ranked
-from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.networks.head import DraftHead, embedding_scale
 from dflash_mlx.engine.state import Context
 from dflash_mlx.target.model import Target
 from kernels_metal.draft_head import MAX_K
@@ -42,12 +40,14 @@ class BlockModel:
         self._scale = config.input_embedding_scale * (
             1.0 if config.own_embedding else embedding_scale(target)
         )
-        self._head: Callable[[mx.array], mx.array]
-        self._head = network.lm_head if config.own_head else target.head()
-        self._ids: Array | None = None
-        if config.draft_vocab_size is not None:
-            self._ids = np.array(mx.arange(config.draft_vocab_size) + network.d2t)
-        self._partial: PartialHead | None = None
+        self._head = DraftHead(
+            network.lm_head if config.own_head else target.head(),
+            config.vocab_size,
+            target.kernels,
+            network.d2t if config.draft_vocab_size is not None else None,
+            config.final_logit_softcapping,
+            config.output_multiplier,
+        )
         target.tap(config.target_layer_ids)
 
     @property
@@ -69,12 +69,12 @@ class BlockModel:
         """Logits of a whole block; tokens outside a draft vocabulary have 0."""
         assert isinstance(context, FeatureContext)
         logits = self.logits(context, mx.zeros(1, mx.int32), self.block_size)
-        return logits if self._ids is None else mx.where(logits == -mx.inf, 0, logits)
+        return logits if self._head.is_whole else mx.where(logits == -mx.inf, 0, logits)
 
     def new_context(self) -> FeatureContext:
         """An empty context for one sequence."""
         windows = self.config.layer_windows
-        words = None if self._partial is None else self._partial.new_words()
+        words = self._head.new_words()
         return FeatureContext(self._network, windows, self.kernels, self._kv_bits, words)
 
     def limit_vocabulary(self, target: Target, ids: Array, size: int) -> None:
@@ -83,8 +83,8 @@ class BlockModel:
         ids: [V] all tokens, the likeliest first.
         """
         least = self.config.selector.top_k if self.config.selector is not None else 1
-        if not self.config.own_head and max(size, least) < len(ids):
-            self._partial = PartialHead(target, ids, max(size, least))
+        if not self.config.own_head:
+            self._head.limit(target, ids, max(size, least))
 
     def logits(
         self,
@@ -99,25 +99,24 @@ class BlockModel:
         arXiv 2606.04446, 3.3); a prefix of l tokens has rows - 1 - l masks. All blocks go through
         the network in one pass over the one context.
         """
-        return self._whole(*self._logits(self._states(context, anchor, rows, prefixes), context))
+        return self._head.whole(self._states(context, anchor, rows, prefixes), context.words)
 
     def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
         """Tokens [rows - 1], each the likeliest at its position; the pass may still be running."""
-        logits, ids = self._logits(self._states(context, anchor, rows, ((),)), context)
-        best = mx.argmax(logits, axis=-1)
-        return best if ids is None else mx.array(ids)[best]
+        return self._head.likeliest(self._states(context, anchor, rows, ((),)), context.words)
 
     def ranked(
         self, context: FeatureContext, anchor: mx.array, rows: int, k: int, prefixes: Shown = ((),)
     ) -> Ranked:
         """The k likeliest tokens of each row of `logits`; waits for the pass."""
-        return self._rank(self._states(context, anchor, rows, prefixes), context, k)
+        states = self._states(context, anchor, rows, prefixes)
+        return self._head.ranked(states, context.words, k)
 
     def candidates(self, context: FeatureContext, anchor: mx.array, rows: int) -> Candidates:
         """What DFlash 2's selector can choose from in a block of `rows`."""
         states = self._states(context, anchor, rows, ((),))
         selector = self._network.candidate_selector
-        logits, ids = self._logits(states, context)
+        logits, ids = self._head.logits(states, context.words)
         return selector(states, logits, anchor, None if ids is None else mx.array(ids))
 
     def linked(self, context: FeatureContext, anchor: mx.array, rows: int) -> tuple[Ranked, Array]:
@@ -128,7 +127,7 @@ class BlockModel:
         assert self.config.selector is not None
         states = self._states(context, anchor, rows, ((),))
         k = min(self.config.selector.top_k, MAX_K)
-        ranked = self._rank(states, context, k)
+        ranked = self._head.ranked(states, context.words, k)
         tokens = mx.array(ranked.tokens)
         selector = self._network.candidate_selector
         edges = selector.edges(states, predecessors(tokens, anchor), tokens)
@@ -153,48 +152,3 @@ class BlockModel:
         x = self._embed(mx.concatenate(blocks)[None]) * self._scale
         states = self._network(x, context.cache, branches=len(prefixes)).astype(x.dtype)
         return states[0, 1:] if len(masked) == x.shape[1] - 1 else states[0, mx.array(masked)]
-
-    def _logits(self, states: mx.array, context: FeatureContext) -> tuple[mx.array, Array | None]:
-        """[n, v] from final states [n, d], and the tokens [v] that they are for; None for all."""
-        states, ids = states * self.config.output_multiplier, self._ids
-        if context.words is None:
-            logits = self._head(states)
-        else:
-            logits, ids = context.words.logits(states)
-        return capped(logits, self.config.final_logit_softcapping), ids
-
-    def _whole(self, logits: mx.array, ids: Array | None) -> mx.array:
-        """[n, V]: -inf for tokens that are not among `ids`."""
-        if ids is None:
-            return logits
-        whole = mx.full((logits.shape[0], self.config.vocab_size), -mx.inf, dtype=logits.dtype)
-        whole[:, mx.array(ids)] = logits
-        return whole
-
-    def _rank(self, states: mx.array, context: FeatureContext, k: int) -> Ranked:
-        """The k likeliest tokens after each of the final states [n, d]."""
-        logits, ids = self._logits(states, context)
-        ranked = rank(logits, k, self.kernels)
-        return ranked if ids is None else replace(ranked, tokens=ids[ranked.tokens])
-
-
-def capped(logits: mx.array, cap: float | None) -> mx.array:
-    """Logits under a soft cap, cap * tanh(logits / cap); None leaves them as they are."""
-    return logits if cap is None else mx.tanh(logits / cap) * cap
-
-
-def embedding_scale(target: Target) -> float:
-    """The factor that a target keeps beside its embedding as `embed_scale`, else 1.
-
-    As z-lab's MLX module does: families that multiply in their forward pass have no such attribute.
-    """
-    embedding = target.embedding()
-    beside = (
-        module
-        for module in target.model.modules()
-        if any(child is embedding for child in module.values())
-    )
-    for holder in (embedding, next(beside, embedding)):
-        if (scale := getattr(holder, "embed_scale", None)) is not None:
-            return float(scale)
-    return 1.0

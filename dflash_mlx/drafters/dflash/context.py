@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
-from dflash_mlx.drafters.dflash.partial_head import Words
+from dflash_mlx.drafters.networks.partial_head import Words
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.routing import Kernels
 from dflash_mlx.target.sequence import SequenceCache

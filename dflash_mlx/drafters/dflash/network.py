@@ -15,12 +15,11 @@ import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig, DynamicConvolution
-from dflash_mlx.drafters.dflash.quantized import Quantization
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
-from dflash_mlx.system import cpu_math
+from dflash_mlx.drafters.networks.layers import MLP, Attention
+from dflash_mlx.drafters.networks.quantized import Quantization
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.hooks import rotate_by_row
 from dflash_mlx.target.sequence import SequenceCache
 
 
@@ -70,64 +69,6 @@ class NetworkConfig:
     def taps(self) -> tuple[int, ...]:
         """`target_layer_ids`, by the name that all families have for it."""
         return self.target_layer_ids
-
-
-class Attention(nn.Module):
-    """Attention of block rows to the committed context and to the block."""
-
-    def __init__(self, config: NetworkConfig) -> None:
-        from mlx_lm.models.rope_utils import initialize_rope
-
-        super().__init__()
-        d, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.head_dim = dim
-        self.q_proj = nn.Linear(d, config.num_attention_heads * dim, bias=bias)
-        self.k_proj = nn.Linear(d, config.num_key_value_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(d, config.num_key_value_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * dim, d, bias=bias)
-        self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
-        self.rope = initialize_rope(
-            dim,
-            config.rope["rope_theta"],
-            False,
-            config.rope,
-            config.max_position_embeddings,
-        )
-        rotate_by_row(self.rope)
-
-    def _heads(self, x: mx.array) -> mx.array:
-        return mx.unflatten(x, -1, (-1, self.head_dim)).swapaxes(1, 2)
-
-    def remember(self, rows: mx.array, cache: LayerCache) -> tuple[mx.array, mx.array]:
-        """Write keys and values of `rows` [1, n, d] into `cache`; return all that are visible."""
-        keys = self.rope(self.k_norm(self._heads(self.k_proj(rows))), offset=cache.offset)
-        return cache.update_and_fetch(keys, self._heads(self.v_proj(rows)))
-
-    def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
-        """Attend from block rows x [1, n, d]."""
-        queries = self.rope(self.q_norm(self._heads(self.q_proj(x))), offset=cache.offset)
-        keys, values = self.remember(x, cache)
-        out = cache.attend(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
-        return self.o_proj(out.swapaxes(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: NetworkConfig) -> None:
-        super().__init__()
-        d, hidden = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(d, hidden, bias=False)
-        self.up_proj = nn.Linear(d, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, d, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """[..., d] -> [..., d]."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if cpu_math.pays(gate.size):
-            return self.down_proj(cpu_math.swiglu(gate, up))
-        return self.down_proj(nn.silu(gate) * up)
 
 
 class Layer(nn.Module):

@@ -1,0 +1,1 @@
+"""What families of draft models share: layers, heads, the fields and tensors of their files."""
