@@ -208,8 +208,9 @@ def target_facts(names: Names, update: bool = True) -> ModelFacts:
 class ChosenDrafters:
     """The drafters of a pair by the command-line options that name them, the first one first.
 
-    Those of further families are there by their family. asked: the options of those that were asked for, by name or by method, so that going without is
-    an error. missing: why there is none. notes: which was left out, a sentence each.
+    Those of further families are there by their family. asked: the options of those that were
+    asked for, by name or by method, so that going without is an error. missing: why there is none.
+    notes: which was left out, a sentence each.
     """
 
     drafters: Mapping[str, ModelFacts] = field(default_factory=dict)

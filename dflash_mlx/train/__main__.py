@@ -14,8 +14,8 @@ from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig, TrainConfig
 from dflash_mlx.models.load import load_target
 from dflash_mlx.train.data import DataConfig, read_texts
+from dflash_mlx.train.families import begin
 from dflash_mlx.train.run import Record, TrainingRun, check_out, plot_history
-from dflash_mlx.train.start import begin
 from dflash_mlx.train.trainer import Trainer
 
 PROGRAM = "dflash_mlx.train"
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
     check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     trainee = begin(config, pair)
-    texts = read_texts(data, pair, trainee.config.target_layer_ids)
+    texts = read_texts(data, pair, trainee.config.taps)
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(trainee, train, config)
     run = TrainingRun(trainer, held_out, arguments.out, texts.name)

@@ -7,30 +7,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.growth.grow import Ranked
-from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.system.files import write_report
 from dflash_mlx.train.blocks import Array, cut_blocks
 from dflash_mlx.train.data import DataConfig, Texts, read_texts
+from dflash_mlx.train.families import read_trainee
 from dflash_mlx.train.trainee import Trainee
 
 PROGRAM = "dflash_mlx.train.compare"
 ANCHORS = 16  # per text
 _TEXTS = 8  # drafted for at once
-_ROWS = 256  # logits ranked at once
 _CHUNK = 2048  # block tokens drafted at once
 
 
@@ -82,34 +79,9 @@ def hits_at(
     size, prefixes = trainee.config.block_size, np.full(anchors.shape, prefix)
     blocks = cut_blocks(texts.texts, chosen, anchors, size, prefixes)
     states = trainee.states(*trainee.inputs(texts, blocks))
-    drafts = _drafts(trainee, states[:, :, prefix + 1 :], blocks.tokens[..., prefix:-1])
+    drafts = trainee.drafts(states[:, :, prefix + 1 :], blocks.tokens[..., prefix:-1])
     right = (drafts == blocks.labels[..., prefix + 1 :]) & blocks.supervised[..., prefix + 1 :]
     return np.cumprod(right, axis=-1)
-
-
-def _drafts(trainee: Trainee, states: mx.array, before: Array) -> Array:
-    """[S, A, n] tokens from final states [S, A, n, d]; before: [S, A, n], what precedes them.
-
-    A selector goes by the true token before, as its own path does up to the first wrong draft,
-    behind which nothing counts.
-    """
-    if trainee.config.selector is None:
-        return np.array(mx.argmax(trainee.logits(states), axis=-1))
-    ranked = rank_in_parts(trainee.logits, states.flatten(0, 2), trainee.config.selector.top_k)
-    tokens, selector = mx.array(ranked.tokens), trainee.network.candidate_selector
-    edges = selector.edges(states.flatten(0, 2), mx.array(before.reshape(-1, 1)), tokens)
-    best = (ranked.logprobs + np.array(edges)[:, 0]).argmax(axis=-1)
-    drafts: Array = np.take_along_axis(ranked.tokens, best[:, None], axis=-1)
-    return drafts.reshape(before.shape)
-
-
-def rank_in_parts(logits: Callable[[mx.array], mx.array], states: mx.array, k: int) -> Ranked:
-    """The k likeliest tokens of final states [N, d]; a part of their logits at a time."""
-    parts = [
-        rank(logits(states[start : start + _ROWS]), k) for start in range(0, len(states), _ROWS)
-    ]
-    tokens = np.concatenate([part.tokens for part in parts])
-    return Ranked(tokens, np.concatenate([part.logprobs for part in parts]))
 
 
 def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Acceptance:
@@ -153,10 +125,10 @@ def main(argv: Sequence[str]) -> None:
     data = cli.read_options(arguments, DataConfig)
     pair = load_target(cli.read_pair_config(arguments).model)
     drafters = {
-        name: Trainee.read(resolve_folder(name, "drafter"), pair.target)
+        name: read_trainee(resolve_folder(name, "drafter"), pair.target)
         for name in arguments.drafter
     }
-    taps = {drafter.config.target_layer_ids for drafter in drafters.values()}
+    taps = {drafter.config.taps for drafter in drafters.values()}
     if len(taps) > 1:
         raise DFlashError("the drafters read different layers", "compare them one by one")
     texts = read_texts(data, pair, taps.pop())

@@ -115,8 +115,8 @@ class DraftVocabulary:
         parts = [weights, bias] if mx.any(bias != 0).item() else [weights]
         rows = mx.concatenate(parts).T[mx.array(self.tokens)]
         self.head = mx.contiguous(rows.astype(mx.float32))
-        self.softcap = config.final_logit_softcapping
-        self._multiplier = config.output_multiplier
+        self.softcap = trainee.softcap
+        self._multiplier = trainee.multiplier
         self._covered = float((self.index[answers] >= 0).mean())
         mx.eval(self.head)
 

@@ -28,10 +28,11 @@ from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.train.blocks import Blocks
-from dflash_mlx.train.compare import measure, rank_in_parts
+from dflash_mlx.train.compare import measure
 from dflash_mlx.train.data import DataConfig, Texts, read_texts
+from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.loss import draft_size
-from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.train.ranking import rank_in_parts
 from dflash_mlx.train.trainer import Training
 
 PROGRAM = "dflash_mlx.train.selector"
@@ -83,7 +84,9 @@ class MappedSelector(nn.Module):
         return result
 
 
-def with_selector(trainee: Trainee, maps: MappedSelector, config: SelectorConfig) -> Trainee:
+def with_selector(
+    trainee: DFlashTrainee, maps: MappedSelector, config: SelectorConfig
+) -> DFlashTrainee:
     """The drafter with a selector, as version 2.
 
     Version 2 has convolutions around its sub-layers too. Here they are the identity, of one tap,
@@ -99,7 +102,7 @@ def with_selector(trainee: Trainee, maps: MappedSelector, config: SelectorConfig
     }
     plain = {name: value for name, value in trainee.raw.items() if name != "block_size"}
     raw = {**plain, "architectures": [VERSION_2], "dflash_config": method}
-    result = Trainee.of(raw, trainee.target)
+    result = DFlashTrainee.of(raw, trainee.target)
     selector: Any = tree_flatten({"candidate_selector": maps.selector(config).parameters()})
     weights = {**parameters_of(trainee.network), **dict(selector)}
     for name, array in parameters_of(result.network).items():
@@ -115,7 +118,7 @@ class SelectorTrainer(Training):
 
     config: SelectorTraining
 
-    def __init__(self, trainee: Trainee, texts: Texts, config: SelectorTraining) -> None:
+    def __init__(self, trainee: DFlashTrainee, texts: Texts, config: SelectorTraining) -> None:
         embedding = trainee.target.embedding()
         self.maps = MappedSelector(embedding, trainee.config.vocab_size, config.rank, config.seed)
         super().__init__(self.maps, trainee, texts, config)
@@ -162,7 +165,7 @@ def main(argv: Sequence[str]) -> None:
         raise DFlashError(f"{arguments.out} is there already", "choose another folder with --out")
     pair = load_target(cli.read_pair_config(arguments).model)
     folder = resolve_folder(arguments.drafter, "drafter")
-    trainee = Trainee.read(folder, pair.target).without_selector()
+    trainee = DFlashTrainee.read(folder, pair.target).without_selector()
     most = draft_size(config.draft_vocabulary, trainee.config.vocab_size)
     if config.top_k > most:
         raise DFlashError(
@@ -170,7 +173,7 @@ def main(argv: Sequence[str]) -> None:
             "choose fewer with --top-k, or more with --draft-vocabulary",
             "top_k",
         )
-    texts = read_texts(data, pair, trainee.config.target_layer_ids)
+    texts = read_texts(data, pair, trainee.config.taps)
     train, held_out = texts.split(config.held_out)
     arguments.out.mkdir(parents=True, exist_ok=True)
     print(f"without a selector: {measure(trainee, held_out).describe()}", file=sys.stderr)

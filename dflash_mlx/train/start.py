@@ -12,28 +12,9 @@ from mlx.utils import tree_flatten
 from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.tensors import parameters_of
-from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.features import hidden_width, vocabulary_size
 from dflash_mlx.train.trainee import Trainee
-
-
-def begin(config: TrainConfig, pair: Pair) -> Trainee:
-    """The drafter that a run starts from; its config.json says what it is trained to be."""
-    if config.init is not None:
-        folder = resolve_folder(config.init, "init")
-        trainee = Trainee.read(folder, pair.target).without_selector()
-    else:
-        raw = new_config(pair.target, config, mask_token(pair.tokenizer))
-        trainee = Trainee.fresh(raw, pair.target, config.seed)
-        if config.start == "target":
-            warm_start(trainee)
-    method = trainee.raw["dflash_config"]
-    method.pop("training_mode", None)
-    if config.mode == "variable-prefix":
-        method["training_mode"] = "vp_drafter"
-    return trainee
 
 
 def mask_token(tokenizer: Any) -> int:

@@ -1,63 +1,73 @@
-"""A drafter in training, over many blocks at once; here is all that knows DFlash's network class.
-
-`Network.__call__` runs one block behind a cache. Here the layers' own attention and MLP run over A
-blocks in each of S sequences, and the context's keys and values, computed once per sequence, are
-shared by all of its blocks.
-"""
+"""A drafter in training, of any family, over many blocks at once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
+from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import (
-    check_fit,
-    load_network,
-    parse_config,
-    read_config,
-    read_drafter,
-)
-from dflash_mlx.drafters.dflash.config_file import VERSION_1
-from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
-from dflash_mlx.drafters.networks.head import capped, embedding_scale
+from dflash_mlx.drafters.networks.head import capped
+from dflash_mlx.drafters.networks.quantized import Quantization
 from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
-from dflash_mlx.system import cpu_math
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
-from dflash_mlx.train.blocks import Blocks
+from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.features import hidden_width, vocabulary_size
 
-_VERSION_2_FIELDS = ("conv_", "selector_", "block_size")
-_START_FROM = "choose a DFlash drafter of the first version, in full precision"
 _NOISE = 0.02  # standard deviation of fresh weights
-_HIDDEN = -1e9  # an attention score that leaves no weight
+_Trainee = TypeVar("_Trainee", bound="Trainee")
+
+
+class TrainedConfig(Protocol):
+    """What training asks of any draft network's configuration."""
+
+    @property
+    def block_size(self) -> int: ...  # noqa: D102
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def taps(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def quantization(self) -> Quantization | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
-class Trainee:
+class Trainee(ABC):
     """A network in float32 with its configuration, and the target that it is to draft for.
 
-    It borrows the target's embedding and head. raw: its config.json in z-lab's format.
+    It borrows the target's embedding and head. raw: its config.json. files: the file side of its
+    family, see `FileFormat`, with `read_drafter` and `LAYOUT`.
     """
 
-    network: Network
-    config: NetworkConfig
+    network: Any
+    config: Any
     raw: dict[str, Any]
     target: Target
+    files: ClassVar[Any]
 
     @classmethod
-    def of(cls, raw: dict[str, Any], target: Target) -> Trainee:
+    @abstractmethod
+    def new(cls: type[_Trainee], config: TrainConfig, pair: Pair) -> _Trainee:
+        """A drafter that a run starts from, where no other is named."""
+
+    @classmethod
+    def of(cls: type[_Trainee], raw: dict[str, Any], target: Target) -> _Trainee:
         """What a config.json describes, with weights that mean nothing yet."""
-        config = parse_config(raw, "the drafter")
-        return cls(Network(config), config, raw, target)
+        config = cls.files.parse_config(raw, "the drafter")
+        return cls(cls.files.LAYOUT.network(config, "the drafter"), config, raw, target)
 
     @classmethod
-    def fresh(cls, raw: dict[str, Any], target: Target, seed: int) -> Trainee:
+    def fresh(cls: type[_Trainee], raw: dict[str, Any], target: Target, seed: int) -> _Trainee:
         """What a config.json describes, with norms at one and small noise everywhere else."""
         new, noise, weights = cls.of(raw, target), mx.random.key(seed), []
         for name, array in parameters_of(new.network).items():
@@ -69,131 +79,67 @@ class Trainee:
         return new
 
     @classmethod
-    def read(cls, folder: Path, target: Target) -> Trainee:
+    def read(cls: type[_Trainee], folder: Path, target: Target) -> _Trainee:
         """An existing drafter.
 
         Raises DFlashError for one that does not fit the target, or cannot be trained here.
         """
-        config = read_config(folder)
+        drafter = cls.files.read_drafter(folder)
         sizes = {"hidden_size": hidden_width(target), "vocab_size": vocabulary_size(target)}
-        check_fit(config, {**sizes, "num_hidden_layers": target.num_layers}, target.name)
-        if config.own_head or config.own_embedding or config.quantization:
-            raise DFlashError(
-                f"{folder} holds a drafter with its own vocabulary, or a quantised one", _START_FROM
-            )
-        network = load_network(folder, config, mx.float32)
-        if any(isinstance(layer, ConvolvedLayer) for layer in network.layers):
-            raise DFlashError(f"{folder} holds a DFlash 2 drafter with convolutions", _START_FROM)
-        return cls(network, config, read_drafter(folder).raw, target)
+        facts = {**sizes, "num_hidden_layers": target.num_layers}
+        for misfit in cls.files.misfits(drafter.config, facts, target.name, str(folder)):
+            raise DFlashError(misfit.what, misfit.next_step)
+        cls.check_trainable(folder, drafter.config)
+        network = drafter.network()
+        network.set_dtype(mx.float32)
+        mx.eval(network.parameters())
+        return cls(network, drafter.config, drafter.raw, target)
+
+    @classmethod
+    def check_trainable(cls, folder: Path, config: Any) -> None:
+        """Raise DFlashError for a drafter that cannot be trained here."""
+        if config.quantization is not None:
+            raise DFlashError(f"{folder} holds a quantised drafter", "choose one in full precision")
+
+    def prepared(self: _Trainee, mode: str) -> _Trainee:
+        """The same, to be trained in this mode."""
+        return self
 
     def save(self, folder: Path) -> None:
         """Write a drafter folder; OSError where the disk is full."""
         save_network(folder, self.network, self.raw)
 
-    def without_selector(self) -> Trainee:
-        """The same drafter as version 1: a selector was trained for the states that it had."""
-        if self.config.selector is None:
-            return self
-        method = self.raw["dflash_config"].items()
-        plain = {k: v for k, v in method if not k.startswith(_VERSION_2_FIELDS)}
-        size = {"block_size": self.config.block_size}
-        raw = {**self.raw, "architectures": [VERSION_1], **size, "dflash_config": plain}
-        self.network.pop("candidate_selector")
-        config = replace(self.config, convolution=None, selector=None)
-        return Trainee(self.network, config, raw, self.target)
+    @abstractmethod
+    def inputs(self, texts: Texts, blocks: Blocks) -> tuple[mx.array, ...]:
+        """What `states` takes for these blocks."""
 
-    def inputs(self, texts: Texts, blocks: Blocks) -> tuple[mx.array, mx.array, mx.array]:
-        """Features [S, T, m*d], anchors [S, A] and embeddings [S, A, B, d] for `states`.
+    @abstractmethod
+    def states(self, *inputs: mx.array) -> mx.array:
+        """Final states [S, A, B, d]: [..., i, :] tells what is at position i of a block.
 
-        Of a sequence whose beginning no block's window reaches, that is left out, and its anchors
-        count from what is left: rotary embeddings know only distances.
+        Position 0 holds the anchor, and what is there means nothing.
         """
-        windows = [window for window in self.config.layer_windows if window is not None]
-        everything = len(windows) < len(self.config.layer_windows)
-        seen = blocks.anchors.min(axis=1) + 1 - max(windows, default=0)
-        starts = np.maximum(0, seen) * (not everything)
-        anchors = blocks.anchors - starts[:, None]
-        features = texts.features(blocks.rows, starts, int(anchors.max()))
-        shown = mx.array(blocks.inputs(self.config.mask_token_id))
-        rows = self.target.embedding()(shown).astype(mx.float32)
-        x = rows * (self.config.input_embedding_scale * embedding_scale(self.target))
-        return features, mx.array(anchors), x
-
-    def states(self, features: mx.array, anchors: mx.array, x: mx.array) -> mx.array:
-        """Final hidden states [S, A, B, d] of A blocks in each of S sequences.
-
-        features: [S, T, m*d] of the target, padded at the end. anchors: [S, A], the blocks' first
-        positions; a block sees the features before its anchor, and itself. x: [S, A, B, d], the
-        blocks' embeddings.
-        """
-        network, shape, rows = self.network, x.shape, x.flatten(0, 1)
-        context = network.hidden_norm(network.fc(features))
-        kinds = list(zip(self.config.layer_windows, self.config.layer_causal, strict=True))
-        masks = {kind: _mask(anchors, shape[2], features.shape[1], *kind) for kind in set(kinds)}
-        for layer, kind in zip(network.layers, kinds, strict=True):
-            at_start: Any = _ContextCache()
-            cache: Any = _BlockCache(anchors, layer.self_attn.remember(context, at_start))
-            rows = rows + layer.self_attn(layer.input_layernorm(rows), masks[kind], cache)
-            y, mlp = layer.post_attention_layernorm(rows), layer.mlp
-            # As `MLP.__call__`, with an exponential that is fast on Linux, too.
-            rows = rows + mlp.down_proj(cpu_math.swiglu(mlp.gate_proj(y), mlp.up_proj(y)))
-        return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]
 
     def logits(self, states: mx.array) -> mx.array:
         """[..., V] from final states [..., d]."""
-        logits = self.target.head()(states * self.config.output_multiplier)
-        return capped(logits, self.config.final_logit_softcapping)
+        return capped(self.target.head()(states * self.multiplier), self.softcap)
 
+    def drafts(self, states: mx.array, before: Array) -> Array:
+        """[S, A, n] greedy tokens from final states [S, A, n, d]; before: those that precede."""
+        return np.array(mx.argmax(self.logits(states), axis=-1))
 
-def _mask(anchors: mx.array, B: int, T: int, window: int | None, causal: bool) -> mx.array:
-    """[S, 1, A, 1, B, T + B]: which context tokens and which of its block's rows a row sees."""
-    rows, tokens = mx.arange(B), mx.arange(T)
-    apart = rows[:, None] - rows[None]
-    inside = mx.abs(apart) < (window or B)
-    if causal:
-        inside = inside & (apart >= 0)
-    starts = anchors[:, :, None, None]
-    before = mx.broadcast_to(tokens < starts, (*anchors.shape, B, T))
-    if window is not None:
-        before = before & (starts + rows[:, None] - tokens < window)
-    inside = mx.broadcast_to(inside, (*anchors.shape, B, B))
-    return mx.concatenate([before, inside], axis=-1)[:, None, :, None]
+    @property
+    def softcap(self) -> float | None:
+        """Of the logits, None for none."""
+        return None
 
+    @property
+    def multiplier(self) -> float:
+        """What final states are multiplied by before the head."""
+        return 1.0
 
-class _ContextCache:
-    """The part of a `LayerCache` that `Attention.remember` needs, for rows from position 0 on."""
-
-    offset = 0
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return keys, values
-
-
-class _BlockCache(_ContextCache):
-    """... and the part that `Attention.__call__` needs, for all blocks [S*A, Hkv, B, D].
-
-    anchors: [S, A]. context: keys and values [S, Hkv, T, D] of the sequences.
-    """
-
-    def __init__(self, anchors: mx.array, context: tuple[mx.array, mx.array]) -> None:
-        self.offset: Any = anchors.flatten()
-        self._shape, self._context = anchors.shape, context
-
-    def attend(
-        self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array
-    ) -> mx.array:
-        """[S*A, H, B, D] for queries of that shape; mask: of `_mask`."""
-        (S, A), (keys, values) = self._shape, self._context
-        groups, B, T = q.shape[1] // k.shape[1], q.shape[2], keys.shape[2]
-        q = mx.unflatten(q * scale, 1, (-1, groups)).flatten(2, 3)  # [S*A, Hkv, g*B, D]
-        shared = mx.unflatten(q, 0, (S, A)).swapaxes(1, 2).flatten(2, 3)  # [S, Hkv, A*g*B, D]
-        outside = mx.unflatten(shared @ keys.swapaxes(-1, -2), 2, (A, groups, B))
-        own = mx.unflatten(q @ k.swapaxes(-1, -2), 0, (S, A)).swapaxes(1, 2)
-        own = mx.unflatten(own, 3, (groups, B))
-        scores = mx.where(mask, mx.concatenate([outside, own], axis=-1), _HIDDEN)
-        weights = cpu_math.softmax(scores)  # [S, Hkv, A, g, B, T + B]
-        outside, own = weights[..., :T].flatten(2, 4), weights[..., T:].flatten(3, 4)
-        from_block = mx.unflatten(own.swapaxes(1, 2).flatten(0, 1) @ v, 2, (groups, B))
-        from_context = mx.unflatten(outside @ values, 2, (A, groups, B)).swapaxes(1, 2)
-        out = from_context.flatten(0, 1) + from_block  # [S*A, Hkv, g, B, D]
-        return out.flatten(1, 2)
+    @property
+    def module(self) -> nn.Module:
+        """What is trained."""
+        network: nn.Module = self.network
+        return network

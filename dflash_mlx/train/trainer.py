@@ -145,12 +145,12 @@ class Trainer(Training):
     def _loss(self, batch: tuple[mx.array, ...]) -> mx.array:
         """Weighted mean of the cross-entropies.
 
-        batch: features [S, T, m*d]; anchors [S, A]; x [S, A, B, d]; [N] indices into S*A*B of the
+        batch: the trainee's inputs; [N] indices into S*A*B of the
         positions that are trained on; labels [N, K] in the draft vocabulary; [N, K] shares, what
         the drafter should give them; [N] weights of the decay loss.
         """
-        features, anchors, x, places, labels, shares, weights = batch
-        states, vocabulary = self.trainee.states(features, anchors, x), self.vocabulary
+        *inputs, places, labels, shares, weights = batch
+        states, vocabulary = self.trainee.states(*inputs), self.vocabulary
         rows = vocabulary.head_inputs(states.flatten(0, 2)[places])
         losses, confidences = cross_entropy(
             rows, vocabulary.head, labels, shares, vocabulary.softcap

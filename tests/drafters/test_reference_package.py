@@ -19,8 +19,8 @@ from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.selector import MappedSelector, with_selector
-from dflash_mlx.train.trainee import Trainee
 from support import reference_dflash2
 from support.decoding import feed, open_with
 from support.families import make_model
@@ -171,9 +171,9 @@ def test_a_drafter_that_was_given_a_selector_has_the_reference_s_logits_and_path
     tables: Any = Tables(config.vocab_size, config.hidden_size)
     maps = MappedSelector(tables.embedding(), config.vocab_size, 8, seed=0)
     maps.predecessor = maps.predecessor * 30  # so that it changes paths
-    with_selector(Trainee(made.network, config, raw, tables), maps, SelectorConfig(8, 5)).save(
-        tmp_path
-    )
+    with_selector(
+        DFlashTrainee(made.network, config, raw, tables), maps, SelectorConfig(8, 5)
+    ).save(tmp_path)
     both = Both(tmp_path)
     likeliest = [mx.argmax(both.logits(*block), axis=-1).tolist() for block in BLOCKS]
     assert [both.path(*block) for block in BLOCKS] != likeliest

@@ -22,8 +22,8 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.data import Text, Texts
+from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.features import FeatureCache
-from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
 from support.families import VOCAB_SIZE, make_model
 from support.models import write_model
@@ -85,9 +85,9 @@ def sliding(pattern: str, window: int) -> dict[str, Any]:
     }
 
 
-def make_trainee(raw: dict[str, Any] | None = None, seed: int = 0) -> Trainee:
+def make_trainee(raw: dict[str, Any] | None = None, seed: int = 0) -> DFlashTrainee:
     """The drafter of a config.json with random weights."""
-    trainee = Trainee.of(drafter_config() if raw is None else raw, tiny_target())
+    trainee = DFlashTrainee.of(drafter_config() if raw is None else raw, tiny_target())
     weights = random_drafter(trainee.raw, seed)
     trainee.network.load_weights([(name, mx.array(array)) for name, array in weights.items()])
     return trainee
@@ -169,7 +169,7 @@ class Place:
 
     def read(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The drafter in the out folder: its weights and its config.json."""
-        trainee = Trainee.read(self.out, tiny_target())
+        trainee = DFlashTrainee.read(self.out, tiny_target())
         return arrays_of(trainee.network), trainee.raw
 
     def history(self) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train import compare
 from dflash_mlx.train.compare import ANCHORS, hits_at, measure, walk
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.trainer import Trainer
 from support.reference_dflash import hidden_states
 from support.tiny_training import (
@@ -58,7 +58,7 @@ def test_a_drafter_overfits_twenty_sequences_and_decoding_accepts_what_was_measu
     assert measure(make_trainee(RAW), texts).tokens_per_round < 1.5
     assert measure(trained.trainee, texts).tokens_per_round > 6
     trained.trainee.save(tmp_path)
-    saved, target = Trainee.read(tmp_path, tiny_target()), tiny_target()
+    saved, target = DFlashTrainee.read(tmp_path, tiny_target()), tiny_target()
     pair = Pair(target, None, (BlockModel(saved.network, saved.config, target),))
     drafter = make_drafter(pair, DecodeConfig("dflash", saved.config.block_size))
     answers = [decoded(target, drafter, row) for row in KNOWN]

@@ -20,8 +20,8 @@ from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.train import selector
 from dflash_mlx.train.blocks import SAMPLERS
 from dflash_mlx.train.data import Texts
+from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.selector import MappedSelector, SelectorTrainer, with_selector
-from dflash_mlx.train.trainee import Trainee
 from support.decoding import feed
 from support.families import VOCAB_SIZE
 from support.tiny_training import (
@@ -46,7 +46,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
     return texts_of(tmp_path_factory.mktemp("features"), rows)
 
 
-def trainer_of(trainee: Trainee, texts: Texts, **settings: Any) -> SelectorTrainer:
+def trainer_of(trainee: DFlashTrainee, texts: Texts, **settings: Any) -> SelectorTrainer:
     given = {"rank": 16, "top_k": 97, "sequences": 2, "anchors": 8, "warmup": 5, "steps": 100}
     given = {**given, "draft_vocabulary": VOCAB_SIZE, "learning_rate": 0.005}
     return SelectorTrainer(trainee, texts, SelectorTraining(**{**given, **settings}))
@@ -192,7 +192,7 @@ def test_a_selector_starts_small_whatever_the_embedding_s_length_is(texts, lengt
 # As a folder of version 2
 
 
-def block_logits(network: Network, drafter: Trainee) -> np.ndarray:
+def block_logits(network: Network, drafter: DFlashTrainee) -> np.ndarray:
     model = BlockModel(network, drafter.config, tiny_target())
     context = model.new_context()
     rows = np.random.default_rng(0).normal(size=(16, len(TAPS) * WIDTH))

@@ -21,7 +21,7 @@ from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.train import compare, selector
 from dflash_mlx.train.compare import measure, walk
-from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.train.dflash import DFlashTrainee
 from support.drafter_formats import speculators
 from support.reference_dflash import random_drafter, write_drafter_folder
 from support.reference_dflash2 import random_tensors, tiny_config
@@ -90,7 +90,7 @@ def test_decoding_accepts_what_was_measured(trained, tmp_path):
     assert isinstance(drafter, SelectedPath)
     answers = [decoded(pair.target, drafter, row) for row in rows]
     assert [tuple(sum(map(list, rounds), [])) for rounds in answers] == [r.answer for r in rows]
-    walked = walk(Trainee.read(trained.out, tiny_target()), texts_of(tmp_path, rows))
+    walked = walk(DFlashTrainee.read(trained.out, tiny_target()), texts_of(tmp_path, rows))
     lengths: list[int] = []
     for (_, *rounds), hits, row in zip(answers, walked.by_text, rows, strict=True):
         left = len(row.answer) - 1
@@ -106,7 +106,7 @@ def test_decoding_accepts_what_was_measured(trained, tmp_path):
 def test_a_selector_goes_by_the_last_visible_token_of_a_prefix(trained, tmp_path):
     """What is drafted first behind a prefix depends on its last token, which decides there."""
     rows = [row for row in corpus_rows() if row.temperature == 0]
-    drafter, texts = Trainee.read(trained.out, tiny_target()), texts_of(tmp_path, rows)
+    drafter, texts = DFlashTrainee.read(trained.out, tiny_target()), texts_of(tmp_path, rows)
     first = [measure(drafter, texts, prefix).by_position[0] for prefix in range(4)]
     assert min(first) > 0.4
 

@@ -18,8 +18,8 @@ from dflash_mlx.drafters.dflash.checkpoint import parse_config
 from dflash_mlx.drafters.networks.quantized import quantize_network
 from dflash_mlx.models.load import load_target
 from dflash_mlx.target.model import Target
+from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.start import mask_token, new_config, spread_taps, warm_start
-from dflash_mlx.train.trainee import Trainee
 from support.drafter_formats import DRAFT_IDS, own_tables, speculators, version_1
 from support.families import FAMILIES, make_model
 from support.models import write_model
@@ -38,10 +38,10 @@ MATRICES += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 NORMS = ["input_layernorm", "post_attention_layernorm"]
 
 
-def new_drafter(target: Target, **settings: Any) -> Trainee:
+def new_drafter(target: Target, **settings: Any) -> DFlashTrainee:
     """A new drafter of the target's widths: noise, unless settings say more."""
     config = TrainConfig(**{"steps": 1, "layers": 2, **settings})
-    return Trainee.fresh(new_config(target, config, mask_token_id=5), target, config.seed)
+    return DFlashTrainee.fresh(new_config(target, config, mask_token_id=5), target, config.seed)
 
 
 # Which layers are read
@@ -189,7 +189,7 @@ def test_a_warm_start_takes_over_the_last_layers_and_the_final_norm_in_float32(k
 
 
 def test_a_warm_start_passes_the_last_tap_through():
-    trainee = Trainee.fresh(
+    trainee = DFlashTrainee.fresh(
         drafter_config(dflash={"target_layer_ids": [0, 1, 2]}), tiny_target(), 0
     )
     network, d = trainee.network, trainee.config.hidden_size
@@ -219,7 +219,7 @@ def test_a_second_version_without_real_convolutions_is_read_and_becomes_a_first(
     method = {"training_mode": "vp_drafter", "output_multiplier": 0.5}
     raw = tiny_config(dflash_config=method, note="mine")
     tensors = idle_tensors(raw)
-    found = Trainee.read(write_drafter_folder(tmp_path, raw, tensors), tiny_target())
+    found = DFlashTrainee.read(write_drafter_folder(tmp_path, raw, tensors), tiny_target())
     assert found.raw == raw and found.config == parse_config(raw, "tiny")
     assert "candidate_selector.successor_codebook" in arrays_of(found.network)
     plain = found.without_selector()
@@ -253,5 +253,5 @@ def test_drafters_that_cannot_be_trained_here_are_refused(tmp_path, kind):
     else:
         write_drafter_folder(tmp_path, *given)
     with pytest.raises(DFlashError, match=str(tmp_path)) as failure:
-        Trainee.read(tmp_path, tiny_target())
+        DFlashTrainee.read(tmp_path, tiny_target())
     assert failure.value.next_step.startswith("choose a DFlash drafter of the first version")

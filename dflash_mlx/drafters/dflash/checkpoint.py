@@ -10,7 +10,6 @@ This is the file side of the family; `drafters/formats.py` says what every famil
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,31 +32,13 @@ from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.networks import tensors as files
 from dflash_mlx.drafters.networks.fields import architecture
-from dflash_mlx.drafters.networks.tensors import FLOATING, Arrays, Layout, in_words
+from dflash_mlx.drafters.networks.tensors import FLOATING, Arrays, DrafterFolder, Layout, in_words
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.target.model import Target
 
 CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
 _MARKS = ("dflash_config", "speculators_model_type", "speculators_config")
 _CODEBOOK = "_codebook.weight"
-
-
-@dataclass(frozen=True)
-class DrafterFolder:
-    """A drafter folder of any format, as it would be in ours.
-
-    tensors: by our names, lazy. raw: its config.json in z-lab's format, without what asks to run
-    code of its own.
-    """
-
-    config: NetworkConfig
-    tensors: Arrays
-    raw: dict[str, Any]
-
-    def network(self) -> Network:
-        """The network with these tensors; nothing is evaluated, nothing cast."""
-        network: Network = files.filled(LAYOUT.network(self.config, "config.json"), self.tensors)
-        return network
 
 
 def recognises(raw: Mapping[str, Any]) -> bool:
@@ -132,7 +113,7 @@ def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
     raw, names = _read(folder)
     config = parse_config(raw, str(folder), names)
     told = {name: value for name, value in translate(raw, names).items() if name != "auto_map"}
-    return DrafterFolder(config, LAYOUT.read(folder, config, has_values), told)
+    return DrafterFolder(LAYOUT, config, LAYOUT.read(folder, config, has_values), told)
 
 
 def load_network(

@@ -145,6 +145,24 @@ class Layout:
         return network
 
 
+@dataclass(frozen=True)
+class DrafterFolder:
+    """A drafter folder of any format, as it would be in ours.
+
+    tensors: by our names, lazy. raw: its config.json in our format, without what asks to run code
+    of its own.
+    """
+
+    layout: Layout
+    config: Any
+    tensors: Arrays
+    raw: dict[str, Any]
+
+    def network(self) -> Any:
+        """The network with these tensors; nothing is evaluated, nothing cast."""
+        return filled(self.layout.network(self.config, "config.json"), self.tensors)
+
+
 def filled(network: Any, tensors: Arrays) -> Any:
     """`network` with these tensors; nothing is evaluated, nothing cast."""
     network.load_weights(list(tensors.items()))

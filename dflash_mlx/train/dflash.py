@@ -1,0 +1,207 @@
+"""A drafter in training, over many blocks at once; here is all that knows DFlash's network class.
+
+`Network.__call__` runs one block behind a cache. Here the layers' own attention and MLP run over A
+blocks in each of S sequences, and the context's keys and values, computed once per sequence, are
+shared by all of its blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.core.config import TrainConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash import checkpoint
+from dflash_mlx.drafters.dflash.config_file import VERSION_1
+from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
+from dflash_mlx.drafters.networks.head import embedding_scale
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.system import cpu_math
+from dflash_mlx.target.model import Target
+from dflash_mlx.train.blocks import Array, Blocks
+from dflash_mlx.train.data import Texts
+from dflash_mlx.train.ranking import rank_in_parts
+from dflash_mlx.train.start import mask_token, new_config, warm_start
+from dflash_mlx.train.trainee import Trainee
+
+_VERSION_2_FIELDS = ("conv_", "selector_", "block_size")
+_START_FROM = "choose a DFlash drafter of the first version, in full precision"
+_HIDDEN = -1e9  # an attention score that leaves no weight
+
+
+@dataclass(frozen=True)
+class DFlashTrainee(Trainee):
+    """DFlash, or D2SD's variable-prefix drafter."""
+
+    network: Network
+    config: NetworkConfig
+    files = checkpoint
+
+    @classmethod
+    def new(cls, config: TrainConfig, pair: Pair) -> DFlashTrainee:
+        """With the widths of the target's own layers; see `TrainConfig.start`."""
+        raw = new_config(pair.target, config, mask_token(pair.tokenizer))
+        trainee = cls.fresh(raw, pair.target, config.seed)
+        if config.start == "target":
+            warm_start(trainee)
+        return trainee
+
+    @classmethod
+    def check_trainable(cls, folder: Path, config: NetworkConfig) -> None:
+        """Raise DFlashError for a drafter that cannot be trained here."""
+        if config.own_head or config.own_embedding or config.quantization:
+            raise DFlashError(
+                f"{folder} holds a drafter with its own vocabulary, or a quantised one", _START_FROM
+            )
+
+    @classmethod
+    def read(cls, folder: Path, target: Target) -> DFlashTrainee:
+        """An existing drafter; of the second version only without convolutions."""
+        trainee = super().read(folder, target)
+        trainee.network.drop_idle_convolutions(trainee.config)
+        if any(isinstance(layer, ConvolvedLayer) for layer in trainee.network.layers):
+            raise DFlashError(f"{folder} holds a DFlash 2 drafter with convolutions", _START_FROM)
+        return trainee
+
+    def prepared(self, mode: str) -> DFlashTrainee:
+        """Without a selector, and with the mode in its config.json."""
+        trainee = self.without_selector()
+        method = trainee.raw["dflash_config"]
+        method.pop("training_mode", None)
+        if mode == "variable-prefix":
+            method["training_mode"] = "vp_drafter"
+        return trainee
+
+    def without_selector(self) -> DFlashTrainee:
+        """The same drafter as version 1: a selector was trained for the states that it had."""
+        if self.config.selector is None:
+            return self
+        method = self.raw["dflash_config"].items()
+        plain = {k: v for k, v in method if not k.startswith(_VERSION_2_FIELDS)}
+        size = {"block_size": self.config.block_size}
+        raw = {**self.raw, "architectures": [VERSION_1], **size, "dflash_config": plain}
+        self.network.pop("candidate_selector")
+        config = replace(self.config, convolution=None, selector=None)
+        return DFlashTrainee(self.network, config, raw, self.target)
+
+    @property
+    def softcap(self) -> float | None:
+        """Of the logits."""
+        return self.config.final_logit_softcapping
+
+    @property
+    def multiplier(self) -> float:
+        """Of final states."""
+        return self.config.output_multiplier
+
+    def drafts(self, states: mx.array, before: Array) -> Array:
+        """[S, A, n] tokens from final states [S, A, n, d]; before: [S, A, n], what precedes them.
+
+        A selector goes by the true token before, as its own path does up to the first wrong draft,
+        behind which nothing counts.
+        """
+        if self.config.selector is None:
+            return super().drafts(states, before)
+        ranked = rank_in_parts(self.logits, states.flatten(0, 2), self.config.selector.top_k)
+        tokens, selector = mx.array(ranked.tokens), self.network.candidate_selector
+        edges = selector.edges(states.flatten(0, 2), mx.array(before.reshape(-1, 1)), tokens)
+        best = (ranked.logprobs + np.array(edges)[:, 0]).argmax(axis=-1)
+        drafts: Array = np.take_along_axis(ranked.tokens, best[:, None], axis=-1)
+        return drafts.reshape(before.shape)
+
+    def inputs(self, texts: Texts, blocks: Blocks) -> tuple[mx.array, mx.array, mx.array]:
+        """Features [S, T, m*d], anchors [S, A] and embeddings [S, A, B, d] for `states`.
+
+        Of a sequence whose beginning no block's window reaches, that is left out, and its anchors
+        count from what is left: rotary embeddings know only distances.
+        """
+        windows = [window for window in self.config.layer_windows if window is not None]
+        everything = len(windows) < len(self.config.layer_windows)
+        seen = blocks.anchors.min(axis=1) + 1 - max(windows, default=0)
+        starts = np.maximum(0, seen) * (not everything)
+        anchors = blocks.anchors - starts[:, None]
+        features = texts.features(blocks.rows, starts, int(anchors.max()))
+        shown = mx.array(blocks.inputs(self.config.mask_token_id))
+        rows = self.target.embedding()(shown).astype(mx.float32)
+        x = rows * (self.config.input_embedding_scale * embedding_scale(self.target))
+        return features, mx.array(anchors), x
+
+    def states(self, *inputs: mx.array) -> mx.array:
+        """Final hidden states [S, A, B, d] of A blocks in each of S sequences.
+
+        inputs: features [S, T, m*d] of the target, padded at the end; anchors [S, A], the blocks'
+        first positions, a block sees the features before its anchor, and itself; x [S, A, B, d],
+        the blocks' embeddings.
+        """
+        features, anchors, x = inputs
+        network, shape, rows = self.network, x.shape, x.flatten(0, 1)
+        context = network.hidden_norm(network.fc(features))
+        kinds = list(zip(self.config.layer_windows, self.config.layer_causal, strict=True))
+        masks = {kind: _mask(anchors, shape[2], features.shape[1], *kind) for kind in set(kinds)}
+        for layer, kind in zip(network.layers, kinds, strict=True):
+            at_start: Any = _ContextCache()
+            cache: Any = _BlockCache(anchors, layer.self_attn.remember(context, at_start))
+            rows = rows + layer.self_attn(layer.input_layernorm(rows), masks[kind], cache)
+            y, mlp = layer.post_attention_layernorm(rows), layer.mlp
+            # As `MLP.__call__`, with an exponential that is fast on Linux, too.
+            rows = rows + mlp.down_proj(cpu_math.swiglu(mlp.gate_proj(y), mlp.up_proj(y)))
+        return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]
+
+
+def _mask(anchors: mx.array, B: int, T: int, window: int | None, causal: bool) -> mx.array:
+    """[S, 1, A, 1, B, T + B]: which context tokens and which of its block's rows a row sees."""
+    rows, tokens = mx.arange(B), mx.arange(T)
+    apart = rows[:, None] - rows[None]
+    inside = mx.abs(apart) < (window or B)
+    if causal:
+        inside = inside & (apart >= 0)
+    starts = anchors[:, :, None, None]
+    before = mx.broadcast_to(tokens < starts, (*anchors.shape, B, T))
+    if window is not None:
+        before = before & (starts + rows[:, None] - tokens < window)
+    inside = mx.broadcast_to(inside, (*anchors.shape, B, B))
+    return mx.concatenate([before, inside], axis=-1)[:, None, :, None]
+
+
+class _ContextCache:
+    """The part of a `LayerCache` that `Attention.remember` needs, for rows from position 0 on."""
+
+    offset = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+
+class _BlockCache(_ContextCache):
+    """... and the part that `Attention.__call__` needs, for all blocks [S*A, Hkv, B, D].
+
+    anchors: [S, A]. context: keys and values [S, Hkv, T, D] of the sequences.
+    """
+
+    def __init__(self, anchors: mx.array, context: tuple[mx.array, mx.array]) -> None:
+        self.offset: Any = anchors.flatten()
+        self._shape, self._context = anchors.shape, context
+
+    def attend(
+        self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array
+    ) -> mx.array:
+        """[S*A, H, B, D] for queries of that shape; mask: of `_mask`."""
+        (S, A), (keys, values) = self._shape, self._context
+        groups, B, T = q.shape[1] // k.shape[1], q.shape[2], keys.shape[2]
+        q = mx.unflatten(q * scale, 1, (-1, groups)).flatten(2, 3)  # [S*A, Hkv, g*B, D]
+        shared = mx.unflatten(q, 0, (S, A)).swapaxes(1, 2).flatten(2, 3)  # [S, Hkv, A*g*B, D]
+        outside = mx.unflatten(shared @ keys.swapaxes(-1, -2), 2, (A, groups, B))
+        own = mx.unflatten(q @ k.swapaxes(-1, -2), 0, (S, A)).swapaxes(1, 2)
+        own = mx.unflatten(own, 3, (groups, B))
+        scores = mx.where(mask, mx.concatenate([outside, own], axis=-1), _HIDDEN)
+        weights = cpu_math.softmax(scores)  # [S, Hkv, A, g, B, T + B]
+        outside, own = weights[..., :T].flatten(2, 4), weights[..., T:].flatten(3, 4)
+        from_block = mx.unflatten(own.swapaxes(1, 2).flatten(0, 1) @ v, 2, (groups, B))
+        from_context = mx.unflatten(outside @ values, 2, (A, groups, B)).swapaxes(1, 2)
+        out = from_context.flatten(0, 1) + from_block  # [S*A, Hkv, g, B, D]
+        return out.flatten(1, 2)

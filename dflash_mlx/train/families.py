@@ -1,0 +1,38 @@
+"""Which drafters can be trained, and what a run starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dflash_mlx.core.config import TrainConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.networks.tensors import read_json
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.models.names import resolve_folder
+from dflash_mlx.target.model import Target
+from dflash_mlx.train.dflash import DFlashTrainee
+from dflash_mlx.train.trainee import Trainee
+
+TRAINEES: dict[str, type[Trainee]] = {  # by `TrainConfig.mode`
+    "dflash": DFlashTrainee,
+    "variable-prefix": DFlashTrainee,
+}
+
+
+def begin(config: TrainConfig, pair: Pair) -> Trainee:
+    """The drafter that a run starts from; its config.json says what it is trained to be."""
+    kind = TRAINEES[config.mode]
+    if config.init is not None:
+        trainee = kind.read(resolve_folder(config.init, "init"), pair.target)
+    else:
+        trainee = kind.new(config, pair)
+    return trainee.prepared(config.mode)
+
+
+def read_trainee(folder: Path, target: Target) -> Trainee:
+    """An existing drafter of any family; DFlashError for one that cannot be trained here."""
+    raw = read_json(folder)
+    found = (kind for kind in TRAINEES.values() if kind.files.recognises(raw))
+    if (kind := next(found, None)) is None:
+        raise DFlashError(f"{folder} holds no drafter that can be trained", "choose another one")
+    return kind.read(folder, target)
