@@ -123,7 +123,7 @@ async def test_one_comparison_at_a_time(app, pilot, backend):
 
 
 def pair_and_request(folder: Path) -> tuple[Any, BenchRequest]:
-    pair = SimpleNamespace(means=Means(2))
+    pair = SimpleNamespace(means=Means(("dflash",) * 2))
     return pair, BenchRequest(PairConfig(), SamplingConfig(), (), folder)
 
 

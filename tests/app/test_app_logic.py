@@ -368,7 +368,7 @@ def test_every_token_is_visible_and_harmless(text, shown):
     ],
 )
 def test_the_head_line_names_the_pair(method, drafters, line):
-    config, means = DecodeConfig(method), Means(drafters)
+    config, means = DecodeConfig(method), Means(("dflash",) * drafters)
     assert pair_line(None, config) == ""
     for name, shown in (("M", line), ("/some/where/M", line), ("owner/M", f"owner/{line}")):
         assert pair_line(pair_of(name, means), config) == shown

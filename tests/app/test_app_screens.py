@@ -299,7 +299,10 @@ async def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(app, pi
     assert shown_answer(app) == ANSWER
 
 
-@in_chat(lambda: ScriptedBackend(means=Means(2, advice=Advice("ddtree"))), decode=DecodeConfig())
+@in_chat(
+    lambda: ScriptedBackend(means=Means(("dflash",) * 2, advice=Advice("ddtree"))),
+    decode=DecodeConfig(),
+)
 async def test_the_method_says_what_auto_is_with_this_model(app, pilot, backend):
     assert "DFlash tree" in screen_text(app)
     await say(app, pilot, "/method")

@@ -41,9 +41,9 @@ def test_the_dozen_prompts_are_of_three_kinds_and_each_is_there_once():
 
 
 def test_by_default_every_method_takes_part_that_the_pair_serves():
-    assert set(serving(Means(2))) == {"ngram", "dflash", "ddtree", "d2sd"}
-    assert set(serving(Means(1, trees=False))) == {"ngram", "dflash"}
-    assert serving(Means(0)) == ("ngram",)
+    assert set(serving(Means(("dflash",) * 2))) == {"ngram", "dflash", "ddtree", "d2sd"}
+    assert set(serving(Means(("dflash",), trees=False))) == {"ngram", "dflash"}
+    assert serving(Means()) == ("ngram",)
 
 
 def test_every_answer_is_a_step_and_finished_prompts_have_figures(steps):

@@ -22,9 +22,9 @@ from dflash_mlx.drafters.methods import (
 from dflash_mlx.engine.pair import Advice, Means
 
 WARM = SamplingConfig(temperature=0.7)
-TWO, ONE, NO = Means(2), Means(1), Means(0)
-CHAINS = Means(2, trees=False)
-DDTREE = Means(2, advice=Advice("ddtree"))
+TWO, ONE, NO = Means(("dflash",) * 2), Means(("dflash",)), Means()
+CHAINS = Means(("dflash",) * 2, trees=False)
+DDTREE = Means(("dflash",) * 2, advice=Advice("ddtree"))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ DDTREE = Means(2, advice=Advice("ddtree"))
         ({}, NO, "ngram"),
         ({}, CHAINS, "dflash"),
         ({}, DDTREE, "ddtree"),
-        ({}, Means(1, family="toy"), "ngram"),
+        ({}, Means(("toy",)), "ngram"),
         ({"branches": 4}, DDTREE, "d2sd"),
         ({"branches": 3}, ONE, "d2sd"),
         ({"branches": 3}, CHAINS, "dflash"),

@@ -175,7 +175,7 @@ def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
     hub[DRAFTER] = write_drafter(tmp_path / "drafter")
     pair = load("Qwen/Qwen3-4B")
     assert (pair.target.name, pair.drafter_name) == ("Qwen/Qwen3-4B", DRAFTER)
-    assert pair.means == Means(1, True, UNTHINKING, "dflash")
+    assert pair.means == Means(("dflash",), True, UNTHINKING)
     assert pair.template == {"enable_thinking": False} and "thinking=false" in pair.notes[-1]
     assert pair.fallback == ""
 

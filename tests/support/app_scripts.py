@@ -123,7 +123,7 @@ def statistics_of(tokens, rounds, prompt, reused):
 def pair_of(name="M", means=None, fallback=""):
     """What the chat reads of a loaded pair."""
     target = SimpleNamespace(name=name, context_length=8192)
-    means = means or Means(2)
+    means = means or Means(("dflash",) * 2)
     return SimpleNamespace(target=target, means=means, fallback=fallback, notes=(), tokenizer=WORDS)
 
 
@@ -146,7 +146,7 @@ class ScriptedBackend:
     waits: str = ""
     requests: list[Any] = field(default_factory=list)
     loaded: list[PairConfig] = field(default_factory=list)
-    means: Means = Means(2)
+    means: Means = Means(("dflash",) * 2)
     fallback: str = ""
     rounds_run: int = 0
 
