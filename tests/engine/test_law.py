@@ -1,4 +1,4 @@
-"""Sampled answers follow the target's law with every method, at T = 0.7."""
+"""Sampled answers follow the target's law with every method, at T = 0.7 and 1."""
 
 import mlx.core as mx
 import numpy as np
@@ -8,9 +8,16 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.adaptive import Adaptive, Scope
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
-from dflash_mlx.drafters.dflash.selector import Candidates, SelectorConfig, predecessors
+from dflash_mlx.drafters.dflash.markov import (
+    ConfidenceHead,
+    MarkovConfig,
+    MarkovHead,
+    MarkovLinks,
+)
+from dflash_mlx.drafters.dflash.paths import Candidates, predecessors
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
+from dflash_mlx.drafters.growth.links import Linked
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
@@ -27,21 +34,55 @@ TEMPERATURE = 0.7
 class ToyPaths(ToyDrafter):
     """Stands for a DFlash 2 drafter: three candidates, scored by the token before them as well."""
 
-    selector = SelectorConfig(rank=1, top_k=3)
+    is_linked = True
 
     def candidates(self, context, anchor, rows):
         logits = self.logits(context, anchor, rows)
         tokens = mx.argsort(-logits, axis=-1)[:, :3]
-        edges = self.edges(tokens, anchor)
-        return Candidates(tokens, mx.take_along_axis(logits, tokens, axis=-1)[:, None] + edges)
+        unary = mx.take_along_axis(logits, tokens, axis=-1)[:, None]
+        return Candidates.of_table(tokens, unary + self.edges(tokens, anchor))
 
-    def linked(self, context, anchor, rows):
-        ranked = rank(self.logits(context, anchor, rows), 3)
-        return ranked, np.array(self.edges(mx.array(ranked.tokens), anchor))
+    def linked(self, context, anchor, rows, prefixes=((),)):
+        found = []
+        for prefix in prefixes:
+            before = mx.array(prefix[-1:]) if prefix else anchor
+            ranked = rank(self.logits(context, anchor, rows, [prefix]), 3)
+            edges = self.edges(mx.array(ranked.tokens), before)
+            found.append(Linked(ranked, np.array(edges)))
+        return found
 
     def edges(self, tokens, anchor):
         before = predecessors(tokens, anchor)
         return mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
+
+
+class ToyMarkov(ToyDrafter):
+    """Stands for a DSpark drafter, with its real heads; logits are states as well."""
+
+    is_linked = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.table /= 3  # or nothing but the likeliest path would be drawn
+        config = MarkovConfig(rank=3)
+        head, confidence = MarkovHead(VOCABULARY, VOCABULARY, config), ConfidenceHead(4, config)
+        for i, module in enumerate((head.markov_w1, head.markov_w2, confidence.proj)):
+            shape = module.weight.shape
+            module.weight = mx.random.normal(shape, key=mx.random.key(10 * seed + i))
+        self.links = MarkovLinks(head, confidence, None)
+
+    def candidates(self, context, anchor, rows):
+        logits = self.logits(context, anchor, rows)
+        return self.links.candidates(logits, logits, anchor, None)
+
+    def linked(self, context, anchor, rows, prefixes=((),)):
+        found = []
+        for prefix in prefixes:
+            before = mx.array(prefix[-1:]) if prefix else anchor
+            logits = self.logits(context, anchor, rows, [prefix])
+            given = logits, logits, before, None, lambda scores: rank(scores, self.links.top_k)
+            found.append(self.links.linked(*given))
+        return found
 
 
 class ToyHalf(ToyDrafter):
@@ -59,7 +100,7 @@ def as_pays(drafter):
 
 
 GROWTH = JointGrowth(2, 8)
-FIRST, SECOND = ToyDrafter(1), ToyDrafter(2)
+FIRST, SECOND, MARKOV = ToyDrafter(1), ToyDrafter(2), ToyMarkov(3)
 HALVES = ToyHalf(1), ToyHalf(2)
 MADE = {
     "none": lambda sampling: NoDraft(),
@@ -79,14 +120,21 @@ MADE = {
     "d2sd, path": lambda sampling: DualDiffusion(ToyPaths(1), SECOND, None, GROWTH),
     "d2sd, half the vocabulary": lambda sampling: DualDiffusion(*HALVES, None, GROWTH),
     "d2sd, published": lambda sampling: DualDiffusion(FIRST, SECOND, None, PaperGrowth(2)),
+    "d2sd, one drafter, path": lambda s: DualDiffusion(ToyPaths(1), None, None, GROWTH),
     "d2sd, one drafter": lambda sampling: DualDiffusion(FIRST, None, None, GROWTH),
     "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
+    "dflash, dspark": lambda sampling: SelectedPath(MARKOV),
+    "dflash, dspark, reject": lambda sampling: DrawnPath(MARKOV, None, sampling),
+    "dflash, dspark as pays, reject": lambda s: as_pays(DrawnPath(MARKOV, None, s, weighed=True)),
+    "ddtree, dspark": lambda sampling: BestFirst(MARKOV, None, 6),
+    "d2sd, dspark": lambda sampling: DualDiffusion(MARKOV, SECOND, None, GROWTH),
+    "d2sd, dspark alone": lambda sampling: DualDiffusion(MARKOV, None, None, GROWTH),
 }
 
 
-def distance(name, draws, **settings):
+def distance(name, draws, temperature=TEMPERATURE, **settings):
     """Of `draws` answers with that method from the enumerated law, in standard deviations."""
-    sampling = SamplingConfig(TEMPERATURE, **settings)
+    sampling = SamplingConfig(temperature, **settings)
     acceptance = "reject" if name.endswith("reject") else "match"
     config = DecodeConfig(name.partition(",")[0], acceptance=acceptance, sampling=sampling)
     return law_distance(ToyTarget(VOCABULARY), MADE[name], draws, config)
@@ -101,6 +149,11 @@ def test_sampled_answers_follow_the_law(name):
     assert distance(name, 800) < 4
 
 
+@pytest.mark.parametrize("name", [name for name in MADE if "dspark" in name])
+def test_sampled_answers_of_dspark_follow_the_law_at_temperature_1(name):
+    assert distance(name, 800, 1.0) < 4
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -112,7 +165,9 @@ def test_sampled_answers_follow_the_law(name):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["dflash, reject", "dflash, path, reject"])
+@pytest.mark.parametrize(
+    "name", ["dflash, reject", "dflash, path, reject", "dflash, dspark, reject"]
+)
 def test_rejection_sampling_follows_the_law_with_every_filter(name, settings):
     assert distance(name, 1500 if name == "dflash, reject" else 500, **settings) < 4
 
@@ -127,6 +182,17 @@ def test_the_law_test_notices_wrong_rejection_rules(monkeypatch, mistake):
     }[mistake]
     monkeypatch.setattr(rules, name, wrong)
     assert distance("dflash, reject", 800) > 4
+
+
+def test_the_law_test_notices_a_q_that_forgets_the_token_before(monkeypatch):
+    drawn = DrawnPath.drawn
+
+    def forgetful(self, *given):
+        tokens, _, sure = drawn(self, *given)
+        return tokens, mx.softmax(self._model.logits(*given[:3]) / TEMPERATURE, axis=-1), sure
+
+    monkeypatch.setattr(DrawnPath, "drawn", forgetful)
+    assert distance("dflash, dspark, reject", 800) > 4
 
 
 def test_the_law_test_notices_chains_that_are_cut_by_their_own_tokens(monkeypatch):

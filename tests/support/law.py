@@ -91,7 +91,8 @@ class ToyContext(NoContext, FeatureContext):
 class ToyDrafter:
     """Stands for a drafter network: logits depend on the anchor, the prefix and the position."""
 
-    kernels = selector = None
+    kernels = None
+    is_linked = False
     family = "dflash"
     taps: tuple[int, ...] = ()
 
@@ -103,7 +104,6 @@ class ToyDrafter:
             block_size=block_size,
             target_layer_ids=(),
             vocab_size=VOCABULARY,
-            selector=self.selector,
         )
 
     def new_context(self) -> ToyContext:

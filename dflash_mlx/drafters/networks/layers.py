@@ -13,7 +13,7 @@ from dflash_mlx.target.hooks import rotate_by_row
 
 
 class Shape(Protocol):
-    """Of a decoder layer; names as in a config.json. attention_bias: of queries, keys, values."""
+    """Of a decoder layer; names as in a config.json. attention_bias: of all four projections."""
 
     @property
     def hidden_size(self) -> int: ...  # noqa: D102
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(d, shape.num_attention_heads * dim, bias=bias)
         self.k_proj = nn.Linear(d, shape.num_key_value_heads * dim, bias=bias)
         self.v_proj = nn.Linear(d, shape.num_key_value_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(shape.num_attention_heads * dim, shape.hidden_size, bias=False)
+        self.o_proj = nn.Linear(shape.num_attention_heads * dim, shape.hidden_size, bias=bias)
         if head_norms:
             self.q_norm = nn.RMSNorm(dim, shape.rms_norm_eps)
             self.k_norm = nn.RMSNorm(dim, shape.rms_norm_eps)
@@ -59,7 +59,7 @@ class Attention(nn.Module):
         self.rope = initialize_rope(
             dim,
             shape.rope["rope_theta"],
-            False,
+            shape.rope.get("interleaved", False),  # neighbours turn together, as in LFM2
             shape.rope,
             shape.max_position_embeddings,
         )
