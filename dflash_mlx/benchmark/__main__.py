@@ -12,7 +12,7 @@ from tqdm import tqdm
 from dflash_mlx.benchmark.figures import summarise
 from dflash_mlx.benchmark.measure import Run, run_all, separate_rows
 from dflash_mlx.benchmark.plots import draw_all
-from dflash_mlx.benchmark.prompts import BenchmarkPrompt, questions, read_contexts
+from dflash_mlx.benchmark.prompts import BenchmarkPrompt, questions, read_contexts, read_rows
 from dflash_mlx.benchmark.report import (
     FINISHED,
     Report,
@@ -26,7 +26,7 @@ from dflash_mlx.benchmark.selection import expand, read_methods, settle_all
 from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
-from dflash_mlx.cli.prompts import first_of_each, name_of, read_prompts
+from dflash_mlx.cli.prompts import first_of_each, name_of
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.ngram import DEFAULT_SIZE
@@ -39,7 +39,7 @@ PROGRAM = "dflash_mlx.benchmark"
 def main(argv: Sequence[str]) -> None:
     """Run the benchmark. Raises DFlashError for bad input, before any work."""
     arguments = parser().parse_args(argv)
-    source = read_prompts(arguments.prompts, None)
+    source = read_rows(arguments.prompts)
     rows = first_of_each(source, arguments.limit)
     contexts = read_contexts(arguments.context)
     before = read_before(arguments)
@@ -129,7 +129,8 @@ def parser() -> argparse.ArgumentParser:
         "--prompts",
         type=Path,
         required=True,
-        help="JSON lines with id, category and messages; - reads standard input",
+        help="JSON lines with id, category and messages, a published data set as it is, or a "
+        "folder of such files; - reads standard input",
     )
     result.add_argument(
         "--methods",

@@ -1,8 +1,8 @@
-"""Files of prompts: JSON lines with id, category, and messages or the prompt alone."""
+"""Files of prompts: JSON lines, or a list, with id, category, and messages or the prompt alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ Row = dict[str, Any]
 STDIN = Path("-")
 
 
-def read_prompts(source: Path, limit: int | None) -> list[Row]:
+def read_prompts(
+    source: Path, limit: int | None, adapt: Callable[[Any, str], Any] = lambda row, where: row
+) -> list[Row]:
     """Rows of a file, or of standard input, at most `limit` of each category.
 
-    source: `STDIN` for standard input. Raises DFlashError for damaged rows.
+    source: `STDIN` for standard input. adapt: makes such a row of any other; it is told where that
+    stands. Raises DFlashError for damaged rows.
     """
     file = name_of(source)
     shape = "give JSON lines with id, category and messages"
@@ -29,22 +32,34 @@ def read_prompts(source: Path, limit: int | None) -> list[Row]:
         raise DFlashError(f"{file} cannot be read ({error.strerror or error})", shape) from None
     except ValueError as error:
         raise DFlashError(f"{file} is no text in UTF-8 ({error})", shape) from None
-    lines = text.split("\n")
-    rows: dict[int, Any] = {}
-    for i, line in enumerate(lines, start=1):
-        try:
-            rows |= {i: parse_json(line)} if line.strip() else {}
-        except ValueError as error:
-            raise DFlashError(f"line {i} of {file} is no JSON ({error})", shape) from None
-    for i, row in rows.items():
+    rows = {where: adapt(row, where) for where, row in _parsed(text, file, shape).items()}
+    for where, row in rows.items():
         if not isinstance(row, dict) or not isinstance(row.get("category"), str):
-            raise DFlashError(f"line {i} of {file} has no category", "give each row one")
+            raise DFlashError(f"{where} has no category", "give each row one")
         if isinstance(row.get("prompt"), str) and "messages" not in row:
             row["messages"] = [{"role": "user", "content": row["prompt"]}]
-        row["messages"] = check_messages(row.get("messages"), f"line {i} of {file}")
+        row["messages"] = check_messages(row.get("messages"), where)
     if not rows:
         raise DFlashError(f"{file} holds no prompts", "give JSON lines with messages")
     return first_of_each(list(rows.values()), limit)
+
+
+def _parsed(text: str, file: str, shape: str) -> dict[str, Any]:
+    """What stands where: in every line, or in a list that is the whole file."""
+    if text.lstrip("\ufeff \t\r\n").startswith("["):
+        try:
+            listed = parse_json(text)
+        except ValueError as error:
+            raise DFlashError(f"{file} is no list in JSON ({error})", shape) from None
+        return {f"entry {i} of {file}": row for i, row in enumerate(listed, start=1)}
+    found: dict[str, Any] = {}
+    for i, line in enumerate(text.split("\n"), start=1):
+        where = f"line {i} of {file}"
+        try:
+            found |= {where: parse_json(line)} if line.strip() else {}
+        except ValueError as error:
+            raise DFlashError(f"{where} is no JSON ({error})", shape) from None
+    return found
 
 
 def first_of_each(rows: Sequence[Row], limit: int | None) -> list[Row]:

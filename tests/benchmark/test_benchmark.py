@@ -215,9 +215,9 @@ BAD_PROMPTS = {
     "empty": ("", "holds no prompts"),
     "no JSON": ("hello\n", "line 1 of .* is no JSON"),
     "one damaged line": (GOOD + "{\n", "line 2 of .* is no JSON"),
-    "a list": ("[]\n", "line 1 of .* has no category"),
+    "a list of nothing": ("[]\n", "holds no prompts"),
     "no category": ('{"category": null, "prompt": "a"}', "line 1 of .* has no category"),
-    "no messages": ('{"category": "chat"}', "line 1 of .* holds no messages"),
+    "no messages": ('{"category": "chat"}', "line 1 of .* has the fields category"),
     "no content": (
         GOOD + '{"category": "a", "messages": [{"role": "user"}]}',
         "message 1 in line 2",

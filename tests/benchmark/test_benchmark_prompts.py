@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from dflash_mlx.benchmark.prompts import describe_lengths, pad, questions, read_contexts
+from dflash_mlx.benchmark.prompts import (
+    QUESTIONS,
+    describe_lengths,
+    pad,
+    questions,
+    read_contexts,
+    read_rows,
+)
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.session.templates import prompt_tokens
@@ -102,3 +109,123 @@ def test_a_row_may_hold_any_character_that_json_allows(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
     assert read_prompts(file, None) == [row]
+
+
+# Published data sets: their fields, and what is asked
+
+PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
+    "gsm8k.jsonl": ({"question": "2+2?", "answer": "#### 4"}, "2+2?"),
+    "math500.jsonl": (
+        {"problem": "Solve.", "solution": "1", "answer": "1", "unique_id": "test/1.json"},
+        "Solve.",
+    ),
+    "aime25.jsonl": ({"problem": "Find b.", "answer": 70}, "Find b."),
+    "humaneval.jsonl": (
+        {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "test": "assert f()"},
+        "def f():",
+    ),
+    "mbpp.jsonl": (
+        {"text": "Write a function.", "code": "f", "task_id": 7, "test_list": ["assert f"]},
+        "Write a function.",
+    ),
+    "sanitized-mbpp.json": (
+        {"prompt": "Write another.", "code": "f", "task_id": 8, "test_list": ["assert f"]},
+        "Write another.",
+    ),
+    "livecodebench.jsonl": (
+        {
+            "question_title": "T",
+            "question_content": "Sort.",
+            "question_id": "a",
+            "starter_code": "",
+        },
+        "Sort.",
+    ),
+    "leetcode.jsonl": (
+        {"question_content": "Sort.", "starter_code": "class Solution:", "question_id": "b"},
+        "Sort.\n\nclass Solution:",
+    ),
+    "mt-bench.jsonl": (
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
+        "Write.",
+    ),
+    "mt_bench_prompts.jsonl": (
+        {"category": "writing", "prompt": ["Write.", "Rewrite."], "prompt_id": 81},
+        "Write.",
+    ),
+    "alpaca_data.json": (
+        {"instruction": "Translate.", "input": "Bonjour", "output": "Hello", "text": "Below is"},
+        "Translate.\n\nBonjour",
+    ),
+    "alpaca.json": ({"instruction": "Say hello.", "input": "", "output": "Hello"}, "Say hello."),
+}
+
+
+def write_published(file: Path, *rows: dict[str, Any]) -> Path:
+    """A list in a .json file, lines in any other."""
+    text = json.dumps(rows, indent=1)
+    if file.suffix == ".jsonl":
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_data_sets_are_read_as_they_are(tmp_path, name):
+    row, asked = PUBLISHED[name]
+    first, second = read_rows(write_published(tmp_path / name, row, row))
+    assert first == second
+    assert first["messages"] == [{"role": "user", "content": asked}]
+    assert first["category"] == name.partition(".")[0]
+    numbers = {str(value) for key, value in row.items() if key.endswith("_id")}
+    assert first["id"] in (numbers or {""})
+
+
+def test_a_folder_of_data_sets_is_one_benchmark(tmp_path, tokenizer):
+    for name, (row, _) in PUBLISHED.items():
+        write_published(tmp_path / name, row)
+    (tmp_path / "README.md").write_text("no data")
+    write_published(tmp_path / "own.jsonl", ROWS[0])
+    rows = read_rows(tmp_path)
+    assert {row["category"] for row in rows} == {*(n.partition(".")[0] for n in PUBLISHED), "a"}
+    assert len(questions(tokenizer, rows, [], rows)) == len(PUBLISHED) + 1
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DFlashError, match="holds no .json or .jsonl files"):
+        read_rows(tmp_path / "empty")
+
+
+def test_rows_of_ours_stay_as_they_are_and_both_may_be_in_one_list(tmp_path):
+    own = [ROWS[0], {"category": "b", "prompt": "hello", "question": "no"}]
+    found = read_rows(write_published(tmp_path / "x.json", *own, {"question": "2+2?"}))
+    assert [row["category"] for row in found] == ["a", "b", "x"]
+    assert [row["messages"][0]["content"] for row in found] == [TEXTS[0], "hello", "2+2?"]
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"premise": "a", "hypothesis": "b"}, "premise, hypothesis"),
+        ({"question": {"text": "nested"}}, "question"),
+        ({"turns": [["nested"]]}, "turns"),
+        ({"question": "", "answer": "4"}, "question, answer"),
+        ({}, ""),
+    ],
+)
+def test_rows_of_unknown_fields_are_refused_with_what_they_have_and_what_is_known(
+    tmp_path, row, named
+):
+    file = write_published(tmp_path / "x.jsonl", {"question": "2+2?"}, row)
+    with pytest.raises(DFlashError, match="line 2 of .*x.jsonl has the fields") as failure:
+        read_rows(file)
+    assert named in failure.value.what
+    assert all(name in failure.value.next_step for name in ("messages", *QUESTIONS))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("[{]", "no list in JSON"), ("[]", "holds no prompts"), ("[1]", "entry 1 of .* no category")],
+)
+def test_damaged_lists_are_refused(tmp_path, text, problem):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(DFlashError, match=problem):
+        read_rows(tmp_path / "x.json")
