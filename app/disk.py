@@ -21,6 +21,7 @@ from dflash_mlx import (
     find_kept,
     kept_files,
     offers,
+    registered,
     remove_kept,
 )
 from dflash_mlx.cli.options import Parser
@@ -118,7 +119,9 @@ def _everything(here: Path) -> Iterator[str]:
     for model in available_models(here):
         if not model.here:
             about = f"about {amount(model.download):>9}, {memory(model.needs, there, 'about ')}"
-            yield f"  {model.name:<36}  {about if model.needs else ''}".rstrip()
+            mark = "" if model.verified else "  not verified"
+            yield f"  {model.name:<36}  {about if model.needs else ''}{mark}".rstrip()
+    yield "not verified: there is a draft model, but this program was never tried with its files."
     yield "dflash-chat models NAME says it exactly and lists quantisations; --download fetches it."
 
 
@@ -148,6 +151,9 @@ def _short(path: Path) -> str:
 def _offered(config: PairConfig) -> Iterator[str]:
     there = available_memory()
     yield f"{amount(there)} of memory are there"
+    if config.model is not None and (pair := registered(config.model)) is not None:
+        mark = "" if pair.verified else ", not verified"
+        yield f"draft model {pair.drafter}{mark}" + f"; others: {pair.more}" * bool(pair.more)
     for offer in offers(config):
         if offer.problem:
             yield f"{offer.name}  {offer.problem}"

@@ -184,6 +184,7 @@ def line(model: AvailableModel, there: int) -> str:
     size = f", about {amount(model.download)} at 4 bits" if model.download else ""
     about = "" if model.here else "about "
     needs = memory(model.needs, there, about) if model.needs else ""
-    details = "; ".join(part for part in (needs, model.drafter) if part)
+    drafter = model.drafter + ", not verified" * (not model.verified)
+    details = "; ".join(part for part in (needs, drafter) if part)
     lines = [f"{model.name}  {model.place}{size}", details, model.notes]
     return "\n  ".join(line for line in lines if line)

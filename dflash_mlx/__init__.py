@@ -41,6 +41,7 @@ from dflash_mlx.models.kept import Kept, find_kept, kept_files, remove_kept  # n
 from dflash_mlx.models.load import load, load_pair  # noqa: E402
 from dflash_mlx.models.names import DEFAULT_MODEL  # noqa: E402
 from dflash_mlx.models.offers import Download, Offer, offers  # noqa: E402
+from dflash_mlx.models.registry import registered  # noqa: E402
 from dflash_mlx.session.responder import Request, Responder  # noqa: E402
 from dflash_mlx.session.stream import Answer, Session, TextDelta, generate, stream  # noqa: E402
 from dflash_mlx.session.templates import check_prompt, prompt_tokens  # noqa: E402
@@ -101,6 +102,7 @@ __all__ = [
     "needs_drafter",
     "offers",
     "prompt_tokens",
+    "registered",
     "remove_kept",
     "replace_text",
     "save_bench",

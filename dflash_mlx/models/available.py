@@ -27,17 +27,16 @@ from dflash_mlx.models.check import (
     language_model,
 )
 from dflash_mlx.models.default_model import DEFAULT_TARGET
+from dflash_mlx.models.lineage import parent_of
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
-    Entry,
     Names,
-    entries,
     find_names,
     find_source,
-    registered,
     shipped_folder,
 )
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, is_pair_folder
+from dflash_mlx.models.registry import Entry, entries, registered
 from dflash_mlx.models.sizes import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.source import CONFIG, MODEL, Source
 from dflash_mlx.models.weight_files import HEADROOM, check_weights, is_whole
@@ -55,7 +54,8 @@ class AvailableModel:
 
     place: where it comes from. needs: bytes of memory with its drafters, 0 where unknown. drafter:
     in words. notes: the registry's. download: bytes of what is not here, going by its name, with 4
-    bits a weight; then `needs` is that of the target alone, likewise.
+    bits a weight; then `needs` is that of the target alone, likewise. verified: whether this
+    program was tried with the registry's drafter, if that is the one.
     """
 
     name: str
@@ -65,6 +65,7 @@ class AvailableModel:
     drafter: str = ""
     notes: str = ""
     download: int = 0
+    verified: bool = True
 
     @property
     def here(self) -> bool:
@@ -102,6 +103,7 @@ def _public(entry: Entry, here: Collection[str]) -> AvailableModel:
         f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in here)}",
         entry.notes,
         download,
+        entry.verified,
     )
 
 
@@ -115,10 +117,11 @@ def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
 
 def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel:
     """The model with the registry's drafter, or else the first of `drafters` that fits it."""
-    needs, notes = needed(model), ""
+    needs, notes, verified = needed(model), "", True
     place = "local folder" if model.name == str(model.folder) else "Hugging Face cache"
-    if (entry := registered(model.name)) is not None:
+    if (entry := registered(model.name) or parent_of(model)) is not None:
         config, drafter, notes = PairConfig(model.name), entry.drafter, entry.notes
+        verified = entry.verified
         there = next((d for d in drafters if d.name == drafter), None)
         if there is None and (folder := shipped_folder(drafter)) is not None:
             there = Source.of(folder)
@@ -128,7 +131,7 @@ def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel
         config = PairConfig(model.name, there.name if there else None)
         words = f"drafter {there.name}" if there else "no drafter"
     needs += needed(there) if there and needs else 0
-    return AvailableModel(model.name, config, place, needs, words, notes)
+    return AvailableModel(model.name, config, place, needs, words, notes, verified=verified)
 
 
 def local_folders(here: Path) -> list[Source]:

@@ -10,9 +10,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Collector, Finding
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import (
     check_uses,
@@ -25,8 +24,6 @@ from dflash_mlx.drafters.methods import (
 from dflash_mlx.engine.pair import Advice, DraftModel, Means, Pair
 from dflash_mlx.models.check import (
     ModelFacts,
-    Report,
-    check_built,
     check_drafter,
     check_pair,
     check_target,
@@ -34,6 +31,7 @@ from dflash_mlx.models.check import (
     fetched,
     loading,
 )
+from dflash_mlx.models.lineage import inherited
 from dflash_mlx.models.names import (
     SHIPPED,
     Names,
@@ -51,7 +49,6 @@ from dflash_mlx.target.model import Target
 from kernels_metal.dispatch import Mode
 
 EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
-_LEFT_OUT = "name another one with --drafter, or use the pair as it is"
 
 
 def load(model: str | None = None, drafter: str | None = None) -> Pair:
@@ -73,7 +70,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     files, unless the hub does not answer such questions.
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
-    names = find_names(config)
+    names = names_for(config, uses)
     facts, choice = find(names, uses)
     facts.raise_first()
     drafters = list(choice.drafters.values())
@@ -86,6 +83,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     target, tokenizer = _read_target(fetched(facts))
     target.kv_bits = config.kv_bits
     notes = choice.notes + _on_packing(drafters, config)
+    notes += (names.lineage,) * bool(names.lineage and drafters)
     notes += fit_target(target, [tap for drafter in drafters for tap in drafter.config.taps])
     models = [_read_drafter(drafter, target, config) for drafter in drafters]
     notes += tuple(note for model in models for note in fit_drafter(model, target))
@@ -321,54 +319,8 @@ def _read_target(facts: ModelFacts) -> tuple[Target, Any]:
     return Target(model, facts.context_length, facts.name), tokenizer
 
 
-def check_named(config: PairConfig) -> Report:
-    """The pair that `load` would load; of what is not on this machine, the hub is asked.
-
-    No weight is read or downloaded. Raises DFlashError for names that cannot be of a model.
-    """
+def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
+    """The parts of the pair, with drafters of the target's parent where these uses want any."""
+    wanted = not uses or any(use.method == AUTO or needs_drafter(use.method) for use in uses)
     names = find_names(config)
-    target, choice = find(names, update=False)
-    report, found = check_pair(target, *choice.drafters.values()), Collector()
-    found.add(report.findings)
-    left_out = list(choice.notes)
-    if choice.missing and names.drafter is not None:
-        left_out.append(f"{choice.missing}, so drafts are n-gram lookups")
-    found.add(Finding("warning", what, _LEFT_OUT) for what in left_out)
-    if not report.errors and target.source is not None and target.source.folder is not None:
-        found.attempt(check_built, target.source.folder)
-    return replace(report, findings=found.result())
-
-
-def lines(report: Report) -> Iterator[str]:
-    """The parts of a pair, the memory that it needs, every finding and its next step."""
-    yield "pair"
-    yield f"  target   {_in_words(report.target)}"
-    for drafter in report.drafters:
-        yield f"  drafter  {_in_words(drafter)}"
-    if not report.drafters:
-        yield "  drafter  none, so drafts are looked up in the text"
-    if report.target.weights.tensors:
-        how = " as float32 on this processor" if on_cpu() else ""
-        yield f"  memory   about {_amount(report.memory(on_cpu()))}{how}"
-    for finding in report.findings:
-        yield f"  {finding.severity:<7}  {finding.what}"
-        yield f"           {finding.next_step}"
-    yield "  cannot be used" if report.errors else "  can be used"
-
-
-def _amount(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"
-
-
-def _in_words(facts: ModelFacts) -> str:
-    words, weights, last = [facts.name], facts.weights, ""
-    if facts.format is None:
-        words.append(str(facts.config.get("model_type", "")))
-        last = f"context {facts.context_length}" if facts.context_length else ""
-    elif facts.config is not None:
-        taps = ", ".join(map(str, facts.config.taps))
-        last = f"blocks of {facts.config.block_size}" + f", reads layers {taps}" * bool(taps)
-    if weights.tensors:
-        words.append(f"{weights.parameters:,} parameters in {weights.dtype}")
-    return ", ".join(word for word in (*words, weights.quantisation, last) if word)
+    return inherited(names) if wanted else names

@@ -19,16 +19,16 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.available import needed, needed_by
 from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
 from dflash_mlx.models.default_model import fetch as fetch_default
-from dflash_mlx.models.load import check_named
+from dflash_mlx.models.lineage import inherited
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     Names,
     find_names,
     find_source,
-    same_weights,
-    without_quantisation,
 )
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER
+from dflash_mlx.models.registry import same_weights, without_quantisation
+from dflash_mlx.models.report import check_named
 from dflash_mlx.models.sizes import bits_of
 from dflash_mlx.models.source import MODEL, Source, cache_folder, published
 from dflash_mlx.system.files import existing
@@ -185,7 +185,7 @@ class Download:
 
         Whether all fits is known from the heads of the weight files, before any is fetched.
         """
-        names = find_names(self.config)
+        names = inherited(find_names(self.config))
         if names.model is None:
             fetch_default()
             return

@@ -11,6 +11,7 @@ from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector, Finding
+from dflash_mlx.models.registry import instead_of
 from dflash_mlx.models.source import CONFIG, INDEX, Source
 from dflash_mlx.system.safetensors_header import TensorHeader
 
@@ -150,7 +151,10 @@ def _no_weights(source: Source, next_step: str) -> Finding:
     pickled = [name for name in source.files if any(fnmatch(name, p) for p in _PICKLED)]
     if pickled:
         what = f"{source.name} has no .safetensors files, and files like {pickled[0]} can run code"
-        return Finding("error", what, "choose a folder or a revision with .safetensors files")
+        step = "choose a folder or a revision with .safetensors files"
+        if (other := instead_of(source.name)) is not None:
+            step = f"use {other}, which is for the same model and has .safetensors files"
+        return Finding("error", what, step)
     others = [name for name in source.files if name.endswith(".safetensors")]
     instead = f", only {others[0]}" if others else ""
     what = f"No safetensors found in {source.name}: there is no {source.weights}{instead}"

@@ -45,6 +45,7 @@ def test_what_is_here_and_what_could_be_downloaded_is_listed(hub, tmp_path, caps
     assert TARGET in line and str(tmp_path / "own" / "timing" / "0123456789abcdef.json") in line
     (line,) = [line for line in public.splitlines() if line.split()[:1] == ["Qwen/Qwen3-4B"]]
     assert "about   2.25 GB" in line and "needs about" in line
+    assert line.endswith("not verified") and "never tried" in public
 
 
 def test_several_calibrations_of_a_model_are_one_line(hub, tmp_path, capsys):
@@ -67,6 +68,13 @@ def test_a_model_is_described_with_its_quantisations_and_fetched(hub, capsys):
     capsys.readouterr()
     main.run(["models", QUANTISED])
     assert "on this machine" in capsys.readouterr().out
+
+
+def test_a_model_of_the_registry_is_described_with_its_drafters(hub, capsys):
+    main.run(["models", "mlx-community/Qwen3-4B-4bit"])
+    _, drafters, *_ = capsys.readouterr().out.splitlines()
+    assert drafters.startswith("draft model z-lab/Qwen3-4B-DFlash-b16, not verified")
+    assert "AngelSlim/Qwen3-4B_eagle3 (eagle3)" in drafters
 
 
 def test_a_download_that_fails_is_an_error(hub):

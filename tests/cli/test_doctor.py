@@ -16,7 +16,7 @@ from dflash_mlx import load
 from dflash_mlx.cli import doctor
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import load as pair_report
+from dflash_mlx.models import report as pair_report
 from dflash_mlx.models.source import Source
 from dflash_mlx.target.pass_times import DEEP_ROWS, ROWS, PassTimes
 from kernels_metal import sweep
@@ -216,13 +216,27 @@ def test_a_drafter_of_the_registry_that_does_not_fit_is_a_warning(tmp_path, monk
     monkeypatch.setattr("dflash_mlx.models.names.whole_copy", lambda *_: Source.of(wide))
     model = write_model(tmp_path / "Qwen3-4B-4bit")
     report = pair_report.check_named(PairConfig(str(model)))
-    (found,) = report.findings
+    (found,) = [finding for finding in report.findings if finding.severity != "note"]
     assert (found.severity, report.drafters) == ("warning", ())
     assert "made for a target with hidden_size 128, but" in found.what
     (model / "config.json").write_text("{")
     assert [f.severity for f in pair_report.check_named(PairConfig(str(model))).findings[:1]] == [
         "error"
     ]
+
+
+def test_a_pair_of_the_registry_is_said_to_be_unverified_and_its_other_drafters_are_named(
+    tmp_path, capsys, monkeypatch
+):
+    fitting = write_drafter(tmp_path / "drafter")
+    monkeypatch.setattr("dflash_mlx.models.names.whole_copy", lambda *_: Source.of(fitting))
+    doctor.main(["--model", str(write_model(tmp_path / "Qwen3-4B-4bit"))])
+    out = capsys.readouterr().out
+    assert "note     z-lab/Qwen3-4B-DFlash-b16 is not verified" in out
+    assert "AngelSlim/Qwen3-4B_eagle3 (eagle3)" in out
+    assert "deepseek-ai/dspark_qwen3_4b_block7" in out and "  can be used\n" in out
+    doctor.main(["--model", str(write_model(tmp_path / "other"))])
+    assert "verified" not in capsys.readouterr().out
 
 
 def test_a_target_whose_state_cannot_be_taken_back_is_refused_as_by_loading(tmp_path):

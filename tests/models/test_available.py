@@ -10,7 +10,8 @@ import pytest
 from dflash_chat.picker_screen import line
 from dflash_mlx import PairConfig, available_models, near_names
 from dflash_mlx.models import available, pair_folder
-from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, entries, find_names
+from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names
+from dflash_mlx.models.registry import entries
 from dflash_mlx.models.source import Source
 from support.models import write_drafter, write_model
 
@@ -97,7 +98,8 @@ def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, fo
     assert list(found) == [DEFAULT_MODEL, *public]
     first, second, third = line(found["Qwen/Qwen3-8B"], 10**12).split("\n")
     assert first == "Qwen/Qwen3-8B  to download, about 4.50 GB at 4 bits"
-    assert "drafter z-lab/Qwen3-8B-DFlash-b16" in second
+    assert "drafter z-lab/Qwen3-8B-DFlash-b16, not verified" in second
+    assert "not verified" not in line(found[DEFAULT_MODEL], 10**12)
     assert "thinking" in third
     assert "fits" in second and "does not fit" in line(found["moonshotai/Kimi-K2.5"], 10**11)
     assert not found["Qwen/Qwen3-8B"].here and found[DEFAULT_MODEL].here

@@ -20,8 +20,9 @@ from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
 from dflash_mlx.convert.plan import open_part
 from dflash_mlx.models import available
 from dflash_mlx.models.check import check_target
-from dflash_mlx.models.load import check_named, load_pair
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import find_names, whole_copy
+from dflash_mlx.models.report import check_named
 from dflash_mlx.models.source import INDEX, Source
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.session.stream import generate

@@ -18,19 +18,12 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import choices
 from dflash_mlx.engine.pair import Advice, Means
-from dflash_mlx.models import names as known
-from dflash_mlx.models import pair_folder
+from dflash_mlx.models import pair_folder, registry
+from dflash_mlx.models.check import check_drafter
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.names import (
-    DEFAULT_MODEL,
-    SHIPPED,
-    Entry,
-    Names,
-    entries,
-    find_names,
-    registered,
-)
+from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Names, find_names
 from dflash_mlx.models.pair_folder import write
+from dflash_mlx.models.registry import Entry, entries, instead_of, registered
 from dflash_mlx.session.stream import generate
 from support.hub_server import Response
 from support.models import write_drafter, write_model
@@ -67,6 +60,37 @@ def test_every_pair_is_complete_and_named_once():
         assert entry.method in choices()
         for drafter in (entry.drafter, entry.second_drafter or entry.drafter):
             assert drafter.count("/") == 1 or read_config(SHIPPED / drafter)
+        further = [*dict(entry.others).values(), *entry.alternatives, *entry.pickled]
+        assert len({entry.drafter, *further}) == 1 + len(further)
+        assert all(drafter.count("/") == 1 for drafter in further)
+        assert not set(entry.pickled) & {e.drafter for e in ENTRIES}
+
+
+def test_only_pairs_whose_files_are_in_the_package_are_verified():
+    verified = [entry for entry in ENTRIES if entry.verified]
+    assert [entry.drafter for entry in verified] == ["smollm2-135m-dflash"]
+
+
+def test_drafters_of_further_families_and_others_are_known_for_a_target():
+    names = find_names(PairConfig("mlx-community/Qwen3-8B-4bit"))
+    assert dict(names.others)["eagle3"] == "AngelSlim/Qwen3-8B_eagle3"
+    assert "diffusion" in dict(names.others)["specdiff"]
+    more = registered("Qwen3-8B").more
+    assert "AngelSlim/Qwen3-8B_eagle3 (eagle3)" in more
+    assert "deepseek-ai/dspark_qwen3_8b_block7" in more
+    assert registered("Qwen/Qwen3.5-4B").more == ""
+
+
+@pytest.mark.parametrize("place", ["yuhuili--EAGLE3-LLaMA3.1-Instruct-8B", "my-drafter"])
+def test_the_refusal_of_a_pickled_drafter_names_another_of_the_same_target(tmp_path, place):
+    folder = write_drafter(tmp_path / f"models--{place}" / "snapshots" / "0")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (finding,) = check_drafter(folder).errors
+    assert "pytorch_model.bin" in finding.what
+    named = "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3" in finding.next_step
+    assert named == (place != "my-drafter") and ".safetensors" in finding.next_step
+    assert instead_of("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B").startswith("RedHatAI/Llama-3.3-70B")
+    assert instead_of("owner/unknown") is None
 
 
 @given(st.data())
@@ -97,7 +121,7 @@ def test_another_model_that_is_named_after_a_target_is_not_taken_for_it(data):
         ("mlx-community/Meta-Llama-3.1-8B-Instruct-8bit", "meta-llama/Llama-3.1-8B-Instruct"),
         (DEFAULT_MODEL, "HuggingFaceTB/SmolLM2-135M-Instruct"),
         ("Qwen/Qwen3-4B-Instruct-2507", None),
-        ("Qwen/Qwen3-14B", None),
+        ("Qwen/Qwen3-16B", None),
         ("Qwen3-4B/other", None),
         ("", None),
         ("/", None),
@@ -217,7 +241,7 @@ def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
 def with_second(monkeypatch):
     """The registry has a second drafter for the pair."""
     entry = Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second")
-    monkeypatch.setattr(known, "entries", lambda: (entry,))
+    monkeypatch.setattr(registry, "entries", lambda: (entry,))
 
 
 @pytest.fixture(params=["missing", "of another target"])

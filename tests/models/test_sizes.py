@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_mlx.models.names import entries
+from dflash_mlx.models.registry import entries
 from dflash_mlx.models.sizes import bits_of, loaded_bytes, stored_bytes, weights_of
 
 NAMES = {

@@ -1,0 +1,114 @@
+"""The registry, models.toml: the public pairs, which drafter goes with which target."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from dflash_mlx.engine.pair import Advice
+
+_FILE = Path(__file__).parent / "models.toml"
+_CACHED = re.compile(r"^models--.+--(?P<name>.+)$")  # a repository in the Hugging Face cache
+_BITS = r"\d+(?:\.\d+)?-?(?:bits?|bpw)|int\d|q\d"
+_FLOATS = r"b?float(?:16|32)|bf16|(?:mx|nv)?fp\d+"
+_RECIPES = r"mlx|gs\d+|dwq(?:-\d{6})?|awq|gptq|optiq"
+_QUANTISED = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_RECIPES}))+$")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A public pair; models.toml says what the fields mean."""
+
+    targets: tuple[str, ...]
+    drafter: str
+    second_drafter: str | None = None
+    others: tuple[tuple[str, str], ...] = ()
+    method: str = "auto"
+    template: tuple[tuple[str, Any], ...] = ()
+    notes: str = ""
+    billions: float = 0
+    verified: bool = False
+    alternatives: tuple[str, ...] = ()
+    pickled: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of its target, for lists."""
+        return self.targets[0]
+
+    @property
+    def more(self) -> str:
+        """Its target's other drafters in words, "" where none are known."""
+        return ", ".join(
+            [*(f"{name} ({family})" for family, name in self.others), *self.alternatives]
+        )
+
+    @property
+    def advice(self) -> Advice:
+        """How the pair is best used."""
+        return Advice(self.method, self.template)
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """All pairs, in the order of the file."""
+    rows = tomllib.loads(_FILE.read_text(encoding="utf-8"))["pair"]
+    return tuple(_entry(**row) for row in rows)
+
+
+def _entry(**row: Any) -> Entry:
+    tables = {key: tuple(value.items()) for key, value in row.items() if isinstance(value, dict)}
+    lists = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
+    return Entry(**(row | tables | lists))
+
+
+def registered(name: str) -> Entry | None:
+    """The entry of a target, None where it has none.
+
+    name: a Hugging Face id or a folder. Its last part counts, whoever the owner is, without upper
+    case and without what names a quantisation or a dtype at its end. The whole rest must be equal:
+    another release, size or tuning is another model.
+    """
+    wanted = _normalised(name)
+    return next((e for e in entries() if wanted in map(_normalised, e.targets)), None)
+
+
+def instead_of(drafter: str) -> str | None:
+    """A drafter in .safetensors files for the target of one that is a pickle; None if unknown."""
+    for entry in entries():
+        if _normalised(drafter) in map(_normalised, entry.pickled):
+            return dict(entry.others).get("eagle3", entry.drafter)
+    return None
+
+
+def same_weights(one: str, other: str) -> bool:
+    """Whether two names differ in owner, case and quantisation alone, as of `registered`."""
+    return _normalised(one) == _normalised(other)
+
+
+def without_quantisation(name: str) -> str:
+    """The last part of a name, without what names a quantisation or a dtype at its end."""
+    return re.sub(_QUANTISED.pattern, "", name.rpartition("/")[2], flags=re.IGNORECASE)
+
+
+def advice_for(target: str, drafter: str) -> Advice:
+    """For this pair, as far as it is known; names as of `registered`, of the drafter likewise."""
+    entry = registered(target)
+    is_its = entry is not None and _normalised(entry.drafter) == _normalised(drafter)
+    return entry.advice if entry is not None and is_its else Advice()
+
+
+def _normalised(name: str) -> str:
+    parts = [part for part in re.split(r"[/\\]", name) if part]
+    cached = next((found["name"] for part in parts if (found := _CACHED.match(part))), None)
+    last = cached or (parts[-1] if parts else "")
+    return _QUANTISED.sub("", last.lower().replace("_", "-"))

@@ -1,0 +1,151 @@
+"""A fine-tune is offered the drafter of the model that its card says it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.models import lineage
+from dflash_mlx.models.available import on_this_machine
+from dflash_mlx.models.lineage import base_models, inherited
+from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.names import find_names
+from dflash_mlx.models.report import check_named
+from dflash_mlx.models.source import Source
+from support.hub_server import Hub, serve
+from support.models import write_drafter, write_model
+
+PARENT, DRAFTER = "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"
+CARD = f"---\nlicense: mit\nbase_model: {PARENT}\n---\n# Tuned\nbase_model: other/model\n"
+
+
+@pytest.mark.parametrize(
+    ("front", "found"),
+    [
+        ("base_model: a/b", ["a/b"]),
+        ("base_model: 'a/b' # the best", ["a/b"]),
+        ('base_model:\n- a/b\n- "c/d"\ntags:\n- e/f', ["a/b", "c/d"]),
+        ("base_model:\n  - a/b # one\n  - c/d\nlicense: mit", ["a/b", "c/d"]),
+        ("base_model: [a/b, 'c/d']", ["a/b", "c/d"]),
+        ("tags:\n- x\nbase_model: a/b\nbase_model_relation: finetune", ["a/b"]),
+        ("base_model: a/b\nbase_model_relation: merge", ["a/b"]),
+        ("base_model_relation: quantized\nbase_model: a/b", ["a/b"]),
+        ("base_model: a/b\nbase_model_relation: inspired", []),
+        ("my_base_model: a/b", []),
+        ("nested:\n  base_model: a/b", []),
+        ("base_model:", []),
+        ("license: mit", []),
+        ("", []),
+    ],
+)
+def test_a_card_says_what_a_model_was_made_from(front, found):
+    assert base_models(f"---\n{front}\n---\n# Title\n\nbase_model: x/y\n") == found
+    assert base_models(f"# Title\n---\n{front}\n---\n") == []
+    assert base_models(f"---\n{front}\n") == [], "it never ends"
+
+
+@given(st.text(alphabet="-\n abse_model:[]#'/\t", max_size=200))
+def test_no_card_is_too_strange(text):
+    for card in (text, f"---\n{text}\n---\n", f"---\nbase_model:{text}\n---\n"):
+        assert all(isinstance(name, str) and name for name in base_models(card))
+
+
+# Folders
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks the hub fails."""
+    asked = "dflash_mlx.models.source.{}"
+    for name in ("HfApi", "hf_hub_download", "get_session"):
+        monkeypatch.setattr(asked.format(name), lambda *_, **__: pytest.fail("asked the hub"))
+
+
+def tuned(folder: Path, card: str | None = CARD) -> Path:
+    model = write_model(folder)
+    if card is not None:
+        (model / "README.md").write_text(card)
+    return model
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_folder_is_offered_its_parent_s_drafter_and_told_so(tmp_path):
+    folder = str(tuned(tmp_path / "tuned"))
+    names = inherited(find_names(PairConfig(folder)))
+    assert (names.model, names.drafter, names.asks_first) == (folder, DRAFTER, False)
+    assert dict(names.others)["eagle3"].startswith("AngelSlim/Qwen3-8B")
+    assert dict(names.advice.template) == {"enable_thinking": False}
+    assert all(part in names.lineage for part in (folder, PARENT, DRAFTER))
+    listed = on_this_machine(Source.of(Path(folder)), [])
+    assert DRAFTER in listed.drafter and not listed.verified
+    assert listed.config == PairConfig(folder)
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("card", [None, "", "# Title", CARD.replace(PARENT, "owner/unknown")])
+def test_a_folder_without_a_known_parent_stays_as_it_is_and_the_hub_is_not_asked(tmp_path, card):
+    names = find_names(PairConfig(str(tuned(tmp_path / "tuned", card))))
+    assert inherited(names) == names and names.drafter is None
+    assert load_pair(PairConfig(names.model)).means.drafters == 0
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_what_has_a_drafter_of_its_own_or_is_to_have_none_is_left_alone(tmp_path):
+    folder, drafter = str(tuned(tmp_path / "Qwen3-4B-4bit")), write_drafter(tmp_path / "drafter")
+    assert inherited(find_names(PairConfig(folder))).drafter == "z-lab/Qwen3-4B-DFlash-b16"
+    folder = str(tuned(tmp_path / "tuned"))
+    for config in (PairConfig(folder, str(drafter)), PairConfig(folder, "none"), PairConfig()):
+        assert inherited(find_names(config)) == find_names(config)
+
+
+def test_no_card_is_read_for_methods_that_need_no_drafter(tmp_path, monkeypatch):
+    monkeypatch.setattr(lineage, "_card", lambda model: pytest.fail("read"))
+    folder = str(tuned(tmp_path / "tuned"))
+    assert load_pair(PairConfig(folder), DecodeConfig("ngram")).drafters == ()
+
+
+# On the hub
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    card = CARD.replace(f" {PARENT}", f"\n- {PARENT}")
+    models = {
+        "owner/tuned": tuned(tmp_path / "tuned", card),
+        DRAFTER: write_drafter(tmp_path / "d"),
+    }
+    with serve(models, tmp_path / "cache") as served:
+        yield served
+
+
+def test_a_model_of_the_hub_drafts_with_its_parent_s_drafter(hub):
+    report = check_named(PairConfig("owner/tuned"))
+    assert report.drafters[0].name == DRAFTER and not report.errors
+    said = [finding.what for finding in report.findings]
+    assert any(f"made from {PARENT}" in what and DRAFTER in what for what in said)
+    pair = load_pair(PairConfig("owner/tuned"))
+    assert (pair.drafter_name, pair.means.drafters) == (DRAFTER, 1)
+    (note,) = [note for note in pair.notes if "made from" in note]
+    assert all(part in note for part in ("owner/tuned", PARENT, DRAFTER))
+
+
+def test_a_parent_s_drafter_that_cannot_be_had_is_done_without(hub):
+    del hub.repositories[DRAFTER]
+    pair = load_pair(PairConfig("owner/tuned"))
+    assert pair.means.drafters == 0 and DRAFTER in pair.undrafted
+    assert not any("made from" in note for note in pair.notes)
+
+
+def test_without_a_hub_a_model_that_is_here_loads_as_before(hub, monkeypatch):
+    pair = load_pair(PairConfig("owner/tuned"), DecodeConfig("none"))
+    assert pair.means.drafters == 0
+    hub.repositories.clear()
+    monkeypatch.setattr("dflash_mlx.models.source.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    pair = load_pair(PairConfig("owner/tuned"))
+    assert pair.means.drafters == 0 and pair.undrafted
