@@ -26,6 +26,7 @@ METHODS: dict[str, Method] = {
     for method in (
         none.METHOD,
         block_diffusion.METHOD,
+        block_diffusion.FIRST_VERSION,
         best_first.METHOD,
         dual_diffusion.METHOD,
         ngram.METHOD,
