@@ -113,7 +113,8 @@ class DataConfig:
 def read_texts(config: DataConfig, pair: Pair, taps: tuple[int, ...]) -> Texts:
     """Read corpora, and compute the features that are missing.
 
-    Without taps there are none, and only greedy answers say what the target prefers. Raises DFlashError for a corpus of another tokenizer, or one that has no usable row.
+    Without taps there are none, and only greedy answers say what the target prefers. Raises
+    DFlashError for a corpus of another tokenizer, or one that has no usable row.
     """
     parts = [_read_file(path, config, pair, taps) for path in config.corpus]
     name = " ".join(part.name for part in parts)
