@@ -208,5 +208,5 @@ def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:
     if method.needs_trees:
         pair.target.check_trees()
     if method.family:
-        pair.of(method.family)
+        pair.of(method.family, method.name)
     return method.make(pair, config)

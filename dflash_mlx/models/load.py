@@ -100,8 +100,8 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     first = next((drafter.name for drafter in drafters), None)
     asked = config.template_arguments
     notes += tuple(_on_template(tokenizer, target.name, asked, names.advice))
-    pair = Pair(target, tokenizer, tuple(models), others, first, choice.missing, names.advice)
-    return replace(pair, notes=notes, template=dict(names.advice.template) | asked)
+    pair = Pair(target, tokenizer, tuple(models), first, choice.missing, names.advice)
+    return replace(pair, notes=notes, others=others, template=dict(names.advice.template) | asked)
 
 
 def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str, ...]:

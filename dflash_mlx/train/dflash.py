@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -40,7 +40,7 @@ class DFlashTrainee(Trainee):
 
     network: Network
     config: NetworkConfig
-    files = checkpoint
+    files: ClassVar[Any] = checkpoint
 
     @classmethod
     def new(cls, config: TrainConfig, pair: Pair) -> DFlashTrainee:

@@ -37,6 +37,7 @@ CASES = {
     "d2sd, alone": {"second": False},
     "d2sd, block of 2": {"block_size": 2},
     "resample": {"branches": 3},
+    "dflash1, a fixed block": {"block_size": 5},
 }
 BLOCK = 8  # of the tiny drafters
 TREES = [name for name in CASES if name.startswith(("ddtree", "d2sd", "resample"))]

@@ -13,7 +13,7 @@ from dflash_mlx.target.hooks import rotate_by_row
 
 
 class Shape(Protocol):
-    """Of a decoder layer; names as in a config.json. attention_bias: of queries, keys, values."""
+    """Of a decoder layer; names as in a config.json. attention_bias: of all projections."""
 
     @property
     def hidden_size(self) -> int: ...  # noqa: D102
@@ -39,10 +39,17 @@ class Attention(nn.Module):
     """Attention of a pass's rows to what is committed and to the pass itself.
 
     width: of its input, where that is not hidden_size. head_norms: whether queries and keys of
-    every head are normalised, as in Qwen3.
+    every head are normalised, as in Qwen3. output_bias: whether the output has a bias where the
+    others have one; not in Qwen2.
     """
 
-    def __init__(self, shape: Shape, width: int | None = None, head_norms: bool = True) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        width: int | None = None,
+        head_norms: bool = True,
+        output_bias: bool = True,
+    ) -> None:
         from mlx_lm.models.rope_utils import initialize_rope
 
         super().__init__()
@@ -51,7 +58,8 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(d, shape.num_attention_heads * dim, bias=bias)
         self.k_proj = nn.Linear(d, shape.num_key_value_heads * dim, bias=bias)
         self.v_proj = nn.Linear(d, shape.num_key_value_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(shape.num_attention_heads * dim, shape.hidden_size, bias=False)
+        outputs = shape.num_attention_heads * dim, shape.hidden_size
+        self.o_proj = nn.Linear(*outputs, bias=bias and output_bias)
         if head_norms:
             self.q_norm = nn.RMSNorm(dim, shape.rms_norm_eps)
             self.k_norm = nn.RMSNorm(dim, shape.rms_norm_eps)
