@@ -16,6 +16,7 @@ from dflash_mlx.core.option import (
     require_possible,
 )
 from dflash_mlx.core.option import option as option
+from dflash_mlx.core.schedule import SCHEDULES, check_schedule
 from dflash_mlx.core.template import parse_template
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
@@ -156,20 +157,20 @@ class DecodeConfig:
     )
     block_size: int | None = option(
         None,
-        "tokens per draft block, the anchor included; dflash and ngram then verify all of them "
-        "(default: the drafter's, and as many are verified as pay)",
+        "tokens per draft block, the anchor included; dflash, specdiff and ngram then verify all "
+        "of them (default: the drafter's, and as many are verified as pay)",
         type=int,
     )
     branches: int | None = option(
         None,
-        "d2sd: prefixes that the second drafter continues (default: 4); makes auto d2sd where the "
-        "target can verify trees",
+        "d2sd: prefixes that the second drafter continues (default: 4); specdiff: samples of the "
+        "draft, merged to a tree; makes auto d2sd where the target can verify trees",
         type=int,
     )
     budget: int | None = option(
         None,
-        "ddtree, d2sd: tokens that a pass verifies, the anchor included, or auto: as many as pay "
-        "on this machine, and no draft where none pays (default: auto)",
+        "ddtree, d2sd, specdiff: tokens that a pass verifies, the anchor included, or auto: as "
+        "many as pay on this machine, and no draft where none pays (default: auto)",
         type=number_or_auto,
     )
     lookup: bool = option(
@@ -183,13 +184,20 @@ class DecodeConfig:
     growth: str = option(
         "joint", "d2sd: best-first over both drafts, or as published", choices=GROWTHS
     )
+    steps: int | None = option(None, "specdiff: passes that denoise a block (default: 1)", type=int)
+    schedule: str = option(
+        "confidence",
+        "specdiff with several steps: after each, fix the surest tokens, the first ones, or all "
+        "that are 90 % sure",
+        choices=SCHEDULES,
+    )
     acceptance: str = option(
         "auto",
-        "dflash with a temperature above 0: match keeps a draft that equals what the target draws, "
-        "and one seed gives one answer with and without drafting; reject draws the drafts too and "
-        "keeps each with probability min(1, p/q), which follows the same law and accepts more, but "
-        "gives other answers for a seed, and one answer for it only with --block-size; auto "
-        "rejects where no seed is given",
+        "dflash, specdiff with a temperature above 0: match keeps a draft that equals what the "
+        "target draws, and one seed gives one answer with and without drafting; reject draws the "
+        "drafts too and keeps each with probability min(1, p/q), which follows the same law and "
+        "accepts more, but gives other answers for a seed, and one answer for it only with "
+        "--block-size; auto rejects where no seed is given and no tree is drafted",
         choices=ACCEPTANCES,
     )
     exact: bool = option(
@@ -210,13 +218,13 @@ class DecodeConfig:
         require_possible(self)
         block_ok = self.block_size is None or self.block_size >= 2
         require(block_ok, "block_size", self.block_size, "2 or more")
-        require(self.growth in GROWTHS, "growth", self.growth, f"one of {', '.join(GROWTHS)}")
-        require(
-            self.acceptance in ACCEPTANCES,
-            "acceptance",
-            self.acceptance,
-            f"one of {', '.join(ACCEPTANCES)}",
-        )
+        choices = {"growth": GROWTHS, "schedule": SCHEDULES, "acceptance": ACCEPTANCES}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            require(value in allowed, name, value, f"one of {', '.join(allowed)}")
+        steps_ok = self.steps is None or 1 <= self.steps <= MOST_ROWS
+        require(steps_ok, "steps", self.steps, f"1 to {MOST_ROWS}")
+        check_schedule(self.steps or 1, self.schedule, self.acceptance == "reject")
         branches_ok = self.branches is None or 1 <= self.branches <= 32
         require(branches_ok, "branches", self.branches, "1 to 32")
         budget_ok = self.budget is None or 2 <= self.budget <= MOST_ROWS

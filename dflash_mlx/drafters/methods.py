@@ -18,6 +18,7 @@ from dflash_mlx.drafters import (
 )
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.method import Method, TokenSource, check_block_size
+from dflash_mlx.drafters.specdiff import method as specdiff
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Means, Pair
 
@@ -29,7 +30,8 @@ METHODS: dict[str, Method] = {
         block_diffusion.FIRST_VERSION,
         best_first.METHOD,
         dual_diffusion.METHOD,
-        ngram.METHOD,
+        specdiff.METHOD,
+        ngram.METHOD,  # behind it, since it is as good only where no draft model is
         resample.METHOD,
     )
 }

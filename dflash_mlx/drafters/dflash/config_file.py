@@ -25,7 +25,7 @@ from dflash_mlx.drafters.networks.fields import (
     architecture,
     check_activation,
     flag,
-    layer_count,
+    layer_windows,
     listed,
     number,
     quantization,
@@ -56,7 +56,7 @@ def parse_fields(raw: Fields) -> NetworkConfig:
     if not isinstance(dflash, dict):
         raise ValueError(f"dflash_config is {dflash!r}")
     _check_kind(raw, dflash)
-    windows = _layer_windows(raw)
+    windows = layer_windows(raw)
     if flag(dflash, "use_swa") and not any(windows):
         raise ValueError("dflash_config.use_swa is true, but layer_types has no sliding_attention")
     either, layers = {**raw, **dflash}, "num_target_layers"
@@ -126,16 +126,6 @@ def _check_kind(raw: Fields, dflash: Fields) -> None:
             raise ValueError(
                 "shift_label is true, supported is false: only drafters that predict masks"
             )
-
-
-def _layer_windows(raw: Fields) -> tuple[int | None, ...]:
-    layers = layer_count(raw)
-    types = raw.get("layer_types") or ["full_attention"] * layers
-    if len(types) != layers:
-        raise ValueError(f"layer_types: {len(types)} entries for {layers} layers")
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"layer_types holds {unknown.pop()!r}")
-    return tuple(size(raw, "sliding_window") if t == "sliding_attention" else None for t in types)
 
 
 def _layer_causal(raw: Fields, dflash: Fields, windows: tuple[int | None, ...]) -> tuple[bool, ...]:

@@ -1,4 +1,4 @@
-"""Attention and MLP of draft networks, behind a cache of committed rows."""
+"""Decoder layers of draft networks, behind a cache of committed rows."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         keys = self.rope(self.k_norm(keys) if self._head_norms else keys, offset=cache.offset)
         return cache.update_and_fetch(keys, self._heads(self.v_proj(rows)))
 
-    def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array | str | None, cache: LayerCache) -> mx.array:
         """Attend from rows x [1, n, d]; returns [1, n, hidden_size]."""
         queries = self._heads(self.q_proj(x))
         queries = self.q_norm(queries) if self._head_norms else queries
@@ -108,3 +108,19 @@ class MLP(nn.Module):
         if cpu_math.pays(gate.size):
             return self.down_proj(cpu_math.swiglu(gate, up))
         return self.down_proj(nn.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """Pre-norm decoder layer. head_norms: as of `Attention`."""
+
+    def __init__(self, shape: Shape, head_norms: bool = True) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape, head_norms=head_norms)
+        self.mlp = MLP(shape)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def __call__(self, x: mx.array, mask: mx.array | str | None, cache: LayerCache) -> mx.array:
+        """[1, n, d] -> [1, n, d]."""
+        x = x + self.self_attn(self.input_layernorm(x), mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
