@@ -131,13 +131,16 @@ def settle(config: DecodeConfig, means: Means) -> DecodeConfig:
 def _auto(config: DecodeConfig, means: Means) -> Method:
     """What the pair serves; of these, the one that a given setting belongs to; then the advice.
 
-    Settings of several methods choose none, and one whose method cannot be had changes nothing.
+    Settings of several methods of a family choose none, and of several families that which `auto`
+    prefers. One whose method cannot be had changes nothing.
     """
     serving = [method for method in METHODS.values() if _serves(method, means)]
     if config.acceptance == "reject" and config.sampling.temperature > 0:
         serving = [method for method in serving if method.draws] or serving
     for setting in given(config):
         owners = [method for method in serving if method.name in _offered(setting)]
+        first = max(owners, key=lambda method: method.preference, default=None)
+        owners = [method for method in owners if first and method.family == first.family]
         if len(owners) == 1 and setting != "acceptance":
             serving = owners
     serving.sort(key=lambda method: -method.preference)
