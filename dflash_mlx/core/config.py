@@ -21,7 +21,7 @@ from dflash_mlx.core.template import parse_template
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
 GROWTHS = ("joint", "paper")
-TRAIN_MODES = ("dflash", "variable-prefix")
+TRAIN_MODES = ("dflash", "variable-prefix", "specdiff", "eagle3")
 ACCEPTANCES = ("auto", "match", "reject")
 KERNELS = ("auto", "off", "on")
 BITS = (4, 8)
@@ -293,6 +293,9 @@ class TrainConfig:
     prefix_base: float = option(
         0.8, "variable-prefix: each visible token more is so many times as likely", type=float
     )
+    reveal_share: float = option(
+        0.25, "specdiff: share of the blocks that show some of their tokens, 0 to 1", type=float
+    )
     learning_rate: float = option(8e-4, "AdamW's peak", type=float)
     warmup: int = option(100, "steps until the peak", type=int)
     weight_decay: float = option(0.01, "AdamW's decay of the weights", type=float)
@@ -318,7 +321,9 @@ class TrainConfig:
         require(endless_ok, "minutes", self.minutes, "a number above 0")
         require(0 < self.alpha <= 1, "alpha", self.alpha, "a number above 0 and up to 1")
         require(0 <= self.short_share <= 1, "short_share", self.short_share, "0 to 1")
-        require(0 <= self.soft <= 1, "soft", self.soft, "0 to 1")
+        for name in ("soft", "reveal_share"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, name, value, "0 to 1")
         if (self.minutes is None) == (self.steps is None):
             ends = "no end" if self.steps is None else "two ends"
             raise DFlashError(f"the training has {ends}", "give either --minutes or --steps")
