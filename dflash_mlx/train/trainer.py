@@ -46,7 +46,7 @@ class Training(ABC):
         trainee: Trainee,
         texts: Texts,
         config: TrainConfig | SelectorTraining,
-        **law: float | None,
+        **law: float,
     ) -> None:
         self.trainee, self.config = trainee, config
         self.step, self.seconds, self.tokens = 0, 0.0, 0
