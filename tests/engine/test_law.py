@@ -1,5 +1,7 @@
 """Sampled answers follow the target's law with every method, at T = 0.7."""
 
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,9 +18,12 @@ from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.resample import Resample
+from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff
+from dflash_mlx.drafters.specdiff.method import likeliest
 from dflash_mlx.engine import rules
 from dflash_mlx.target.pass_times import PassTimes
 from support.law import VOCABULARY, ToyDrafter, law_distance
+from support.masked_toys import ToyMasked
 from support.toys import ToyTarget
 
 TEMPERATURE = 0.7
@@ -61,6 +66,7 @@ def as_pays(drafter):
 GROWTH = JointGrowth(2, 8)
 FIRST, SECOND = ToyDrafter(1), ToyDrafter(2)
 HALVES = ToyHalf(1), ToyHalf(2)
+MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)  # more in test_law_specdiff.py
 MADE = {
     "none": lambda sampling: NoDraft(),
     "ngram": lambda sampling: NGram(),
@@ -80,6 +86,8 @@ MADE = {
     "d2sd, half the vocabulary": lambda sampling: DualDiffusion(*HALVES, None, GROWTH),
     "d2sd, published": lambda sampling: DualDiffusion(FIRST, SECOND, None, PaperGrowth(2)),
     "d2sd, one drafter": lambda sampling: DualDiffusion(FIRST, None, None, GROWTH),
+    "dflash1": lambda sampling: BlockDiffusion(ToyPaths(1)),
+    "specdiff": lambda sampling: SpecDiff(MASKED, None, Denoising(2), *GROWN),
     "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
 }
 

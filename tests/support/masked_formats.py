@@ -122,6 +122,7 @@ def tensors(raw: dict[str, Any], seed: int = 0) -> dict[str, Array]:
     }
     if raw.get("head_norms", kind in ("A2DQwen3LMHeadModel", "SDARForCausalLM")):
         shapes |= {f"self_attn.{n}_norm.weight": (dim,) for n in "qk"}
+        shapes |= {"self_attn.o_proj.bias": (d,)} if raw.get("attention_bias") else {}
     if raw.get("attention_bias") or "Qwen2" in kind or "dLLM" in kind or "Dream" in kind:
         shapes |= {f"self_attn.{n}_proj.bias": (heads * dim,) for n in "q"}
         shapes |= {f"self_attn.{n}_proj.bias": (kv_heads * dim,) for n in "kv"}
@@ -203,7 +204,8 @@ def _attention(layer: dict[str, Array], raw: dict[str, Any], x: Array, visible: 
         scores = np.where(visible, q[:, head] @ k[:, shared].T / np.sqrt(dim), -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         outputs.append(weights / weights.sum(axis=-1, keepdims=True) @ v[:, shared])
-    return np.concatenate(outputs, axis=-1) @ layer["self_attn.o_proj.weight"].T
+    out = np.concatenate(outputs, axis=-1) @ layer["self_attn.o_proj.weight"].T
+    return out + layer.get("self_attn.o_proj.bias", 0)
 
 
 def case(raw: dict[str, Any], **more: Array) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -233,6 +235,12 @@ FORMATS = {
     "fast-dllm": case(fast_dllm()),
     "dream": case(dream()),
 }
+
+
+def folder(place: Path, **changes: Any) -> Path:
+    """A drafter for the tiny llama in our format, blocks of 8."""
+    raw = ours(block_size=8, **changes)
+    return write_drafter_folder(place, raw, tensors(raw))
 
 
 def written(folder: Path, name: str, target: Target, **settings: Any) -> MaskedModel:

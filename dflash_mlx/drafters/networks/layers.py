@@ -111,11 +111,11 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm decoder layer. head_norms: as of `Attention`."""
+    """Pre-norm decoder layer: Qwen3's with head_norms, Llama's and Qwen2's without."""
 
     def __init__(self, shape: Shape, head_norms: bool = True) -> None:
         super().__init__()
-        self.self_attn = Attention(shape, head_norms=head_norms)
+        self.self_attn = Attention(shape, head_norms=head_norms, output_bias=head_norms)
         self.mlp = MLP(shape)
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)

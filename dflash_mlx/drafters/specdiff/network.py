@@ -25,13 +25,13 @@ from dflash_mlx.target.sequence import SequenceCache
 class NetworkConfig:
     """Shapes of a masked diffusion drafter; names as in its config.json.
 
-    attention_bias: of queries, keys and values. head_norms: whether queries and keys of every head
-    are normalised. layer_windows: sliding window per layer, None for full attention; a window of w
-    reaches w - 1 positions back, and as many ahead inside the block. logits_shifted: whether a
-    row's logits are for the position behind it. own_embedding, own_head: whether it brings these
-    itself; tied: the head is its embedding. quantization: of the weights in its files. notes: what
-    reading the folder had to assume. draft_vocab_size, taps: it has no vocabulary of its own and
-    reads no layer of the target.
+    attention_bias: of queries, keys and values, with head_norms of the output too. head_norms:
+    whether queries and keys of every head are normalised. layer_windows: sliding window per layer,
+    None for full attention; a window of w reaches w - 1 positions back, and as many ahead inside
+    the block. logits_shifted: whether a row's logits are for the position behind it. own_embedding,
+    own_head: whether it brings these itself; tied: the head is its embedding. quantization: of the
+    weights in its files. notes: what reading the folder had to assume. draft_vocab_size, taps: it
+    has no vocabulary of its own and reads no layer of the target.
     """
 
     hidden_size: int
