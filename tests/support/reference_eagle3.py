@@ -122,7 +122,8 @@ def row(
         outputs.append(chances / chances.sum() @ seen)
     eps, before = config["rms_norm_eps"], config.get("norm_before_residual")
     residual = rms_norm(h, layer["hidden_norm.weight"], eps) if before else h
-    y = residual + layer["self_attn.o_proj.weight"] @ np.concatenate(outputs)
+    mixed = layer["self_attn.o_proj.weight"] @ np.concatenate(outputs)
+    y = residual + mixed + layer.get("self_attn.o_proj.bias", 0)
     return y + mlp(layer, rms_norm(y, layer["post_attention_layernorm.weight"], eps))
 
 
@@ -177,7 +178,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
     found = {f"midlayer.{name}.weight": shape for name, shape in layer.items()}
     if told.get("attention_bias"):
-        rows = {"q": q, "k": kv, "v": kv}
+        rows = {"q": q, "k": kv, "v": kv, "o": d}
         found |= {f"midlayer.self_attn.{n}_proj.bias": (size,) for n, size in rows.items()}
     found |= {"fc.weight": (d, m * width), "norm.weight": (d,)}
     if config.get("norm_before_fc"):
