@@ -16,6 +16,7 @@ from dflash_mlx.drafters import (
     none,
     resample,
 )
+from dflash_mlx.drafters.eagle3 import drafter as eagle3
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.method import Method, TokenSource, check_block_size
 from dflash_mlx.drafters.specdiff import method as specdiff
@@ -31,7 +32,8 @@ METHODS: dict[str, Method] = {
         best_first.METHOD,
         dual_diffusion.METHOD,
         specdiff.METHOD,
-        ngram.METHOD,  # behind it, since it is as good only where no draft model is
+        eagle3.METHOD,
+        ngram.METHOD,  # behind these, since it is as good only where no draft model is
         resample.METHOD,
     )
 }

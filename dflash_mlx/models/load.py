@@ -14,6 +14,7 @@ from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector, Finding
 from dflash_mlx.drafters.dflash.checkpoint import read_config
+from dflash_mlx.drafters.formats import taps_of
 from dflash_mlx.drafters.methods import (
     check_uses,
     family_of,
@@ -86,7 +87,8 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     target, tokenizer = _read_target(fetched(facts))
     target.kv_bits = config.kv_bits
     notes = choice.notes + _on_packing(drafters, config)
-    notes += fit_target(target, [tap for drafter in drafters for tap in drafter.config.taps])
+    layers = target.num_layers
+    notes += fit_target(target, [tap for d in drafters for tap in taps_of(d.config, layers)])
     models = [_read_drafter(drafter, target, config) for drafter in drafters]
     notes += tuple(note for model in models for note in fit_drafter(model, target))
     for model, drafter, size in zip(models, drafters, sizes, strict=False):
@@ -127,7 +129,7 @@ def _load_other(
     facts = fetched(check_drafter(find_source(name, DRAFTER), name))
     check_pair(target_facts, facts).raise_first()
     size = _draft_size(config, facts)
-    fit_target(target, facts.config.taps)
+    fit_target(target, taps_of(facts.config, target.num_layers))
     model = _read_drafter(facts, target, config)
     fit_drafter(model, target)
     _limit(model, facts, target, tokenizer, size, config)
@@ -367,7 +369,7 @@ def _in_words(facts: ModelFacts) -> str:
         words.append(str(facts.config.get("model_type", "")))
         last = f"context {facts.context_length}" if facts.context_length else ""
     elif facts.config is not None:
-        taps = ", ".join(map(str, facts.config.taps))
+        taps = ", ".join(map(str, facts.config.taps or ()))
         last = f"blocks of {facts.config.block_size}" + f", reads layers {taps}" * bool(taps)
     if weights.tensors:
         words.append(f"{weights.parameters:,} parameters in {weights.dtype}")

@@ -1,4 +1,4 @@
-"""Sampled answers follow the target's law with every method, at T = 0.7."""
+"""Sampled answers follow the target's law with every method, most at T = 0.7."""
 
 from functools import partial
 
@@ -13,6 +13,7 @@ from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.selector import Candidates, SelectorConfig, predecessors
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
+from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
@@ -22,7 +23,7 @@ from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff
 from dflash_mlx.drafters.specdiff.method import likeliest
 from dflash_mlx.engine import rules
 from dflash_mlx.target.pass_times import PassTimes
-from support.law import VOCABULARY, ToyDrafter, law_distance
+from support.law import VOCABULARY, ToyDrafter, ToyEagle, law_distance
 from support.masked_toys import ToyMasked
 from support.toys import ToyTarget
 
@@ -67,6 +68,7 @@ GROWTH = JointGrowth(2, 8)
 FIRST, SECOND = ToyDrafter(1), ToyDrafter(2)
 HALVES = ToyHalf(1), ToyHalf(2)
 MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)  # more in test_law_specdiff.py
+EAGLE = ToyEagle(1)
 MADE = {
     "none": lambda sampling: NoDraft(),
     "ngram": lambda sampling: NGram(),
@@ -88,13 +90,17 @@ MADE = {
     "d2sd, one drafter": lambda sampling: DualDiffusion(FIRST, None, None, GROWTH),
     "dflash1": lambda sampling: BlockDiffusion(ToyPaths(1)),
     "specdiff": lambda sampling: SpecDiff(MASKED, None, Denoising(2), *GROWN),
+    "eagle3": lambda sampling: GrownTree(EAGLE, None, 3, 8),
+    "eagle3, chain": lambda sampling: Chain(EAGLE),
+    "eagle3, reject": lambda sampling: DrawnChain(EAGLE, None, sampling),
+    "eagle3, as pays, reject": lambda s: as_pays(DrawnChain(EAGLE, None, s, weighed=True)),
     "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
 }
 
 
-def distance(name, draws, **settings):
+def distance(name, draws, temperature=TEMPERATURE, **settings):
     """Of `draws` answers with that method from the enumerated law, in standard deviations."""
-    sampling = SamplingConfig(TEMPERATURE, **settings)
+    sampling = SamplingConfig(temperature, **settings)
     acceptance = "reject" if name.endswith("reject") else "match"
     config = DecodeConfig(name.partition(",")[0], acceptance=acceptance, sampling=sampling)
     return law_distance(ToyTarget(VOCABULARY), MADE[name], draws, config)
@@ -109,6 +115,11 @@ def test_sampled_answers_follow_the_law(name):
     assert distance(name, 800) < 4
 
 
+@pytest.mark.parametrize("name", [name for name in MADE if name.startswith("eagle3")])
+def test_sampled_answers_follow_the_law_at_temperature_1(name):
+    assert distance(name, 800, temperature=1.0) < 4
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -120,7 +131,7 @@ def test_sampled_answers_follow_the_law(name):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["dflash, reject", "dflash, path, reject"])
+@pytest.mark.parametrize("name", ["dflash, reject", "dflash, path, reject", "eagle3, reject"])
 def test_rejection_sampling_follows_the_law_with_every_filter(name, settings):
     assert distance(name, 1500 if name == "dflash, reject" else 500, **settings) < 4
 
@@ -147,3 +158,12 @@ def test_the_law_test_notices_chains_that_are_cut_by_their_own_tokens(monkeypatc
     assert distance("dflash, as pays, reject", 1500) < 4
     monkeypatch.setattr(DrawnBlock, "drawn", by_own_tokens)
     assert distance("dflash, as pays, reject", 1500) > 4
+
+
+def test_the_law_test_notices_steps_that_are_cut_by_their_own_tokens(monkeypatch):
+    def by_own_tokens(self, q):
+        return float(q.max(axis=-1).min())
+
+    assert distance("eagle3, as pays, reject", 1500) < 4
+    monkeypatch.setattr(DrawnChain, "confidence", by_own_tokens)
+    assert distance("eagle3, as pays, reject", 1500) > 4
