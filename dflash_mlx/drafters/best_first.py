@@ -20,7 +20,7 @@ from dflash_mlx.engine.state import State
 class BestFirst(OneDraft):
     """One DFlash pass; its `nodes` likeliest prefixes by the product of their probabilities.
 
-    With DFlash 2's candidate selector, every token's probability is that after the one before.
+    Of a linked drafter (DFlash 2, DSpark) every token's probability is that after the one before.
     block_size: as for any `OneDraft`. width: tokens that a position can offer behind each path.
     """
 
@@ -35,8 +35,8 @@ class BestFirst(OneDraft):
     def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
         """A tree of up to `nodes` nodes."""
         model = self._model
-        if model.config.selector is not None:
-            choices = follow_links(*model.linked(context, state.anchor, rows), self._width)
+        if model.is_linked:
+            choices = follow_links(model.linked(context, state.anchor, rows)[0], self._width)
         else:
             choices = follow(model.ranked(context, state.anchor, rows, self._width))
         return Proposal(best_first(choices, self._nodes))

@@ -36,15 +36,15 @@ class BlockDiffusion(OneDraft):
 
 
 class SelectedPath(BlockDiffusion):
-    """DFlash 2: from every token on the candidate with the best score (see `selector.py`).
+    """DFlash 2, DSpark: after every token the one with the best score (see `paths.py`).
 
-    The first drafts of trees take their probabilities from the same scores, see `links.py`.
+    Trees take their probabilities from the same scores, see `growth/links.py`.
     """
 
     def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
         """Tokens [rows - 1] of the path."""
         candidates = self._model.candidates(context, anchor, rows)
-        return candidates.at(candidates.walk(lambda t, scores: mx.argmax(scores)))
+        return candidates.at(candidates.likeliest()[0])
 
 
 class RankedChain(BestFirst):
@@ -58,7 +58,7 @@ class RankedChain(BestFirst):
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     model, size = block_models(pair)[0], config.block_size
-    is_plain, adaptive = model.config.selector is None, size is None
+    is_plain, adaptive = not model.is_linked, size is None
     drafter: OneDraft
     if config.draws_drafts:
         drawn = DrawnBlock if is_plain else DrawnPath

@@ -12,7 +12,7 @@ from dflash_mlx.core.sampling import DRAFT, Sampler, tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
-from dflash_mlx.drafters.dflash.selector import Candidates
+from dflash_mlx.drafters.dflash.paths import Candidates
 from dflash_mlx.drafters.growth.grow import FIRST, LEAST
 from dflash_mlx.drafters.one_draft import OneDraft
 from dflash_mlx.engine.drafter import Proposal
@@ -68,21 +68,26 @@ class DrawnBlock(OneDraft):
 
 
 class DrawnPath(DrawnBlock):
-    """As `DrawnBlock`, with every token drawn from the candidates' scores after the one before."""
+    """As `DrawnBlock`, with every token drawn by the scores of candidates after the one before."""
 
     def drawn(
         self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Tokens [rows - 1] of a path and q [rows - 1, V], zero outside the candidates.
 
-        sure: along the likeliest path.
+        sure: along the likeliest path, by the drafter's confidence head if it has one.
         """
-        found = self._model.candidates(context, anchor, rows)
-        candidates = Candidates(found.tokens, tempered(found.scores, self.sampler.config))
+        found, config = self._model.candidates(context, anchor, rows), self.sampler.config
+        drawn = Candidates(found.tokens, lambda t, before: tempered(found.after(t, before), config))
         keys = mx.random.split(key, rows - 1)
-        path = candidates.walk(lambda t, scores: mx.random.categorical(scores, key=keys[t]))
-        chances = mx.softmax(candidates.scores_along(path), axis=-1)
+        path, scores = drawn.walk(lambda t, scores: mx.random.categorical(scores, key=keys[t]))
         nothing = mx.zeros((rows - 1, self._model.config.vocab_size))
-        q = mx.put_along_axis(nothing, candidates.tokens, chances, axis=-1)
-        likeliest = candidates.scores_along(candidates.walk(lambda t, scores: mx.argmax(scores)))
-        return candidates.at(path), q, mx.softmax(likeliest, axis=-1).max(axis=-1)
+        q = mx.put_along_axis(nothing, drawn.tokens, mx.softmax(scores, axis=-1), axis=-1)
+        return drawn.at(path), q, self._sure(found, drawn)
+
+    def _sure(self, found: Candidates, drawn: Candidates) -> mx.array:
+        """[rows - 1] how sure it is of each position, whatever is drawn."""
+        path, scores = drawn.likeliest()
+        if found.confidences is not None:
+            return found.confidences(path)
+        return mx.softmax(scores, axis=-1).max(axis=-1)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import mlx.core as mx
+
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.context import DualContext
+from dflash_mlx.drafters.dflash.context import DualContext, FeatureContext
 from dflash_mlx.drafters.growth.grow import (
     FIRST,
     SECOND,
@@ -127,19 +129,26 @@ class DualDiffusion(EachAlone):
 
     def drafts(self, state: State, rows: int) -> tuple[Ranked, dict[Path, Ranked]]:
         """The first draft of a block of `rows`, and the second after each prefix."""
-        contexts, model = contexts_of(state), self._models[0]
-        if model.config.selector is not None:
-            first = along_path(*model.linked(contexts[0], state.anchor, rows), TOP_K)
-        else:
-            first = model.ranked(contexts[0], state.anchor, rows, TOP_K)
+        contexts, models = contexts_of(state), self._models
+        (first,) = _ranked(models[0], contexts[0], state.anchor, rows, [()])
         prefixes = self._growth.prefixes(first)
-        ranked = self._models[-1].ranked(contexts[-1], state.anchor, rows, TOP_K, prefixes)
-        second, start = {}, 0
-        for prefix in prefixes:
-            end = start + rows - 1 - len(prefix)
-            second[prefix] = Ranked(ranked.tokens[start:end], ranked.logprobs[start:end])
-            start = end
-        return first, second
+        second = _ranked(models[-1], contexts[-1], state.anchor, rows, prefixes)
+        return first, dict(zip(prefixes, second, strict=True))
+
+
+def _ranked(
+    model: BlockModel, context: FeatureContext, anchor: mx.array, rows: int, prefixes: list[Path]
+) -> list[Ranked]:
+    """The likeliest tokens behind each prefix; of a linked drafter, after the likeliest before."""
+    if model.is_linked:
+        found = model.linked(context, anchor, rows, prefixes)
+        return [along_path(linked, TOP_K) for linked in found]
+    whole, parts = model.ranked(context, anchor, rows, TOP_K, prefixes), []
+    for prefix in prefixes:
+        length = rows - 1 - len(prefix)
+        parts.append(Ranked(whole.tokens[:length], whole.logprobs[:length]))
+        whole = whole.after(length)
+    return parts
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:

@@ -57,6 +57,9 @@ class DFlashTrainee(Trainee):
             raise DFlashError(
                 f"{folder} holds a drafter with its own vocabulary, or a quantised one", _START_FROM
             )
+        if config.sample_from_anchor or config.markov is not None:
+            what = f"{folder} holds a drafter that drafts from its anchor's row, or DSpark's heads"
+            raise DFlashError(what, _START_FROM)
 
     @classmethod
     def read(cls, folder: Path, target: Target) -> DFlashTrainee:

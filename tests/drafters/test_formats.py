@@ -202,7 +202,7 @@ def test_a_folder_saved_in_our_layout_is_read_as_the_same_drafter(drafting, tmp_
 
 
 def drafters_of(model: BlockModel) -> list[Any]:
-    chain = BlockDiffusion if model.config.selector is None else SelectedPath
+    chain = SelectedPath if model.is_linked else BlockDiffusion
     return [
         chain(model),
         BestFirst(model, None, 12),

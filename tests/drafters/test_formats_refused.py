@@ -29,12 +29,14 @@ from support.drafter_formats import (
     HALVES,
     REDUCED,
     SCALES,
+    specforge,
     speculators,
     version_1,
     write_shards,
 )
 from support.reference_dflash import random_drafter, write_drafter_folder
 from support.reference_dflash2 import tiny_config as version_2
+from support.reference_dspark import tiny_config as dspark
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -84,7 +86,12 @@ REFUSED: list[tuple[Any, str]] = [
     (speculators(projector_type="domino"), "projector_type is 'domino'.*'dflash'"),
     (method(shift_label=True), "shift_label is true"),
     (speculators(shift_label=True), "shift_label is true"),
-    (speculators(sample_from_anchor=True), "sample_from_anchor is true"),
+    (dspark(architectures=["Gemma4DSparkModel"]), "holds a Gemma4DSparkModel, not"),
+    (dspark(markov_head_type="rnn"), "markov_head_type is 'rnn'.*'vanilla'"),
+    (speculators("dspark", markov_head_type="gated"), "markov_head_type is 'gated'.*'vanilla'"),
+    (dspark(markov_rank=0), "markov_rank is 0, but enable_confidence_head"),
+    (dspark(projector_type="domino"), "projector_type is 'domino'.*'dspark'"),
+    (dspark(sample_from_anchor=False, shift_label=True), "shift_label is true"),
     (speculators(target_hidden_size=128), "target_hidden_size is 128 and hidden_size 64"),
     (version_1(layer_types=["full_attention", "linear_attention"]), "linear_attention"),
     (version_1(quantization_config={"quant_method": "fp8"}), "quantization_config is .*fp8"),
@@ -100,6 +107,9 @@ REFUSED: list[tuple[Any, str]] = [
         (method(own_embedding="no"), "own_embedding", "no"),
         (speculators(sample_from_anchor="false"), "sample_from_anchor", "false"),
         (speculators(sliding_window_non_causal="false"), "sliding_window_non_causal", "false"),
+        (dspark(enable_confidence_head="no"), "enable_confidence_head", "no"),
+        (dspark(confidence_head_with_markov=1), "confidence_head_with_markov", 1),
+        (dspark(rope_is_neox_style="no"), "rope_is_neox_style", "no"),
     )),
     (version_1(hidden_size="wide"), "hidden_size is 'wide'"),
     (layers(hidden_size="wide"), "hidden_size is 'wide'"),
@@ -115,6 +125,10 @@ REFUSED: list[tuple[Any, str]] = [
     (method(input_embedding_scale=NAN), "input_embedding_scale is nan"),
     (method(final_logit_softcapping=NAN), "final_logit_softcapping is nan"),
     (second(selector_top_k=0), "selector_top_k is 0"),
+    (dspark(markov_rank=-1), "markov_rank is -1"),
+    (dspark(markov_rank=None), "markov_rank"),
+    (dspark(num_target_layers=None), "num_target_layers"),
+    ({**specforge(), "dflash_config": [1]}, r"dflash_config is \[1\]"),
     *((version_1(**{name: 2**31}), f"{name} is 2147483648") for name in (
         "hidden_size", "intermediate_size", "vocab_size", "head_dim"
     )),
@@ -123,6 +137,9 @@ REFUSED: list[tuple[Any, str]] = [
     *((raw, f"block_size is {raw.get('block_size') or 1}") for raw in (
         version_1(block_size=1), version_1(block_size=-8), version_1(block_size=1025)
     )),
+    (dspark(block_size=0), "block_size is 0, not from 1 to 1023"),
+    (dspark(draft_vocab_size=98), "draft_vocab_size is 98.* 97"),
+    (dspark(target_layer_ids=[-1, 2]), r"\[-1, 2\].* 3 layers"),
     (method(mask_token_id=97), "mask_token_id is 97.* 97"),
     (method(mask_token_id=-1), "mask_token_id is -1.* 97"),
     (speculators(mask_token_id=None), "mask_token_id"),
@@ -190,6 +207,9 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 # A format, tensors in place of its own (None for none), the tensor's name and both values
 D2T, HEAD, FC = REDUCED["d2t"], "lm_head.weight", "fc.weight"
 UP = "layers.0.mlp.up_proj.weight"
+W1, W2, SURE = (f"{n}.weight" for n in (
+    "markov_head.markov_w1", "markov_head.markov_w2", "confidence_head.proj"
+))  # fmt: skip
 TENSORS: list[tuple[str, dict[str, Any], str]] = [
     ("version 1", {"norm.weight": None}, r"norm.weight .* missing.*\(64,\)"),
     ("version 1", {HEAD: FULL[HEAD]}, r"lm_head.weight .*\(97, 64\).*no such tensor"),
@@ -200,6 +220,12 @@ TENSORS: list[tuple[str, dict[str, Any], str]] = [
     ("version 1", {"layers.0.mlp_conv.base_kernel": zeros(2, 2, 64)}, "base_kernel .* no such"),
     ("version 2", {"candidate_selector.predecessor_codebook": None}, "decessor_codebook .* missin"),
     ("speculators", {"verifier_norm.weight": zeros(32)}, r"verifier_norm.*\(32,\).*\(64,\)"),
+    ("dspark", {W1: None}, r"markov_w1.weight .* missing.*\(97, 8\)"),
+    ("dspark", {W2: zeros(97, 4)}, r"markov_w2.weight .*\(97, 4\).*\(97, 8\)"),
+    ("dspark", {SURE: None}, r"confidence_head.proj.weight .* missing.*\(1, 72\)"),
+    ("dspark", {SURE: zeros(1, 64)}, r"confidence_head.proj.weight .*\(1, 64\).*\(1, 72\)"),
+    ("dspark, no heads", {W1: zeros(97, 8)}, r"markov_w1.weight .*\(97, 8\).*no such tensor"),
+    ("dspark, draft vocabulary", {W2: zeros(97, 8)}, r"markov_w2.*\(97, 8\).*\(40, 8\)"),
     (HALVES, {HEAD: FULL[HEAD]}, r"lm_head.weight .*\(97, 64\).*\(40, 64\)"),
     (HALVES, {HEAD: None}, "lm_head.weight .* missing"),
     (HALVES, {"d2t": None}, "d2t .* missing"),

@@ -17,7 +17,7 @@ from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
 from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow
-from dflash_mlx.drafters.growth.links import along_path, conditional, follow_links
+from dflash_mlx.drafters.growth.links import Linked, along_path, conditional, follow_links
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
@@ -91,7 +91,7 @@ def test_candidates_that_cannot_be_are_not_made_possible():
     found = conditional(ranked, edges)
     assert np.exp(found[0, 0]) == pytest.approx(weights / weights.sum())
     assert found[0, 0, 2] == -np.inf
-    assert best_first(follow_links(ranked, edges), 9).drafted == (9, 4)
+    assert best_first(follow_links(Linked(ranked, edges)), 9).drafted == (9, 4)
 
 
 def test_behind_the_walk_candidates_stand_as_they_do_after_its_tokens():
@@ -102,7 +102,7 @@ def test_behind_the_walk_candidates_stand_as_they_do_after_its_tokens():
     ranked, edges = Ranked(tokens, logprobs), rng.normal(size=(n, k, k)) * 2
     edges[0] = edges[0, 0]
     law, before, detours = conditional(ranked, edges), 0, 0
-    first = along_path(ranked, edges, kept)
+    first = along_path(Linked(ranked, edges), kept)
     assert first.tokens.shape == first.logprobs.shape == (n, kept)
     for t in range(n):
         order = np.argsort(-law[t, before])[:kept]
@@ -152,7 +152,7 @@ def check_likeliest(nodes: Nodes, every: Nodes, tolerance: float) -> None:
 def test_a_tree_holds_the_likeliest_prefixes_and_no_others(seed, nodes, positions):
     logits, ranked, edges = case(seed, positions)
     every = every_path(logits, ranked.tokens, edges)
-    found = nodes_of(best_first(follow_links(ranked, edges), nodes))
+    found = nodes_of(best_first(follow_links(Linked(ranked, edges)), nodes))
     assert len(found) == min(nodes - 1, len(every))
     check_likeliest(found, every, 1e-9)
 
@@ -224,7 +224,8 @@ def test_a_drafter_s_tree_is_that_of_the_reference(tmp_path, method):
 def test_a_position_offers_the_selector_s_candidates_and_16_at_most(tmp_path, top_k, offered):
     model = Drafting(tmp_path, selector_top_k=top_k, block_size=5).model
     state = behind(model, 7, np.ones((3, WIDTH), np.float32))
-    ranked, edges = model.linked(state.context, state.anchor, 4)
+    (linked,) = model.linked(state.context, state.anchor, 4)
+    ranked, edges = linked.ranked, linked.edges
     assert ranked.tokens.shape == (3, offered) and edges.shape == (3, offered, offered)
     assert (np.diff(ranked.logprobs) <= 0).all()
     assert (edges[0] == edges[0, 0]).all(), "before the first position there is the anchor alone"
@@ -309,7 +310,8 @@ def test_the_targets_filters_apply_to_the_candidates(small, filters):
     tree = proposal.tree
     q, found = np.array(proposal.q), model.candidates(state.context, state.anchor, BLOCK)
     path = [np.array(found.tokens)[t].tolist().index(k) for t, k in enumerate(tree.drafted)]
-    kept = np.isfinite(np.array(tempered(found.scores_along(mx.array(path)), sampling)))
+    _, scores = found.walk(lambda t, scores: mx.array(path[t]))
+    kept = np.isfinite(np.array(tempered(scores, sampling)))
     assert (q > 0).sum(axis=-1).tolist() == kept.sum(axis=-1).tolist()
     assert kept.sum() < kept.size
 

@@ -1,4 +1,4 @@
-"""Sampled answers follow the target's law with every method, most at T = 0.7."""
+"""Sampled answers follow the target's law with every method, at T = 0.7 and 1."""
 
 from functools import partial
 
@@ -10,10 +10,17 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.adaptive import Adaptive, Scope
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
-from dflash_mlx.drafters.dflash.selector import Candidates, SelectorConfig, predecessors
+from dflash_mlx.drafters.dflash.markov import (
+    ConfidenceHead,
+    MarkovConfig,
+    MarkovHead,
+    MarkovLinks,
+)
+from dflash_mlx.drafters.dflash.paths import Candidates, predecessors
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
 from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
+from dflash_mlx.drafters.growth.links import Linked
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
@@ -33,21 +40,55 @@ TEMPERATURE = 0.7
 class ToyPaths(ToyDrafter):
     """Stands for a DFlash 2 drafter: three candidates, scored by the token before them as well."""
 
-    selector = SelectorConfig(rank=1, top_k=3)
+    is_linked = True
 
     def candidates(self, context, anchor, rows):
         logits = self.logits(context, anchor, rows)
         tokens = mx.argsort(-logits, axis=-1)[:, :3]
-        edges = self.edges(tokens, anchor)
-        return Candidates(tokens, mx.take_along_axis(logits, tokens, axis=-1)[:, None] + edges)
+        unary = mx.take_along_axis(logits, tokens, axis=-1)[:, None]
+        return Candidates.of_table(tokens, unary + self.edges(tokens, anchor))
 
-    def linked(self, context, anchor, rows):
-        ranked = rank(self.logits(context, anchor, rows), 3)
-        return ranked, np.array(self.edges(mx.array(ranked.tokens), anchor))
+    def linked(self, context, anchor, rows, prefixes=((),)):
+        found = []
+        for prefix in prefixes:
+            before = mx.array(prefix[-1:]) if prefix else anchor
+            ranked = rank(self.logits(context, anchor, rows, [prefix]), 3)
+            edges = self.edges(mx.array(ranked.tokens), before)
+            found.append(Linked(ranked, np.array(edges)))
+        return found
 
     def edges(self, tokens, anchor):
         before = predecessors(tokens, anchor)
         return mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
+
+
+class ToyMarkov(ToyDrafter):
+    """Stands for a DSpark drafter, with its real heads; logits are states as well."""
+
+    is_linked = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.table /= 3  # or nothing but the likeliest path would be drawn
+        config = MarkovConfig(rank=3)
+        head, confidence = MarkovHead(VOCABULARY, VOCABULARY, config), ConfidenceHead(4, config)
+        for i, module in enumerate((head.markov_w1, head.markov_w2, confidence.proj)):
+            shape = module.weight.shape
+            module.weight = mx.random.normal(shape, key=mx.random.key(10 * seed + i))
+        self.links = MarkovLinks(head, confidence, None)
+
+    def candidates(self, context, anchor, rows):
+        logits = self.logits(context, anchor, rows)
+        return self.links.candidates(logits, logits, anchor, None)
+
+    def linked(self, context, anchor, rows, prefixes=((),)):
+        found = []
+        for prefix in prefixes:
+            before = mx.array(prefix[-1:]) if prefix else anchor
+            logits = self.logits(context, anchor, rows, [prefix])
+            given = logits, logits, before, None, lambda scores: rank(scores, self.links.top_k)
+            found.append(self.links.linked(*given))
+        return found
 
 
 class ToyHalf(ToyDrafter):
@@ -65,7 +106,7 @@ def as_pays(drafter):
 
 
 GROWTH = JointGrowth(2, 8)
-FIRST, SECOND = ToyDrafter(1), ToyDrafter(2)
+FIRST, SECOND, MARKOV = ToyDrafter(1), ToyDrafter(2), ToyMarkov(3)
 HALVES = ToyHalf(1), ToyHalf(2)
 MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)  # more in test_law_specdiff.py
 EAGLE = ToyEagle(1)
@@ -87,6 +128,7 @@ MADE = {
     "d2sd, path": lambda sampling: DualDiffusion(ToyPaths(1), SECOND, None, GROWTH),
     "d2sd, half the vocabulary": lambda sampling: DualDiffusion(*HALVES, None, GROWTH),
     "d2sd, published": lambda sampling: DualDiffusion(FIRST, SECOND, None, PaperGrowth(2)),
+    "d2sd, one drafter, path": lambda s: DualDiffusion(ToyPaths(1), None, None, GROWTH),
     "d2sd, one drafter": lambda sampling: DualDiffusion(FIRST, None, None, GROWTH),
     "dflash1": lambda sampling: BlockDiffusion(ToyPaths(1)),
     "specdiff": lambda sampling: SpecDiff(MASKED, None, Denoising(2), *GROWN),
@@ -95,6 +137,12 @@ MADE = {
     "eagle3, reject": lambda sampling: DrawnChain(EAGLE, None, sampling),
     "eagle3, as pays, reject": lambda s: as_pays(DrawnChain(EAGLE, None, s, weighed=True)),
     "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
+    "dflash, dspark": lambda sampling: SelectedPath(MARKOV),
+    "dflash, dspark, reject": lambda sampling: DrawnPath(MARKOV, None, sampling),
+    "dflash, dspark as pays, reject": lambda s: as_pays(DrawnPath(MARKOV, None, s, weighed=True)),
+    "ddtree, dspark": lambda sampling: BestFirst(MARKOV, None, 6),
+    "d2sd, dspark": lambda sampling: DualDiffusion(MARKOV, SECOND, None, GROWTH),
+    "d2sd, dspark alone": lambda sampling: DualDiffusion(MARKOV, None, None, GROWTH),
 }
 
 
@@ -115,7 +163,7 @@ def test_sampled_answers_follow_the_law(name):
     assert distance(name, 800) < 4
 
 
-@pytest.mark.parametrize("name", [name for name in MADE if name.startswith("eagle3")])
+@pytest.mark.parametrize("name", [n for n in MADE if n.startswith("eagle3") or "dspark" in n])
 def test_sampled_answers_follow_the_law_at_temperature_1(name):
     assert distance(name, 800, temperature=1.0) < 4
 
@@ -131,7 +179,10 @@ def test_sampled_answers_follow_the_law_at_temperature_1(name):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["dflash, reject", "dflash, path, reject", "eagle3, reject"])
+REJECTING = ("dflash, reject", "dflash, path, reject", "dflash, dspark, reject", "eagle3, reject")
+
+
+@pytest.mark.parametrize("name", REJECTING)
 def test_rejection_sampling_follows_the_law_with_every_filter(name, settings):
     assert distance(name, 1500 if name == "dflash, reject" else 500, **settings) < 4
 
@@ -146,6 +197,17 @@ def test_the_law_test_notices_wrong_rejection_rules(monkeypatch, mistake):
     }[mistake]
     monkeypatch.setattr(rules, name, wrong)
     assert distance("dflash, reject", 800) > 4
+
+
+def test_the_law_test_notices_a_q_that_forgets_the_token_before(monkeypatch):
+    drawn = DrawnPath.drawn
+
+    def forgetful(self, *given):
+        tokens, _, sure = drawn(self, *given)
+        return tokens, mx.softmax(self._model.logits(*given[:3]) / TEMPERATURE, axis=-1), sure
+
+    monkeypatch.setattr(DrawnPath, "drawn", forgetful)
+    assert distance("dflash, dspark, reject", 800) > 4
 
 
 def test_the_law_test_notices_chains_that_are_cut_by_their_own_tokens(monkeypatch):

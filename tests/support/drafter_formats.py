@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.target.model import Target
-from support import reference_dflash, reference_dflash2
+from support import reference_dflash, reference_dflash2, reference_dspark
 from support.families import VOCAB_SIZE
 from support.reference_dflash import (
     Array,
@@ -25,6 +25,17 @@ from support.reference_dflash import (
 )
 
 TAPS = [0, 2]
+NAMES = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkDraftModel",
+}
+HEADS = {
+    "markov_rank": reference_dspark.RANK,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
 WIDTH = 64 * len(TAPS)
 DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(VOCAB_SIZE)[:40])
 
@@ -37,7 +48,7 @@ def version_1(**changes: Any) -> dict[str, Any]:
 
 def speculators(kind: str = "dflash", **changes: Any) -> dict[str, Any]:
     """The layout of the library's releases: the network under `transformer_layer_config`."""
-    version_2 = kind == "dflash2"
+    version_2, dspark = kind == "dflash2", kind == "dspark"
     layers = reference_dflash2.tiny_config() if version_2 else version_1()
     method = layers.pop("dflash_config")
     layers = {k: v for k, v in layers.items() if k not in ("block_size", "num_target_layers")}
@@ -46,13 +57,13 @@ def speculators(kind: str = "dflash", **changes: Any) -> dict[str, Any]:
     layers.update(changes.pop("transformer_layer_config", {}))
     sizes = {k: v for k, v in method.items() if k.startswith(("conv_", "selector_"))}
     return {
-        "architectures": ["DFlash2DraftModel" if version_2 else "DFlashDraftModel"],
+        "architectures": [NAMES[kind]],
         "aux_hidden_state_layer_ids": [i + 1 for i in TAPS],
         "block_size": 6,
         "draft_vocab_size": layers["vocab_size"],
         "dtype": "float32",
         "mask_token_id": 5,
-        "sample_from_anchor": False,
+        "sample_from_anchor": dspark,
         "sliding_window_non_causal": version_2,
         "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "tiny/llama"}},
         "speculators_model_type": kind,
@@ -60,6 +71,7 @@ def speculators(kind: str = "dflash", **changes: Any) -> dict[str, Any]:
         "target_hidden_size": None,
         "transformer_layer_config": layers,
         **sizes,
+        **(HEADS if dspark else {}),
         **changes,
     }
 
@@ -116,10 +128,42 @@ def written(folder: Path, raw: Config, tensors: Mapping[str, Array], target: Tar
     return BlockModel(load_network(folder, config, mx.float32), config, target)
 
 
+def is_dspark(config: Config) -> bool:
+    """Whether the drafter can draft from its anchor's row, and have DSpark's heads."""
+    is_one = "DSpark" in config["architectures"][0]
+    return is_one or bool(reference_dspark.field(config, "sample_from_anchor", False))
+
+
+def specforge(**changes: Any) -> dict[str, Any]:
+    """DSpark in the layout of SpecForge: the method's fields as z-lab has them."""
+    raw = reference_dspark.tiny_config(architectures=["DSparkDraftModel"], **changes)
+    moved = ("mask_token_id", "target_layer_ids", *HEADS)
+    method = {name: raw.pop(name) for name in moved} | {"projector_type": "dspark"}
+    return {**raw, "auto_map": {"AutoModel": "dspark.DSparkDraftModel"}, "dflash_config": method}
+
+
+def lfm2() -> dict[str, Any]:
+    """DSpark in LiquidAI's layout: some of them there, and neighbours of the rope turn together."""
+    raw = reference_dspark.tiny_config(architectures=["Lfm2DSparkDraftModel"])
+    moved = ("mask_token_id", "target_layer_ids", "num_target_layers")
+    method = {name: raw.pop(name) for name in moved}
+    del raw["confidence_head_with_markov"]
+    return {**raw, "rope_is_neox_style": False, "dflash_config": method}
+
+
 def expected_logits(
     config: Config, tensors: Mapping[str, Array], tables: tuple[Array, Array], *block: Any
 ) -> Array:
-    """[n, V] over the target's vocabulary, in NumPy. block: features, anchor, rows."""
+    """[n, V] over the target's vocabulary, in NumPy. block: features, anchor, rows.
+
+    Of DSpark without what its head adds.
+    """
+    if is_dspark(config):
+        features, anchor, rows = block
+        drafted = reference_dspark.Block(config, tensors, tables, features, anchor, rows - 1)
+        whole = np.full((rows - 1, VOCAB_SIZE), -np.inf)
+        whole[:, drafted.ids] = drafted.logits
+        return whole
     if "transformer_layer_config" in config:
         config = as_version_1(config)
     embedding = tensors.get("embed_tokens.weight", tables[0])
@@ -145,7 +189,10 @@ SCALES = {
 
 
 def body(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Random tensors of the network itself."""
+    """Random tensors of the network itself, with DSpark's heads."""
+    if is_dspark(config):
+        size = config.get("draft_vocab_size", VOCAB_SIZE)
+        return reference_dspark.random_tensors(config, 0 if size == VOCAB_SIZE else size)
     if config.get("speculators_model_type"):
         config = as_version_1(config)
     if "conv_kernel_size" in config["dflash_config"]:
@@ -184,6 +231,26 @@ FORMATS = {
     ),
     "speculators, sliding": case(speculators(transformer_layer_config=SLIDING)),
     "speculators, version 2": case(speculators("dflash2")),
+    "speculators, from the anchor": case(speculators(sample_from_anchor=True)),
+    "dspark": case(reference_dspark.tiny_config(), **FULL),
+    "dspark, confidence of states": case(
+        reference_dspark.tiny_config(confidence_head_with_markov=False), **FULL
+    ),
+    "dspark, no confidence": case(
+        reference_dspark.tiny_config(enable_confidence_head=False, draft_vocab_size=97), **FULL
+    ),
+    "dspark, no heads": case(
+        reference_dspark.tiny_config(markov_rank=0, enable_confidence_head=False), **FULL
+    ),
+    "dspark, specforge": case(specforge()),
+    "dspark, lfm2": case(lfm2()),
+    "dspark, speculators": case(speculators("dspark"), **FULL),
+    "dspark, draft vocabulary": case(
+        speculators("dspark", draft_vocab_size=len(DRAFT_IDS)), **REDUCED
+    ),
+    "dspark, from masks": case(
+        speculators("dspark", sample_from_anchor=False, transformer_layer_config=SLIDING), **FULL
+    ),
 }
 
 HALVES = "speculators, draft vocabulary"

@@ -43,6 +43,7 @@ from dflash_mlx.models.source import Source  # noqa: E402
 from support import gguf_files, reference_dflash2  # noqa: E402
 from support.drafter_formats import (  # noqa: E402
     DRAFT_IDS,
+    FORMATS,
     own_tables,
     speculators,
     version_1,
@@ -201,6 +202,7 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
             root / "2", version_2, reference_dflash2.random_tensors(version_2)
         ),
         "speculators": _speculators(root / "3"),
+        "DSpark": write_drafter_folder(root / "5", *FORMATS["dspark"]),
     }
     shards = write_shards(root / "shards", drafter_config(), random_drafter(drafter_config()))
     gguf_files.write(root / "model.gguf")

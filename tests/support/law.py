@@ -91,7 +91,8 @@ class ToyContext(NoContext, FeatureContext):
 class ToyDrafter:
     """Stands for a drafter network: logits depend on the anchor, the prefix and the position."""
 
-    kernels = selector = None
+    kernels = None
+    is_linked = False
     family = "dflash"
     taps: tuple[int, ...] = ()
 
@@ -103,7 +104,6 @@ class ToyDrafter:
             block_size=block_size,
             target_layer_ids=(),
             vocab_size=VOCABULARY,
-            selector=self.selector,
         )
 
     def new_context(self) -> ToyContext:
@@ -142,7 +142,9 @@ class ToyRows:
     def logits(self, tokens, parents):
         depths = [self.depths[parent] + 1 if parent >= 0 else 0 for parent in parents]
         self.depths += depths
-        rows = [self.model.table[token, k] for token, k in zip(tokens.tolist(), depths, strict=True)]
+        rows = [
+            self.model.table[token, k] for token, k in zip(tokens.tolist(), depths, strict=True)
+        ]
         return mx.array(np.stack(rows))
 
     def likeliest(self, tokens, parents):

@@ -91,8 +91,15 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def rotate(x: Array, positions: Array, theta: float) -> Array:
-    """Apply rotary embedding to x [T, heads, D]: dimension i turns with i + D/2 (half-split)."""
+def rotate(x: Array, positions: Array, theta: float, interleaved: bool = False) -> Array:
+    """Apply rotary embedding to x [T, heads, D]: dimension i turns with i + D/2 (half-split).
+
+    interleaved: dimension 2i turns with 2i + 1 instead.
+    """
+    if interleaved:
+        apart = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+        first, second = np.split(rotate(apart, positions, theta), 2, axis=-1)
+        return np.stack([first, second], axis=-1).reshape(x.shape)
     half = x.shape[-1] // 2
     frequencies = theta ** (-np.arange(half) / half)
     angles = (positions[:, None] * frequencies)[:, None, :]
@@ -156,8 +163,9 @@ def attention(layer: Tensors, config: Config, x: Array, context: Array, visible:
     values = (sources @ layer["self_attn.v_proj.weight"].T).reshape(-1, kv_heads, head_dim)
     queries = rms_norm(queries, layer["self_attn.q_norm.weight"], eps)
     keys = rms_norm(keys, layer["self_attn.k_norm.weight"], eps)
-    queries = rotate(queries, positions[len(context) :], theta)
-    keys = rotate(keys, positions, theta)
+    interleaved = not config.get("rope_is_neox_style", True)
+    queries = rotate(queries, positions[len(context) :], theta, interleaved)
+    keys = rotate(keys, positions, theta, interleaved)
     outputs = []
     for head in range(heads):
         shared = head // (heads // kv_heads)

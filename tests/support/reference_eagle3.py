@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from support.family_configs import BASE, VOCAB_SIZE
 from support.reference_dflash import Array, Config, mlp, rms_norm, rope_theta, rotate
 

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
-from dflash_mlx.drafters.dflash.selector import Candidates, predecessors
+from dflash_mlx.drafters.dflash.paths import Candidates, Links
 from dflash_mlx.drafters.growth.grow import Array, Ranked
+from dflash_mlx.drafters.growth.links import Linked
 from dflash_mlx.drafters.networks.head import DraftHead, embedding_scale
 from dflash_mlx.engine.state import Context
 from dflash_mlx.target.model import Target
-from kernels_metal.draft_head import MAX_K
 
 FAMILY = "dflash"
 Shown = Sequence[Sequence[int]]  # drafted tokens that each block shows unmasked
@@ -48,11 +47,12 @@ class BlockModel:
             config.final_logit_softcapping,
             config.output_multiplier,
         )
+        self._links: Links | None = network.links
         target.tap(config.target_layer_ids)
 
     @property
     def block_size(self) -> int:
-        """Rows that it was trained for, the anchor included."""
+        """Rows of a tree that it was trained for, the anchor included."""
         return self.config.block_size
 
     @property
@@ -64,6 +64,11 @@ class BlockModel:
     def module(self) -> Network:
         """The network."""
         return self._network
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether its drafts know the token before each, see `candidates` and `linked`."""
+        return self._links is not None
 
     def try_out(self, context: Context) -> mx.array:
         """Logits of a whole block; tokens outside a draft vocabulary have 0."""
@@ -82,7 +87,7 @@ class BlockModel:
 
         ids: [V] all tokens, the likeliest first.
         """
-        least = self.config.selector.top_k if self.config.selector is not None else 1
+        least = 1 if self._links is None else self._links.top_k
         if not self.config.own_head:
             self._head.limit(target, ids, max(size, least))
 
@@ -113,25 +118,35 @@ class BlockModel:
         return self._head.ranked(states, context.words, k)
 
     def candidates(self, context: FeatureContext, anchor: mx.array, rows: int) -> Candidates:
-        """What DFlash 2's selector can choose from in a block of `rows`."""
+        """What the paths of a linked drafter can go through in a block of `rows`."""
+        assert self._links is not None
         states = self._states(context, anchor, rows, ((),))
-        selector = self._network.candidate_selector
         logits, ids = self._head.logits(states, context.words)
-        return selector(states, logits, anchor, None if ids is None else mx.array(ids))
+        return self._links.candidates(
+            states, logits, anchor, None if ids is None else mx.array(ids)
+        )
 
-    def linked(self, context: FeatureContext, anchor: mx.array, rows: int) -> tuple[Ranked, Array]:
-        """The selector's candidates in a block of `rows`, ranked, and its edges between them.
+    def linked(
+        self, context: FeatureContext, anchor: mx.array, rows: int, prefixes: Shown = ((),)
+    ) -> list[Linked]:
+        """What the trees of a linked drafter can go through after each prefix of a block of `rows`.
 
-        [n, k] and [n, k, k], see `CandidateSelector.edges`, with k at most 16; waits for the pass.
+        Waits for the pass.
         """
-        assert self.config.selector is not None
-        states = self._states(context, anchor, rows, ((),))
-        k = min(self.config.selector.top_k, MAX_K)
-        ranked = self._head.ranked(states, context.words, k)
-        tokens = mx.array(ranked.tokens)
-        selector = self._network.candidate_selector
-        edges = selector.edges(states, predecessors(tokens, anchor), tokens)
-        return ranked, np.array(edges)
+        assert (links := self._links) is not None
+        states = self._states(context, anchor, rows, prefixes)
+        logits, ids = self._head.logits(states, context.words)
+        known = None if ids is None else mx.array(ids)
+
+        def rank(scores: mx.array) -> Ranked:
+            return self._head.rank(scores, ids, links.top_k)
+
+        found, end = [], 0
+        for prefix in prefixes:
+            before = mx.array(list(prefix[-1:]), anchor.dtype) if prefix else anchor
+            part = slice(end, end := end + rows - 1 - len(prefix))
+            found.append(links.linked(states[part], logits[part], before, known, rank))
+        return found
 
     def _states(
         self,
@@ -140,15 +155,21 @@ class BlockModel:
         rows: int,
         prefixes: Shown,
     ) -> mx.array:
-        """[n, d] final states of the masks."""
-        config = self.config
+        """[n, d] final states of the rows that draft: the masks.
+
+        A drafter that samples from its anchor drafts the token behind each row: its block is a row
+        shorter, and the last row that it is shown drafts, too.
+        """
+        config, first = self.config, int(not self.config.sample_from_anchor)
+        size = rows - 1 + first
         blocks: list[mx.array] = []
-        masked: list[int] = []
+        drafting: list[int] = []
         for i, prefix in enumerate(prefixes):
-            masks = [config.mask_token_id] * (rows - 1 - len(prefix))
+            masks = [config.mask_token_id] * (size - 1 - len(prefix))
             hidden = mx.array([*prefix, *masks], dtype=anchor.dtype)
             blocks += [anchor, hidden]
-            masked += range(i * rows + 1 + len(prefix), (i + 1) * rows)
+            drafting += range(i * size + first + len(prefix), (i + 1) * size)
         x = self._embed(mx.concatenate(blocks)[None]) * self._scale
-        states = self._network(x, context.cache, branches=len(prefixes)).astype(x.dtype)
-        return states[0, 1:] if len(masked) == x.shape[1] - 1 else states[0, mx.array(masked)]
+        states = self._network(x, context.cache, branches=len(prefixes)).astype(x.dtype)[0]
+        is_end = drafting[0] + len(drafting) == x.shape[1]
+        return states[drafting[0] :] if is_end else states[mx.array(drafting)]

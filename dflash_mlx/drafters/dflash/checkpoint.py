@@ -1,7 +1,8 @@
 """Reading and writing drafter folders; all is checked before any weight is read.
 
-Formats: z-lab's DFlash (variable-prefix drafters have the same) and DFlash 2, vLLM's speculators,
-and our own folders, which are z-lab's with weights that MLX may have packed. A format is read by
+Formats: z-lab's DFlash (variable-prefix drafters have the same) and DFlash 2, DSpark as DeepSeek
+and others have it, vLLM's speculators, and our own folders, which are z-lab's with weights that MLX
+may have packed. A format is read by
 telling its config.json in z-lab's words, so what follows knows one format only.
 
 This is the file side of the family; `drafters/formats.py` says what every family offers.
@@ -21,11 +22,12 @@ from dflash_mlx.core.findings import Finding
 from dflash_mlx.drafters.dflash.block_model import FAMILY as FAMILY
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.config_file import (
+    DSPARK,
     VERSION_1,
     VERSION_2,
-    is_speculators,
     parse_fields,
     problems,
+    tells_by_tensors,
     translate,
 )
 from dflash_mlx.drafters.dflash.context import limit_windows
@@ -46,7 +48,8 @@ def recognises(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is one of these formats, readable or not."""
     if raw.get("speculators_model_type") in _OTHERS:
         return False
-    return architecture(raw).startswith("DFlash") or any(mark in raw for mark in _MARKS)
+    name = architecture(raw)
+    return name.startswith("DFlash") or "DSpark" in name or any(mark in raw for mark in _MARKS)
 
 
 def read_config(folder: Path) -> NetworkConfig:
@@ -58,16 +61,16 @@ def read_config(folder: Path) -> NetworkConfig:
 def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> NetworkConfig:
     """The configuration in a config.json's contents.
 
-    source: where they are from, for messages. names: of the tensors, from which a speculators
-    folder shows whether it brings embedding and head. Raises DFlashError as `read_config` does.
+    source: where they are from, for messages. names: of the tensors, which of some formats show
+    whether they bring embedding and head. Raises DFlashError as `read_config` does.
     """
 
     def parse() -> NetworkConfig:
         told = translate(raw, names)
-        if (kind := architecture(told)) not in (VERSION_1, VERSION_2):
+        if (kind := architecture(told)) not in (VERSION_1, VERSION_2, DSPARK):
             raise DFlashError(
-                f"{source} holds a {kind}, not a {VERSION_1} or {VERSION_2}",
-                "give a DFlash drafter folder with --drafter",
+                f"{source} holds a {kind}, not a {VERSION_1}, {VERSION_2} or {DSPARK}",
+                "give a DFlash or DSpark drafter folder with --drafter",
             )
         return parse_fields(told)
 
@@ -156,9 +159,9 @@ def check_tensors(
 
 
 def _read(folder: Path) -> tuple[Any, Collection[str]]:
-    """The config.json of a folder, and of a speculators folder the names of its tensors."""
+    """The config.json of a folder, and the names of its tensors where these tell anything."""
     raw = files.read_json(folder)
-    return raw, files.read_headers(folder) if is_speculators(raw) else ()
+    return raw, files.read_headers(folder) if tells_by_tensors(raw) else ()
 
 
 def _left_by_training(config: NetworkConfig) -> dict[str, str]:

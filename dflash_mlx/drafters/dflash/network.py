@@ -1,4 +1,4 @@
-"""The DFlash drafter network (arXiv 2602.06036, section 3), of the first or second version.
+"""The DFlash drafter network (arXiv 2602.06036, section 3), also of DFlash 2 and of DSpark.
 
 A few decoder layers whose queries come from the block only. The target's features enter every
 layer as extra keys and values and never pass through the residual stream. Embedding and output
@@ -15,6 +15,13 @@ import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig, DynamicConvolution
+from dflash_mlx.drafters.dflash.markov import (
+    ConfidenceHead,
+    MarkovConfig,
+    MarkovHead,
+    MarkovLinks,
+)
+from dflash_mlx.drafters.dflash.paths import Links
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
 from dflash_mlx.drafters.networks.layers import Layer
 from dflash_mlx.drafters.networks.quantized import Quantization
@@ -33,9 +40,12 @@ class NetworkConfig:
     features. num_target_layers: None where the folder does not say. The scales and the cap are 1, 1
     and None in most drafters.
 
-    draft_vocab_size: tokens that its own head knows, None for all of the target's. own_embedding,
-    own_head: whether it brings these itself. convolution, selector: of DFlash 2. quantization: of
-    the weights in its files. notes: what reading the folder had to assume.
+    block_size: the anchor and the tokens that it drafts. sample_from_anchor: whether each row
+    drafts the token behind it, so that the network's block has a row less; else masks draft their
+    own. draft_vocab_size: tokens that its own head knows, None for all of the target's.
+    own_embedding, own_head: whether it brings these itself. convolution, selector: of DFlash 2.
+    markov: of DSpark. quantization: of the weights in its files. notes: what reading the folder had
+    to assume.
     """
 
     hidden_size: int
@@ -62,6 +72,8 @@ class NetworkConfig:
     own_head: bool = False
     convolution: ConvolutionConfig | None = None
     selector: SelectorConfig | None = None
+    sample_from_anchor: bool = False
+    markov: MarkovConfig | None = None
     quantization: Quantization | None = None
     notes: tuple[str, ...] = ()
 
@@ -96,8 +108,8 @@ class Network(nn.Module):
     """c = RMSNorm(W_fc [h_1; ...; h_m]) feeds keys and values of every layer.
 
     Its parameters have the names of the tensors in a drafter folder. embed_tokens, lm_head, d2t
-    (what to add to a draft id for the target's), candidate_selector: only where the config asks
-    for them.
+    (what to add to a draft id for the target's), candidate_selector, markov_head, confidence_head:
+    only where the config asks for them.
     """
 
     def __init__(self, config: NetworkConfig) -> None:
@@ -117,6 +129,18 @@ class Network(nn.Module):
             self.d2t = mx.zeros(config.draft_vocab_size, mx.int64)
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.vocab_size, d, config.selector)
+        if (markov := config.markov) is not None:
+            drafted = config.draft_vocab_size or config.vocab_size
+            self.markov_head = MarkovHead(config.vocab_size, drafted, markov)
+            if markov.confidence:
+                self.confidence_head = ConfidenceHead(d, markov)
+
+    @property
+    def links(self) -> Links | None:
+        """What knows the token before each position, None where nothing does."""
+        if "markov_head" in self:
+            return MarkovLinks(self.markov_head, self.get("confidence_head"), self.get("d2t"))
+        return self.get("candidate_selector")
 
     def drop_idle_convolutions(self, config: NetworkConfig) -> None:
         """Leave out convolutions that change nothing; see `train/selector.py`."""

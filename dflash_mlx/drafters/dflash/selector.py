@@ -8,11 +8,15 @@ element. The first position's predecessor is the anchor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+
+from dflash_mlx.drafters.dflash.paths import Candidates, Rank, predecessors
+from dflash_mlx.drafters.growth.links import Linked
+from kernels_metal.draft_head import MAX_K
 
 
 @dataclass(frozen=True)
@@ -21,37 +25,6 @@ class SelectorConfig:
 
     rank: int
     top_k: int
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """What a path can go through.
-
-    tokens: [n, k] of each position. scores: [n, k, k] S_t(a -> b) for the a-th candidate of the
-    position before and the b-th of this one; at the first position all a are the anchor.
-    """
-
-    tokens: mx.array
-    scores: mx.array
-
-    def walk(self, choose: Callable[[int, mx.array], mx.array]) -> mx.array:
-        """The indices [n] of the candidates on a path from the anchor; nothing is evaluated.
-
-        choose(t, scores [k]): the index [] that the path takes at position t.
-        """
-        taken: list[mx.array] = [mx.array(0)]
-        for t in range(self.tokens.shape[0]):
-            taken.append(choose(t, self.scores[t, taken[-1]]))
-        return mx.stack(taken[1:])
-
-    def at(self, path: mx.array) -> mx.array:
-        """The tokens [n] at these indices [n]."""
-        return mx.take_along_axis(self.tokens, path[:, None], axis=1)[:, 0]
-
-    def scores_along(self, path: mx.array) -> mx.array:
-        """[n, k] what a path at these indices [n] chose from."""
-        before = mx.concatenate([mx.array([0]), path[:-1]])
-        return self.scores[mx.arange(path.shape[0]), before]
 
 
 class CandidateSelector(nn.Module):
@@ -64,20 +37,30 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = mx.zeros((vocabulary, config.rank))
         self.hidden_projection = nn.Linear(d, config.rank, bias=False)
 
-    def __call__(
+    @property
+    def top_k(self) -> int:
+        """Tokens that a position offers, as many as can be ranked at once."""
+        return min(self._top_k, MAX_K)
+
+    def candidates(
         self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None = None
     ) -> Candidates:
-        """The candidates of n positions; scores are in float32.
-
-        hidden: [n, d] final states. logits: [n, v] of the same positions. anchor: [1]. ids: [v] the
-        tokens that the logits are for, None for all.
-        """
+        """The candidates of n positions; scores are in float32. See `Links`."""
         k = self._top_k
         tokens = mx.argpartition(logits, -k, axis=-1)[:, -k:]
         unary = mx.take_along_axis(logits, tokens, axis=-1).astype(mx.float32)
         tokens = tokens if ids is None else ids[tokens]
         edges = self.edges(hidden, predecessors(tokens, anchor), tokens)
-        return Candidates(tokens, unary[:, None] + edges)
+        return Candidates.of_table(tokens, unary[:, None] + edges)
+
+    def linked(
+        self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None, rank: Rank
+    ) -> Linked:
+        """The candidates, ranked, and the edges between them."""
+        ranked = rank(logits)
+        tokens = mx.array(ranked.tokens)
+        edges = self.edges(hidden, predecessors(tokens, anchor), tokens)
+        return Linked(ranked, np.array(edges))
 
     def edges(self, hidden: mx.array, before: mx.array, tokens: mx.array) -> mx.array:
         """[n, j, k] <A[a] * (H h_t), B[b]> in float32.
@@ -87,9 +70,3 @@ class CandidateSelector(nn.Module):
         context = self.predecessor_codebook[before] * self.hidden_projection(hidden)[:, None]
         successors = self.successor_codebook[tokens].swapaxes(-1, -2)
         return context.astype(mx.float32) @ successors
-
-
-def predecessors(tokens: mx.array, anchor: mx.array) -> mx.array:
-    """[n, k] what may precede each position: the anchor, then the candidates of the one before."""
-    first = mx.repeat(anchor, tokens.shape[1])[None].astype(tokens.dtype)
-    return mx.concatenate([first, tokens[:-1]])

@@ -1,21 +1,44 @@
-"""Choices for a prefix tree where a candidate selector links every position with the one before.
+"""Choices for a prefix tree where a head links every position with the one before.
 
 After the token a before it on the path, a token b of position t is as likely as the softmax of
-S_t(a -> b) (see `selector.py`) makes it. Tokens outside the candidates keep their plain logits, so
-the candidates share what is left beside those.
+S_t(a -> b) makes it, its logit and the edge from a (see `selector.py` and `markov.py`). Tokens
+outside the candidates keep their logits, so the candidates share what is left beside those.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
 
-from dflash_mlx.drafters.growth.grow import Array, Choices, Offers, Path, Ranked
+from dflash_mlx.drafters.growth.grow import LEAST, Array, Choices, Offers, Path, Ranked
+
+
+@dataclass(frozen=True)
+class Linked:
+    """Candidates of consecutive positions, and what links each with those of the one before.
+
+    ranked: k of each of n positions. edges: [n, k, k] what the logit of the b-th gains after the
+    a-th of the position before, all alike at the first. confidences: [n, k] how likely the best one
+    after the a-th is to be accepted, None to go by the law alone.
+    """
+
+    ranked: Ranked
+    edges: Array
+    confidences: Array | None = None
+
+    @cached_property
+    def logprobs(self) -> Array:
+        """[n, k, k] log-probability of the b-th candidate after the a-th."""
+        law = conditional(self.ranked, self.edges)
+        return law if self.confidences is None else confident(law, self.confidences)
 
 
 def conditional(ranked: Ranked, edges: Array) -> Array:
     """[n, k, k] log-probability of the b-th candidate after the a-th of the position before.
 
-    edges: [n, k, k] of these candidates, what the selector adds to their logits.
+    edges: [n, k, k] as of `Linked`.
     """
     scores = ranked.logprobs[:, None] + edges
     others = np.clip(1 - np.exp(ranked.logprobs).sum(axis=-1), 0.0, None)[:, None, None]
@@ -26,12 +49,28 @@ def conditional(ranked: Ranked, edges: Array) -> Array:
     return result
 
 
-def follow_links(ranked: Ranked, edges: Array, width: int | None = None) -> Choices:
+def confident(logprobs: Array, confidences: Array) -> Array:
+    """Logprobs [..., k] whose best is as likely as `confidences` [...] say.
+
+    The others lose as much as the best does; where it gains, they share what it leaves. So no other
+    overtakes it, and all together are no more than 1.
+    """
+    best = logprobs.argmax(axis=-1)[..., None]
+    highest = np.take_along_axis(logprobs, best, axis=-1)
+    sure = np.clip(confidences, LEAST, 1 - 1e-7)[..., None]
+    with np.errstate(divide="ignore"):  # the best may be certain
+        left = np.log1p(-sure) - np.log1p(-np.exp(np.minimum(highest, 0)))
+    result: Array = logprobs + np.minimum(np.log(sure) - highest, left)
+    np.put_along_axis(result, best, np.log(sure), axis=-1)
+    return result
+
+
+def follow_links(linked: Linked, width: int | None = None) -> Choices:
     """Choices by depth and by the last token of the path, which must be a candidate there.
 
     width: only so many of the best.
     """
-    logprobs = conditional(ranked, edges)
+    ranked, logprobs = linked.ranked, linked.logprobs
     places = [{token: i for i, token in enumerate(row)} for row in ranked.tokens.tolist()]
     order = np.argsort(-logprobs, axis=-1, kind="stable")[..., :width]
     tokens = np.take_along_axis(ranked.tokens[:, None], order, axis=-1).tolist()
@@ -47,12 +86,12 @@ def follow_links(ranked: Ranked, edges: Array, width: int | None = None) -> Choi
     return choices
 
 
-def along_path(ranked: Ranked, edges: Array, k: int) -> Ranked:
+def along_path(linked: Linked, k: int) -> Ranked:
     """The k best candidates of every position after the best one of the position before.
 
-    So the path through the best ones is the selector's greedy walk.
+    So the path through the best ones is the greedy walk.
     """
-    logprobs, before = conditional(ranked, edges), 0
+    ranked, logprobs, before = linked.ranked, linked.logprobs, 0
     chosen = np.zeros((len(ranked), min(k, ranked.tokens.shape[1])), int)
     after = np.zeros((len(ranked), ranked.tokens.shape[1]))
     for depth in range(len(ranked)):

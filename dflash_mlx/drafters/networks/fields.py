@@ -79,6 +79,8 @@ def rope(raw: Fields) -> dict[str, Any]:
     result.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     number(result, "rope_theta", above=0)
     result.setdefault("rope_type", result.get("type", "default"))
+    if not flag(raw, "rope_is_neox_style", default=True):
+        result["interleaved"] = True
     return result
 
 

@@ -78,7 +78,10 @@ class DraftHead:
 
     def ranked(self, states: mx.array, words: Words | None, k: int) -> Ranked:
         """The k likeliest tokens after each state; waits for the pass."""
-        logits, ids = self.logits(states, words)
+        return self.rank(*self.logits(states, words), k)
+
+    def rank(self, logits: mx.array, ids: Array | None, k: int) -> Ranked:
+        """The k likeliest tokens of each row of what `logits` gave; waits for the pass."""
         ranked = rank(logits, k, self._kernels)
         return ranked if ids is None else replace(ranked, tokens=ids[ranked.tokens])
 

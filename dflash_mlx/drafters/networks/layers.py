@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.rope = initialize_rope(
             dim,
             shape.rope["rope_theta"],
-            False,
+            shape.rope.get("interleaved", False),  # neighbours turn together, as in LFM2
             shape.rope,
             shape.max_position_embeddings,
         )

@@ -12,7 +12,8 @@ from dflash_mlx.core.errors import DFlashError
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
 _AT_LOAD = (64, 32)  # the largest that fits is taken where none is asked for
-KEPT = "candidate_selector"  # small, and what it adds decides between near candidates
+# Small, and what they add decides between near candidates
+KEPT = ("candidate_selector", "markov_head", "confidence_head")
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class Quantization:
 def quantize_network(network: nn.Module, bits: int, group_size: int | None = None) -> None:
     """Pack the matrices of a drafter network in place, lazily.
 
-    Norms, DFlash 2's base kernels and its candidate selector keep their numbers; so does what is
-    packed already. bits: 4 or 8. group_size: numbers that share a scale and a bias, 32, 64 or 128;
-    None for the larger of 64 and 32 that fits all of them. Raises DFlashError for other values, and
-    where a matrix has rows of a length that the groups do not divide.
+    Norms, DFlash 2's base kernels, its candidate selector and DSpark's heads keep their numbers; so
+    does what is packed already. bits: 4 or 8. group_size: numbers that share a scale and a bias,
+    32, 64 or 128; None for the larger of 64 and 32 that fits all of them. Raises DFlashError for
+    other values, and where a matrix has rows of a length that the groups do not divide.
     """
     if bits not in BITS:
         raise DFlashError(f"bits of a quantised drafter is {bits!r}", f"choose one of {BITS}")
@@ -64,4 +65,4 @@ def _group_size(network: nn.Module, asked: int | None) -> int:
 
 
 def _is_packed(path: str, module: Any) -> bool:
-    return hasattr(module, "to_quantized") and KEPT not in path
+    return hasattr(module, "to_quantized") and not any(kept in path for kept in KEPT)

@@ -1,0 +1,157 @@
+"""A DSpark drafter in straight NumPy float64, to test the real one against.
+
+Written from the published equations and the names and shapes of the published checkpoints; one
+position and one token after the other. Letters as in `reference_dflash.py`, r the rank.
+"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from support.reference_dflash import Array, Config, Tensors, hidden_states, random_drafter
+
+RANK = 8
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """Return a small config in DeepSeek's layout: everything beside each other."""
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "block_size": 5,
+        "confidence_head_with_markov": True,
+        "enable_confidence_head": True,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "layer_types": ["full_attention"] * 2,
+        "markov_head_type": "vanilla",
+        "markov_rank": RANK,
+        "mask_token_id": 5,
+        "max_position_embeddings": 512,
+        "num_anchors": 512,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_target_layers": 3,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "target_layer_ids": [0, 2],
+        "tie_word_embeddings": False,
+        "vocab_size": 97,
+        **changes,
+    }
+
+
+def heads(config: Config, drafted: int = 0, seed: int = 0) -> dict[str, Array]:
+    """Draw both heads, large enough to matter. drafted: tokens of a draft vocabulary."""
+    rng = np.random.default_rng(seed + 7)
+    rank, d, vocabulary = field(config, "markov_rank"), 64, 97
+    reads = field(config, "confidence_head_with_markov", True) * rank
+    shapes = {
+        "markov_head.markov_w1.weight": (vocabulary, rank),
+        "markov_head.markov_w2.weight": (drafted or vocabulary, rank),
+        "confidence_head.proj.weight": (1, d + reads),
+        "confidence_head.proj.bias": (1,),
+    }
+    if not field(config, "enable_confidence_head", True):
+        shapes = dict(itertools.islice(shapes.items(), 2))
+    scales = {"confidence_head.proj.weight": 1 / np.sqrt(d)}
+    return {
+        name: (rng.standard_normal(shape) * scales.get(name, 1.0)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def random_tensors(config: Config, drafted: int = 0, seed: int = 0) -> dict[str, Array]:
+    """Draw float32 weights of the network and of the heads that it has."""
+    as_dflash = {**layers_of(config), "dflash_config": {"target_layer_ids": [0, 2]}}
+    tensors: dict[str, Array] = dict(random_drafter(as_dflash, seed))
+    return tensors | (heads(config, drafted, seed) if field(config, "markov_rank", 0) else {})
+
+
+def layers_of(config: Config) -> Config:
+    """The fields of the network, in either layout."""
+    inner: Config = config.get("transformer_layer_config", config)
+    return inner
+
+
+def field(config: Config, name: str, default: Any = None) -> Any:
+    """A field of the method, wherever it is."""
+    return {**config, **config.get("dflash_config", {})}.get(name, default)
+
+
+class Block:
+    """One block behind its context: what the drafter says of its n drafted positions.
+
+    features [T, m*d], the anchor at position T; prefix: drafted tokens that it shows. tables: the
+    target's embedding and head, for drafters that have none. draft_ids: [v] tokens of the head.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tensors: Tensors,
+        tables: tuple[Array, Array],
+        features: Array,
+        anchor: int,
+        drafts: int,
+        prefix: tuple[int, ...] = (),
+    ) -> None:
+        self.tensors = {name: np.asarray(t, np.float64) for name, t in tensors.items()}
+        first = 0 if field(config, "sample_from_anchor", True) else 1
+        masks = [field(config, "mask_token_id")] * (drafts - 1 + first - len(prefix))
+        embedding = np.asarray(self.tensors.get("embed_tokens.weight", tables[0]), np.float64)
+        x = embedding[[anchor, *prefix, *masks]]
+        states = hidden_states(self.tensors, layers_of(config), x, features)
+        self.states = states[first + len(prefix) :]
+        self.before = prefix[-1] if prefix else anchor
+        head = np.asarray(self.tensors.get("lm_head.weight", tables[1]), np.float64)
+        self.logits = self.states @ head.T
+        self.ids = np.arange(len(head))
+        if "d2t" in tensors:
+            self.ids = self.ids + np.asarray(tensors["d2t"])
+
+    def row(self, t: int, before: int) -> Array:
+        """The logits [v] at position t after a token."""
+        if "markov_head.markov_w1.weight" not in self.tensors:
+            return np.asarray(self.logits[t])
+        w1 = self.tensors["markov_head.markov_w1.weight"]
+        w2 = self.tensors["markov_head.markov_w2.weight"]
+        bias = [float(w1[before] @ row) for row in w2]
+        return np.asarray(self.logits[t] + bias)
+
+    def law(self, t: int, before: int, temperature: float = 1.0) -> dict[int, float]:
+        """The probability of every token at position t after a token."""
+        scores = self.row(t, before) / temperature
+        weights = np.exp(scores - scores.max())
+        return dict(zip(self.ids.tolist(), (weights / weights.sum()).tolist(), strict=True))
+
+    def greedy(self) -> list[int]:
+        """The walk that takes the best token every time."""
+        path = [self.before]
+        for t in range(len(self.states)):
+            path.append(int(self.ids[np.argmax(self.row(t, path[-1]))]))
+        return path[1:]
+
+    def confidence(self, t: int, before: int) -> float:
+        """How likely position t is to be accepted after a token."""
+        weight, bias = (self.tensors[f"confidence_head.proj.{n}"] for n in ("weight", "bias"))
+        given = self.states[t]
+        if weight.shape[1] > len(given):
+            given = np.concatenate([given, self.tensors["markov_head.markov_w1.weight"][before]])
+        return float(1 / (1 + np.exp(-(weight[0] @ given + bias[0]))))
+
+    def path_law(self, temperature: float) -> dict[tuple[int, ...], float]:
+        """The probability of every path of the sampled walk; of short blocks only."""
+        law: dict[tuple[int, ...], float] = {(): 1.0}
+        for t in range(len(self.states)):
+            law = {
+                (*path, token): chance * share
+                for path, chance in law.items()
+                for token, share in self.law(t, (self.before, *path)[-1], temperature).items()
+            }
+        return law
