@@ -168,6 +168,9 @@ def test_sampled_answers_follow_the_law_at_temperature_1(name):
     assert distance(name, 800, temperature=1.0) < 4
 
 
+REJECTING = ("dflash, reject", "dflash, path, reject", "dflash, dspark, reject", "eagle3, reject")
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -179,9 +182,6 @@ def test_sampled_answers_follow_the_law_at_temperature_1(name):
     ],
     ids=str,
 )
-REJECTING = ("dflash, reject", "dflash, path, reject", "dflash, dspark, reject", "eagle3, reject")
-
-
 @pytest.mark.parametrize("name", REJECTING)
 def test_rejection_sampling_follows_the_law_with_every_filter(name, settings):
     assert distance(name, 1500 if name == "dflash, reject" else 500, **settings) < 4
