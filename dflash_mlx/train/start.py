@@ -143,7 +143,7 @@ def take_layers(trainee: Trainee, chosen: Sequence[int]) -> None:
     norm = getattr(getattr(target.model, "model", None), "norm", None)
     given = {} if norm is None else {"norm.weight": norm.weight}
     for i, place in enumerate(chosen):
-        layer = _dense(target.model.layers[place])
+        layer = dense(target.model.layers[place])
         given |= {f"layers.{i}.{name}": array for name, array in layer.items()}
     taken = [
         (name, given[name].astype(mx.float32))
@@ -159,7 +159,7 @@ def take_layers(trainee: Trainee, chosen: Sequence[int]) -> None:
     mx.eval(network.parameters())
 
 
-def _dense(layer: nn.Module) -> dict[str, mx.array]:
+def dense(layer: nn.Module) -> dict[str, mx.array]:
     """Arrays by name; a quantised matrix is given by the numbers it stands for."""
     arrays: dict[str, Any] = dict(tree_flatten(layer.parameters()))
     for name, module in layer.named_modules():

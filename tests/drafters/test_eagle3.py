@@ -199,7 +199,7 @@ def test_the_tree_holds_the_likeliest_of_the_paths_that_were_continued(drafting,
             laws = subject.expected(tokens, features, [7, *path])
             laws = laws - np.log(np.exp(laws - laws.max()).sum()) - laws.max()
             for token in np.argsort(-laws)[:branches]:
-                longer[*path, int(token)] = offered.get(path, 0.0) + laws[token]
+                longer[(*path, int(token))] = offered.get(path, 0.0) + laws[token]
         offered |= longer
         frontier = sorted(longer, key=lambda path: -longer[path])[:branches]
     best = sorted(offered, key=lambda path: -offered[path])[: nodes - 1]

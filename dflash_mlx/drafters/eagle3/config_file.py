@@ -38,9 +38,11 @@ RAW = "LlamaForCausalLMEagle3"
 DEFAULT_BLOCK = 8  # published files do not say how long their drafts may be
 _FIRST = "LlamaForCausalLM"  # in the first uploads, which only draft_vocab_size tells apart
 _KNOWN = (RAW, "Eagle3LlamaForCausalLM", _FIRST)
-_IDS = "eagle_aux_hidden_state_layer_ids"
-_TOLD = ("draft_vocab_size", "target_hidden_size", "num_target_layers", "norm_before_residual",
-         "norm_before_fc", "fc_norm", "norm_output", "tie_word_embeddings", _IDS)  # fmt: skip
+LAYERS_READ = "eagle_aux_hidden_state_layer_ids"
+_TOLD = (  # what speculators has beside the layer, by the same names
+    "draft_vocab_size", "target_hidden_size", "num_target_layers", "tie_word_embeddings",
+    "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", LAYERS_READ,
+)  # fmt: skip
 _SWITCHES = {  # of eagle_config: what only this network does
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -147,17 +149,17 @@ def _check_kind(raw: Fields, method: Fields, names: Collection[str]) -> None:
 
 def _taps(raw: Fields, method: Fields) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
     """Layers whose outputs are read, None where no field says so; and what had to be assumed."""
-    if (ids := method.get(_IDS)) is not None:
+    if (ids := method.get(LAYERS_READ)) is not None:
         return _numbers(ids, least=0), ()
-    if (ids := raw.get(_IDS)) is None:
+    if (ids := raw.get(LAYERS_READ)) is None:
         return None, ()
     taps = tuple(i - 1 for i in _numbers(ids, least=1))
-    note = f"{_IDS} {ids} are taken to number hidden states, so the drafter reads the outputs of "
-    return taps, (f"{note}layers {list(taps)}, counted from 0",)
+    note = f"{LAYERS_READ} {ids} are taken to number hidden states, so the drafter reads the "
+    return taps, (f"{note}outputs of layers {list(taps)}, counted from 0",)
 
 
 def _numbers(ids: Any, least: int) -> tuple[int, ...]:
-    found = listed(ids, _IDS, int)
+    found = listed(ids, LAYERS_READ, int)
     if not found or min(found) < least:
-        raise ValueError(f"{_IDS} are {ids!r}, not numbers from {least} up")
-    return tuple(whole({_IDS: i}, _IDS) for i in found)
+        raise ValueError(f"{LAYERS_READ} are {ids!r}, not numbers from {least} up")
+    return tuple(whole({LAYERS_READ: i}, LAYERS_READ) for i in found)

@@ -12,7 +12,6 @@ from typing import cast
 import mlx.core as mx
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import DRAFT as STREAM
 from dflash_mlx.core.sampling import Sampler, tempered
 from dflash_mlx.core.tree import Tree
@@ -21,7 +20,7 @@ from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.eagle3.context import EagleContext
 from dflash_mlx.drafters.eagle3.model import FAMILY, Draft, EagleModel
 from dflash_mlx.drafters.growth.grow import FIRST, LEAST, Offers, Path, best_first
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, check_block_size
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, asks_for_tree, check_block_size
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -154,30 +153,23 @@ class GrownTree(Eagle):
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     model, size = cast(EagleModel, pair.of(FAMILY)[0]), config.block_size
-    shape = {"branches": config.branches, "budget": config.budget}
-    shaped = {name: value for name, value in shape.items() if value is not None}
-    if shaped:
+    if grows := asks_for_tree(config):
         pair.target.check_trees()
-        _check_matched(config, *next(iter(shaped.items())))
-    elif config.draws_drafts:
-        drawn = DrawnChain(model, size, config.sampling, weighed=size is None)
-        return _as_pays(drawn, pair, config, chains=True) if size is None else drawn
-    elif size is not None:
-        return Chain(model, size)
-    branches = (config.branches or BRANCHES) if pair.target.takes_trees else 1
-    tree = GrownTree(model, size, branches, config.budget or MOST_NODES)
-    return _as_pays(tree, pair, config) if config.budget is None else tree
-
-
-def _as_pays(drafter: Eagle, pair: Pair, config: DecodeConfig, chains: bool = False) -> Drafter:
+    trees = pair.target.takes_trees
+    chain, as_pays = not trees or (size is not None and not grows), config.budget is None
+    drafter: Eagle
+    if config.draws_drafts and (chain or config.acceptance == "reject"):
+        as_pays = size is None
+        drafter = DrawnChain(model, size, config.sampling, weighed=as_pays)
+    elif size is not None and not grows:
+        as_pays, drafter = False, Chain(model, size)
+    else:
+        branches = (config.branches or BRANCHES) if trees else 1
+        drafter = GrownTree(model, size, branches, config.budget or MOST_NODES)
+    if not as_pays:
+        return drafter
+    chains = isinstance(drafter, DrawnChain)
     return within_budget(drafter, {"draft": drafter}, pair, config, METHOD.sources, chains)
-
-
-def _check_matched(config: DecodeConfig, name: str, value: int) -> None:
-    """Raise DFlashError for rejection sampling of trees."""
-    if config.draws_drafts and config.acceptance == "reject":
-        what = f"acceptance is reject, which is for chains, but {name} is {value}"
-        raise DFlashError(what, "leave one of them out", "acceptance")
 
 
 METHOD = Method(

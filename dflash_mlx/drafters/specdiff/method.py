@@ -8,13 +8,12 @@ from typing import cast
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
 from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
 from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.growth.samples import merge_samples
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, asks_for_tree
 from dflash_mlx.drafters.specdiff import checkpoint
 from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecDiff
 from dflash_mlx.drafters.specdiff.model import FAMILY, MaskedModel
@@ -38,7 +37,7 @@ def sampled(ranked: Ranked, position: int, samples: int, seed: int) -> Tree:
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     model = cast(MaskedModel, pair.of(FAMILY)[0])
     how, size = Denoising(config.steps or 1, config.schedule), config.block_size
-    grows = _grows(config)
+    grows = asks_for_tree(config)
     if grows:
         pair.target.check_trees()
     chain = not pair.target.takes_trees or (size is not None and not grows)
@@ -56,16 +55,6 @@ def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     if size is not None or config.budget is not None:
         return drafter
     return within_budget(drafter, {"draft": drafter}, pair, config, METHOD.sources)
-
-
-def _grows(config: DecodeConfig) -> bool:
-    """Whether a tree was asked for; DFlashError where its drafts are to be rejected as well."""
-    for name in ("budget", "branches"):
-        value = getattr(config, name)
-        if value is not None and config.acceptance == "reject" and config.draws_drafts:
-            what = f"{name} is {value}, but acceptance is reject, which keeps chains alone"
-            raise DFlashError(what, "leave one of them out", name)
-    return config.budget is not None or config.branches is not None
 
 
 METHOD = Method(
