@@ -79,15 +79,15 @@ class EagleTrainee(Trainee):
         Raises DFlashError for a target whose layers are built otherwise.
         """
         target, network = self.target, self.network
-        given = {f"midlayer.{n}": a for n, a in dense(target.model.layers[-1]).items()}
-        given["midlayer.hidden_norm.weight"] = given.pop("midlayer.input_layernorm.weight", None)
         norm = getattr(getattr(target.model, "model", None), "norm", None)
-        given["norm.weight"] = None if norm is None else norm.weight
+        given = {} if norm is None else {"norm.weight": norm.weight}
+        for name, array in dense(target.model.layers[-1]).items():
+            given[f"midlayer.{name.replace('input_layernorm', 'hidden_norm')}"] = array
         taken = [("fc.weight", _ending_with(network.fc.weight, mx.eye(self.config.hidden_size)))]
         for name, own in parameters_of(network).items():
-            array = given.get(name)
-            if array is not None and array.ndim == own.ndim and len(array) == len(own):
-                taken.append((name, _ending_with(own, array.astype(mx.float32))))
+            theirs = given.get(name)
+            if theirs is not None and theirs.ndim == own.ndim and len(theirs) == len(own):
+                taken.append((name, _ending_with(own, theirs.astype(mx.float32))))
         if not any(name.endswith("down_proj.weight") for name, _ in taken):
             what = f"the layers of {target.name} are not built like a drafter's"
             raise DFlashError(what, "use --start random")

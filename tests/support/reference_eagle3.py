@@ -140,7 +140,7 @@ def raw(**changes: Any) -> dict[str, Any]:
 
 
 def speculators(layer: Mapping[str, Any] = {}, **changes: Any) -> dict[str, Any]:
-    """A config.json in the layout of vLLM's library. layer: fields of `transformer_layer_config`."""
+    """A config.json in the layout of vLLM's library. layer: of its `transformer_layer_config`."""
     own = {k: v for k, v in raw().items() if k not in ("architectures", "eagle_config")}
     del own["draft_vocab_size"]
     return {
