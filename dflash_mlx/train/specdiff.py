@@ -7,12 +7,14 @@ layer, and the gradient goes through both.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import TrainConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.head import embedding_scale
 from dflash_mlx.drafters.specdiff import checkpoint
 from dflash_mlx.drafters.specdiff.config_file import OURS
@@ -37,18 +39,38 @@ class SpecDiffTrainee(Trainee):
     def new(cls, config: TrainConfig, pair: Pair) -> SpecDiffTrainee:
         """With the widths of the target's own layers; it starts as some of these, evenly spread."""
         target, count = pair.target, config.layers
+        names = {name.partition("self_attn.")[2] for name, _ in target.parameters()}
         raw = {
             **like_target(target, count),
             "architectures": [OURS],
             "block_size": config.block_size,
             "mask_token_id": mask_token(pair.tokenizer),
-            "head_norms": any("q_norm" in name for name, _ in target.parameters()),
+            "head_norms": "q_norm.weight" in names,
+            "attention_bias": "q_proj.bias" in names,
         }
         trainee = cls.fresh(raw, target, config.seed)
         if config.start == "target":
             spread = np.linspace(0, target.num_layers - 1, count).round().astype(int)
             take_layers(trainee, spread.tolist())
         return trainee
+
+    @classmethod
+    def check_trainable(cls, folder: Path, config: NetworkConfig) -> None:
+        """Raise DFlashError for a drafter that cannot be trained here."""
+        super().check_trainable(folder, config)
+        found = {
+            "an embedding of its own": config.own_embedding,
+            "a head of its own": config.own_head,
+            "shifted logits": config.logits_shifted,
+        }
+        if has := next((what for what, there in found.items() if there), None):
+            step = "start from a drafter that was trained here, or from the target"
+            raise DFlashError(f"{folder} holds a drafter with {has}", step)
+
+    @property
+    def softcap(self) -> float | None:
+        """Of the logits."""
+        return self.config.final_logit_softcapping
 
     def inputs(self, texts: Texts, blocks: Blocks) -> tuple[mx.array, ...]:
         """Embeddings of texts [S, T, d], anchors [S, A] and embeddings of blocks [S, A, B, d]."""
