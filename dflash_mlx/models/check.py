@@ -18,6 +18,7 @@ from dflash_mlx.core.findings import Checked, Collector, Finding, in_one_line
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.drafters.networks.tensors import DOWNLOAD_AGAIN
+from dflash_mlx.models.names import unpickled
 from dflash_mlx.models.pair_folder import DRAFTER
 from dflash_mlx.models.source import CONFIG, MODEL, Source
 from dflash_mlx.models.weight_files import (
@@ -100,7 +101,7 @@ def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     """A drafter alone; arguments as of `check_target`."""
     source, raw, found = _open(folder, True)
     readable, config, family = not found.errors, None, format_of(raw) or formats()[0]
-    weights = check_weights(source, raw, found, DOWNLOAD_AGAIN)
+    weights = check_weights(source, raw, found, DOWNLOAD_AGAIN, unpickled(source.name))
     if readable and not any(too_large(source, raw, weights)):  # which would take long to build
         config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
     if config is not None:

@@ -47,6 +47,7 @@ class Entry:
     drafter: str
     second_drafter: str | None = None
     others: tuple[tuple[str, str], ...] = ()
+    pickled: tuple[tuple[str, str], ...] = ()
     method: str = "auto"
     template: tuple[tuple[str, Any], ...] = ()
     notes: str = ""
@@ -84,6 +85,12 @@ def registered(name: str) -> Entry | None:
     """
     wanted = _normalised(name)
     return next((e for e in entries() if wanted in map(_normalised, e.targets)), None)
+
+
+def unpickled(name: str) -> str:
+    """Another upload of a drafter that is known to be pickled, "" where none is known."""
+    known = (pair for entry in entries() for pair in entry.pickled)
+    return next((other for first, other in known if same_weights(first, name)), "")
 
 
 def same_weights(one: str, other: str) -> bool:

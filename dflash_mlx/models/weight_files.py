@@ -73,18 +73,19 @@ class Weights:
 
 
 def check_weights(
-    source: Source, raw: Mapping[str, Any], found: Collector, next_step: str
+    source: Source, raw: Mapping[str, Any], found: Collector, next_step: str, unpickled: str = ""
 ) -> Weights:
     """The tensors in a model's weight files; what is wrong with them goes to `found`.
 
-    raw: the config.json beside them, whose sizes they are to hold.
+    raw: the config.json beside them, whose sizes they are to hold. unpickled: where else they are,
+    should these be pickles.
     """
     there = found.attempt(lambda: source.files)
     if there is None:
         return Weights({})
     files = [name for name in there if fnmatch(name, source.weights)]
     if not files:
-        found.add([_no_weights(source, next_step)])
+        found.add([_no_weights(source, next_step, unpickled)])
         return Weights({})
     headers = {f: found.attempt(source.header, f, next_step) or {} for f in files}
     wrong = (Finding("error", what, next_step) for what in _misplaced(source, headers))
@@ -146,11 +147,12 @@ def is_whole(source: Source) -> bool:
         return False
 
 
-def _no_weights(source: Source, next_step: str) -> Finding:
+def _no_weights(source: Source, next_step: str, unpickled: str) -> Finding:
     pickled = [name for name in source.files if any(fnmatch(name, p) for p in _PICKLED)]
     if pickled:
         what = f"{source.name} has no .safetensors files, and files like {pickled[0]} can run code"
-        return Finding("error", what, "choose a folder or a revision with .safetensors files")
+        other = f"{unpickled}, which is the same" if unpickled else "a folder or a revision"
+        return Finding("error", what, f"choose {other} with .safetensors files")
     others = [name for name in source.files if name.endswith(".safetensors")]
     instead = f", only {others[0]}" if others else ""
     what = f"No safetensors found in {source.name}: there is no {source.weights}{instead}"

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import adaptive
+from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
@@ -19,6 +20,8 @@ from support import decoding, masked_formats
 from support.decoding import feed, paths_of, start, tokens_in
 from support.drafter_formats import drafter_folder
 from support.families import POSITION_DEPENDENT, make_model
+from support.reference_dflash import write_drafter_folder
+from support.reference_eagle3 import FORMATS
 from support.toys import prompt_of
 
 CASES = {
@@ -42,11 +45,15 @@ CASES = {
     "specdiff, a chain of two passes": {"block_size": 6, "steps": 2},
     "specdiff": {"budget": 12, "steps": 4, "schedule": "threshold"},
     "specdiff, samples": {"branches": 5},
+    "eagle3": {"budget": 12, "branches": 3},
+    "eagle3, as many as pay": {},
+    "eagle3, wide": {"branches": 6, "block_size": 3},
+    "eagle3, a chain": {"block_size": 5},
     "resample": {"branches": 3},
     "dflash1, a fixed block": {"block_size": 5},
 }
 BLOCK = 8  # of the tiny drafters
-TREES = [n for n in CASES if n.startswith(("ddtree", "d2sd", "specdiff", "resample"))]
+TREES = [n for n in CASES if n.startswith(("ddtree", "d2sd", "specdiff", "eagle3", "resample"))]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +69,9 @@ def pair(tmp_path_factory):
     first = drafter_folder(tmp_path_factory.mktemp("first"), [0, 2], 1, target)
     second = drafter_folder(tmp_path_factory.mktemp("second"), [1], 2, target)
     masked = masked_formats.load(masked_formats.folder(tmp_path_factory.mktemp("masked")), target)
-    return Pair(target, None, (first, second, masked), "tiny")
+    folder = write_drafter_folder(tmp_path_factory.mktemp("eagle"), *FORMATS["raw"])
+    eagle = checkpoint.load(folder, checkpoint.read_drafter(folder).config, target, PairConfig())
+    return Pair(target, None, (first, second, masked, eagle), "tiny")
 
 
 def config_of(name, **changes):

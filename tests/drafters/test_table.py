@@ -23,7 +23,7 @@ from dflash_mlx.engine.pair import Advice, Means
 
 WARM = SamplingConfig(temperature=0.7)
 TWO, ONE, NO = Means(("dflash",) * 2), Means(("dflash",)), Means()
-MASKED, UNKNOWN = Means(("specdiff",)), Means((None, None))
+MASKED, EAGLE, UNKNOWN = Means(("specdiff",)), Means(("eagle3",)), Means((None, None))
 CHAINS = Means(("dflash",) * 2, trees=False)
 DDTREE = Means(("dflash",) * 2, advice=Advice("ddtree"))
 
@@ -41,6 +41,10 @@ DDTREE = Means(("dflash",) * 2, advice=Advice("ddtree"))
         ({}, Means(("specdiff",), trees=False), "specdiff"),
         ({"block_size": 4}, MASKED, "specdiff"),
         ({"branches": 4}, MASKED, "specdiff"),
+        ({}, EAGLE, "eagle3"),
+        ({}, Means(("eagle3",), trees=False), "eagle3"),
+        ({}, Means(("dflash", "eagle3")), "ddtree"),
+        ({"branches": 4}, EAGLE, "eagle3"),
         ({"branches": 4}, UNKNOWN, "d2sd"),
         ({"block_size": 4}, UNKNOWN, "d2sd"),
         ({"steps": 2}, UNKNOWN, "specdiff"),
@@ -78,7 +82,7 @@ def test_settings_of_one_method_are_given_when_they_are_not_the_default():
         ("dflash", {"budget": 16}, "ddtree, d2sd"),
         ("ddtree", {"growth": "paper"}, "d2sd"),
         ("ddtree", {"acceptance": "reject"}, "dflash"),
-        ("none", {"block_size": 4}, "dflash, ddtree, d2sd, specdiff, ngram"),
+        ("none", {"block_size": 4}, "dflash, ddtree, d2sd, specdiff, eagle3, ngram"),
         ("ddtree", {"steps": 2}, "specdiff"),
         ("d2sd", {"steps": 2, "schedule": "threshold"}, "specdiff"),
     ],

@@ -76,9 +76,10 @@ def translate(raw: Any) -> Fields:
 
 
 def parse_fields(raw: Fields, names: Collection[str]) -> EagleConfig:
-    """The configuration in a config.json in raw words. names: of the tensors beside it.
+    """The configuration in a config.json in raw words.
 
-    Raises KeyError for a missing field, ValueError or TypeError for one of the wrong kind or size.
+    names: of the tensors beside it, () where these are not known. Raises KeyError for a missing
+    field, ValueError or TypeError for one of the wrong kind or size.
     """
     method = raw.get("eagle_config") or {}
     if not isinstance(method, dict):
@@ -88,10 +89,13 @@ def parse_fields(raw: Fields, names: Collection[str]) -> EagleConfig:
     taps, notes = _taps(raw, method)
     slides = (raw.get("layer_types") or [])[:1] == ["sliding_attention"]
     own = size(raw, "draft_vocab_size", vocabulary)
+    width = size(raw, "hidden_size")
+    target_width = size(raw, "target_hidden_size", width)
+    narrower, unknown = target_width != width, not names
     return EagleConfig(
         **shape(raw),
         block_size=size(raw, "block_size", DEFAULT_BLOCK),
-        target_hidden_size=size(raw, "target_hidden_size", size(raw, "hidden_size")),
+        target_hidden_size=target_width,
         target_layer_ids=taps,
         num_target_layers=size(raw, "num_target_layers", 0) or None,
         vocab_size=vocabulary,
@@ -102,8 +106,8 @@ def parse_fields(raw: Fields, names: Collection[str]) -> EagleConfig:
         fc_norm=flag(either, "fc_norm"),
         norm_output=flag(either, "norm_output"),
         draft_vocab_size=None if own == vocabulary else own,
-        own_embedding="embed_tokens.weight" in names,
-        own_head="lm_head.weight" in names,
+        own_embedding="embed_tokens.weight" in names or (unknown and narrower),
+        own_head="lm_head.weight" in names or (unknown and (narrower or own != vocabulary)),
         quantization=quantization(raw),
         notes=(*listed(raw.get("notes") or [], "notes", str), *notes),
     )
