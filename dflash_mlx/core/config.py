@@ -157,20 +157,21 @@ class DecodeConfig:
     )
     block_size: int | None = option(
         None,
-        "tokens per draft block, the anchor included; dflash, specdiff and ngram then verify all "
-        "of them (default: the drafter's, and as many are verified as pay)",
+        "tokens per draft block, the anchor included; dflash, specdiff, eagle3 and ngram then "
+        "verify all of them (default: the drafter's, and as many are verified as pay)",
         type=int,
     )
     branches: int | None = option(
         None,
         "d2sd: prefixes that the second drafter continues (default: 4); specdiff: samples of the "
-        "draft, merged to a tree; makes auto d2sd where the target can verify trees",
+        "draft, merged to a tree; eagle3: tokens behind a path, and paths that a pass continues "
+        "(default: 8); makes auto d2sd where the target can verify trees",
         type=int,
     )
     budget: int | None = option(
         None,
-        "ddtree, d2sd, specdiff: tokens that a pass verifies, the anchor included, or auto: as "
-        "many as pay on this machine, and no draft where none pays (default: auto)",
+        "ddtree, d2sd, specdiff, eagle3: tokens that a pass verifies, the anchor included, or "
+        "auto: as many as pay on this machine, and no draft where none pays (default: auto)",
         type=number_or_auto,
     )
     lookup: bool = option(
@@ -193,10 +194,10 @@ class DecodeConfig:
     )
     acceptance: str = option(
         "auto",
-        "dflash, specdiff with a temperature above 0: match keeps a draft that equals what the "
-        "target draws, and one seed gives one answer with and without drafting; reject draws the "
-        "drafts too and keeps each with probability min(1, p/q), which follows the same law and "
-        "accepts more, but gives other answers for a seed, and one answer for it only with "
+        "dflash, specdiff, eagle3 with a temperature above 0: match keeps a draft that equals what "
+        "the target draws, and one seed gives one answer with and without drafting; reject draws "
+        "the drafts too and keeps each with probability min(1, p/q), which follows the same law "
+        "and accepts more, but gives other answers for a seed, and one answer for it only with "
         "--block-size; auto rejects where no seed is given and no tree is drafted",
         choices=ACCEPTANCES,
     )
@@ -270,8 +271,8 @@ class TrainConfig:
     start: str = option(
         "target", "a new drafter starts as the target's last layers, or random", choices=STARTS
     )
-    layers: int = option(3, "layers of a new drafter", type=int)
-    taps: int = option(5, "target layers that a new drafter reads", type=int)
+    layers: int = option(3, "layers of a new drafter; eagle3 has one", type=int)
+    taps: int = option(5, "target layers that a new drafter reads; eagle3: 3", type=int)
     block_size: int = option(8, "tokens per block of a new drafter, the anchor included", type=int)
     minutes: float | None = option(None, "train for so long, over all runs together", type=float)
     steps: int | None = option(None, "train for so many steps, over all runs together", type=int)
