@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--sweep",
-        help="try values of block, branches or budget with the methods that have it, as in "
+        help="try values of block, branches, budget or steps with the methods that have it, as in "
         "budget=auto,8,16; without values, the usual ones",
     )
     result.add_argument(
