@@ -13,9 +13,9 @@ from dflash_mlx.engine.pair import Means
 _SWITCHES = [
     f.name for f in fields(DecodeConfig) if isinstance(f.default, bool) and f.name != "recalibrate"
 ]
-_TEXTS = ("growth", "schedule")
+_WORDS = ("growth", "schedule")
 _SETTINGS = {"block": "block_size"} | {
-    name: name for name in (*_TEXTS, "block_size", "budget", "branches", "steps", *_SWITCHES)
+    name: name for name in ("block_size", "budget", "branches", "steps", *_WORDS, *_SWITCHES)
 }
 _SWEPT = {
     "block": ("2", "3", "4", "6", "8", "12", "16"),
@@ -84,7 +84,7 @@ def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
 
 
 def _read_value(source: str, key: str, value: str) -> Any:
-    if key in _TEXTS:
+    if key in _WORDS:
         return value
     what, allowed = key.replace("block_size", "block"), "give a whole number"
     if key in _SWITCHES:
