@@ -137,11 +137,12 @@ def parser() -> argparse.ArgumentParser:
         default="none,auto",
         help="comma-separated; a block size or settings may follow, as in "
         "dflash:4,ddtree:budget=16,d2sd:8:growth=paper (default: %(default)s); none is always run; "
-        "resample is a control: naive draws from the first draft, as many as --branches",
+        "controls are resample, naive draws from the first draft, as many as --branches, and "
+        "dflash1, a fixed block without the selector of DFlash 2",
     )
     result.add_argument(
         "--sweep",
-        help="try values of block, branches or budget with the methods that have it, as in "
+        help="try values of block, branches, budget or steps with the methods that have it, as in "
         "budget=auto,8,16; without values, the usual ones",
     )
     result.add_argument(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
+
+import numpy as np
 
 from dflash_mlx.benchmark.measure import TERMS, CheckedNode, RoundFigures, Run
 from dflash_mlx.core.accept import NearTies
@@ -14,6 +16,7 @@ from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.target.pass_times import PassTimes
 
 BINS = 10  # of confidence, equally wide
+RESAMPLES = 1000
 Figures = dict[str, Any]
 
 
@@ -53,9 +56,15 @@ def _figures(runs: Sequence[Run], times: PassTimes | None) -> Figures:
     timed = [run for run in runs if run.statistics.rounds and run.plain.rounds]
     rates = [run.statistics.tokens_per_second for run in timed]
     plain = [run.plain.tokens_per_second for run in timed]
+    speedups = [own / other for own, other in zip(rates, plain, strict=True)]
+    by_prompt = [(sum(r.tokens for r in run.rounds), len(run.rounds)) for run in runs]
     return {
         "tokens_per_second": _middle(rates),
-        "speedup": _middle([own / other for own, other in zip(rates, plain, strict=True)]),
+        "speedup": _middle(speedups),
+        "intervals": {
+            "speedup": interval(speedups, np.median),
+            "mean_accepted": interval(by_prompt, _ratio),
+        },
         "ratio_of_medians": _middle(rates) / (_middle(plain) or 1.0),
         "mean_accepted": fmean([round_.tokens for round_ in rounds] or [0]),
         "rows_per_round": fmean([round_.rows for round_ in rounds] or [0]),
@@ -77,6 +86,25 @@ def _figures(runs: Sequence[Run], times: PassTimes | None) -> Figures:
 def _middle(values: Sequence[float]) -> float:
     """The median, 0 of nothing."""
     return median(values) if values else 0.0
+
+
+def interval(values: Sequence[Any], statistic: Callable[[Any], Any]) -> list[float]:
+    """The middle 95 % of a statistic over resamples of the prompts (bootstrap); [] of nothing.
+
+    values: one for each prompt. statistic: of as many rows.
+    """
+    if not values:
+        return []
+    rows, chosen = np.array(values), np.random.default_rng(0)
+    draws = chosen.integers(len(rows), size=(RESAMPLES, len(rows)))
+    low, high = np.percentile([statistic(rows[draw]) for draw in draws], (2.5, 97.5))
+    return [float(low), float(high)]
+
+
+def _ratio(sums: Any) -> float:
+    """Tokens a round, of rows of tokens and rounds."""
+    tokens, rounds = sums.sum(axis=0)
+    return float(tokens / max(rounds, 1))
 
 
 def committed(rounds: Sequence[RoundFigures]) -> dict[str, int]:

@@ -13,13 +13,15 @@ from dflash_mlx.engine.pair import Means
 _SWITCHES = [
     f.name for f in fields(DecodeConfig) if isinstance(f.default, bool) and f.name != "recalibrate"
 ]
+_WORDS = ("growth", "schedule")
 _SETTINGS = {"block": "block_size"} | {
-    name: name for name in ("block_size", "budget", "branches", "growth", *_SWITCHES)
+    name: name for name in ("block_size", "budget", "branches", "steps", *_WORDS, *_SWITCHES)
 }
 _SWEPT = {
     "block": ("2", "3", "4", "6", "8", "12", "16"),
     "branches": ("1", "2", "4", "6", "8"),
     "budget": (AUTO, "4", "8", "16", "32", "48"),
+    "steps": ("1", "2", "4"),
 }
 
 
@@ -82,7 +84,7 @@ def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
 
 
 def _read_value(source: str, key: str, value: str) -> Any:
-    if key == "growth":
+    if key in _WORDS:
         return value
     what, allowed = key.replace("block_size", "block"), "give a whole number"
     if key in _SWITCHES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair, in its own r
 # What stands in a column, by its heading.
 _COLUMNS = {
     "tok/s": "{tokens_per_second:.1f}",
-    "speed-up": "{speedup:.2f}",
-    "tokens/round": "{mean_accepted:.2f}",
+    "speed-up": "{speedup:.2f} {intervals[speedup]}",
+    "tokens/round": "{mean_accepted:.2f} {intervals[mean_accepted]}",
     "rows/round": "{rows_per_round:.1f}",
     "accepted": "{acceptance_rate:.0%}",
     "parity": "{parity:.1%}",
@@ -45,10 +46,17 @@ def format_report(report: dict[str, Any]) -> str:
 def _rows(report: dict[str, Any], columns: dict[str, str]) -> list[list[str]]:
     """One per category and method."""
     return [
-        [category, name, *(cell.format(**figures) for cell in columns.values())]
+        [category, name, *(cell.format(**_readable(figures)).strip() for cell in columns.values())]
         for category, methods in groups(report).items()
         for name, figures in methods.items()
     ]
+
+
+def _readable(figures: Figures) -> Figures:
+    """With intervals in words, "" where there is none."""
+    found: dict[str, list[float]] = figures.get("intervals", {})
+    words = {name: f"[{ends[0]:.2f}, {ends[1]:.2f}]" for name, ends in found.items() if ends}
+    return {**figures, "intervals": defaultdict(str, words)}
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -16,11 +16,12 @@ from dflash_mlx.core.option import (
     require_possible,
 )
 from dflash_mlx.core.option import option as option
+from dflash_mlx.core.schedule import SCHEDULES, check_schedule
 from dflash_mlx.core.template import parse_template
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
 GROWTHS = ("joint", "paper")
-TRAIN_MODES = ("dflash", "variable-prefix")
+TRAIN_MODES = ("dflash", "variable-prefix", "specdiff", "eagle3")
 ACCEPTANCES = ("auto", "match", "reject")
 KERNELS = ("auto", "off", "on")
 BITS = (4, 8)
@@ -156,20 +157,21 @@ class DecodeConfig:
     )
     block_size: int | None = option(
         None,
-        "tokens per draft block, the anchor included; dflash and ngram then verify all of them "
-        "(default: the drafter's, and as many are verified as pay)",
+        "tokens per draft block, the anchor included; dflash, specdiff, eagle3 and ngram then "
+        "verify all of them (default: the drafter's, and as many are verified as pay)",
         type=int,
     )
     branches: int | None = option(
         None,
-        "d2sd: prefixes that the second drafter continues (default: 4); makes auto d2sd where the "
-        "target can verify trees",
+        "d2sd: prefixes that the second drafter continues (default: 4); specdiff: samples of the "
+        "draft, merged to a tree; eagle3: tokens behind a path, and paths that a pass continues "
+        "(default: 8); makes auto d2sd where the target can verify trees",
         type=int,
     )
     budget: int | None = option(
         None,
-        "ddtree, d2sd: tokens that a pass verifies, the anchor included, or auto: as many as pay "
-        "on this machine, and no draft where none pays (default: auto)",
+        "ddtree, d2sd, specdiff, eagle3: tokens that a pass verifies, the anchor included, or "
+        "auto: as many as pay on this machine, and no draft where none pays (default: auto)",
         type=number_or_auto,
     )
     lookup: bool = option(
@@ -183,13 +185,20 @@ class DecodeConfig:
     growth: str = option(
         "joint", "d2sd: best-first over both drafts, or as published", choices=GROWTHS
     )
+    steps: int | None = option(None, "specdiff: passes that denoise a block (default: 1)", type=int)
+    schedule: str = option(
+        "confidence",
+        "specdiff with several steps: after each, fix the surest tokens, the first ones, or all "
+        "that are 90 % sure",
+        choices=SCHEDULES,
+    )
     acceptance: str = option(
         "auto",
-        "dflash with a temperature above 0: match keeps a draft that equals what the target draws, "
-        "and one seed gives one answer with and without drafting; reject draws the drafts too and "
-        "keeps each with probability min(1, p/q), which follows the same law and accepts more, but "
-        "gives other answers for a seed, and one answer for it only with --block-size; auto "
-        "rejects where no seed is given",
+        "dflash, specdiff, eagle3 with a temperature above 0: match keeps a draft that equals what "
+        "the target draws, and one seed gives one answer with and without drafting; reject draws "
+        "the drafts too and keeps each with probability min(1, p/q), which follows the same law "
+        "and accepts more, but gives other answers for a seed, and one answer for it only with "
+        "--block-size; auto rejects where no seed is given and no tree is drafted",
         choices=ACCEPTANCES,
     )
     exact: bool = option(
@@ -210,13 +219,13 @@ class DecodeConfig:
         require_possible(self)
         block_ok = self.block_size is None or self.block_size >= 2
         require(block_ok, "block_size", self.block_size, "2 or more")
-        require(self.growth in GROWTHS, "growth", self.growth, f"one of {', '.join(GROWTHS)}")
-        require(
-            self.acceptance in ACCEPTANCES,
-            "acceptance",
-            self.acceptance,
-            f"one of {', '.join(ACCEPTANCES)}",
-        )
+        choices = {"growth": GROWTHS, "schedule": SCHEDULES, "acceptance": ACCEPTANCES}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            require(value in allowed, name, value, f"one of {', '.join(allowed)}")
+        steps_ok = self.steps is None or 1 <= self.steps <= MOST_ROWS
+        require(steps_ok, "steps", self.steps, f"1 to {MOST_ROWS}")
+        check_schedule(self.steps or 1, self.schedule, self.acceptance == "reject")
         branches_ok = self.branches is None or 1 <= self.branches <= 32
         require(branches_ok, "branches", self.branches, "1 to 32")
         budget_ok = self.budget is None or 2 <= self.budget <= MOST_ROWS
@@ -262,8 +271,8 @@ class TrainConfig:
     start: str = option(
         "target", "a new drafter starts as the target's last layers, or random", choices=STARTS
     )
-    layers: int = option(3, "layers of a new drafter", type=int)
-    taps: int = option(5, "target layers that a new drafter reads", type=int)
+    layers: int = option(3, "layers of a new drafter; eagle3 has one", type=int)
+    taps: int = option(5, "target layers that a new drafter reads; eagle3: 3", type=int)
     block_size: int = option(8, "tokens per block of a new drafter, the anchor included", type=int)
     minutes: float | None = option(None, "train for so long, over all runs together", type=float)
     steps: int | None = option(None, "train for so many steps, over all runs together", type=int)
@@ -284,6 +293,9 @@ class TrainConfig:
     alpha: float = option(0.5, "dpace loss: smoothing of the confidences", type=float)
     prefix_base: float = option(
         0.8, "variable-prefix: each visible token more is so many times as likely", type=float
+    )
+    reveal_share: float = option(
+        0.25, "specdiff: share of the blocks that show some of their tokens, 0 to 1", type=float
     )
     learning_rate: float = option(8e-4, "AdamW's peak", type=float)
     warmup: int = option(100, "steps until the peak", type=int)
@@ -310,7 +322,9 @@ class TrainConfig:
         require(endless_ok, "minutes", self.minutes, "a number above 0")
         require(0 < self.alpha <= 1, "alpha", self.alpha, "a number above 0 and up to 1")
         require(0 <= self.short_share <= 1, "short_share", self.short_share, "0 to 1")
-        require(0 <= self.soft <= 1, "soft", self.soft, "0 to 1")
+        for name in ("soft", "reveal_share"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, name, value, "0 to 1")
         if (self.minutes is None) == (self.steps is None):
             ends = "no end" if self.steps is None else "two ends"
             raise DFlashError(f"the training has {ends}", "give either --minutes or --steps")

@@ -361,7 +361,8 @@ def within_budget(
     """
     target = pair.target
     used = pair.drafter_name, len(pair.drafters), target.kernels.mode
-    key = (*used, model.name, config.block_size, config.branches, config.lookup)
+    settings = config.block_size, config.branches, config.lookup, config.steps, config.schedule
+    key = (*used, model.name, *settings)
     known = pair.learned.get(key)
     again = known is not None and known.contradicts_times
     if again:

@@ -84,3 +84,20 @@ METHOD = Method(
     sources=(DRAFT, LOOKUP),
     preference=2,
 )
+
+
+def _make_first_version(pair: Pair, config: DecodeConfig) -> Drafter:
+    return BlockDiffusion(block_models(pair)[0], config.block_size)
+
+
+FIRST_VERSION = Method(
+    "dflash1",
+    "DFlash without its selector",
+    _make_first_version,
+    family=checkpoint.FAMILY,
+    files=checkpoint,
+    best_with=1,
+    settings=("block_size",),
+    sources=(DRAFT,),
+    is_control=True,
+)

@@ -29,7 +29,7 @@ class FileFormat(Protocol):
         """The configuration in a config.json; DFlashError. names: of the tensors beside it.
 
         It has block_size, the anchor included; vocab_size, its target's; taps, target layers
-        (0-based) that are read;
+        (0-based) that are read, None for `usual_taps`;
         quantization, None or with `bits`; notes, what reading had to assume.
         """
 
@@ -64,3 +64,16 @@ class FileFormat(Protocol):
 
         has_values: whether there is anything behind the heads of the weight files.
         """
+
+
+def usual_taps(layers: int) -> tuple[int, int, int]:
+    """What is read of a target with so many layers where a file names none: low, middle, high.
+
+    EAGLE-3 (arXiv 2503.01840) takes the states before layers 2, n // 2 and n - 3.
+    """
+    return 1, layers // 2 - 1, layers - 4
+
+
+def taps_of(config: Any, layers: int) -> tuple[int, ...]:
+    """The layers that a drafter with this configuration reads of such a target."""
+    return usual_taps(layers) if config.taps is None else config.taps

@@ -66,6 +66,16 @@ class Method:
         return self.lone_label if self.lone_label and drafters == 1 else self.label
 
 
+def asks_for_tree(config: DecodeConfig) -> bool:
+    """Whether a tree's size or shape is given; DFlashError where chains are asked for as well."""
+    for name in ("budget", "branches"):
+        value = getattr(config, name)
+        if value is not None and config.acceptance == "reject" and config.draws_drafts:
+            what = f"{name} is {value}, but acceptance is reject, which keeps chains alone"
+            raise DFlashError(what, "leave one of them out", name)
+    return config.budget is not None or config.branches is not None
+
+
 def check_block_size(block_size: int | None, most: int) -> None:
     """Raise DFlashError unless a drafter trained for blocks of `most` can draft such a block."""
     if block_size is not None and not 2 <= block_size <= most:

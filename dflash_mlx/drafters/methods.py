@@ -16,8 +16,10 @@ from dflash_mlx.drafters import (
     none,
     resample,
 )
+from dflash_mlx.drafters.eagle3 import drafter as eagle3
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.method import Method, TokenSource, check_block_size
+from dflash_mlx.drafters.specdiff import method as specdiff
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Means, Pair
 
@@ -26,9 +28,12 @@ METHODS: dict[str, Method] = {
     for method in (
         none.METHOD,
         block_diffusion.METHOD,
+        block_diffusion.FIRST_VERSION,
         best_first.METHOD,
         dual_diffusion.METHOD,
-        ngram.METHOD,
+        specdiff.METHOD,
+        eagle3.METHOD,
+        ngram.METHOD,  # behind these, since it is as good only where no draft model is
         resample.METHOD,
     )
 }
@@ -128,13 +133,16 @@ def settle(config: DecodeConfig, means: Means) -> DecodeConfig:
 def _auto(config: DecodeConfig, means: Means) -> Method:
     """What the pair serves; of these, the one that a given setting belongs to; then the advice.
 
-    Settings of several methods choose none, and one whose method cannot be had changes nothing.
+    Settings of several methods of a family choose none, and of several families that which `auto`
+    prefers. One whose method cannot be had changes nothing.
     """
     serving = [method for method in METHODS.values() if _serves(method, means)]
     if config.acceptance == "reject" and config.sampling.temperature > 0:
         serving = [method for method in serving if method.draws] or serving
     for setting in given(config):
         owners = [method for method in serving if method.name in _offered(setting)]
+        first = max(owners, key=lambda method: method.preference, default=None)
+        owners = [method for method in owners if first and method.family == first.family]
         if len(owners) == 1 and setting != "acceptance":
             serving = owners
     serving.sort(key=lambda method: -method.preference)
@@ -207,5 +215,5 @@ def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:
     if method.needs_trees:
         pair.target.check_trees()
     if method.family:
-        pair.of(method.family)
+        pair.of(method.family, method.name)
     return method.make(pair, config)

@@ -6,11 +6,10 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
-from dflash_mlx.drafters.growth.grow import FIRST, Array
+from dflash_mlx.drafters.growth.samples import log_softmax, merge_samples
 from dflash_mlx.drafters.method import BRANCHES, DRAFT, Method
 from dflash_mlx.drafters.one_draft import OneDraft, block_models
 from dflash_mlx.engine.drafter import Proposal
@@ -38,36 +37,6 @@ class Resample(OneDraft):
         generator = np.random.default_rng((self._seed, state.position))
         logprobs = log_softmax(np.array(logits.astype(mx.float32)))
         return Proposal(merge_samples(logprobs, self._samples, generator))
-
-
-def log_softmax(logits: Array) -> Array:
-    """[n, V] log-probabilities of each row."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    normal = np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    result: Array = shifted - normal
-    return result
-
-
-def merge_samples(logprobs: Array, samples: int, generator: np.random.Generator) -> Tree:
-    """The argmax of every position and `samples` independent draws, equal prefixes merged.
-
-    logprobs: [n, V] of the n drafted positions.
-    """
-    positions, chains = np.arange(len(logprobs)), []
-    cumulative = np.cumsum(np.exp(logprobs, dtype=np.float64), axis=-1)
-    for uniform in (None, *generator.random((samples, len(logprobs)))):
-        tokens = np.argmax(logprobs, axis=-1) if uniform is None else _draw(cumulative, uniform)
-        chains.append((tokens.tolist(), logprobs[positions, tokens].tolist(), FIRST))
-    return Tree.of_chains(chains)
-
-
-def _draw(cumulative: Array, uniform: Array) -> Array:
-    """[n] a token per row by the inverse of its cumulative distribution [n, V]; uniform: [n]."""
-    at = uniform * cumulative[:, -1]
-    rows = zip(cumulative, at, strict=True)
-    tokens = np.array([np.searchsorted(row, value, side="right") for row, value in rows])
-    result: Array = np.minimum(tokens, cumulative.shape[1] - 1)  # rounding can reach the end
-    return result
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Resample:

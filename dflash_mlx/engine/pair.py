@@ -89,22 +89,22 @@ class Pair:
     """A target with its tokenizer, and the draft models that fit it, if any.
 
     tokenizer: mlx-lm's TokenizerWrapper. drafters: D2SD's variable-prefix drafter is the second.
-    others: loads those of further families, see `of`. drafter_name: where the first came from.
-    undrafted: why there is none, where none was found.
+    drafter_name: where the first came from. undrafted: why there is none, where none was found.
     advice: how the pair is best used. notes: what loading had to change, a sentence each.
-    template: arguments of the chat template. learned: what sessions have learned about drafting;
+    template: arguments of the chat template. others: loads drafters of further families, see `of`.
+    learned: what sessions have learned about drafting;
     `recall` reads it.
     """
 
     target: Target
     tokenizer: Any
     drafters: tuple[DraftModel, ...] = ()
-    others: Mapping[str, Callable[[], DraftModel]] = field(default_factory=dict, repr=False)
     drafter_name: str | None = None
     undrafted: str = ""
     advice: Advice = Advice()
     notes: tuple[str, ...] = ()
     template: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Callable[[], DraftModel]] = field(default_factory=dict, repr=False)
     learned: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -118,10 +118,10 @@ class Pair:
         families = tuple(model.family for model in self.drafters)
         return Means(families, self.target.takes_trees, self.advice)
 
-    def of(self, family: str) -> list[DraftModel]:
+    def of(self, family: str, method: str = "") -> list[DraftModel]:
         """The draft models of a family, at least one; one that is known is loaded when asked for.
 
-        Raises DFlashError where there is none.
+        method: who asks. Raises DFlashError where there is none.
         """
         if found := [model for model in self.drafters if model.family == family]:
             return found
@@ -129,7 +129,7 @@ class Pair:
             return [self.recall(("draft model", family), self.others[family])]
         theirs = self.require_drafter().family
         raise DFlashError(
-            f"{family} needs a drafter of the {family} family, but "
+            f"{method or 'this method'} needs a drafter of the {family} family, but "
             f"{self.drafter_name or 'this one'} is of {theirs}",
             "use --method auto, or name another with --drafter",
         )

@@ -13,6 +13,7 @@ import mlx.core as mx
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import read_config
+from dflash_mlx.drafters.formats import taps_of
 from dflash_mlx.drafters.methods import (
     check_uses,
     family_of,
@@ -84,7 +85,8 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     target.kv_bits = config.kv_bits
     notes = choice.notes + _on_packing(drafters, config)
     notes += (names.lineage,) * bool(names.lineage and drafters)
-    notes += fit_target(target, [tap for drafter in drafters for tap in drafter.config.taps])
+    layers = target.num_layers
+    notes += fit_target(target, [tap for d in drafters for tap in taps_of(d.config, layers)])
     models = [_read_drafter(drafter, target, config) for drafter in drafters]
     notes += tuple(note for model in models for note in fit_drafter(model, target))
     for model, drafter, size in zip(models, drafters, sizes, strict=False):
@@ -98,8 +100,8 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     first = next((drafter.name for drafter in drafters), None)
     asked = config.template_arguments
     notes += tuple(_on_template(tokenizer, target.name, asked, names.advice))
-    pair = Pair(target, tokenizer, tuple(models), others, first, choice.missing, names.advice)
-    return replace(pair, notes=notes, template=dict(names.advice.template) | asked)
+    pair = Pair(target, tokenizer, tuple(models), first, choice.missing, names.advice)
+    return replace(pair, notes=notes, others=others, template=dict(names.advice.template) | asked)
 
 
 def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str, ...]:
@@ -125,7 +127,7 @@ def _load_other(
     facts = fetched(check_drafter(find_source(name, DRAFTER), name))
     check_pair(target_facts, facts).raise_first()
     size = _draft_size(config, facts)
-    fit_target(target, facts.config.taps)
+    fit_target(target, taps_of(facts.config, target.num_layers))
     model = _read_drafter(facts, target, config)
     fit_drafter(model, target)
     _limit(model, facts, target, tokenizer, size, config)

@@ -81,7 +81,7 @@ def _in_words(facts: ModelFacts) -> str:
         words.append(str(facts.config.get("model_type", "")))
         last = f"context {facts.context_length}" if facts.context_length else ""
     elif facts.config is not None:
-        taps = ", ".join(map(str, facts.config.taps))
+        taps = ", ".join(map(str, facts.config.taps or ()))
         last = f"blocks of {facts.config.block_size}" + f", reads layers {taps}" * bool(taps)
     if weights.tensors:
         words.append(f"{weights.parameters:,} parameters in {weights.dtype}")

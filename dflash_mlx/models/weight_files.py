@@ -153,7 +153,7 @@ def _no_weights(source: Source, next_step: str) -> Finding:
         what = f"{source.name} has no .safetensors files, and files like {pickled[0]} can run code"
         step = "choose a folder or a revision with .safetensors files"
         if (other := instead_of(source.name)) is not None:
-            step = f"use {other}, which is for the same model and has .safetensors files"
+            step = f"choose {other}, which is for the same model and has .safetensors files"
         return Finding("error", what, step)
     others = [name for name in source.files if name.endswith(".safetensors")]
     instead = f", only {others[0]}" if others else ""

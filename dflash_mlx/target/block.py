@@ -19,21 +19,24 @@ class Block:
 
     branches: how many runs of rows / branches tokens begin at the same position and do not see
     each other (a forest). last_only: the target's logits are asked for after the last row alone.
+    before: rows of the same run or tree that the passes before this one left behind the committed
+    ones; the tree counts them.
     """
 
     rows: int
     tree: Tree | None = None
     branches: int = 1
     last_only: bool = False
+    before: int = 0
     _positions: dict[int, mx.array] = field(default_factory=dict, init=False, compare=False)
     _meanings: dict[object, tuple[mx.array | str | None, Visibility]] = field(
         default_factory=dict, init=False, compare=False
     )
 
     @classmethod
-    def of(cls, tree: Tree) -> Block:
+    def of(cls, tree: Tree, before: int = 0) -> Block:
         """A chain needs no explicit positions or mask; any other tree does."""
-        return cls(len(tree), None if tree.is_chain else tree)
+        return cls(len(tree) - before, None if tree.is_chain else tree, before=before)
 
     @cached_property
     def is_run(self) -> bool:
@@ -46,17 +49,23 @@ class Block:
         All layers of a pass ask for the same ones, so they go to the device once.
         """
         if self.is_run:
-            return first
+            return first + self.before
         if first not in self._positions:
             self._positions[first] = mx.array(self.depths + first)
         return self._positions[first]
 
     @cached_property
-    def depths(self) -> npt.NDArray[np.int32]:
-        """[rows] distance of each row from the first position."""
+    def all_depths(self) -> npt.NDArray[np.int32]:
+        """[before + rows] distance of each row from the first position."""
         if self.tree is not None:
             return np.array(self.tree.depths, np.int32)
-        return np.arange(self.rows, dtype=np.int32) % (self.rows // self.branches)
+        rows = self.before + self.rows
+        return np.arange(rows, dtype=np.int32) % (rows // self.branches)
+
+    @property
+    def depths(self) -> npt.NDArray[np.int32]:
+        """[rows] of the pass's own rows."""
+        return self.all_depths[self.before :]
 
     @cached_property
     def same_branch(self) -> npt.NDArray[np.bool_]:
@@ -67,10 +76,11 @@ class Block:
 
     @cached_property
     def visible(self) -> npt.NDArray[np.bool_]:
-        """[rows, rows] which rows of the block a causal row may attend to."""
+        """[rows, before + rows] which rows of the block a causal row may attend to."""
         if self.tree is not None:
-            return self.tree.ancestors
-        return (self.depths[:, None] >= self.depths) & self.same_branch
+            return self.tree.ancestors[self.before :]
+        seen = self.depths[:, None] >= self.all_depths
+        return seen if self.branches == 1 else seen & self.same_branch
 
     def remember(self, mask: mx.array, seen: Visibility) -> None:
         """Note what a mask of this block stands for."""

@@ -61,6 +61,11 @@ class LayerCache:
         return list(self._stored)
 
     @property
+    def _end(self) -> int:
+        """Where the pass's rows go: behind the committed ones, and those of passes before it."""
+        return self.length + self.block.before
+
+    @property
     def _first(self) -> int:
         """Oldest committed position that the block's first row sees."""
         if self.window is None:
@@ -77,7 +82,7 @@ class LayerCache:
         rows, bits = keys.shape[2], self.kv_bits
         parts = [keys, values] if bits is None else [*pack(keys, bits), *pack(values, bits)]
         self._reserve(rows, parts)
-        at, first = self.length - self._start, self._first - self._start
+        at, first = self._end - self._start, self._first - self._start
         for stored, part in zip(self._stored, parts, strict=True):
             stored[..., at : at + rows, :] = part
         seen = [stored[..., first : at + rows, :] for stored in self._stored]
@@ -91,8 +96,8 @@ class LayerCache:
     ) -> mx.array | str | None:
         """The mask mlx-lm asks for: None, "causal", or bool [rows, visible + rows]."""
         window = window_size or self.window
-        if window is None or self.length - self._first + rows <= window:
-            if rows == 1:
+        if window is None or self._end - self._first + rows <= window:
+            if rows == 1 and self.block.visible.all():
                 return None
             if self.block.is_run and not return_array:
                 return "causal"
@@ -101,14 +106,14 @@ class LayerCache:
     def attention_mask(self, visible: npt.NDArray[np.bool_], window: int | None) -> mx.array:
         """Bool [rows, visible + rows]: the committed positions, then the block's own rows.
 
-        visible: [rows, rows] which rows of the block each row sees. The window counts from each
-        row's own position.
+        visible: [rows, before + rows] which rows of the block each row sees. The window counts from
+        each row's own position.
         """
         prefix, depths = self.length - self._first, self.block.depths
         first = np.zeros_like(depths)
         if window is not None:
             first = np.clip(prefix + depths - window + 1, 0, prefix)
-            visible = visible & (depths > depths[:, None] - window)
+            visible = visible & (self.block.all_depths > depths[:, None] - window)
         before = mx.arange(prefix) >= mx.array(first)[:, None]
         mask = mx.concatenate([before, mx.array(visible)], axis=1)
         if self._asks_kernels:
@@ -194,10 +199,10 @@ class LayerCache:
         if not self._stored:
             self._stored = [_empty(rows, part) for part in parts]
             return
-        if self.length - self._start + rows <= self._stored[0].shape[2]:
+        if self._end - self._start + rows <= self._stored[0].shape[2]:
             return
         start = max(self._start, self._first - SLACK) if self.window is not None else 0
-        kept = slice(start - self._start, self.length - self._start)
+        kept = slice(start - self._start, self._end - self._start)
         self._start = start
         self._stored = [
             mx.concatenate([stored[..., kept, :], _empty(rows, part)], axis=2)

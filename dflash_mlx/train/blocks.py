@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,8 @@ class Blocks:
     text has ended. prefixes: [S, A], how many drafts after the anchor are visible. likely, shares:
     [S, A, B, K], the tokens that the target finds likeliest at each position, its greedy choice
     first, and their probabilities. supervised: [S, A, B], where these are known: behind the
-    prefix, up to and with the first choice that the text does not follow.
+    prefix, up to and with the first choice that the text does not follow. revealed: [S, A, B],
+    tokens that are visible besides, None for none.
     """
 
     rows: Array
@@ -51,6 +52,7 @@ class Blocks:
     likely: Array
     shares: Array
     supervised: Array
+    revealed: Array | None = None
 
     @property
     def labels(self) -> Array:
@@ -60,6 +62,7 @@ class Blocks:
     def inputs(self, mask_token: int) -> Array:
         """[S, A, B]: anchor and visible prefix, then mask tokens."""
         visible = np.arange(self.tokens.shape[-1]) <= self.prefixes[..., None]
+        visible = visible if self.revealed is None else visible | self.revealed
         return np.where(visible, self.tokens, mask_token)
 
 
@@ -70,7 +73,9 @@ class BlockSampler:
     An epoch splits each sequence's anchors, shuffled, into groups of A (the last one filled up with
     repeats), shuffles the groups and takes S of them a step, of texts of like length. shape: S and
     A. prefix_base: beta of the law Pr(l = j) ~ beta^j of visible prefixes,
-    j = 0 .. B - 2 (D2SD, arXiv 2606.04446); None for DFlash, whose prefixes are 0. short_share:
+    j = 0 .. B - 2 (D2SD, arXiv 2606.04446); None for DFlash, whose prefixes are 0. reveal_share:
+    of the blocks, which show each of their tokens with a probability 1 - t, t ~ U(0, 1), as masked
+    diffusion does. short_share:
     of the steps, whose blocks are half as long: the first drafts decide most, and cost less so.
     """
 
@@ -80,6 +85,7 @@ class BlockSampler:
     seed: int
     prefix_base: float | None = None
     short_share: float = 0.0
+    reveal_share: float = 0.0
 
     def __post_init__(self) -> None:
         self._sequences, self._anchors = self.shape
@@ -103,7 +109,15 @@ class BlockSampler:
         if self.prefix_base is not None:
             law = self.prefix_base ** np.arange(size - 1)
             prefixes = rng.choice(len(law), size=anchors.shape, p=law / law.sum())
-        return cut_blocks(self.texts, self._groups[chosen], anchors, size, prefixes)
+        blocks = cut_blocks(self.texts, self._groups[chosen], anchors, size, prefixes)
+        return self._reveal(blocks, rng) if self.reveal_share else blocks
+
+    def _reveal(self, blocks: Blocks, rng: np.random.Generator) -> Blocks:
+        """With some tokens shown; these teach nothing."""
+        shape = *blocks.anchors.shape, 1
+        masked = np.where(rng.random(shape) < self.reveal_share, rng.random(shape), 1.0)
+        revealed = rng.random(blocks.tokens.shape) >= masked
+        return replace(blocks, revealed=revealed, supervised=blocks.supervised & ~revealed)
 
     def _shuffle(self, epoch: int) -> None:
         rng = np.random.default_rng([self.seed, epoch, 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,12 +22,12 @@ from dflash_mlx.train.features import FeatureCache, vocabulary_size
 
 @dataclass(frozen=True)
 class Text(TextTokens):
-    """A row of a corpus. number: in its file. cache, place: where its features are."""
+    """A row of a corpus. number: in its file. cache, place: where its features are, if any."""
 
     row: CorpusRow
     number: int
-    cache: FeatureCache
-    place: int
+    cache: FeatureCache | None = None
+    place: int = 0
 
     @classmethod
     def of(cls, row: CorpusRow, number: int, cache: FeatureCache, place: int) -> Text:
@@ -34,6 +35,14 @@ class Text(TextTokens):
         tokens, thought = np.array(row.prompt + row.answer), cache.choices(place)
         likely, shares = thought["token"], thought["probability"]
         return cls(tokens, len(row.prompt), likely, shares, row, number, cache, place)
+
+    @classmethod
+    def by_itself(cls, row: CorpusRow, number: int) -> Text:
+        """A greedy answer, whose tokens are what the target prefers."""
+        tokens = np.array(row.prompt + row.answer)
+        likely = np.append(tokens[1:], 0)[:, None]
+        shares = np.ones(likely.shape, np.float32)
+        return cls(tokens, len(row.prompt), likely, shares, row, number)
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Texts:
         parts = []
         for i, start in zip(chosen, starts.tolist(), strict=True):
             text = self.texts[i]
+            assert text.cache is not None
             part = text.cache.features(text.place)[start : start + length].astype(mx.float32)
             parts.append(mx.pad(part, [(0, length - part.shape[0]), (0, 0)]))
         return mx.stack(parts)
@@ -103,7 +113,8 @@ class DataConfig:
 def read_texts(config: DataConfig, pair: Pair, taps: tuple[int, ...]) -> Texts:
     """Read corpora, and compute the features that are missing.
 
-    Raises DFlashError for a corpus of another tokenizer, or one that has no usable row.
+    Without taps there are none, and only greedy answers say what the target prefers. Raises
+    DFlashError for a corpus of another tokenizer, or one that has no usable row.
     """
     parts = [_read_file(path, config, pair, taps) for path in config.corpus]
     name = " ".join(part.name for part in parts)
@@ -120,6 +131,10 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, taps: tuple[int, ...]
             "make the corpus again with shorter prompts",
         )
     _tell(path, len(rows) - len(usable), f"longer than the context of {context} tokens")
+    if not taps:
+        greedy = [Text.by_itself(row, i) for i, row in usable if row.temperature == 0]
+        _tell(path, len(usable) - len(greedy), "sampled, and only greedy ones teach this drafter")
+        return Texts(f"{path.name}:{digest(greedy)}", greedy)
     tokens = [row.prompt + row.answer for _, row in usable]
     cache = config.cache or platformdirs.user_cache_path("dflash-chat") / "features"
     place, limit = cache / path.name.partition(".")[0], int(config.cache_gb * 1e9)
@@ -132,6 +147,12 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, taps: tuple[int, ...]
     kept = enumerate(usable[: len(features)])
     texts = [Text.of(row, number, features, i) for i, (number, row) in kept]
     return Texts(f"{features.folder.name}:{len(texts)}", texts)  # with less room, other texts
+
+
+def digest(texts: list[Text]) -> str:
+    """Tells texts apart."""
+    tokens = b"".join(text.tokens.tobytes() for text in texts)
+    return f"{len(texts)}-{zlib.crc32(tokens):08x}"
 
 
 def _tell(path: Path, rows: int, why: str) -> None:

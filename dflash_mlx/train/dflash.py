@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +21,8 @@ from dflash_mlx.drafters.dflash.config_file import VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
 from dflash_mlx.drafters.networks.head import embedding_scale
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.system import cpu_math
 from dflash_mlx.target.model import Target
+from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.ranking import rank_in_parts
@@ -31,7 +31,6 @@ from dflash_mlx.train.trainee import Trainee
 
 _VERSION_2_FIELDS = ("conv_", "selector_", "block_size")
 _START_FROM = "choose a DFlash drafter of the first version, in full precision"
-_HIDDEN = -1e9  # an attention score that leaves no weight
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class DFlashTrainee(Trainee):
 
     network: Network
     config: NetworkConfig
-    files = checkpoint
+    files: ClassVar[Any] = checkpoint
 
     @classmethod
     def new(cls, config: TrainConfig, pair: Pair) -> DFlashTrainee:
@@ -145,66 +144,12 @@ class DFlashTrainee(Trainee):
         network, shape, rows = self.network, x.shape, x.flatten(0, 1)
         context = network.hidden_norm(network.fc(features))
         kinds = list(zip(self.config.layer_windows, self.config.layer_causal, strict=True))
-        masks = {kind: _mask(anchors, shape[2], features.shape[1], *kind) for kind in set(kinds)}
+        masks = {
+            kind: block_mask(anchors, shape[2], features.shape[1], *kind) for kind in set(kinds)
+        }
         for layer, kind in zip(network.layers, kinds, strict=True):
-            at_start: Any = _ContextCache()
-            cache: Any = _BlockCache(anchors, layer.self_attn.remember(context, at_start))
+            at_start: Any = TextCache()
+            cache: Any = BlockCache(anchors, layer.self_attn.remember(context, at_start))
             rows = rows + layer.self_attn(layer.input_layernorm(rows), masks[kind], cache)
-            y, mlp = layer.post_attention_layernorm(rows), layer.mlp
-            # As `MLP.__call__`, with an exponential that is fast on Linux, too.
-            rows = rows + mlp.down_proj(cpu_math.swiglu(mlp.gate_proj(y), mlp.up_proj(y)))
+            rows = rows + swiglu(layer.mlp, layer.post_attention_layernorm(rows))
         return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]
-
-
-def _mask(anchors: mx.array, B: int, T: int, window: int | None, causal: bool) -> mx.array:
-    """[S, 1, A, 1, B, T + B]: which context tokens and which of its block's rows a row sees."""
-    rows, tokens = mx.arange(B), mx.arange(T)
-    apart = rows[:, None] - rows[None]
-    inside = mx.abs(apart) < (window or B)
-    if causal:
-        inside = inside & (apart >= 0)
-    starts = anchors[:, :, None, None]
-    before = mx.broadcast_to(tokens < starts, (*anchors.shape, B, T))
-    if window is not None:
-        before = before & (starts + rows[:, None] - tokens < window)
-    inside = mx.broadcast_to(inside, (*anchors.shape, B, B))
-    return mx.concatenate([before, inside], axis=-1)[:, None, :, None]
-
-
-class _ContextCache:
-    """The part of a `LayerCache` that `Attention.remember` needs, for rows from position 0 on."""
-
-    offset = 0
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return keys, values
-
-
-class _BlockCache(_ContextCache):
-    """... and the part that `Attention.__call__` needs, for all blocks [S*A, Hkv, B, D].
-
-    anchors: [S, A]. context: keys and values [S, Hkv, T, D] of the sequences.
-    """
-
-    def __init__(self, anchors: mx.array, context: tuple[mx.array, mx.array]) -> None:
-        self.offset: Any = anchors.flatten()
-        self._shape, self._context = anchors.shape, context
-
-    def attend(
-        self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array
-    ) -> mx.array:
-        """[S*A, H, B, D] for queries of that shape; mask: of `_mask`."""
-        (S, A), (keys, values) = self._shape, self._context
-        groups, B, T = q.shape[1] // k.shape[1], q.shape[2], keys.shape[2]
-        q = mx.unflatten(q * scale, 1, (-1, groups)).flatten(2, 3)  # [S*A, Hkv, g*B, D]
-        shared = mx.unflatten(q, 0, (S, A)).swapaxes(1, 2).flatten(2, 3)  # [S, Hkv, A*g*B, D]
-        outside = mx.unflatten(shared @ keys.swapaxes(-1, -2), 2, (A, groups, B))
-        own = mx.unflatten(q @ k.swapaxes(-1, -2), 0, (S, A)).swapaxes(1, 2)
-        own = mx.unflatten(own, 3, (groups, B))
-        scores = mx.where(mask, mx.concatenate([outside, own], axis=-1), _HIDDEN)
-        weights = cpu_math.softmax(scores)  # [S, Hkv, A, g, B, T + B]
-        outside, own = weights[..., :T].flatten(2, 4), weights[..., T:].flatten(3, 4)
-        from_block = mx.unflatten(own.swapaxes(1, 2).flatten(0, 1) @ v, 2, (groups, B))
-        from_context = mx.unflatten(outside @ values, 2, (A, groups, B)).swapaxes(1, 2)
-        out = from_context.flatten(0, 1) + from_block  # [S*A, Hkv, g, B, D]
-        return out.flatten(1, 2)

@@ -11,11 +11,15 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.dflash import DFlashTrainee
+from dflash_mlx.train.eagle3 import EagleTrainee
+from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
 
 TRAINEES: dict[str, type[Trainee]] = {  # by `TrainConfig.mode`
     "dflash": DFlashTrainee,
     "variable-prefix": DFlashTrainee,
+    "specdiff": SpecDiffTrainee,
+    "eagle3": EagleTrainee,
 }
 
 

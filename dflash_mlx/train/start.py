@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -50,17 +51,13 @@ def _readable(num_layers: int) -> tuple[int, int]:
     return min(1, num_layers - 1), max(num_layers - 3, 0)
 
 
-def _check_size(target: Target, config: TrainConfig) -> None:
-    """Raise DFlashError for more layers or taps than the target has to start from or to read.
+def _check_taps(target: Target, config: TrainConfig) -> None:
+    """Raise DFlashError for more taps than the target has layers to read.
 
     Taps that nobody asked for are fewer where the target is small.
     """
-    deepest = target.num_layers
-    first, last = _readable(deepest)
+    first, last = _readable(target.num_layers)
     readable = max(last - first + 1, 1)
-    if config.layers > deepest:
-        what = f"layers is {config.layers}, but {target.name} itself has only {deepest}"
-        raise DFlashError(what, f"choose 1 to {deepest}", "layers")
     if readable < config.taps != TrainConfig.taps:
         what = f"taps is {config.taps}, but {target.name} has only {readable} layers to read"
         raise DFlashError(what, f"choose 1 to {readable}", "taps")
@@ -72,7 +69,30 @@ def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[
     Raises DFlashError for a target that does not say what they are, and for more layers or taps
     than it has.
     """
-    _check_size(target, config)
+    shape = like_target(target, config.layers)
+    _check_taps(target, config)
+    return {
+        **shape,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": mask_token_id,
+            "target_layer_ids": list(spread_taps(target.num_layers, config.taps)),
+        },
+        "layer_types": ["full_attention"] * config.layers,
+        "num_target_layers": target.num_layers,
+    }
+
+
+def like_target(target: Target, layers: int) -> dict[str, Any]:
+    """The fields of a config.json that give a draft network the widths of its target's layers.
+
+    Raises DFlashError for a target that does not say what they are, or has fewer layers.
+    """
+    if layers > target.num_layers:
+        what = f"layers is {layers}, but {target.name} itself has only {target.num_layers}"
+        raise DFlashError(what, f"choose 1 to {target.num_layers}", "layers")
     args = getattr(target.model, "args", None)
     names = ("num_attention_heads", "intermediate_size", "rms_norm_eps")
     if args is None or any(getattr(args, name, None) is None for name in names):
@@ -82,25 +102,16 @@ def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[
         )
     width, heads = hidden_width(target), args.num_attention_heads
     return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
         "attention_bias": False,
-        "block_size": config.block_size,
-        "dflash_config": {
-            "mask_token_id": mask_token_id,
-            "target_layer_ids": list(spread_taps(target.num_layers, config.taps)),
-        },
         "dtype": "bfloat16",
         "head_dim": getattr(args, "head_dim", None) or width // heads,
         "hidden_act": "silu",
         "hidden_size": width,
         "intermediate_size": args.intermediate_size,
-        "layer_types": ["full_attention"] * config.layers,
         "max_position_embeddings": target.context_length,
         "num_attention_heads": heads,
-        "num_hidden_layers": config.layers,
+        "num_hidden_layers": layers,
         "num_key_value_heads": getattr(args, "num_key_value_heads", None) or heads,
-        "num_target_layers": target.num_layers,
         "rms_norm_eps": args.rms_norm_eps,
         "rope_scaling": getattr(args, "rope_scaling", None),
         "rope_theta": float(getattr(args, "rope_theta", 10000.0)),
@@ -112,14 +123,28 @@ def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[
 def warm_start(trainee: Trainee) -> None:
     """Take over the target's last layers and final norm, and pass its last tap through `fc`.
 
+    Raises as `take_layers` does.
+    """
+    network, last = trainee.network, trainee.target.num_layers
+    take_layers(trainee, range(last - len(network.layers), last))
+    d = network.fc.weight.shape[0]
+    last_tap = mx.concatenate([network.fc.weight[:, :-d], mx.eye(d)], axis=1)
+    network.load_weights([("fc.weight", last_tap)], strict=False)
+    mx.eval(network.parameters())
+
+
+def take_layers(trainee: Trainee, chosen: Sequence[int]) -> None:
+    """Take over these layers of the target, and its final norm.
+
     Norms of queries and keys, which most targets lack, stay at one. Raises DFlashError for a
     target whose layers are built otherwise.
     """
     network, target = trainee.network, trainee.target
     norm = getattr(getattr(target.model, "model", None), "norm", None)
     given = {} if norm is None else {"norm.weight": norm.weight}
-    for i, layer in enumerate(target.model.layers[-len(network.layers) :]):
-        given |= {f"layers.{i}.{name}": array for name, array in _dense(layer).items()}
+    for i, place in enumerate(chosen):
+        layer = dense(target.model.layers[place])
+        given |= {f"layers.{i}.{name}": array for name, array in layer.items()}
     taken = [
         (name, given[name].astype(mx.float32))
         for name, own in parameters_of(network).items()
@@ -130,13 +155,11 @@ def warm_start(trainee: Trainee) -> None:
             f"the layers of {target.name} are not built like a drafter's",
             "use --start random",
         )
-    d = network.fc.weight.shape[0]
-    last_tap = mx.concatenate([network.fc.weight[:, :-d], mx.eye(d)], axis=1)
-    network.load_weights([*taken, ("fc.weight", last_tap)], strict=False)
+    network.load_weights(taken, strict=False)
     mx.eval(network.parameters())
 
 
-def _dense(layer: nn.Module) -> dict[str, mx.array]:
+def dense(layer: nn.Module) -> dict[str, mx.array]:
     """Arrays by name; a quantised matrix is given by the numbers it stands for."""
     arrays: dict[str, Any] = dict(tree_flatten(layer.parameters()))
     for name, module in layer.named_modules():

@@ -33,8 +33,8 @@ _Event = TypeVar("_Event")
 class Training(ABC):
     """Steps of AdamW, and where they are in the data: what every training has in common.
 
-    module: what is trained, the trainee's network or a part beside it. prefix_base, short_share: as
-    for `BlockSampler`. step: steps done. seconds: spent in steps. tokens: in their blocks, anchors
+    module: what is trained, the trainee's network or a part beside it. law: further settings
+    of `BlockSampler`. step: steps done. seconds: spent in steps. tokens: in their blocks, anchors
     included. All over all runs.
     """
 
@@ -46,8 +46,7 @@ class Training(ABC):
         trainee: Trainee,
         texts: Texts,
         config: TrainConfig | SelectorTraining,
-        prefix_base: float | None = None,
-        short_share: float = 0.0,
+        **law: float,
     ) -> None:
         self.trainee, self.config = trainee, config
         self.step, self.seconds, self.tokens = 0, 0.0, 0
@@ -57,8 +56,7 @@ class Training(ABC):
             trainee.config.block_size,
             (config.sequences, config.anchors),
             config.seed,
-            prefix_base,
-            short_share,
+            **law,
         )
         self.vocabulary = DraftVocabulary(trainee, texts, config.draft_vocabulary)
         self.optimizer = optim.AdamW(
@@ -129,8 +127,12 @@ class Trainer(Training):
     config: TrainConfig
 
     def __init__(self, trainee: Trainee, texts: Texts, config: TrainConfig) -> None:
-        prefix_base = config.prefix_base if config.mode == "variable-prefix" else None
-        super().__init__(trainee.network, trainee, texts, config, prefix_base, config.short_share)
+        law: dict[str, float] = {"short_share": config.short_share}
+        if config.mode == "variable-prefix":
+            law["prefix_base"] = config.prefix_base
+        if config.mode == "specdiff":
+            law["reveal_share"] = config.reveal_share
+        super().__init__(trainee.network, trainee, texts, config, **law)
 
     def batch(self, blocks: Blocks) -> tuple[mx.array, ...]:
         """What the loss takes; see there."""

@@ -23,8 +23,9 @@ from support.models import write_drafter, write_model
 
 METHODS = ["none", "dflash:4", "dflash:8"]
 FIGURES = """
-    tokens_per_second speedup ratio_of_medians mean_accepted rows_per_round acceptance_rate
-    accepted_by_position committed reliability merging modes guard parity first_differences round_ms
+    tokens_per_second speedup intervals ratio_of_medians mean_accepted rows_per_round
+    acceptance_rate accepted_by_position committed reliability merging modes guard parity
+    first_differences round_ms
 """
 TEXTS = {"code": ["def f():", "x = 1", "import os"], "chat": ["hello", "how are you?"]}
 ROWS = [

@@ -72,7 +72,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, folders: Path, tmp_path: Path) 
 
 def counted(report: dict[str, Any]) -> dict[str, Any]:
     """What of a report does not depend on the clock."""
-    timed = ("tokens_per_second", "speedup", "ratio_of_medians", "round_ms")
+    timed = ("tokens_per_second", "speedup", "intervals", "ratio_of_medians", "round_ms")
     groups = {"all": report["methods"], **report["categories"]}
     return {
         group: {

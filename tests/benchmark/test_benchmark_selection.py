@@ -21,6 +21,8 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
     assert (found["ddtree:budget=16"].budget, found["dflash:4"].budget) == (16, 9)
     last = found["d2sd:6:growth=paper:branches=2"]
     assert (last.block_size, last.growth, last.branches) == (6, "paper", 2)
+    (_, masked) = methods("specdiff:8:steps=4:schedule=left-to-right").values()
+    assert (masked.block_size, masked.steps, masked.schedule) == (8, 4, "left-to-right")
     assert methods("ddtree:budget=auto", budget=9)["ddtree:budget=auto"].budget is None
     assert not methods("d2sd:lookup=off")["d2sd:lookup=off"].lookup
     assert methods("d2sd:lookup=on", lookup=False)["d2sd:lookup=on"].lookup
@@ -40,6 +42,8 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
         ("ddtree,dflash,ddtree", "'ddtree' comes twice"),
         ("ddtree:budget=999", "budget is 999 in 'ddtree:budget=999'"),
         ("d2sd:growth=paper:budget=8", "cuts the published tree"),
+        ("d2sd:steps=2", "sets 'steps', which d2sd does not have"),
+        ("specdiff:steps=2:schedule=any", "schedule is 'any'.*'specdiff:steps=2:schedule=any'"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(names, message):
@@ -75,6 +79,7 @@ def test_a_sweep_runs_every_value_of_the_methods_that_have_the_setting():
             "dflash,d2sd,d2sd:growth=paper,resample",
             ["dflash", "d2sd:branches=2", "d2sd:growth=paper:branches=2", "resample:branches=2"],
         ),
+        ("steps", "specdiff,dflash", [*(f"specdiff:steps={n}" for n in (1, 2, 4)), "dflash"]),
         ("block=4,8", "auto", ["auto:block=4", "auto:block=8"]),
     ],
 )

@@ -8,17 +8,20 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import adaptive
+from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
-from support import decoding
+from support import decoding, masked_formats
 from support.decoding import feed, paths_of, start, tokens_in
 from support.drafter_formats import drafter_folder
 from support.families import POSITION_DEPENDENT, make_model
+from support.reference_dflash import write_drafter_folder
+from support.reference_eagle3 import FORMATS
 from support.toys import prompt_of
 
 CASES = {
@@ -36,10 +39,21 @@ CASES = {
     "d2sd, published, alone": {"growth": "paper", "second": False},
     "d2sd, alone": {"second": False},
     "d2sd, block of 2": {"block_size": 2},
+    "specdiff, as many as pay": {},
+    "specdiff, as many as pay, three passes": {"steps": 3, "schedule": "left-to-right"},
+    "specdiff, a chain": {"block_size": 5},
+    "specdiff, a chain of two passes": {"block_size": 6, "steps": 2},
+    "specdiff": {"budget": 12, "steps": 4, "schedule": "threshold"},
+    "specdiff, samples": {"branches": 5},
+    "eagle3": {"budget": 12, "branches": 3},
+    "eagle3, as many as pay": {},
+    "eagle3, wide": {"branches": 6, "block_size": 3},
+    "eagle3, a chain": {"block_size": 5},
     "resample": {"branches": 3},
+    "dflash1, a fixed block": {"block_size": 5},
 }
 BLOCK = 8  # of the tiny drafters
-TREES = [name for name in CASES if name.startswith(("ddtree", "d2sd", "resample"))]
+TREES = [n for n in CASES if n.startswith(("ddtree", "d2sd", "specdiff", "eagle3", "resample"))]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +68,10 @@ def pair(tmp_path_factory):
     target = Target(make_model("llama"), 200, "tiny")
     first = drafter_folder(tmp_path_factory.mktemp("first"), [0, 2], 1, target)
     second = drafter_folder(tmp_path_factory.mktemp("second"), [1], 2, target)
-    return Pair(target, None, (first, second), "tiny")
+    masked = masked_formats.load(masked_formats.folder(tmp_path_factory.mktemp("masked")), target)
+    folder = write_drafter_folder(tmp_path_factory.mktemp("eagle"), *FORMATS["raw"])
+    eagle = checkpoint.load(folder, checkpoint.read_drafter(folder).config, target, PairConfig())
+    return Pair(target, None, (first, second, masked, eagle), "tiny")
 
 
 def config_of(name, **changes):
@@ -64,7 +81,7 @@ def config_of(name, **changes):
 
 def drafter_of(pair, name, **changes):
     if not CASES[name].get("second", True):
-        pair = replace(pair, drafters=pair.drafters[:1])
+        pair = replace(pair, drafters=pair.drafters[:1])  # of its family
     return make_drafter(pair, config_of(name, **changes))
 
 
@@ -118,7 +135,7 @@ def test_the_second_drafter_reads_its_own_layers(pair):
     together = drafter.new_context()
     feed(together, features)
     layers = (0, 2), (1,)
-    for model, context, read in zip(pair.drafters, together.contexts, layers, strict=True):
+    for model, context, read in zip(pair.drafters[:2], together.contexts, layers, strict=True):
         alone, parts = model.new_context(), mx.split(features, 3, axis=-1)
         feed(alone, mx.concatenate([parts[i] for i in read], axis=-1))
         assert mx.array_equal(context.arrays[0], alone.arrays[0])

@@ -23,6 +23,7 @@ from dflash_mlx.engine.pair import Advice, Means
 
 WARM = SamplingConfig(temperature=0.7)
 TWO, ONE, NO = Means(("dflash",) * 2), Means(("dflash",)), Means()
+MASKED, EAGLE, UNKNOWN = Means(("specdiff",)), Means(("eagle3",)), Means((None, None))
 CHAINS = Means(("dflash",) * 2, trees=False)
 DDTREE = Means(("dflash",) * 2, advice=Advice("ddtree"))
 
@@ -36,6 +37,18 @@ DDTREE = Means(("dflash",) * 2, advice=Advice("ddtree"))
         ({}, CHAINS, "dflash"),
         ({}, DDTREE, "ddtree"),
         ({}, Means(("toy",)), "ngram"),
+        ({}, MASKED, "specdiff"),
+        ({}, Means(("specdiff",), trees=False), "specdiff"),
+        ({"block_size": 4}, MASKED, "specdiff"),
+        ({"branches": 4}, MASKED, "specdiff"),
+        ({}, EAGLE, "eagle3"),
+        ({}, Means(("eagle3",), trees=False), "eagle3"),
+        ({}, Means(("dflash", "eagle3")), "ddtree"),
+        ({"branches": 4}, EAGLE, "eagle3"),
+        ({"branches": 4}, UNKNOWN, "d2sd"),
+        ({"block_size": 4}, UNKNOWN, "d2sd"),
+        ({"steps": 2}, UNKNOWN, "specdiff"),
+        ({"steps": 2}, TWO, "d2sd"),
         ({"branches": 4}, DDTREE, "d2sd"),
         ({"branches": 3}, ONE, "d2sd"),
         ({"branches": 3}, CHAINS, "dflash"),
@@ -59,7 +72,7 @@ def test_auto_is_what_the_pair_serves_the_settings_ask_for_and_the_registry_advi
 def test_settings_of_one_method_are_given_when_they_are_not_the_default():
     assert given(DecodeConfig(max_tokens=3, exact=True)) == ()
     assert set(given(DecodeConfig(branches=4, lookup=False))) == {"branches", "lookup"}
-    assert takers("branches") == ("d2sd", "resample") and takers("max_tokens") == ()
+    assert takers("growth") == ("d2sd",) and takers("max_tokens") == ()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +82,9 @@ def test_settings_of_one_method_are_given_when_they_are_not_the_default():
         ("dflash", {"budget": 16}, "ddtree, d2sd"),
         ("ddtree", {"growth": "paper"}, "d2sd"),
         ("ddtree", {"acceptance": "reject"}, "dflash"),
-        ("none", {"block_size": 4}, "dflash, ddtree, d2sd, ngram"),
+        ("none", {"block_size": 4}, "dflash, ddtree, d2sd, specdiff, eagle3, ngram"),
+        ("ddtree", {"steps": 2}, "specdiff"),
+        ("d2sd", {"steps": 2, "schedule": "threshold"}, "specdiff"),
     ],
 )
 def test_a_setting_of_another_method_is_refused_with_the_methods_that_have_it(

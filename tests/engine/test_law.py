@@ -1,5 +1,7 @@
 """Sampled answers follow the target's law with every method, at T = 0.7 and 1."""
 
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -17,15 +19,19 @@ from dflash_mlx.drafters.dflash.markov import (
 from dflash_mlx.drafters.dflash.paths import Candidates, predecessors
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
+from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.growth.links import Linked
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.resample import Resample
+from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff
+from dflash_mlx.drafters.specdiff.method import likeliest
 from dflash_mlx.engine import rules
 from dflash_mlx.target.pass_times import PassTimes
-from support.law import VOCABULARY, ToyDrafter, law_distance
+from support.law import VOCABULARY, ToyDrafter, ToyEagle, law_distance
+from support.masked_toys import ToyMasked
 from support.toys import ToyTarget
 
 TEMPERATURE = 0.7
@@ -102,6 +108,8 @@ def as_pays(drafter):
 GROWTH = JointGrowth(2, 8)
 FIRST, SECOND, MARKOV = ToyDrafter(1), ToyDrafter(2), ToyMarkov(3)
 HALVES = ToyHalf(1), ToyHalf(2)
+MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)  # more in test_law_specdiff.py
+EAGLE = ToyEagle(1)
 MADE = {
     "none": lambda sampling: NoDraft(),
     "ngram": lambda sampling: NGram(),
@@ -122,6 +130,12 @@ MADE = {
     "d2sd, published": lambda sampling: DualDiffusion(FIRST, SECOND, None, PaperGrowth(2)),
     "d2sd, one drafter, path": lambda s: DualDiffusion(ToyPaths(1), None, None, GROWTH),
     "d2sd, one drafter": lambda sampling: DualDiffusion(FIRST, None, None, GROWTH),
+    "dflash1": lambda sampling: BlockDiffusion(ToyPaths(1)),
+    "specdiff": lambda sampling: SpecDiff(MASKED, None, Denoising(2), *GROWN),
+    "eagle3": lambda sampling: GrownTree(EAGLE, None, 3, 8),
+    "eagle3, chain": lambda sampling: Chain(EAGLE),
+    "eagle3, reject": lambda sampling: DrawnChain(EAGLE, None, sampling),
+    "eagle3, as pays, reject": lambda s: as_pays(DrawnChain(EAGLE, None, s, weighed=True)),
     "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
     "dflash, dspark": lambda sampling: SelectedPath(MARKOV),
     "dflash, dspark, reject": lambda sampling: DrawnPath(MARKOV, None, sampling),
@@ -149,9 +163,12 @@ def test_sampled_answers_follow_the_law(name):
     assert distance(name, 800) < 4
 
 
-@pytest.mark.parametrize("name", [name for name in MADE if "dspark" in name])
-def test_sampled_answers_of_dspark_follow_the_law_at_temperature_1(name):
-    assert distance(name, 800, 1.0) < 4
+@pytest.mark.parametrize("name", [n for n in MADE if n.startswith("eagle3") or "dspark" in n])
+def test_sampled_answers_follow_the_law_at_temperature_1(name):
+    assert distance(name, 800, temperature=1.0) < 4
+
+
+REJECTING = ("dflash, reject", "dflash, path, reject", "dflash, dspark, reject", "eagle3, reject")
 
 
 @pytest.mark.parametrize(
@@ -165,9 +182,7 @@ def test_sampled_answers_of_dspark_follow_the_law_at_temperature_1(name):
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "name", ["dflash, reject", "dflash, path, reject", "dflash, dspark, reject"]
-)
+@pytest.mark.parametrize("name", REJECTING)
 def test_rejection_sampling_follows_the_law_with_every_filter(name, settings):
     assert distance(name, 1500 if name == "dflash, reject" else 500, **settings) < 4
 
@@ -205,3 +220,12 @@ def test_the_law_test_notices_chains_that_are_cut_by_their_own_tokens(monkeypatc
     assert distance("dflash, as pays, reject", 1500) < 4
     monkeypatch.setattr(DrawnBlock, "drawn", by_own_tokens)
     assert distance("dflash, as pays, reject", 1500) > 4
+
+
+def test_the_law_test_notices_steps_that_are_cut_by_their_own_tokens(monkeypatch):
+    def by_own_tokens(self, q):
+        return float(q.max(axis=-1).min())
+
+    assert distance("eagle3, as pays, reject", 1500) < 4
+    monkeypatch.setattr(DrawnChain, "confidence", by_own_tokens)
+    assert distance("eagle3, as pays, reject", 1500) > 4

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dflash_mlx import DFlashError, PairConfig, load
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash.checkpoint import read_config
-from dflash_mlx.drafters.methods import choices
+from dflash_mlx.drafters.methods import METHODS, choices
 from dflash_mlx.engine.pair import Advice, Means
 from dflash_mlx.models import pair_folder, registry
 from dflash_mlx.models.check import check_drafter
@@ -62,6 +62,7 @@ def test_every_pair_is_complete_and_named_once():
             assert drafter.count("/") == 1 or read_config(SHIPPED / drafter)
         further = [*dict(entry.others).values(), *entry.alternatives, *entry.pickled]
         assert len({entry.drafter, *further}) == 1 + len(further)
+        assert dict(entry.others).keys() <= {method.family for method in METHODS.values()}
         assert all(drafter.count("/") == 1 for drafter in further)
         assert not set(entry.pickled) & {e.drafter for e in ENTRIES}
 

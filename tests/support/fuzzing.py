@@ -40,7 +40,7 @@ from dflash_mlx.models.check import check_drafter  # noqa: E402
 from dflash_mlx.models.formats.gguf_target import load_gguf  # noqa: E402
 from dflash_mlx.models.load import load_pair  # noqa: E402
 from dflash_mlx.models.source import Source  # noqa: E402
-from support import gguf_files, reference_dflash2  # noqa: E402
+from support import gguf_files, reference_dflash2, reference_eagle3  # noqa: E402
 from support.drafter_formats import (  # noqa: E402
     DRAFT_IDS,
     FORMATS,
@@ -203,6 +203,7 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
         ),
         "speculators": _speculators(root / "3"),
         "DSpark": write_drafter_folder(root / "5", *FORMATS["dspark"]),
+        "EAGLE-3": write_drafter_folder(root / "6", *reference_eagle3.FORMATS["raw"]),
     }
     shards = write_shards(root / "shards", drafter_config(), random_drafter(drafter_config()))
     gguf_files.write(root / "model.gguf")

@@ -121,3 +121,34 @@ class ToyDrafter:
             seen = [*anchor.tolist(), *prefix]
             found += [self.table[seen[-1], k] for k in range(len(prefix), rows - 1)]
         return mx.array(np.stack(found))
+
+
+class ToyEagle(ToyDrafter):
+    """Stands for an EAGLE-3 drafter: logits depend on the token of a row and on its depth."""
+
+    family = "eagle3"
+
+    def begin(self, context):
+        return ToyRows(self)
+
+
+class ToyRows:
+    """A draft in the making."""
+
+    def __init__(self, model: ToyEagle) -> None:
+        self.model = model
+        self.depths: list[int] = []
+
+    def logits(self, tokens, parents):
+        depths = [self.depths[parent] + 1 if parent >= 0 else 0 for parent in parents]
+        self.depths += depths
+        rows = [
+            self.model.table[token, k] for token, k in zip(tokens.tolist(), depths, strict=True)
+        ]
+        return mx.array(np.stack(rows))
+
+    def likeliest(self, tokens, parents):
+        return mx.argmax(self.logits(tokens, parents), axis=-1)
+
+    def ranked(self, tokens, parents, k):
+        return rank(self.logits(tokens, parents), k)

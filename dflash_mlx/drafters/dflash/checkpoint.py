@@ -40,11 +40,14 @@ from dflash_mlx.target.model import Target
 
 CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
 _MARKS = ("dflash_config", "speculators_model_type", "speculators_config")
+_OTHERS = ("eagle3",)  # of speculators, families of their own
 _CODEBOOK = "_codebook.weight"
 
 
 def recognises(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is one of these formats, readable or not."""
+    if raw.get("speculators_model_type") in _OTHERS:
+        return False
     name = architecture(raw)
     return name.startswith("DFlash") or "DSpark" in name or any(mark in raw for mark in _MARKS)
 

@@ -31,7 +31,7 @@ from dflash_mlx.drafters.networks.fields import (
     architecture,
     check_activation,
     flag,
-    layer_count,
+    layer_windows,
     listed,
     number,
     quantization,
@@ -65,7 +65,7 @@ def parse_fields(raw: Fields) -> NetworkConfig:
     if not isinstance(dflash, dict):
         raise ValueError(f"dflash_config is {dflash!r}")
     _check_kind(raw, dflash)
-    windows = _layer_windows(raw)
+    windows = layer_windows(raw)
     if flag(dflash, "use_swa") and not any(windows):
         raise ValueError("dflash_config.use_swa is true, but layer_types has no sliding_attention")
     either, layers = {**raw, **dflash}, "num_target_layers"
@@ -142,16 +142,6 @@ def _check_kind(raw: Fields, dflash: Fields) -> None:
                 "shift_label is true, but sample_from_anchor is not; supported are drafters that "
                 "predict masks, or from each row the token behind it"
             )
-
-
-def _layer_windows(raw: Fields) -> tuple[int | None, ...]:
-    layers = layer_count(raw)
-    types = raw.get("layer_types") or ["full_attention"] * layers
-    if len(types) != layers:
-        raise ValueError(f"layer_types: {len(types)} entries for {layers} layers")
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"layer_types holds {unknown.pop()!r}")
-    return tuple(size(raw, "sliding_window") if t == "sliding_attention" else None for t in types)
 
 
 def _layer_causal(raw: Fields, dflash: Fields, windows: tuple[int | None, ...]) -> tuple[bool, ...]:

@@ -23,7 +23,7 @@ from dflash_mlx.drafters.dflash.markov import (
 )
 from dflash_mlx.drafters.dflash.paths import Links
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
-from dflash_mlx.drafters.networks.layers import MLP, Attention
+from dflash_mlx.drafters.networks.layers import Layer
 from dflash_mlx.drafters.networks.quantized import Quantization
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
@@ -83,23 +83,6 @@ class NetworkConfig:
         return self.target_layer_ids
 
 
-class Layer(nn.Module):
-    """Pre-norm decoder layer."""
-
-    def __init__(self, config: NetworkConfig) -> None:
-        super().__init__()
-        d, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(d, eps)
-        self.post_attention_layernorm = nn.RMSNorm(d, eps)
-
-    def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
-        """[1, n, d] -> [1, n, d]."""
-        x = x + self.self_attn(self.input_layernorm(x), mask, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
 class ConvolvedLayer(Layer):
     """DFlash 2's layer: both sub-layers between two convolutions over the block's rows.
 
@@ -112,7 +95,7 @@ class ConvolvedLayer(Layer):
         self.attention_conv = DynamicConvolution(config.hidden_size, config.convolution)
         self.mlp_conv = DynamicConvolution(config.hidden_size, config.convolution)
 
-    def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array | str | None, cache: LayerCache) -> mx.array:
         """[1, n, d] -> [1, n, d]."""
         branches = cache.block.branches
         inner, after = self.attention_conv.before(self.input_layernorm(x), branches)

@@ -125,6 +125,17 @@ def layer_count(raw: Fields) -> int:
     return layers
 
 
+def layer_windows(raw: Fields) -> tuple[int | None, ...]:
+    """The sliding window of every layer, None for full attention; by layer_types, if given."""
+    layers = layer_count(raw)
+    types = raw.get("layer_types") or ["full_attention"] * layers
+    if len(types) != layers:
+        raise ValueError(f"layer_types: {len(types)} entries for {layers} layers")
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types holds {unknown.pop()!r}")
+    return tuple(size(raw, "sliding_window") if t == "sliding_attention" else None for t in types)
+
+
 def check_activation(raw: Fields) -> None:
     """ValueError for another activation than `layers.MLP` has."""
     if (activation := raw.get("hidden_act", ACTIVATION)) != ACTIVATION:

@@ -1,4 +1,4 @@
-"""Attention and MLP of draft networks, behind a cache of committed rows."""
+"""Decoder layers of draft networks, behind a cache of committed rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dflash_mlx.target.hooks import rotate_by_row
 
 
 class Shape(Protocol):
-    """Of a decoder layer; names as in a config.json. attention_bias: of all four projections."""
+    """Of a decoder layer; names as in a config.json. attention_bias: of all projections."""
 
     @property
     def hidden_size(self) -> int: ...  # noqa: D102
@@ -39,10 +39,17 @@ class Attention(nn.Module):
     """Attention of a pass's rows to what is committed and to the pass itself.
 
     width: of its input, where that is not hidden_size. head_norms: whether queries and keys of
-    every head are normalised, as in Qwen3.
+    every head are normalised, as in Qwen3. output_bias: whether the output has a bias where the
+    others have one; not in Qwen2.
     """
 
-    def __init__(self, shape: Shape, width: int | None = None, head_norms: bool = True) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        width: int | None = None,
+        head_norms: bool = True,
+        output_bias: bool = True,
+    ) -> None:
         from mlx_lm.models.rope_utils import initialize_rope
 
         super().__init__()
@@ -51,7 +58,8 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(d, shape.num_attention_heads * dim, bias=bias)
         self.k_proj = nn.Linear(d, shape.num_key_value_heads * dim, bias=bias)
         self.v_proj = nn.Linear(d, shape.num_key_value_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(shape.num_attention_heads * dim, shape.hidden_size, bias=bias)
+        outputs = shape.num_attention_heads * dim, shape.hidden_size
+        self.o_proj = nn.Linear(*outputs, bias=bias and output_bias)
         if head_norms:
             self.q_norm = nn.RMSNorm(dim, shape.rms_norm_eps)
             self.k_norm = nn.RMSNorm(dim, shape.rms_norm_eps)
@@ -74,7 +82,7 @@ class Attention(nn.Module):
         keys = self.rope(self.k_norm(keys) if self._head_norms else keys, offset=cache.offset)
         return cache.update_and_fetch(keys, self._heads(self.v_proj(rows)))
 
-    def __call__(self, x: mx.array, mask: mx.array | None, cache: LayerCache) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array | str | None, cache: LayerCache) -> mx.array:
         """Attend from rows x [1, n, d]; returns [1, n, hidden_size]."""
         queries = self._heads(self.q_proj(x))
         queries = self.q_norm(queries) if self._head_norms else queries
@@ -100,3 +108,19 @@ class MLP(nn.Module):
         if cpu_math.pays(gate.size):
             return self.down_proj(cpu_math.swiglu(gate, up))
         return self.down_proj(nn.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """Pre-norm decoder layer: Qwen3's with head_norms, Llama's and Qwen2's without."""
+
+    def __init__(self, shape: Shape, head_norms: bool = True) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape, head_norms=head_norms, output_bias=head_norms)
+        self.mlp = MLP(shape)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def __call__(self, x: mx.array, mask: mx.array | str | None, cache: LayerCache) -> mx.array:
+        """[1, n, d] -> [1, n, d]."""
+        x = x + self.self_attn(self.input_layernorm(x), mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))

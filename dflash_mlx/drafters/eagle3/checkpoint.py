@@ -1,0 +1,136 @@
+"""Reading and writing EAGLE-3 folders; all is checked before any weight is read.
+
+Formats: raw ones, vLLM's speculators, and our own folders, which are raw ones without embedding and
+head where these are the target's, with weights that MLX may have packed. This is the file side of
+the family; `drafters/formats.py` says what every family offers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.findings import Finding
+from dflash_mlx.drafters.eagle3 import config_file
+from dflash_mlx.drafters.eagle3.config_file import parse_fields, problems, translate
+from dflash_mlx.drafters.eagle3.context import limit_window
+from dflash_mlx.drafters.eagle3.model import FAMILY as FAMILY
+from dflash_mlx.drafters.eagle3.model import EagleModel
+from dflash_mlx.drafters.eagle3.network import EagleConfig, Network
+from dflash_mlx.drafters.formats import taps_of
+from dflash_mlx.drafters.networks import tensors as files
+from dflash_mlx.drafters.networks.tensors import (
+    FLAGS,
+    FLOATING,
+    WHOLE,
+    Arrays,
+    DrafterFolder,
+    Layout,
+    in_words,
+)
+from dflash_mlx.system import cpu_math
+from dflash_mlx.system.safetensors_header import TensorHeader
+from dflash_mlx.target.model import Target
+
+_CHOOSE = "choose the drafter of this model with --drafter, or --method none"
+
+
+def recognises(raw: Mapping[str, Any]) -> bool:
+    """See `FileFormat.recognises`."""
+    return config_file.recognises(raw)
+
+
+def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> EagleConfig:
+    """See `FileFormat.parse_config`; DFlashError for what is no usable drafter."""
+
+    def parse() -> EagleConfig:
+        return parse_fields(translate(raw), names)
+
+    config: EagleConfig = files.parsed(parse, problems, source)
+    return config
+
+
+def check_tensors(
+    tensors: Mapping[str, TensorHeader], config: EagleConfig, source: str
+) -> Iterator[Finding]:
+    """See `FileFormat.check_tensors`."""
+    return LAYOUT.check(tensors, config, source)
+
+
+def misfits(
+    config: EagleConfig, target: Mapping[str, Any], name: str, drafter: str = ""
+) -> Iterator[Finding]:
+    """See `FileFormat.misfits`; each with both values."""
+    who = f"the drafter {drafter}".rstrip()
+    made_for = {
+        "hidden_size": config.target_hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_target_layers,
+    }
+    for field, number in made_for.items():
+        if number is not None and (has := target.get(field)) != number:
+            words = field.replace("num_hidden_layers", "number of target layers")
+            what = f"{who} was made for a target with {words} {number}, but {name} has "
+            yield Finding("error", what + str(has)[:80], _CHOOSE)
+    layers = target.get("num_hidden_layers")
+    if type(layers) is int:
+        taps = taps_of(config, layers)
+        if outside := [tap for tap in taps if not 0 <= tap < layers]:
+            what = f"{who} reads layers {list(taps)} (counted from 0), but {name} has {layers} "
+            yield Finding("error", f"{what}layers, and no layer {outside[0]}", _CHOOSE)
+
+
+def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
+    """A folder of any format, checked, its tensors under our names and still lazy.
+
+    has_values: whether there is anything behind the heads of its weight files. Raises DFlashError,
+    before any weight is read.
+    """
+    raw = files.read_json(folder)
+    config = parse_config(raw, str(folder), files.read_headers(folder))
+    told = {name: value for name, value in translate(raw).items() if name != "auto_map"}
+    return DrafterFolder(LAYOUT, config, LAYOUT.read(folder, config, has_values), told)
+
+
+def load(folder: Path, config: EagleConfig, target: Target, settings: PairConfig) -> EagleModel:
+    """See `FileFormat.load`; raises as `read_drafter` does."""
+    network: Network = LAYOUT.load(folder, config, target.dtype, settings.drafter_bits)
+    if config.quantization is not None and cpu_math.applies():  # where packed weights are slow
+        from mlx_lm.utils import dequantize_model
+
+        dequantize_model(network)
+    mx.eval(network.parameters())
+    return EagleModel(network, limit_window(config, settings.draft_window), target)
+
+
+def converted(
+    folder: Path, has_values: bool, dtype: mx.Dtype | None, bits: int | None, group_size: int | None
+) -> tuple[Arrays, dict[str, Any]]:
+    """See `FileFormat.converted`; raises as `read_drafter` does."""
+    drafter = read_drafter(folder, has_values)
+    return files.converted(drafter.network(), drafter.raw, dtype, bits, group_size)
+
+
+def _raw_names(names: Collection[str]) -> dict[str, str]:
+    """Speculators counts the one layer."""
+    return {name: name.replace("layers.0.", "midlayer.", 1) for name in names}
+
+
+def _left_over(config: EagleConfig) -> dict[str, str]:
+    """What training leaves, and maps of a draft vocabulary that is the whole one."""
+    width, head = config.target_hidden_size, config.draft_vocab_size or config.vocab_size
+    found = {
+        "verifier_norm.weight": in_words(FLOATING, (width,)),
+        "verifier_lm_head.weight": in_words(FLOATING, (head, width)),
+    }
+    if config.draft_vocab_size is None:
+        found["d2t"] = in_words(WHOLE, (config.vocab_size,))
+        found["t2d"] = in_words(FLAGS, (config.vocab_size,))
+    return found
+
+
+LAYOUT = Layout(Network, _raw_names, _left_over)

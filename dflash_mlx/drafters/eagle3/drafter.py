@@ -1,0 +1,186 @@
+"""EAGLE-3 (arXiv 2503.01840): drafts token by token, as a chain or as EAGLE-2's tree."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from abc import abstractmethod
+from dataclasses import replace
+from operator import itemgetter
+from typing import cast
+
+import mlx.core as mx
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.sampling import DRAFT as STREAM
+from dflash_mlx.core.sampling import Sampler, tempered
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
+from dflash_mlx.drafters.eagle3 import checkpoint
+from dflash_mlx.drafters.eagle3.context import EagleContext
+from dflash_mlx.drafters.eagle3.model import FAMILY, Draft, EagleModel
+from dflash_mlx.drafters.growth.grow import FIRST, LEAST, Offers, Path, best_first
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, asks_for_tree, check_block_size
+from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.state import State
+
+BRANCHES = 8  # tokens that continue a path, and paths that are continued at a time
+
+
+class Eagle(EachAlone):
+    """A drafter that makes its tree by passes that continue each other.
+
+    block_size: tokens of the longest path, the anchor included, 2 up to the model's (its default).
+    Raises DFlashError for another size.
+    """
+
+    name = FAMILY
+    rounds_ahead = 0
+
+    def __init__(self, model: EagleModel, block_size: int | None = None) -> None:
+        check_block_size(block_size, model.block_size)
+        self.block_size = block_size or model.block_size
+        self.taps = model.taps
+        self._model = model
+
+    def new_context(self) -> EagleContext:
+        """An empty context for one sequence."""
+        return self._model.new_context()
+
+    def draft(self, state: State, room: int) -> Proposal:
+        """A tree no deeper than the block and `room` allow; its root alone where that is 1."""
+        rows = min(self.block_size, room)
+        if rows == 1:
+            return Proposal(Tree.chain())
+        return self.grow(state, self._model.begin(cast(EagleContext, state.context)), rows)
+
+    @abstractmethod
+    def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
+        """A tree whose paths have up to `rows` >= 2 tokens, the anchor included."""
+
+
+class Chain(Eagle):
+    """The likeliest token after the one before, step by step; nobody waits between the steps."""
+
+    def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
+        """A chain, which may still be on its way."""
+        tokens = [state.anchor]
+        for row in range(rows - 1):
+            tokens.append(draft.likeliest(tokens[-1], [row - 1]).astype(state.anchor.dtype))
+        drafted = mx.concatenate(tokens[1:])
+        mx.async_eval(drafted)
+        return Proposal(Tree.chain(drafted))
+
+
+class DrawnChain(Eagle):
+    """Every token drawn at the target's own temperature and filters, for rejection sampling.
+
+    weighed: whether trees say how sure the drafter is. All nodes then have the largest probability
+    of the first: that of others depends on what was drawn before them, and a chain that was cut by
+    its own tokens would no longer follow q.
+    """
+
+    def __init__(
+        self,
+        model: EagleModel,
+        block_size: int | None,
+        sampling: SamplingConfig,
+        weighed: bool = False,
+    ) -> None:
+        super().__init__(model, block_size)
+        self._sampling, self._weighed = sampling, weighed
+        self._sampler = Sampler(sampling)
+        self._opening: mx.array | None = None  # of the answer that the sampler is for
+
+    def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
+        """A chain that knows what each token was drawn from, given those before it."""
+        if state.opening is not self._opening:  # every answer is a draw of its own
+            self._sampler, self._opening = Sampler(self._sampling), state.opening
+        keys = mx.random.split(self._sampler.key(state.position, STREAM), rows - 1)
+        tokens, laws = [state.anchor], []
+        for row in range(rows - 1):
+            logits = tempered(draft.logits(tokens[-1], [row - 1]), self._sampler.config)
+            token = mx.random.categorical(logits, key=keys[row])
+            tokens.append(token.astype(state.anchor.dtype))
+            laws.append(mx.softmax(logits, axis=-1))
+        drafted, q = mx.concatenate(tokens[1:]), mx.concatenate(laws)
+        mx.async_eval(drafted, q)
+        tree = Tree.chain(drafted)
+        if self._weighed:
+            sure = math.log(max(self.confidence(q), LEAST))
+            logprobs, sources = [sure] * (rows - 1), [FIRST] * (rows - 1)
+            tree = replace(tree, logprobs=(0.0, *logprobs), sources=("", *sources))
+        return Proposal(tree, q)
+
+    def confidence(self, q: mx.array) -> float:
+        """How sure the drafter is of a chain, whatever was drawn from q [rows - 1, V]."""
+        return float(q[0].max())
+
+
+class GrownTree(Eagle):
+    """EAGLE-2's tree (arXiv 2406.16858): each depth is one pass over the likeliest paths so far.
+
+    branches: tokens that continue a path, and paths that the next pass continues. nodes: of the
+    tree, the likeliest of all that were offered, the root included. One branch makes a chain that
+    says how sure it is of every token.
+    """
+
+    def __init__(
+        self, model: EagleModel, block_size: int | None, branches: int, nodes: int
+    ) -> None:
+        super().__init__(model, block_size)
+        self._branches, self._nodes = branches, nodes
+
+    def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
+        """A tree of up to `nodes` nodes."""
+        offers: dict[Path, Offers] = {}
+        paths: list[tuple[float, Path, int]] = [(0.0, (), -1)]  # likelihood, row that it continues
+        tokens = state.anchor
+        for _ in range(rows - 1):
+            parents = [row for _, _, row in paths]
+            ranked = draft.ranked(tokens, parents, self._branches)
+            longer = []
+            for row, ((score, path, _), found) in enumerate(
+                zip(paths, ranked.offers, strict=True), start=len(offers)
+            ):
+                offers[path] = found
+                longer += [(score + p, (*path, t), row) for t, p in zip(*found, strict=True)]
+            paths = heapq.nlargest(self._branches, longer, key=itemgetter(0))
+            tokens = mx.array([path[-1] for _, path, _ in paths], state.anchor.dtype)
+        return Proposal(best_first(offers.get, self._nodes))
+
+
+def _make(pair: Pair, config: DecodeConfig) -> Drafter:
+    model, size = cast(EagleModel, pair.of(FAMILY)[0]), config.block_size
+    if grows := asks_for_tree(config):
+        pair.target.check_trees()
+    trees = pair.target.takes_trees
+    chain, as_pays = not trees or (size is not None and not grows), config.budget is None
+    drafter: Eagle
+    if config.draws_drafts and (chain or config.acceptance == "reject"):
+        as_pays = size is None
+        drafter = DrawnChain(model, size, config.sampling, weighed=as_pays)
+    elif size is not None and not grows:
+        as_pays, drafter = False, Chain(model, size)
+    else:
+        branches = (config.branches or BRANCHES) if trees else 1
+        drafter = GrownTree(model, size, branches, config.budget or MOST_NODES)
+    if not as_pays:
+        return drafter
+    chains = isinstance(drafter, DrawnChain)
+    return within_budget(drafter, {"draft": drafter}, pair, config, METHOD.sources, chains)
+
+
+METHOD = Method(
+    FAMILY,
+    "EAGLE-3",
+    _make,
+    family=FAMILY,
+    files=checkpoint,
+    best_with=1,
+    draws=True,
+    settings=("block_size", "branches", "budget", "acceptance", "lookup", "recalibrate"),
+    sources=(DRAFT, LOOKUP),
+    preference=1,
+)

@@ -1,0 +1,116 @@
+"""Reading and writing folders of masked diffusion drafters; all is checked before a weight is read.
+
+This is the file side of the family; `drafters/formats.py` says what every family offers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.findings import Finding
+from dflash_mlx.drafters.networks import tensors as files
+from dflash_mlx.drafters.networks.fields import architecture
+from dflash_mlx.drafters.networks.tensors import FLOATING, Arrays, DrafterFolder, Layout, in_words
+from dflash_mlx.drafters.specdiff.config_file import (
+    OTHERS,
+    OURS,
+    PUBLISHED,
+    parse_fields,
+    problems,
+    translate,
+)
+from dflash_mlx.drafters.specdiff.model import MaskedModel
+from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
+from dflash_mlx.system import cpu_math
+from dflash_mlx.system.safetensors_header import TensorHeader
+from dflash_mlx.target.model import Target
+
+CHOOSE_ANOTHER = "choose a drafter with this model's tokens with --drafter, or --method none"
+_PREFIX = "model."  # of all tensors but the head in published files
+
+
+def recognises(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a masked diffusion model, readable or not."""
+    return architecture(raw) in (OURS, *PUBLISHED, *OTHERS)
+
+
+def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> NetworkConfig:
+    """The configuration in a config.json's contents.
+
+    source: where they are from, for messages. names: of the tensors beside it. Raises DFlashError
+    for what is of no usable drafter.
+    """
+    config: NetworkConfig = files.parsed(
+        lambda: parse_fields(translate(raw, names)), problems, source
+    )
+    return config
+
+
+def check_tensors(
+    tensors: Mapping[str, TensorHeader], config: NetworkConfig, source: str
+) -> Iterator[Finding]:
+    """See `FileFormat.check_tensors`."""
+    return LAYOUT.check(tensors, config, source)
+
+
+def misfits(
+    config: NetworkConfig, target: Mapping[str, Any], name: str, drafter: str = ""
+) -> Iterator[Finding]:
+    """What keeps a drafter from a target, each with both values; names as of `FileFormat`."""
+    made_for = {"vocab_size": config.vocab_size}
+    if not (config.own_embedding and config.own_head):
+        made_for["hidden_size"] = config.hidden_size
+    for field, number in made_for.items():
+        if (has := target.get(field)) != number:
+            what = f"the drafter {drafter}".rstrip() + f" was made for a target with {field} "
+            what += f"{number}, but {name} has {str(has)[:80]}"
+            yield Finding("error", what, CHOOSE_ANOTHER)
+
+
+def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
+    """A drafter folder of any format, checked, its tensors under our names and still lazy.
+
+    has_values: whether there is anything behind the heads of its weight files. Raises DFlashError
+    before any weight is read.
+    """
+    raw, names = files.read_json(folder), files.read_headers(folder)
+    config = parse_config(raw, str(folder), names)
+    told = translate(raw, names)
+    return DrafterFolder(LAYOUT, config, LAYOUT.read(folder, config, has_values), told)
+
+
+def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConfig) -> MaskedModel:
+    """See `FileFormat.load`. On a CPU packed matrices are unpacked, which is faster there."""
+    if (most := settings.draft_window) is not None:
+        windows = tuple(min(window or most, most) for window in config.layer_windows)
+        config = replace(config, layer_windows=windows)
+    network: Network = LAYOUT.load(folder, config, target.dtype, settings.drafter_bits)
+    if config.quantization is not None and cpu_math.applies():
+        from mlx_lm.utils import dequantize_model  # takes seconds
+
+        network = cast(Network, dequantize_model(network))
+    mx.eval(network.parameters())
+    return MaskedModel(network, config, target)
+
+
+def converted(
+    folder: Path, has_values: bool, dtype: mx.Dtype | None, bits: int | None, group_size: int | None
+) -> tuple[Arrays, dict[str, Any]]:
+    """See `FileFormat.converted`; raises as `read_drafter` does."""
+    drafter = read_drafter(folder, has_values)
+    return files.converted(drafter.network(), drafter.raw, dtype, bits, group_size)
+
+
+def _second_head(config: NetworkConfig) -> dict[str, str]:
+    """Some published folders have a copy of the embedding that they tie to it."""
+    shape = (config.vocab_size, config.hidden_size)
+    return {"lm_head.weight": in_words(FLOATING, shape)} if config.tied else {}
+
+
+LAYOUT = Layout(Network, lambda names: {n: n.removeprefix(_PREFIX) for n in names}, _second_head)

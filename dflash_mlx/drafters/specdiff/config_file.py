@@ -1,0 +1,145 @@
+"""The config.json of masked diffusion models: ours, and published ones told in our words.
+
+Ours has the fields of Llama, Qwen2 and Qwen3, with `mask_token_id`, `block_size`, `head_norms` and
+`logits_shifted`; `own_embedding` and `own_head` where the folder brings these.
+
+Published models bring both. They are autoregressive ones that were trained on, so their layers are
+plain; what distinguishes them is known by the name of their class: which token the mask is, where
+their config.json leaves that to a tokenizer, and whether a row's logits are for the next position,
+as they were before the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_mlx.drafters.networks.fields import (
+    Fields,
+    architecture,
+    check_activation,
+    flag,
+    layer_windows,
+    listed,
+    number,
+    quantization,
+    shape,
+    shape_problems,
+    size,
+    whole,
+)
+from dflash_mlx.drafters.specdiff.network import NetworkConfig
+
+OURS = "MaskedDiffusionDraftModel"
+MAX_BLOCK = 1024  # positions
+USUAL_BLOCK = 8  # where a file says none
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the name of a published class says.
+
+    head_norms, bias: of its attention, beside what the config.json says. mask, block: what its
+    authors' code takes where the config.json has none. shifted: as `logits_shifted`.
+    """
+
+    head_norms: bool
+    bias: bool
+    mask: int | None = None
+    block: int | None = None
+    shifted: bool = False
+
+
+PUBLISHED = {
+    "A2DLlamaLMHeadModel": Published(head_norms=False, bias=False),
+    "A2DQwen2LMHeadModel": Published(head_norms=False, bias=True, mask=151665),
+    "A2DQwen3LMHeadModel": Published(head_norms=True, bias=False, mask=151669),
+    "SDARForCausalLM": Published(head_norms=True, bias=False, mask=151669, block=4),
+    "Fast_dLLM_QwenForCausalLM": Published(
+        head_norms=False, bias=True, mask=151665, block=32, shifted=True
+    ),
+    # DiffuCoder's as well
+    "DreamModel": Published(head_norms=False, bias=True, mask=151666, shifted=True),
+}
+# Masked diffusion models with layers of other kinds: recognised, to be refused by name.
+OTHERS = (
+    "LLaDAModelLM", "LLaDA2MoeModelLM", "SDARMoeForCausalLM", "DreamForCausalLM", "BD3LM", "MDLM",
+)  # fmt: skip
+
+_HEAD = "lm_head.weight"
+_DROPPED = ("auto_map", "bd_size", "model_type", "transformers_version")
+_READ = (
+    "text is read causally here, but this model was trained to see later tokens too, all of them "
+    "or those of its block, so it may guess less well than it could"
+)
+
+
+def translate(raw: Fields, names: Collection[str]) -> Fields:
+    """A config.json in our words; one that is in them already stays as it is.
+
+    names: of the tensors in its files, () where these are not known. Raises ValueError for another
+    class, and for fields that contradict its class, KeyError for a missing field.
+    """
+    kind = architecture(raw)
+    if kind == OURS:
+        return raw
+    if kind not in PUBLISHED:
+        known = ", ".join((OURS, *PUBLISHED))
+        raise ValueError(f"architectures has {kind}, whose layers are not known; {known} are")
+    own, told, notes = PUBLISHED[kind], dict(raw), [_READ]
+    if flag(raw, "logits_shifted", own.shifted) != own.shifted:
+        says = f"logits_shifted is {raw['logits_shifted']}"
+        raise ValueError(f"{says}, but for {kind} it is {own.shifted}")
+    if raw.get("mask_token_id") is None and own.mask is not None:
+        told["mask_token_id"] = own.mask
+        notes.append(f"no mask_token_id is given, so it is {own.mask}, as {kind} usually has it")
+    sizes = raw.get("block_size"), raw.get("bd_size"), own.block
+    if (block := next((each for each in sizes if each is not None), None)) is None:
+        block = USUAL_BLOCK
+        notes.append(f"no block_size is given, so blocks have {block} tokens; one there changes it")
+    told |= {"architectures": [OURS], "block_size": block, "notes": notes}
+    told |= {"head_norms": own.head_norms, "logits_shifted": own.shifted}
+    told |= {"own_embedding": True, "own_head": True}
+    if raw.get("attention_bias") is None:
+        told["attention_bias"] = own.bias
+    if raw.get("tie_word_embeddings") is None:
+        told["tie_word_embeddings"] = bool(names) and _HEAD not in names
+    return {name: value for name, value in told.items() if name not in _DROPPED}
+
+
+def parse_fields(raw: Fields) -> NetworkConfig:
+    """The configuration in a config.json in our words.
+
+    Raises KeyError for a missing field, ValueError or TypeError for one of the wrong kind or size.
+    """
+    check_activation(raw)
+    return NetworkConfig(
+        **shape(raw),
+        head_norms=flag(raw, "head_norms"),
+        layer_windows=layer_windows(raw),
+        block_size=whole(raw, "block_size"),
+        mask_token_id=whole(raw, "mask_token_id"),
+        vocab_size=size(raw, "vocab_size"),
+        logits_shifted=flag(raw, "logits_shifted"),
+        final_logit_softcapping=number(raw, "final_logit_softcapping", 0.0) or None,
+        own_embedding=flag(raw, "own_embedding"),
+        own_head=flag(raw, "own_head"),
+        tied=flag(raw, "own_head") and flag(raw, "tie_word_embeddings"),
+        quantization=quantization(raw),
+        notes=listed(raw.get("notes") or [], "notes", str),  # what reading it first assumed
+    )
+
+
+def problems(config: NetworkConfig) -> list[str]:
+    """Why the fields contradict each other; empty where they do not."""
+    block, mask, vocabulary = config.block_size, config.mask_token_id, config.vocab_size
+    found: dict[str, Any] = {
+        **shape_problems(config),
+        f"block_size is {block}, not from 2 to {MAX_BLOCK}": not 2 <= block <= MAX_BLOCK,
+        f"mask_token_id is {mask}, outside the vocabulary of {vocabulary}":
+            not 0 <= mask < vocabulary,
+        "tie_word_embeddings is true, but own_embedding is false":
+            config.tied and not config.own_embedding,
+    }  # fmt: skip
+    return [problem for problem, wrong in found.items() if wrong]

@@ -1,0 +1,177 @@
+"""Blocks that are denoised in one pass or in several, and what they become (arXiv 2408.05636)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.core.config import SamplingConfig
+from dflash_mlx.core.sampling import DRAFT, Sampler, tempered
+from dflash_mlx.core.schedule import IN_ORDER, THRESHOLD
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.growth.grow import FIRST, LEAST, Array, Ranked
+from dflash_mlx.drafters.method import check_block_size
+from dflash_mlx.drafters.specdiff.context import TokenContext
+from dflash_mlx.drafters.specdiff.model import MaskedModel
+from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.state import State
+
+SURE = 0.9  # probability from which on the threshold schedule fixes a token
+
+Known = dict[int, int]  # tokens of a block that are fixed, by their places
+Look = Callable[[Known, list[int]], Ranked]  # what a pass says of the places that are masked
+Grow = Callable[[Ranked, int], Tree]  # a tree of what is drafted behind so many tokens
+
+
+@dataclass(frozen=True)
+class Denoising:
+    """steps: passes over a block, at most. schedule: which tokens each of them fixes."""
+
+    steps: int = 1
+    schedule: str = "confidence"
+
+    @property
+    def in_order(self) -> bool:
+        """Whether no token is fixed before one that precedes it."""
+        return self.steps == 1 or self.schedule == IN_ORDER
+
+    def fixed(self, confidences: Array, left: int) -> list[int]:
+        """Which of the masked positions are fixed, in order, where `left` passes are to come.
+
+        confidences: [n] probability of the likeliest token at each.
+        """
+        n = len(confidences)
+        best_first = np.argsort(-confidences, kind="stable")
+        if self.schedule == THRESHOLD:
+            return sorted(best_first[: max(1, int((confidences >= SURE).sum()))].tolist())
+        count = share(n, left)
+        return list(range(count)) if self.in_order else sorted(best_first[:count].tolist())
+
+
+def share(masked: int, left: int) -> int:
+    """How many of the masked positions a pass fixes, where `left` passes follow it."""
+    return -(-masked // (left + 1))
+
+
+def denoise(look: Look, places: Sequence[int], how: Denoising) -> Ranked:
+    """What every place may hold: what the last pass in which it was masked says of it."""
+    known: Known = {}
+    said: dict[int, tuple[Array, Array]] = {}
+    masked = list(places)
+    for left in range(how.steps - 1, -1, -1):
+        ranked = look(known, masked)
+        said |= dict(zip(masked, zip(ranked.tokens, ranked.logprobs, strict=True), strict=True))
+        fixed = how.fixed(ranked.confidences, left)
+        if left == 0 or len(fixed) == len(masked):
+            break
+        known |= {masked[i]: ranked.best[i] for i in fixed}
+        masked = [place for place in masked if place not in known]
+    tokens, logprobs = zip(*(said[place] for place in places), strict=True)
+    return Ranked(np.stack(tokens), np.stack(logprobs))
+
+
+class SpecDiff(EachAlone):
+    """SpecDiff (arXiv 2408.05636): a block of masks behind the anchor, denoised by itself.
+
+    block_size: 2 up to the size the drafter was trained for (its default); DFlashError for another.
+    grow: makes a tree of what is drafted, from the `width` likeliest tokens of every position.
+    """
+
+    name = "specdiff"
+    taps: tuple[int, ...] = ()
+    rounds_ahead = 0
+
+    def __init__(
+        self, model: MaskedModel, block_size: int | None, how: Denoising, grow: Grow, width: int
+    ) -> None:
+        check_block_size(block_size, model.block_size)
+        self.block_size = block_size or model.block_size
+        self._model, self._how, self._grow, self._width = model, how, grow, width
+
+    def new_context(self) -> TokenContext:
+        """An empty context for one sequence."""
+        return self._model.new_context()
+
+    def draft(self, state: State, room: int) -> Proposal:
+        """A tree no deeper than the block and `room` allow; its root alone where that is 1."""
+        rows = min(self.block_size, room)
+        return Proposal(Tree.chain()) if rows == 1 else self.draft_block(state, rows)
+
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        """The tree of a block of `rows` >= 2 rows, the anchor included."""
+        context, model = cast(TokenContext, state.context), self._model
+
+        def look(known: Known, masked: list[int]) -> Ranked:
+            hidden = [known.get(place, model.mask) for place in range(1, rows)]
+            return model.ranked(context, _block(state, mx.array(hidden)), masked, self._width)
+
+        return Proposal(self._grow(denoise(look, range(1, rows), self._how), state.position))
+
+
+class DrawnSpecDiff(SpecDiff):
+    """With every token drawn at the target's own temperature and filters, left to right.
+
+    Of every pass the next tokens are drawn, each from what that pass says; it knows the ones before
+    them and no later one. weighed: whether trees say how sure each position is. They go by the
+    first pass, before anything is drawn: a chain that was cut by its own tokens would no longer
+    follow q.
+    """
+
+    def __init__(
+        self,
+        model: MaskedModel,
+        block_size: int | None,
+        how: Denoising,
+        sampling: SamplingConfig,
+        weighed: bool,
+    ) -> None:
+        assert how.in_order
+        super().__init__(model, block_size, how, lambda ranked, position: Tree.chain(), 1)
+        self._sampling, self._weighed = sampling, weighed
+        self.sampler = Sampler(sampling)
+        self._opening: mx.array | None = None  # of the answer that the sampler is for
+
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        """A chain that knows what it was drawn from."""
+        if state.opening is not self._opening:  # every answer is a draw of its own
+            self.sampler, self._opening = Sampler(self._sampling), state.opening
+        tokens, q, sure = self.drawn(state, rows)
+        mx.async_eval(tokens, q)
+        tree = Tree.chain(tokens)
+        if self._weighed:
+            logprobs = np.log(np.maximum(np.array(sure), LEAST)).tolist()
+            tree = replace(tree, logprobs=(0.0, *logprobs), sources=("", *[FIRST] * (rows - 1)))
+        return Proposal(tree, q)
+
+    def drawn(self, state: State, rows: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Tokens [rows - 1], q [rows - 1, V] that they were drawn from, and how sure it was.
+
+        sure: [rows - 1] the largest probabilities in the first pass.
+        """
+        context, steps = cast(TokenContext, state.context), self._how.steps
+        keys = mx.random.split(self.sampler.key(state.position, DRAFT), steps)
+        tokens, q = mx.array([], state.anchor.dtype), []
+        sure: mx.array | None = None
+        for left in range(steps - 1, -1, -1):
+            if (masked := rows - 1 - tokens.size) == 0:
+                break
+            masks = mx.full(masked, self._model.mask, tokens.dtype)
+            block = _block(state, mx.concatenate([tokens, masks]))
+            logits = self._model.logits(context, block, range(1 + tokens.size, rows))
+            logits = tempered(logits, self.sampler.config)
+            laws, count = mx.softmax(logits, axis=-1), share(masked, left)
+            sure = laws.max(axis=-1) if sure is None else sure
+            found = mx.random.categorical(logits[:count], key=keys[left])
+            tokens = mx.concatenate([tokens, found.astype(tokens.dtype)])
+            q.append(laws[:count])
+        assert sure is not None
+        return tokens, mx.concatenate(q), sure
+
+
+def _block(state: State, hidden: mx.array) -> mx.array:
+    """[b] the anchor and what is behind it."""
+    return mx.concatenate([state.anchor, hidden.astype(state.anchor.dtype)])

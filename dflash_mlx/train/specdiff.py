@@ -1,0 +1,114 @@
+"""A masked diffusion drafter in training: texts run causally beside the blocks that continue them.
+
+At inference the text's keys and values are cached. Here both streams run side by side, layer by
+layer, and the gradient goes through both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.core.config import TrainConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.networks.head import embedding_scale
+from dflash_mlx.drafters.specdiff import checkpoint
+from dflash_mlx.drafters.specdiff.config_file import OURS
+from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu, text_mask
+from dflash_mlx.train.blocks import Blocks
+from dflash_mlx.train.data import Texts
+from dflash_mlx.train.start import like_target, mask_token, take_layers
+from dflash_mlx.train.trainee import Trainee
+
+
+@dataclass(frozen=True)
+class SpecDiffTrainee(Trainee):
+    """Reads tokens alone; a block sees the text before its anchor, and all of itself."""
+
+    network: Network
+    config: NetworkConfig
+    files: ClassVar[Any] = checkpoint
+
+    @classmethod
+    def new(cls, config: TrainConfig, pair: Pair) -> SpecDiffTrainee:
+        """With the widths of the target's own layers; it starts as some of these, evenly spread."""
+        target, count = pair.target, config.layers
+        names = {name.partition("self_attn.")[2] for name, _ in target.parameters()}
+        raw = {
+            **like_target(target, count),
+            "architectures": [OURS],
+            "block_size": config.block_size,
+            "mask_token_id": mask_token(pair.tokenizer),
+            "head_norms": "q_norm.weight" in names,
+            "attention_bias": "q_proj.bias" in names,
+        }
+        trainee = cls.fresh(raw, target, config.seed)
+        if config.start == "target":
+            spread = np.linspace(0, target.num_layers - 1, count).round().astype(int)
+            take_layers(trainee, spread.tolist())
+        return trainee
+
+    @classmethod
+    def check_trainable(cls, folder: Path, config: NetworkConfig) -> None:
+        """Raise DFlashError for a drafter that cannot be trained here."""
+        super().check_trainable(folder, config)
+        found = {
+            "an embedding of its own": config.own_embedding,
+            "a head of its own": config.own_head,
+            "shifted logits": config.logits_shifted,
+        }
+        if has := next((what for what, there in found.items() if there), None):
+            step = "start from a drafter that was trained here, or from the target"
+            raise DFlashError(f"{folder} holds a drafter with {has}", step)
+
+    @property
+    def softcap(self) -> float | None:
+        """Of the logits."""
+        return self.config.final_logit_softcapping
+
+    def inputs(self, texts: Texts, blocks: Blocks) -> tuple[mx.array, ...]:
+        """Embeddings of texts [S, T, d], anchors [S, A] and embeddings of blocks [S, A, B, d]."""
+        length = int(blocks.anchors.max())
+        tokens = np.zeros((len(blocks.rows), length), np.int64)
+        for i, row in enumerate(blocks.rows):
+            text = texts.texts[row].tokens[:length]
+            tokens[i, : len(text)] = text
+        shown = blocks.inputs(self.config.mask_token_id)
+        return self._embed(tokens), mx.array(blocks.anchors), self._embed(shown)
+
+    def _embed(self, tokens: Any) -> mx.array:
+        rows = self.target.embedding()(mx.array(tokens)).astype(mx.float32)
+        scaled: mx.array = rows * embedding_scale(self.target)
+        return scaled
+
+    def states(self, *inputs: mx.array) -> mx.array:
+        """Final hidden states [S, A, B, d] of A blocks in each of S texts.
+
+        inputs: embeddings of texts [S, T, d], padded at the end; anchors [S, A], the blocks' first
+        positions; embeddings of blocks [S, A, B, d].
+        """
+        text, anchors, x = inputs
+        network, shape, rows = self.network, x.shape, x.flatten(0, 1)
+        windows = set(self.config.layer_windows)
+        sizes = shape[2], text.shape[1]
+        masks = {w: block_mask(anchors, *sizes, w, causal=False) for w in windows}
+        before = {w: text_mask(sizes[1], w) for w in windows}
+        last = network.layers[-1]
+        for layer, window in zip(network.layers, self.config.layer_windows, strict=True):
+            cache: Any = TextCache()
+            normed = layer.input_layernorm(text)
+            if layer is last:  # whose keys and values are all that blocks read of it
+                layer.self_attn.remember(normed, cache)
+            else:
+                text = text + layer.self_attn(normed, before[window], cache)
+                text = text + swiglu(layer.mlp, layer.post_attention_layernorm(text))
+            own: Any = BlockCache(anchors, cache.context)
+            rows = rows + layer.self_attn(layer.input_layernorm(rows), masks[window], own)
+            rows = rows + swiglu(layer.mlp, layer.post_attention_layernorm(rows))
+        return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]

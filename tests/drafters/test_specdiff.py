@@ -1,0 +1,330 @@
+"""How blocks are denoised, what they become, and that answers stay what they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given as given_by
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from dflash_mlx.cli import doctor
+from dflash_mlx.cli import generate as generating
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.schedule import IN_ORDER, SCHEDULES, THRESHOLD
+from dflash_mlx.drafters.adaptive import Adaptive
+from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.specdiff.drafter import SURE, Denoising, DrawnSpecDiff, SpecDiff, denoise
+from dflash_mlx.drafters.specdiff.method import likeliest, sampled
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.state import State
+from dflash_mlx.session.stream import Session
+from dflash_mlx.target.model import Target
+from support import masked_formats
+from support.decoding import go_on, open_with, paths_of, rounds, run, start
+from support.families import VOCAB_SIZE, make_model
+from support.hybrids import plain_answer
+from support.masked_formats import MASK
+from support.masked_toys import ToyMasked
+from support.models import write_model
+from support.recurrent_families import RECURRENT
+from support.reference_dflash import write_drafter_folder
+from support.toys import Letters, ToyCache, prompt_of
+
+ALL = [(steps, name) for name in SCHEDULES for steps in (2, 3, 4, 9)] + [(1, SCHEDULES[0])]
+
+
+# Denoising
+
+
+class Passes:
+    """Says something else of every place in every pass, and remembers what it was asked."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.asked = np.random.default_rng(seed), []
+
+    def __call__(self, known, masked):
+        logprobs = -np.sort(self.rng.exponential(0.3, (len(masked), 3)), axis=1)
+        ranked = Ranked(self.rng.integers(100, size=(len(masked), 3)), logprobs)
+        self.asked.append((dict(known), list(masked), ranked))
+        return ranked
+
+
+@given_by(st.integers(0, 10**6), st.integers(1, 9), st.sampled_from(ALL))
+@settings(max_examples=150)
+def test_every_place_keeps_what_the_last_pass_in_which_it_was_masked_said(seed, n, how):
+    steps, schedule = how
+    look, places = Passes(seed), range(1, n + 1)
+    found = denoise(look, places, Denoising(steps, schedule))
+    assert len(look.asked) <= min(steps, n)
+    for row, place in enumerate(places):
+        _, masked, ranked = [asked for asked in look.asked if place in asked[1]][-1]
+        at = masked.index(place)
+        assert found.tokens[row].tolist() == ranked.tokens[at].tolist()
+        assert found.logprobs[row].tolist() == ranked.logprobs[at].tolist()
+    for (known, masked, ranked), (after, left, _) in zip(look.asked, look.asked[1:], strict=False):
+        fixed = [place for place in masked if place not in left]
+        assert fixed and set(left) <= set(masked)
+        best = {place: ranked.best[masked.index(place)] for place in fixed}
+        assert after == {**known, **best}, "and never changes what is fixed"
+        sure = {place: ranked.confidences[masked.index(place)] for place in masked}
+        if schedule == IN_ORDER:
+            assert fixed == masked[: len(fixed)]
+        else:
+            assert min(sure[p] for p in fixed) >= max(sure[p] for p in left)
+        if schedule == THRESHOLD:
+            assert len(fixed) == max(1, sum(c >= SURE for c in sure.values()))
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], IN_ORDER])
+@pytest.mark.parametrize(
+    ("n", "steps", "fixed"),
+    [(7, 2, [4]), (7, 4, [2, 2, 2]), (7, 7, [1] * 6), (3, 9, [1, 1]), (8, 3, [3, 3]), (5, 1, [])],
+)
+def test_every_pass_fixes_its_share(schedule, n, steps, fixed):
+    look = Passes(0)
+    denoise(look, range(1, n + 1), Denoising(steps, schedule))
+    left = [len(masked) for _, masked, _ in look.asked]
+    assert [a - b for a, b in zip(left, left[1:], strict=False)] == fixed
+
+
+def test_a_threshold_ends_as_soon_as_all_is_sure():
+    def certain(known, masked):
+        return Ranked(np.zeros((len(masked), 1), int), np.full((len(masked), 1), -0.01))
+
+    asked = []
+    denoise(lambda *a: asked.append(a) or certain(*a), range(1, 8), Denoising(5, THRESHOLD))
+    assert len(asked) == 1
+
+
+# Drafts
+
+
+def state_of(drafter, anchor=2, room=9) -> State:
+    state = State(ToyCache(), drafter.new_context())
+    open_with(state, anchor)
+    state.end = room
+    return state
+
+
+ONE_PASS = Denoising()
+
+
+def toy(how=ONE_PASS, block_size=None, model=None, nodes=6, width=4):
+    model = model or ToyMasked(1)
+    return SpecDiff(model, block_size, how, lambda r, at: likeliest(r, at, nodes), width)
+
+
+@pytest.mark.parametrize(("steps", "schedule"), ALL)
+@pytest.mark.parametrize("room", [1, 2, 4])
+def test_a_block_takes_as_many_passes_as_asked_for_and_room_for_one_token_none(
+    steps, schedule, room
+):
+    model = ToyMasked(1)
+    drafter = toy(Denoising(steps, schedule), model=model, width=1)
+    tree = drafter.draft(state_of(drafter), room).tree
+    assert model.calls <= min(steps, room - 1) and (model.calls > 0) == (room > 1)
+    if schedule != THRESHOLD:
+        assert model.calls == min(steps, room - 1)
+    assert max(tree.depths) == room - 1
+    paths_of(tree)
+
+
+def test_one_pass_grows_the_same_tree_as_any_drafter_from_its_distributions():
+    drafter, model = toy(), ToyMasked(1)
+    block = mx.array([2, *[model.mask] * 3])
+    expected = best_first(follow(model.ranked(None, block, (1, 2, 3), 4)), 6)
+    found = drafter.draft(state_of(drafter), 9).tree
+    assert (found.drafted, found.parents) == (expected.drafted, expected.parents)
+    assert found.logprobs == expected.logprobs and set(found.sources[1:]) == {"first"}
+
+
+def test_a_later_pass_knows_what_the_first_one_fixed():
+    model, drafter = ToyMasked(1), toy(Denoising(3, IN_ORDER), nodes=4, width=1)
+    known, chain = [], drafter.draft(state_of(drafter), 9).tree
+    for place in (1, 2, 3):
+        hidden = [*known, *[model.mask] * (3 - len(known))]
+        logits = np.array(model.logits(None, mx.array([2, *hidden]), [place]))[0]
+        known.append(int(logits.argmax()))
+    assert list(chain.drafted) == known
+
+
+def test_samples_of_one_pass_are_merged_and_all_are_likely_tokens():
+    model = ToyMasked(1)
+    ranked = model.ranked(None, mx.array([2, *[model.mask] * 3]), (1, 2, 3), 3)
+    tree = sampled(ranked, position=5, samples=8, seed=1)
+    paths = paths_of(tree)
+    assert tuple(ranked.best) in paths and len(tree) > 4
+    for path in paths:
+        for depth, token in enumerate(path):
+            assert token in ranked.tokens[depth]
+    assert sampled(ranked, 5, 8, 1) == tree != sampled(ranked, 6, 8, 1)
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_other_blocks_than_it_was_trained_for_are_refused(size):
+    with pytest.raises(DFlashError, match=f"block_size is {size}.*blocks of 4"):
+        toy(block_size=size)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"steps": 0}, "steps is 0; choose 1 to"),
+        ({"steps": 200}, "steps is 200"),
+        ({"schedule": "random"}, "schedule is 'random'; choose one of confidence, left-to-right"),
+        ({"schedule": "threshold"}, "schedule is threshold, but a draft of one step"),
+        ({"schedule": IN_ORDER, "steps": 1}, "schedule is left-to-right, but"),
+        ({"acceptance": "reject", "steps": 2}, "reject, but the confidence schedule with 2 steps"),
+        ({"acceptance": "reject", "steps": 3, "schedule": THRESHOLD}, "threshold schedule with 3"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_refused(given, said):
+    with pytest.raises(DFlashError, match=said) as failure:
+        DecodeConfig("specdiff", **given)
+    assert failure.value.next_step
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    target = Target(make_model("llama"), 300, "tiny")
+    model = masked_formats.load(masked_formats.folder(tmp_path_factory.mktemp("it")), target)
+    return Pair(target, Letters(), (model,), "tiny")
+
+
+HOT = SamplingConfig(temperature=8.0)  # where the laws of random networks overlap
+REJECT = {"acceptance": "reject", "sampling": HOT}
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({}, Adaptive),
+        ({"steps": 2}, Adaptive),
+        ({"branches": 4}, Adaptive),
+        ({"budget": 9}, SpecDiff),
+        ({"block_size": 5}, SpecDiff),
+        (REJECT, Adaptive),
+        ({**REJECT, "block_size": 5}, DrawnSpecDiff),
+        ({**REJECT, "block_size": 5, "steps": 3, "schedule": IN_ORDER}, DrawnSpecDiff),
+        ({"block_size": 5, "sampling": HOT}, DrawnSpecDiff),
+        ({"block_size": 5, "sampling": HOT, "acceptance": "match"}, SpecDiff),
+        ({"block_size": 5, "sampling": replace(HOT, seed=1)}, SpecDiff),
+        ({"block_size": 5, "sampling": HOT, "steps": 2}, SpecDiff),
+        ({"budget": 9, "sampling": HOT}, SpecDiff),
+    ],
+    ids=str,
+)
+def test_chains_are_drawn_where_they_can_be_and_no_tree_is_drafted(pair, given, kind):
+    drafter = make_drafter(pair, DecodeConfig("specdiff", **given))
+    assert type(drafter) is kind and drafter.name == "specdiff" and drafter.taps == ()
+    if given is REJECT:
+        assert type(drafter._drafters["draft"]) is DrawnSpecDiff
+
+
+@pytest.mark.parametrize("given", [{"budget": 9}, {"branches": 3}], ids=str)
+def test_trees_are_not_rejected(pair, given):
+    (name, value), *_ = given.items()
+    with pytest.raises(DFlashError, match=f"{name} is {value}, but acceptance is reject"):
+        make_drafter(pair, DecodeConfig("specdiff", **given, **REJECT))
+
+
+# Answers (of every shape with this target: test_methods.py; laws: test_law_specdiff.py)
+
+
+def test_drawn_drafts_are_kept_and_an_abandoned_answer_goes_on(pair):
+    sampling = replace(HOT, seed=1)
+    given = {"steps": 2, "schedule": IN_ORDER, "acceptance": "reject", "sampling": sampling}
+    config = DecodeConfig("specdiff", 8, max_tokens=30, **given)
+    drafter = make_drafter(pair, config)
+    state = start(pair.target, drafter, [1, 2, 3], config)
+    said, count = [], 0
+    for accepted in rounds(pair.target, drafter, state, config):
+        said += accepted.tokens
+        count += 1
+        if len(said) >= 15:
+            break
+    assert count < len(said), "some drafts were kept"
+    assert state.context.length == state.position == 2 + len(said)
+    assert len(run(pair.target, drafter, state, config)) == 30
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_every_answer_draws_drafts_of_its_own_unless_seeded(pair, seed):
+    given = {"acceptance": "reject", "sampling": SamplingConfig(2.0, seed=seed)}
+    config = DecodeConfig("specdiff", 8, max_tokens=6, **given)
+    drafter = make_drafter(pair, config)
+    state, drafts = start(pair.target, drafter, [1, 2, 3, 4], config), set()
+    for _ in range(8):
+        go_on(pair.target, drafter, state, [1, 2, 3, 4], config)
+        _, second = islice(rounds(pair.target, drafter, state, config), 2)
+        drafts.add(second.tree.drafted)
+    assert len(drafts) == 1 if seed is not None else len(drafts) > 3
+
+
+def answer(session, prompt):
+    return [token for delta in session.stream(prompt) for token in delta.tokens]
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_the_turns_of_a_conversation_are_answered_as_without_drafts(tmp_path, window):
+    """Turns that go on, go back and begin anew, with long and short prompts."""
+    target = Target(make_model("llama"), 500, "tiny")
+    model = masked_formats.load(masked_formats.folder(tmp_path), target, draft_window=window)
+    session = Session(Pair(target, Letters(), (model,)), DecodeConfig("specdiff", max_tokens=20))
+    said = prompt_of(1, 150)
+    for prompt in (said, [*said, *prompt_of(2, 9)], said[:100], prompt_of(3, 90), said[:101]):
+        assert answer(session, prompt) == plain_answer(target, prompt, 20)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_targets_that_verify_chains_only_and_hybrids_are_drafted_for(tmp_path, family):
+    target = Target(make_model(family), 300, family)
+    width = RECURRENT[family].get("hidden_size", 64)
+    folder = masked_formats.folder(tmp_path, hidden_size=width, vocab_size=VOCAB_SIZE)
+    pair = Pair(target, Letters(), (masked_formats.load(folder, target),))
+    prompt = prompt_of(4, 50)
+    for chain in ({}, {"steps": 2}, {"block_size": 4}):
+        config = DecodeConfig("specdiff", max_tokens=16, **chain)
+        assert answer(Session(pair, config), prompt) == plain_answer(target, prompt, 16)
+    for tree in ({"budget": 9}, {"branches": 3}):
+        with pytest.raises(DFlashError, match="recurrent state"):
+            make_drafter(pair, DecodeConfig("specdiff", **tree))
+
+
+# Commands
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folders")
+    drafter = write_drafter_folder(root / "drafter", *masked_formats.FORMATS["a2d-qwen3"])
+    return ["--model", str(write_model(root / "model")), "--drafter", str(drafter)]
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--steps", "2", "--schedule", "threshold"], ["--method", "auto"]], ids=str
+)
+def test_the_command_line_answers_with_it(folders, capsys, words):
+    method = [] if "--method" in words else ["--method", "specdiff"]
+    generating.main([*folders, *method, *words, "--prompt", "abcabc", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["method"] == "specdiff" and said["rounds"] > 0
+
+
+def test_the_doctor_says_what_was_assumed_of_it(folders, capsys):
+    doctor.main(folders)
+    out = capsys.readouterr().out
+    assert "can be used" in out and "blocks of 8" in out
+    assert "trained to see later tokens" in out and "no block_size is given" in out
+    assert MASK == 5 and "specdiff" in out

@@ -1,0 +1,269 @@
+"""Tiny random masked diffusion drafters in every format, and what NumPy says that they draft.
+
+The reference knows nothing of caches, chunks or waiting tokens: it computes all of a text and a
+block at once, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.drafters.specdiff import checkpoint
+from dflash_mlx.drafters.specdiff.model import MaskedModel
+from dflash_mlx.target.model import Target
+from support.family_configs import VOCAB_SIZE
+from support.reference_dflash import (
+    Array,
+    layer_tensors,
+    mlp,
+    rms_norm,
+    rope_theta,
+    rotate,
+    write_drafter_folder,
+)
+
+MASK = 5
+BASE: dict[str, Any] = {
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "vocab_size": VOCAB_SIZE,
+}
+OURS = {**BASE, "architectures": ["MaskedDiffusionDraftModel"], "block_size": 6}
+OURS |= {"mask_token_id": MASK, "head_dim": 16}
+
+
+def ours(**changes: Any) -> dict[str, Any]:
+    """Our format, for the tiny llama: its embedding and head."""
+    return {**OURS, **changes}
+
+
+def published(kind: str, module: str = "modeling", **changes: Any) -> dict[str, Any]:
+    """A config.json as its authors publish it, of another width than the target's."""
+    return {
+        **BASE,
+        "architectures": [kind],
+        "auto_map": {"AutoModel": f"{module}.{kind}"},
+        "hidden_size": 48,
+        "head_dim": 16,
+        "mask_token_id": MASK,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        **changes,
+    }
+
+
+def a2d_qwen3(**changes: Any) -> dict[str, Any]:
+    """dllm-hub's, by masked diffusion or by blocks."""
+    more = {"attention_bias": False, "layer_types": ["full_attention"] * 2, "sliding_window": None}
+    more |= {"model_type": "a2d-qwen3", "use_sliding_window": False, "rope_scaling": None}
+    return published("A2DQwen3LMHeadModel", "modeling_qwen3", **{**more, **changes})
+
+
+def a2d_qwen2(**changes: Any) -> dict[str, Any]:
+    """dllm-hub's of the generation before: heads as wide as hidden_size makes them."""
+    more = {"model_type": "a2d-qwen2", "hidden_size": 64, "max_window_layers": 24}
+    raw = published("A2DQwen2LMHeadModel", "modeling_qwen2", **{**more, **changes})
+    del raw["head_dim"]
+    return raw
+
+
+def sdar(**changes: Any) -> dict[str, Any]:
+    """JetLM's."""
+    return published("SDARForCausalLM", "modeling_sdar", **{"model_type": "sdar", **changes})
+
+
+def fast_dllm(**changes: Any) -> dict[str, Any]:
+    """NVIDIA's second version: blocks, and logits that are shifted."""
+    more = {"bd_size": 6, "model_type": "Fast_dLLM_Qwen", **changes}
+    return published("Fast_dLLM_QwenForCausalLM", **more)
+
+
+def dream(**changes: Any) -> dict[str, Any]:
+    """Dream's and DiffuCoder's."""
+    more = {"model_type": "Dream", "use_mrope": False, "sliding_window": None, **changes}
+    return published("DreamModel", "modeling_dream", **more)
+
+
+def is_shifted(raw: dict[str, Any]) -> bool:
+    return raw["architectures"][0] in ("DreamModel", "Fast_dLLM_QwenForCausalLM") or bool(
+        raw.get("logits_shifted")
+    )
+
+
+def tensors(raw: dict[str, Any], seed: int = 0) -> dict[str, Array]:
+    """Random float32 weights under the names that such a folder has."""
+    rng, d, ff = np.random.default_rng(seed), raw["hidden_size"], raw["intermediate_size"]
+    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    dim, kind = raw.get("head_dim", d // heads), raw["architectures"][0]
+    is_ours = kind == OURS["architectures"][0]
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (d,),
+        "post_attention_layernorm.weight": (d,),
+        "self_attn.q_proj.weight": (heads * dim, d),
+        "self_attn.k_proj.weight": (kv_heads * dim, d),
+        "self_attn.v_proj.weight": (kv_heads * dim, d),
+        "self_attn.o_proj.weight": (d, heads * dim),
+        "mlp.gate_proj.weight": (ff, d),
+        "mlp.up_proj.weight": (ff, d),
+        "mlp.down_proj.weight": (d, ff),
+    }
+    if raw.get("head_norms", kind in ("A2DQwen3LMHeadModel", "SDARForCausalLM")):
+        shapes |= {f"self_attn.{n}_norm.weight": (dim,) for n in "qk"}
+        shapes |= {"self_attn.o_proj.bias": (d,)} if raw.get("attention_bias") else {}
+    if raw.get("attention_bias") or "Qwen2" in kind or "dLLM" in kind or "Dream" in kind:
+        shapes |= {f"self_attn.{n}_proj.bias": (heads * dim,) for n in "q"}
+        shapes |= {f"self_attn.{n}_proj.bias": (kv_heads * dim,) for n in "kv"}
+    layers = range(raw["num_hidden_layers"])
+    shapes = {f"layers.{i}.{name}": shape for i in layers for name, shape in shapes.items()}
+    shapes["norm.weight"] = (d,)
+    if not is_ours or raw.get("own_embedding"):
+        shapes["embed_tokens.weight"] = (raw["vocab_size"], d)
+    if not is_ours:
+        shapes = {f"model.{name}": shape for name, shape in shapes.items()}
+    if not raw.get("tie_word_embeddings") and (not is_ours or raw.get("own_head")):
+        shapes["lm_head.weight"] = (raw["vocab_size"], d)
+    return {name: _random(rng, name, shape) for name, shape in shapes.items()}
+
+
+def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:
+    noise = rng.standard_normal(shape)
+    if name.endswith("norm.weight"):
+        return (1 + 0.1 * noise).astype(np.float32)
+    scale = 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1])
+    return (noise * scale).astype(np.float32)
+
+
+def logits(
+    raw: dict[str, Any],
+    stored: dict[str, Array],
+    tables: tuple[Array, Array],
+    text: Sequence[int],
+    block: Sequence[int],
+) -> Array:
+    """[b - 1, V] for places 1, 2, ... of a block [b] behind a text, in float64.
+
+    tables: the target's embedding and head, each [V, d].
+    """
+    named = {n.removeprefix("model."): np.asarray(t, np.float64) for n, t in stored.items()}
+    embedding = named.get("embed_tokens.weight", np.asarray(tables[0], np.float64))
+    tied = raw.get("tie_word_embeddings") and "embed_tokens.weight" in named
+    head = embedding if tied else named.get("lm_head.weight", np.asarray(tables[1], np.float64))
+    x, eps = embedding[[*text, *block]], raw["rms_norm_eps"]
+    for i in range(raw["num_hidden_layers"]):
+        layer, visible = layer_tensors(named, i), _visible(raw, i, len(text), len(block))
+        x = x + _attention(layer, raw, rms_norm(x, layer["input_layernorm.weight"], eps), visible)
+        x = x + mlp(layer, rms_norm(x, layer["post_attention_layernorm.weight"], eps))
+    states = rms_norm(x, named["norm.weight"], eps)[len(text) :]
+    rows = states[:-1] if is_shifted(raw) else states[1:]
+    result = rows @ head.T
+    cap = raw.get("final_logit_softcapping")
+    return np.tanh(result / cap) * cap if cap else result
+
+
+def _visible(raw: dict[str, Any], layer: int, text: int, block: int) -> Array:
+    """[T, T]: text sees what precedes it, the block sees everything; a window cuts both."""
+    rows = np.arange(text + block)
+    visible = rows <= rows[:, None]
+    visible[text:] = True
+    types = raw.get("layer_types") or ["full_attention"] * raw["num_hidden_layers"]
+    if types[layer] == "sliding_attention":
+        visible &= np.abs(rows - rows[:, None]) < raw["sliding_window"]
+    return visible
+
+
+def _attention(layer: dict[str, Array], raw: dict[str, Any], x: Array, visible: Array) -> Array:
+    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    dim, theta = raw.get("head_dim", raw["hidden_size"] // heads), rope_theta(raw)
+    eps, places = raw["rms_norm_eps"], np.arange(len(x))
+
+    def projected(name: str, count: int) -> Array:
+        y = x @ layer[f"self_attn.{name}_proj.weight"].T
+        y = (y + layer.get(f"self_attn.{name}_proj.bias", 0)).reshape(-1, count, dim)
+        if (norm := layer.get(f"self_attn.{name}_norm.weight")) is not None:
+            y = rms_norm(y, norm, eps)
+        return y
+
+    q = rotate(projected("q", heads), places, theta)
+    k, v = rotate(projected("k", kv_heads), places, theta), projected("v", kv_heads)
+    outputs = []
+    for head in range(heads):
+        shared = head // (heads // kv_heads)
+        scores = np.where(visible, q[:, head] @ k[:, shared].T / np.sqrt(dim), -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        outputs.append(weights / weights.sum(axis=-1, keepdims=True) @ v[:, shared])
+    out = np.concatenate(outputs, axis=-1) @ layer["self_attn.o_proj.weight"].T
+    return out + layer.get("self_attn.o_proj.bias", 0)
+
+
+def case(raw: dict[str, Any], **more: Array) -> tuple[dict[str, Any], dict[str, Array]]:
+    return raw, {**tensors(raw), **more}
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+TIED = a2d_qwen3(tie_word_embeddings=True)
+UNTOLD = {k: v for k, v in a2d_qwen3().items() if k != "tie_word_embeddings"}
+
+FORMATS = {
+    "ours": case(ours()),
+    "ours, head norms and biases": case(ours(head_norms=True, attention_bias=True)),
+    "ours, sliding": case(ours(**SLIDING)),
+    "ours, shifted": case(ours(logits_shifted=True)),
+    "ours, capped": case(ours(final_logit_softcapping=3.0)),
+    "ours, own tables": case(ours(own_embedding=True, own_head=True, hidden_size=48)),
+    "a2d-qwen3": case(a2d_qwen3()),
+    "a2d-qwen3, tied": case(TIED),
+    "a2d-qwen3, tied with a copy": case(
+        TIED, **{"lm_head.weight": tensors(TIED)["model.embed_tokens.weight"]}
+    ),
+    "a2d-qwen3, ties not told": case({**UNTOLD, "block_size": 6}),
+    "a2d-qwen2": case(a2d_qwen2()),
+    "a2d-llama": case(published("A2DLlamaLMHeadModel")),
+    "sdar": case(sdar(block_size=6)),
+    "fast-dllm": case(fast_dllm()),
+    "dream": case(dream()),
+}
+
+
+def folder(place: Path, **changes: Any) -> Path:
+    """A drafter for the tiny llama in our format, blocks of 8."""
+    raw = ours(block_size=8, **changes)
+    return write_drafter_folder(place, raw, tensors(raw))
+
+
+def written(folder: Path, name: str, target: Target, **settings: Any) -> MaskedModel:
+    """The draft model of `target` that a folder in this format has."""
+    return load(write_drafter_folder(folder, *FORMATS[name]), target, **settings)
+
+
+def load(folder: Path, target: Target, **settings: Any) -> MaskedModel:
+    config = checkpoint.read_drafter(folder).config
+    return checkpoint.load(folder, config, target, PairConfig(**settings))
+
+
+def behind(model: MaskedModel, text: Sequence[int], *cuts: int) -> Any:
+    """A context that was told of a text part by part: up to each of the cuts, then the rest."""
+    context, start = model.new_context(), 0
+    for end in (*cuts, len(text)):
+        if end > start:
+            context.append(mx.array(list(text[start:end])), None)
+        start = end
+    return context
+
+
+def block_of(anchor: int, rows: int, **shown: int) -> list[int]:
+    """An anchor and masks; shown: tokens in their places, `_3=7` for 7 at place 3."""
+    known = {int(place[1:]): token for place, token in shown.items()}
+    return [anchor, *(known.get(place, MASK) for place in range(1, rows))]
