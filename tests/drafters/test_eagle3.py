@@ -15,6 +15,7 @@ from dflash_mlx.drafters.eagle3.drafter import Chain, GrownTree
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
+from kernels_metal.emulator import emulated
 from support import reference_eagle3 as reference
 from support.decoding import answer, go_on, open_with, path_to, paths_of, run, start
 from support.families import VOCAB_SIZE, make_model
@@ -231,6 +232,24 @@ def test_a_head_of_the_target_s_can_be_limited_to_likely_tokens_and_those_of_the
     spare = {*likely[: 20 + len(known) + 32].tolist(), *tokens}
     drafted = GrownTree(subject.model, None, 8, 40).draft(state, 100).tree.drafted
     assert set(drafted) <= spare and not spare >= set(range(VOCAB_SIZE))
+
+
+def test_trees_through_emulated_kernels_are_those_of_stock_mlx(tmp_path):
+    """Every pass but the first has more keys of its own than rows."""
+    target = Target(make_model("llama"), 512, "tiny")
+    raw = reference.raw(
+        head_dim=64, num_attention_heads=2, num_key_value_heads=1
+    )  # which they take
+    subject, (tokens, features) = Drafting(tmp_path, *reference.case(raw), target), text(9)
+    state = subject.state(tokens, features, 7)
+    drafters = Chain(subject.model, 4), GrownTree(subject.model, 4, 3, 20)
+    expected = [drafter.draft(state, 9).tree.drafted for drafter in drafters]
+    target.use_kernels("on")
+    with emulated() as run:
+        found = [drafter.draft(state, 9).tree.drafted for drafter in drafters]
+    assert found == expected
+    ran = [counters.kernel for counters in run.counters]
+    assert ran.count("cascade_attention") == 3 + 3
 
 
 # The context

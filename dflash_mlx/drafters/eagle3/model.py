@@ -118,4 +118,4 @@ class Draft:
         final, states = self._network(x[None], h[None], mask, layer)
         self._cache.discard()
         self._states = mx.concatenate([self._states, states[0]])
-        return final[0]
+        return final[0].astype(x.dtype)  # the head's, where the network computes in another
