@@ -172,9 +172,14 @@ def why_auto(config: DecodeConfig, means: Means) -> str:
     return "" if chosen == usual else f"auto is {chosen} here, for {asked}"
 
 
+def family_wanted(name: str) -> str:
+    """The family of draft models that a method runs, "" for none and for `auto`."""
+    return "" if name == AUTO else find_method(name).family
+
+
 def needs_drafter(name: str) -> bool:
     """Whether a method, `auto` excepted, runs draft models."""
-    return name != AUTO and bool(find_method(name).family)
+    return bool(family_wanted(name))
 
 
 def wants_two(name: str) -> bool:

@@ -91,9 +91,8 @@ class Pair:
     tokenizer: mlx-lm's TokenizerWrapper. drafters: D2SD's variable-prefix drafter is the second.
     drafter_name: where the first came from. undrafted: why there is none, where none was found.
     advice: how the pair is best used. notes: what loading had to change, a sentence each.
-    template: arguments of the chat template. others: loads drafters of further families, see `of`.
-    learned: what sessions have learned about drafting;
-    `recall` reads it.
+    template: arguments of the chat template. further: loads the known drafters of a family that is
+    not loaded, see `of`. learned: what sessions have learned about drafting; `recall` reads it.
     """
 
     target: Target
@@ -104,7 +103,7 @@ class Pair:
     advice: Advice = Advice()
     notes: tuple[str, ...] = ()
     template: Mapping[str, Any] = field(default_factory=dict)
-    others: Mapping[str, Callable[[], DraftModel]] = field(default_factory=dict, repr=False)
+    further: Callable[[str], list[DraftModel]] = field(default=lambda _: [], repr=False)
     learned: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -125,8 +124,8 @@ class Pair:
         """
         if found := [model for model in self.drafters if model.family == family]:
             return found
-        if family in self.others:
-            return [self.recall(("draft model", family), self.others[family])]
+        if found := self.recall(("draft models", family), lambda: self.further(family)):
+            return found
         theirs = self.require_drafter().family
         raise DFlashError(
             f"{method or 'this method'} needs a drafter of the {family} family, but "

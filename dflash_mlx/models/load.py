@@ -17,6 +17,7 @@ from dflash_mlx.drafters.formats import taps_of
 from dflash_mlx.drafters.methods import (
     check_uses,
     family_of,
+    family_wanted,
     find_method,
     needs_drafter,
     settle,
@@ -79,6 +80,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     means = Means(families, advice=names.advice)
     check_uses(uses, [d.config.block_size for d in drafters], means, choice.missing)
     sizes = [_draft_size(config, drafter) for drafter in drafters]
+    chosen = set(choice.drafters)
     choice = choice.each(lambda _, drafter: fetched(drafter))  # the smaller ones first
     drafters = list(choice.drafters.values())
     target, tokenizer = _read_target(fetched(facts))
@@ -91,17 +93,16 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     notes += tuple(note for model in models for note in fit_drafter(model, target))
     for model, drafter, size in zip(models, drafters, sizes, strict=False):
         _limit(model, drafter, target, tokenizer, size, config)
-    others = {
-        family: partial(_load_other, name, facts, target, tokenizer, config)
-        for family, name in names.others
-        if family not in choice.drafters
-    }
+    first_two = {DRAFTER: names.drafter, SECOND_DRAFTER: names.second_drafter}
+    known = [*names.others, *(("", n) for o, n in first_two.items() if n and o not in chosen)]
+    further = partial(_load_further, [] if choice.missing else known, facts, config)
     target.use_kernels(cast(Mode, config.kernels))
     first = next((drafter.name for drafter in drafters), None)
     asked = config.template_arguments
     notes += tuple(_on_template(tokenizer, target.name, asked, names.advice))
     pair = Pair(target, tokenizer, tuple(models), first, choice.missing, names.advice)
-    return replace(pair, notes=notes, others=others, template=dict(names.advice.template) | asked)
+    pair = replace(pair, notes=notes, template=dict(names.advice.template) | asked)
+    return replace(pair, further=lambda family: further(family, target, tokenizer))
 
 
 def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str, ...]:
@@ -120,18 +121,33 @@ def _read_drafter(facts: ModelFacts, target: Target, config: PairConfig) -> Draf
     return facts.format.load(facts.source.here, facts.config, target, config)
 
 
-def _load_other(
-    name: str, target_facts: ModelFacts, target: Target, tokenizer: Any, config: PairConfig
-) -> DraftModel:
-    """A drafter of a further family, for a target that is loaded; DFlashError as of `load`."""
-    facts = fetched(check_drafter(find_source(name, DRAFTER), name))
-    check_pair(target_facts, facts).raise_first()
-    size = _draft_size(config, facts)
-    fit_target(target, taps_of(facts.config, target.num_layers))
-    model = _read_drafter(facts, target, config)
-    fit_drafter(model, target)
-    _limit(model, facts, target, tokenizer, size, config)
-    return model
+def _load_further(
+    known: Sequence[tuple[str, str]],
+    target_facts: ModelFacts,
+    config: PairConfig,
+    family: str,
+    target: Target,
+    tokenizer: Any,
+) -> list[DraftModel]:
+    """The known drafters of a family that is not loaded yet; DFlashError as of `load`.
+
+    known: those that are not loaded, by family, "" where that is not known. All is checked before
+    weights are fetched.
+    """
+    models = []
+    of_family = [name for its, name in known if its == family]
+    for name in of_family or [name for its, name in known if not its]:
+        facts = check_drafter(find_source(name, DRAFTER), name)
+        if facts.format is None or family_of(facts.format) != family:
+            continue
+        check_pair(target_facts, facts).raise_first()
+        size, facts = _draft_size(config, facts), fetched(facts)
+        if changed := fit_target(target, taps_of(facts.config, target.num_layers)):
+            raise DFlashError(changed[0], f"start again with --drafter {name}")
+        models.append(_read_drafter(facts, target, config))
+        fit_drafter(models[-1], target)
+        _limit(models[-1], facts, target, tokenizer, size, config)
+    return models
 
 
 def _limit(
@@ -251,15 +267,20 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
         return ChosenDrafters(
             missing="no drafter was loaded, since no method that was asked for needs one"
         )
-    others = dict(names.others)
-    wanted = {find_method(name).family for name in methods} & others.keys()
-    chosen = {family: ModelFacts((), others[family], None, Weights({}), None) for family in wanted}
+    families = {family_wanted(use.method) for use in uses}
+    chosen = {
+        family: ModelFacts((), name, None, Weights({}), None)
+        for family, name in names.others
+        if family in families
+    }
+    wanted = set(chosen)
     if uses and not any(needs_drafter(n) and find_method(n).family not in wanted for n in methods):
         return ChosenDrafters(chosen, wanted)
     if names.drafter is None:
         known = "is to be used" if names.asks_first else f"is known for {names.shown}"
         return ChosenDrafters(missing=f"no drafter {known}")
-    asked_methods, asked = {use.method for use in uses}, set(wanted)
+    asked_methods = {m for use in uses if family_wanted(m := use.method) not in wanted}
+    asked = set(wanted)
     chosen = {DRAFTER: ModelFacts((), names.drafter, None, Weights({}), None), **chosen}
     if names.asks_first or any(map(needs_drafter, asked_methods)):
         asked.add(DRAFTER)

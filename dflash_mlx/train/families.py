@@ -36,7 +36,8 @@ def begin(config: TrainConfig, pair: Pair) -> Trainee:
 def read_trainee(folder: Path, target: Target) -> Trainee:
     """An existing drafter of any family; DFlashError for one that cannot be trained here."""
     raw = read_json(folder)
-    found = (kind for kind in TRAINEES.values() if kind.files.recognises(raw))
+    kinds = TRAINEES.values() if isinstance(raw, dict) else ()
+    found = (kind for kind in kinds if kind.files.recognises(raw))
     if (kind := next(found, None)) is None:
         raise DFlashError(f"{folder} holds no drafter that can be trained", "choose another one")
     return kind.read(folder, target)

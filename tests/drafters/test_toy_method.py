@@ -29,6 +29,9 @@ from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
+from dflash_mlx.models import registry
+from dflash_mlx.models.registry import Entry
+from dflash_mlx.session.stream import collect
 from dflash_mlx.target.model import Target
 from support.families import VOCAB_SIZE
 from support.models import write_drafter, write_model
@@ -145,7 +148,7 @@ class ToyFiles:
 
 
 def make(pair: Pair, config: DecodeConfig) -> ToyDrafter:
-    model = pair.require_drafter()
+    (model,) = pair.of("toy")
     assert isinstance(model, ToyModel)
     return ToyDrafter(model)
 
@@ -230,3 +233,39 @@ def test_other_methods_refuse_its_draft_model_and_it_refuses_theirs(folders, tmp
     dflash = load_pair(PairConfig(folders[1], str(write_drafter(tmp_path / "dflash"))))
     with pytest.raises(DFlashError, match="toy needs a drafter of the toy family"):
         Session(dflash, DecodeConfig("toy"))
+
+
+class TestTheRegistryKnowsDraftersOfTwoFamilies:
+    """The first is DFlash's; the toy is among the others."""
+
+    @pytest.fixture(autouse=True)
+    def known(self, folders, tmp_path, monkeypatch):
+        self.model, toy = folders[1], folders[3]
+        self.dflash = str(write_drafter(tmp_path / "dflash"))
+        entry = Entry((self.model,), self.dflash, others=(("toy", toy),))
+        monkeypatch.setattr(registry, "entries", lambda: (entry,))
+
+    def families(self, *methods):
+        pair = load_pair(PairConfig(self.model), *map(DecodeConfig, methods))
+        return pair, [model.family for model in pair.drafters]
+
+    def test_what_is_asked_for_is_loaded_and_nothing_else(self):
+        assert self.families()[1] == self.families("auto")[1] == ["dflash"]
+        assert self.families("toy")[1] == ["toy"]
+        assert self.families("toy", "dflash")[1] == ["dflash", "toy"]
+        assert self.families("none")[1] == []
+
+    @pytest.mark.parametrize(("first", "then"), [("toy", "dflash"), ("dflash", "toy")])
+    def test_the_other_family_is_loaded_when_a_method_asks_for_it(self, first, then):
+        pair, families = self.families(first)
+        assert families == [first]
+        session = Session(pair, DecodeConfig(then, max_tokens=5))
+        assert len(collect(session.stream(list(range(30, 50)))).tokens) == 5
+        (model,) = pair.of(then)
+        assert model.family == then and pair.of(then) == [model], "once"
+
+    def test_one_that_does_not_fit_is_refused_before_its_weights_are_read(self, folders):
+        pair, _ = self.families("dflash")
+        (Path(folders[3]) / "model.safetensors").write_bytes(b"damaged")
+        with pytest.raises(DFlashError):
+            Session(pair, DecodeConfig("toy"))

@@ -58,6 +58,7 @@ def speculators(kind: str = "dflash", **changes: Any) -> dict[str, Any]:
     sizes = {k: v for k, v in method.items() if k.startswith(("conv_", "selector_"))}
     return {
         "architectures": [NAMES[kind]],
+        "auto_map": {"": f"config.{kind}SpeculatorConfig"},  # as the library writes it
         "aux_hidden_state_layer_ids": [i + 1 for i in TAPS],
         "block_size": 6,
         "draft_vocab_size": layers["vocab_size"],

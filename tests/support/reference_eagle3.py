@@ -142,6 +142,7 @@ def raw(**changes: Any) -> dict[str, Any]:
 def speculators(layer: Mapping[str, Any] = {}, **changes: Any) -> dict[str, Any]:
     """A config.json in the layout of vLLM's library. layer: of its `transformer_layer_config`."""
     own = {k: v for k, v in raw().items() if k not in ("architectures", "eagle_config")}
+    own["auto_map"] = {"": "config.Eagle3SpeculatorConfig"}  # as the library writes it
     del own["draft_vocab_size"]
     return {
         "architectures": ["Eagle3DraftModel"],
