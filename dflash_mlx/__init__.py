@@ -12,6 +12,7 @@ from dflash_mlx.system import blas  # noqa: E402
 blas.preload()  # must come before anything imports mlx
 
 from dflash_mlx.benchmark.quick import BenchStep, bench, save_bench, what_pays  # noqa: E402
+from dflash_mlx.core.amounts import amount  # noqa: E402
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS  # noqa: E402
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
@@ -37,7 +38,7 @@ from dflash_mlx.models.available import (  # noqa: E402
     near_names,
 )
 from dflash_mlx.models.kept import KINDS as KEPT_KINDS  # noqa: E402
-from dflash_mlx.models.kept import Kept, find_kept, kept_files, remove_kept  # noqa: E402
+from dflash_mlx.models.kept import Kept, being_written, find_kept, kept_files, remove_kept  # noqa: E402
 from dflash_mlx.models.load import load, load_pair  # noqa: E402
 from dflash_mlx.models.names import DEFAULT_MODEL  # noqa: E402
 from dflash_mlx.models.offers import Download, Offer, offers  # noqa: E402
@@ -81,8 +82,10 @@ __all__ = [
     "ThinkingReader",
     "TokenSource",
     "Worker",
+    "amount",
     "available_memory",
     "available_models",
+    "being_written",
     "bench",
     "check_given",
     "check_memory",

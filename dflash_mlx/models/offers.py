@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.available import needed, needed_by
@@ -211,7 +212,7 @@ def check_space(wanted: int) -> None:
     folder = next((p for p in (cache_folder(), *cache_folder().parents) if p.is_dir()), None)
     if folder is not None and (free := shutil.disk_usage(folder).free) < wanted:
         raise DFlashError(
-            f"the download takes {wanted / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free",
+            f"the download takes {amount(wanted)}, and {folder} has {amount(free)} free",
             "choose a smaller or a quantised model, or remove others with dflash-chat clean",
         )
 

@@ -6,7 +6,15 @@ import pytest
 
 from dflash_chat.backend import Backend, Loaded
 from dflash_chat.race import Lane, RaceResult, RaceStep, result_of
-from dflash_mlx import DecodeConfig, DFlashError, Difference, PairConfig, Request, SamplingConfig
+from dflash_mlx import (
+    DecodeConfig,
+    DFlashError,
+    Difference,
+    PairConfig,
+    Request,
+    SamplingConfig,
+    amount,
+)
 from dflash_mlx.models import available
 from dflash_mlx.models.names import find_names
 from support.models import write_drafter, write_model
@@ -58,7 +66,7 @@ def test_what_does_not_fit_in_memory_with_its_drafters_is_refused(backend, folde
     monkeypatch.setattr(available, "available_memory", lambda: target)
     (event,) = backend.load(PairConfig(folders["model"]))
     assert event.pair.means.drafters == 0
-    with pytest.raises(DFlashError, match=f"{target / 1e9:.2f} GB"):
+    with pytest.raises(DFlashError, match=f", and {amount(target)} are there"):
         next(backend.load(PairConfig(folders["model"], folders["drafter"])))
 
 
