@@ -12,6 +12,8 @@ from dflash_mlx.system import blas  # noqa: E402
 blas.preload()  # must come before anything imports mlx
 
 from dflash_mlx.benchmark.quick import BenchStep, bench, save_bench, what_pays  # noqa: E402
+from dflash_mlx.benchmark.race import SIDES as RACE_SIDES  # noqa: E402
+from dflash_mlx.benchmark.race import RaceResult, RaceStep, race  # noqa: E402
 from dflash_mlx.core.amounts import amount  # noqa: E402
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS  # noqa: E402
@@ -35,10 +37,10 @@ from dflash_mlx.models.available import (  # noqa: E402
     available_memory,
     available_models,
     check_memory,
+    memory_needed,
     near_names,
 )
-from dflash_mlx.models.kept import KINDS as KEPT_KINDS  # noqa: E402
-from dflash_mlx.models.kept import Kept, being_written, find_kept, kept_files, remove_kept  # noqa: E402
+from dflash_mlx.models.kept import Kept, kept_files, remove_kept  # noqa: E402
 from dflash_mlx.models.load import load, load_pair  # noqa: E402
 from dflash_mlx.models.names import DEFAULT_MODEL  # noqa: E402
 from dflash_mlx.models.offers import Download, Offer, offers  # noqa: E402
@@ -63,7 +65,6 @@ __all__ = [
     "Ended",
     "Failed",
     "Job",
-    "KEPT_KINDS",
     "Kept",
     "NO_DRAFTS",
     "Observer",
@@ -71,6 +72,9 @@ __all__ = [
     "Pair",
     "PairConfig",
     "Prefilled",
+    "RACE_SIDES",
+    "RaceResult",
+    "RaceStep",
     "Request",
     "Responder",
     "RoundTimer",
@@ -85,13 +89,11 @@ __all__ = [
     "amount",
     "available_memory",
     "available_models",
-    "being_written",
     "bench",
     "check_given",
     "check_memory",
     "check_prompt",
     "draws_drafts",
-    "find_kept",
     "find_method",
     "first_difference",
     "for_terminal",
@@ -99,11 +101,13 @@ __all__ = [
     "kept_files",
     "load",
     "load_pair",
+    "memory_needed",
     "method_choices",
     "near_names",
     "needs_drafter",
     "offers",
     "prompt_tokens",
+    "race",
     "remove_kept",
     "replace_text",
     "save_bench",

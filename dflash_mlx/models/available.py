@@ -197,6 +197,12 @@ def available_memory() -> int:
         return int(describe_machine()["memory_bytes"])
 
 
+def memory_needed(needs: int, there: int, about: str = "") -> str:
+    """What a model needs, and whether that is there. about: before an amount that is a guess."""
+    fits = "fits" if needs <= there else "does not fit"
+    return f"needs {about}{amount(needs)}, {fits}"
+
+
 def check_memory(config: PairConfig) -> None:
     """Raise DFlashError for a pair that does not fit; nothing is downloaded."""
     names = find_names(config)

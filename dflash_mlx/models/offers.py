@@ -17,7 +17,7 @@ from typing import Any
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.available import needed, needed_by
+from dflash_mlx.models.available import memory_needed, needed, needed_by
 from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
 from dflash_mlx.models.default_model import fetch as fetch_default
 from dflash_mlx.models.load import check_named
@@ -60,6 +60,13 @@ class Offer:
     def here(self) -> bool:
         """Whether nothing is left to download."""
         return not self.download and not self.problem
+
+    def terms(self, there: int) -> str:
+        """What is left to download, and the memory that it needs. there: bytes of memory."""
+        if self.problem:
+            return self.problem
+        come = "on this machine" if self.here else f"{amount(self.download)} to download"
+        return f"{come}; {memory_needed(self.needs, there)}" if self.needs else come
 
 
 def offers(config: PairConfig, everything: bool = False) -> Iterator[Offer]:
