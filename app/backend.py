@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from dflash_chat.bench import BenchRequest, run_bench
-from dflash_chat.race import race
 from dflash_chat.speeds import Timing
 from dflash_mlx import (
     DFlashError,
@@ -19,6 +18,7 @@ from dflash_mlx import (
     Responder,
     check_memory,
     load_pair,
+    race,
 )
 
 Events = Generator[object, None, None]
@@ -30,13 +30,6 @@ class Loaded:
 
     pair: Pair
     memory: int = 0
-
-
-@dataclass(frozen=True)
-class Timed:
-    """It is known what passes take here."""
-
-    timing: Timing = Timing()
 
 
 class Backend:
@@ -56,13 +49,13 @@ class Backend:
         yield Loaded(pair, mx.get_active_memory())
 
     def measure(self, again: bool) -> Events:
-        """Time the passes of this pair before anybody waits for them: Timed.
+        """Time the passes of this pair before anybody waits for them: a Timing.
 
         again: though this machine was measured before.
         """
         responder = self._loaded()
         responder.time_passes(again)
-        yield Timed(Timing(*responder.plain_speed()))
+        yield Timing(*responder.plain_speed())
 
     def answer(self, request: Request, observer: Observer) -> Events:
         """Answer: a TextDelta per round."""

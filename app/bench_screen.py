@@ -3,72 +3,48 @@
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.widgets import ProgressBar, Static
 
 from dflash_chat.bench import BenchResult, table
-from dflash_chat.screens import Dialog
+from dflash_chat.screens import Comparison
 from dflash_mlx import BenchStep, Job, Pair
 
-_SCROLLBAR = 3  # columns that stay free beside the bars
 
-
-class BenchScreen(Dialog[None]):
-    """Shows a benchmark that is under way; leaving ends it and keeps what was finished."""
-
-    BINDINGS = [("escape,q,enter", "leave", "Leave")]
+class BenchScreen(Comparison):
+    """Shows a benchmark that is under way; leaving keeps what was finished."""
 
     def __init__(self, job: Job, pair: Pair | None) -> None:
-        super().__init__()
-        self.job = job
+        super().__init__(job)
         self._drafters = 0 if pair is None else pair.means.drafters
         self._step = BenchStep(0, 1)
+        self._done = Static("warming up", markup=False)
+        self._bar = ProgressBar(total=1.0, show_eta=False)
+        self._table = Static(markup=False)
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog", id="bench") as dialog:
-            dialog.border_title = "What pays on this machine"
-            dialog.border_subtitle = "Esc leaves and keeps what is finished"
-            yield Static("warming up", id="under-way", markup=False)
-            yield ProgressBar(total=1.0, show_eta=False, id="answered")
+        keys = "Esc leaves and keeps what is finished"
+        with self.frame("What pays on this machine", keys, name="bench"):
+            yield self._done
+            yield self._bar
             with VerticalScroll():
-                yield Static(id="table", markup=False)
-                yield Static(id="verdict", markup=False)
+                yield self._table
+                yield self.verdict
 
     def on_resize(self) -> None:
-        self._draw()
+        self.draw()
 
-    def action_leave(self) -> None:
-        self.job.cancelled.set()
-        self.dismiss()
-
-    def take(self, event: BenchStep | BenchResult) -> None:
-        """Show how far it is, or what came of it."""
+    def take(self, event: object) -> None:
         if isinstance(event, BenchStep):
             self._step = event
-            self._draw()
-        else:
-            self._end(f"{event.text}.\n\n{event.saved}")
+        elif isinstance(event, BenchResult):
+            self.end(f"\n{event.text}.\n\n{event.saved}", "told")
 
-    def fail(self, problem: str) -> None:
-        """It could not be run."""
-        self._end(problem)
-        self.query_one("#verdict").add_class("error")
-
-    def _draw(self) -> None:
-        step = self._step
-        if not self.is_mounted or not step.answers:
-            return
-        done = f"answer {step.answers} of {step.of}, {step.prompts} prompts finished"
-        self.query_one("#under-way", Static).update(f"{done}; the methods take turns")
-        share = step.answers / step.of
-        self.query_one("#answered", ProgressBar).update(total=1.0, progress=share)
-        if step.report:
-            width = self.query_one(VerticalScroll).size.width - _SCROLLBAR
-            self.query_one("#table", Static).update(
-                "\n".join(table(step.report, self._drafters, width))
-            )
-
-    def _end(self, text: str) -> None:
-        self.query_one("#under-way").display = False
-        self.query_one("#answered").display = False
-        self.query_one("#verdict", Static).update("\n" + text)
+    def draw(self) -> None:
+        step, self._done.display, self._bar.display = self._step, not self.over, not self.over
+        if step.answers:
+            done = f"answer {step.answers} of {step.of}, {step.prompts} prompts finished"
+            self._done.update(f"{done}; the methods take turns")
+            self._bar.update(total=1.0, progress=step.answers / step.of)
+        if step.report and (width := self._table.size.width):
+            self._table.update("\n".join(table(step.report, self._drafters, width)))

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.filter import LineFilter
-from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static
 
+from dflash_chat.aside import Asks
 from dflash_chat.backend import Backend
-from dflash_chat.bench import BenchRequest
 from dflash_chat.commands import COMMANDS, Call, Command, parse
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.draft_panel import DraftPanel
@@ -31,21 +31,18 @@ from dflash_chat.problems import describe
 from dflash_chat.prompt import Prompt
 from dflash_chat.runner import CommandRunner
 from dflash_chat.speeds import SpeedLog
-from dflash_chat.status import Status, read_progress
-from dflash_chat.store import Store
+from dflash_chat.status import Progress, Status, read_progress
+from dflash_chat.store import Opened, Store, newest
 from dflash_chat.terminal import Harmless, when_hung_up
 from dflash_chat.themes import THEMES
 from dflash_chat.transcript import Transcript
-from dflash_chat.welcome import Sample
 from dflash_mlx import (
     DEFAULT_MODEL,
     DecodeConfig,
     DFlashError,
-    Job,
     Pair,
     PairConfig,
     Request,
-    SamplingConfig,
     Worker,
     check_prompt,
     for_terminal,
@@ -53,27 +50,15 @@ from dflash_mlx import (
 
 REFRESH = 1 / 20  # seconds between looks at whether something is to be drawn
 _LEAVE = 3.0  # seconds that a running pass may take to end when the user leaves
+_SAVE = 2.0  # seconds that a folder may take then
 
 
-@dataclass(frozen=True)
-class Start:
-    """What the command line asked for."""
+class ChatApp(Asks, App[None]):
+    """The chat, as the command line asked for it. `run` returns when the user leaves.
 
-    pair: PairConfig
-    decode: DecodeConfig
-    chat: ChatConfig
-
-
-class Said(Message):
-    """The worker thread tells of a job."""
-
-    def __init__(self, job: Job, event: object) -> None:
-        super().__init__()
-        self.job, self.event = job, event
-
-
-class ChatApp(App[None]):
-    """The chat. `run` returns when the user leaves; `clean` says whether the worker ended too."""
+    clean: whether the worker ended, too. left: a sentence about what could not be saved, "" for
+    nothing.
+    """
 
     TITLE = "dflash-chat"
     CSS_PATH = "chat.tcss"
@@ -87,38 +72,40 @@ class ChatApp(App[None]):
         Binding("f3", "call('stats')", "Figures", show=False),
     ]
 
-    def __init__(self, start: Start, backend: Backend) -> None:
+    def __init__(
+        self, pair: PairConfig, decode: DecodeConfig, chat: ChatConfig, backend: Backend
+    ) -> None:
         super().__init__()
-        self.pair_config, self.config = start.pair, start.decode
-        self.system, self._resume = start.chat.system, start.chat.resume
-        self.store = Store(start.chat.folder)
+        self.pair_config, self.config, self.backend, self._chat = pair, decode, backend, chat
+        self.system, self.store = chat.system, Store(chat.folder)
         self.keeper, self.outbox = Keeper(self.store), Outbox(self)
         self.speeds = SpeedLog(self.store.folder)
         self.conversation = Conversation()
         self.pair: Pair | None = None
-        self.clean, self.interrupted = True, False
+        self.clean, self.interrupted, self.left = True, False, ""
         self._harmless = Harmless()
-        self._backend, self._theme_name = backend, start.chat.theme
         self._unsaved = ""  # why, as it was said last
         self.commands, self.listener = CommandRunner(self), Listener(self)
+        for theme in THEMES.values():
+            self.register_theme(theme)
+        self.theme = THEMES[chat.theme].name
 
     def compose(self) -> ComposeResult:
-        yield Static(id="header", markup=False)
+        self.header = Static(id="header", markup=False)
+        self.transcript, self.draft = Transcript(), DraftPanel()
+        self.status, self.prompt = Status(), Prompt()
+        yield self.header
         with Horizontal(id="middle"):
-            yield Transcript()
-            yield DraftPanel()
+            yield self.transcript
+            yield self.draft
         with Vertical(id="bottom"):
-            yield Status()
-            prompt = Prompt()
-            yield prompt.hint
-            yield prompt
+            yield self.status
+            yield self.prompt.hint
+            yield self.prompt
 
     async def on_mount(self) -> None:
         self.screen.set_focus(self.prompt)  # at once, so that no key is lost
-        for theme in THEMES.values():
-            self.register_theme(theme)
-        self.theme = THEMES[self._theme_name].name
-        self.worker = Worker(lambda job, event: self.post_message(Said(job, event)))
+        self.worker = Worker(lambda *said: self.call_later(self.listener.hear, *said))
         self.begin_capture_print(self)
         loop = asyncio.get_running_loop()
         for name in (signal.SIGHUP, signal.SIGTERM):  # the window is closed, the system shuts down
@@ -129,8 +116,8 @@ class ChatApp(App[None]):
         self.show_header()
         await self.transcript.show(self.conversation.turns)
         self.load(self.pair_config)
-        if self._resume:
-            await self.resume()
+        if self._chat.resume:
+            self.hear(self.keeper.ask(newest), self._resumed)
 
     def _interrupt(self) -> None:
         self.interrupted = True
@@ -142,26 +129,6 @@ class ChatApp(App[None]):
 
     def on_unmount(self) -> None:
         self.clean = self.worker.close(_LEAVE)
-
-    @property
-    def prompt(self) -> Prompt:
-        """The input line."""
-        return self.base.query_one(Prompt)
-
-    @property
-    def transcript(self) -> Transcript:
-        """The conversation on screen."""
-        return self.base.query_one(Transcript)
-
-    @property
-    def status(self) -> Status:
-        """The lines of figures."""
-        return self.base.query_one(Status)
-
-    @property
-    def draft(self) -> DraftPanel:
-        """The draft view."""
-        return self.base.query_one(DraftPanel)
 
     @property
     def base(self) -> Screen[object]:
@@ -179,18 +146,13 @@ class ChatApp(App[None]):
             return
         try:
             call = parse(text)
+            if call is None:
+                await self.outbox.send(line, text)
+            else:
+                self.prompt.take_out(line)
+                await self.commands.run(call)
         except DFlashError as error:
-            await self.say(describe(error), "error")
-            return
-        if call is None:
-            await self.outbox.send(line, text)
-        else:
-            self.prompt.take_out(line)
-            await self._run(call)
-
-    def on_sample_picked(self, message: Sample.Picked) -> None:
-        self.prompt.put(message.text)
-        self.prompt.focus()
+            await self.complain(error)
 
     async def ask(self, text: str) -> None:
         """Put a question to the model; DFlashError for one that cannot be, or not yet."""
@@ -203,21 +165,8 @@ class ChatApp(App[None]):
         self.draft.begin()
         await self.transcript.begin()
         request = self.request()
-        self.listener.answer(self.worker.submit(lambda job: self._backend.answer(request, job)))
-        await self.save()
-
-    def race(self, request: Request) -> Job:
-        """Decode plainly and with drafts, side by side."""
-        return self.worker.submit(lambda job: self._backend.race(request))
-
-    def bench(self, asked: BenchRequest) -> Job:
-        """Compare the methods on a dozen prompts."""
-        return self.worker.submit(lambda job: self._backend.bench(asked))
-
-    def measure(self) -> Job:
-        """Time the passes of the pair, before anybody waits for them."""
-        again = self.config.recalibrate
-        return self.worker.submit(lambda job: self._backend.measure(again))
+        self.listener.answer(self.worker.submit(lambda job: self.backend.answer(request, job)))
+        self.save()
 
     def request(self, extra: str | None = None) -> Request:
         """The conversation so far as a request. extra: a question behind it."""
@@ -235,7 +184,7 @@ class ChatApp(App[None]):
         model = None if config.model == DEFAULT_MODEL else config.model
         first, second = config.drafter, config.second_drafter
         config = replace(self.pair_config, model=model, drafter=first, second_drafter=second)
-        job = self.worker.submit(lambda job: self._backend.load(config))
+        job = self.worker.submit(lambda job: self.backend.load(config))
         self.listener.expect(config, job)
 
     async def action_stop(self) -> None:
@@ -249,8 +198,8 @@ class ChatApp(App[None]):
         selected = self.screen.get_selected_text() or self.prompt.selected_text
         if selected:
             self.copy_to_clipboard(selected)
-        elif (comparing := self.listener.race or self.listener.bench) is not None:
-            comparing.action_leave()
+        elif self.listener.comparison is not None:
+            self.listener.comparison.action_leave()
         elif self.listener.job is not None:
             await self.listener.stop()
         else:
@@ -266,38 +215,35 @@ class ChatApp(App[None]):
             self.transcript.scroll_page_down(animate=False)
 
     async def action_quit(self) -> None:
+        """Leave, as soon as all is saved, or without that where a folder hangs."""
         if self.listener.job is not None:
             self.listener.job.cancelled.set()
             await self.listener.keep_answer("stopped", leaving=True)
+        elif self.keeper.unsaved:
+            self.save()
+        self.status.progress(Progress("saving …"))
+        in_time = await self.keeper.finish(_SAVE)
+        if titles := self.keeper.unsaved:
+            why = self.keeper.problem if in_time else f"{self.store.folder} does not answer"
+            self.left = f"{' and '.join(titles)} could not be saved: {why}"
         self.exit()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for command in COMMANDS:
-            yield SystemCommand(
-                command.usage, command.help, lambda command=command: self._from_palette(command)
-            )
+            run = partial(self.call_later, self.call, command)
+            yield SystemCommand(command.usage, command.help, run)
 
     async def call(self, command: Command) -> None:
         """Run a command from a key or the palette; one that needs more goes to the input line."""
         if command.needs_argument:
             self.prompt.put(f"/{command.name} ")
-        else:
-            await self._run(Call(command, ""))
-
-    async def _run(self, call: Call) -> None:
+            return
         try:
-            await self.commands.run(call)
+            await self.commands.run(Call(command, ""))
         except DFlashError as error:
-            await self.say(describe(error), "error")
-
-    def _from_palette(self, command: Command) -> None:
-        self.call_later(self.call, command)
+            await self.complain(error)
 
     # What the worker says
-
-    async def on_said(self, message: Said) -> None:
-        if self.screen_stack:  # else the user has left
-            await self.listener.hear(message.job, message.event)
 
     def on_print(self, event: events.Print) -> None:
         """What the library and the programs it runs print: progress of what takes long."""
@@ -316,17 +262,29 @@ class ChatApp(App[None]):
         """A sentence in the conversation. kind: "note" or "error"."""
         await self.transcript.notice(text, kind)
 
-    async def save(self) -> None:
+    async def complain(self, error: DFlashError) -> None:
+        """Say why something cannot be."""
+        await self.refuse(describe(error))
+
+    async def refuse(self, problem: str) -> None:
+        await self.say(problem, "error")
+
+    def save(self) -> None:
         """Save the conversation, an answer in the making included; a problem is said once."""
         if self.pair is not None:
             self.conversation.model = self.pair.target.name
-        try:
-            await self.keeper.save(self.conversation, *self.listener.unfinished)
-            self._unsaved = ""
-        except DFlashError as error:
-            if str(error) != self._unsaved:
-                self._unsaved = str(error)
-                await self.say(f"This conversation is not saved: {error}.", "error")
+        saved = self.keeper.save(self.conversation, *self.listener.unfinished)
+        self.hear(saved, self._saved, self._not_saved)
+
+    def _saved(self, copied: bool) -> None:
+        self._unsaved = ""
+        if copied:
+            self.show_header()
+
+    async def _not_saved(self, problem: str) -> None:
+        if problem != self._unsaved:
+            self._unsaved = problem
+            await self.refuse(f"This conversation is not saved: {problem}.")
 
     async def show_conversation(self, conversation: Conversation, problem: str = "") -> None:
         """Put another conversation on screen; a question that was never answered is put back."""
@@ -340,26 +298,16 @@ class ChatApp(App[None]):
         if stored is not None:
             self.status.show(read_figures(stored))
         if problem:
-            await self.say(problem, "error")
+            await self.refuse(problem)
         if unanswered is not None:
             self.prompt.put(unanswered)
             await self.say("The last question had no answer yet; Enter sends it again.")
         self.show_header()
 
-    async def resume(self) -> None:
-        """Go on with the newest conversation, if there is one."""
-        try:
-            entries = await asyncio.to_thread(self.store.entries)  # folders can be slow
-            entry = next((e for e in entries if not e.damaged), None)
-            if entry is not None:
-                opened = await asyncio.to_thread(self.store.open, entry.file)
-                await self.show_conversation(opened.conversation, opened.problem)
-        except DFlashError as error:
-            await self.say(str(error), "error")
-
-    def set_sampling(self, sampling: SamplingConfig) -> None:
-        """Sample otherwise from the next answer on."""
-        self.set_config(replace(self.config, sampling=sampling))
+    async def _resumed(self, opened: Opened | None) -> None:
+        """Go on with the newest conversation, unless there is none, or another one by now."""
+        if opened is not None and not self.conversation.turns:
+            await self.show_conversation(opened.conversation, opened.problem)
 
     def set_config(self, config: DecodeConfig) -> None:
         """Decode otherwise from the next answer on."""
@@ -371,11 +319,11 @@ class ChatApp(App[None]):
         pair = pair_line(self.pair, self.config)
         title = self.conversation.shown_title if self.conversation.turns else ""
         line = "  ".join(part for part in ("dflash-chat", pair, title) if part)
-        self.base.query_one("#header", Static).update(line)
+        self.header.update(line)
         self.transcript.welcome.tell(self.pair, self.config, self.speeds)
 
     def log_speed(self, figures: Figures) -> None:
         """Remember how fast an answer was, for the first screen; aside, because disks are slow."""
         if (pair := self.pair) is not None:
             name = pair.target.name
-            self.run_worker(lambda: self.speeds.add(name, figures), thread=True, group="speeds")
+            self.keeper.ask(lambda _: self.speeds.add(name, figures))

@@ -10,6 +10,7 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
+from dflash_chat.labels import label_of
 from dflash_mlx import split_thinking
 
 TITLE_LENGTH = 60
@@ -18,7 +19,7 @@ UNTITLED = "New conversation"
 UNFINISHED = "unfinished"  # the ending of an answer that is saved while it is written
 ENDINGS = {
     "stopped": "stopped here",
-    "length": "cut at max tokens; /settings raises it",
+    "length": f"cut: raise “{label_of('max_tokens')}” in /settings",
     "context": "cut: the context is full; /new begins afresh",
     "failed": "broken off by an error",
     UNFINISHED: "broken off here; /retry answers again",

@@ -31,7 +31,8 @@ from dflash_chat.tree_view import (
 )
 from dflash_mlx import TextDelta, find_method
 
-SHOWN = 2000  # tokens of the answer
+SHOWN = 2000  # tokens of an answer
+ANSWERS = 50  # whose tokens are known
 KEPT = 1000  # rounds that one can go back to
 _TEXT_LINES = 6  # of the panel: a head line, gaps, and ends of lines that words do not fill
 STYLES = {
@@ -41,8 +42,35 @@ STYLES = {
 }
 
 
+class Origins:
+    """The last tokens of an answer and where they came from; made into text when it is asked for.
+
+    tokenizer: of the model that answers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer: Any = None
+        self._unread: deque[tuple[int, str]] = deque(maxlen=SHOWN)
+        self._pieces: deque[Segment] = deque(maxlen=SHOWN)
+
+    def add(self, delta: TextDelta) -> None:
+        """One more round."""
+        self._unread.extend(sources(delta))
+
+    def content(self, shapes: bool) -> Content:
+        """The tokens in their colours. shapes: as `styled`."""
+        detokenizer = self._detokenizer = self._detokenizer or self._tokenizer.detokenizer
+        while self._unread:
+            token, source = self._unread.popleft()
+            detokenizer.add_token(token)
+            text = detokenizer.last_segment
+            self._pieces.append((_sign(self._tokenizer, token, text) or text, source))
+        return styled([tint(self._pieces)], shapes)
+
+
 class DraftPanel(Vertical, can_focus=True):
-    """Keeps the rounds of the answer; reads and draws them only while it is shown."""
+    """Keeps the rounds of the answer, and the tokens of those before; draws while it is shown."""
 
     BINDINGS = [
         Binding("left", "step(-1)", "Round before", show=False),
@@ -54,12 +82,12 @@ class DraftPanel(Vertical, can_focus=True):
 
     def __init__(self) -> None:
         super().__init__(id="draft")
-        self._unread: deque[TextDelta] = deque(maxlen=SHOWN)
-        self._pieces: deque[Segment] = deque(maxlen=SHOWN)
+        self._origins: Origins | None = None  # of the answer in the making
+        self._answers: dict[str, Origins] = {}  # by their text, the newest last
         self._rounds: deque[TextDelta] = deque(maxlen=KEPT)
         self._heard = 0  # rounds in all
         self._back = 0  # how many rounds before the newest is shown
-        self._detokenizer: Any = None
+        self._tokenizer: Any = None
         self._texts: dict[int, str] = {}
 
     def compose(self) -> ComposeResult:
@@ -96,26 +124,37 @@ class DraftPanel(Vertical, can_focus=True):
 
     def begin(self) -> None:
         """An answer begins."""
-        for kept in (self._unread, self._pieces, self._rounds, self._texts):
-            kept.clear()
-        self._detokenizer, self._heard, self._back = None, 0, 0
+        self._rounds.clear()
+        self._texts.clear()
+        self._origins, self._heard, self._back = None, 0, 0
         self.draw()
+
+    def end(self, text: str) -> None:
+        """It is over; `text` is all of it."""
+        if self._origins is not None:
+            self._answers.pop(text, None)
+            self._answers[text] = self._origins
+            for oldest in [*self._answers][:-ANSWERS]:
+                del self._answers[oldest]
+        self._origins = None
 
     def take(self, delta: TextDelta, tokenizer: Any) -> None:
         """A round; shown by the next `draw`. tokenizer: turns its tokens into text."""
-        self._unread.append(delta)
+        if self._origins is None:
+            self._origins, self._tokenizer = Origins(tokenizer), tokenizer
+        self._origins.add(delta)
         self._rounds.append(delta)
-        self._tokenizer = tokenizer
         self._heard += 1
         if self._back:  # stay where the reader is
             self._back = min(self._back + 1, len(self._rounds) - 1)
 
-    def tinted(self) -> Content | None:
-        """The answer's tokens by origin, None while the view is hidden or has nothing to show."""
-        if not self.display or not self._heard:
-            return None
-        self._read()
-        return styled([tint(self._pieces)], self.app.no_color)
+    def tokens_of(self, text: str | None) -> Content | None:
+        """The tokens of an answer by origin, None where they are not known.
+
+        text: of the answer, None for the one in the making.
+        """
+        origins = self._origins if text is None else self._answers.get(text)
+        return None if origins is None else origins.content(self.app.no_color)
 
     def draw(self) -> None:
         """Bring the panel up to date."""
@@ -144,25 +183,16 @@ class DraftPanel(Vertical, can_focus=True):
         keys = "← → others" if self.has_focus else "Tab, then ← → others"
         return f"{which}   {keys}"
 
-    def _read(self) -> None:
-        """Make text of the rounds that came since the last drawing."""
-        while self._unread:
-            if self._detokenizer is None:
-                self._detokenizer = self._tokenizer.detokenizer
-            for token, source in sources(self._unread.popleft()):
-                self._detokenizer.add_token(token)
-                text = self._detokenizer.last_segment
-                self._pieces.append((self._symbol(token, text) or text, source))
-
     def _text_of(self, token: int) -> str:
         """A token alone, remembered: a round's tree has dozens."""
         if token not in self._texts:
             text = self._tokenizer.decode([token])
-            self._texts[token] = self._symbol(token, text) or text
+            self._texts[token] = _sign(self._tokenizer, token, text) or text
         return self._texts[token]
 
-    def _symbol(self, token: int, text: str) -> str | None:
-        return symbol(text, token in getattr(self._tokenizer, "eos_token_ids", ()))
+
+def _sign(tokenizer: Any, token: int, text: str) -> str | None:
+    return symbol(text, token in getattr(tokenizer, "eos_token_ids", ()))
 
 
 def round_sentence(delta: TextDelta) -> str:

@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_mlx import NO_DRAFTS, Statistics
+from dflash_mlx import NO_DRAFTS, Statistics, amount
 
 _ABSURD = 1e15  # no figure of an answer is as large, and figures are multiplied
 
 BARS = "▁▂▃▄▅▆▇█"
 SEPARATOR = " · "
-GIGABYTE = 10**9
 _EIGHTHS: tuple[str, ...] = ("", *"▏▎▍▌▋▊▉")
 _NEARLY_FULL = 0.8  # share of the context from which it is worth a place among the first figures
 _LEAST_RATIO, _MOST_RATIO = 0.05, 100.0  # to plain decoding; nothing real lies beyond
@@ -169,11 +168,6 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def gigabytes(count: float) -> str:
-    """Bytes for people."""
-    return f"{count / GIGABYTE:.2f} GB"
-
-
 def statistics_rows(figures: Figures) -> list[tuple[str, str]]:
     """Everything about one answer: what is counted, and how much it is."""
     return [
@@ -191,13 +185,8 @@ def statistics_rows(figures: Figures) -> list[tuple[str, str]]:
         ("reading the prompt", f"{figures['prefill_seconds']:.3f} s"),
         ("writing the answer", f"{figures['decode_seconds']:.3f} s"),
         ("context in use", f"{_context(figures)} of {figures['context_length']} tokens"),
-        ("most memory in use", gigabytes(figures["peak_memory_bytes"])),
+        ("most memory in use", amount(figures["peak_memory_bytes"])),
     ]
-
-
-def explained(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:
-    """Rows with what each figure means."""
-    return [(name, value, MEANINGS.get(name, "")) for name, value in rows]
 
 
 def _against_plain(figures: Figures) -> str:

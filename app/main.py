@@ -33,7 +33,7 @@ def main() -> None:
 def run(argv: Sequence[str]) -> None:
     """Answer `--prompt`, or piped standard input, or open the chat; or clear up the disk."""
     if argv[:1] in (["models"], ["clean"]):
-        from dflash_chat import disk
+        from dflash_mlx.cli import disk
 
         {"models": disk.models, "clean": disk.clean}[argv[0]](argv[1:])
         return
@@ -95,17 +95,20 @@ def _talk(pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig) -> No
                 "give a question with --prompt, or leave the redirection out",
             )
     from dflash_chat.backend import Backend
-    from dflash_chat.chat_app import ChatApp, Start
+    from dflash_chat.chat_app import ChatApp
     from dflash_chat.terminal import caught_stderr, end_program
 
-    app, output = ChatApp(Start(pair_config, config, chat), Backend()), deque[str](maxlen=200)
+    app, output = ChatApp(pair_config, config, chat, Backend()), deque[str](maxlen=200)
 
     def read(text: str) -> None:
         output.append(text)
         app.read_output(text)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio replaces no other one
     with caught_stderr(read):
         app.run()
     if app.return_code:  # Textual has written its traceback, which goes into the log
         raise RuntimeError("the chat broke off\n" + "".join(output))
-    end_program(128 + signal.SIGINT if app.interrupted else 0)
+    if app.left:
+        cli.say(f"{PROGRAM}: {app.left}")
+    end_program(128 + signal.SIGINT if app.interrupted else cli.BAD_INPUT if app.left else 0)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
+from dflash_chat.aside import aside
 from dflash_chat.mentions import TYPICAL, attached, mentions
-from dflash_chat.problems import describe
 from dflash_mlx import DFlashError, check_prompt
 
 if TYPE_CHECKING:
@@ -22,12 +21,14 @@ class Outbox:
         self._app = app
 
     async def send(self, line: str, text: str) -> None:
-        """Send what was typed; what cannot be sent stays in the line, below a sentence why.
+        """Send what was typed; DFlashError for what cannot be sent, which stays in the line.
 
         line: as it stands in the prompt. text: with pastes in place of their labels.
         """
         if mentions(line):
-            self._app.run_worker(self._read_files(line, text), group="files", exclusive=True)
+            room = self._room
+            files = aside(lambda: attached(line, room))
+            self._app.hear(files, lambda files: self._with_files(line, text + files))
         else:
             await self._deliver(line, text)
 
@@ -39,22 +40,13 @@ class Outbox:
                 await self._app.ask(question)
             except DFlashError as error:
                 prompt.give_back(question, *prompt.no_longer_waiting())
-                await self._app.say(describe(error), "error")
+                await self._app.complain(error)
 
     def give_back(self) -> None:
         """An answer was stopped: what waited for its end goes back into the line."""
         prompt = self._app.prompt
         if prompt.waiting:
             prompt.give_back(*prompt.no_longer_waiting())
-
-    async def _read_files(self, line: str, text: str) -> None:
-        """Then send in the app's own turn, where answers end too."""
-        try:
-            files = await asyncio.to_thread(attached, line, self._room)
-        except DFlashError as error:
-            await self._app.say(describe(error), "error")
-        else:
-            self._app.call_later(self._with_files, line, text + files)
 
     async def _with_files(self, line: str, text: str) -> None:
         prompt = self._app.prompt
@@ -64,16 +56,12 @@ class Outbox:
 
     async def _deliver(self, line: str, text: str) -> None:
         app = self._app
-        try:
-            if app.listener.job is None:
-                await app.ask(text)
-            else:
-                check_prompt(text, app.system, raw=False)
-                app.prompt.wait(text)
-        except DFlashError as error:
-            await app.say(describe(error), "error")
+        if app.listener.job is None:
+            await app.ask(text)
         else:
-            app.prompt.take_out(line)
+            check_prompt(text, app.system, raw=False)
+            app.prompt.wait(text)
+        app.prompt.take_out(line)
 
     @property
     def _room(self) -> int:

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 
 from textual.app import ComposeResult
-from textual.containers import Vertical
-from textual.message import Message
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
+from dflash_chat.aside import aside
 from dflash_chat.download_screen import DownloadScreen
-from dflash_chat.problems import describe
-from dflash_chat.screens import ConfirmScreen, Dialog
-from dflash_chat.sizes import amount, memory
+from dflash_chat.screens import Dialog, confirm
 from dflash_mlx import (
     DEFAULT_MODEL,
     AvailableModel,
     Kept,
     PairConfig,
+    amount,
     available_memory,
     available_models,
     kept_files,
+    memory_needed,
     remove_kept,
 )
 
 
 class PickerScreen(Dialog[PairConfig | None]):
-    """Gives the pair to load, None when none was chosen.
-
-    Disks and hubs are asked on threads, which tell of it in messages.
-    """
+    """Gives the pair to load, None when none was chosen."""
 
     BINDINGS = [
         ("escape", "leave", "Leave"),
@@ -40,69 +34,34 @@ class PickerScreen(Dialog[PairConfig | None]):
         ("v", "variants", "Quantisations"),
     ]
 
-    class Found(Message):
-        """The models to choose from, and the memory that is there."""
-
-        def __init__(self, models: list[AvailableModel], there: int) -> None:
-            super().__init__()
-            self.models, self.there = models, there
-
-    class Removable(Message):
-        """What of the chosen model lies on the disk."""
-
-        def __init__(self, kept: list[Kept]) -> None:
-            super().__init__()
-            self.kept = kept
-
-    class Problem(Message):
-        """What could not be done, "" where it was."""
-
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
-
     def __init__(self) -> None:
         super().__init__()
         self._models: list[AvailableModel] = []
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog") as dialog:
-            dialog.border_title = "Models"
-            dialog.border_subtitle = "Enter chooses, v quantisations, d removes, Tab a name, Esc"
-            yield Static(id="problem", markup=False)
+        keys = "Enter chooses, v quantisations, d removes, Tab a name, Esc"
+        with self.frame("Models", keys):
+            yield self.problem_line()
             yield OptionList(markup=False)
             yield Input(placeholder="a Hugging Face id like owner/name, or a folder", compact=True)
 
     def on_mount(self) -> None:
-        self._say("")
         self._fill()
 
     def _fill(self) -> None:
         self.query_one(OptionList).loading = True
-        self._start(lambda: self.Found(available_models(Path()), available_memory()))
+        self.hear(aside(lambda: (available_models(Path()), available_memory())), self._filled)
 
-    def _start(self, ask: Callable[[], Message]) -> None:
-        """Post what `ask` finds; a thread that hangs keeps nobody from leaving."""
-
-        def run() -> None:
-            try:
-                found = ask()
-            except Exception as error:  # the edge of a thread
-                found = self.Problem(describe(error))
-            self.post_message(found)
-
-        Thread(target=run, daemon=True).start()
-
-    def on_picker_screen_found(self, found: Found) -> None:
-        there = found.there
+    def _filled(self, found: tuple[list[AvailableModel], int]) -> None:
+        models, there = found
         self.query_one(".dialog").border_title = f"Models, {amount(there)} of memory"
-        self._models = sorted(found.models, key=lambda m: not m.here and m.needs > there)
+        self._models = sorted(models, key=lambda m: not m.here and m.needs > there)
         options = self.query_one(OptionList)
         at = options.highlighted or 0
         options.loading = False
         options.clear_options()
         options.add_options([Option(line(model, there)) for model in self._models])
-        options.highlighted = min(at, len(found.models) - 1)
+        options.highlighted = min(at, len(models) - 1)
         if self.is_active:
             options.focus()
 
@@ -122,35 +81,21 @@ class PickerScreen(Dialog[PairConfig | None]):
             self._offer(model.config, everything=True)
 
     def action_remove(self) -> None:
-        """Ask for what is there of the model; the answer asks whether to remove it."""
+        """Look what there is of the model, and ask whether to remove that."""
         if (model := self._chosen()) is not None:
-            self._say("")
-            self._start(lambda: self.Removable(removable(model.name)))
+            self.say("")
+            self.hear(aside(lambda: removable(model.name)), self._removable)
 
-    def on_picker_screen_removable(self, found: Removable) -> None:
-        if not found.kept:
-            self._say("There is nothing of this model on the disk that the chat may remove.")
+    def _removable(self, kept: list[Kept]) -> None:
+        if not kept:
+            self.say("There is nothing of this model on the disk that the chat may remove.")
             return
-        name, size = found.kept[0].name, amount(sum(each.size for each in found.kept))
-
-        def answer(sure: bool | None) -> None:
-            if sure:
-                self._start(lambda: self._remove(found.kept))
-
-        self.app.push_screen(ConfirmScreen(f"Remove {name} ({size}) from the disk?"), answer)
-
-    def _remove(self, kept: list[Kept]) -> Message:
-        for each in kept:
-            remove_kept(each)
-        return self.Problem("")
-
-    def on_picker_screen_problem(self, problem: Problem) -> None:
-        self._say(problem.text)
-        if not problem.text:
-            self._fill()
-
-    def action_leave(self) -> None:
-        self.dismiss(None)
+        name, size = kept[0].name, amount(sum(each.size for each in kept))
+        confirm(
+            self.app,
+            f"Remove {name} ({size}) from the disk?",
+            lambda: self.hear(aside(lambda: [*map(remove_kept, kept)]), lambda _: self._fill()),
+        )
 
     def _offer(self, config: PairConfig, everything: bool = False) -> None:
         """Let the user choose among a model and its quantisations, and fetch the choice."""
@@ -167,11 +112,6 @@ class PickerScreen(Dialog[PairConfig | None]):
         at = self.query_one(OptionList).highlighted
         return None if at is None or not self._models else self._models[at]
 
-    def _say(self, text: str) -> None:
-        problem = self.query_one("#problem", Static)
-        problem.update(text)
-        problem.display = bool(text)
-
 
 def removable(name: str) -> list[Kept]:
     """What lies on the disk of the model of this name, and is the chat's or the hub's to remove."""
@@ -183,7 +123,7 @@ def line(model: AvailableModel, there: int) -> str:
     """What a model is, and below it the memory that it needs, its drafter and notes."""
     size = f", about {amount(model.download)} at 4 bits" if model.download else ""
     about = "" if model.here else "about "
-    needs = memory(model.needs, there, about) if model.needs else ""
+    needs = memory_needed(model.needs, there, about) if model.needs else ""
     drafter = model.drafter + ", not verified" * (not model.verified)
     details = "; ".join(part for part in (needs, drafter) if part)
     lines = [f"{model.name}  {model.place}{size}", details, model.notes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from textual import events
 from textual.binding import Binding
@@ -16,40 +16,31 @@ LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
 PLACEHOLDER = "Ask anything · Enter sends · Ctrl+J new line · Esc stops · /help"
 
 
-@dataclass
 class History:
     """Earlier questions, with a place to keep what is being typed."""
 
-    lines: list[str] = field(default_factory=list)
-    _at: int = 0
-    _draft: str = ""
-
-    def add(self, line: str) -> None:
-        """Remember a question that was sent; go to the end."""
-        if not self.lines or self.lines[-1] != line:
-            self.lines.append(line)
-        self._at = len(self.lines)
+    def __init__(self) -> None:
+        self.replace([])
+        self._draft = ""
 
     def replace(self, lines: list[str]) -> None:
         """The questions of another conversation."""
-        self.lines = list(lines)
-        self._at = len(self.lines)
+        self.lines, self._at = [*lines], len(lines)
 
-    def earlier(self, current: str) -> str | None:
-        """The question before, None at the oldest."""
-        if self._at == 0:
+    def add(self, line: str) -> None:
+        """Remember a question that was sent; go to the end."""
+        again = self.lines[-1:] == [line]
+        self.replace(self.lines if again else [*self.lines, line])
+
+    def move(self, step: int, current: str) -> str | None:
+        """The question before (-1) or after (1), behind the last what was typed; None for none."""
+        at, end = self._at + step, len(self.lines)
+        if not 0 <= at <= end:
             return None
-        if self._at == len(self.lines):
+        if self._at == end:
             self._draft = current
-        self._at -= 1
-        return self.lines[self._at]
-
-    def later(self) -> str | None:
-        """The question after, what was being typed at the end, None behind that."""
-        if self._at >= len(self.lines):
-            return None
-        self._at += 1
-        return self._draft if self._at == len(self.lines) else self.lines[self._at]
+        self._at = at
+        return self._draft if at == end else self.lines[at]
 
 
 class Pastes:
@@ -192,7 +183,7 @@ class Prompt(TextArea):
         elif event.key == "up" and self.cursor_location[0] == 0:
             self._go_back()
         elif event.key == "down" and self.cursor_location[0] == self.document.line_count - 1:
-            self._show(self.questions.later())
+            self._show(self.questions.move(1, self.text))
         else:
             handled = False
         if handled:
@@ -209,7 +200,7 @@ class Prompt(TextArea):
         if self.waiting:
             self.give_back(*self.no_longer_waiting())
         else:
-            self._show(self.questions.earlier(self.text))
+            self._show(self.questions.move(-1, self.text))
 
     def _show(self, line: str | None) -> None:
         if line is not None:

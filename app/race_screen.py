@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.content import Content
 from textual.widgets import Static
 
-from dflash_chat.race import DRAFTED, PLAIN, RaceResult, RaceStep
-from dflash_chat.screens import Dialog
-from dflash_mlx import Job
+from dflash_chat.screens import Comparison
+from dflash_mlx import RACE_SIDES, Job, RaceResult, RaceStep
 
-TITLES = {PLAIN: "plain decoding", DRAFTED: "with drafts"}
+TITLES = dict(zip(RACE_SIDES, ("plain decoding", "with drafts"), strict=True))
 
 
 class Side(Vertical):
@@ -19,14 +17,16 @@ class Side(Vertical):
 
     def __init__(self, side: str) -> None:
         super().__init__(id=side, classes="side")
-        self._side, self._text, self._drawn = side, "", ""
+        self.border_title = TITLES[side]
+        self._clock = Static("waiting", classes="clock", markup=False)
+        self._words = Static(classes="text", markup=False)
+        self._scroll = VerticalScroll(self._words, can_focus=False)
+        self._text, self._drawn = "", ""
         self._last: RaceStep | None = None
 
     def compose(self) -> ComposeResult:
-        self.border_title = TITLES[self._side]
-        yield Static("waiting", classes="clock", markup=False)
-        with VerticalScroll(can_focus=False):
-            yield Static(classes="text", markup=False)
+        yield self._clock
+        yield self._scroll
 
     def take(self, step: RaceStep) -> None:
         """What this side decoded; shown by the next `draw`."""
@@ -35,62 +35,36 @@ class Side(Vertical):
 
     def draw(self) -> None:
         """Bring the side up to date."""
-        if (
-            self.is_mounted
-            and self._last is not None
-            and self._drawn != (shown := clock(self._last))
-        ):
+        shown = clock(self._last) if self._last is not None else ""
+        if shown != self._drawn:
             self._drawn = shown
-            self.query_one(".clock", Static).update(shown)
-            self.query_one(".text", Static).update(self._text)
-            self.query_one(VerticalScroll).scroll_end(animate=False)
+            self._clock.update(shown)
+            self._words.update(self._text)
+            self._scroll.scroll_end(animate=False)
 
 
-class RaceScreen(Dialog[None]):
-    """Shows a race that is under way; leaving stops it."""
-
-    BINDINGS = [("escape,q,enter", "leave", "Leave")]
+class RaceScreen(Comparison):
+    """Shows a race that is under way."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.job = job
-        self.over = False
-        self._sides = {side: Side(side) for side in (PLAIN, DRAFTED)}
-        self._verdict = Static("Each side's clock runs only while it decodes.", id="verdict")
+        super().__init__(job)
+        self._sides = {side: Side(side) for side in RACE_SIDES}
+        self.verdict.update("Each side's clock runs only while it decodes.")
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog", id="race") as dialog:
-            dialog.border_title = "Race: the same question, twice"
-            dialog.border_subtitle = "Esc leaves"
+        with self.frame("Race: the same question, twice", "Esc leaves", name="race"):
             yield Horizontal(*self._sides.values(), id="sides")
-            yield self._verdict
+            yield self.verdict
 
-    def action_leave(self) -> None:
-        self.job.cancelled.set()
-        self.dismiss()
-
-    def take(self, step: RaceStep) -> None:
-        """A step of this race; shown by the next `draw`."""
-        self._sides[step.side].take(step)
+    def take(self, event: object) -> None:
+        if isinstance(event, RaceStep):
+            self._sides[event.side].take(event)
+        elif isinstance(event, RaceResult):
+            self.end(event.text, "equal" if event.equal else "unequal")
 
     def draw(self) -> None:
-        """Bring both sides up to date."""
         for side in self._sides.values():
             side.draw()
-
-    def finish(self, result: RaceResult) -> None:
-        """The race is over."""
-        self.draw()
-        self._say(result.text, "equal" if result.equal else "unequal")
-
-    def fail(self, problem: str) -> None:
-        """The race could not be run."""
-        self._say(problem, "error")
-
-    def _say(self, text: str, kind: str) -> None:
-        self.over = True
-        self._verdict.update(Content(text))
-        self._verdict.add_class(kind)
 
 
 def clock(step: RaceStep) -> str:

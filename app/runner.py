@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash_chat.aside import aside
 from dflash_chat.bench import BenchRequest
 from dflash_chat.bench_screen import BenchScreen
 from dflash_chat.commands import Call, help_rows
 from dflash_chat.conversation import LONGEST_TITLE, Conversation, code_blocks
-from dflash_chat.figures import explained, statistics_rows
+from dflash_chat.figures import MEANINGS, counted, statistics_rows
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.picker_screen import PickerScreen
 from dflash_chat.race_screen import RaceScreen
-from dflash_chat.screens import ConfirmScreen, RowsScreen
+from dflash_chat.screens import Comparison, RowsScreen, confirm, when_given
 from dflash_chat.settings_screen import SettingsScreen
-from dflash_chat.store import export
+from dflash_chat.store import Opened, export
 from dflash_chat.themes import THEMES
-from dflash_mlx import DecodeConfig, DFlashError, PairConfig, check_given, method_choices, settle
+from dflash_mlx import DFlashError, PairConfig, check_given, method_choices, settle
 
 USUAL = 2.0  # the highest temperature at which answers still make sense
 
@@ -40,16 +40,12 @@ class CommandRunner:
 
     async def _model(self, name: str) -> None:
         if name:
-            self._load(PairConfig(model=name))
+            self._app.load(PairConfig(model=name))
         else:
-            self._app.push_screen(PickerScreen(), self._load)
+            self._app.push_screen(PickerScreen(), when_given(self._app.load))
 
     async def _drafter(self, name: str) -> None:
-        self._load(replace(self._app.pair_config, drafter=name))
-
-    def _load(self, config: PairConfig | None) -> None:
-        if config is not None:
-            self._app.load(config)
+        self._app.load(replace(self._app.pair_config, drafter=name))
 
     async def _method(self, name: str) -> None:
         app = self._app
@@ -77,7 +73,8 @@ class CommandRunner:
                 raise DFlashError(
                     f"temperature is {text!r}", "type a number, 0 is greedy"
                 ) from None
-            app.set_sampling(replace(app.config.sampling, temperature=value))
+            sampling = replace(app.config.sampling, temperature=value)
+            app.set_config(replace(app.config, sampling=sampling))
         value = app.config.sampling.temperature
         noise = "" if value <= USUAL else " Answers will be noise; models are used at 0 to 1."
         await app.say(f"The temperature is {value:g}.{noise}")
@@ -89,17 +86,13 @@ class CommandRunner:
         await app.say(f"The system prompt is: {app.system}" if app.system else "No system prompt.")
 
     async def _settings(self, _: str) -> None:
-        self._app.push_screen(SettingsScreen(self._app.config), self._apply)
-
-    def _apply(self, config: DecodeConfig | None) -> None:
-        if config is not None:
-            self._app.set_config(config)
+        self._app.push_screen(SettingsScreen(self._app.config), when_given(self._app.set_config))
 
     async def _race(self, text: str) -> None:
         app = self._app
         self._need_no_comparison()
-        app.listener.race = RaceScreen(app.race(app.request(text or None)))
-        app.push_screen(app.listener.race, self._race_left)
+        request = app.request(text or None)
+        self._compare(RaceScreen(app.worker.submit(lambda job: app.backend.race(request))))
 
     async def _bench(self, methods: str) -> None:
         app = self._app
@@ -107,57 +100,70 @@ class CommandRunner:
         names = tuple(name.strip() for name in methods.split(",") if name.strip())
         folder = app.store.folder / "benchmarks"
         asked = BenchRequest(app.pair_config, app.config.sampling, names, folder)
-        app.listener.bench = BenchScreen(app.bench(asked), app.pair)
-        app.push_screen(app.listener.bench, self._bench_left)
+        job = app.worker.submit(lambda job: app.backend.bench(asked))
+        self._compare(BenchScreen(job, app.pair))
 
-    def _bench_left(self, _: None) -> None:
-        self._app.listener.bench = None
+    def _compare(self, screen: Comparison) -> None:
+        def left(_: None) -> None:
+            self._app.listener.comparison = None
 
-    def _race_left(self, _: None) -> None:
-        self._app.listener.race = None
+        self._app.listener.comparison = screen
+        self._app.push_screen(screen, left)
 
     async def _draft(self, _: str) -> None:
         panel = self._app.draft
         panel.display = not panel.display
         self._app.base.set_class(panel.display, "-draft")
         panel.draw()
-        self._app.transcript.tint(panel.tinted())
+        self._app.transcript.tint(panel.tokens_of if panel.display else None)
 
     async def _stats(self, _: str) -> None:
         status = self._app.status
         if (figures := status.figures) is None:
             raise DFlashError("there is no answer yet", "ask something first")
-        rows = explained(statistics_rows(figures))
+        rows = [(*row, MEANINGS.get(row[0], "")) for row in statistics_rows(figures)]
         self._app.push_screen(RowsScreen("The last answer", rows))
 
     async def _retry(self, _: str) -> None:
-        app, question = self._app, await self._branch()
-        try:
-            await app.ask(question)
-        except DFlashError:
-            app.prompt.give_back(question)  # what the model refuses is not lost
-            raise
-        if app.config.sampling.temperature == 0:
-            await app.say("The answer will be the same again; /temperature 0.7 gives others.")
+        app = self._app
+
+        async def ask(question: str) -> None:
+            try:
+                await app.ask(question)
+            except DFlashError:
+                app.prompt.give_back(question)  # what the model refuses is not lost
+                raise
+            if app.config.sampling.temperature == 0:
+                await app.say("The answer will be the same again; /temperature 0.7 gives others.")
+
+        self._branch(ask)
 
     async def _edit(self, _: str) -> None:
         app, old = self._app, self._app.conversation
-        question = await self._branch()
-        if not (app.conversation.turns or old.title):
-            app.conversation.title = ""  # its first question names it
-            app.show_header()
-        app.prompt.give_back(question)
-        await app.say("The conversation as it was is in /open; Enter asks this one.")
 
-    async def _branch(self) -> str:
-        """Leave the conversation as it is for one that ends before its last question: that one."""
+        async def edit(question: str) -> None:
+            if not (app.conversation.turns or old.title):
+                app.conversation.title = ""  # its first question names it
+                app.show_header()
+            app.prompt.give_back(question)
+            await app.say("The conversation as it was is in /open; Enter asks this one.")
+
+        self._branch(edit)
+
+    def _branch(self, then: Callable[[str], Awaitable[None]]) -> None:
+        """Keep the conversation as it is, and call `then` with its last question in one before."""
         self._need_idle()
         app, old = self._app, self._app.conversation
         if not old.questions:
             raise DFlashError("nothing has been asked yet", "ask something first")
-        await app.keeper.save(old)
-        await app.show_conversation(old.before_last_question())
-        return old.questions[-1]
+
+        async def kept(_: bool) -> None:
+            self._need_idle()  # a folder takes its time, and meanwhile more may have been asked
+            if app.conversation is old:
+                await app.show_conversation(old.before_last_question())
+                await then(old.questions[-1])
+
+        app.hear(app.keeper.save(old), kept)
 
     async def _copy(self, number: str) -> None:
         app, answer = self._app, self._app.conversation.last_answer
@@ -165,12 +171,10 @@ class CommandRunner:
             raise DFlashError("there is no answer yet", "ask something first")
         blocks = {str(n): text for n, text in enumerate(code_blocks(answer), start=1)}
         if number not in ("", *blocks):
-            count = f"{len(blocks)} code block{'' if len(blocks) == 1 else 's'}"
-            numbers = "1" if len(blocks) == 1 else f"1 to {len(blocks)}"
-            ways = f"type /copy {numbers}, or" if blocks else "type"
-            raise DFlashError(
-                f"the last answer has {count}, and none is {number[:20]!r}", f"{ways} /copy alone"
-            )
+            count = counted(len(blocks), "code block")
+            way = "type /copy 1 for the first, or" if blocks else "type"
+            what = f"the last answer has {count}, and none is {number[:20]!r}"
+            raise DFlashError(what, f"{way} /copy alone")
         text = blocks.get(number, answer)
         app.copy_to_clipboard(text)
         what = f"code block {number}" if number else "the last answer"
@@ -185,60 +189,51 @@ class CommandRunner:
 
     async def _open(self, _: str) -> None:
         self._need_idle()
-        stored = await asyncio.to_thread(self._app.store.holds, self._app.conversation)
-        screen = OpenScreen(self._app.store)
-        self._app.push_screen(screen, lambda file: self._opened(file, stored))
+        app, screen = self._app, OpenScreen(self._app.keeper)
 
-    async def _opened(self, file: Path | None, stored: bool) -> None:
-        """stored: whether the conversation on screen was in the list."""
-        app = self._app
-        try:
+        async def chosen(file: Path | None) -> None:
             if file is not None:
-                self._need_idle()  # the palette can begin an answer below the list
-                opened = await asyncio.to_thread(app.store.open, file)
-                await app.show_conversation(opened.conversation, opened.problem)
-            elif stored:
-                await self._closed_list()
-        except DFlashError as error:
-            await app.say(str(error), "error")
+                app.hear(app.keeper.ask(lambda store: store.open(file)), self._opened)
+                return
+            known = screen.titles.items()  # the one on screen was perhaps renamed or deleted there
+            for title in (t for f, t in known if f == app.store.file_of(app.conversation)):
+                if title is None:
+                    await app.show_conversation(Conversation())
+                else:
+                    app.conversation.title = title
+                    app.show_header()
 
-    async def _closed_list(self) -> None:
-        """The conversation on screen may have been renamed or deleted in the list."""
-        app = self._app
-        if await asyncio.to_thread(app.store.holds, app.conversation):
-            stored = await asyncio.to_thread(app.store.read, app.store.file_of(app.conversation))
-            app.conversation.title = stored.conversation.title
-            app.show_header()
-        elif app.conversation.turns:
-            await app.show_conversation(Conversation())
+        app.push_screen(screen, chosen)
+
+    async def _opened(self, opened: Opened) -> None:
+        self._need_idle()  # the palette can begin an answer below the list
+        await self._app.show_conversation(opened.conversation, opened.problem)
 
     async def _rename(self, title: str) -> None:
         self._app.conversation.title = title[:LONGEST_TITLE]
-        await self._app.save()
+        self._app.save()
         self._app.show_header()
 
     async def _delete(self, _: str) -> None:
         self._need_idle()
-        title = self._app.conversation.shown_title
-        self._app.push_screen(ConfirmScreen(f"Delete “{title}” for good?"), self._deleted)
+        app, conversation = self._app, self._app.conversation
 
-    async def _deleted(self, sure: bool | None) -> None:
-        app = self._app
-        if not sure:
-            return
-        try:
+        async def gone(_: None) -> None:
             self._need_idle()
-            app.store.delete(app.store.file_of(app.conversation))
-        except DFlashError as error:
-            await app.say(str(error), "error")
-            return
-        await app.show_conversation(Conversation())
+            if app.conversation is conversation:
+                await app.show_conversation(Conversation())
+
+        confirm(
+            app,
+            f"Delete “{conversation.shown_title}” for good?",
+            lambda: app.hear(app.keeper.delete(conversation), gone),
+        )
 
     async def _export(self, name: str) -> None:
         app = self._app
-        file = _named_file(name) if name else _free_file(app.conversation.shown_title)
-        export(app.conversation, file)
-        await app.say(f"Written to {file.resolve()}.")
+        conversation = replace(app.conversation, turns=[*app.conversation.turns])
+        written = aside(lambda: export(conversation, name))
+        app.hear(written, lambda file: app.say(f"Written to {file}."))
 
     async def _theme(self, _: str) -> None:
         dark = self._app.current_theme.dark
@@ -257,24 +252,5 @@ class CommandRunner:
     def _need_no_comparison(self) -> None:
         """The palette opens over a race or a benchmark, too."""
         self._need_idle()
-        if self._app.listener.race is not None or self._app.listener.bench is not None:
+        if self._app.listener.comparison is not None:
             raise DFlashError("a comparison is being run", "leave it with Esc first")
-
-
-def _named_file(name: str) -> Path:
-    """The file to export to; DFlashError where there is one already or none can be."""
-    try:
-        file = Path(name).expanduser()
-        exists = file.exists()
-    except (OSError, RuntimeError, ValueError):  # too long, no such user's home, a zero byte
-        raise DFlashError(f"there can be no file {name[:80]!r}", "name another file") from None
-    if exists:
-        raise DFlashError(f"{file} exists already", "name another file")
-    return file
-
-
-def _free_file(title: str) -> Path:
-    """A Markdown file in the current folder that does not exist yet."""
-    stem = re.sub(r"\W+", "-", title.lower()).strip("-")[:40] or "conversation"
-    names = [stem, *(f"{stem}-{n}" for n in range(2, 1000))]
-    return next(file for name in names if not (file := Path(f"{name}.md")).exists())

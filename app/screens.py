@@ -1,43 +1,108 @@
-"""Small screens over the chat: rows to read, a question to confirm."""
+"""What the screens over the chat share; the small ones: rows to read, a question to confirm."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from rich.table import Table
 from rich.text import Text
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.await_complete import AwaitComplete
 from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Static
 
+from dflash_chat.aside import Asks
+from dflash_mlx import Job
 
-class Dialog(ModalScreen[ScreenResultType]):
+T = TypeVar("T")
+
+
+class Dialog(Asks, ModalScreen[ScreenResultType]):
     """A screen over the chat that closes once, however often its keys are pressed."""
+
+    def frame(self, title: str, keys: str, more: str = "", name: str | None = None) -> Vertical:
+        """What all others are in. more: classes. name: its id."""
+        frame = Vertical(classes=f"dialog {more}", id=name)
+        frame.border_title, frame.border_subtitle = title, keys
+        return frame
+
+    def problem_line(self) -> Static:
+        """The line for `say`."""
+        return Static(id="problem", markup=False)
+
+    def say(self, text: str) -> None:
+        """Show a sentence in the line for it; "" takes the line away."""
+        line = self.query_one("#problem", Static)
+        line.update(text)
+        line.display = bool(text)
+
+    def refuse(self, problem: str) -> None:
+        self.say(problem)
 
     def dismiss(self, result: ScreenResultType | None = None) -> AwaitComplete:
         """Close with `result`. Nothing where it is closed already or something lies over it."""
         return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
 
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+
+class Comparison(Dialog[None]):
+    """Shows what the worker compares; leaving stops it. job: its. over: whether it has ended."""
+
+    BINDINGS = [("escape,q,enter", "leave", "Leave")]
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job, self.over = job, False
+        self.verdict = Static(id="verdict", markup=False)
+
+    def action_leave(self) -> None:
+        self.job.cancelled.set()
+        self.dismiss()
+
+    def take(self, event: object) -> None:
+        """What the worker says of its job."""
+        raise NotImplementedError
+
+    def draw(self) -> None:
+        """Bring the screen up to date with it."""
+
+    def end(self, text: str, kind: str = "error") -> None:
+        """It is over, and this is what came of it; by default, why it could not be run."""
+        self.over = True
+        self.draw()
+        self.verdict.update(text)
+        self.verdict.add_class(kind)
+
+
+def when_given(then: Callable[[T], object]) -> Callable[[T | None], None]:
+    """What takes the result of a screen: `then`, unless it was left without one."""
+
+    def take(result: T | None) -> None:
+        if result is not None:
+            then(result)
+
+    return take
+
 
 class RowsScreen(Dialog[None]):
     """Names and what they mean, in two columns or more."""
 
-    BINDINGS = [("escape,q,enter,f3", "dismiss", "Close")]
+    BINDINGS = [("escape,q,enter,f3", "leave", "Close")]
 
     def __init__(self, title: str, rows: Sequence[tuple[str, ...]]) -> None:
         super().__init__()
         self._title, self._rows = title, rows
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog") as dialog:
-            dialog.border_title, dialog.border_subtitle = self._title, "Esc closes"
-            with VerticalScroll():
-                table = Table.grid(padding=(0, 2))
-                for row in self._rows:
-                    table.add_row(*map(Text, row))
-                yield Static(table)
+        table = Table.grid(padding=(0, 2))
+        for row in self._rows:
+            table.add_row(*map(Text, row))
+        with self.frame(self._title, "Esc closes"), VerticalScroll():
+            yield Static(table)
 
 
 class ConfirmScreen(Dialog[bool]):
@@ -50,9 +115,13 @@ class ConfirmScreen(Dialog[bool]):
         self._question = question
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog small") as dialog:
-            dialog.border_subtitle = "y yes, n no"
+        with self.frame("", "y yes, n no", "small"):
             yield Static(self._question, markup=False)
 
     def action_answer(self, yes: bool) -> None:
         self.dismiss(yes)
+
+
+def confirm(app: App[Any], question: str, act: Callable[[], object]) -> None:
+    """Do it where the user says yes."""
+    app.push_screen(ConfirmScreen(question), when_given(lambda yes: yes and act()))

@@ -8,7 +8,7 @@ from dataclasses import Field, fields, replace
 from typing import Any
 
 from textual.app import ComposeResult
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.widgets import Input, Select, Static, Switch
 
 from dflash_chat.labels import LABELS, OTHER, label_of
@@ -55,10 +55,8 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
         self._fields = {f.name: (f, getattr(c, f.name)) for c in both for f in settings_of(c)}
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog") as dialog:
-            dialog.border_title = "Settings"
-            dialog.border_subtitle = "Tab next, Enter or Ctrl+S applies, Esc leaves"
-            yield Static(id="problem", markup=False)
+        with self.frame("Settings", "Tab next, Enter or Ctrl+S applies, Esc leaves"):
+            yield self.problem_line()
             with VerticalScroll(can_focus=False):
                 for title, names in self._groups():
                     yield Static(title, classes="group", markup=False)
@@ -78,7 +76,6 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
             yield title, [*names, *(left if title == OTHER else ())]
 
     def on_mount(self) -> None:
-        self.query_one("#problem").display = False
         self.call_after_refresh(self._go_to_top)
 
     def _go_to_top(self) -> None:
@@ -88,9 +85,6 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
     def on_input_submitted(self) -> None:
         self.action_save()
 
-    def action_leave(self) -> None:
-        self.dismiss(None)
-
     def action_save(self) -> None:
         try:
             sampling = SamplingConfig(**self._values(self._config.sampling))
@@ -99,9 +93,7 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
             check_given(config)
             self.dismiss(config)
         except DFlashError as error:
-            problem = self.query_one("#problem", Static)
-            problem.update(describe(error))
-            problem.display = True
+            self.say(describe(error))
 
     def _values(self, config: Any) -> dict[str, Any]:
         return {f.name: self._value(f) for f in settings_of(config)}

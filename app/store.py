@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,6 +159,12 @@ class Store:
         )
 
 
+def newest(store: Store) -> Opened | None:
+    """The conversation that was changed last, None where there is none."""
+    entry = next((each for each in store.entries() if not each.damaged), None)
+    return None if entry is None else store.open(entry.file)
+
+
 def text_of(entry: Entry) -> str:
     """All that was said in a stored conversation, as far as it can be read."""
     if entry.damaged:
@@ -169,14 +176,37 @@ def text_of(entry: Entry) -> str:
     return "\n".join(turn.content for turn in _turns(lines[1:])[0])
 
 
-def export(conversation: Conversation, file: Path) -> None:
-    """Write the conversation as Markdown; DFlashError when that cannot be."""
+def export(conversation: Conversation, name: str) -> Path:
+    """Write the conversation as Markdown to a new file, by default one named after it: that file.
+
+    DFlashError where there is one of this name already, or none can be.
+    """
+    file = _named_file(name) if name else _free_file(conversation.shown_title)
     try:
         replace_text(file, conversation.as_markdown())
     except OSError as error:
         raise DFlashError(
             f"{file} cannot be written ({error.strerror or error})", "name a file elsewhere"
         ) from None
+    return file.resolve()
+
+
+def _named_file(name: str) -> Path:
+    try:
+        file = Path(name).expanduser()
+        exists = file.exists()
+    except (OSError, RuntimeError, ValueError):  # too long, no such user's home, a zero byte
+        raise DFlashError(f"there can be no file {name[:80]!r}", "name another file") from None
+    if exists:
+        raise DFlashError(f"{file} exists already", "name another file")
+    return file
+
+
+def _free_file(title: str) -> Path:
+    """A Markdown file in the current folder that does not exist yet."""
+    stem = re.sub(r"\W+", "-", title.lower()).strip("-")[:40] or "conversation"
+    names = [stem, *(f"{stem}-{n}" for n in range(2, 1000))]
+    return next(file for name in names if not (file := Path(f"{name}.md")).exists())
 
 
 def _as_lines(conversation: Conversation) -> str:

@@ -18,6 +18,7 @@ from dflash_mlx import SplitText, ThinkingReader, split_thinking
 
 SHOWN = 4000  # characters of a question or a notice that are shown
 MOST_NOTICES = 8
+TokensOf = Callable[[str | None], Content | None]
 _EDGE = 1  # rows from an edge at which more messages are mounted
 
 
@@ -42,19 +43,18 @@ class Notice(Static):
 
 
 class Reply(Vertical):
-    """An answer, with its thoughts folded."""
+    """An answer, with its thoughts folded. shown: as much of it as there is so far."""
 
-    def __init__(self, start: SplitText, ending: str = "") -> None:
+    def __init__(self, shown: SplitText, ending: str = "") -> None:
         super().__init__(classes="reply")
-        self._start, self._ending = start, ending
-        self._thought = self._start.thought
+        self._shown, self._ending = shown, ending
         self._stream: MarkdownStream | None = None
         self._tokens = Static(classes="tokens")
 
     def compose(self) -> ComposeResult:
         with Collapsible(title=self._thought_title, classes="thought"):
-            yield Static(self._thought, markup=False, classes="thought-text")
-        yield Markdown(self._start.answer, open_links=False)
+            yield Static(self._shown.thought, markup=False, classes="thought-text")
+        yield Markdown(self._shown.answer, open_links=False)
         yield self._tokens
         yield Static(ENDINGS.get(self._ending, ""), classes="ending")
 
@@ -66,26 +66,27 @@ class Reply(Vertical):
 
     @property
     def _thought_title(self) -> str:
-        return f"thought, {len(self._thought.split())} words"
+        return f"thought, {len(self._shown.thought.split())} words"
 
-    async def grow(self, part: SplitText) -> None:
-        """Add to the answer; returns at once however long drawing takes."""
-        if part.thought:
-            self._thought += part.thought
+    async def grow(self, now: SplitText) -> None:
+        """Show what has come behind what is shown; returns at once however long drawing takes."""
+        before, self._shown = self._shown, now
+        if now.thought != before.thought:
             self.query_one(Collapsible).title = self._thought_title
-            self.query_one(".thought-text", Static).update(self._thought)
+            self.query_one(".thought-text", Static).update(now.thought)
             self._show_parts()
-        if part.answer:
+        if new := now.answer[len(before.answer) :]:
             if self._stream is None:
                 self._stream = Markdown.get_stream(self.query_one(Markdown))
-            await self._stream.write(part.answer)
+            await self._stream.write(new)
 
     def show_tokens(self, tokens: Content | None) -> None:
         """Show the answer's tokens as they came to be in place of its text; None for the text."""
         if tokens is not None:
             self._tokens.update(tokens)
         self.set_class(tokens is not None, "as-tokens")
-        self._show_parts()
+        if self.is_mounted:
+            self._show_parts()
 
     async def finish(self, ending: str) -> None:
         """No more will come."""
@@ -100,37 +101,9 @@ class Reply(Vertical):
             await stream.stop()
 
     def _show_parts(self) -> None:
-        thought = bool(self._thought.strip()) and not self.has_class("as-tokens")
+        thought = bool(self._shown.thought.strip()) and not self.has_class("as-tokens")
         self.query_one(Collapsible).display = thought
         self.query_one(".ending").display = self._ending in ENDINGS
-
-
-class LiveAnswer:
-    """The text of the answer in the making, whether or not it is on screen."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.certain = SplitText()
-        self._reader = ThinkingReader()
-        self._pending = SplitText()
-
-    def add(self, text: str) -> None:
-        """Take in what a round brought."""
-        self.text += text
-        self._keep(self._reader.feed(text))
-
-    def finish(self) -> None:
-        """Release what might have become a tag."""
-        self._keep(self._reader.finish())
-
-    def take(self) -> SplitText:
-        """What came since the last call."""
-        part, self._pending = self._pending, SplitText()
-        return part
-
-    def _keep(self, part: SplitText) -> None:
-        self.certain += part
-        self._pending += part
 
 
 class Transcript(VerticalScroll):
@@ -142,9 +115,9 @@ class Transcript(VerticalScroll):
         super().__init__(id="transcript")
         self.window = Window()
         self._turns: Sequence[Turn] = ()
-        self._live: LiveAnswer | None = None
+        self._live: str | None = None  # the answer in the making, whether or not it is on screen
         self._live_reply: Reply | None = None
-        self._tinted: Reply | None = None
+        self._tokens_of: TokensOf | None = None
         self._moving = False
         self.welcome = Welcome()
 
@@ -162,7 +135,7 @@ class Transcript(VerticalScroll):
         """Show the end of `turns`, a list that the caller goes on appending to."""
         async with self.lock:
             self._turns = turns
-            self._live = self._live_reply = self._tinted = None
+            self._live = self._live_reply = None
             self.window = Window()
             await self.query("#transcript > .question, #transcript > .reply, .notice").remove()
             await self.follow()
@@ -177,42 +150,45 @@ class Transcript(VerticalScroll):
 
     async def begin(self) -> None:
         """An answer begins behind the turns."""
-        self._live = LiveAnswer()
-        self.tint(None)
+        self._live = ""
         await self.query(".notice").remove()
         await self.follow()
 
     def receive(self, text: str) -> None:
         """A round's text; drawn by the next `draw`."""
         if self._live is not None:
-            self._live.add(text)
+            self._live += text
 
-    async def draw(self) -> None:
-        """Bring the growing answer on screen up to date."""
+    async def draw(self, ended: bool = False) -> None:
+        """Bring the growing answer on screen up to date. ended: nothing more will come."""
         async with self.lock:  # else the page may be turned, and the reply gone or not yet there
             if self._live is not None and self._live_reply is not None:
-                await self._live_reply.grow(self._live.take())
+                await self._live_reply.grow(_split(self._live, ended))
+                self._live_reply.show_tokens(self._tokens(None))
 
-    def tint(self, tokens: Content | None) -> None:
-        """Show the newest answer as the tokens that it is made of; None for its text again."""
-        newest = self._live_reply or self._last_widget()
-        shown = newest if tokens is not None and self.window.at_end else None
-        if self._tinted is not None and self._tinted is not shown:
-            self._tinted.show_tokens(None)
-        self._tinted = shown if isinstance(shown, Reply) else None
-        if self._tinted is not None:
-            self._tinted.show_tokens(tokens)
+    def tint(self, tokens_of: TokensOf | None) -> None:
+        """Show answers as the tokens that they are made of, where these are known; None: as text.
+
+        tokens_of: gives the tokens by the answer's text, or None for the answer in the making.
+        """
+        self._tokens_of = tokens_of
+        for index, widget in enumerate(self._message_widgets(), self.window.start):
+            if isinstance(widget, Reply):
+                live = index == len(self._turns)
+                widget.show_tokens(self._tokens(None if live else self._turns[index].content))
+
+    def _tokens(self, text: str | None) -> Content | None:
+        return self._tokens_of(text) if self._tokens_of is not None else None
 
     async def end(self, ending: str) -> str:
         """The answer is over, and the caller appends it to the turns; returns its text."""
         async with self.lock:
             if self._live is None:
                 return ""
-            self._live.finish()
-            await self.draw()
+            await self.draw(ended=True)
             if self._live_reply is not None:
                 await self._live_reply.finish(ending)
-            text, self._live, self._live_reply = self._live.text, None, None
+            text, self._live, self._live_reply = self._live, None, None
             return text
 
     async def notice(self, text: str, kind: str = "note") -> None:
@@ -268,8 +244,6 @@ class Transcript(VerticalScroll):
             await self.remove_children(gone)
             if self._live_reply in gone:
                 self._live_reply = None
-            if self._tinted in gone:
-                self._tinted = None
             first = [self._widget(i) for i in new if i < old.start]
             last = [self._widget(i) for i in new if i >= max(old.start, len(widgets) + old.start)]
             if first:
@@ -281,13 +255,14 @@ class Transcript(VerticalScroll):
     def _widget(self, index: int) -> Widget:
         if index == len(self._turns):
             assert self._live is not None
-            self._live.take()
-            self._live_reply = Reply(self._live.certain)
+            self._live_reply = Reply(_split(self._live, ended=False))
             return self._live_reply
         turn = self._turns[index]
         if turn.role == "user":
             return Question(turn.content)
-        return Reply(split_thinking(turn.content), turn.ending)
+        reply = Reply(split_thinking(turn.content), turn.ending)
+        reply.show_tokens(self._tokens(turn.content))
+        return reply
 
     def _message_widgets(self) -> list[Widget]:
         return [child for child in self.children if isinstance(child, Question | Reply)]
@@ -303,3 +278,10 @@ class Transcript(VerticalScroll):
             marker = self.query_one(f"#{name}", Static)
             marker.update(f"… {number} {name} messages")
             marker.display = number > 0
+
+
+def _split(text: str, ended: bool) -> SplitText:
+    """A text that grows, without what may still become a tag."""
+    reader = ThinkingReader()
+    split = reader.feed(text)
+    return split + reader.finish() if ended else split

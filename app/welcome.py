@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass, replace
 from datetime import date
 
-from textual import work
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
-from textual.message import Message
 from textual.widgets import Static
 
-from dflash_chat.figures import counted, gigabytes, speed
+from dflash_chat.aside import Asks, aside
+from dflash_chat.figures import counted, speed
 from dflash_chat.naming import method_name, target_name
+from dflash_chat.prompt import Prompt
 from dflash_chat.speeds import Earlier, SpeedLog, Timing
-from dflash_mlx import DecodeConfig, Pair, settle
+from dflash_mlx import DecodeConfig, Pair, amount, settle
 
 QUESTIONS = (
     "Write a Python function that says whether a number is prime.",
@@ -27,28 +25,13 @@ CLAIM = (
     "A small model guesses the next words, the large model checks all of them in one pass. Only "
     "words that it would have chosen itself are kept: faster, and nothing is traded for it."
 )
+SPEED = "Speed"
 MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
 KEYS = "Enter sends · Ctrl+J new line · Esc stops · F2 where tokens come from · F3 figures · /help"
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Lines of the first screen, "" for what is not known."""
-
-    model: str = ""
-    drafts: str = ""
-    memory: str = ""
-    here: str = ""
-
-
 class Sample(Static):
-    """A question to begin with."""
-
-    @dataclass
-    class Picked(Message):
-        """The user clicked on a question."""
-
-        text: str
+    """A question to begin with; a click puts it into the line of input."""
 
     def __init__(self, number: int, question: str) -> None:
         self._question = question
@@ -58,10 +41,12 @@ class Sample(Static):
         )
 
     def on_click(self) -> None:
-        self.post_message(self.Picked(self._question))
+        prompt = self.app.query_one(Prompt)
+        prompt.put(self._question)
+        prompt.focus()
 
 
-class Welcome(Vertical):
+class Welcome(Asks, Vertical):
     """The first screen.
 
     memory: bytes that the loaded pair takes, 0 for unknown. told: whether earlier speeds, if there
@@ -71,7 +56,7 @@ class Welcome(Vertical):
     def __init__(self) -> None:
         super().__init__(id="welcome")
         self.memory, self.timing, self.told = 0, Timing(), False
-        self._facts = Facts()
+        self._facts: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
         yield Static("dflash-chat", id="name", markup=False)
@@ -92,33 +77,32 @@ class Welcome(Vertical):
         if not self.display:
             return
         if pair is None:
-            self._say(Facts(model="not loaded yet"))
+            self._say({"Model": "not loaded yet"})
             return
-        method = settle(config, pair.means).method
-        facts = Facts(target_name(pair), method_name(method, pair.means.drafters))
-        if self.memory:
-            facts = replace(facts, memory=f"{gigabytes(self.memory)} in use")
+        name, method = pair.target.name, settle(config, pair.means).method
+        facts = {
+            "Model": target_name(pair),
+            "Drafts": method_name(method, pair.means.drafters),
+            "Memory": f"{amount(self.memory)} in use" if self.memory else "",
+            SPEED: self._facts.get(SPEED, ""),
+        }
         self.told = False
-        self._say(replace(facts, here=self._facts.here))
-        self._look_up(facts, log, pair.target.name, method)
+        self._say(facts)
+        self.hear(aside(lambda: log.earlier(name, method)), lambda found: self._know(facts, found))
 
-    @work(exclusive=True)
-    async def _look_up(self, facts: Facts, log: SpeedLog, model: str, method: str) -> None:
-        earlier = await asyncio.to_thread(log.earlier, model, method)
-        self._say(replace(facts, here=speed_here(earlier, self.timing)))
-        self.told = True
+    def _know(self, facts: dict[str, str], earlier: Earlier | None) -> None:
+        if facts is self._facts:  # else something else was told meanwhile
+            self._say({**facts, SPEED: speed_here(earlier, self.timing)})
+            self.told = True
 
-    def _say(self, facts: Facts) -> None:
+    def _say(self, facts: dict[str, str]) -> None:
+        """Lines of a name and what is known, "" for nothing."""
         self._facts = facts
-        rows = [
-            ("Model", facts.model, ""),
-            ("Drafts", facts.drafts, ""),
-            ("Memory", facts.memory, ""),
-            ("Speed", facts.here, "bold $text-primary"),
-        ]
         lines = [
-            Content.assemble((f"{name:<8}", "$secondary"), (said, style))
-            for name, said, style in rows
+            Content.assemble(
+                (f"{name:<8}", "$secondary"), (said, "bold $text-primary" * (name == SPEED))
+            )
+            for name, said in facts.items()
             if said
         ]
         self.query_one("#facts", Static).update(Content("\n").join(lines))

@@ -12,6 +12,9 @@ from dflash_mlx.system import blas  # noqa: E402
 blas.preload()  # must come before anything imports mlx
 
 from dflash_mlx.benchmark.quick import BenchStep, bench, save_bench, what_pays  # noqa: E402
+from dflash_mlx.benchmark.race import SIDES as RACE_SIDES  # noqa: E402
+from dflash_mlx.benchmark.race import RaceResult, RaceStep, race  # noqa: E402
+from dflash_mlx.core.amounts import amount  # noqa: E402
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS  # noqa: E402
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
@@ -34,14 +37,13 @@ from dflash_mlx.models.available import (  # noqa: E402
     available_memory,
     available_models,
     check_memory,
+    memory_needed,
     near_names,
 )
-from dflash_mlx.models.kept import KINDS as KEPT_KINDS  # noqa: E402
-from dflash_mlx.models.kept import Kept, find_kept, kept_files, remove_kept  # noqa: E402
+from dflash_mlx.models.kept import Kept, kept_files, remove_kept  # noqa: E402
 from dflash_mlx.models.load import load, load_pair  # noqa: E402
 from dflash_mlx.models.names import DEFAULT_MODEL  # noqa: E402
 from dflash_mlx.models.offers import Download, Offer, offers  # noqa: E402
-from dflash_mlx.models.registry import registered  # noqa: E402
 from dflash_mlx.session.responder import Request, Responder  # noqa: E402
 from dflash_mlx.session.stream import Answer, Session, TextDelta, generate, stream  # noqa: E402
 from dflash_mlx.session.templates import check_prompt, prompt_tokens  # noqa: E402
@@ -63,7 +65,6 @@ __all__ = [
     "Ended",
     "Failed",
     "Job",
-    "KEPT_KINDS",
     "Kept",
     "NO_DRAFTS",
     "Observer",
@@ -71,6 +72,9 @@ __all__ = [
     "Pair",
     "PairConfig",
     "Prefilled",
+    "RACE_SIDES",
+    "RaceResult",
+    "RaceStep",
     "Request",
     "Responder",
     "RoundTimer",
@@ -82,6 +86,7 @@ __all__ = [
     "ThinkingReader",
     "TokenSource",
     "Worker",
+    "amount",
     "available_memory",
     "available_models",
     "bench",
@@ -89,7 +94,6 @@ __all__ = [
     "check_memory",
     "check_prompt",
     "draws_drafts",
-    "find_kept",
     "find_method",
     "first_difference",
     "for_terminal",
@@ -97,12 +101,13 @@ __all__ = [
     "kept_files",
     "load",
     "load_pair",
+    "memory_needed",
     "method_choices",
     "near_names",
     "needs_drafter",
     "offers",
     "prompt_tokens",
-    "registered",
+    "race",
     "remove_kept",
     "replace_text",
     "save_bench",

@@ -24,7 +24,7 @@ from textual.pilot import Pilot
 
 import dflash_mlx  # before anything that imports mlx
 from dflash_chat.backend import Backend
-from dflash_chat.chat_app import ChatApp, Start
+from dflash_chat.chat_app import ChatApp
 from dflash_chat.options import ChatConfig
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.welcome import QUESTIONS
@@ -127,8 +127,8 @@ async def shoot(folder: Path, tokens: int) -> None:
     """All pictures, one chat after the other."""
     with tempfile.TemporaryDirectory() as talks:
         chat = ChatConfig(conversations=Path(talks))
-        start = Start(dflash_mlx.PairConfig(), dflash_mlx.DecodeConfig(max_tokens=tokens), chat)
-        app = ChatApp(start, Backend())
+        decode = dflash_mlx.DecodeConfig(max_tokens=tokens)
+        app = ChatApp(dflash_mlx.PairConfig(), decode, chat, Backend())
         async with app.run_test(size=LARGE) as pilot:
             camera = Camera(app, pilot, folder, title())
             app.prompt.cursor_blink = False

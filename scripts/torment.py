@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,13 +50,13 @@ def texts(number: int, seed: int) -> Iterator[str]:
                 yield f"{place}: {obeyed}"
 
 
-def interrupts(moments: int, seed: int) -> Iterator[str]:
-    """Which commands did not end well when they were interrupted."""
+def interrupts(moments: int, seed: int, only: Sequence[str] = ()) -> Iterator[str]:
+    """Which commands, of all or `only` some, did not end well when they were interrupted."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as base:
         model = write_endless_model(Path(base) / "model")
         trained = write_target(Path(base) / "trained")
-        for command in COMMANDS:
+        for command in only or COMMANDS:
             for _ in tqdm(range(moments), desc=command):
                 with tempfile.TemporaryDirectory(dir=base) as folder:
                     words = words_of(command, model, Path(folder))
@@ -68,20 +68,22 @@ def interrupts(moments: int, seed: int) -> Iterator[str]:
 def interrupt(
     command: str, words: list[object], folder: Path, draw: random.Random
 ) -> Iterator[str]:
-    """Interrupt `command` at one of its imports, or a while after it began or passed that one."""
+    """Interrupt `command` a while after it began, or at one of its imports if that is sooner."""
     (folder / "temporary").mkdir()
     prepare(folder)
     (folder / "prompts.jsonl").write_text('{"category": "a", "prompt": "hello"}\n')
-    at, delay = draw.choice([(draw.randint(1, 1500), 60.0), (0, draw.uniform(2.0, 8.0))])
-    process = begin(words, folder, at)
-    timer = threading.Timer(delay, process.send_signal, (signal.SIGINT,))
+    imports, late = draw.choice([0, draw.randint(1, 1500)]), draw.uniform(2.0, 8.0)
+    process = begin(words, folder, imports)
+    timer = threading.Timer(late, process.send_signal, (signal.SIGINT,))
     timer.start()
     end = end_of(process)
     timer.cancel()
     temporary = (folder / "temporary").iterdir()  # mlx/ holds what MLX has compiled, for ever
     left = [*(each for each in temporary if each.name != "mlx"), *folder.glob("out*")]
-    if end.code != 0 and (end.problem or (left and command not in ("corpus", "train"))):
-        yield f"{command}, import {at} or {delay:.2f} s: {end.problem or left}"
+    if end.code == 0 and "KeyboardInterrupt" in end.err:
+        yield f"{command}, import {imports} or {late:.2f} s: went on; {end.err}"
+    elif end.code != 0 and (end.problem or (left and command not in ("corpus", "train"))):
+        yield f"{command}, import {imports} or {late:.2f} s: {end.problem or left}"
 
 
 def closings(number: int, seed: int) -> Iterator[str]:
@@ -126,12 +128,14 @@ def main() -> int:
     parser.add_argument("work", nargs="*", choices=[[], *WORK], default=[])
     parser.add_argument("--number", type=int, help="instead of the usual number of cases")
     parser.add_argument("--seed", type=int, default=20_261_122)
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, help="interrupt these alone")
     arguments = parser.parse_args()
     wrong = 0
     for name in arguments.work or WORK:
         run, usual = WORK[name]
         number = arguments.number or usual
-        for problem in run(number, arguments.seed):
+        more = {"only": arguments.only} if arguments.only and name == "interrupts" else {}
+        for problem in run(number, arguments.seed, **more):
             wrong += 1
             tqdm.write(for_terminal(problem))
         print(f"{name}: {number} cases done")

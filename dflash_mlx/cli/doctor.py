@@ -24,6 +24,7 @@ import platformdirs
 from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.method import Method
 from dflash_mlx.drafters.methods import METHODS
@@ -125,7 +126,7 @@ def about(cache: Path) -> list[str]:
     machine = describe_machine()
     blas = machine.pop("blas")
     device = machine.pop("device")
-    machine["memory"] = f"{machine.pop('memory_bytes') / 2**30:.1f} GiB"
+    machine["memory"] = amount(machine.pop("memory_bytes"))
     metal = gpu_family() if mx.metal.is_available() else "not on this machine"
     return [
         *_section("machine", machine),
@@ -164,7 +165,7 @@ def _folders(cache: Path) -> dict[str, str]:
 
 def _size(folder: Path) -> str:
     sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-    return f"{len(sizes)} files, {sum(sizes) / 1e6:.1f} MB" if sizes else "empty"
+    return f"{len(sizes)} files, {amount(sum(sizes))}" if sizes else "empty"
 
 
 def _calibrations(folder: Path) -> list[str]:

@@ -118,11 +118,11 @@ def run(main: Callable[[Sequence[str]], None], program: str) -> NoReturn:
     try:
         startup.raise_on_interrupt()
         code = _outcome(main, program)
+        startup.leave_on_interrupt()
     except KeyboardInterrupt:
         startup.leave_on_interrupt()
         say("")
         code = startup.INTERRUPTED
-    startup.leave_on_interrupt()
     sys.exit(code)
 
 
@@ -132,20 +132,27 @@ def _outcome(main: Callable[[Sequence[str]], None], program: str) -> int:
         main(sys.argv[1:])
         sys.stdout.flush()
         return 0
-    except DFlashError as error:
+    except Exception as error:
+        if startup.is_behind(error):
+            raise KeyboardInterrupt from None
+        return _failed(error, program)
+
+
+def _failed(error: Exception, program: str) -> int:
+    """Say what went wrong; the exit code."""
+    if isinstance(error, DFlashError):
         say(f"{program}: {error.told(option_name)}")
         return BAD_INPUT
-    except BrokenPipeError:  # the reader has left, as `head` does; nobody is to be told
+    if isinstance(error, BrokenPipeError):  # the reader has left, as `head` does; nobody listens
         _drop_output()
         return 0
-    except OSError as error:  # a full disk behind stdout, say; a log would not fit there either
+    if isinstance(error, OSError):  # a full disk behind stdout, say; a log would not fit there
         _drop_output()
         say(f"{program}: {in_words(error)}; {next_step_for(error)}")
         return BAD_INPUT
-    except Exception as error:
-        what = f"something went wrong ({in_short(error)}); if it does so again"
-        say(f"{program}: {what}, report it with {keep_traceback(error)}")
-        return 1
+    what = f"something went wrong ({in_short(error)}); if it does so again"
+    say(f"{program}: {what}, report it with {keep_traceback(error)}")
+    return 1
 
 
 def option_name(setting: str) -> str:

@@ -26,12 +26,12 @@ from dflash_mlx.convert.conversion import (
 )
 from dflash_mlx.convert.writing import (
     check_space,
-    gigabytes,
     head,
     resolve_destination,
     staged,
     write_shards,
 )
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.drafters.methods import format_of
@@ -167,16 +167,16 @@ def report(plan: Plan) -> str:
     """What would be done and what it needs, for people."""
     conversions = plan.conversions.values()
     lines = [
-        f"{each.part.kind:<9} {each.part.name}: {each.description}, {gigabytes(each.weight_bytes)}"
+        f"{each.part.kind:<9} {each.part.name}: {each.description}, {amount(each.weight_bytes)}"
         for each in conversions
     ]
     free = shutil.disk_usage(plan.destination.parent).free
-    lines.append(f"disk      {gigabytes(plan.size)} in {plan.destination}; {gigabytes(free)} free")
+    lines.append(f"disk      {amount(plan.size)} in {plan.destination}; {amount(free)} free")
     if plan.download:
         free = shutil.disk_usage(_cache_folder()).free
-        lines.append(f"download  {gigabytes(plan.download)}; {gigabytes(free)} free for it")
+        lines.append(f"download  {amount(plan.download)}; {amount(free)} free for it")
     memory = max(each.memory for each in conversions)
-    lines.append(f"memory    at most about {gigabytes(memory)} while converting")
+    lines.append(f"memory    at most about {amount(memory)} while converting")
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import make_shards
 
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 
 MARGIN = 16_000_000  # bytes left free beside what is written
@@ -48,8 +49,7 @@ def check_space(folder: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + MARGIN:
         raise DFlashError(
-            f"{what} needs {gigabytes(needed + MARGIN)}, but only {gigabytes(free)} are free in "
-            f"{folder}",
+            f"{what} needs {amount(needed + MARGIN)}, but only {amount(free)} are free in {folder}",
             "free some space or choose another disk",
         )
 
@@ -80,14 +80,6 @@ def staged(destination: Path) -> Iterator[Path]:
             f"{destination} cannot be written ({error.strerror or error})",
             "free some space, or choose another DST; nothing was left behind",
         ) from error
-
-
-def gigabytes(size: int) -> str:
-    """A number of bytes for people."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size} bytes"
 
 
 @contextmanager

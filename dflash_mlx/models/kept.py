@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from dflash_mlx.models.names import DEFAULT_MODEL
 from dflash_mlx.models.pair_folder import FILE, is_pair_folder
 from dflash_mlx.models.source import CONFIG, INDEX, Source, cache_folder
 from dflash_mlx.models.weight_files import is_whole
+from dflash_mlx.system.files import is_locked
 from dflash_mlx.system.machine import model_of
 
 KINDS = {
@@ -39,6 +41,8 @@ KINDS = {
     "emulator": "compiled kernels of the emulator, compiled again when needed",
 }
 YOURS = "folder"  # of KINDS
+_MOMENT = 60.0  # seconds; between two files of a download nothing is locked
+_PART = ".incomplete"  # how huggingface_hub's names of files under way end
 
 
 @dataclass(frozen=True)
@@ -159,10 +163,28 @@ def find_kept(names: list[str], kept: list[Kept]) -> list[Kept]:
     return list(found.values())
 
 
+def being_written(kept: Kept) -> bool:
+    """Whether some program downloads into it; of what is not whole, also until a moment ago."""
+    if not kept.repository and kept.path.suffix != _PART:
+        return is_locked(kept.path)
+    repository = kept.path if kept.repository else kept.path.parent.parent
+    locks = repository.parent / ".locks" / repository.name
+    if any(map(is_locked, locks.glob("*.lock"))):
+        return True
+    blobs = repository / "blobs"
+    with suppress(OSError):
+        newest = max(each.stat().st_mtime for each in (blobs, *blobs.glob(f"*{_PART}")))
+        return kept.kind == "unfinished" and abs(time.time() - newest) < _MOMENT
+    return False
+
+
 def remove_kept(kept: Kept) -> None:
     """Remove it from the disk for good; DFlashError where that cannot be done."""
     if kept.kind == YOURS:
         raise DFlashError(f"{kept.path} is a folder of your own", "remove it yourself")
+    if being_written(kept):
+        what = f"{kept.name} is being downloaded, or was until a moment ago"
+        raise DFlashError(what, "wait until that has ended, then try again in a minute")
     try:
         if kept.repository:
             _remove_repository(kept)

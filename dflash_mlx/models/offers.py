@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.available import needed, needed_by
+from dflash_mlx.models.available import memory_needed, needed, needed_by
 from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
 from dflash_mlx.models.default_model import fetch as fetch_default
 from dflash_mlx.models.lineage import inherited
@@ -59,6 +60,13 @@ class Offer:
     def here(self) -> bool:
         """Whether nothing is left to download."""
         return not self.download and not self.problem
+
+    def terms(self, there: int) -> str:
+        """What is left to download, and the memory that it needs. there: bytes of memory."""
+        if self.problem:
+            return self.problem
+        come = "on this machine" if self.here else f"{amount(self.download)} to download"
+        return f"{come}; {memory_needed(self.needs, there)}" if self.needs else come
 
 
 def offers(config: PairConfig, everything: bool = False) -> Iterator[Offer]:
@@ -211,7 +219,7 @@ def check_space(wanted: int) -> None:
     folder = next((p for p in (cache_folder(), *cache_folder().parents) if p.is_dir()), None)
     if folder is not None and (free := shutil.disk_usage(folder).free) < wanted:
         raise DFlashError(
-            f"the download takes {wanted / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free",
+            f"the download takes {amount(wanted)}, and {folder} has {amount(free)} free",
             "choose a smaller or a quantised model, or remove others with dflash-chat clean",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Collector, Finding
 from dflash_mlx.models.check import ModelFacts, Report, check_built, check_pair
@@ -63,16 +64,11 @@ def lines(report: Report) -> Iterator[str]:
         yield "  drafter  none, so drafts are looked up in the text"
     if report.target.weights.tensors:
         how = " as float32 on this processor" if on_cpu() else ""
-        yield f"  memory   about {_amount(report.memory(on_cpu()))}{how}"
+        yield f"  memory   about {amount(report.memory(on_cpu()))}{how}"
     for finding in report.findings:
         yield f"  {finding.severity:<7}  {finding.what}"
         yield f"           {finding.next_step}"
     yield "  cannot be used" if report.errors else "  can be used"
-
-
-def _amount(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"
 
 
 def _in_words(facts: ModelFacts) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +69,21 @@ def write_report(file: Path, text: str) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise DFlashError(f"{file} cannot be written ({reason})", "name another file") from None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a program, this one included, holds a lock (flock) on a file or a folder."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError as error:  # a file system without such locks says something else
+        return error.errno in (errno.EAGAIN, errno.EACCES)
+    finally:
+        os.close(descriptor)
 
 
 def existing(name: str) -> Path | None:

@@ -91,7 +91,7 @@ async def test_leaving_bench_with_ctrl_c_ends_it(app, pilot, backend):
     backend.gate.release()
     backend.gate = None
     await answered(app, pilot)
-    assert app.listener.bench is None
+    assert app.listener.comparison is None
 
 
 @in_chat(lambda: ScriptedBackend(bench_steps=[DFlashError("method is 'x'", "choose another")]))
@@ -118,7 +118,7 @@ async def test_one_comparison_at_a_time(app, pilot, backend):
     await say(app, pilot, "/bench")
     with pytest.raises(DFlashError, match="a comparison is being run"):
         await app.commands.run(parse("/race why"))
-    assert app.listener.race is None
+    assert isinstance(app.listener.comparison, BenchScreen)
     backend.gate.release(100)
 
 

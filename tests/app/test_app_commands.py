@@ -4,7 +4,6 @@ import pytest
 
 from dflash_chat.commands import COMMANDS, completions
 from dflash_chat.conversation import code_blocks
-from dflash_mlx import DFlashError
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
@@ -94,23 +93,6 @@ async def test_the_rest_of_a_command_is_shown_behind_the_cursor_alone(app, pilot
 
 
 # Words of the chat
-
-
-@pytest.mark.parametrize(
-    ("step", "shown"),
-    [
-        ("give one with --model", "give one with /model"),
-        ("name one with --drafter, or use --method none", "/drafter, or use /method none"),
-        ("leave out --budget", "leave out “Tokens checked in one pass” in /settings"),
-        ("leave out --kv-bits", "leave out --kv-bits"),
-        ("look into models--Qwen--4B", "models--Qwen--4B"),
-    ],
-)
-@in_chat(lambda step: ScriptedBackend([DFlashError("it is 7", step)]))
-async def test_messages_name_the_commands_of_the_chat(app, pilot, backend, shown):
-    await say(app, pilot, "What meets?")
-    await until(lambda: notices(app), pilot)
-    assert notices(app)[0].endswith(shown)
 
 
 @in_chat()

@@ -145,13 +145,18 @@ async def test_rename_delete_and_export_work_on_the_conversation_on_screen(
     await say(app, pilot, "/rename Big Question")
     assert "Big Question" in screen_text(app)
     await say(app, pilot, "/export")
+    await until(lambda: "Written to" in notices(app)[-1], pilot)
     assert "# Big Question" in (tmp_path / "big-question.md").read_text()
-    await say(app, pilot, "/export big-question.md")
-    assert "exists already" in notices(app)[-1]
-    for name in ("~no-such-user/talk.md", "x" * 5000, "no/such/folder/talk.md"):
+    for name, problem in (
+        ("big-question.md", "exists already"),
+        ("~no-such-user/talk.md", "; name "),
+        ("x" * 5000, "xxx"),
+        ("no/such/folder/talk.md", "no/such/folder"),
+    ):
         await say(app, pilot, f"/export {name}")
-        assert "; name " in notices(app)[-1]
+        await until(lambda p=problem: p in notices(app)[-1], pilot)
     await say(app, pilot, "/delete")
+    assert app.screen.query_one(".dialog").size.height < 5, "a small question is a small box"
     await pilot.press("n")
     assert app.conversation.turns
     await say(app, pilot, "/delete")

@@ -13,8 +13,7 @@ from dflash_chat import download_screen, picker_screen
 from dflash_chat.download_screen import DownloadScreen
 from dflash_chat.picker_screen import PickerScreen
 from dflash_chat.screens import ConfirmScreen
-from dflash_chat.sizes import amount, memory
-from dflash_mlx import AvailableModel, DFlashError, Kept, Offer, PairConfig
+from dflash_mlx import AvailableModel, DFlashError, Kept, Offer, PairConfig, memory_needed
 from support.app_scripts import drive, in_chat, notices, say, screen_text, until
 
 GB = 10**9
@@ -235,20 +234,12 @@ async def test_quantisations_of_a_model_that_is_here_are_offered_with_v(
     await open_picker(app, pilot)
     await pilot.press("down", "v")
     await until(lambda: isinstance(app.screen, DownloadScreen) and len(options(app)) == 2, pilot)
-    assert "here already" in screen_text(app)
+    assert "on this machine" in screen_text(app)
     await pilot.press("enter")
     await until(lambda: len(backend.loaded) == 2, pilot)
     assert notices(app) == []
 
 
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [(0, "0 kB"), (1500, "1.5 kB"), (98_362_432, "98.4 MB"), (2.28e9, "2.28 GB")],
-)
-def test_bytes_are_shown_in_thousands(count, shown):
-    assert amount(count) == shown
-
-
 def test_memory_says_whether_a_model_fits():
-    assert memory(GB, GB) == "needs 1.00 GB, fits"
-    assert memory(2 * GB, GB, "about ") == "needs about 2.00 GB, does not fit"
+    assert memory_needed(GB, GB) == "needs 1.00 GB, fits"
+    assert memory_needed(2 * GB, GB, "about ") == "needs about 2.00 GB, does not fit"

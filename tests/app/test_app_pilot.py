@@ -3,7 +3,6 @@
 import re
 import threading
 
-import pytest
 from textual import events
 from textual.widgets import Collapsible
 
@@ -121,22 +120,23 @@ async def test_thoughts_are_folded_and_can_be_opened(app, pilot, backend):
 # Stop
 
 
-@pytest.mark.parametrize("key", ["escape", "ctrl+c"])
-@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(2)))
-async def test_an_answer_stops_within_one_round_and_keeps_what_was_said(app, pilot, backend, key):
-    await say(app, pilot, "What meets?")
-    await until(lambda: app.status.figures and app.status.figures["rounds"] == 2, pilot)
-    await pilot.press(key)
-    await until(lambda: app.listener.job.cancelled.is_set(), pilot)
-    backend.gate.release(100)
-    await until(lambda: app.listener.job is None, pilot)
-    assert backend.rounds_run <= 3
-    turn = app.conversation.turns[-1]
-    assert turn.ending == "stopped"
-    assert turn.content == "".join(r.text for r in rounds_of(ANSWER)[: backend.rounds_run])
-    assert "stopped here" in screen_text(app)
+@in_chat()
+async def test_an_answer_stops_within_one_round_and_keeps_what_was_said(app, pilot, backend):
+    for key in ("escape", "ctrl+c"):
+        backend.gate, backend.rounds_run = threading.Semaphore(2), 0
+        await say(app, pilot, "What meets?")
+        await until(lambda: app.status.figures and app.status.figures["rounds"] == 2, pilot)
+        await pilot.press(key)
+        await until(lambda: app.listener.job.cancelled.is_set(), pilot)
+        backend.gate.release(100)
+        await until(lambda: app.listener.job is None, pilot)
+        assert backend.rounds_run <= 3
+        turn = app.conversation.turns[-1]
+        assert turn.ending == "stopped"
+        assert turn.content == "".join(r.text for r in rounds_of(ANSWER)[: backend.rounds_run])
+        assert "stopped here" in screen_text(app)
     await answered(app, pilot, "go on")
-    assert backend.requests[-1].messages[1]["content"] == turn.content
+    assert backend.requests[-1].messages[3]["content"] == turn.content
 
 
 @in_chat(lambda: ScriptedBackend(prefills=[(10, 100)]))
@@ -223,21 +223,19 @@ async def test_a_fault_is_a_sentence_that_names_its_log_and_the_app_goes_on(
     await answered(app, pilot, "again")
 
 
-@pytest.mark.parametrize(
-    ("error", "sentence"),
-    [
-        (DFlashError("the drafter was made for another", "choose its own"), "choose its own."),
-        (MemoryError(), "there is not enough memory (MemoryError: )"),
-        (RuntimeError("[metal::malloc] Attempting to allocate"), "smaller or a quantised /model"),
-    ],
-)
-@in_chat(lambda error: ScriptedBackend(loads=[error]))
-async def test_a_model_that_cannot_be_loaded_is_a_sentence_and_another_can_be(
-    app, pilot, backend, sentence
-):
-    assert sentence in notices(app)[0]
-    assert app.pair is None
-    await say(app, pilot, "/model other/one")
+FOREIGN = DFlashError("the drafter was made for another", "choose its own")
+METAL = RuntimeError("[metal::malloc] Attempting to allocate")
+
+
+@in_chat(lambda: ScriptedBackend(loads=[FOREIGN, MemoryError(), METAL]))
+async def test_a_model_that_cannot_be_loaded_is_a_sentence_and_another_can_be(app, pilot, backend):
+    for number, sentence in enumerate(
+        ("choose its own.", "there is not enough memory (MemoryError: )", "or a quantised /model")
+    ):
+        await until(lambda n=number: len(notices(app)) == n + 1, pilot)
+        assert sentence in notices(app)[-1]
+        assert app.pair is None
+        await say(app, pilot, "/model other/one")
     await until(lambda: app.pair, pilot)
     assert backend.loaded[-1] == PairConfig(model="other/one")
     await answered(app, pilot)

@@ -1,6 +1,5 @@
 """Questions that wait, are asked again or changed; answers that are kept while they grow."""
 
-import asyncio
 import threading
 
 import pytest
@@ -223,15 +222,6 @@ async def test_retry_answers_again_and_keeps_the_old_answer_as_a_conversation(ap
     assert "/temperature" in notices(app)[-1], "greedy answers do not change"
 
 
-@in_chat(lambda: ScriptedBackend(["one", "two"]))
-async def test_the_tokens_of_an_answer_that_left_the_screen_are_let_go(app, pilot, backend):
-    await pilot.press("f2")
-    await answered(app, pilot, "first")
-    await say(app, pilot, "/retry")
-    await settled(app, pilot, backend, 2)
-    assert [turn.content for turn in app.conversation.turns] == ["first", "two"]
-
-
 @in_chat()
 async def test_a_question_that_can_no_longer_be_sent_is_back_in_the_line(app, pilot, backend):
     await answered(app, pilot, "first")
@@ -259,7 +249,7 @@ def test_a_conversation_that_another_window_answered_is_not_deleted(tmp_path):
     answered.turns.append(Turn("assistant", "a"))
     theirs.save(answered)
     opened.turns.clear()
-    asyncio.run(Keeper(ours).save(opened))
+    Keeper(ours).save(opened).result(60)
     assert [turn.content for turn in ours.read(entry.file).conversation.turns] == ["q", "a"]
 
 
@@ -301,12 +291,9 @@ async def test_an_edited_first_question_names_its_conversation(app, pilot, backe
     assert sorted(e.title for e in app.store.entries()) == ["Waht?", "What?"]
 
 
-@pytest.mark.parametrize("command", ["/retry", "/edit"])
-@in_chat(lambda: ScriptedBackend([*[ANSWER] * 2]))
-async def test_nothing_is_asked_again_that_cannot_be_kept(
-    app, pilot, backend, monkeypatch, command
-):
-    await say(app, pilot, command)
+@in_chat()
+async def test_nothing_is_asked_again_that_cannot_be_kept(app, pilot, backend, monkeypatch):
+    await say(app, pilot, "/retry")
     assert "ask something first" in notices(app)[-1]
     await answered(app, pilot, "first")
 
@@ -314,19 +301,20 @@ async def test_nothing_is_asked_again_that_cannot_be_kept(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    await say(app, pilot, command)
-    await until(lambda: "No space left" in notices(app)[-1], pilot)
+    for number, command in enumerate(("/retry", "/edit"), start=1):
+        await say(app, pilot, command)
+        await until(lambda n=number: str(notices(app)).count("No space left") == n, pilot)
     monkeypatch.undo()
     assert [turn.content for turn in app.conversation.turns] == ["first", ANSWER]
 
 
-@pytest.mark.parametrize("command", ["/retry", "/edit"])
 @in_chat(gated)
-async def test_nothing_is_asked_again_while_an_answer_is_written(app, pilot, backend, command):
+async def test_nothing_is_asked_again_while_an_answer_is_written(app, pilot, backend):
     await say(app, pilot, "first")
     await until(lambda: app.status.figures, pilot)
-    await say(app, pilot, command)
-    assert "Esc" in notices(app)[-1]
+    for command in ("/retry", "/edit"):
+        await say(app, pilot, command)
+    assert all("Esc" in notice for notice in notices(app)) and len(notices(app)) == 2
     backend.gate.release(1000)
     await until(lambda: app.listener.job is None, pilot)
     assert len(app.conversation.turns) == 2

@@ -52,7 +52,13 @@ def test_a_line_without_commands_stays_the_same_object():
             DFlashError("top_k is 3", "choose less", "top_k"),
             f"{label_of('top_k')} is 3; choose less",
         ),
+        (
+            DFlashError("no", "name one with --drafter, or use --method none"),
+            "no; name one with /drafter, or use /method none",
+        ),
         (DFlashError("no", "raise --max-tokens"), "no; raise “Longest answer” in /settings"),
+        (DFlashError("no", "leave out --kv-bits"), "no; leave out --kv-bits"),
+        (DFlashError("models--Qwen--4B", "look into it"), "models--Qwen--4B; look into it"),
         (DFlashError("no", "name one with --conversations"), "no; name one with --conversations"),
     ],
 )

@@ -4,23 +4,25 @@ import re
 import sys
 import threading
 
-import pytest
 from textual.widgets import Digits, Input, Static
 
-from dflash_chat.race import RaceResult
+from dflash_chat.conversation import Turn
+from dflash_chat.draft_panel import ANSWERS
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.welcome import QUESTIONS
-from dflash_mlx import DecodeConfig, DFlashError
+from dflash_mlx import DecodeConfig, DFlashError, RaceResult
 from dflash_mlx.engine.pair import Advice, Means
 from support.app_scripts import (
     ANSWER,
+    WORDS,
     ScriptedBackend,
     answered,
     in_chat,
     notices,
     race_of,
+    rounds_of,
     say,
     screen_text,
     shown_answer,
@@ -28,9 +30,9 @@ from support.app_scripts import (
 )
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
+@in_chat()
+async def test_a_command_that_cannot_be_run_says_what_to_do(app, pilot, backend):
+    for line, sentence in (
         ("/modle x", "there is no command /modle; try /model"),
         ("/xyzzy", "/help"),
         ("/rename", "type /rename title"),
@@ -39,12 +41,9 @@ from support.app_scripts import (
         ("/method magic", "method is 'magic'; choose one of"),
         ("/stats", "there is no answer yet; ask something first"),
         ("/race", "nothing has been asked yet"),
-    ],
-)
-@in_chat()
-async def test_a_command_that_cannot_be_run_says_what_to_do(app, pilot, backend, line, sentence):
-    await say(app, pilot, line)
-    assert sentence in notices(app)[-1]
+    ):
+        await say(app, pilot, line)
+        assert sentence in notices(app)[-1]
     await answered(app, pilot)
 
 
@@ -82,10 +81,11 @@ async def test_settings_show_every_option_and_apply_together(app, pilot, backend
     assert app.config.method == "d2sd"
 
 
-@in_chat(decode=DecodeConfig(method="d2sd", budget=8, stop=("a",)))
-async def test_settings_left_with_escape_change_nothing(app, pilot, backend):
+@in_chat(decode=DecodeConfig(method="d2sd", budget=8, stop=("a",)), size=(80, 24))
+async def test_settings_open_at_their_top_and_left_with_escape_change_nothing(app, pilot, backend):
     before = app.config
     await say(app, pilot, "/settings")
+    assert "Temperature" in screen_text(app) and "max_tokens" not in screen_text(app)
     app.screen.query_one("#set-max_tokens", Input).value = "7"
     await pilot.press("escape")
     assert app.config is before
@@ -138,6 +138,27 @@ async def test_the_draft_view_opens_beside_what_is_typed_and_closes(app, pilot, 
     assert "↵" not in screen_text(app)
 
 
+@in_chat(lambda: ScriptedBackend(["one **two**", "three **four**", "**five**"]), size=(120, 50))
+async def test_every_answer_of_the_session_is_shown_as_its_tokens(app, pilot, backend):
+    app.conversation.turns += [Turn("user", "before"), Turn("assistant", "of **another** day")]
+    await app.transcript.show(app.conversation.turns)
+    for question in ("a", "b"):
+        await answered(app, pilot, question)
+    assert "**" not in screen_text(app)
+    await pilot.press("f2")
+    for text in ("one **two**", "three **four**", "of another day"):
+        assert text in screen_text(app)
+    await say(app, pilot, "/retry")
+    await until(lambda: "**five**" in screen_text(app) and app.listener.job is None, pilot)
+    assert "one **two**" in screen_text(app), "in a conversation that goes on elsewhere, too"
+    for number in range(ANSWERS):
+        app.draft.take(rounds_of("x")[0], WORDS)
+        app.draft.end(f"answer {number}")
+    assert app.draft.tokens_of("answer 0") and not app.draft.tokens_of("**five**"), "in little room"
+    await pilot.press("f2")
+    assert "**" not in screen_text(app)
+
+
 @in_chat(size=(120, 40))
 async def test_the_draft_view_goes_back_through_the_rounds_and_stays_there(app, pilot, backend):
     backend.gate = threading.Semaphore(4)
@@ -162,23 +183,6 @@ async def test_the_draft_view_goes_back_through_the_rounds_and_stays_there(app, 
     await until(lambda: app.listener.job is None, pilot)
 
 
-@in_chat(size=(80, 24))
-async def test_settings_open_at_their_top_with_words_for_labels(app, pilot, backend):
-    await say(app, pilot, "/settings")
-    await pilot.pause()
-    assert "Temperature" in screen_text(app)
-    assert "max_tokens" not in screen_text(app)
-
-
-@in_chat(size=(80, 24))
-async def test_a_small_question_is_a_small_box(app, pilot, backend):
-    await answered(app, pilot)
-    await say(app, pilot, "/delete")
-    box = app.screen.query_one(".dialog")
-    assert box.size.height < 5
-    await pilot.press("n")
-
-
 @in_chat(size=(120, 40))
 async def test_the_speed_is_large_where_there_is_room_and_every_figure_explains_itself(
     app, pilot, backend
@@ -200,17 +204,15 @@ async def test_the_speed_is_large_where_there_is_room_and_every_figure_explains_
 # The first screen
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 @in_chat(size=(80, 24))
-async def test_an_empty_conversation_says_what_is_loaded_and_how_to_begin(
-    app, pilot, backend, size
-):
-    await pilot.resize_terminal(*size)
-    await pilot.pause()
-    shown = screen_text(app)
-    for text in ("SmolLM2-135M-Instruct", "DFlash + variable-prefix", "Ctrl+J", *QUESTIONS):
-        assert text in shown
-    assert "tokens per second" not in shown, "there is no ground for a figure yet"
+async def test_an_empty_conversation_says_what_is_loaded_and_how_to_begin(app, pilot, backend):
+    for size in ((80, 24), (120, 40), (200, 60)):
+        await pilot.resize_terminal(*size)
+        await pilot.pause()
+        shown = screen_text(app)
+        for text in ("SmolLM2-135M-Instruct", "DFlash + variable-prefix", "Ctrl+J", *QUESTIONS):
+            assert text in shown
+        assert "tokens per second" not in shown, "there is no ground for a figure yet"
     await answered(app, pilot, " 2 ")
     assert [m["content"] for m in backend.requests[0].messages] == [QUESTIONS[1]]
     assert QUESTIONS[0] not in screen_text(app)

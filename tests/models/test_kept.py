@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import WeakFileLock
 
-from dflash_mlx import DFlashError, find_kept, kept_files, remove_kept
+from dflash_mlx import DFlashError, being_written, find_kept, kept_files, remove_kept
 from dflash_mlx.models import pair_folder
-from dflash_mlx.models.default_model import DEFAULT_TARGET
+from dflash_mlx.models.default_model import DEFAULT_TARGET, fetch
 from dflash_mlx.models.names import DEFAULT_MODEL
 from support.hub_server import Hub, serve
 from support.models import write_drafter, write_model
@@ -92,6 +93,8 @@ def test_half_a_download_is_called_unfinished(hub, cache, tmp_path):
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     part = next((tmp_path / "hub").glob("models--owner--model/blobs")) / "1.incomplete"
     part.write_bytes(b"z" * 300)
+    for each in (part, part.parent):  # nobody has written into it for long
+        os.utime(each, (1, 1))
     found = find_kept([TARGET], kept_files(tmp_path / "none", cache))
     unfinished = [(each.size == 300, each.repository) for each in found[:2]]
     assert sorted(unfinished) == [(False, True), (True, False)]
@@ -99,6 +102,43 @@ def test_half_a_download_is_called_unfinished(hub, cache, tmp_path):
     for each in found:
         remove_kept(each)
     assert find_kept(["unfinished"], kept_files(tmp_path / "none", cache / "none")) == []
+
+
+def test_what_another_program_downloads_is_left_alone_until_it_is_done(hub, cache, tmp_path):
+    (snapshot,) = (tmp_path / "hub").glob("models--owner--model/snapshots/*")
+    (snapshot / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    blobs = tmp_path / "hub" / "models--owner--model" / "blobs"
+    part = blobs / "1.incomplete"
+    part.write_bytes(b"z")
+
+    def refused() -> int:
+        found = find_kept(["unfinished"], kept_files(tmp_path / "none", cache))
+        busy = [each for each in found if being_written(each)]
+        for each in busy:
+            with pytest.raises(DFlashError, match="is being downloaded"):
+                remove_kept(each)
+            assert each.path.exists()
+        return len(busy)
+
+    assert refused() == 2, "it has just changed"
+    for each in (part, blobs):
+        os.utime(each, (1, 1))
+    assert refused() == 0
+    with WeakFileLock(tmp_path / "hub" / ".locks" / "models--owner--model" / "1.lock"):
+        assert refused() == 2, "however long ago, as with a slow connection"
+    assert refused() == 0
+
+
+def test_the_folder_that_pip_fills_is_left_alone(tmp_path):
+    def download(folder: Path, _: str) -> Path:
+        (found,) = find_kept(["unfinished"], kept_files(tmp_path, tmp_path))
+        assert found.path == folder and being_written(found)
+        raise DFlashError("it was looked at", "stop")
+
+    with pytest.raises(DFlashError, match="looked at"):
+        fetch(tmp_path, download=download)
 
 
 @pytest.mark.usefixtures("hub")

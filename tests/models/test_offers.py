@@ -135,7 +135,7 @@ def test_a_disk_without_room_is_told_before_anything_is_fetched(hub, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, 1000))
     download = finish(Download(PAIR))
     assert isinstance(download.error, DFlashError)
-    assert "0.00 GB free" in str(download.error)
+    assert "1.0 kB free" in str(download.error)
     assert fetched(hub) == 0
 
 

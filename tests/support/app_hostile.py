@@ -8,13 +8,14 @@ from pathlib import Path
 import pyte
 
 from dflash_chat.conversation import Conversation, Turn
+from dflash_chat.keeper import Keeper
 from dflash_chat.screens import RowsScreen
 from dflash_chat.status import Progress
 from dflash_chat.store import Store
 from support.app_scripts import ANSWER, ScriptedBackend, answered, drive, pair_of, say
 from support.hostile import Watched, commands_in, hostile_text, state
 
-SIZE = (100, 250)  # high enough to show everything at once
+HIGH, USUAL = (100, 250), (100, 60)  # the first shows a whole conversation at once
 TURNS, IN_A_TURN = 10, 4
 EACH = TURNS * IN_A_TURN + 10  # cases of one conversation, and of what else the chat shows
 
@@ -39,37 +40,51 @@ def torment(folder: Path, seeds: Iterable[int]) -> dict[str, list[str]]:
     title in the head line, in the list and in a dialog, the name of a model, progress, an error.
     """
     found: dict[str, list[str]] = {}
-    screen, backend = Watched(*SIZE), ScriptedBackend([ANSWER])
-    stream = pyte.Stream(screen)
+    backend = ScriptedBackend([ANSWER])
 
-    async def steps(app, pilot, _):
-        async def look(place: str, seed: int) -> None:
-            await pilot.pause()
-            if wrong := obeyed(app, screen, stream):
-                found[f"{place} of seed {seed}"] = wrong
+    def watch(size, show):
+        screen = Watched(*size)
+        stream = pyte.Stream(screen)
 
-        for seed in seeds:
-            app.store = stored(folder / f"talks-{seed}", seed)
-            (entry,) = app.store.entries()
-            await app.show_conversation(app.store.open(entry.file).conversation)
-            app.pair = pair_of(hostile_text(f"{seed}/name"))
-            app.show_header()
-            await look("conversation", seed)
-            assert app.transcript.max_scroll_y == 0, "all of it is on screen"
-            await say(app, pilot, "/open")
-            await look("list", seed)
-            await pilot.press("escape")
-            backend.answers = [hostile_text(f"{seed}/answer")]
-            await answered(app, pilot, "x" + hostile_text(f"{seed}/question"))
-            app.status.progress(Progress(hostile_text(f"{seed}/progress")))
-            await app.say(hostile_text(f"{seed}/error"), "error")
-            await look("answer", seed)
-            rows = [(hostile_text(f"{seed}/row"), hostile_text(f"{seed}/value"))]
-            app.push_screen(RowsScreen("Figures", rows))
-            await look("dialog", seed)
-            await pilot.press("escape")
+        async def steps(app, pilot, _):
+            async def look(place: str) -> None:
+                await pilot.pause()
+                if wrong := obeyed(app, screen, stream):
+                    found[f"{place} of seed {seed}"] = wrong
 
-    drive(steps, folder / "talks", backend, SIZE)
+            for seed in seeds:
+                await show(app, pilot, seed, look)
+
+        drive(steps, folder / "talks", backend, size)
+
+    async def conversation(app, pilot, seed, look):
+        store = stored(folder / f"talks-{seed}", seed)
+        (entry,) = store.entries()
+        await app.show_conversation(store.open(entry.file).conversation)
+        app.pair = pair_of(hostile_text(f"{seed}/name"))
+        app.show_header()
+        await look("conversation")
+        assert app.transcript.max_scroll_y == 0, "all of it is on screen"
+
+    async def elsewhere(app, pilot, seed, look):
+        app.keeper = Keeper(Store(folder / f"talks-{seed}"))
+        await app.show_conversation(Conversation())
+        await say(app, pilot, "/open")
+        assert await app.keeper.finish(60)
+        await look("list")
+        await pilot.press("escape")
+        backend.answers = [hostile_text(f"{seed}/answer")]
+        await answered(app, pilot, "x" + hostile_text(f"{seed}/question"))
+        app.status.progress(Progress(hostile_text(f"{seed}/progress")))
+        await app.say(hostile_text(f"{seed}/error"), "error")
+        await look("answer")
+        rows = [(hostile_text(f"{seed}/row"), hostile_text(f"{seed}/value"))]
+        app.push_screen(RowsScreen("Figures", rows))
+        await look("dialog")
+        await pilot.press("escape")
+
+    watch(HIGH, conversation)
+    watch(USUAL, elsewhere)
     return found
 
 

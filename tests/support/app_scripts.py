@@ -11,17 +11,23 @@ from inspect import Parameter, Signature, signature
 from types import SimpleNamespace
 from typing import Any
 
+from textual import _wait
 from textual.widgets import Markdown, Static
 
-from dflash_chat.backend import Loaded, Timed
-from dflash_chat.chat_app import ChatApp, Start
+from dflash_chat.backend import Loaded
+from dflash_chat.chat_app import ChatApp
 from dflash_chat.options import ChatConfig
-from dflash_chat.race import DRAFTED, PLAIN, RaceStep
-from dflash_mlx import DecodeConfig, PairConfig, Statistics, TextDelta
+from dflash_chat.speeds import Timing
+from dflash_mlx import DecodeConfig, PairConfig, RaceStep, Statistics, TextDelta
+from dflash_mlx.benchmark.race import DRAFTED, PLAIN
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Means
 from support.decoding import tree_of
+
+# A pilot takes the app for idle when it computes next to nothing for so long; 20 ms are its own,
+# twice for every key.
+_wait.SLEEP_GRANULARITY, _wait.SLEEP_IDLE = 0.005, 0.00025
 
 ANSWER = """Two rivers meet **here**:
 
@@ -161,7 +167,7 @@ class ScriptedBackend:
 
     def measure(self, again):
         self._wait_in("measure")
-        yield Timed()
+        yield Timing()
 
     def answer(self, request, observer):
         self.requests.append(request)
@@ -232,9 +238,11 @@ def drive(steps, folder, backend=None, size=(100, 30), decode=None, **chat):
     async def run():
         used = backend or ScriptedBackend()
         config = replace(ChatConfig(conversations=folder), **chat)
-        app = ChatApp(Start(PairConfig(), decode or DecodeConfig("d2sd"), config), used)
+        app = ChatApp(PairConfig(), decode or DecodeConfig("d2sd"), config, used)
         async with app.run_test(size=size) as pilot:
             await until(lambda: used.waits or not app.listener.waiting, pilot)
+            assert await app.keeper.finish(60)
+            await pilot.pause()
             await steps(app, pilot, used)
             await pilot.pause()
         assert app.return_code in (0, None)

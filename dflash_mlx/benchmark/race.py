@@ -8,21 +8,16 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from dflash_mlx import (
-    NO_DRAFTS,
-    DFlashError,
-    Difference,
-    Pair,
-    Request,
-    Session,
-    TextDelta,
-    draws_drafts,
-    first_difference,
-    prompt_tokens,
-    settle,
-)
+from dflash_mlx.core.config import PLAIN as NO_DRAFTS
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.methods import draws_drafts, settle
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.parity import Difference, first_difference
+from dflash_mlx.session.responder import Request
+from dflash_mlx.session.stream import Session, TextDelta
+from dflash_mlx.session.templates import prompt_tokens
 
-PLAIN, DRAFTED = "plain", "drafted"
+SIDES = PLAIN, DRAFTED = "plain", "drafted"
 SLICE = 1.0  # seconds that one side of a race runs before the other may
 
 
@@ -49,14 +44,14 @@ def race(pair: Pair, request: Request) -> Iterator[RaceStep | RaceResult]:
     """Both sides in turn, always the one that has had less time, from the same seed."""
     if request.config.method == NO_DRAFTS:
         raise DFlashError(
-            "the method is none, so both sides would decode plainly", "choose another /method"
+            "the method is none, so both sides would decode plainly", "choose another --method"
         )
     sampling = request.config.sampling.with_seed()
     config = settle(replace(request.config, sampling=sampling), pair.means)
     if draws_drafts(config):
         raise DFlashError(
             "answers drawn by rejection differ from plain ones, by design",
-            "set acceptance to match in /settings to compare them token by token",
+            "leave out --acceptance to compare them token by token",
         )
     tokens = prompt_tokens(pair.tokenizer, request.messages, request.system, template=pair.template)
     plain = Lane(PLAIN, Session(pair, replace(config, method=NO_DRAFTS)).stream(tokens))

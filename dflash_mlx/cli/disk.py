@@ -9,22 +9,21 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dflash_chat.sizes import amount, memory
-from dflash_mlx import (
-    DEFAULT_MODEL,
-    KEPT_KINDS,
-    Download,
+from dflash_mlx.cli.options import Parser
+from dflash_mlx.core.amounts import amount
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.models.available import available_memory, available_models, memory_needed
+from dflash_mlx.models.kept import (
+    KINDS,
     Kept,
-    PairConfig,
-    available_memory,
-    available_models,
+    being_written,
     find_kept,
     kept_files,
-    offers,
-    registered,
     remove_kept,
 )
-from dflash_mlx.cli.options import Parser
+from dflash_mlx.models.names import DEFAULT_MODEL
+from dflash_mlx.models.offers import Download, offers
+from dflash_mlx.models.registry import registered
 
 _LOOK = 0.2  # seconds between looks at how far a download is
 
@@ -57,7 +56,7 @@ def models(argv: Sequence[str]) -> None:
 
 def clean(argv: Sequence[str]) -> None:
     """Say what would be removed; with --yes remove it. DFlashError for a name of nothing."""
-    kinds = "; ".join(f"{kind}: {meaning}" for kind, meaning in KEPT_KINDS.items())
+    kinds = "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items())
     parser = Parser(
         prog="dflash-chat clean",
         description="Say what would be removed from the disk, and with --yes remove it. Other "
@@ -74,6 +73,11 @@ def clean(argv: Sequence[str]) -> None:
     found = find_kept(arguments.what, kept)
     if not found:
         print("Nothing of that kind is here.")
+        return
+    busy = [each for each in found if being_written(each)]
+    for name in sorted({each.name for each in busy}):
+        print(f"{name} is being downloaded, or was until a moment ago, so it stays.")
+    if not (found := [each for each in found if each not in busy]):
         return
     _print(_lines(found))
     freed = amount(sum(each.size for each in found))
@@ -118,9 +122,10 @@ def _everything(here: Path) -> Iterator[str]:
     yield f"to download; sizes go by the names, with 4 bits a weight; {amount(there)} of memory:"
     for model in available_models(here):
         if not model.here:
-            about = f"about {amount(model.download):>9}, {memory(model.needs, there, 'about ')}"
+            needs = memory_needed(model.needs, there, "about ")
+            about = f"about {amount(model.download):>9}, {needs}" if model.needs else ""
             mark = "" if model.verified else "  not verified"
-            yield f"  {model.name:<36}  {about if model.needs else ''}{mark}".rstrip()
+            yield f"  {model.name:<36}  {about}{mark}".rstrip()
     yield "not verified: there is a draft model, but this program was never tried with its files."
     yield "dflash-chat models NAME says it exactly and lists quantisations; --download fetches it."
 
@@ -136,6 +141,7 @@ def _lines(kept: Sequence[Kept]) -> Iterator[str]:
         path = some[0].path if len(some) == 1 else some[0].path.parent
         place = "" if str(path) == name else _short(path)
         place += f" ({len(some)} files)" * (len(some) > 1)
+        place += " (being downloaded)" * any(map(being_written, some))
         size = amount(sum(each.size for each in some))
         yield f"{kind:<11}  {size:>9}  {day}  {name:<{width}}  {place}".rstrip()
     total = sum(each.size for each in kept)
@@ -155,9 +161,4 @@ def _offered(config: PairConfig) -> Iterator[str]:
         mark = "" if pair.verified else ", not verified"
         yield f"draft model {pair.drafter}{mark}" + f"; others: {pair.more}" * bool(pair.more)
     for offer in offers(config):
-        if offer.problem:
-            yield f"{offer.name}  {offer.problem}"
-        else:
-            come = "on this machine" if offer.here else f"{amount(offer.download)} to download"
-            needs = memory(offer.needs, there) if offer.needs else ""
-            yield f"{offer.name}  {come}  {needs}".rstrip()
+        yield f"{offer.name}  {offer.terms(there)}"

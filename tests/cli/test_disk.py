@@ -9,9 +9,11 @@ from threading import Event
 
 import platformdirs
 import pytest
+from huggingface_hub.utils import WeakFileLock
 
-from dflash_chat import disk, main
+from dflash_chat import main
 from dflash_mlx import DFlashError
+from dflash_mlx.cli import disk
 from dflash_mlx.models.names import whole_copy
 from support.hub_server import Hub, serve
 from support.models import write_model
@@ -122,6 +124,24 @@ def test_clean_without_a_name_removes_nothing(hub, tmp_path, capsys):
     assert len(calibrations(tmp_path)) == 1
     main.run(["clean", "features", "--yes"])
     assert "Nothing of that kind" in capsys.readouterr().out
+
+
+def test_clean_leaves_what_another_program_downloads_and_says_so(hub, tmp_path, capsys):
+    main.run(["models", QUANTISED, "--download"])
+    locks = tmp_path / "cache" / ".locks" / f"models--{QUANTISED.replace('/', '--')}"
+    with WeakFileLock(locks / "1.lock"):
+        capsys.readouterr()
+        main.run(["clean", QUANTISED, "calibrations", "--yes"])
+        assert f"{QUANTISED} is being downloaded" in capsys.readouterr().out
+        assert whole_copy(QUANTISED) is not None
+        assert calibrations(tmp_path) == [], "the other thing is removed"
+        main.run(["clean", QUANTISED, "--yes"])
+        assert "Removed" not in capsys.readouterr().out
+        main.run(["models"])
+        (line,) = [li for li in capsys.readouterr().out.splitlines() if QUANTISED in li]
+        assert line.endswith("(being downloaded)")
+    main.run(["clean", QUANTISED, "--yes"])
+    assert whole_copy(QUANTISED) is None
 
 
 def test_clean_refuses_a_name_of_nothing(hub, tmp_path):
