@@ -104,16 +104,30 @@ def test_what_is_taken_back_leaves_no_trace(model_of, target, name, drafts, back
     assert np.abs(found(model, context, block) - right).max() < TOLERANCE
 
 
-def test_a_window_that_has_passed_on_is_filled_again_from_where_it_matters(model_of, target):
-    """With `draft_window` on all layers; as one that never held the rest."""
-    model, block, text = model_of("ours", draft_window=6), block_of(9, 4), prompt_of(6, 900)
-    fresh, context = behind(model, text[:200]), behind(model, text, *range(100, 900, 100))
+@pytest.mark.parametrize(
+    ("name", "settings", "read"),
+    [("ours", {"draft_window": 6}, 2 * 5), ("ours, sliding", {}, 200)],
+    ids=["all windows", "one window"],
+)
+def test_a_window_that_has_passed_on_is_read_again_and_the_target_computes_nothing(
+    model_of, monkeypatch, name, settings, read
+):
+    """As far back as it matters: five tokens for each of two windows, or all; time and again."""
+    model, block, text = model_of(name, **settings), block_of(9, 4), prompt_of(6, 900)
+    context = behind(model, text, *range(100, 900, 100))
     found(model, context, block)
-    begin = context.refill_from(200)
-    assert begin == 200 - 2 * 5, "two layers, each of which looks back five tokens"
-    context.trim(begin)
-    context.append(mx.array(text[begin:200]), None)
-    assert np.abs(found(model, context, block) - found(model, fresh, block)).max() < TOLERANCE
+    for length in (200, 50):  # the second time behind what was read again
+        rows, embed = [], context._embed
+        monkeypatch.setattr(context, "_embed", lambda t: rows.append(t.size) or embed(t))
+        assert context.refill_from(length) == length
+        context.trim(length)
+        assert context.length == length
+        fresh = behind(model, text[:length])
+        assert np.abs(found(model, context, block) - found(model, fresh, block)).max() < TOLERANCE
+        assert sum(rows) - len(block) == min(read, length)
+        monkeypatch.setattr(context, "_embed", embed)
+        context.append(mx.array(text[length : length + 300]), None)
+        found(model, context, block)
 
 
 def test_a_draft_window_limits_what_is_seen_and_kept(model_of):
