@@ -116,16 +116,16 @@ def test_a_window_that_has_passed_on_is_read_again_and_the_target_computes_nothi
     model, block, text = model_of(name, **settings), block_of(9, 4), prompt_of(6, 900)
     context = behind(model, text, *range(100, 900, 100))
     found(model, context, block)
+    rows, embed = [], context._embed
+    monkeypatch.setattr(context, "_embed", lambda tokens: rows.append(tokens.size) or embed(tokens))
     for length in (200, 50):  # the second time behind what was read again
-        rows, embed = [], context._embed
-        monkeypatch.setattr(context, "_embed", lambda t: rows.append(t.size) or embed(t))
+        rows.clear()
         assert context.refill_from(length) == length
         context.trim(length)
         assert context.length == length
         fresh = behind(model, text[:length])
         assert np.abs(found(model, context, block) - found(model, fresh, block)).max() < TOLERANCE
         assert sum(rows) - len(block) == min(read, length)
-        monkeypatch.setattr(context, "_embed", embed)
         context.append(mx.array(text[length : length + 300]), None)
         found(model, context, block)
 
@@ -165,3 +165,14 @@ def test_keys_and_values_are_quantised_as_the_targets_are(tmp_path, target, bits
     again = found(model, behind(model, text, 20, 21), block)
     assert 1e-3 < np.abs(rounded - right).mean() < (0.5 if bits == 4 else 0.05)
     assert np.abs(rounded - again).max() < (0.2 if bits == 4 else 0.02)
+
+
+@pytest.mark.parametrize("name", ["ours", "ours, own tables"])
+def test_logits_are_of_the_heads_precision_where_the_network_computes_in_another(tmp_path, name):
+    target = Target(make_model("llama"), 512, "llama")
+    target.model.set_dtype(mx.float16)
+    model = written(tmp_path, name, target)
+    model.module.set_dtype(mx.float32)  # as of one that overflows in float16
+    own = name == "ours, own tables"
+    said = model.logits(model.new_context(), mx.array(block_of(9, 4)), range(1, 4))
+    assert said.dtype == (mx.float32 if own else mx.float16)
