@@ -9,15 +9,13 @@ SCHEDULES = ("confidence", IN_ORDER, THRESHOLD)
 
 
 def check_schedule(steps: int, schedule: str, rejects: bool) -> None:
-    """Raise DFlashError for a schedule without steps, or one whose drafts have no law for p/q.
+    """Raise DFlashError for a schedule whose drafts have no law for p/q.
 
-    rejects: whether rejection sampling was asked for. It has to know what each token was drawn from
-    given those before it. Where a later token is fixed first, and an earlier one by it, that law is
-    neither pass's: min(1, p/q) with the passes' own q is wrong.
+    One step fixes nothing in between, so it goes with every schedule. rejects: whether rejection
+    sampling was asked for. It has to know what each token was drawn from given those before it.
+    Where a later token is fixed first, and an earlier one by it, that law is neither pass's:
+    min(1, p/q) with the passes' own q is wrong.
     """
-    if steps == 1 and schedule != SCHEDULES[0]:
-        what = f"schedule is {schedule}, but a draft of one step fixes nothing in between"
-        raise DFlashError(what, "give 2 or more with --steps, or leave it out", "schedule")
     if rejects and steps > 1 and schedule != IN_ORDER:
         what = f"acceptance is reject, but the {schedule} schedule with {steps} steps fixes tokens "
         what += "out of order, so the law that they were drawn from is not known"

@@ -113,10 +113,12 @@ class BlockSampler:
         return self._reveal(blocks, rng) if self.reveal_share else blocks
 
     def _reveal(self, blocks: Blocks, rng: np.random.Generator) -> Blocks:
-        """With some tokens shown; these teach nothing."""
+        """With some of their texts' tokens shown; these teach nothing."""
         shape = *blocks.anchors.shape, 1
         masked = np.where(rng.random(shape) < self.reveal_share, rng.random(shape), 1.0)
-        revealed = rng.random(blocks.tokens.shape) >= masked
+        ends = np.array([len(self.texts[row].tokens) for row in blocks.rows])[:, None, None]
+        inside = blocks.anchors[..., None] + np.arange(blocks.tokens.shape[-1]) < ends
+        revealed = inside & (rng.random(blocks.tokens.shape) >= masked)
         return replace(blocks, revealed=revealed, supervised=blocks.supervised & ~revealed)
 
     def _shuffle(self, epoch: int) -> None:

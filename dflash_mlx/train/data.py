@@ -17,7 +17,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.blocks import Array, TextTokens
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
-from dflash_mlx.train.features import FeatureCache, vocabulary_size
+from dflash_mlx.train.features import FeatureCache, target_fingerprint, vocabulary_size
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,10 @@ def read_texts(config: DataConfig, pair: Pair, taps: tuple[int, ...]) -> Texts:
     DFlashError for a corpus of another tokenizer, or one that has no usable row.
     """
     parts = [_read_file(path, config, pair, taps) for path in config.corpus]
+    if not any(map(len, parts)):
+        files = ", ".join(map(str, config.corpus))
+        what = f"all rows of {files} are sampled, and only greedy answers teach this drafter"
+        raise DFlashError(what, "make a corpus with greedy answers: --greedy-share above 0")
     name = " ".join(part.name for part in parts)
     return Texts(name, [text for part in parts for text in part.texts])
 
@@ -134,7 +138,8 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, taps: tuple[int, ...]
     if not taps:
         greedy = [Text.by_itself(row, i) for i, row in usable if row.temperature == 0]
         _tell(path, len(usable) - len(greedy), "sampled, and only greedy ones teach this drafter")
-        return Texts(f"{path.name}:{digest(greedy)}", greedy)
+        name = f"{path.name}:{digest(greedy)}:{target_fingerprint(pair.target)[:12]}"
+        return Texts(name, greedy)
     tokens = [row.prompt + row.answer for _, row in usable]
     cache = config.cache or platformdirs.user_cache_path("dflash-chat") / "features"
     place, limit = cache / path.name.partition(".")[0], int(config.cache_gb * 1e9)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,7 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
         seconds, before = float(about["seconds"]), dict(about["run"])
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DFlashError(f"the state {file} cannot be read ({error})", again) from None
+    before = {**_defaults(trainer), **before}  # it may be older than some of the settings
     for name, now in _identity(trainer, data).items():
         if before.get(name) != now:
             raise DFlashError(
@@ -221,6 +222,19 @@ def _identity(trainer: Trainer, data: str) -> dict[str, Any]:
     settings = {k: v for k, v in asdict(trainer.config).items() if k not in _FREE_TO_CHANGE}
     drafter = {f"drafter's {k}": v for k, v in asdict(trainer.trainee.config).items()}
     run: dict[str, Any] = json.loads(json.dumps({**settings, "data": data, **drafter}))
+    return run
+
+
+def _defaults(trainer: Trainer) -> dict[str, Any]:
+    """As `_identity`, of what has a default."""
+    parts = (("", trainer.config), ("drafter's ", trainer.trainee.config))
+    known = {
+        f"{prefix}{field.name}": field.default
+        for prefix, config in parts
+        for field in fields(config)
+        if field.default is not MISSING
+    }
+    run: dict[str, Any] = json.loads(json.dumps(known))
     return run
 
 

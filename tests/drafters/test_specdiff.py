@@ -18,7 +18,7 @@ from dflash_mlx.cli import generate as generating
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.schedule import IN_ORDER, SCHEDULES, THRESHOLD
-from dflash_mlx.drafters.adaptive import Adaptive
+from dflash_mlx.drafters.adaptive import MOST_NODES, Adaptive
 from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.specdiff.drafter import SURE, Denoising, DrawnSpecDiff, SpecDiff, denoise
@@ -27,11 +27,10 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.stream import Session
 from dflash_mlx.target.model import Target
-from support import masked_formats
+from support import decoding, masked_formats
 from support.decoding import go_on, open_with, paths_of, rounds, run, start
 from support.families import VOCAB_SIZE, make_model
 from support.hybrids import plain_answer
-from support.masked_formats import MASK
 from support.masked_toys import ToyMasked
 from support.models import write_model
 from support.recurrent_families import RECURRENT
@@ -159,13 +158,55 @@ def test_a_later_pass_knows_what_the_first_one_fixed():
 def test_samples_of_one_pass_are_merged_and_all_are_likely_tokens():
     model = ToyMasked(1)
     ranked = model.ranked(None, mx.array([2, *[model.mask] * 3]), (1, 2, 3), 3)
-    tree = sampled(ranked, position=5, samples=8, seed=1)
+    tree = sampled(ranked, position=5, samples=8, seed=1, nodes=99)
     paths = paths_of(tree)
     assert tuple(ranked.best) in paths and len(tree) > 4
     for path in paths:
         for depth, token in enumerate(path):
             assert token in ranked.tokens[depth]
-    assert sampled(ranked, 5, 8, 1) == tree != sampled(ranked, 6, 8, 1)
+    assert sampled(ranked, 5, 8, 1, 99) == tree != sampled(ranked, 6, 8, 1, 99)
+
+
+def test_of_too_many_samples_the_nodes_that_are_likeliest_reached_stay():
+    block = mx.array([2, *[ToyMasked(1).mask] * 3])
+    ranked = ToyMasked(1).ranked(None, block, (1, 2, 3), 4)
+    tree = sampled(ranked, position=5, samples=32, seed=1, nodes=99)
+    for nodes in (2, 5, 9, len(tree) - 1):
+        part = sampled(ranked, position=5, samples=32, seed=1, nodes=nodes)
+        assert len(part) == nodes
+        chances = [reached_by(ranked, path) for path in paths_of(tree)]
+        kept = [reached_by(ranked, path) for path in paths_of(part)]
+        assert set(paths_of(part)) <= set(paths_of(tree))
+        assert np.allclose(sorted(kept), sorted(chances)[-nodes:])
+
+
+def reached_by(ranked, path):
+    """The probability of a path, position by position."""
+    at = [ranked.tokens[row].tolist().index(token) for row, token in enumerate(path)]
+    return np.exp(sum(ranked.logprobs[row, column] for row, column in enumerate(at)))
+
+
+@pytest.mark.parametrize(
+    ("given", "most"), [({"budget": 8}, 8), ({"block_size": 8}, MOST_NODES)], ids=str
+)
+def test_samples_are_never_more_than_the_budget(pair, given, most):
+    config = DecodeConfig("specdiff", max_tokens=30, branches=32, **given)
+    drafter = make_drafter(pair, config)
+    state = start(pair.target, drafter, [1, 2, 3], config)
+    _, *drafted = islice(rounds(pair.target, drafter, state, config), 6)
+    sizes = [len(accepted.tree) for accepted in drafted]
+    assert max(sizes) == most
+
+
+def test_one_step_goes_with_every_schedule(pair):
+    """So that a sweep over steps may begin at one."""
+    for schedule in SCHEDULES:
+        for given in ({}, {"steps": 1}):
+            config = DecodeConfig("specdiff", 8, max_tokens=9, schedule=schedule, **given)
+            said = decoding.answer(pair.target, make_drafter(pair, config), [1, 2, 3], config)
+            assert said == plain_answer(pair.target, [1, 2, 3], 9)
+        drawn = make_drafter(pair, DecodeConfig("specdiff", 8, schedule=schedule, **REJECT))
+        assert type(drawn) is DrawnSpecDiff
 
 
 @pytest.mark.parametrize("size", [1, 5])
@@ -183,8 +224,6 @@ def test_other_blocks_than_it_was_trained_for_are_refused(size):
         ({"steps": 0}, "steps is 0; choose 1 to"),
         ({"steps": 200}, "steps is 200"),
         ({"schedule": "random"}, "schedule is 'random'; choose one of confidence, left-to-right"),
-        ({"schedule": "threshold"}, "schedule is threshold, but a draft of one step"),
-        ({"schedule": IN_ORDER, "steps": 1}, "schedule is left-to-right, but"),
         ({"acceptance": "reject", "steps": 2}, "reject, but the confidence schedule with 2 steps"),
         ({"acceptance": "reject", "steps": 3, "schedule": THRESHOLD}, "threshold schedule with 3"),
     ],
@@ -322,9 +361,14 @@ def test_the_command_line_answers_with_it(folders, capsys, words):
     assert said["method"] == "specdiff" and said["rounds"] > 0
 
 
-def test_the_doctor_says_what_was_assumed_of_it(folders, capsys):
-    doctor.main(folders)
-    out = capsys.readouterr().out
-    assert "can be used" in out and "blocks of 8" in out
-    assert "trained to see later tokens" in out and "no block_size is given" in out
-    assert MASK == 5 and "specdiff" in out
+def test_the_doctor_says_what_was_assumed_of_a_published_drafter_and_nothing_of_ours(
+    folders, tmp_path, capsys
+):
+    told = []
+    for drafter in (folders[-1], str(masked_formats.folder(tmp_path))):
+        doctor.main([*folders[:-1], drafter])
+        told.append(capsys.readouterr().out.partition("\npair\n")[2])
+        assert drafter in told[-1] and "can be used" in told[-1] and "blocks of 8" in told[-1]
+    published, own = told
+    for assumed in ("trained to see later tokens", "no block_size is given"):
+        assert assumed in published and assumed not in own

@@ -104,16 +104,30 @@ def test_what_is_taken_back_leaves_no_trace(model_of, target, name, drafts, back
     assert np.abs(found(model, context, block) - right).max() < TOLERANCE
 
 
-def test_a_window_that_has_passed_on_is_filled_again_from_where_it_matters(model_of, target):
-    """With `draft_window` on all layers; as one that never held the rest."""
-    model, block, text = model_of("ours", draft_window=6), block_of(9, 4), prompt_of(6, 900)
-    fresh, context = behind(model, text[:200]), behind(model, text, *range(100, 900, 100))
+@pytest.mark.parametrize(
+    ("name", "settings", "read"),
+    [("ours", {"draft_window": 6}, 2 * 5), ("ours, sliding", {}, 200)],
+    ids=["all windows", "one window"],
+)
+def test_a_window_that_has_passed_on_is_read_again_and_the_target_computes_nothing(
+    model_of, monkeypatch, name, settings, read
+):
+    """As far back as it matters: five tokens for each of two windows, or all; time and again."""
+    model, block, text = model_of(name, **settings), block_of(9, 4), prompt_of(6, 900)
+    context = behind(model, text, *range(100, 900, 100))
     found(model, context, block)
-    begin = context.refill_from(200)
-    assert begin == 200 - 2 * 5, "two layers, each of which looks back five tokens"
-    context.trim(begin)
-    context.append(mx.array(text[begin:200]), None)
-    assert np.abs(found(model, context, block) - found(model, fresh, block)).max() < TOLERANCE
+    rows, embed = [], context._embed
+    monkeypatch.setattr(context, "_embed", lambda tokens: rows.append(tokens.size) or embed(tokens))
+    for length in (200, 50):  # the second time behind what was read again
+        rows.clear()
+        assert context.refill_from(length) == length
+        context.trim(length)
+        assert context.length == length
+        fresh = behind(model, text[:length])
+        assert np.abs(found(model, context, block) - found(model, fresh, block)).max() < TOLERANCE
+        assert sum(rows) - len(block) == min(read, length)
+        context.append(mx.array(text[length : length + 300]), None)
+        found(model, context, block)
 
 
 def test_a_draft_window_limits_what_is_seen_and_kept(model_of):
@@ -151,3 +165,14 @@ def test_keys_and_values_are_quantised_as_the_targets_are(tmp_path, target, bits
     again = found(model, behind(model, text, 20, 21), block)
     assert 1e-3 < np.abs(rounded - right).mean() < (0.5 if bits == 4 else 0.05)
     assert np.abs(rounded - again).max() < (0.2 if bits == 4 else 0.02)
+
+
+@pytest.mark.parametrize("name", ["ours", "ours, own tables"])
+def test_logits_are_of_the_heads_precision_where_the_network_computes_in_another(tmp_path, name):
+    target = Target(make_model("llama"), 512, "llama")
+    target.model.set_dtype(mx.float16)
+    model = written(tmp_path, name, target)
+    model.module.set_dtype(mx.float32)  # as of one that overflows in float16
+    own = name == "ours, own tables"
+    said = model.logits(model.new_context(), mx.array(block_of(9, 4)), range(1, 4))
+    assert said.dtype == (mx.float32 if own else mx.float16)

@@ -135,6 +135,15 @@ def test_some_blocks_show_tokens_that_teach_nothing_and_the_others_none(texts):
     assert BlockSampler(texts.texts, 8, (2, 4), seed=1).blocks(0).revealed is None
 
 
+def test_nothing_is_shown_behind_the_end_of_a_text(texts):
+    blocks = BlockSampler(texts.texts, 8, (2, 40), seed=1, reveal_share=1.0).blocks(0)
+    lengths = np.array([len(texts.texts[row].tokens) for row in blocks.rows])
+    inside = blocks.anchors[..., None] + np.arange(8) < lengths[:, None, None]
+    assert not blocks.revealed[~inside].any() and (~inside).any()
+    assert blocks.revealed[inside].mean() > 0.3
+    assert (blocks.inputs(96)[~inside] == 96).all()
+
+
 # What it starts from
 
 

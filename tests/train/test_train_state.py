@@ -73,6 +73,30 @@ def test_time_and_place_go_on_too_and_a_run_may_be_made_longer(stopped, texts, c
     assert (trainer.learning_rate() == before.learning_rate()) == (changes == {})
 
 
+def forget(stopped: Path, *names: str) -> None:
+    """Make the state one from before there were these settings."""
+    about = json.loads(mx.load(str(stopped / STATE), return_metadata=True)[1]["about"])
+    run = {name: value for name, value in about["run"].items() if name not in names}
+    assert len(run) == len(about["run"]) - len(names)
+    saved(run=run)(stopped / STATE)
+
+
+def test_a_run_from_before_a_setting_had_its_default(stopped, texts):
+    forget(stopped, "reveal_share", "anchor_law", "drafter's quantization")
+    trainer = trainer_of(texts)
+    restore_state(stopped, trainer, "corpus")
+    assert trainer.step == 3
+    with pytest.raises(DFlashError, match="reveal_share 0.25, not 0.5"):
+        restore_state(stopped, trainer_of(texts, reveal_share=0.5), "corpus")
+
+
+@pytest.mark.parametrize("name", ["data", "drafter's hidden_size"])
+def test_what_has_no_default_must_be_told(stopped, texts, name):
+    forget(stopped, name)
+    with pytest.raises(DFlashError, match=f"has {name} None, not"):
+        restore_state(stopped, trainer_of(texts), "corpus")
+
+
 @pytest.mark.parametrize("room", [0, 5_000, 200_000])
 def test_a_full_disk_leaves_the_state_before(stopped, texts, room):
     trainer, before = trainer_of(texts), files(stopped)

@@ -21,8 +21,9 @@ class TokenContext:
     """The drafter's keys and values of the committed tokens, per layer.
 
     Tokens wait until a draft needs them, and then take part in its first pass: rounds without a
-    draft must not pay for its context. Many at once, as of a prompt, do not wait. embed: tokens [n]
-    to [1, n, d]. words: the conversation's, where its drafter has a partial head.
+    draft must not pay for its context. Many at once, as of a prompt, do not wait. All tokens are
+    remembered: where a window has passed on, they are read again without the target. embed: tokens
+    [n] to [1, n, d]. words: the conversation's, where its drafter has a partial head.
     """
 
     def __init__(
@@ -36,8 +37,8 @@ class TokenContext:
         self._network, self._embed = network, embed
         self._cache = SequenceCache(layers)
         self._waiting = mx.array([], mx.int32)
-        # Earlier tokens cannot reach a row through all layers, if all of these have windows.
-        self._reach = sum(layer.window - 1 for layer in layers if layer.window is not None)
+        self._tokens: list[mx.array] = []  # all of them, part by part
+        self._windows = [layer.window for layer in layers]
 
     @property
     def length(self) -> int:
@@ -51,9 +52,15 @@ class TokenContext:
 
     def append(self, tokens: mx.array, features: mx.array | None) -> None:
         """Take in the next n committed tokens [n]; nobody reads their features."""
-        self._waiting = mx.concatenate([self._waiting, tokens.astype(mx.int32)])
+        tokens = tokens.astype(mx.int32)
+        self._tokens.append(tokens)
         if self.words is not None:
             self.words.add(tokens)
+        self._take_in(tokens)
+
+    def _take_in(self, tokens: mx.array) -> None:
+        """Read the next n tokens [n], or let them wait."""
+        self._waiting = mx.concatenate([self._waiting, tokens])
         while self._waiting.size > MOST_WAITING:
             self._network.read(self._embed(self._waiting[:CHUNK]), self._cache)
             self._waiting = self._waiting[CHUNK:]
@@ -65,15 +72,32 @@ class TokenContext:
         return self._network(self._embed(rows), self._cache, text)[0, text:]
 
     def refill_from(self, length: int) -> int:
-        """From where on tokens have to be appended again for drafts at `length`.
-
-        Where a window has passed on, from where nothing earlier reaches it through all layers.
-        """
-        if length >= self._cache.length or self._cache.refill_from(length) == length:
-            return length
-        return max(0, length - self._reach)
+        """`length`: no token has to be appended again."""
+        return length
 
     def trim(self, length: int) -> None:
-        """Forget the tokens from `length` on."""
-        self._waiting = self._waiting[: max(0, length - self._cache.length)]
-        self._cache.trim(length)
+        """Forget the tokens from `length` on, and read again what a window no longer has."""
+        tokens = mx.concatenate([self._waiting[:0], *self._tokens])[:length]
+        mx.eval(tokens)  # or it would hold on to all parts
+        self._tokens = [tokens]
+        if length >= self._cache.length or self._cache.refill_from(length) == length:
+            self._waiting = self._waiting[: max(0, length - self._cache.length)]
+            self._cache.trim(length)
+        else:
+            start = self._reached_from(length)
+            self._waiting = self._waiting[:0]
+            self._cache.trim(start)
+            self._take_in(tokens[start:])
+
+    def _reached_from(self, length: int) -> int:
+        """The first token that rows at `length` see anything of, through all layers.
+
+        Each window reaches a little further back. A layer without one sees all tokens, and what
+        these are in it comes of the windows before it, from the first token on.
+        """
+        reach = 0
+        for window in self._windows:
+            if window is None:
+                return 0
+            reach += window - 1
+        return max(0, length - reach)

@@ -12,6 +12,7 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
 from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
 from dflash_mlx.drafters.growth.rank import TOP_K
+from dflash_mlx.drafters.growth.reliability import Sizes, reach
 from dflash_mlx.drafters.growth.samples import merge_samples
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, asks_for_tree
 from dflash_mlx.drafters.specdiff import checkpoint
@@ -28,10 +29,15 @@ def likeliest(ranked: Ranked, position: int, nodes: int) -> Tree:
     return best_first(follow(ranked), nodes)
 
 
-def sampled(ranked: Ranked, position: int, samples: int, seed: int) -> Tree:
-    """The likeliest block and `samples` draws, merged (SpecDiff-2, arXiv 2511.00606)."""
+def sampled(ranked: Ranked, position: int, samples: int, seed: int, nodes: int) -> Tree:
+    """The likeliest block and `samples` draws, merged (SpecDiff-2, arXiv 2511.00606).
+
+    Of more than `nodes`, those that are likeliest to be reached.
+    """
     generator = np.random.default_rng((seed, position))
-    return merge_samples(ranked.logprobs, samples, generator, ranked.tokens)
+    tree = merge_samples(ranked.logprobs, samples, generator, ranked.tokens)
+    chances = np.exp(np.minimum(tree.logprobs, 0.0))  # rounding may leave one above 1
+    return tree.prune(sorted(Sizes.of_tree(reach(tree, chances), nodes).ends.tolist()))
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
@@ -45,8 +51,8 @@ def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     if how.in_order and config.draws_drafts and (chain or config.acceptance == "reject"):
         drafter = DrawnSpecDiff(model, size, how, config.sampling, weighed=size is None)
     elif config.branches is not None:
-        seed = config.sampling.with_seed().seed or 0
-        grow = partial(sampled, samples=config.branches, seed=seed)
+        seed, most = config.sampling.with_seed().seed or 0, config.budget or MOST_NODES
+        grow = partial(sampled, samples=config.branches, seed=seed, nodes=most)
         drafter = SpecDiff(model, size, how, grow, SAMPLED_FROM)
     else:
         nodes = model.block_size if chain else config.budget or MOST_NODES

@@ -30,7 +30,8 @@ class MaskedModel:
 
     def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:
         self.config = config
-        self._network, self._kernels, self._kv_bits = network, target.kernels, target.kv_bits
+        self._network, self._target = network, target
+        self._kernels, self._kv_bits = target.kernels, target.kv_bits
         self._table: Any = network.embed_tokens if config.own_embedding else target.embedding()
         self._scale = 1.0 if config.own_embedding else embedding_scale(target)
         if config.tied:
@@ -88,7 +89,10 @@ class MaskedModel:
     def _states(self, context: TokenContext, block: mx.array, places: Sequence[int]) -> mx.array:
         """[n, d] what logits of these places are computed from."""
         rows = [place - self.config.logits_shifted for place in places]
-        return context.run(block)[mx.array(rows)]
+        states = context.run(block)[mx.array(rows)]
+        if self.config.own_head:
+            return states
+        return states.astype(self._target.dtype)  # the head's, where the network has another
 
     def _embed(self, tokens: mx.array) -> mx.array:
         """Tokens [n] to [1, n, d]."""
