@@ -97,11 +97,14 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
         if family not in choice.drafters
     }
     target.use_kernels(cast(Mode, config.kernels))
-    first = next((drafter.name for drafter in drafters), None)
+    known = [drafter.name for drafter in drafters]
+    known += [name for family, name in names.others if family in others]
     asked = config.template_arguments
     notes += tuple(_on_template(tokenizer, target.name, asked, names.advice))
-    pair = Pair(target, tokenizer, tuple(models), first, choice.missing, names.advice)
-    return replace(pair, notes=notes, others=others, template=dict(names.advice.template) | asked)
+    first = drafters[0].name if drafters else None
+    pair = Pair(target, tokenizer, tuple(models), first, choice.missing, names.advice, notes)
+    template = dict(names.advice.template) | asked
+    return replace(pair, others=others, template=template, drafter_names=tuple(known))
 
 
 def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str, ...]:
