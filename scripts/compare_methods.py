@@ -77,7 +77,10 @@ def row(cells: Any) -> str:
 
 
 def _within(figures: dict[str, Any], name: str) -> str:
-    low, high = figures["intervals"][name]
+    """With its interval; "-" where no answer had a speed."""
+    if not (interval := figures["intervals"][name]):
+        return "-"
+    low, high = interval
     return f"{figures[name]:.2f} [{low:.2f}, {high:.2f}]"
 
 

@@ -26,6 +26,7 @@ from dflash_mlx.system.machine import describe_machine, describe_versions
 Report = dict[str, Any]
 FINISHED, RUNS = "finished", "runs"
 _ANEW = "leave --resume out to measure anew, or name another file with --json"
+_BRANCHES = {"d2sd": BRANCHES, "resample": BRANCHES}  # where none are asked for
 _COUNTERS = ("drafted", "accepted", "modes")  # of Statistics
 
 
@@ -37,6 +38,7 @@ def describe(pair: Pair, config: PairConfig) -> Report:
         "pair": {
             "target": pair.target.name,
             "drafter": pair.drafter_name,
+            "drafters": list(pair.drafter_names),
             **{name: getattr(config, name) for name in CHANGES},
             "notes": list(pair.notes),
         },
@@ -56,7 +58,7 @@ def settings(
         "prompt_tokens": describe_lengths(asked),
         "sampling": asdict(sampling),
         "methods": {
-            name: asdict(replace(method, branches=method.branches or BRANCHES))
+            name: asdict(replace(method, branches=method.branches or _BRANCHES.get(method.method)))
             for name, method in methods.items()
         },
     }

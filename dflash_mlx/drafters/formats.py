@@ -6,7 +6,8 @@ one reads a folder is told by its config.json, see `methods.format_of`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,9 +70,15 @@ class FileFormat(Protocol):
 def usual_taps(layers: int) -> tuple[int, int, int]:
     """What is read of a target with so many layers where a file names none: low, middle, high.
 
-    EAGLE-3 (arXiv 2503.01840) takes the states before layers 2, n // 2 and n - 3.
+    EAGLE-3 (arXiv 2503.01840) takes the states before layers 2, n // 2 and n - 3. Below seven
+    layers these are not three, see `increase`.
     """
     return 1, layers // 2 - 1, layers - 4
+
+
+def increase(taps: Sequence[int]) -> bool:
+    """Whether no layer is read twice or out of order."""
+    return all(low < high for low, high in pairwise(taps))
 
 
 def taps_of(config: Any, layers: int) -> tuple[int, ...]:

@@ -89,7 +89,8 @@ class Pair:
     """A target with its tokenizer, and the draft models that fit it, if any.
 
     tokenizer: mlx-lm's TokenizerWrapper. drafters: D2SD's variable-prefix drafter is the second.
-    drafter_name: where the first came from. undrafted: why there is none, where none was found.
+    drafter_name: where the first came from. drafter_names: where all came from, and those that
+    `further` would load. undrafted: why there is none, where none was found.
     advice: how the pair is best used. notes: what loading had to change, a sentence each.
     template: arguments of the chat template. further: loads the known drafters of a family that is
     not loaded, see `of`. learned: what sessions have learned about drafting; `recall` reads it.
@@ -104,6 +105,7 @@ class Pair:
     notes: tuple[str, ...] = ()
     template: Mapping[str, Any] = field(default_factory=dict)
     further: Callable[[str], list[DraftModel]] = field(default=lambda _: [], repr=False)
+    drafter_names: tuple[str, ...] = ()
     learned: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -94,14 +94,18 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     for model, drafter, size in zip(models, drafters, sizes, strict=False):
         _limit(model, drafter, target, tokenizer, size, config)
     first_two = {DRAFTER: names.drafter, SECOND_DRAFTER: names.second_drafter}
-    known = [*names.others, *(("", n) for o, n in first_two.items() if n and o not in chosen)]
-    further = partial(_load_further, [] if choice.missing else known, facts, config)
+    left = [(f, n) for f, n in names.others if f not in chosen]
+    left += [("", n) for o, n in first_two.items() if n and o not in chosen]
+    known = [] if choice.missing else left
+    further = partial(_load_further, known, facts, config)
     target.use_kernels(cast(Mode, config.kernels))
-    first = next((drafter.name for drafter in drafters), None)
     asked = config.template_arguments
     notes += tuple(_on_template(tokenizer, target.name, asked, names.advice))
-    pair = Pair(target, tokenizer, tuple(models), first, choice.missing, names.advice)
-    pair = replace(pair, notes=notes, template=dict(names.advice.template) | asked)
+    first = drafters[0].name if drafters else None
+    pair = Pair(target, tokenizer, tuple(models), first, choice.missing, names.advice, notes)
+    template = dict(names.advice.template) | asked
+    all_names = tuple([drafter.name for drafter in drafters] + [name for _, name in known])
+    pair = replace(pair, template=template, drafter_names=all_names)
     return replace(pair, further=lambda family: further(family, target, tokenizer))
 
 

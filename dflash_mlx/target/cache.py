@@ -23,7 +23,7 @@ from dflash_mlx.system import cpu_math
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.routing import Kernels
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
-from kernels_metal.cascade_attention import CASCADE_ATTENTION, MAX_ROWS, Visibility
+from kernels_metal.cascade_attention import CASCADE_ATTENTION, MAX_LOCAL, MAX_ROWS, Visibility
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
 _NO_ROWS = Block(0)
@@ -75,7 +75,8 @@ class LayerCache:
     def begin(self, block: Block, asks_kernels: bool = False) -> None:
         """Announce the rows of the next pass. asks_kernels: whether a kernel could run."""
         self.block, self.offset = block, block.positions(self.length)
-        self._asks_kernels = asks_kernels and block.rows <= MAX_ROWS
+        fits = block.rows <= MAX_ROWS and block.before + block.rows <= MAX_LOCAL
+        self._asks_kernels = asks_kernels and fits
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the block's rows after the committed ones; return all that its rows may see."""

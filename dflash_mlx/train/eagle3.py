@@ -19,14 +19,14 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.eagle3.config_file import LAYERS_READ, RAW
 from dflash_mlx.drafters.eagle3.network import USUAL_TAPS, EagleConfig, Network
-from dflash_mlx.drafters.formats import taps_of, usual_taps
+from dflash_mlx.drafters.formats import increase, taps_of, usual_taps
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.start import dense, like_target, spread_taps
+from dflash_mlx.train.start import check_taps, dense, like_target, spread_taps
 from dflash_mlx.train.trainee import Trainee
 
 _START_FROM = "choose an EAGLE-3 drafter in full precision, or train a new one"
@@ -154,8 +154,13 @@ def _ending_with(own: mx.array, given: mx.array) -> mx.array:
 
 
 def _taps(target: Target, config: TrainConfig) -> tuple[int, ...]:
-    """The usual ones, or as many as are asked for, evenly spread; fewer of a small target."""
-    if config.taps == TrainConfig.taps and min(usual := usual_taps(target.num_layers)) >= 0:
-        return usual
-    asked = USUAL_TAPS if config.taps == TrainConfig.taps else config.taps
-    return spread_taps(target.num_layers, asked)
+    """The usual ones, or as many as are asked for, evenly spread.
+
+    Of a small target, where the usual ones are not three layers, as many as it has up to three.
+    Raises as `check_taps` does.
+    """
+    check_taps(target, config)
+    if config.taps != TrainConfig.taps:
+        return spread_taps(target.num_layers, config.taps)
+    usual = usual_taps(target.num_layers)
+    return usual if increase(usual) else spread_taps(target.num_layers, USUAL_TAPS)

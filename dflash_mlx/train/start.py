@@ -51,7 +51,7 @@ def _readable(num_layers: int) -> tuple[int, int]:
     return min(1, num_layers - 1), max(num_layers - 3, 0)
 
 
-def _check_taps(target: Target, config: TrainConfig) -> None:
+def check_taps(target: Target, config: TrainConfig) -> None:
     """Raise DFlashError for more taps than the target has layers to read.
 
     Taps that nobody asked for are fewer where the target is small.
@@ -70,7 +70,7 @@ def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[
     than it has.
     """
     shape = like_target(target, config.layers)
-    _check_taps(target, config)
+    check_taps(target, config)
     return {
         **shape,
         "architectures": ["DFlashDraftModel"],

@@ -5,16 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.head import capped
-from dflash_mlx.drafters.networks.quantized import Quantization
 from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
@@ -24,21 +22,6 @@ from dflash_mlx.train.features import hidden_width, vocabulary_size
 
 _NOISE = 0.02  # standard deviation of fresh weights
 _Trainee = TypeVar("_Trainee", bound="Trainee")
-
-
-class TrainedConfig(Protocol):
-    """What training asks of any draft network's configuration."""
-
-    @property
-    def block_size(self) -> int: ...  # noqa: D102
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-    @property
-    def taps(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def quantization(self) -> Quantization | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -137,9 +120,3 @@ class Trainee(ABC):
     def multiplier(self) -> float:
         """What final states are multiplied by before the head."""
         return 1.0
-
-    @property
-    def module(self) -> nn.Module:
-        """What is trained."""
-        network: nn.Module = self.network
-        return network

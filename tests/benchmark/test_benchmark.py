@@ -75,6 +75,7 @@ def test_the_report_says_what_was_measured_on_what(measured, folders):
     assert measured["versions"].keys() >= {"python", "mlx", "mlx-lm"}
     named = {"target": str(folders / "model"), "drafter": str(folders / "drafter")}
     assert measured["pair"].items() >= named.items()
+    assert measured["pair"]["drafters"] == [named["drafter"]]
     settings = measured["settings"]
     told = {"prompts": len(ROWS), "prompts_file": "prompts.jsonl", "limit": None}
     assert settings.items() >= told.items()

@@ -151,6 +151,22 @@ def test_tokens_per_round_and_acceptance_are_over_all_rounds_together():
     assert figures["accepted_by_position"] == [9 / 38, 1 / 2]
 
 
+def test_intervals_are_of_tokens_over_rounds_and_not_of_each_prompt_s_own():
+    """Enumerated, for one answer of 8 tokens in 1 round and three of 9 in 9.
+
+    Four draws have the first 0, 1, 2, 3 or 4 times with chances 0.316, 0.422, 0.211, 0.047
+    and 0.004, so the middle 95 % end at 0 and at 3 times: 36 / 36 and 33 / 12 tokens a round. A
+    mean of ratios would end at 6.25.
+    """
+    short, long = (
+        replace(run, rounds=(RoundFigures(tokens, 8, None, ()),) * rounds)
+        for run, tokens, rounds in ((made_up(10, 5), 8, 1), (made_up(10, 5), 1, 9))
+    )
+    figures = summarise([short, long, long, long])["methods"]["dflash"]
+    assert figures["mean_accepted"] == 35 / 28
+    assert figures["intervals"]["mean_accepted"] == [1.0, 2.75]
+
+
 def test_overhead_is_what_the_other_terms_leave_of_a_round():
     run = made_up(50, 25, rounds=10, seconds={"draft": 0.5, "verify": 1.0, "commit": 0.1})
     terms = {term: run.round_ms(term) for term in TERMS}

@@ -16,12 +16,15 @@ from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.benchmark import measure
 from dflash_mlx.benchmark.measure import CheckedNode, RoundFigures, Run
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
-from dflash_mlx.benchmark.report import finished_runs, read_report, save
+from dflash_mlx.benchmark.report import describe, finished_runs, read_report, save, settings
 from dflash_mlx.core.accept import NearTies
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import Difference
 from support.models import write_drafter, write_model
+from support.toys import ToyTarget
 
 ROWS = [
     {"id": str(i), "category": "ab"[i % 2], "prompt": text}
@@ -166,6 +169,26 @@ def test_other_prompts_of_the_same_name_are_refused(interrupted, folders, tmp_pa
     more = ["--temperature", "0.8", "--resume", "--prompts", str(tmp_path / "prompts.jsonl")]
     with pytest.raises(DFlashError, match="prompts_hash"):
         benchmark.main(options(folders, interrupted, *more))
+
+
+def test_another_draft_model_is_refused_be_it_the_second(tmp_path):
+    reports = [
+        describe(Pair(ToyTarget(4), None, drafter_name="A", drafter_names=names), PairConfig())
+        for names in (("A", "B"), ("A", "C"))
+    ]
+    with pytest.raises(DFlashError, match="drafters .*'B'.*, and now it is .*'C'"):
+        finished_runs(*reports, [], tmp_path / "report.json")
+
+
+def test_branches_are_told_where_they_are_known():
+    methods = {
+        name: DecodeConfig(name) for name in ("d2sd", "resample", "eagle3", "specdiff", "dflash")
+    }
+    methods["asked"] = DecodeConfig("eagle3", branches=5)
+    told = settings([BenchmarkPrompt("1", "chat", [1])], methods, SamplingConfig())["methods"]
+    branches = {name: config["branches"] for name, config in told.items()}
+    unasked = dict.fromkeys(("eagle3", "specdiff", "dflash"))
+    assert branches == {"d2sd": 4, "resample": 4, **unasked, "asked": 5}
 
 
 BAD_REPORTS = {

@@ -16,6 +16,7 @@ from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import RankedChain, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, read_drafter
+from dflash_mlx.drafters.dflash.markov import MarkovConfig, MarkovHead, MarkovLinks
 from dflash_mlx.drafters.drawn import DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
 from dflash_mlx.drafters.growth.grow import Array
@@ -314,6 +315,16 @@ def test_confidence_may_be_none_at_all_or_certain(sure, best):
     found = confident(law, np.array(sure))
     assert not np.isnan(found).any() and np.isfinite(found[0]) and found.argmax() == 0
     assert np.exp(found[0]) == pytest.approx(sure, abs=1e-6)
+
+
+def test_heads_that_are_given_other_weights_later_are_read_anew():
+    head = MarkovHead(5, 5, MarkovConfig(2))
+    links, tokens = MarkovLinks(head, None, None), mx.array([[1, 2]])
+    assert mx.abs(links.edges(tokens, tokens)).max() > 0
+    head.markov_w2.weight = mx.zeros_like(head.markov_w2.weight)
+    assert mx.abs(links.edges(tokens, tokens)).max() == 0
+    found = links.candidates(mx.zeros((1, 4)), mx.zeros((1, 5)), mx.array([3]), None)
+    assert mx.abs(found.likeliest()[1]).max() == 0
 
 
 # Decoding

@@ -252,6 +252,29 @@ def test_trees_through_emulated_kernels_are_those_of_stock_mlx(tmp_path):
     assert ran.count("cascade_attention") == 3 + 3
 
 
+def test_rows_behind_more_of_the_draft_than_kernels_take_go_through_stock_mlx(tmp_path):
+    raw = reference.raw(head_dim=64, num_attention_heads=2, num_key_value_heads=1)
+    target = Target(make_model("llama"), 512, "tiny")
+    subject, (tokens, features) = Drafting(tmp_path, *reference.case(raw), target), text(9)
+    context = subject.state(tokens, features, 7).context
+
+    def logits() -> mx.array:
+        """Of 40 rows behind 1,000 and of 3 behind these: more than kernels see of one draft."""
+        draft = subject.model.begin(context)
+        for parents in ([-1], [0] * 999, [5] * 40, [7] * 3):
+            found = draft.logits(mx.arange(len(parents)) % VOCAB_SIZE, parents)
+        return found
+
+    expected = logits()
+    target.use_kernels("on")
+    with emulated() as run:
+        found = logits()
+    known = expected > -mx.inf
+    assert mx.abs(mx.where(known, found - expected, 0)).max() < 1e-4
+    ran = [counters.kernel for counters in run.counters]
+    assert ran.count("cascade_attention") == 1, "the first pass alone"
+
+
 # The context
 
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import dflash_mlx
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.best_first import BestFirst
@@ -19,13 +20,14 @@ from dflash_mlx.drafters.dflash.checkpoint import (
     LAYOUT,
     in_words,
     load_network,
+    misfits,
     parse_config,
     read_config,
     read_drafter,
 )
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
-from dflash_mlx.drafters.networks.tensors import save_network
+from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.target.model import Target
@@ -43,6 +45,8 @@ from support.families import VOCAB_SIZE, make_model
 from support.reference_dflash import write_drafter_folder
 
 DATA = Path(__file__).parents[1] / "data"
+SHIPPED = Path(dflash_mlx.__file__).parent / "data" / "smollm2-135m-dflash"
+MEGABYTES_ALLOWED = 60  # both drafters together
 TOLERANCE = 1e-4
 BLOCK = 6
 
@@ -228,3 +232,27 @@ def test_drafts_of_a_draft_vocabulary_hold_no_other_token(drafting, target):
             drafted = drafter.draft(state, 100).tree.drafted
             assert drafted and set(drafted) <= set(DRAFT_IDS.tolist())
     assert not set(range(40)) <= set(DRAFT_IDS.tolist()), "draft ids are not the target's"
+
+
+# Published and shipped
+
+
+def test_a_published_config_is_read():
+    config = parse_config(json.loads((DATA / "dflash-qwen3-4b-config.json").read_text()), "it")
+    assert (config.hidden_size, config.num_key_value_heads, config.head_dim) == (2560, 8, 128)
+    assert (config.block_size, config.mask_token_id) == (16, 151669)
+    assert (config.target_layer_ids, config.num_target_layers) == ((1, 9, 17, 25, 33), 36)
+    assert config.rope == {"rope_theta": 1000000, "rope_type": "default"}
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-dflash", "smollm2-135m-variable-prefix"])
+def test_the_shipped_drafters_are_complete_and_small(name):
+    folder = SHIPPED.parent / name
+    config = read_config(folder)
+    target = {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}
+    assert not [*misfits(config, target, "default")]
+    weights = parameters_of(load_network(folder, config, mx.float32))
+    assert all(bool(mx.isfinite(array).all()) for array in weights.values())
+    assert not any(config.layer_causal), "blocks see both ways, as they were trained"
+    size = sum(file.stat().st_size for file in SHIPPED.parent.rglob("*") if file.is_file())
+    assert 1e6 < size < MEGABYTES_ALLOWED * 1e6

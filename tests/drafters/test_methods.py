@@ -90,6 +90,14 @@ def rounds(pair, name, prompt, **changes):
     return list(decoding.rounds(pair.target, drafter, start(pair.target, drafter, prompt), config))
 
 
+@pytest.mark.parametrize("name", ["eagle3", "specdiff"])
+def test_a_block_size_fixes_a_tree_with_branches_too(pair, name):
+    for options in ({"block_size": 4}, {"block_size": 4, "branches": 3}, {"budget": 9}):
+        drafter = make_drafter(pair, DecodeConfig(name, **options))
+        assert not isinstance(drafter, adaptive.Adaptive)
+    assert isinstance(make_drafter(pair, DecodeConfig(name, branches=3)), adaptive.Adaptive)
+
+
 PROMPT = prompt_of(3, 12) * 2
 
 

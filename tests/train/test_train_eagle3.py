@@ -164,7 +164,7 @@ def pair_of(target: Target) -> Pair:
 def test_a_new_drafter_is_the_targets_last_layer_behind_its_last_tap():
     target = Target(make_model("smollm3"), 512, "four layers")
     trainee = EagleTrainee.new(TrainConfig(mode="eagle3", steps=1), pair_of(target))
-    assert trainee.config.taps == (1, 1, 0) and trainee.config.num_target_layers == 4
+    assert trainee.config.taps == (1,) and trainee.config.num_target_layers == 4
     layer, own = target.model.layers[-1], trainee.network.midlayer
     d = trainee.config.hidden_size
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -183,19 +183,23 @@ def test_a_new_drafter_is_the_targets_last_layer_behind_its_last_tap():
 
 
 def test_taps_of_a_new_drafter_are_the_usual_ones_or_as_many_as_asked_for():
-    def taps(target: Target, **settings: Any) -> Any:
+    def taps(layers: int, **settings: Any) -> Any:
+        target = Target(make_model("llama", layers=layers), 512, "it")
         config = TrainConfig(mode="eagle3", steps=1, start="random", **settings)
         return EagleTrainee.new(config, pair_of(target)).config.taps
 
-    assert taps(Target(make_model("smollm3"), 512, "four layers"), taps=2) == (1,)
-    assert taps(tiny_target()) == (1,)
+    assert [taps(layers) for layers in (3, 4, 5, 6)] == [(1,), (1,), (1, 2), (1, 2, 3)]
+    assert taps(7) == (1, 2, 3) and taps(8) == (1, 3, 4)
+    assert taps(8, taps=2) == (1, 5) and taps(8, taps=4) == (1, 2, 4, 5)
+    with pytest.raises(DFlashError, match="taps is 2, but it has only 1 layers to read"):
+        taps(4, taps=2)
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"layers": 2}, "layers is 2, but an EAGLE-3 drafter has one"),
-        ({"start": "target"}, "start"),
+        ({"start": "target"}, "the layers of starcoder2 are not built like a drafter's"),
     ],
 )
 def test_what_cannot_be_started_is_refused(settings, said):

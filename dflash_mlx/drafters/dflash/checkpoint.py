@@ -23,6 +23,7 @@ from dflash_mlx.drafters.dflash.block_model import FAMILY as FAMILY
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.config_file import (
     DSPARK,
+    OTHERS,
     VERSION_1,
     VERSION_2,
     parse_fields,
@@ -40,13 +41,12 @@ from dflash_mlx.target.model import Target
 
 CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
 _MARKS = ("dflash_config", "speculators_model_type", "speculators_config")
-_OTHERS = ("eagle3",)  # of speculators, families of their own
 _CODEBOOK = "_codebook.weight"
 
 
 def recognises(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is one of these formats, readable or not."""
-    if raw.get("speculators_model_type") in _OTHERS:
+    if raw.get("speculators_model_type") in OTHERS:
         return False
     name = architecture(raw)
     return name.startswith("DFlash") or "DSpark" in name or any(mark in raw for mark in _MARKS)
@@ -101,12 +101,6 @@ def misfits(
     if config.num_target_layers is None and type(layers) is int and last >= layers:
         what = f"{who} reads layer {last} (counted from 0), but {name} has {layers} layers"
         yield Finding("error", what, CHOOSE_ANOTHER)
-
-
-def check_fit(config: NetworkConfig, target: Mapping[str, Any], name: str) -> None:
-    """Raise DFlashError unless the drafter was made for this target, see `misfits`."""
-    for misfit in misfits(config, target, name):
-        raise DFlashError(misfit.what, misfit.next_step)
 
 
 def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:

@@ -47,6 +47,7 @@ MAX_BLOCK = 1024  # positions; published drafters have 4 to 16
 PROJECTOR = "dflash"
 MARKOV = "vanilla"
 _SPECULATORS = {"dflash": VERSION_1, "dflash2": VERSION_2, "dspark": DSPARK}
+OTHERS = ("eagle3",)  # of speculators, families of their own
 _DSPARKS = (DSPARK, "Qwen3DSparkModel", "Lfm2DSparkDraftModel")  # of one build
 _DFLASH_FIELDS = (
     "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
@@ -187,7 +188,7 @@ def translate(raw: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
         return _from_dspark(raw, names) if architecture(raw) in _DSPARKS else raw
     kind = raw["speculators_model_type"]
     if kind not in _SPECULATORS:
-        known = ", ".join(_SPECULATORS)
+        known = ", ".join([*_SPECULATORS, *OTHERS])
         raise ValueError(f"speculators_model_type is {kind!r}, not supported; {known} are")
     layers = raw["transformer_layer_config"]
     if not isinstance(layers, dict):

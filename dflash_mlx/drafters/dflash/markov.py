@@ -60,7 +60,7 @@ class MarkovLinks:
     def __init__(
         self, head: MarkovHead, confidence: ConfidenceHead | None, d2t: mx.array | None
     ) -> None:
-        self._before, self._after = head.markov_w1, head.markov_w2.weight
+        self._before, self._after = head.markov_w1, head.markov_w2
         self._confidence = confidence
         self._rows: mx.array | None = None
         if d2t is not None:
@@ -74,7 +74,8 @@ class MarkovLinks:
     ) -> Candidates:
         """All tokens that logits are for; scores are in float32."""
         tokens = mx.arange(logits.shape[1]) if ids is None else ids
-        after = self._after if ids is None or self._rows is not None else self._after[ids]
+        weight = self._after.weight
+        after = weight if ids is None or self._rows is not None else weight[ids]
 
         def scores(t: int, before: mx.array) -> mx.array:
             token = anchor if t == 0 else tokens[before][None]
@@ -109,7 +110,7 @@ class MarkovLinks:
         """[n, j, k] <A[a], B[b]> in float32. before: [n, j] tokens a. tokens: [n, k] tokens b."""
         rows = tokens if self._rows is None else self._rows[tokens]
         known: mx.array = self._before(before).astype(mx.float32)
-        return known @ self._after[rows].swapaxes(-1, -2)
+        return known @ self._after.weight[rows].swapaxes(-1, -2)
 
     def confidences(self, hidden: mx.array, before: mx.array) -> mx.array:
         """[n, j] how likely position t [n, d] is to be accepted after tokens before [n, j]."""

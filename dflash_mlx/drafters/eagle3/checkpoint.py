@@ -21,7 +21,7 @@ from dflash_mlx.drafters.eagle3.context import limit_window
 from dflash_mlx.drafters.eagle3.model import FAMILY as FAMILY
 from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.eagle3.network import EagleConfig, Network
-from dflash_mlx.drafters.formats import taps_of
+from dflash_mlx.drafters.formats import increase, taps_of
 from dflash_mlx.drafters.networks import tensors as files
 from dflash_mlx.drafters.networks.tensors import (
     FLAGS,
@@ -82,6 +82,9 @@ def misfits(
         if outside := [tap for tap in taps if not 0 <= tap < layers]:
             what = f"{who} reads layers {list(taps)} (counted from 0), but {name} has {layers} "
             yield Finding("error", f"{what}layers, and no layer {outside[0]}", _CHOOSE)
+        elif not increase(taps):
+            what = f"{who} reads layers {list(taps)} (counted from 0), not each once and in order; "
+            yield Finding("error", f"{what}{name} has {layers} layers", _CHOOSE)
 
 
 def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:

@@ -153,20 +153,19 @@ class GrownTree(Eagle):
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     model, size = cast(EagleModel, pair.of(FAMILY)[0]), config.block_size
-    if grows := asks_for_tree(config):
+    grows, trees = asks_for_tree(config), pair.target.takes_trees
+    if grows:
         pair.target.check_trees()
-    trees = pair.target.takes_trees
-    chain, as_pays = not trees or (size is not None and not grows), config.budget is None
+    chain = not trees or (size is not None and not grows)
     drafter: Eagle
     if config.draws_drafts and (chain or config.acceptance == "reject"):
-        as_pays = size is None
-        drafter = DrawnChain(model, size, config.sampling, weighed=as_pays)
-    elif size is not None and not grows:
-        as_pays, drafter = False, Chain(model, size)
+        drafter = DrawnChain(model, size, config.sampling, weighed=size is None)
+    elif chain and size is not None:
+        drafter = Chain(model, size)
     else:
         branches = (config.branches or BRANCHES) if trees else 1
         drafter = GrownTree(model, size, branches, config.budget or MOST_NODES)
-    if not as_pays:
+    if size is not None or config.budget is not None:
         return drafter
     chains = isinstance(drafter, DrawnChain)
     return within_budget(drafter, {"draft": drafter}, pair, config, METHOD.sources, chains)
