@@ -12,9 +12,10 @@ import pytest
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import WeakFileLock
 
-from dflash_mlx import DFlashError, being_written, find_kept, kept_files, remove_kept
+from dflash_mlx import DFlashError, kept_files, remove_kept
 from dflash_mlx.models import pair_folder
 from dflash_mlx.models.default_model import DEFAULT_TARGET, fetch
+from dflash_mlx.models.kept import being_written, find_kept
 from dflash_mlx.models.names import DEFAULT_MODEL
 from support.hub_server import Hub, serve
 from support.models import write_drafter, write_model
