@@ -80,6 +80,11 @@ def test_a_sweep_runs_every_value_of_the_methods_that_have_the_setting():
             ["dflash", "d2sd:branches=2", "d2sd:growth=paper:branches=2", "resample:branches=2"],
         ),
         ("steps", "specdiff,dflash", [*(f"specdiff:steps={n}" for n in (1, 2, 4)), "dflash"]),
+        (
+            "steps=1,2",
+            "specdiff:schedule=threshold",
+            [f"specdiff:schedule=threshold:steps={n}" for n in (1, 2)],
+        ),
         ("block=4,8", "auto", ["auto:block=4", "auto:block=8"]),
     ],
 )

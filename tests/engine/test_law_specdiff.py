@@ -40,7 +40,7 @@ def as_pays(drafter, *seconds):
 SHAPES = {
     "chain": lambda sampling: (partial(likeliest, nodes=4), 1),
     "tree": lambda sampling: (partial(likeliest, nodes=7), TOP_K),
-    "samples": lambda sampling: (partial(sampled, samples=3, seed=sampling.seed), TOP_K),
+    "samples": lambda sampling: (partial(sampled, samples=3, seed=sampling.seed, nodes=5), TOP_K),
 }
 CASES = [
     *(("tree", how) for how in STEPS),
