@@ -217,15 +217,13 @@ def test_the_law_test_notices_chains_that_are_cut_by_their_own_tokens(monkeypatc
         tokens, q, _ = drawn(self, *given)
         return tokens, q, mx.take_along_axis(q, tokens[:, None], axis=-1)[:, 0]
 
-    assert distance("dflash, as pays, reject", 1500) < 4
     monkeypatch.setattr(DrawnBlock, "drawn", by_own_tokens)
-    assert distance("dflash, as pays, reject", 1500) > 4
+    assert distance("dflash, as pays, reject", 600) > 4
 
 
 def test_the_law_test_notices_steps_that_are_cut_by_their_own_tokens(monkeypatch):
     def by_own_tokens(self, q):
         return float(q.max(axis=-1).min())
 
-    assert distance("eagle3, as pays, reject", 1500) < 4
     monkeypatch.setattr(DrawnChain, "confidence", by_own_tokens)
-    assert distance("eagle3, as pays, reject", 1500) > 4
+    assert distance("eagle3, as pays, reject", 600) > 4

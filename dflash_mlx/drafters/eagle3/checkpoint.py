@@ -15,10 +15,9 @@ import mlx.core as mx
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Finding
-from dflash_mlx.drafters.eagle3 import config_file
 from dflash_mlx.drafters.eagle3.config_file import parse_fields, problems, translate
+from dflash_mlx.drafters.eagle3.config_file import recognises as recognises
 from dflash_mlx.drafters.eagle3.context import limit_window
-from dflash_mlx.drafters.eagle3.model import FAMILY as FAMILY
 from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.eagle3.network import EagleConfig, Network
 from dflash_mlx.drafters.formats import increase, taps_of
@@ -37,11 +36,6 @@ from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.target.model import Target
 
 _CHOOSE = "choose the drafter of this model with --drafter, or --method none"
-
-
-def recognises(raw: Mapping[str, Any]) -> bool:
-    """See `FileFormat.recognises`."""
-    return config_file.recognises(raw)
 
 
 def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> EagleConfig:
