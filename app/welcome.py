@@ -27,7 +27,8 @@ CLAIM = (
 )
 SPEED = "Speed"
 MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
-KEYS = "Enter sends · Ctrl+J new line · Esc stops · F2 where tokens come from · F3 figures · /help"
+# Those beside the keys that the empty line of input names; one line of 80 columns.
+KEYS = "F2 where tokens come from · F3 figures · Ctrl+P commands · Ctrl+Q leaves"
 
 
 class Sample(Static):

@@ -25,9 +25,9 @@ from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Means
 from support.decoding import tree_of
 
-# A pilot takes the app for idle when it computes next to nothing for so long; 20 ms are its own,
-# twice for every key.
-_wait.SLEEP_GRANULARITY, _wait.SLEEP_IDLE = 0.005, 0.00025
+# A pilot takes the app for idle when it computes next to nothing for so long. It waits 20 ms, twice
+# for every key; a screen draws itself after 8 at most.
+_wait.SLEEP_GRANULARITY, _wait.SLEEP_IDLE = 0.01, 0.0005
 
 ANSWER = """Two rivers meet **here**:
 
