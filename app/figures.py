@@ -204,6 +204,7 @@ def _context(figures: Figures) -> int:
 
 
 def _positions(figures: Figures) -> str:
-    return (
-        " ".join(f"{share:.0%}" for share in figures["accepted_by_position"]) or "nothing drafted"
-    )
+    """Up to the last position at which anything was accepted."""
+    shares = figures["accepted_by_position"]
+    deepest = max((i for i, share in enumerate(shares, start=1) if share), default=1)
+    return " ".join(f"{share:.0%}" for share in shares[:deepest]) or "nothing drafted"

@@ -371,3 +371,12 @@ def test_the_head_line_names_the_pair(method, drafters, line):
     assert pair_line(None, config) == ""
     for name, shown in (("M", line), ("/some/where/M", line), ("owner/M", f"owner/{line}")):
         assert pair_line(pair_of(name, means), config) == shown
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [([0.8, 0.0, 0.5, 0.0, 0.0], "80% 0% 50%"), ([0.0, 0.0], "0%"), ([], "nothing drafted")],
+)
+def test_positions_that_nothing_reached_are_not_listed(shares, told):
+    rows = dict(statistics_rows({**FIGURES, "accepted_by_position": shares}))
+    assert rows["accepted by position"] == told
