@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import mlx.core as mx
-import numpy as np
 
 from dflash_mlx.core.config import SamplingConfig
-from dflash_mlx.core.sampling import DRAFT, Sampler, tempered
+from dflash_mlx.core.sampling import DRAFT, tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.dflash.paths import Candidates
-from dflash_mlx.drafters.growth.grow import FIRST, LEAST
+from dflash_mlx.drafters.drawing import Drawing, with_confidences
 from dflash_mlx.drafters.one_draft import OneDraft
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
@@ -37,23 +34,16 @@ class DrawnBlock(OneDraft):
         weighed: bool = False,
     ) -> None:
         super().__init__(model, block_size)
-        self._sampling, self._weighed = sampling, weighed
-        self.sampler = Sampler(sampling)
-        self._opening: mx.array | None = None  # of the answer that the sampler is for
+        self._drawing, self._weighed = Drawing(sampling), weighed
 
     def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
         """A chain that knows what it was drawn from."""
-        if state.opening is not self._opening:  # every answer is a draw of its own
-            self.sampler, self._opening = Sampler(self._sampling), state.opening
-        key = self.sampler.key(state.position, DRAFT)
+        key = self._drawing.sampler(state).key(state.position, DRAFT)
         tokens, q, sure = self.drawn(context, state.anchor, rows, key)
         tokens = tokens.astype(state.anchor.dtype)
         mx.async_eval(tokens, q)
         tree = Tree.chain(tokens)
-        if self._weighed:
-            logprobs = np.log(np.maximum(np.array(sure), LEAST)).tolist()
-            tree = replace(tree, logprobs=(0.0, *logprobs), sources=("", *[FIRST] * (rows - 1)))
-        return Proposal(tree, q)
+        return Proposal(with_confidences(tree, sure) if self._weighed else tree, q)
 
     def drawn(
         self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array
@@ -62,7 +52,7 @@ class DrawnBlock(OneDraft):
 
         key: randomness. sure: [rows - 1] the largest probabilities, whatever is drawn.
         """
-        logits = tempered(self._model.logits(context, anchor, rows), self.sampler.config)
+        logits = tempered(self._model.logits(context, anchor, rows), self._drawing.config)
         q = mx.softmax(logits, axis=-1)
         return mx.random.categorical(logits, key=key), q, q.max(axis=-1)
 
@@ -77,7 +67,7 @@ class DrawnPath(DrawnBlock):
 
         sure: along the likeliest path, by the drafter's confidence head if it has one.
         """
-        found, config = self._model.candidates(context, anchor, rows), self.sampler.config
+        found, config = self._model.candidates(context, anchor, rows), self._drawing.config
         drawn = Candidates(found.tokens, lambda t, before: tempered(found.after(t, before), config))
         keys = mx.random.split(key, rows - 1)
         path, scores = drawn.walk(lambda t, scores: mx.random.categorical(scores, key=keys[t]))

@@ -19,6 +19,8 @@ from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.target.model import Target
 
+CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
+
 
 class FileFormat(Protocol):
     """The file side of a family. Its configurations and networks are of classes of its own."""
@@ -65,6 +67,25 @@ class FileFormat(Protocol):
 
         has_values: whether there is anything behind the heads of the weight files.
         """
+
+
+def size_misfits(
+    made_for: Mapping[str, int | None], target: Mapping[str, Any], name: str, drafter: str
+) -> Iterator[Finding]:
+    """Sizes of a target that a drafter was not made for, each with both values.
+
+    made_for: by the fields of the target's config.json, None where a drafter does not say.
+    """
+    for field, number in made_for.items():
+        if number is not None and (has := target.get(field)) != number:
+            words = field.replace("num_hidden_layers", "number of target layers")
+            what = f"{called(drafter)} was made for a target with {words} {number}, but {name} has "
+            yield Finding("error", what + str(has)[:80], CHOOSE_ANOTHER)
+
+
+def called(drafter: str) -> str:
+    """A drafter in a sentence, by its name where it has one."""
+    return f"the drafter {drafter}".rstrip()
 
 
 def usual_taps(layers: int) -> tuple[int, int, int]:

@@ -14,9 +14,8 @@ from dataclasses import replace
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.names import Names, gguf_file, local_folder, whole_copy
 from dflash_mlx.models.registry import Entry, registered
-from dflash_mlx.models.source import Source
+from dflash_mlx.models.source import CARD, Source
 
-CARD = "README.md"
 RELATIONS = ("finetune", "merge", "quantized", "adapter")  # absent is one of them
 _MOST = 2**20  # characters of a card that are looked at
 _FRONT = re.compile(r"\A\s*---[ \t]*\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -76,11 +75,14 @@ def _with_drafters_of(names: Names, parent: str, entry: Entry) -> Names:
 
 
 def _card(model: str) -> str:
-    """Of a folder or a repository, "" where it has none or the hub does not answer."""
+    """Of a folder or a repository, "" where it has none or the hub does not answer.
+
+    The hub is not asked about a whole copy: that has its card, if it was fetched by this program.
+    """
     with suppress(DFlashError):
         if (folder := local_folder(model)) is not None:
             return _card_in(Source.of(folder))
-        return _card_in(whole_copy(model)) or _card_in(Source(model))
+        return _card_in(whole_copy(model) or Source(model))
     return ""
 
 

@@ -40,6 +40,7 @@ from dflash_mlx.system.safetensors_header import MAX_HEADER, TensorHeader, read_
 
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
 LICENCES = ("LICENSE*", "NOTICE*")  # kept with what they are of, but no need of loading
+CARD = "README.md"  # says what a model was made from, see `lineage.py`
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MODEL = "model"  # the option that names a target
 HUB_ERRORS = (OSError, HTTPError, ValueError)
@@ -184,7 +185,7 @@ class Source:
         if self.folder is not None:
             return self
         try:
-            found = self._snapshot([*BESIDE, *LICENCES, self.weights])
+            found = self._snapshot([*BESIDE, *LICENCES, CARD, self.weights])
             return Source.of(Path(found), self.option)
         except HUB_ERRORS as error:
             raise self._refused(error) from None
@@ -195,7 +196,7 @@ class Source:
 
     def to_come(self) -> dict[str, int]:
         """Files that `fetch` would download and their bytes, the small ones first; as `missing`."""
-        wanted = [*BESIDE, *LICENCES, self.weights]
+        wanted = [*BESIDE, *LICENCES, CARD, self.weights]
         try:
             files = self._snapshot(wanted, dry_run=True, tqdm_class=_NoBar)
         except HUB_ERRORS as error:

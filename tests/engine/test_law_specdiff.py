@@ -89,7 +89,7 @@ class SurestFirst(DrawnSpecDiff):
     """
 
     def drawn(self, state, rows):
-        first, second = mx.random.split(self.sampler.key(state.position, DRAFT))
+        first, second = mx.random.split(self._drawing.sampler(state).key(state.position, DRAFT))
         masks = [self._model.mask] * (rows - 1)
         laws = self.said(state, masks, range(1, rows))
         chances = mx.softmax(laws, axis=-1)
@@ -108,7 +108,7 @@ class SurestFirst(DrawnSpecDiff):
 
     def said(self, state, hidden, places):
         block = mx.array([*state.anchor.tolist(), *hidden])
-        return tempered(self._model.logits(state.context, block, places), self.sampler.config)
+        return tempered(self._model.logits(state.context, block, places), self._drawing.config)
 
 
 def toy(base, *links):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -132,6 +133,12 @@ def test_a_model_of_the_hub_drafts_with_its_parent_s_drafter(hub):
     assert (pair.drafter_name, pair.means.drafters) == (DRAFTER, 1)
     (note,) = [note for note in pair.notes if "made from" in note]
     assert all(part in note for part in ("owner/tuned", PARENT, DRAFTER))
+
+
+def test_the_hub_is_not_asked_for_the_card_of_a_model_that_is_here(hub, monkeypatch):
+    load_pair(PairConfig("owner/tuned"), DecodeConfig("none"))
+    monkeypatch.setattr(lineage, "Source", SimpleNamespace(of=Source.of))  # no way to the hub
+    assert "base_model" in lineage._card("owner/tuned")
 
 
 def test_a_parent_s_drafter_that_cannot_be_had_is_done_without(hub):

@@ -33,13 +33,13 @@ from dflash_mlx.drafters.dflash.config_file import (
 )
 from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, called, size_misfits
 from dflash_mlx.drafters.networks import tensors as files
 from dflash_mlx.drafters.networks.fields import architecture
 from dflash_mlx.drafters.networks.tensors import FLOATING, Arrays, DrafterFolder, Layout, in_words
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.target.model import Target
 
-CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
 _MARKS = ("dflash_config", "speculators_model_type", "speculators_config")
 _CODEBOOK = "_codebook.weight"
 
@@ -86,17 +86,13 @@ def misfits(
     target: `hidden_size`, `vocab_size` and `num_hidden_layers` as in the target's config.json.
     name, drafter: what to call the two.
     """
-    who = f"the drafter {drafter}".rstrip()
+    who = called(drafter)
     made_for = {
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.num_target_layers,
     }
-    for field, number in made_for.items():
-        if number is not None and (has := target.get(field)) != number:
-            words = field.replace("num_hidden_layers", "number of target layers")
-            what = f"{who} was made for a target with {words} {number}, but {name} has "
-            yield Finding("error", what + str(has)[:80], CHOOSE_ANOTHER)
+    yield from size_misfits(made_for, target, name, drafter)
     layers, last = target.get("num_hidden_layers"), max(config.target_layer_ids)
     if config.num_target_layers is None and type(layers) is int and last >= layers:
         what = f"{who} reads layer {last} (counted from 0), but {name} has {layers} layers"

@@ -20,7 +20,7 @@ from dflash_mlx.drafters.eagle3.config_file import recognises as recognises
 from dflash_mlx.drafters.eagle3.context import limit_window
 from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.eagle3.network import EagleConfig, Network
-from dflash_mlx.drafters.formats import increase, taps_of
+from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, called, increase, size_misfits, taps_of
 from dflash_mlx.drafters.networks import tensors as files
 from dflash_mlx.drafters.networks.tensors import (
     FLAGS,
@@ -31,11 +31,8 @@ from dflash_mlx.drafters.networks.tensors import (
     Layout,
     in_words,
 )
-from dflash_mlx.system import cpu_math
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.target.model import Target
-
-_CHOOSE = "choose the drafter of this model with --drafter, or --method none"
 
 
 def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> EagleConfig:
@@ -59,26 +56,22 @@ def misfits(
     config: EagleConfig, target: Mapping[str, Any], name: str, drafter: str = ""
 ) -> Iterator[Finding]:
     """See `FileFormat.misfits`; each with both values."""
-    who = f"the drafter {drafter}".rstrip()
+    who = called(drafter)
     made_for = {
         "hidden_size": config.target_hidden_size,
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.num_target_layers,
     }
-    for field, number in made_for.items():
-        if number is not None and (has := target.get(field)) != number:
-            words = field.replace("num_hidden_layers", "number of target layers")
-            what = f"{who} was made for a target with {words} {number}, but {name} has "
-            yield Finding("error", what + str(has)[:80], _CHOOSE)
+    yield from size_misfits(made_for, target, name, drafter)
     layers = target.get("num_hidden_layers")
     if type(layers) is int:
         taps = taps_of(config, layers)
         if outside := [tap for tap in taps if not 0 <= tap < layers]:
             what = f"{who} reads layers {list(taps)} (counted from 0), but {name} has {layers} "
-            yield Finding("error", f"{what}layers, and no layer {outside[0]}", _CHOOSE)
+            yield Finding("error", f"{what}layers, and no layer {outside[0]}", CHOOSE_ANOTHER)
         elif not increase(taps):
             what = f"{who} reads layers {list(taps)} (counted from 0), not each once and in order; "
-            yield Finding("error", f"{what}{name} has {layers} layers", _CHOOSE)
+            yield Finding("error", f"{what}{name} has {layers} layers", CHOOSE_ANOTHER)
 
 
 def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
@@ -95,13 +88,10 @@ def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
 
 def load(folder: Path, config: EagleConfig, target: Target, settings: PairConfig) -> EagleModel:
     """See `FileFormat.load`; raises as `read_drafter` does."""
-    network: Network = LAYOUT.load(folder, config, target.dtype, settings.drafter_bits)
-    if config.quantization is not None and cpu_math.applies():  # where packed weights are slow
-        from mlx_lm.utils import dequantize_model
-
-        dequantize_model(network)
-    mx.eval(network.parameters())
-    return EagleModel(network, limit_window(config, settings.draft_window), target)
+    network = LAYOUT.load(folder, config, target.dtype, settings.drafter_bits)
+    return EagleModel(
+        files.unpacked(network, config), limit_window(config, settings.draft_window), target
+    )
 
 
 def converted(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import heapq
-import math
 from abc import abstractmethod
-from dataclasses import replace
 from operator import itemgetter
 from typing import cast
 
@@ -13,13 +11,14 @@ import mlx.core as mx
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import DRAFT as STREAM
-from dflash_mlx.core.sampling import Sampler, tempered
+from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
+from dflash_mlx.drafters.drawing import Drawing, with_confidences
 from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.eagle3.context import EagleContext
 from dflash_mlx.drafters.eagle3.model import FAMILY, Draft, EagleModel
-from dflash_mlx.drafters.growth.grow import FIRST, LEAST, Offers, Path, best_first
+from dflash_mlx.drafters.growth.grow import Offers, Path, best_first
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, asks_for_tree, check_block_size
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
@@ -89,18 +88,14 @@ class DrawnChain(Eagle):
         weighed: bool = False,
     ) -> None:
         super().__init__(model, block_size)
-        self._sampling, self._weighed = sampling, weighed
-        self._sampler = Sampler(sampling)
-        self._opening: mx.array | None = None  # of the answer that the sampler is for
+        self._drawing, self._weighed = Drawing(sampling), weighed
 
     def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
         """A chain that knows what each token was drawn from, given those before it."""
-        if state.opening is not self._opening:  # every answer is a draw of its own
-            self._sampler, self._opening = Sampler(self._sampling), state.opening
-        keys = mx.random.split(self._sampler.key(state.position, STREAM), rows - 1)
+        keys = mx.random.split(self._drawing.sampler(state).key(state.position, STREAM), rows - 1)
         tokens, laws = [state.anchor], []
         for row in range(rows - 1):
-            logits = tempered(draft.logits(tokens[-1], [row - 1]), self._sampler.config)
+            logits = tempered(draft.logits(tokens[-1], [row - 1]), self._drawing.config)
             token = mx.random.categorical(logits, key=keys[row])
             tokens.append(token.astype(state.anchor.dtype))
             laws.append(mx.softmax(logits, axis=-1))
@@ -108,9 +103,7 @@ class DrawnChain(Eagle):
         mx.async_eval(drafted, q)
         tree = Tree.chain(drafted)
         if self._weighed:
-            sure = math.log(max(self.confidence(q), LEAST))
-            logprobs, sources = [sure] * (rows - 1), [FIRST] * (rows - 1)
-            tree = replace(tree, logprobs=(0.0, *logprobs), sources=("", *sources))
+            tree = with_confidences(tree, [self.confidence(q)] * (rows - 1))
         return Proposal(tree, q)
 
     def confidence(self, q: mx.array) -> float:

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Finding, in_one_line
 from dflash_mlx.drafters.networks.quantized import Quantization, quantization_of, quantize_network
+from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import replace_safetensors, replace_text
 from dflash_mlx.system.safetensors_header import TensorHeader, read_header
 
@@ -161,6 +162,16 @@ class DrafterFolder:
     def network(self) -> Any:
         """The network with these tensors; nothing is evaluated, nothing cast."""
         return filled(self.layout.network(self.config, "config.json"), self.tensors)
+
+
+def unpacked(network: Any, config: StoredConfig) -> Any:
+    """The evaluated network; on a CPU without packed matrices, which are slow there."""
+    if config.quantization is not None and cpu_math.applies():
+        from mlx_lm.utils import dequantize_model  # takes seconds
+
+        network = dequantize_model(network)
+    mx.eval(network.parameters())
+    return network
 
 
 def filled(network: Any, tensors: Arrays) -> Any:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Finding
+from dflash_mlx.drafters.formats import size_misfits
 from dflash_mlx.drafters.networks import tensors as files
 from dflash_mlx.drafters.networks.fields import architecture
 from dflash_mlx.drafters.networks.tensors import FLOATING, Arrays, DrafterFolder, Layout, in_words
@@ -27,11 +28,9 @@ from dflash_mlx.drafters.specdiff.config_file import (
 )
 from dflash_mlx.drafters.specdiff.model import MaskedModel
 from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
-from dflash_mlx.system import cpu_math
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.target.model import Target
 
-CHOOSE_ANOTHER = "choose a drafter with this model's tokens with --drafter, or --method none"
 _PREFIX = "model."  # of all tensors but the head in published files
 
 
@@ -63,14 +62,10 @@ def misfits(
     config: NetworkConfig, target: Mapping[str, Any], name: str, drafter: str = ""
 ) -> Iterator[Finding]:
     """What keeps a drafter from a target, each with both values; names as of `FileFormat`."""
-    made_for = {"vocab_size": config.vocab_size}
+    made_for: dict[str, int | None] = {"vocab_size": config.vocab_size}
     if not (config.own_embedding and config.own_head):
         made_for["hidden_size"] = config.hidden_size
-    for field, number in made_for.items():
-        if (has := target.get(field)) != number:
-            what = f"the drafter {drafter}".rstrip() + f" was made for a target with {field} "
-            what += f"{number}, but {name} has {str(has)[:80]}"
-            yield Finding("error", what, CHOOSE_ANOTHER)
+    return size_misfits(made_for, target, name, drafter)
 
 
 def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
@@ -90,13 +85,8 @@ def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConf
     if (most := settings.draft_window) is not None:
         windows = tuple(min(window or most, most) for window in config.layer_windows)
         config = replace(config, layer_windows=windows)
-    network: Network = LAYOUT.load(folder, config, target.dtype, settings.drafter_bits)
-    if config.quantization is not None and cpu_math.applies():
-        from mlx_lm.utils import dequantize_model  # takes seconds
-
-        network = cast(Network, dequantize_model(network))
-    mx.eval(network.parameters())
-    return MaskedModel(network, config, target)
+    network = LAYOUT.load(folder, config, target.dtype, settings.drafter_bits)
+    return MaskedModel(files.unpacked(network, config), config, target)
 
 
 def converted(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import SamplingConfig
-from dflash_mlx.core.sampling import DRAFT, Sampler, tempered
+from dflash_mlx.core.sampling import DRAFT, tempered
 from dflash_mlx.core.schedule import IN_ORDER, THRESHOLD
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.growth.grow import FIRST, LEAST, Array, Ranked
+from dflash_mlx.drafters.drawing import Drawing, with_confidences
+from dflash_mlx.drafters.growth.grow import Array, Ranked
 from dflash_mlx.drafters.method import check_block_size
 from dflash_mlx.drafters.specdiff.context import TokenContext
 from dflash_mlx.drafters.specdiff.model import MaskedModel
@@ -131,21 +132,14 @@ class DrawnSpecDiff(SpecDiff):
     ) -> None:
         assert how.in_order
         super().__init__(model, block_size, how, lambda ranked, position: Tree.chain(), 1)
-        self._sampling, self._weighed = sampling, weighed
-        self.sampler = Sampler(sampling)
-        self._opening: mx.array | None = None  # of the answer that the sampler is for
+        self._drawing, self._weighed = Drawing(sampling), weighed
 
     def draft_block(self, state: State, rows: int) -> Proposal:
         """A chain that knows what it was drawn from."""
-        if state.opening is not self._opening:  # every answer is a draw of its own
-            self.sampler, self._opening = Sampler(self._sampling), state.opening
         tokens, q, sure = self.drawn(state, rows)
         mx.async_eval(tokens, q)
         tree = Tree.chain(tokens)
-        if self._weighed:
-            logprobs = np.log(np.maximum(np.array(sure), LEAST)).tolist()
-            tree = replace(tree, logprobs=(0.0, *logprobs), sources=("", *[FIRST] * (rows - 1)))
-        return Proposal(tree, q)
+        return Proposal(with_confidences(tree, sure) if self._weighed else tree, q)
 
     def drawn(self, state: State, rows: int) -> tuple[mx.array, mx.array, mx.array]:
         """Tokens [rows - 1], q [rows - 1, V] that they were drawn from, and how sure it was.
@@ -153,7 +147,7 @@ class DrawnSpecDiff(SpecDiff):
         sure: [rows - 1] the largest probabilities in the first pass.
         """
         context, steps = cast(TokenContext, state.context), self._how.steps
-        keys = mx.random.split(self.sampler.key(state.position, DRAFT), steps)
+        keys = mx.random.split(self._drawing.sampler(state).key(state.position, DRAFT), steps)
         tokens, q = mx.array([], state.anchor.dtype), []
         sure: mx.array | None = None
         for left in range(steps - 1, -1, -1):
@@ -162,7 +156,7 @@ class DrawnSpecDiff(SpecDiff):
             masks = mx.full(masked, self._model.mask, tokens.dtype)
             block = _block(state, mx.concatenate([tokens, masks]))
             logits = self._model.logits(context, block, range(1 + tokens.size, rows))
-            logits = tempered(logits, self.sampler.config)
+            logits = tempered(logits, self._drawing.config)
             laws, count = mx.softmax(logits, axis=-1), share(masked, left)
             sure = laws.max(axis=-1) if sure is None else sure
             found = mx.random.categorical(logits[:count], key=keys[left])
