@@ -8,7 +8,7 @@ from textual.widgets import ProgressBar, Static
 
 from dflash_chat.bench import BenchResult, table
 from dflash_chat.screens import Comparison
-from dflash_mlx import BenchStep, Job, Pair
+from dflash_mlx import BenchStep, Job, Means, Pair
 
 
 class BenchScreen(Comparison):
@@ -16,7 +16,7 @@ class BenchScreen(Comparison):
 
     def __init__(self, job: Job, pair: Pair | None) -> None:
         super().__init__(job)
-        self._drafters = 0 if pair is None else pair.means.drafters
+        self._means = Means() if pair is None else pair.means
         self._step = BenchStep(0, 1)
         self._done = Static("warming up", markup=False)
         self._bar = ProgressBar(total=1.0, show_eta=False)
@@ -47,4 +47,4 @@ class BenchScreen(Comparison):
             self._done.update(f"{done}; the methods take turns")
             self._bar.update(total=1.0, progress=step.answers / step.of)
         if step.report and (width := self._table.size.width):
-            self._table.update("\n".join(table(step.report, self._drafters, width)))
+            self._table.update("\n".join(table(step.report, self._means, width)))

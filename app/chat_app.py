@@ -70,6 +70,7 @@ class ChatApp(Asks, App[None]):
         Binding("ctrl+c", "stop_or_copy", "Stop", show=False, priority=True),
         Binding("f2", "call('draft')", "Draft view", show=False),
         Binding("f3", "call('stats')", "Figures", show=False),
+        Binding("f4", "call('race')", "Race", show=False),
     ]
 
     def __init__(
@@ -315,9 +316,9 @@ class ChatApp(Asks, App[None]):
         self.show_header()
 
     def show_header(self) -> None:
-        """The model and how it drafts."""
-        pair = pair_line(self.pair, self.config)
-        title = self.conversation.shown_title if self.conversation.turns else ""
+        """The model and how it drafts; the title, unless it is the question that stands below."""
+        pair, talk = pair_line(self.pair, self.config), self.conversation
+        title = talk.shown_title if talk.title or talk.turns[2:] else ""
         line = "  ".join(part for part in ("dflash-chat", pair, title) if part)
         self.header.update(line)
         self.transcript.welcome.tell(self.pair, self.config, self.speeds)

@@ -61,6 +61,7 @@ KEYS = (
     ("PageUp, PageDown", "scroll"),
     ("F2", "draft view: Tab, then Left and Right, goes through its rounds"),
     ("F3", "figures of the last answer, and what they mean"),
+    ("F4", "race: the last question plainly and with drafts, side by side"),
     ("Ctrl+P", "command palette"),
     ("Ctrl+Q", "leave"),
 )

@@ -98,7 +98,7 @@ class DraftPanel(Vertical, can_focus=True):
 
     def on_mount(self) -> None:
         self.display = False
-        self.border_title = "Where tokens come from"
+        self.border_title = "Every token: the large model's choice"
         self.border_subtitle = "F2 hides"
 
     def on_resize(self) -> None:
@@ -208,7 +208,7 @@ def round_sentence(delta: TextDelta) -> str:
 def _legend(delta: TextDelta) -> list[Line]:
     """What colours mean, of the sources that the method has, and what signs mean."""
     mine = {source.name for source in find_method(delta.statistics.method).sources}
-    origins: Line = []
+    origins: Line = [("guessed by ", LINES)] if mine else []
     for label, source in legend():
         if source in mine:
             origins += [(f" {label} ", source), ("  ", LINES)]

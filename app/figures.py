@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_mlx import NO_DRAFTS, Statistics, amount
+from dflash_mlx import NO_DRAFTS, DFlashError, Statistics, amount, find_method
 
 _ABSURD = 1e15  # no figure of an answer is as large, and figures are multiplied
 
@@ -14,6 +14,7 @@ BARS = "▁▂▃▄▅▆▇█"
 SEPARATOR = " · "
 _EIGHTHS: tuple[str, ...] = ("", *"▏▎▍▌▋▊▉")
 _NEARLY_FULL = 0.8  # share of the context from which it is worth a place among the first figures
+_ROOMY = 50  # columns in which bars may have more words beside them
 _LEAST_RATIO, _MOST_RATIO = 0.05, 100.0  # to plain decoding; nothing real lies beyond
 
 MEANINGS = {
@@ -133,14 +134,15 @@ def bars(figures: Figures, width: int) -> list[str]:
     ratio, now = times_plain(figures), figures["tokens_per_second"]
     if not ratio:
         return []
-    mark = "~" if ratio.startswith("~") else ""
-    rows = [("with drafts", now, ""), ("plain", now / figures["times_plain"], mark)]
-    most = max(value for _, value, _ in rows) or 1
-    room = width - len("with drafts ~999.9 tok/s ")
-    return [
-        f"{name:<11} {wide_bar(value / most, room)} {mark}{speed(value)} tok/s"
-        for name, value, mark in rows
-    ]
+    slow, mark = now / figures["times_plain"], "~" if ratio.startswith("~") else ""
+    ground = (" estimated" if mark else " measured") if width >= _ROOMY else ""
+    rows = (
+        ("with drafts", now, f"{speed(now)} tok/s"),
+        ("plain decoding", slow, f"{mark}{speed(slow)} tok/s{ground}"),
+    )
+    most = max(now, slow) or 1
+    room = width - len(rows[1][0]) - 2 - len(f"~999.9 tok/s{ground}")
+    return [f"{name:<14} {wide_bar(value / most, room)} {told}" for name, value, told in rows]
 
 
 def wide_bar(share: float, width: int) -> str:
@@ -171,7 +173,7 @@ def counted(number: int, what: str) -> str:
 def statistics_rows(figures: Figures) -> list[tuple[str, str]]:
     """Everything about one answer: what is counted, and how much it is."""
     return [
-        ("method", figures["method"]),
+        ("method", _method(figures["method"])),
         ("speed", f"{figures['tokens_per_second']:.2f} tokens per second"),
         ("against plain decoding", _against_plain(figures)),
         ("tokens of the answer", str(figures["generated_tokens"])),
@@ -187,6 +189,14 @@ def statistics_rows(figures: Figures) -> list[tuple[str, str]]:
         ("context in use", f"{_context(figures)} of {figures['context_length']} tokens"),
         ("most memory in use", amount(figures["peak_memory_bytes"])),
     ]
+
+
+def _method(name: str) -> str:
+    """For people and as in /method; of a file from elsewhere, whatever it says."""
+    try:
+        return f"{find_method(name).label} ({name})"
+    except DFlashError:
+        return name
 
 
 def _against_plain(figures: Figures) -> str:

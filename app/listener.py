@@ -24,6 +24,7 @@ from dflash_mlx import (
     PairConfig,
     Prefilled,
     TextDelta,
+    find_method,
     near_names,
     needs_drafter,
 )
@@ -181,7 +182,8 @@ class Listener:
         self._done_waiting(job)
         again = app.config.recalibrate
         self.waiting.add(app.worker.submit(lambda job: app.backend.measure(again)))
-        if needs_drafter(app.config.method) and not pair.means.drafters:
+        method = app.config.method
+        if needs_drafter(method) and not pair.means.count(find_method(method).family):
             app.config = replace(app.config, method=AUTO)
         if app.config.method == AUTO and pair.fallback:
             await app.say(f"{pair.fallback}. /drafter name adds a drafter.")

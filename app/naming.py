@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_mlx import DecodeConfig, Pair, find_method, settle, token_sources
+from dflash_mlx import DecodeConfig, Means, Pair, find_method, settle, token_sources
 
 TARGET = "target"  # the source of a token that the target chose itself
-OWN = "large model"
+ALONE = "not guessed"
 _SHAPES = ("underline", "underline italic", "italic")  # of drafted tokens, where nothing has colour
 
 
-def method_name(method: str, drafters: int) -> str:
-    """A method for people. drafters: draft models of the pair."""
-    return find_method(method).called(drafters)
+def method_name(method: str, means: Means) -> str:
+    """A method for people. means: of the pair."""
+    return find_method(method).called(means)
 
 
 def source_style(name: str) -> str:
@@ -37,7 +37,7 @@ def source_shape(name: str) -> str:
 
 def legend() -> list[tuple[str, str]]:
     """Label and name of everything that tokens come from; the target is the last."""
-    return [*((source.label, source.name) for source in token_sources()), (OWN, TARGET)]
+    return [*((source.label, source.name) for source in token_sources()), (ALONE, TARGET)]
 
 
 def target_name(pair: Pair) -> str:
@@ -51,4 +51,4 @@ def pair_line(pair: Pair | None, config: DecodeConfig) -> str:
     if pair is None:
         return ""
     method = settle(config, pair.means).method
-    return f"{target_name(pair)} <- {method_name(method, pair.means.drafters)}"
+    return f"{target_name(pair)} <- {method_name(method, pair.means)}"

@@ -12,8 +12,9 @@ from textual.widgets import Static, TextArea
 
 from dflash_chat.commands import Command, completions
 
+PROMISE = "drafts are guesses: every token is the large model's own choice"
 LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
-PLACEHOLDER = "Ask anything · Enter sends · Ctrl+J new line · Esc stops · /help"
+PLACEHOLDER = "Ask anything · Esc stops · F2 who wrote what · F3 figures · F4 race · /help"
 
 
 class History:
@@ -118,6 +119,7 @@ class Prompt(TextArea):
         )
         self.questions = History()
         self.pastes, self.hint = Pastes(), Hint()
+        self.border_subtitle = PROMISE
         self.waiting: list[str] = []
 
     def put(self, text: str) -> None:

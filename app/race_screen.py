@@ -24,6 +24,11 @@ class Side(Vertical):
         self._text, self._drawn = "", ""
         self._last: RaceStep | None = None
 
+    @property
+    def speed(self) -> float:
+        """Tokens per second so far."""
+        return self._last.tokens / self._last.seconds if self._last and self._last.seconds else 0.0
+
     def compose(self) -> ComposeResult:
         yield self._clock
         yield self._scroll
@@ -61,6 +66,9 @@ class RaceScreen(Comparison):
             self._sides[event.side].take(event)
         elif isinstance(event, RaceResult):
             self.end(event.text, "equal" if event.equal else "unequal")
+            fastest = max(self._sides.values(), key=lambda side: side.speed)
+            fastest.add_class("faster")
+            fastest.border_subtitle = "faster"
 
     def draw(self) -> None:
         for side in self._sides.values():

@@ -27,7 +27,6 @@ from dflash_chat.figures import (
 from dflash_chat.speeds import Speeds
 from dflash_mlx import Statistics, TextDelta
 
-PROMISE = "every token is the large model's own choice, drafts only save time"
 _DIGITS = 36  # columns that these take with their units
 _PERCENT = re.compile(r"^(?P<what>[^:%]*?):?\s*(?P<percent>\d{1,3})%\|")
 _AMOUNT = re.compile(r"(?P<done>[\d.]+)\s*/\s*(?P<total>[\d.]+)\s*(?P<unit>[kKMG]?B)")
@@ -84,7 +83,6 @@ class Status(Vertical):
         yield Static(id="rounds", markup=False).with_tooltip(MEANINGS["accepted by position"])
 
     def on_mount(self) -> None:
-        self.border_title = PROMISE
         self.progress(None)
 
     def on_resize(self) -> None:

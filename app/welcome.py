@@ -22,13 +22,14 @@ QUESTIONS = (
     "Why is the sky blue?",
 )
 CLAIM = (
-    "A small model guesses the next words, the large model checks all of them in one pass. Only "
-    "words that it would have chosen itself are kept: faster, and nothing is traded for it."
+    "A small model guesses the next words (drafts), the large model checks all of them in one pass "
+    "(a round). Only words that it would have chosen itself are kept: faster than a pass for every "
+    "word (plain decoding), and nothing is traded for it."
 )
 SPEED = "Speed"
 MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
-# Those beside the keys that the empty line of input names; one line of 80 columns.
-KEYS = "F2 where tokens come from · F3 figures · Ctrl+P commands · Ctrl+Q leaves"
+# Those beside the keys that the empty line of input names.
+KEYS = "Enter sends · Ctrl+J new line · Ctrl+P commands · Ctrl+Q leaves"
 
 
 class Sample(Static):
@@ -83,7 +84,7 @@ class Welcome(Asks, Vertical):
         name, method = pair.target.name, settle(config, pair.means).method
         facts = {
             "Model": target_name(pair),
-            "Drafts": method_name(method, pair.means.drafters),
+            "Drafts": method_name(method, pair.means),
             "Memory": f"{amount(self.memory)} in use" if self.memory else "",
             SPEED: self._facts.get(SPEED, ""),
         }

@@ -30,7 +30,7 @@ from dflash_mlx.drafters.methods import (  # noqa: E402
 )
 from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
 from dflash_mlx.drafters.methods import sources as token_sources  # noqa: E402
-from dflash_mlx.engine.pair import Pair  # noqa: E402
+from dflash_mlx.engine.pair import Means, Pair  # noqa: E402
 from dflash_mlx.engine.parity import Difference, first_difference  # noqa: E402
 from dflash_mlx.models.available import (  # noqa: E402
     AvailableModel,
@@ -66,6 +66,7 @@ __all__ = [
     "Failed",
     "Job",
     "Kept",
+    "Means",
     "NO_DRAFTS",
     "Observer",
     "Offer",

@@ -17,7 +17,7 @@ from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import find_method, serving
-from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.pair import Means, Pair
 from dflash_mlx.models.names import SHIPPED
 
 PROMPTS = SHIPPED / "prompts.jsonl"
@@ -66,8 +66,8 @@ def bench(
         yield step
 
 
-def what_pays(report: Report, drafters: int) -> str:
-    """One sentence on the fastest method. drafters: draft models of the pair, for its name."""
+def what_pays(report: Report, means: Means) -> str:
+    """One sentence on the fastest method. means: of the pair, for its name."""
     methods: dict[str, Figures] = report["methods"]
     best: str = max(methods, key=lambda name: methods[name]["speedup"])
     figures, plain = methods[best], methods[PLAIN]["tokens_per_second"]
@@ -76,7 +76,7 @@ def what_pays(report: Report, drafters: int) -> str:
             f"Drafts do not pay on this machine: nothing was more than {PAYS:.2f} times as fast "
             f"as plain decoding, which writes {plain:.1f} tokens a second"
         )
-    label = find_method(best.partition(":")[0]).called(drafters)
+    label = find_method(best.partition(":")[0]).called(means)
     by_kind: dict[str, dict[str, Figures]] = report["categories"]
     kinds = {kind: float(found[best]["speedup"]) for kind, found in by_kind.items()}
     most, least = (pick(kinds, key=lambda kind: kinds[kind]) for pick in (max, min))

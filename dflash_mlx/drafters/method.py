@@ -10,7 +10,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import FIRST, SECOND
 from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.pair import Means, Pair
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class TokenSource:
 
 
 BRANCHES = 4  # of trees that continue a draft in several places, unless asked for others
-DRAFT = TokenSource(FIRST, "draft", "primary")
+DRAFT = TokenSource(FIRST, "draft model", "primary")
 SECOND_DRAFT = TokenSource(SECOND, "second draft", "warning")
-LOOKUP = TokenSource("lookup", "lookup", "accent")
+LOOKUP = TokenSource("lookup", "earlier text", "accent")
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,10 @@ class Method:
     preference: int = 0
     is_control: bool = False
 
-    def called(self, drafters: int) -> str:
-        """The label with so many draft models."""
-        return self.lone_label if self.lone_label and drafters == 1 else self.label
+    def called(self, means: Means) -> str:
+        """The label with what a pair can draft with."""
+        lone = self.lone_label and means.count(self.family) == 1
+        return self.lone_label if lone else self.label
 
 
 def asks_for_tree(config: DecodeConfig) -> bool:

@@ -92,7 +92,7 @@ def test_a_ratio_without_any_ground_is_shown_nowhere(ratio):
 def test_both_speeds_are_bars_on_one_scale():
     drafted, plain = bars(FIGURES, 80)
     assert drafted.count("█") == pytest.approx(2 * plain.count("█"), abs=1)
-    assert drafted.endswith(" 40.0 tok/s") and plain.endswith(" ~20.0 tok/s")
+    assert drafted.endswith(" 40.0 tok/s") and plain.endswith(" ~20.0 tok/s estimated")
     slower = bars({**FIGURES, "times_plain": 0.5}, 80)
     assert slower[0].count("█") < slower[1].count("█"), "and nobody hides that it is slower"
     assert all(len(line) <= 30 for line in bars(FIGURES, 30))

@@ -246,9 +246,10 @@ async def test_a_conversation_begins_at_the_top_and_has_a_width_that_can_be_read
 async def test_a_race_runs_on_the_last_question_and_leaves_no_trace(app, pilot, backend):
     await answered(app, pilot, "What meets?")
     backend.race_steps = [*race_of(ANSWER, 12), RaceResult("All 12 tokens are the same.", True)]
-    await say(app, pilot, "/race")
+    await pilot.press("f4")
     await until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over, pilot)
     assert "12 tokens  0.3 s  40.0 tok/s  done" in screen_text(app)
+    assert [side.border_title for side in app.screen.query(".faster")] == ["with drafts"]
     assert [m["content"] for m in backend.requests[-1].messages] == ["What meets?"]
     await pilot.press("escape")
     await answered(app, pilot, "on")

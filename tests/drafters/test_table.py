@@ -149,4 +149,6 @@ def test_what_a_method_says_of_itself_fits_together():
         assert all(hasattr(DecodeConfig(), setting) for setting in method.settings)
         assert needs_drafter(name) == bool(method.family) == (method.best_with > 0)
     assert len({source.name for source in sources()}) == len(sources())
-    assert find_method("d2sd").called(1) != find_method("d2sd").called(2)
+    d2sd, both = find_method("d2sd"), Means(("dflash", "dflash"))
+    assert d2sd.called(Means(("dflash",))) != d2sd.called(both)
+    assert d2sd.called(Means(("dflash", "eagle3"))) == d2sd.called(Means(("dflash",)))

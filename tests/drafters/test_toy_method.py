@@ -27,7 +27,7 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.method import Method, TokenSource
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.engine.drafter import EachAlone, Proposal
-from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.pair import Means, Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.models import registry
 from dflash_mlx.models.registry import Entry
@@ -214,7 +214,7 @@ def test_the_benchmark_compares_it(folders, tmp_path, capsys):
 
 
 def test_the_chat_names_it_and_draws_its_tokens_in_its_colour():
-    assert method_name("toy", 1) == "toy bigrams"
+    assert method_name("toy", Means()) == "toy bigrams"
     assert ("bigram", "bigram") in legend()
     assert source_style("bigram") == "$text-secondary on $secondary-muted"
 
