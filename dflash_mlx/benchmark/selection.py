@@ -15,7 +15,17 @@ _SWITCHES = [
 ]
 _WORDS = ("growth", "schedule")
 _SETTINGS = {"block": "block_size"} | {
-    name: name for name in ("block_size", "budget", "branches", "steps", *_WORDS, *_SWITCHES)
+    name: name
+    for name in (
+        "block_size",
+        "second_block_size",
+        "budget",
+        "branches",
+        "levels",
+        "steps",
+        *_WORDS,
+        *_SWITCHES,
+    )
 }
 _SWEPT = {
     "block": ("2", "3", "4", "6", "8", "12", "16"),

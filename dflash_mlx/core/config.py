@@ -185,6 +185,19 @@ class DecodeConfig:
     growth: str = option(
         "joint", "d2sd: best-first over both drafts, or as published", choices=GROWTHS
     )
+    second_block_size: int | None = option(
+        None,
+        "d2sd: tokens per block of the second drafter, the anchor included (default: its own)",
+        type=int,
+    )
+    extension: bool = option(
+        True,
+        "d2sd: let a longer second block continue the whole first draft, too",
+        action=argparse.BooleanOptionalAction,
+    )
+    levels: int = option(
+        2, "d2sd: 3 lets the second drafter continue its own branches, too", type=int
+    )
     steps: int | None = option(None, "specdiff: passes that denoise a block (default: 1)", type=int)
     schedule: str = option(
         "confidence",
@@ -217,8 +230,8 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         require_possible(self)
-        block_ok = self.block_size is None or self.block_size >= 2
-        require(block_ok, "block_size", self.block_size, "2 or more")
+        require_least(self, 2, "block_size", "second_block_size")
+        require(self.levels in (2, 3), "levels", self.levels, "2 or 3")
         choices = {"growth": GROWTHS, "schedule": SCHEDULES, "acceptance": ACCEPTANCES}
         for name, allowed in choices.items():
             value = getattr(self, name)

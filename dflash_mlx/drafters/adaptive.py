@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import mean, median
 from typing import Any
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.reliability import Reliability, Sizes, reach, worth_keeping
 from dflash_mlx.drafters.lookup import MOST_LOOKED_UP, lookup
@@ -361,8 +361,8 @@ def within_budget(
     """
     target = pair.target
     used = pair.drafter_name, len(pair.drafters), target.kernels.mode
-    settings = config.block_size, config.branches, config.lookup, config.steps, config.schedule
-    key = (*used, model.name, *settings)
+    settings = replace(config, sampling=SamplingConfig(), stop=(), max_tokens=1)
+    key = (*used, model.name, settings)
     known = pair.learned.get(key)
     again = known is not None and known.contradicts_times
     if again:

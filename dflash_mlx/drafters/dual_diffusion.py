@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import mlx.core as mx
+import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
@@ -16,15 +17,18 @@ from dflash_mlx.drafters.dflash.context import DualContext, FeatureContext
 from dflash_mlx.drafters.growth.grow import (
     FIRST,
     SECOND,
+    Choices,
+    Offers,
     Path,
     Ranked,
     best_first,
-    follow_nearest,
+    follow,
     likely_boundaries,
-    likely_prefixes,
     mix,
+    rejection_boundaries,
+    walk,
 )
-from dflash_mlx.drafters.growth.links import along_path
+from dflash_mlx.drafters.growth.links import follow_links
 from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.method import (
     BRANCHES,
@@ -39,6 +43,9 @@ from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
+Drafts = Mapping[Path, Choices]  # what was drafted behind each prefix
+Chain = tuple[Path, list[float], str]  # tokens, their log-probabilities, whose they are
+
 
 class PaperGrowth:
     """As published: K continuations of the first draft where it is likely to be rejected.
@@ -49,18 +56,34 @@ class PaperGrowth:
     def __init__(self, branches: int) -> None:
         self._branches = branches
 
-    def prefixes(self, first: Ranked) -> list[Path]:
-        """The lengths i with the largest rejection-boundary posterior r(i)."""
-        return [first.best[:i] for i in likely_prefixes(first.confidences, self._branches)]
+    def prefixes(self, first: Choices, second: Drafts, longest: int) -> list[Path]:
+        """Those with the largest rejection-boundary posterior r(i), and the whole first draft.
 
-    def tree(self, first: Ranked, second: Mapping[Path, Ranked]) -> Tree:
+        second: the branches so far, which the third level continues likewise. longest: tokens
+        behind which there is still something to draft.
+        """
+        chains, likely = self._chains(first, second), {}
+        for chain, logprobs, _ in chains:
+            for i, r in enumerate(rejection_boundaries(np.exp(np.array(logprobs)))):
+                if i <= longest and chain[:i] not in second:
+                    likely[chain[:i]] = float(r)
+        chosen = sorted(likely, key=lambda prefix: -likely[prefix])[: self._branches]
+        whole = chains[0][0]
+        return [*chosen, whole] if len(whole) <= longest and whole not in second else chosen
+
+    def tree(self, first: Choices, second: Drafts) -> Tree:
         """The first draft and its continuations, merged."""
-        known = first.logprobs[:, 0].tolist()
-        chains = [(first.best, known, FIRST)]
-        for prefix, ranked in second.items():
-            behind = ranked.logprobs[:, 0].tolist()
-            chains.append(((*prefix, *ranked.best), [*known[: len(prefix)], *behind], SECOND))
-        return Tree.of_chains(chains)
+        return Tree.of_chains(self._chains(first, second))
+
+    def _chains(self, first: Choices, second: Drafts) -> list[Chain]:
+        """The first draft, then the branches, all from the root on."""
+        chains: list[Chain] = [(*walk(first), FIRST)]
+        for prefix, choices in second.items():
+            path, logprobs = walk(choices)
+            before = next(known for chain, known, _ in chains if chain[: len(prefix)] == prefix)
+            known = [*before[: len(prefix)], *logprobs]
+            chains.append(((*prefix, *path), known, SECOND))
+        return chains
 
 
 class JointGrowth:
@@ -71,24 +94,35 @@ class JointGrowth:
     second knows the prefix, but two drafters err in different places.
     """
 
-    ROOT_SHARE = 0.5  # of the second drafter where neither sees more than the anchor
+    ROOT_SHARE = 0.5  # of the first drafter where neither sees more than the anchor
     FIRST_SHARE = 0.3  # of the first drafter behind a prefix; 0.15 and 0.3 are alike
 
     def __init__(self, branches: int, nodes: int) -> None:
         self._branches, self._nodes = branches, nodes
 
-    def prefixes(self, first: Ranked) -> list[Path]:
+    def prefixes(self, first: Choices, second: Drafts, longest: int) -> list[Path]:
         """The paths after which a rejection is likeliest, the empty one among them."""
-        paths = likely_boundaries(first, self._branches)
-        return paths if () in paths else [(), *paths[: self._branches - 1]]
+        paths = likely_boundaries(self._both(first, second), self._branches, longest, known=second)
+        return paths if second or () in paths else [(), *paths[: self._branches - 1]]
 
-    def tree(self, first: Ranked, second: Mapping[Path, Ranked]) -> Tree:
+    def tree(self, first: Choices, second: Drafts) -> Tree:
         """The likeliest prefixes, each token as the best informed drafts see it."""
-        drafts: dict[Path, Ranked] = {(): mix(first, second[()], self.ROOT_SHARE)}
-        for prefix, ranked in second.items():
-            if prefix:
-                drafts[prefix] = mix(ranked, first.after(len(prefix)), self.FIRST_SHARE)
-        return best_first(follow_nearest(drafts), self._nodes, second)
+        return best_first(self._both(first, second), self._nodes, second)
+
+    def _both(self, first: Choices, second: Drafts) -> Choices:
+        """Choices from the draft with the longest prefix in common, and from the first."""
+        longest = max(map(len, second), default=-1)
+
+        def choices(path: Path) -> Offers | None:
+            alone = first(path)
+            for length in range(min(longest, len(path)), -1, -1):
+                nearest = second.get(path[:length])
+                if nearest and (offers := nearest(path[length:])) is not None:
+                    share = self.FIRST_SHARE if length else self.ROOT_SHARE
+                    return mix(offers, alone, share) if alone else offers
+            return alone
+
+        return choices
 
 
 Growth = PaperGrowth | JointGrowth  # how two drafts become one tree
@@ -98,21 +132,31 @@ class DualDiffusion(EachAlone):
     """First draft, K second drafts in one pass over one shared context, one tree.
 
     second: the variable-prefix drafter; None lets the first drafter continue its own prefixes (the
-    paper's ablation). Raises DFlashError for a block size that either was not trained for.
+    paper's ablation). Its blocks can be longer than the first's: then one branch can continue the
+    whole first draft, unless `config.extension` is off. With three `config.levels` the second
+    drafter continues its own branches, too. Raises DFlashError for a block size that a drafter was
+    not trained for.
     """
 
     name = "d2sd"
     rounds_ahead = 0
 
     def __init__(
-        self, first: BlockModel, second: BlockModel | None, block_size: int | None, growth: Growth
+        self, first: BlockModel, second: BlockModel | None, config: DecodeConfig, growth: Growth
     ) -> None:
         self._models = (first,) if second is None else (first, second)
-        for model in self._models:
-            check_block_size(block_size, model.block_size)
-        self.block_size = block_size or min(model.block_size for model in self._models)
+        asked = config.block_size, config.second_block_size
+        for size, model, option in zip(asked, self._ends, ("", "second_"), strict=True):
+            check_block_size(size, model.block_size, f"{option}block_size")
+        known = (model.block_size for model in self._ends)
+        self._sizes = [size or most for size, most in zip(asked, known, strict=True)]
         self.taps = tuple(sorted({tap for model in self._models for tap in model.taps}))
-        self._growth = growth
+        self._levels, self._extends, self._growth = config.levels, config.extension, growth
+
+    @property
+    def _ends(self) -> tuple[BlockModel, BlockModel]:
+        """What drafts first, and what continues it."""
+        return self._models[0], self._models[-1]
 
     def new_context(self) -> DualContext:
         """Empty contexts for one sequence; a lone drafter needs only one."""
@@ -121,32 +165,37 @@ class DualDiffusion(EachAlone):
         return DualContext(contexts, columns, len(self.taps))
 
     def draft(self, state: State, room: int) -> Proposal:
-        """The tree of both drafts, no deeper than `room` allows."""
-        rows = min(self.block_size, room)
-        if rows == 1:
+        """The tree of all drafts, no deeper than `room` allows."""
+        if room == 1:
             return Proposal(Tree.chain())
-        return Proposal(self._growth.tree(*self.drafts(state, rows)))
+        return Proposal(self._growth.tree(*self.drafts(state, room)))
 
-    def drafts(self, state: State, rows: int) -> tuple[Ranked, dict[Path, Ranked]]:
-        """The first draft of a block of `rows`, and the second after each prefix."""
-        contexts, models = contexts_of(state), self._models
-        (first,) = _ranked(models[0], contexts[0], state.anchor, rows, [()])
-        prefixes = self._growth.prefixes(first)
-        second = _ranked(models[-1], contexts[-1], state.anchor, rows, prefixes)
-        return first, dict(zip(prefixes, second, strict=True))
+    def drafts(self, state: State, room: int) -> tuple[Choices, dict[Path, Choices]]:
+        """The first draft, and the second after each prefix."""
+        contexts, (model, last) = contexts_of(state), self._ends
+        rows, more = (min(size, room) for size in self._sizes)
+        (first,) = _drafted(model, contexts[0], state.anchor, rows, [()])
+        longest = more - 2 if self._extends else min(more, rows) - 2
+        second: dict[Path, Choices] = {}
+        for _ in range(self._levels - 1):
+            prefixes = self._growth.prefixes(first, second, longest)
+            if prefixes:
+                found = _drafted(last, contexts[-1], state.anchor, more, prefixes)
+                second |= zip(prefixes, found, strict=True)
+        return first, second
 
 
-def _ranked(
+def _drafted(
     model: BlockModel, context: FeatureContext, anchor: mx.array, rows: int, prefixes: list[Path]
-) -> list[Ranked]:
-    """The likeliest tokens behind each prefix; of a linked drafter, after the likeliest before."""
+) -> list[Choices]:
+    """What follows each prefix; of a linked drafter, after each token before."""
     if model.is_linked:
         found = model.linked(context, anchor, rows, prefixes)
-        return [along_path(linked, TOP_K) for linked in found]
+        return [follow_links(linked, TOP_K) for linked in found]
     whole, parts = model.ranked(context, anchor, rows, TOP_K, prefixes), []
     for prefix in prefixes:
         length = rows - 1 - len(prefix)
-        parts.append(Ranked(whole.tokens[:length], whole.logprobs[:length]))
+        parts.append(follow(Ranked(whole.tokens[:length], whole.logprobs[:length])))
         whole = whole.after(length)
     return parts
 
@@ -155,12 +204,11 @@ def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     models, branches = block_models(pair), config.branches or BRANCHES
     first, second = models[0], models[1] if len(models) > 1 else None
     if config.growth == "paper":
-        return DualDiffusion(first, second, config.block_size, PaperGrowth(branches))
-    growth = JointGrowth(branches, config.budget or MOST_NODES)
-    both = DualDiffusion(first, second, config.block_size, growth)
+        return DualDiffusion(first, second, config, PaperGrowth(branches))
+    both = DualDiffusion(first, second, config, JointGrowth(branches, config.budget or MOST_NODES))
     if config.budget is not None:
         return both
-    alone = BestFirst(first, both.block_size, MOST_NODES)
+    alone = BestFirst(first, config.block_size, MOST_NODES)
     drafters: dict[str, Drafter] = {"first draft": alone, "both drafts": both}
     return within_budget(both, drafters, pair, config, METHOD.sources)
 
@@ -174,7 +222,17 @@ METHOD = Method(
     files=checkpoint,
     best_with=2,
     needs_trees=True,
-    settings=("block_size", "branches", "growth", "budget", "lookup", "recalibrate"),
+    settings=(
+        "block_size",
+        "second_block_size",
+        "levels",
+        "extension",
+        "branches",
+        "growth",
+        "budget",
+        "lookup",
+        "recalibrate",
+    ),  # fmt: skip
     sources=(DRAFT, SECOND_DRAFT, LOOKUP),
     preference=4,
 )

@@ -77,11 +77,11 @@ def asks_for_tree(config: DecodeConfig) -> bool:
     return config.budget is not None or config.branches is not None
 
 
-def check_block_size(block_size: int | None, most: int) -> None:
+def check_block_size(block_size: int | None, most: int, option: str = "block_size") -> None:
     """Raise DFlashError unless a drafter trained for blocks of `most` can draft such a block."""
     if block_size is not None and not 2 <= block_size <= most:
         raise DFlashError(
-            f"block_size is {block_size}, but this drafter was trained for blocks of {most}",
+            f"{option} is {block_size}, but this drafter was trained for blocks of {most}",
             f"choose 2 to {most}",
-            "block_size",
+            option,
         )

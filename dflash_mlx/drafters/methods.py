@@ -209,8 +209,9 @@ def check_uses(
             )
         sizes = zip(means.families, block_sizes, strict=True)
         fitting = [most for family, most in sizes if family == method.family]
-        for most in fitting[: method.best_with]:
-            check_block_size(use.block_size, most)
+        options = ("block_size", "second_block_size")[: method.best_with]
+        for option, most in zip(options, fitting, strict=False):
+            check_block_size(getattr(use, option), most, option)
 
 
 def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:

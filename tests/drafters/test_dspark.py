@@ -19,7 +19,7 @@ from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, rea
 from dflash_mlx.drafters.dflash.markov import MarkovConfig, MarkovHead, MarkovLinks
 from dflash_mlx.drafters.drawn import DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
-from dflash_mlx.drafters.growth.grow import Array
+from dflash_mlx.drafters.growth.grow import Array, walk
 from dflash_mlx.drafters.growth.links import confident
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
@@ -280,15 +280,15 @@ def test_beside_the_walk_candidates_are_told_apart_as_the_reference_does(draftin
 
 def test_second_drafts_follow_the_walk_behind_their_prefixes(drafting):
     subject = drafting("dspark")
-    both = DualDiffusion(subject.model, None, None, PaperGrowth(3))
+    both = DualDiffusion(subject.model, None, DecodeConfig(), PaperGrowth(3))
     for seed in range(4):
         anchor = seed * 11 % VOCAB_SIZE
         first, second = both.drafts(behind(both, anchor, features_of(seed)), 6)
-        assert list(first.best) == subject.block(seed, anchor).greedy()
+        assert list(walk(first)[0]) == subject.block(seed, anchor).greedy()
         assert len(second) == 3
-        for prefix, ranked in second.items():
-            block = subject.block(seed, anchor, 5, prefix)
-            assert list(ranked.best) == block.greedy() and len(ranked) == 5 - len(prefix)
+        for prefix, choices in second.items():
+            block, path = subject.block(seed, anchor, 5, prefix), walk(choices)[0]
+            assert list(path) == block.greedy() and len(path) == 5 - len(prefix)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.drafters.dual_diffusion import PaperGrowth
+from dflash_mlx.drafters.dual_diffusion import JointGrowth, PaperGrowth
 from dflash_mlx.drafters.growth.grow import (
+    Choices,
     Ranked,
     best_first,
     follow,
-    follow_nearest,
     likely_boundaries,
-    likely_prefixes,
     mix,
     rejection_boundaries,
+    walk,
 )
 from dflash_mlx.drafters.growth.rank import rank
 from support.decoding import paths_of
@@ -55,19 +55,33 @@ def test_the_boundary_posterior_is_the_probability_of_exactly_so_many_acceptance
     np.testing.assert_allclose(rejection_boundaries(np.array(confidences)), expected[:-1])
 
 
-def test_the_likeliest_boundaries_come_first():
-    confidences = np.array([0.9, 0.2, 0.5])  # r = 0.1, 0.72, 0.09
-    assert likely_prefixes(confidences, 2) == [1, 0]
-    assert likely_prefixes(confidences, 9) == [1, 0, 2]
+def sure(*confidences: float) -> Choices:
+    """A first draft 0, 1, 2, ... that is so sure of each token."""
+    return follow(Ranked(np.arange(len(confidences))[:, None], np.log([[c] for c in confidences])))
 
 
-@given(st.integers(0, 10**6), st.integers(1, 5))
+def test_published_branches_leave_the_first_draft_where_it_is_likeliest_to_be_rejected():
+    first = sure(0.9, 0.2, 0.5)  # r = 0.1, 0.72, 0.09
+    assert PaperGrowth(2).prefixes(first, {}, 2) == [(0,), ()]
+    assert PaperGrowth(9).prefixes(first, {}, 2) == [(0,), (), (0, 1)]
+    assert PaperGrowth(2).prefixes(first, {}, 3) == [(0,), (), (0, 1, 2)], "and one extends it"
+
+
+def test_a_third_level_continues_the_second_s_branches_where_they_are_likely_to_fail():
+    first, second = sure(0.9, 0.2), follow(Ranked(np.array([[7], [8]]), np.log([[0.9], [0.1]])))
+    # Behind (0,) the second goes on with 7, 8: r(0, 7) = 0.9 * 0.9 * 0.9
+    assert PaperGrowth(1).prefixes(first, {(0,): second}, 2) == [(0, 7), (0, 1)]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(0, 3))
 @settings(max_examples=40)
-def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes(seed, count):
-    first = ranked(seed, 6)
-    prefixes = PaperGrowth(count).prefixes(first)
-    second = {prefix: ranked(seed + i + 1, 6 - len(prefix)) for i, prefix in enumerate(prefixes)}
-    chains = [first.best, *((*prefix, *draft.best) for prefix, draft in second.items())]
+def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes(seed, count, more):
+    first = follow(ranked(seed, 6))
+    prefixes = PaperGrowth(count).prefixes(first, {}, 5 + more)
+    lengths = {prefix: 6 + more - len(prefix) for prefix in prefixes}
+    second = {p: follow(ranked(seed + i + 1, lengths[p])) for i, p in enumerate(prefixes)}
+    chains = [walk(first)[0], *((*prefix, *walk(draft)[0]) for prefix, draft in second.items())]
+    assert (more > 0) == (chains[0] in second), "a longer second block extends the whole draft"
     expected = {chain[:n] for chain in chains for n in range(len(chain) + 1)}
     assert set(paths_of(PaperGrowth(count).tree(first, second))) == expected
 
@@ -82,40 +96,47 @@ def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes
 def test_boundaries_are_those_of_the_best_path_and_of_likely_second_choices(
     tokens, law, boundaries
 ):
-    first = Ranked(np.array(tokens), np.log(np.array(law)))
-    assert likely_boundaries(first, len(boundaries)) == boundaries
+    choices, count = follow(Ranked(np.array(tokens), np.log(np.array(law)))), len(boundaries)
+    assert likely_boundaries(choices, count, len(tokens) - 1) == boundaries
+    rest = likely_boundaries(choices, count, len(tokens) - 1, known=boundaries[:1])
+    assert rest[: count - 1] == boundaries[1:]
 
 
-def test_choices_come_from_the_draft_that_saw_most_of_the_path():
-    first, second, third = ranked(1, 4), ranked(2, 3), ranked(3, 2)
-    a, b = first.best[:2]
-    short = ranked(4, 1)
-    choices = follow_nearest({(): first, (a,): second, (a, b): third, (b,): short})
-    for path, draft, position in [
-        ((), first, 0),
-        ((a,), second, 0),
-        ((a, a), second, 1),
-        ((a, b, a), third, 1),
-        ((b,), short, 0),
-        ((b, a), first, 2),  # the short one has ended
+def test_a_draft_that_is_likely_to_be_right_to_its_end_is_continued_there():
+    assert likely_boundaries(sure(0.9, 0.9), 1, 2) == [(0, 1)]
+    assert likely_boundaries(sure(0.9, 0.9), 1, 1) == [()], "or not, without room for more"
+
+
+def test_choices_come_from_the_draft_that_saw_most_of_the_path_and_from_the_first():
+    first, second, third = ranked(1, 4), ranked(2, 3), ranked(3, 3)
+    (a, b), short = walk(follow(first))[0][:2], ranked(4, 1)
+    drafts = {(): second, (a,): second, (a, b): third, (b,): short}
+    both = JointGrowth(2, 8)._both(follow(first), {p: follow(draft) for p, draft in drafts.items()})
+    behind, root = JointGrowth.FIRST_SHARE, JointGrowth.ROOT_SHARE
+    for path, draft, position, share in [
+        ((), second, 0, root),
+        ((a,), second, 0, behind),
+        ((a, a), second, 1, behind),
+        ((a, b, a), third, 1, behind),
+        ((b,), short, 0, behind),
+        ((b, a), second, 2, root),  # the short one has ended
     ]:
-        assert (choices(path)[0] == draft.tokens[position]).all()
-    assert choices((a, b, a, b)) is None
+        assert both(path) == mix(draft.offers[position], first.offers[len(path)], share)
+    assert both((a, b, a, b)) == third.offers[2], "behind the first draft's end, the second alone"
+    assert both((a, b, a, b, a)) is None
 
 
 def test_mixing_adds_probabilities_and_keeps_the_order():
-    first = Ranked(np.array([[1, 2]]), np.log(np.array([[0.6, 0.2]])))
-    second = Ranked(np.array([[2, 3]]), np.log(np.array([[0.8, 0.1]])))
-    both = mix(first, second, 0.5)
-    assert both.tokens.tolist() == [[2, 1]]
-    np.testing.assert_allclose(np.exp(both.logprobs), [[0.5, 0.3]])
+    first, second = ([1, 2], np.log([0.6, 0.2])), ([2, 3], np.log([0.8, 0.1]))
+    tokens, logprobs = mix(first, second, 0.5)
+    assert tokens == [2, 1]
+    np.testing.assert_allclose(np.exp(logprobs), [0.5, 0.3])
 
 
 def test_probabilities_that_vanish_do_not_confuse_the_order():
-    first = Ranked(np.array([[1, 2]]), np.array([[0.0, -150.0]], np.float32))
-    both = mix(first, Ranked(np.array([[1, 3]]), np.array([[0.0, -900.0]])), 0.5)
-    assert np.isfinite(both.logprobs).all()
-    tree = best_first(follow(Ranked(first.tokens, np.array([[0.0, -np.inf]]))), 5)
+    _, logprobs = mix(([1, 2], [0.0, -150.0]), ([1, 3], [0.0, -900.0]), 0.5)
+    assert np.isfinite(logprobs).all()
+    tree = best_first(follow(Ranked(np.array([[1, 2]]), np.array([[0.0, -np.inf]]))), 5)
     assert tree.drafted == (1,)
 
 

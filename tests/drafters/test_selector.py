@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -16,8 +17,8 @@ from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
-from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow
-from dflash_mlx.drafters.growth.links import Linked, along_path, conditional, follow_links
+from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow, walk
+from dflash_mlx.drafters.growth.links import Linked, conditional, follow_links
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
@@ -94,23 +95,28 @@ def test_candidates_that_cannot_be_are_not_made_possible():
     assert best_first(follow_links(Linked(ranked, edges)), 9).drafted == (9, 4)
 
 
-def test_behind_the_walk_candidates_stand_as_they_do_after_its_tokens():
+def test_the_walk_takes_the_best_candidate_after_the_one_before():
     rng = np.random.default_rng(0)
-    n, k, kept = 6, 5, 3
+    n, k = 6, 5
     tokens = np.array([rng.permutation(40)[:k] for _ in range(n)])
     logprobs = np.log(np.array([rng.dirichlet(np.ones(k)) for _ in range(n)]) * 0.9)
     ranked, edges = Ranked(tokens, logprobs), rng.normal(size=(n, k, k)) * 2
     edges[0] = edges[0, 0]
     law, before, detours = conditional(ranked, edges), 0, 0
-    first = along_path(Linked(ranked, edges), kept)
-    assert first.tokens.shape == first.logprobs.shape == (n, kept)
+    path, known = walk(follow_links(Linked(ranked, edges)))
     for t in range(n):
-        order = np.argsort(-law[t, before])[:kept]
-        assert first.tokens[t].tolist() == tokens[t, order].tolist()
-        assert np.allclose(first.logprobs[t], law[t, before, order])
-        before = int(order[0])
+        law_there, before = law[t, before], int(law[t, before].argmax())
+        assert path[t] == tokens[t, before] and known[t] == law_there[before]
         detours += before != int(logprobs[t].argmax())
     assert detours > 1
+
+
+def test_behind_a_token_that_is_no_candidate_the_drafts_stand_unlinked():
+    ranked = Ranked(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.5, 0.4], [0.6, 0.3]])))
+    linked = Linked(ranked, np.array([[[0.0, 0.0]] * 2, [[-9.0, 9.0]] * 2]))
+    choices = follow_links(linked, 1)
+    assert choices((2,))[0] == [4] and choices((9,)) == ([3], [math.log(0.6)])
+    assert choices((9, 9)) is None
 
 
 # Trees
@@ -243,7 +249,7 @@ def test_greedy_answers_of_linked_trees_are_the_target_s_own(tmp_path, budget):
 
 def test_the_greedy_walk_and_d2sd_s_first_draft_are_those_of_the_reference(small):
     drafter, detours = SelectedPath(small.model), 0
-    both = DualDiffusion(small.model, None, None, PaperGrowth(2))
+    both = DualDiffusion(small.model, None, DecodeConfig(), PaperGrowth(2))
     for seed in range(25):
         anchor, features = seed * 3 % VOCAB_SIZE, features_of(seed)
         hidden, unary = small.reference(seed, anchor)
@@ -251,7 +257,7 @@ def test_the_greedy_walk_and_d2sd_s_first_draft_are_those_of_the_reference(small
         path = reference_dflash2.greedy_path(small.tensors, small.raw, hidden, unary, anchor)
         assert tree.is_chain and tree.drafted == tuple(path)
         first, _ = both.drafts(behind(both, anchor, features), BLOCK)
-        assert list(first.best) == path
+        assert list(walk(first)[0]) == path
         detours += path != unary.argmax(axis=-1).tolist()
     assert detours > 10, "the selector changes most paths, so that its walk is seen"
 

@@ -138,9 +138,11 @@ def test_unknown_methods_are_refused_by_name_and_controls_are_not_offered():
 def test_a_use_that_the_pair_cannot_serve_is_refused_before_weights_are_read():
     with pytest.raises(DFlashError, match="none is known"):
         check_uses([DecodeConfig("dflash")], [], NO, "none is known")
-    with pytest.raises(DFlashError, match="block_size is 7.*blocks of 6"):
-        check_uses([DecodeConfig("d2sd", block_size=7)], [8, 6], TWO, "")
-    check_uses([DecodeConfig("dflash", block_size=7), DecodeConfig("ngram")], [8, 6], TWO, "")
+    with pytest.raises(DFlashError, match="^block_size is 9.*blocks of 8"):
+        check_uses([DecodeConfig("d2sd", block_size=9)], [8, 12], TWO, "")
+    with pytest.raises(DFlashError, match="second_block_size is 7.*blocks of 6"):
+        check_uses([DecodeConfig("d2sd", second_block_size=7)], [8, 6], TWO, "")
+    check_uses([DecodeConfig("d2sd", block_size=7), DecodeConfig("ngram")], [8, 6], TWO, "")
 
 
 def test_what_a_method_says_of_itself_fits_together():

@@ -106,7 +106,15 @@ def as_pays(drafter):
 
 
 GROWTH = JointGrowth(2, 8)
+
+
+def dual(first, second, growth=GROWTH, **settings):
+    """D2SD's drafter of two toys."""
+    return DualDiffusion(first, second, DecodeConfig(**settings), growth)
+
+
 FIRST, SECOND, MARKOV = ToyDrafter(1), ToyDrafter(2), ToyMarkov(3)
+SHORT = ToyDrafter(1, block_size=3)
 HALVES = ToyHalf(1), ToyHalf(2)
 MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)  # more in test_law_specdiff.py
 EAGLE = ToyEagle(1)
@@ -124,12 +132,15 @@ MADE = {
     "dflash, half the vocabulary, reject": lambda sampling: DrawnBlock(HALVES[0], None, sampling),
     "ddtree": lambda sampling: BestFirst(FIRST, None, 6),
     "ddtree, path": lambda sampling: BestFirst(ToyPaths(1), None, 6),
-    "d2sd": lambda sampling: DualDiffusion(FIRST, SECOND, None, GROWTH),
-    "d2sd, path": lambda sampling: DualDiffusion(ToyPaths(1), SECOND, None, GROWTH),
-    "d2sd, half the vocabulary": lambda sampling: DualDiffusion(*HALVES, None, GROWTH),
-    "d2sd, published": lambda sampling: DualDiffusion(FIRST, SECOND, None, PaperGrowth(2)),
-    "d2sd, one drafter, path": lambda s: DualDiffusion(ToyPaths(1), None, None, GROWTH),
-    "d2sd, one drafter": lambda sampling: DualDiffusion(FIRST, None, None, GROWTH),
+    "d2sd": lambda sampling: dual(FIRST, SECOND),
+    "d2sd, path": lambda sampling: dual(ToyPaths(1), SECOND),
+    "d2sd, two paths": lambda sampling: dual(ToyPaths(1), ToyPaths(2)),
+    "d2sd, longer second": lambda sampling: dual(SHORT, SECOND, levels=3),
+    "d2sd, half the vocabulary": lambda sampling: dual(*HALVES),
+    "d2sd, published": lambda sampling: dual(FIRST, SECOND, PaperGrowth(2)),
+    "d2sd, published, longer second": lambda s: dual(SHORT, SECOND, PaperGrowth(1), levels=3),
+    "d2sd, one drafter, path": lambda sampling: dual(ToyPaths(1), None),
+    "d2sd, one drafter": lambda sampling: dual(FIRST, None),
     "dflash1": lambda sampling: BlockDiffusion(ToyPaths(1)),
     "specdiff": lambda sampling: SpecDiff(MASKED, None, Denoising(2), *GROWN),
     "eagle3": lambda sampling: GrownTree(EAGLE, None, 3, 8),
@@ -141,8 +152,8 @@ MADE = {
     "dflash, dspark, reject": lambda sampling: DrawnPath(MARKOV, None, sampling),
     "dflash, dspark as pays, reject": lambda s: as_pays(DrawnPath(MARKOV, None, s, weighed=True)),
     "ddtree, dspark": lambda sampling: BestFirst(MARKOV, None, 6),
-    "d2sd, dspark": lambda sampling: DualDiffusion(MARKOV, SECOND, None, GROWTH),
-    "d2sd, dspark alone": lambda sampling: DualDiffusion(MARKOV, None, None, GROWTH),
+    "d2sd, dspark": lambda sampling: dual(MARKOV, SECOND),
+    "d2sd, dspark alone": lambda sampling: dual(MARKOV, None),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -67,29 +67,30 @@ def rejection_boundaries(confidences: Array) -> Array:
     return result
 
 
-def likely_prefixes(confidences: Array, branches: int) -> list[int]:
-    """The lengths i with the largest r(i), at most `branches` of them, likeliest first."""
-    r = rejection_boundaries(confidences)
-    return np.argsort(-r, kind="stable")[:branches].tolist()  # type: ignore[no-any-return]
-
-
-def likely_boundaries(first: Ranked, branches: int) -> list[Path]:
+def likely_boundaries(
+    choices: Choices, branches: int, longest: int, known: Collection[Path] = ()
+) -> list[Path]:
     """The paths with the largest posterior of being accepted exactly as far as they go.
 
-    r(path) = q(path) (1 - c), with c the confidence in the position behind it; for paths through
-    the best tokens alone this is `rejection_boundaries`. At most `branches` paths, likeliest first.
+    r(path) = q(path) (1 - c), with c the confidence in what follows it; for paths through the best
+    tokens alone this is `rejection_boundaries`. A path that nothing follows ends where it is
+    accepted at all. At most `branches` paths of up to `longest` tokens, likeliest first, none of
+    which is `known`.
     """
-    tree = best_first(follow(first), 4 * branches)
+    tree = best_first(choices, 4 * branches)
     paths: list[Path] = [()]
     reach = [0.0]
     nodes = zip(tree.drafted, tree.parents[1:], tree.logprobs[1:], strict=True)
     for token, parent, logprob in nodes:
         paths.append((*paths[parent], token))
         reach.append(reach[parent] + logprob)
-    open_ended = [i for i, path in enumerate(paths) if len(path) < len(first)]
-    missed = 1 - first.confidences
-    ranked = sorted(open_ended, key=lambda i: -float(np.exp(reach[i])) * missed[len(paths[i])])
-    return [paths[i] for i in ranked[:branches]]
+    posterior = {}
+    for path, reached in zip(paths, reach, strict=True):
+        if len(path) <= longest and path not in known:
+            behind = choices(path)
+            missed = 1.0 if behind is None else 1 - math.exp(behind[1][0])
+            posterior[path] = math.exp(reached) * missed
+    return sorted(posterior, key=lambda path: -posterior[path])[:branches]
 
 
 def best_first(choices: Choices, nodes: int, second: Collection[Path] = ()) -> Tree:
@@ -132,34 +133,21 @@ def follow(ranked: Ranked) -> Choices:
     return lambda path: offers[len(path)] if len(path) < len(offers) else None
 
 
-def follow_nearest(drafts: Mapping[Path, Ranked]) -> Choices:
-    """Choices from the draft with the longest prefix in common, of those that know the position.
-
-    drafts: by the prefix that was visible to the drafter; () must be among them.
-    """
-    longest = max(len(prefix) for prefix in drafts)
-    known = {prefix: ranked.offers for prefix, ranked in drafts.items()}
-
-    def choices(path: Path) -> Offers | None:
-        for length in range(min(longest, len(path)), -1, -1):
-            offers = known.get(path[:length], [])
-            if len(path) - length < len(offers):
-                return offers[len(path) - length]
-        return None
-
-    return choices
+def walk(choices: Choices) -> tuple[Path, list[float]]:
+    """The likeliest token after each other, and their log-probabilities."""
+    path: Path = ()
+    logprobs: list[float] = []
+    while (offers := choices(path)) is not None:
+        path = (*path, offers[0][0])
+        logprobs.append(offers[1][0])
+    return path, logprobs
 
 
-def mix(first: Ranked, second: Ranked, share: float) -> Ranked:
-    """(1 - share) first + share second, position by position, over the tokens that either ranks."""
-    k = first.tokens.shape[1]
-    tokens, logprobs = [], []
-    for i in range(min(len(first), len(second))):
-        mass: dict[int, float] = {}
-        for ranked, weight in ((first, 1 - share), (second, share)):
-            for token, logprob in zip(ranked.tokens[i], ranked.logprobs[i], strict=True):
-                mass[int(token)] = mass.get(int(token), 0.0) + weight * math.exp(logprob)
-        best = sorted(mass, key=lambda token: (-mass[token], token))[:k]
-        tokens.append(best)
-        logprobs.append([math.log(max(mass[token], LEAST)) for token in best])
-    return Ranked(np.array(tokens), np.array(logprobs))
+def mix(offers: Offers, others: Offers, share: float) -> Offers:
+    """(1 - share) offers + share others, over the tokens that either ranks; as many as `offers`."""
+    mass: dict[int, float] = {}
+    for (tokens, logprobs), weight in ((offers, 1 - share), (others, share)):
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            mass[token] = mass.get(token, 0.0) + weight * math.exp(logprob)
+    best = sorted(mass, key=lambda token: (-mass[token], token))[: len(offers[0])]
+    return best, [math.log(max(mass[token], LEAST)) for token in best]

@@ -66,9 +66,10 @@ def confident(logprobs: Array, confidences: Array) -> Array:
 
 
 def follow_links(linked: Linked, width: int | None = None) -> Choices:
-    """Choices by depth and by the last token of the path, which must be a candidate there.
+    """Choices by depth and by the last token of the path.
 
-    width: only so many of the best.
+    Behind one that is no candidate there, as another drafter may have it, nothing is known of the
+    links. width: only so many of the best.
     """
     ranked, logprobs = linked.ranked, linked.logprobs
     places = [{token: i for i, token in enumerate(row)} for row in ranked.tokens.tolist()]
@@ -80,23 +81,10 @@ def follow_links(linked: Linked, width: int | None = None) -> Choices:
         depth = len(path)
         if depth == len(ranked):
             return None
-        before = places[depth - 1][path[-1]] if path else 0
+        before = places[depth - 1].get(path[-1]) if path else 0
+        if before is None:
+            offered, logprobs = ranked.offers[depth]
+            return offered[:width], logprobs[:width]
         return tokens[depth][before], known[depth][before]
 
     return choices
-
-
-def along_path(linked: Linked, k: int) -> Ranked:
-    """The k best candidates of every position after the best one of the position before.
-
-    So the path through the best ones is the greedy walk.
-    """
-    ranked, logprobs, before = linked.ranked, linked.logprobs, 0
-    chosen = np.zeros((len(ranked), min(k, ranked.tokens.shape[1])), int)
-    after = np.zeros((len(ranked), ranked.tokens.shape[1]))
-    for depth in range(len(ranked)):
-        after[depth] = logprobs[depth, before]
-        chosen[depth] = np.argsort(-after[depth], kind="stable")[: chosen.shape[1]]
-        before = int(chosen[depth, 0])
-    tokens = np.take_along_axis(ranked.tokens, chosen, axis=1)
-    return Ranked(tokens, np.take_along_axis(after, chosen, axis=1))
