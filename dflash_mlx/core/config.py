@@ -273,6 +273,11 @@ def _anchor_law() -> Any:
     )
 
 
+def _prefix_base() -> Any:
+    what = "variable-prefix: each visible token more is so many times as likely"
+    return option(0.8, what, type=float)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """How a drafter is trained."""
@@ -304,8 +309,9 @@ class TrainConfig:
     )
     tau: float = option(4.0, "decay loss: positions until the weight is 1/e", type=float)
     alpha: float = option(0.5, "dpace loss: smoothing of the confidences", type=float)
-    prefix_base: float = option(
-        0.8, "variable-prefix: each visible token more is so many times as likely", type=float
+    prefix_base: float = _prefix_base()
+    least_prefix: int = option(
+        0, "variable-prefix: tokens behind the anchor that are visible at least", type=int
     )
     reveal_share: float = option(
         0.25, "specdiff: share of the blocks that show some of their tokens, 0 to 1", type=float
@@ -324,7 +330,7 @@ class TrainConfig:
         for name, allowed in choices.items():
             value = getattr(self, name)
             require(value in allowed, name, value, f"one of {', '.join(allowed)}")
-        require_least(self, 0, "warmup", "weight_decay", "seed")
+        require_least(self, 0, "warmup", "weight_decay", "seed", "least_prefix")
         require_least(self, 1, "layers", "taps", "sequences", "anchors")
         require_least(self, 1, "steps", "draft_vocabulary")
         require_least(self, 2, "held_out")
@@ -357,6 +363,7 @@ class SelectorTraining:
     draft_vocabulary: int | None = option(
         None, "take candidates from so many frequent tokens (default: a quarter)", type=int
     )
+    prefix_base: float = _prefix_base()
     learning_rate: float = option(1e-2, "AdamW's peak", type=float)
     warmup: int = option(50, "steps until the peak", type=int)
     weight_decay: float = 0.01  # AdamW's
@@ -371,7 +378,7 @@ class SelectorTraining:
         require_least(self, 0, "warmup", "seed")
         require_least(self, 1, "rank", "sequences", "anchors", "steps", "draft_vocabulary")
         require_least(self, 2, "top_k", "held_out")
-        require_positive(self, "minutes", "learning_rate")
+        require_positive(self, "minutes", "learning_rate", "prefix_base")
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,20 @@ from dflash_mlx.train.run import Record, TrainingRun, check_out, plot_history
 from dflash_mlx.train.trainer import Trainer
 
 PROGRAM = "dflash_mlx.train"
+# By --recipe: settings as their authors have them, for what is not given.
+RECIPES = {
+    "d2sd": {  # arXiv 2606.04446 and its code, which counts the anchor as a visible token
+        "mode": "variable-prefix", "loss": "decay", "tau": 7.0, "soft": 0.0, "short_share": 0.0,
+        "prefix_base": 0.9, "least_prefix": 1,
+    },
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> None:
     """Train until the time or the steps are used up. Raises DFlashError for bad input."""
-    arguments = parser().parse_args(argv)
+    reading = parser()
+    reading.set_defaults(**RECIPES.get(reading.parse_args(argv).recipe, {}))
+    arguments = reading.parse_args(argv)
     cli.check_output(arguments.plot)
     data = cli.read_options(arguments, DataConfig)
     if arguments.plot is not None:
@@ -56,6 +65,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--plot", type=Path, help="a PNG of loss and acceptance, redrawn at every measurement"
+    )
+    result.add_argument(
+        "--recipe", choices=tuple(RECIPES), help="settings of a paper, where others are not given"
     )
     cli.add_options(result, PairConfig, without=ALL_BUT_MODEL)
     cli.add_options(result, TrainConfig)

@@ -73,10 +73,10 @@ class BlockSampler:
     An epoch splits each sequence's anchors, shuffled, into groups of A (the last one filled up with
     repeats), shuffles the groups and takes S of them a step, of texts of like length. shape: S and
     A. prefix_base: beta of the law Pr(l = j) ~ beta^j of visible prefixes,
-    j = 0 .. B - 2 (D2SD, arXiv 2606.04446); None for DFlash, whose prefixes are 0. reveal_share:
-    of the blocks, which show each of their tokens with a probability 1 - t, t ~ U(0, 1), as masked
-    diffusion does. short_share:
-    of the steps, whose blocks are half as long: the first drafts decide most, and cost less so.
+    j = least_prefix .. B - 2 (D2SD, arXiv 2606.04446); None for DFlash, whose prefixes are 0.
+    reveal_share: of the blocks, which show each of their tokens with a probability 1 - t,
+    t ~ U(0, 1), as masked diffusion does. short_share: of the steps, whose blocks are half as long:
+    the first drafts decide most, and cost less so.
     """
 
     texts: Sequence[TextTokens]
@@ -86,6 +86,7 @@ class BlockSampler:
     prefix_base: float | None = None
     short_share: float = 0.0
     reveal_share: float = 0.0
+    least_prefix: int = 0
 
     def __post_init__(self) -> None:
         self._sequences, self._anchors = self.shape
@@ -107,8 +108,9 @@ class BlockSampler:
         size = max(2, self.block_size // 2) if short else self.block_size
         prefixes = np.zeros(anchors.shape, np.int64)
         if self.prefix_base is not None:
-            law = self.prefix_base ** np.arange(size - 1)
-            prefixes = rng.choice(len(law), size=anchors.shape, p=law / law.sum())
+            lengths = np.arange(min(self.least_prefix, size - 2), size - 1)
+            law = self.prefix_base**lengths
+            prefixes = rng.choice(lengths, size=anchors.shape, p=law / law.sum())
         blocks = cut_blocks(self.texts, self._groups[chosen], anchors, size, prefixes)
         return self._reveal(blocks, rng) if self.reveal_share else blocks
 

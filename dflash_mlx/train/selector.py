@@ -121,7 +121,9 @@ class SelectorTrainer(Training):
     def __init__(self, trainee: DFlashTrainee, texts: Texts, config: SelectorTraining) -> None:
         embedding = trainee.target.embedding()
         self.maps = MappedSelector(embedding, trainee.config.vocab_size, config.rank, config.seed)
-        super().__init__(self.maps, trainee, texts, config)
+        variable = trainee.raw["dflash_config"].get("training_mode") == "vp_drafter"
+        law = {"prefix_base": config.prefix_base} if variable else {}
+        super().__init__(self.maps, trainee, texts, config, **law)
 
     def batch(self, blocks: Blocks) -> tuple[mx.array, ...]:
         """What the loss takes, for N = S * A * (B - 1) positions; see there."""
@@ -133,7 +135,9 @@ class SelectorTrainer(Training):
         right = tokens == labels.reshape(-1, 1)
         counted = blocks.supervised[..., 1:] & (vocabulary.index[labels] >= 0)
         reached = np.ones(labels.shape, bool)  # up to and with a block's first wrong draft
-        reached[..., 1:] = np.cumprod(right[:, 0].reshape(labels.shape)[..., :-1], axis=-1)
+        visible = np.arange(1, labels.shape[-1]) <= blocks.prefixes[..., None]
+        hits = right[:, 0].reshape(labels.shape)[..., :-1] | visible
+        reached[..., 1:] = np.cumprod(hits, axis=-1)
         weights = (np.where(reached, 1.0, _BEHIND) * counted).astype(np.float32).reshape(-1)
         before = blocks.tokens[..., :-1].reshape(-1)
         arrays = (before, tokens, ranked.logprobs, right, weights)

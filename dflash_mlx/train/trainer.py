@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -46,7 +46,7 @@ class Training(ABC):
         trainee: Trainee,
         texts: Texts,
         config: TrainConfig | SelectorTraining,
-        **law: float,
+        **law: Any,
     ) -> None:
         self.trainee, self.config = trainee, config
         self.step, self.seconds, self.tokens = 0, 0.0, 0
@@ -127,9 +127,9 @@ class Trainer(Training):
     config: TrainConfig
 
     def __init__(self, trainee: Trainee, texts: Texts, config: TrainConfig) -> None:
-        law: dict[str, float] = {"short_share": config.short_share}
+        law: dict[str, Any] = {"short_share": config.short_share}
         if config.mode == "variable-prefix":
-            law["prefix_base"] = config.prefix_base
+            law |= {"prefix_base": config.prefix_base, "least_prefix": config.least_prefix}
         if config.mode == "specdiff":
             law["reveal_share"] = config.reveal_share
         super().__init__(trainee.network, trainee, texts, config, **law)

@@ -131,11 +131,15 @@ def test_a_step_has_texts_of_like_length_in_another_order_every_epoch():
 # Visible prefixes
 
 
-@pytest.mark.parametrize(("beta", "short"), [(0.5, 0.0), (1.25, 0.0), (0.5, 1.0), (None, 0.0)])
-def test_prefixes_follow_their_law(beta, short):
-    sampler = BlockSampler(TEXTS, 8, (4, 100), 0, beta, short)
+@pytest.mark.parametrize(
+    ("beta", "short", "least"),
+    [(0.5, 0.0, 0), (1.25, 0.0, 0), (0.5, 1.0, 0), (None, 0.0, 0), (0.9, 0.0, 1), (0.9, 1.0, 9)],
+)
+def test_prefixes_follow_their_law(beta, short, least):
+    sampler = BlockSampler(TEXTS, 8, (4, 100), 0, beta, short, least_prefix=least)
     drawn = np.concatenate([sampler.blocks(step).prefixes.ravel() for step in range(50)])
     law = (beta or 0.0) ** np.arange(3.0 if short else 7.0)  # DFlash sees the anchor alone
+    law[: min(least, len(law) - 1)] = 0
     law /= law.sum()
     found = np.bincount(drawn, minlength=len(law)) / drawn.size
     assert found.shape == law.shape

@@ -50,6 +50,18 @@ def test_a_run_leaves_a_drafter_its_history_and_its_state(place, mode, capsys):
     assert "step 4 |" in said and "tokens/round" in said
 
 
+def test_a_recipe_gives_the_settings_of_its_paper_where_others_are_not_given(place, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Trainer, "train_step", lambda self: seen.append(self.config) or self._end())
+    monkeypatch.setattr(
+        Trainer, "_end", lambda self: setattr(self, "step", 9) or 1.0, raising=False
+    )
+    place.train(recipe="d2sd", tau=5)
+    (config,) = seen
+    assert (config.mode, config.loss, config.tau) == ("variable-prefix", "decay", 5.0)
+    assert (config.prefix_base, config.least_prefix, config.soft) == (0.9, 1, 0.0)
+
+
 def test_the_drafter_is_kept_as_it_was_when_it_measured_best(place, monkeypatch):
     scores, kept = iter([0.25, 0.75, 0.75, 0.5]), []
 

@@ -75,6 +75,21 @@ def test_the_drafter_stays_as_it_is_and_the_maps_depend_on_the_seed_alone(texts)
     assert not np.array_equal(anchors[0], anchors[2])
 
 
+def test_behind_visible_prefixes_the_first_draft_counts_whole(texts):
+    drafter = make_trainee(RAW).prepared("variable-prefix")
+    trainer = trainer_of(drafter, texts)
+    blocks = trainer._sampler.blocks(0)
+    weights = np.array(trainer.batch(blocks)[-1]).reshape(blocks.labels[..., 1:].shape)
+    places, prefixes = np.arange(1, 6), blocks.prefixes[..., None]
+    assert (
+        blocks.prefixes.any()
+        and not weights[np.broadcast_to(places <= prefixes, weights.shape)].any()
+    )
+    first = np.broadcast_to(places == prefixes + 1, weights.shape) & blocks.supervised[..., 1:]
+    assert first.sum() > 8 and (weights[first] == 1).all()
+    assert not trainer_of(make_trainee(RAW), texts)._sampler.blocks(0).prefixes.any()
+
+
 @pytest.mark.parametrize("law", SAMPLERS)
 def test_the_anchors_follow_the_chosen_law(texts, law):
     trainer = trainer_of(make_trainee(RAW), texts, anchor_law=law)
