@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_the_drafter_stays_as_it_is_and_the_maps_depend_on_the_seed_alone(texts)
 
 
 def test_behind_visible_prefixes_the_first_draft_counts_whole(texts):
-    drafter = make_trainee(RAW).prepared("variable-prefix")
+    drafter = make_trainee(deepcopy(RAW)).prepared("variable-prefix")
     trainer = trainer_of(drafter, texts)
     blocks = trainer._sampler.blocks(0)
     weights = np.array(trainer.batch(blocks)[-1]).reshape(blocks.labels[..., 1:].shape)
