@@ -14,6 +14,7 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.block import Block
+from dflash_mlx.target.forest import Rows
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.routing import Kernels
 from kernels_metal.tree_walk import TREE_WALK
@@ -84,16 +85,19 @@ class Verdict:
 def verify(
     target: Target, states: Sequence[State], proposals: Sequence[Proposal], taps: tuple[int, ...]
 ) -> list[Verdict]:
-    """Prepare the target's passes over all nodes of the trees, each behind its own sequence.
+    """Prepare the target's pass over all nodes of the trees, each behind its own sequence.
 
     Nothing is evaluated yet, so that this can be done while a draft is still running.
     """
-    verdicts = []
-    for state, proposal in zip(states, proposals, strict=True):
-        ids = proposal.tree.ids(state.anchor)
-        logits, features = target.forward(ids, state.cache, Block.of(proposal.tree), taps)
-        verdicts.append(Verdict(proposal, ids, logits, features, target.kernels))
-    return verdicts
+    sequences = [
+        Rows(proposal.tree.ids(state.anchor), state.cache, Block.of(proposal.tree))
+        for state, proposal in zip(states, proposals, strict=True)
+    ]
+    passes = zip(proposals, sequences, target.forward_all(sequences, taps), strict=True)
+    return [
+        Verdict(proposal, rows.tokens, logits, features, target.kernels)
+        for proposal, rows, (logits, features) in passes
+    ]
 
 
 def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:

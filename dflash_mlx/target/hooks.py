@@ -17,6 +17,7 @@ import mlx.nn as nn
 
 from dflash_mlx.system import cpu_math
 from dflash_mlx.target.cache import LayerCache
+from dflash_mlx.target.forest import JoinedLayer
 from dflash_mlx.target.routing import Kernels
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing
@@ -67,20 +68,34 @@ def rotate_by_row(rope: nn.Module) -> None:
 
 
 @contextmanager
-def last_row_alone(heads: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Within it these modules' methods are given the last row [..., 1, d] of their inputs."""
+def rows_alone(heads: Sequence[tuple[nn.Module, str]], rows: slice | mx.array) -> Iterator[None]:
+    """Within it these modules' methods are given only these rows of their inputs [..., N, d]."""
     originals = [(module, type(module)) for module, _ in heads]
 
-    def on_last_row(method: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        return lambda module, x: method(module, x[..., -1:, :])
+    def on_rows(method: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        return lambda module, x: method(module, x[..., rows, :])
 
     for module, name in heads:
-        _replace(module, name, on_last_row(getattr(type(module), name)))
+        _replace(module, name, on_rows(getattr(type(module), name)))
     try:
         yield
     finally:
         for module, original in originals:
             module.__class__ = original
+
+
+def route_attention(model: Any) -> bool:
+    """Let our caches compute the attention of all layers; whether that is all there is of it."""
+    for layer in model.layers:
+        attending = [m for m in layer.modules() if m is not layer and _attends(m)]
+        if not attending and _keeps_keys(layer):
+            return False
+        for module in attending:
+            if type(module).__call__.__globals__[_ATTENTION] is not _attention:
+                _replace(
+                    module, "__call__", _rebound(type(module).__call__, {_ATTENTION: _attention})
+                )
+    return True
 
 
 class KernelHooks:
@@ -93,7 +108,7 @@ class KernelHooks:
             for module in attending:
                 names = {_ATTENTION: _attention}
                 self._replace(module, "__call__", _rebound(type(module).__call__, names))
-            if not attending and any("update_and_fetch" in _names_in(m) for m in layer.modules()):
+            if not attending and _keeps_keys(layer):
                 family = type(layer).__module__.rpartition(".")[2]
                 reason = f"{family} computes the attention of some layers itself"
                 kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
@@ -136,7 +151,12 @@ def _attends(module: Any) -> bool:
     """Whether a module's own call is Python that calls mlx-lm's attention by its usual name."""
     if _ATTENTION not in _names_in(module):
         return False
-    return type(module).__call__.__globals__.get(_ATTENTION) is _stock_attention()
+    return type(module).__call__.__globals__.get(_ATTENTION) in (_stock_attention(), _attention)
+
+
+def _keeps_keys(layer: nn.Module) -> bool:
+    """Whether any module of a layer stores keys and values."""
+    return any("update_and_fetch" in _names_in(module) for module in layer.modules())
 
 
 def _names_in(module: Any) -> tuple[str, ...]:
@@ -167,7 +187,8 @@ def _attention(  # noqa: PLR0913  # the signature of mlx-lm's
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's attention, which one of our caches computes itself."""
-    ours = isinstance(cache, LayerCache)
+    ours = isinstance(cache, LayerCache) and cache.kernels is not None
+    ours = isinstance(cache, JoinedLayer) or (ours and cache.kernels.mode != "off")
     attend = cache.attend if ours else partial(_stock_attention(), cache=cache)
     return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 

@@ -9,8 +9,9 @@ recurrent layers verify chains; what is kept of their passes is in `recurrent.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import accumulate, chain
 from typing import Any
 
 import mlx.core as mx
@@ -21,13 +22,21 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.blas import threads
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.hooks import KernelHooks, last_row_alone, override, rotate_by_row
+from dflash_mlx.target.forest import Forest, Rows
+from dflash_mlx.target.hooks import (
+    KernelHooks,
+    override,
+    rotate_by_row,
+    route_attention,
+    rows_alone,
+)
 from dflash_mlx.target.routing import Kernels
 from dflash_mlx.target.sequence import SequenceCache, new_sequence
 from kernels_metal.dispatch import Mode
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
 _HEADS = ("lm_head", "embed_out")
+_SAME = 0.1  # standard deviations of logits that rounding can change; other rows change more
 # They use the cache's offset for more than rope, as one number for the whole pass.
 ONE_OFFSET = ("gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
 _ONE_OFFSET_ROPES = ("DynamicNTKScalingRoPE",)
@@ -97,6 +106,7 @@ class Target:
             self._hooks.remove()
         self._hooks = None if mode == "off" else KernelHooks(self.model, self.kernels)
         self.pass_times = self.noise = None
+        self.__dict__.pop("joins", None)  # hooks were replaced
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers (0-based) in every pass from now on."""
@@ -116,13 +126,69 @@ class Target:
         self._threads.tick()
         cache.extend(block)
         self._outputs.clear()
-        with last_row_alone(self._heads if block.last_only else ()):
+        with rows_alone(self._heads if block.last_only else (), slice(-1, None)):
             logits = self.model(tokens[None], cache=cache.layers)[0]
         if block.last_only:
             logits = logits[-1:]
         if not taps:
             return logits, None
-        return logits, mx.concatenate([self._outputs[i][0] for i in taps], axis=-1)
+        return logits, self._features(taps)
+
+    def forward_all(
+        self, sequences: Sequence[Rows], taps: tuple[int, ...] = ()
+    ) -> list[tuple[mx.array, mx.array | None]]:
+        """One pass over the rows of several sequences; of each what `forward` returns.
+
+        Where the model cannot take them together, they take turns.
+        """
+        if len(sequences) == 1 or not self.joins:
+            return [self.forward(*rows, taps) for rows in sequences]
+        return self._together(sequences, taps)
+
+    def _together(
+        self, sequences: Sequence[Rows], taps: tuple[int, ...]
+    ) -> list[tuple[mx.array, mx.array | None]]:
+        self._threads.tick()
+        forest = Forest(sequences)
+        self._outputs.clear()
+        asked = [
+            range(part.stop - 1 if rows.block.last_only else part.start, part.stop)
+            for rows, part in zip(sequences, forest.parts, strict=True)
+        ]
+        rows = mx.array([*chain.from_iterable(asked)])
+        tokens = mx.concatenate([each.tokens for each in sequences])
+        with rows_alone(self._heads if rows.size < tokens.size else (), rows):
+            logits = self.model(tokens[None], cache=forest.layers)[0]
+        if logits.shape[0] != rows.size:
+            logits = logits[rows]
+        ends = [*accumulate(map(len, asked))]
+        of_each = mx.split(logits, ends[:-1])
+        features: list[Any] = [None] * len(sequences)
+        if taps:
+            features = forest.split(self._features(taps), axis=0)
+        return list(zip(of_each, features, strict=True))
+
+    def _features(self, taps: tuple[int, ...]) -> mx.array:
+        return mx.concatenate([self._outputs[i][0] for i in taps], axis=-1)
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether a pass can be over rows of several sequences, which is tried once."""
+        if not self.takes_trees or not route_attention(self.model):
+            return False
+        sequences = []
+        for before, rows in ((5, 3), (2, 1)):
+            cache = self.new_cache()
+            self.forward(mx.arange(before), cache, Block(before))
+            cache.commit(range(before))
+            sequences.append(Rows(mx.arange(rows), cache, Block(rows)))
+        alone = [self.forward(*rows)[0] for rows in sequences]
+        try:
+            together = self._together(sequences, ())
+        except (AttributeError, TypeError, ValueError):  # of a model that asks more of its caches
+            return False
+        pairs = zip(alone, together, strict=True)
+        return all(bool(mx.all(mx.abs(a - b) <= _SAME * mx.std(a))) for a, (b, _) in pairs)
 
     @cached_property
     def takes_trees(self) -> bool:

@@ -83,6 +83,9 @@ class ToyTarget:
     def check_trees(self) -> None:
         """It takes them."""
 
+    def forward_all(self, sequences, taps=()):
+        return [self.forward(*rows, taps) for rows in sequences]
+
     def forward(
         self, tokens: mx.array, cache: ToyCache, block: Block, taps: tuple[int, ...] = ()
     ) -> tuple[mx.array, None]:
