@@ -35,10 +35,10 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import DualContext, FeatureContext
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoContext
-from dflash_mlx.engine.decode import NO_LIMIT
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context
+from dflash_mlx.engine.step import NO_LIMIT
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.system.files import write_report
 from dflash_mlx.target.block import Block

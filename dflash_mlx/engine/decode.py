@@ -1,46 +1,20 @@
-"""The decode loop: draft, verify, accept, commit, yield."""
+"""The decode loop for one conversation: a loop over `step`."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
 
-import mlx.core as mx
-
-from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.sampling import Sampler
-from dflash_mlx.core.tree import Tree
-from dflash_mlx.engine.drafter import Drafter, Proposal
+from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
 from dflash_mlx.engine.rules import Match, Reject, Rule
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.verify import Verdict, verify
-from dflash_mlx.target.block import Block
+from dflash_mlx.engine.step import Round, Running, step
 from dflash_mlx.target.model import Target
-
-NO_LIMIT = sys.maxsize  # rows of a step: what pays is the drafter's to say
-
-
-@dataclass(frozen=True)
-class Running:
-    """A sequence that is being decoded, and how its drafts are accepted."""
-
-    state: State
-    rule: Rule
-
-
-@dataclass(frozen=True)
-class Round:
-    """What was proposed for one sequence, and what the target accepted of it."""
-
-    proposal: Proposal
-    accepted: Accepted
 
 
 def answer(
@@ -75,22 +49,11 @@ def prefill(
     """
     reused = state.reuse(prompt)
     observer.prefilled(reused, len(prompt))
-    while state.position < len(prompt):
-        end = _chunk_end(state, len(prompt), config.prefill_step)
-        chunk = prompt[state.position : end]
-        block = Block(len(chunk), last_only=True)
-        logits, features = target.forward(mx.array(chunk), state.cache, block, drafter.taps)
-        state.commit_prompt(chunk, features)
-        observer.prefilled(end, len(prompt))
-    state.end_prompt(logits[-1:])
+    running = Running(state, drafter, prompt, chunk=config.prefill_step)
+    while running.is_reading:
+        step(target, [running], observer)
+        observer.prefilled(state.position, len(prompt))
     return reused
-
-
-def _chunk_end(state: State, last: int, step: int) -> int:
-    """Where the next pass over a prompt ends: before its tail, where that is passed by itself."""
-    end, rows = min(state.position + step, last), state.cache.tail
-    tail = last - min(rows + 1, step) if rows else last
-    return tail if state.position < tail < end else end
 
 
 def decode(
@@ -106,18 +69,8 @@ def decode(
     sampler = Sampler(config.sampling)
     ahead = (lambda: 0) if sampler.needs_history else (lambda: drafter.rounds_ahead)
     state.end = min(state.position - 1 + config.max_tokens, target.context_length - 1)
-    running = Running(state, make_rule(target, state, sampler, config))
-    rounds = _rounds(target, drafter, running, observer)
-    return _read_behind(chain([_opening(running)], rounds), ahead, state, observer)
-
-
-def _opening(running: Running) -> Round:
-    """The token after the prompt, as a round that drafts nothing."""
-    state, nothing = running.state, Proposal(Tree.chain())
-    verdict = Verdict(nothing, state.anchor, state.opening, None)
-    first = running.rule.accept(verdict, state)
-    state.begin(first)
-    return Round(nothing, first)
+    running = Running(state, drafter, rule=make_rule(target, state, sampler, config))
+    return _read_behind(_rounds(target, running, observer), ahead, state, observer)
 
 
 def make_rule(target: Target, state: State, sampler: Sampler, config: DecodeConfig) -> Rule:
@@ -127,35 +80,13 @@ def make_rule(target: Target, state: State, sampler: Sampler, config: DecodeConf
     return Reject(sampler) if config.draws_drafts else Match(sampler)
 
 
-def step(
-    target: Target, drafter: Drafter, running: Sequence[Running], observer: Observer
-) -> list[Round]:
-    """One round of every sequence; the token of one without drafts may still be on its way."""
-    states = [sequence.state for sequence in running]
-    proposals = drafter.propose(states, NO_LIMIT)
-    known = all(proposal.tree.is_known for proposal in proposals)
-    if known:  # before the pass is prepared, parts of which may run at once
-        observer.mark("draft")
-    verdicts = verify(target, states, proposals, drafter.taps)
-    if not known:
-        for proposal in proposals:
-            proposal.tree.wait()
-        observer.mark("draft")
-    pairs = list(zip(running, verdicts, strict=True))
-    accepted = [sequence.rule.accept(verdict, sequence.state) for sequence, verdict in pairs]
-    observer.mark("verify")
-    for (sequence, verdict), kept in zip(pairs, accepted, strict=True):
-        sequence.state.commit(kept, verdict.ids, verdict.features)
-    observer.mark("commit")
-    return [Round(*both) for both in zip(proposals, accepted, strict=True)]
-
-
-def _rounds(
-    target: Target, drafter: Drafter, running: Running, observer: Observer
-) -> Iterator[Round]:
-    """The loop itself, for one sequence."""
-    while running.state.room > 0:
-        yield from step(target, drafter, [running], observer)
+def _rounds(target: Target, running: Running, observer: Observer) -> Iterator[Round]:
+    """The loop itself; the first round takes no pass."""
+    state = running.state
+    while not state.has_begun or state.room > 0:
+        for round_ in step(target, [running], observer):
+            assert round_ is not None  # the prompt is read
+            yield round_
 
 
 def _read_behind(

@@ -63,6 +63,11 @@ class State:
         return self.cache.length
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the answer has its first token."""
+        return self.anchor.size > 0
+
+    @property
     def room(self) -> int:
         """Tokens that this answer may still have."""
         return self.end - self.position

@@ -1,8 +1,7 @@
-"""One target pass over a tree, and the target's token after any of its paths."""
+"""What the target says of a tree: its token after any path."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,9 +12,6 @@ from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.forest import Rows
-from dflash_mlx.target.model import Target
 from dflash_mlx.target.routing import Kernels
 from kernels_metal.tree_walk import TREE_WALK
 
@@ -80,24 +76,6 @@ class Verdict:
             return sampler.sample(self.logits[path[-1]], position + len(drafts), [*before, *drafts])
 
         return choose
-
-
-def verify(
-    target: Target, states: Sequence[State], proposals: Sequence[Proposal], taps: tuple[int, ...]
-) -> list[Verdict]:
-    """Prepare the target's pass over all nodes of the trees, each behind its own sequence.
-
-    Nothing is evaluated yet, so that this can be done while a draft is still running.
-    """
-    sequences = [
-        Rows(proposal.tree.ids(state.anchor), state.cache, Block.of(proposal.tree))
-        for state, proposal in zip(states, proposals, strict=True)
-    ]
-    passes = zip(proposals, sequences, target.forward_all(sequences, taps), strict=True)
-    return [
-        Verdict(proposal, rows.tokens, logits, features, target.kernels)
-        for proposal, rows, (logits, features) in passes
-    ]
 
 
 def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:
