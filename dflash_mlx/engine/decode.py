@@ -13,7 +13,7 @@ from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
 from dflash_mlx.engine.rules import Match, Reject, Rule
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.step import Round, Running, step
+from dflash_mlx.engine.step import Round, Running, alone, step
 from dflash_mlx.target.model import Target
 
 
@@ -51,7 +51,7 @@ def prefill(
     observer.prefilled(reused, len(prompt))
     running = Running(state, drafter, prompt, chunk=config.prefill_step)
     while running.is_reading:
-        step(target, [running], observer)
+        alone(step(target, [running], observer))
         observer.prefilled(state.position, len(prompt))
     return reused
 
@@ -84,9 +84,9 @@ def _rounds(target: Target, running: Running, observer: Observer) -> Iterator[Ro
     """The loop itself; the first round takes no pass."""
     state = running.state
     while not state.has_begun or state.room > 0:
-        for round_ in step(target, [running], observer):
-            assert round_ is not None  # the prompt is read
-            yield round_
+        round_ = alone(step(target, [running], observer))
+        assert round_ is not None  # the prompt is read
+        yield round_
 
 
 def _read_behind(

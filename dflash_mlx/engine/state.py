@@ -57,6 +57,12 @@ class State:
         self._tokens: list[int] = []
         self._unread: list[Accepted] = []
 
+    def restart(self, cache: SequenceCache, context: Context) -> None:
+        """Begin again with these, which are empty; `end` stays."""
+        self.cache, self.context, self.last = cache, context, None
+        self.anchor = self.opening = mx.array([], dtype=mx.int32)
+        self._tokens, self._unread = [], []
+
     @property
     def position(self) -> int:
         """The anchor's position: the number of committed tokens."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -20,6 +21,9 @@ from dflash_mlx.engine.verify import Verdict
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.forest import Rows
 from dflash_mlx.target.model import Target
+
+T = TypeVar("T")
+Found = tuple[mx.array, mx.array | None]  # logits, and what the drafter taps
 
 NO_LIMIT = sys.maxsize  # rows of a step: what pays is the drafter's to say
 
@@ -37,7 +41,8 @@ class Running:
     """A sequence in the making: its prompt is read, then its answer is decoded.
 
     prompt: its tokens, () where the caches hold it. chunk: most of them that a pass reads. rule:
-    how drafts are accepted; None where nothing but the prompt is asked for.
+    how drafts are accepted; None where nothing but the prompt is asked for. allowed: most of the
+    prompt's tokens that the next pass reads.
     """
 
     state: State
@@ -45,6 +50,8 @@ class Running:
     prompt: Sequence[int] = ()
     chunk: int = sys.maxsize
     rule: Rule | None = None
+    allowed: int = sys.maxsize
+    _left_at: Accepted | None = None  # the newest token, where the caches were dropped behind it
 
     @property
     def is_reading(self) -> bool:
@@ -59,9 +66,26 @@ class Running:
     def next_chunk(self) -> list[int]:
         """What the next pass reads: up to the prompt's tail, where that is passed by itself."""
         first, last, rows = self.state.position, len(self.prompt), self.state.cache.tail
-        end = min(first + self.chunk, last)
-        tail = last - min(rows + 1, self.chunk) if rows else last
+        chunk = min(self.chunk, self.allowed)
+        end = min(first + chunk, last)
+        tail = last - min(rows + 1, chunk) if rows else last
         return list(self.prompt[first : tail if first < tail < end else end])
+
+    def drop(self, target: Target) -> None:
+        """Give up all caches; what they held is read again, as a prompt."""
+        if self.state.has_begun:
+            *self.prompt, newest = self.state.tokens
+            self._left_at = Accepted(Tree.chain(), (0,), newest)
+        self.state.restart(target.new_cache(), self.drafter.new_context())
+
+    def end_prompt(self, logits: mx.array) -> Round | None:
+        """Take in the logits after a prompt; an answer that had begun goes on where it was."""
+        self.state.end_prompt(logits)
+        if self._left_at is None:
+            return None if self.rule is None else self.open()
+        self.state.begin(self._left_at)
+        self._left_at = None
+        return None
 
     def open(self) -> Round:
         """The token after the prompt, as a round that drafts nothing and takes no pass."""
@@ -84,10 +108,9 @@ class _Tree:
         state, tree = self.sequence.state, self.proposal.tree
         return Rows(tree.ids(state.anchor), state.cache, Block.of(tree))
 
-    def finish(
-        self, logits: mx.array, features: mx.array | None, target: Target, observer: Observer
-    ) -> Round:
+    def finish(self, found: Found | Exception, target: Target, observer: Observer) -> Round:
         state, rule = self.sequence.state, self.sequence.rule
+        logits, features = _or_raise(found)
         assert rule is not None
         verdict = Verdict(self.proposal, self.rows.tokens, logits, features, target.kernels)
         accepted = rule.accept(verdict, state)
@@ -109,61 +132,103 @@ class _Chunk:
         block = Block(len(self.tokens), last_only=True)
         return Rows(mx.array(self.tokens), self.sequence.state.cache, block)
 
-    def finish(
-        self, logits: mx.array, features: mx.array | None, target: Target, observer: Observer
-    ) -> Round | None:
+    def finish(self, found: Found | Exception, target: Target, observer: Observer) -> Round | None:
         sequence, state = self.sequence, self.sequence.state
+        logits, features = _or_raise(found)
         state.commit_prompt(self.tokens, features)
         if sequence.is_reading:
             return None
-        state.end_prompt(logits[-1:])
-        return None if sequence.rule is None else sequence.open()
+        return sequence.end_prompt(logits[-1:])
 
 
-def step(target: Target, running: Sequence[Running], observer: Observer) -> list[Round | None]:
-    """A round of every sequence that decodes and a chunk of every prompt, in one target pass.
-
-    None for prompts that are not read whole yet. The first round of a sequence whose prompt was
-    read takes no pass. The token of a round without drafts may still be on its way.
-    """
-    rounds: dict[int, Round | None] = {id(each): each.open() for each in running if each.opens}
-    passing = [each for each in running if id(each) not in rounds]
-    reading = [_Chunk(each, each.next_chunk()) for each in passing if each.is_reading]
-    drafted = [_Tree(*both) for both in propose([each for each in passing if not each.is_reading])]
-    known = all(tree.proposal.tree.is_known for tree in drafted)
-    if known:  # before the pass is prepared, parts of which may run at once
-        observer.mark("draft")
-    parts: list[_Tree | _Chunk] = [*drafted, *reading]
-    passes = _forward(target, parts)
-    if not known:
-        for tree in drafted:
-            tree.proposal.tree.wait()
-        observer.mark("draft")
-    for part, found in zip(parts, passes, strict=True):
-        rounds[id(part.sequence)] = part.finish(*found, target, observer)
-    return [rounds[id(each)] for each in running]
-
-
-def propose(decoding: Sequence[Running]) -> list[tuple[Running, Proposal]]:
-    """A tree for each sequence, drafter by drafter: one drafts for all of its own at once."""
-    drafters = {id(each.drafter): each.drafter for each in decoding}
-    found: list[tuple[Running, Proposal]] = []
-    for key, drafter in drafters.items():
-        own = [each for each in decoding if id(each.drafter) == key]
-        proposals = drafter.propose([each.state for each in own], NO_LIMIT)
-        found += zip(own, proposals, strict=True)
+def _or_raise(found: T | Exception) -> T:
+    if isinstance(found, Exception):
+        raise found
     return found
 
 
-def _forward(
-    target: Target, parts: Sequence[_Tree | _Chunk]
-) -> list[tuple[mx.array, mx.array | None]]:
-    """Prepare the pass over all parts; of each its logits and what its drafter taps.
+Outcome = Round | None | Exception  # None: a prompt is not read whole yet
+
+
+def step(target: Target, running: Sequence[Running], observer: Observer) -> list[Outcome]:
+    """A round of every sequence that decodes and a chunk of every prompt, in one target pass.
+
+    The first round of a sequence whose prompt was read takes no pass. The token of a round without
+    drafts may still be on its way. A sequence that fails has its exception and leaves the others as
+    they would be without it.
+    """
+    outcomes: dict[int, Outcome] = {id(each): _guarded(each.open) for each in running if each.opens}
+    passing = [each for each in running if id(each) not in outcomes]
+    parts: list[_Tree | _Chunk] = []
+    for each, proposal in propose([each for each in passing if not each.is_reading]):
+        if isinstance(proposal, Exception):
+            outcomes[id(each)] = proposal
+        else:
+            parts.append(_Tree(each, proposal))
+    trees = [part.proposal.tree for part in parts if isinstance(part, _Tree)]
+    parts += [_Chunk(each, each.next_chunk()) for each in passing if each.is_reading]
+    known = all(tree.is_known for tree in trees)
+    if known:  # before the pass is prepared, parts of which may run at once
+        observer.mark("draft")
+    passes = forward(target, parts)
+    if not known:
+        for tree in trees:
+            tree.wait()
+        observer.mark("draft")
+    for part, found in zip(parts, passes, strict=True):
+        finish: Callable[[], Round | None] = partial(part.finish, found, target, observer)
+        outcomes[id(part.sequence)] = _guarded(finish)
+    return [outcomes[id(each)] for each in running]
+
+
+def alone(outcomes: Sequence[Outcome]) -> Round | None:
+    """Of a step of one sequence, which raises what went wrong."""
+    (outcome,) = outcomes
+    return _or_raise(outcome)
+
+
+def _guarded(action: Callable[[], T]) -> T | Exception:
+    """What it returns, or why it fails: whatever that is, other sequences go on."""
+    try:
+        return action()
+    except Exception as error:
+        return error
+
+
+def propose(decoding: Sequence[Running]) -> list[tuple[Running, Proposal | Exception]]:
+    """A tree for each sequence, drafter by drafter: one drafts for all of its own at once."""
+    drafters = {id(each.drafter): each.drafter for each in decoding}
+    found: list[tuple[Running, Proposal | Exception]] = []
+    for key, drafter in drafters.items():
+        own = [each for each in decoding if id(each.drafter) == key]
+        proposals = _guarded(partial(drafter.propose, [each.state for each in own], NO_LIMIT))
+        if not isinstance(proposals, Exception):
+            found += zip(own, proposals, strict=True)
+        elif len(own) == 1:
+            found.append((own[0], proposals))
+        else:
+            found += chain.from_iterable(propose([each]) for each in own)
+    return found
+
+
+def forward(target: Target, parts: Sequence[_Tree | _Chunk]) -> list[Found | Exception]:
+    """Prepare the pass over all parts; where it cannot be, one over each part.
 
     Nothing is evaluated yet, so that this can be done while a draft is still running.
     """
     if not parts:
         return []
+    found = _guarded(partial(_forward, target, parts))
+    if not isinstance(found, Exception):
+        return [*found]
+    for part in parts:
+        part.rows.cache.discard()
+    if len(parts) == 1:
+        return [found]
+    return [*chain.from_iterable(forward(target, [part]) for part in parts)]
+
+
+def _forward(target: Target, parts: Sequence[_Tree | _Chunk]) -> list[Found]:
     own = [part.sequence.drafter.taps for part in parts]
     taps = own[0] if len({*own}) == 1 else tuple(sorted({*chain.from_iterable(own)}))
     passes = target.forward_all([part.rows for part in parts], taps)

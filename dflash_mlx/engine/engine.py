@@ -1,0 +1,142 @@
+"""Many answers at once: which sequences take part in the next pass, and which have to wait."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.core.amounts import amount
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.exact import NearTieGuard
+from dflash_mlx.engine.state import State
+from dflash_mlx.engine.step import Outcome, Running, step
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.cache import STEP
+from dflash_mlx.target.model import Target
+
+LONGEST = 2.0  # times a step without prompts that one with a chunk of a prompt may take
+_LEAST_CHUNK, _UNTIMED_CHUNK = 16, 64  # rows
+
+
+class Engine:
+    """Answers in the making, all in one pass of the target per step; for one thread.
+
+    memory: bytes that keys, values and recurrent states of all sequences may take, those of their
+    drafters included; None for no limit. Sequences that would take more wait, in the order in which
+    they came; where answers grow beyond it, the youngest is read again later. waiting, running: the
+    sequences, the oldest first.
+    """
+
+    def __init__(
+        self, target: Target, memory: int | None = None, observer: Observer | None = None
+    ) -> None:
+        self.target, self.memory = target, memory
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+        self._observer = observer or Observer()
+        self._rows = 1  # of trees in the last step
+        self._sizes: dict[int, list[int]] = {}  # by drafter: bytes of 1 token, and of STEP more
+
+    def add(self, sequence: Running) -> None:
+        """Take in a sequence. DFlashError for one that alone would not fit into the memory."""
+        tokens = sequence.state.end + 1
+        if (
+            self.memory is not None
+            and (need := self.bytes_of(sequence.drafter, tokens)) > self.memory
+        ):
+            raise DFlashError(
+                f"an answer of up to {tokens} tokens, the prompt included, takes {amount(need)}, "
+                f"but {amount(self.memory)} are free",
+                "ask for a shorter one, or shorten the prompt",
+            )
+        self.waiting.append(sequence)
+
+    def cancel(self, sequence: Running) -> None:
+        """Give up a sequence, wherever it is; the others do not notice."""
+        self.waiting = deque(each for each in self.waiting if each is not sequence)
+        self.running = [each for each in self.running if each is not sequence]
+
+    def step(self) -> list[tuple[Running, Outcome]]:
+        """One pass; what became of every sequence in it.
+
+        Those that failed, or have no room for more tokens, are no longer running.
+        """
+        self._admit()
+        self._share_chunks()
+        running = [each for each in self.running if each.allowed or not each.is_reading]
+        outcomes = list(zip(running, step(self.target, running, self._observer), strict=True))
+        trees = [o.proposal.tree for _, o in outcomes if o and not isinstance(o, Exception)]
+        self._rows = max(1, sum(map(len, trees)))
+        for each, outcome in outcomes:
+            if isinstance(outcome, Exception) or (each.state.has_begun and each.state.room <= 0):
+                self.cancel(each)
+        self._make_room()
+        return outcomes
+
+    @property
+    def used(self) -> int:
+        """Bytes of the running sequences."""
+        return sum(_bytes(each.state) for each in self.running)
+
+    def bytes_of(self, drafter: Drafter, tokens: int) -> int:
+        """About what a sequence of so many tokens takes; nothing is computed for it."""
+        if id(drafter) not in self._sizes:
+            state, sizes = State(self.target.new_cache(), drafter.new_context()), []
+            for rows in (1, STEP):
+                ids = mx.zeros(rows, mx.int32)
+                _, features = self.target.forward(ids, state.cache, Block(rows), drafter.taps)
+                state.cache.commit(range(rows))
+                state.context.append(ids, features)
+                sizes.append(_bytes(state))
+            self._sizes[id(drafter)] = sizes
+        least, more = self._sizes[id(drafter)]
+        return least + (more - least) * (tokens // STEP)
+
+    def _admit(self) -> None:
+        """Begin with those that wait, as long as there is memory for what they read."""
+        while self.waiting:
+            first = self.waiting[0]
+            need = self.bytes_of(first.drafter, len(first.prompt) + 1)
+            if self.running and self.memory is not None and self.used + need > self.memory:
+                return
+            self.running.append(self.waiting.popleft())
+
+    def _share_chunks(self) -> None:
+        """Let prompts ride along, the oldest first, as far as the others' answers can bear it."""
+        decoding = [each for each in self.running if not each.is_reading]
+        left = self._bearable(decoding) if decoding else sys.maxsize
+        for each in self.running:
+            if each.is_reading:
+                each.allowed = left
+                left -= min(left, each.chunk, len(each.prompt) - each.state.position)
+
+    def _bearable(self, decoding: Sequence[Running]) -> int:
+        """Rows of prompts with which a step takes at most `LONGEST` times what it takes without."""
+        times = self.target.pass_times
+        if times is None:
+            return _UNTIMED_CHUNK
+        contexts, rows = [each.state.position for each in decoding], np.arange(1024)
+        alone = float(times.of(self._rows, contexts))
+        most = int((times.of(self._rows + rows, contexts) <= LONGEST * alone).sum()) - 1
+        return max(most, _LEAST_CHUNK)
+
+    def _make_room(self) -> None:
+        """Drop the caches of the youngest that can be read again, until the others have room."""
+        while self.memory is not None and len(self.running) > 1 and self.used > self.memory:
+            again = [each for each in self.running if not isinstance(each.rule, NearTieGuard)]
+            if not again or again[-1] is self.running[0]:
+                return
+            youngest = again[-1]
+            self.cancel(youngest)
+            youngest.drop(self.target)
+            self.waiting.appendleft(youngest)
+
+
+def _bytes(state: State) -> int:
+    return sum(array.nbytes for array in (*state.cache.arrays, *state.context.arrays))

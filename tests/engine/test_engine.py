@@ -1,0 +1,191 @@
+"""Many answers at once: each is what it is alone, whatever the others do, and all fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.decode import make_rule
+from dflash_mlx.engine.engine import Engine
+from dflash_mlx.engine.state import State
+from dflash_mlx.engine.step import Running
+from dflash_mlx.target.model import Target
+from dflash_mlx.target.pass_times import PassTimes
+from support.decoding import answer
+from support.families import make_model
+from support.toys import foretold, prompt_of
+
+COUNT = 6
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target(make_model("llama_sliding"), 1000, "llama")
+
+
+def config_of(i: int) -> DecodeConfig:
+    heat = 0.8 if i % 3 == 2 else 0.0
+    return DecodeConfig(max_tokens=10 + 7 * i, sampling=SamplingConfig(temperature=heat, seed=i))
+
+
+@pytest.fixture(scope="module")
+def alone(target):
+    """What each prompt is answered with."""
+    prompts = [prompt_of(i, 5 + 11 * i) for i in range(COUNT)]
+    return [(p, answer(target, NoDraft(), p, config_of(i))) for i, p in enumerate(prompts)]
+
+
+def running(target, i, prompt, drafter) -> Running:
+    config, state = config_of(i), State(target.new_cache(), drafter.new_context())
+    state.end = len(prompt) - 1 + config.max_tokens
+    rule = make_rule(target, state, Sampler(config.sampling), config)
+    return Running(state, drafter, prompt, 16, rule)
+
+
+def sequences(target, alone):
+    drafters = [foretold(p, a, i) if i % 2 else NoDraft() for i, (p, a) in enumerate(alone)]
+    return [running(target, i, p, drafters[i]) for i, (p, _) in enumerate(alone)]
+
+
+def run(engine, waiting, rng, before_step=lambda: None):
+    """Steps, with arrivals at random times, until all is said; what each sequence said."""
+    said, failed = {id(each): [] for each in waiting}, {}
+    arriving = list(waiting)
+    while arriving or engine.running or engine.waiting:
+        while arriving and (rng.random() < 0.4 or not (engine.running or engine.waiting)):
+            engine.add(arriving.pop(0))
+        before_step()
+        for each, outcome in engine.step():
+            if isinstance(outcome, Exception):
+                failed[id(each)] = outcome
+            elif outcome is not None:
+                said[id(each)] += outcome.accepted.tokens
+    return [said[id(each)] for each in waiting], [failed.get(id(each)) for each in waiting]
+
+
+class Eager:
+    """Everybody comes at once."""
+
+    def random(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_those_of_each_alone(target, alone, seed):
+    said, _ = run(Engine(target), sequences(target, alone), np.random.default_rng(seed))
+    assert said == [words for _, words in alone]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_whose_caches_were_dropped_goes_on_as_if_they_had_not_been(target, alone, seed):
+    engine, rng, dropped = Engine(target), np.random.default_rng(seed), []
+
+    def drop_one():
+        if len(engine.running) > 1 and rng.random() < 0.3:
+            chosen = engine.running[int(rng.integers(len(engine.running)))]
+            engine.cancel(chosen)
+            chosen.drop(target)
+            engine.waiting.append(chosen)
+            dropped.append(chosen.state.end)
+
+    said, _ = run(engine, sequences(target, alone), rng, drop_one)
+    assert said == [words for _, words in alone] and dropped
+
+
+def test_the_memory_is_kept_and_who_has_no_room_waits(target, alone):
+    engine = Engine(target)
+    longest = max(engine.bytes_of(NoDraft(), len(p) + len(a)) for p, a in alone)
+    engine.memory = 3 * longest
+    most = [0, 0]
+
+    def look():
+        most[0] = max(most[0], engine.used)
+        most[1] = max(most[1], len(engine.waiting))
+
+    waiting = sequences(target, alone)
+    said, _ = run(engine, waiting, Eager(), look)
+    assert said == [words for _, words in alone]
+    assert most[0] <= engine.memory and most[1] >= 3
+
+
+def test_an_answer_that_cannot_fit_even_alone_is_refused_by_number(target, alone):
+    engine = Engine(target, memory=1000)
+    with pytest.raises(DFlashError, match=r"takes .*B, but 1\.0 kB are free"):
+        engine.add(sequences(target, alone)[3])
+
+
+@pytest.mark.parametrize("stage", ["draft", "pass", "accept", "commit", "prompt"])
+@pytest.mark.parametrize("seed", range(2))
+def test_one_that_fails_leaves_the_others_as_they_were(target, alone, stage, seed, monkeypatch):
+    everyone, victim, rng = sequences(target, alone), 3, np.random.default_rng(seed)
+    broken, when = everyone[victim], int(rng.integers(2, 4))
+
+    def fails(*_):
+        nonlocal when
+        when -= 1
+        if when <= 0:
+            raise RuntimeError("no")
+
+    def before(call):
+        return lambda *given, **named: fails() or call(*given, **named)
+
+    state = broken.state
+    if stage == "draft":
+        broken.drafter.propose = before(broken.drafter.propose)
+    elif stage == "pass":
+        state.cache.extend = before(state.cache.extend)
+    elif stage == "accept":
+        broken.rule.accept = before(broken.rule.accept)
+    elif stage == "commit":
+        state.commit = before(state.commit)
+    else:
+        state.commit_prompt = before(state.commit_prompt)
+    said, failed = run(Engine(target), everyone, rng)
+    words = [words for _, words in alone]
+    assert [type(each) for each in failed] == [
+        RuntimeError if i == victim else type(None) for i in range(COUNT)
+    ]
+    assert said[:victim] + said[victim + 1 :] == words[:victim] + words[victim + 1 :]
+    assert said[victim] == words[victim][: len(said[victim])]
+
+
+def test_one_that_is_cancelled_leaves_the_others_as_they_were(target, alone):
+    engine, everyone = Engine(target), sequences(target, alone)
+    gone = everyone[4]
+
+    def cancel():
+        if gone.state.has_begun:
+            engine.cancel(gone)
+
+    said, _ = run(engine, everyone, np.random.default_rng(1), cancel)
+    assert said[:4] + said[5:] == [words for i, (_, words) in enumerate(alone) if i != 4]
+    assert len(said[4]) < len(alone[4][1])
+
+
+def test_a_long_prompt_rides_along_in_chunks_that_the_others_bear(target, monkeypatch):
+    seconds = tuple(10.0 + n for n in (1, 64, 512))  # so 11 more rows double a row's time
+    monkeypatch.setattr(target, "pass_times", PassTimes((1, 64, 512), seconds))
+    engine, prompt = Engine(target), prompt_of(0, 300)
+    first, second = (
+        running(target, 5, prompt_of(1, 5), NoDraft()),
+        running(target, 0, prompt, NoDraft()),
+    )
+    second.chunk = 512
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    positions = [0]
+    while second.is_reading:
+        told = dict((id(each), outcome) for each, outcome in engine.step())
+        assert told[id(first)] is not None, "which goes on meanwhile"
+        positions.append(second.state.position)
+        if len(positions) == 9:
+            engine.cancel(first)
+            engine.step()
+            break
+    assert set(np.diff(positions)) == {16}, "the least that is worth a pass"
+    assert not second.is_reading, "and nobody has to bear the rest"
