@@ -94,21 +94,21 @@ def measure(target: Target) -> PassTimes:
     mx.eval(target.forward(prompt, cache, Block(CONTEXTS[0]))[0], cache.arrays)
     cache.commit(range(CONTEXTS[0]))
     contexts = [c for c in CONTEXTS if c == CONTEXTS[0] or c + ROWS[-1] <= target.context_length]
-    trees = None
-    if target.is_recurrent and target.takes_trees:
-        taken = tuple(min(_time_passes(target, cache, _tree_of(rows))) for rows in DEEP_ROWS)
-        trees = PassTimes(DEEP_ROWS, taken)
+    dearer, trees = target.is_recurrent and target.takes_trees, []
     passes = [(c, n) for c in contexts for n in (ROWS if c == CONTEXTS[0] else DEEP_ROWS)]
     seconds: dict[int, list[float]] = {context: [] for context in contexts}
     for context, rows in tqdm(passes, desc="timing this machine, once", leave=False):
         cache.lengthen(context - cache.length)
-        block = _tree_of(rows) if target.takes_trees and trees is None else Block(rows)
+        block = _tree_of(rows) if target.takes_trees and not dearer else Block(rows)
         seconds[context].append(min(_time_passes(target, cache, block)))
+        if dearer and context == CONTEXTS[0] and rows in DEEP_ROWS:  # right behind, to compare
+            trees.append(min(_time_passes(target, cache, _tree_of(rows))))
     first, *deeper = (
         PassTimes(ROWS if context == CONTEXTS[0] else DEEP_ROWS, tuple(found), context)
         for context, found in seconds.items()
     )
-    return replace(first, deeper=tuple(deeper), trees=trees)
+    dear = PassTimes(DEEP_ROWS, tuple(trees)) if dearer else None
+    return replace(first, deeper=tuple(deeper), trees=dear)
 
 
 def _tree_of(rows: int) -> Block:

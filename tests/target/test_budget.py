@@ -48,14 +48,14 @@ def target():
 def test_a_target_can_be_timed_and_is_as_it_was_afterwards(family, monkeypatch):
     target = Target(make_model(family), 1000, "tiny")
     monkeypatch.setattr(budget, "ROWS", (1, 3))
-    monkeypatch.setattr(budget, "DEEP_ROWS", (1, 2))
+    monkeypatch.setattr(budget, "DEEP_ROWS", (1, 3))
     monkeypatch.setattr(budget, "CONTEXTS", (128, 300, 2000))
     tokens = mx.array([1, 2, 3]) % VOCAB_SIZE
     before = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
     times = measure(target)
     assert times.rows == (1, 3) and min(times.seconds) > 0
     (deep,) = times.deeper
-    assert deep.context == 300 and deep.rows == (1, 2), "2,000 do not fit"
+    assert deep.context == 300 and deep.rows == (1, 3), "2,000 do not fit"
     assert (times.trees is None) == (family != "qwen3_5"), "where trees take longer than chains"
     after = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
     assert mx.array_equal(before, after)
