@@ -151,3 +151,9 @@ class Tree:
     def _children(self) -> dict[tuple[int, int], int]:
         edges = zip(self.parents[1:], self.drafted, strict=True)
         return {edge: node for node, edge in reversed(list(enumerate(edges, start=1)))}
+
+
+def rows_on(path: Sequence[int]) -> slice | mx.array:
+    """An index for the rows on `path`, which increases; a leading run is a slice."""
+    leading = not path or path[-1] == len(path) - 1
+    return slice(len(path)) if leading else mx.array(list(path))

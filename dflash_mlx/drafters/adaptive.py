@@ -17,7 +17,7 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.growth.reliability import Reliability, Sizes, reach, worth_keeping
+from dflash_mlx.drafters.growth.reliability import Reliability, Sizes, never, reach, worth_keeping
 from dflash_mlx.drafters.lookup import MOST_LOOKED_UP, lookup
 from dflash_mlx.drafters.method import LOOKUP, TokenSource
 from dflash_mlx.engine.drafter import Drafter, Proposal, Reason
@@ -41,7 +41,7 @@ _CONTRADICTION = 1.5  # times that plain and drafted rounds may differ in how wr
 _ENOUGH = 16  # rounds of each, to say so
 _GUESSED_ROWS = 8  # of a drafter that has not drafted yet
 _LEAST = 1e-6  # seconds, so that ratios are finite
-_NOTHING = Sizes(np.ones(1), np.zeros(1, int))  # was found to draft
+_NOTHING = Sizes(np.ones(1), np.zeros(1, int), np.zeros(1))  # was found to draft
 MOST_NODES = 48  # of a tree that the budget then cuts
 
 
@@ -106,7 +106,7 @@ class Arm:
         best = [(sizes, sizes.best(seconds, fixed)) for sizes in self._promises]
         if best:
             self.tokens.fade(mean(float(sizes.expected[n - 1]) for sizes, n in best))
-            self.planned.fade(mean(fixed + float(seconds(n)) for _, n in best))
+            self.planned.fade(mean(fixed + sizes.cost(seconds, n) for sizes, n in best))
         elif self.times is not None:
             self.planned.fade(fixed + float(seconds(_GUESSED_ROWS)))
 
@@ -199,6 +199,7 @@ class Adaptive:
         self._model, self._drafters = model, drafters
         self.name, self.taps = model.name, model.taps
         self._scope, self._times, self._clock = scope, times, clock
+        self._branching = never if scope.chains else times.branching if times.trees else None
         one_row = float(times.of(1))
         arms = [Arm(_PLAIN, 1.0, one_row), *(Arm(label, 2.0, one_row) for label in drafters)]
         self.experience = Experience(arms, Reliability(scope.sources))  # or of an earlier session
@@ -292,8 +293,8 @@ class Adaptive:
             return Proposal(tree), planned
         reached = reach(tree, self.experience.reliability.chances(tree))
         fixed = draft_seconds + max(self.experience.beyond.mean, 0.0)
-        kept, sizes = worth_keeping(tree, reached, seconds, fixed, share, self._scope.chains)
-        planned = draft_seconds + float(seconds(len(kept)))
+        kept, sizes = worth_keeping(tree, reached, seconds, fixed, share, self._branching)
+        planned = draft_seconds + sizes.cost(seconds, len(kept))
         arm.expect(float(reached[kept].sum()), planned, sizes)
         q = None if proposal.q is None else proposal.q[: len(kept) - 1]
         return Proposal(tree.prune(kept), q), planned

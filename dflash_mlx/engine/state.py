@@ -8,6 +8,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted
+from dflash_mlx.core.tree import rows_on
 from dflash_mlx.target.sequence import SequenceCache
 
 
@@ -96,7 +97,7 @@ class State:
 
         ids: [N] of the verified nodes. features: [N, m*d], None for a drafter that reads none.
         """
-        kept = _rows(accepted.path)
+        kept = rows_on(accepted.path)
         self.cache.commit(accepted.path)
         self.context.append(ids[kept], None if features is None else features[kept])
         self.anchor = accepted.next_anchor
@@ -146,8 +147,3 @@ class State:
         self.cache.trim(length)
         self.context.trim(length)
         del self.tokens[length:]
-
-
-def _rows(path: tuple[int, ...]) -> slice | mx.array:
-    """An index for the rows on `path`, which increases; a leading run is a slice."""
-    return slice(len(path)) if path[-1] == len(path) - 1 else mx.array(path)

@@ -28,7 +28,8 @@ from dflash_mlx.models.weight_files import (
     wrong_number,
 )
 from dflash_mlx.target.model import ONE_OFFSET, Target
-from dflash_mlx.target.sequence import may_be_recurrent
+from dflash_mlx.target.paths import TREE_MIXERS
+from dflash_mlx.target.sequence import recurrent_sources
 
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 TOKENIZER = "tokenizer.json"
@@ -255,8 +256,8 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
         _, arguments = _get_classes(dict(raw))
         arguments.from_dict(dict(raw))
     step = "use --method dflash or --method ngram, which draft chains"
-    if may_be_recurrent(kind):
-        why = f"{kind} may keep recurrent state in some layers, so it verifies chains, no trees"
+    if (recurrent_sources(kind) or frozenset()) - TREE_MIXERS:
+        why = f"{kind} may have recurrent layers that were never tried on branches, so chains only"
         yield Finding("note", why, step)
     elif kind in ONE_OFFSET:
         why = f"{kind} computes with one position for a whole pass, so it verifies no trees"

@@ -142,9 +142,14 @@ class KernelHooks:
         self._replace(module, name, _few_rows(stock, kernels, packing))
 
 
+def subclass(original: type, name: str, method: Callable[..., Any]) -> type:
+    """A class that differs in one method."""
+    own = {"__module__": original.__module__, name: method}
+    return type(original.__name__, (original,), own)
+
+
 def _replace(module: Any, name: str, method: Callable[..., Any]) -> None:
-    original = type(module)
-    module.__class__ = type(original.__name__, (original,), {name: method})
+    module.__class__ = subclass(type(module), name, method)
 
 
 def _attends(module: Any) -> bool:

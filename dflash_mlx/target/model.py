@@ -3,8 +3,8 @@
 Three hooks make a model verify a tree, none of them specific to a family. Its caches are ours, so
 positions, masks and storage are (see `block.py` and `cache.py`); its rope modules accept one
 position per row; and the decoder layers that a drafter reads keep their outputs. Where Metal
-kernels are used, attention and quantised layers ask for them first (see `hooks.py`). Models with
-recurrent layers verify chains; what is kept of their passes is in `recurrent.py`.
+kernels are used, attention and quantised layers ask for them first (see `hooks.py`). What is kept
+of the passes of recurrent layers is in `recurrent.py`, how they follow a tree in `paths.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from dflash_mlx.target.hooks import (
     route_attention,
     rows_alone,
 )
+from dflash_mlx.target.paths import TREE_MIXERS
 from dflash_mlx.target.routing import Kernels
 from dflash_mlx.target.sequence import SequenceCache, new_sequence
 from kernels_metal.dispatch import Mode
@@ -40,10 +41,11 @@ _SAME = 0.1  # standard deviations of logits that rounding can change; other row
 # They use the cache's offset for more than rope, as one number for the whole pass.
 ONE_OFFSET = ("gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
 _ONE_OFFSET_ROPES = ("DynamicNTKScalingRoPE",)
+_CHAINS = "use --method dflash or --method ngram, which draft chains"
 
 
 class Target:
-    """A language model that can verify prefix trees, or chains where it has recurrent layers.
+    """A language model that can verify chains, and with most families prefix trees.
 
     model: an mlx-lm model. context_length: the most tokens a sequence may have.
     name: what to call it on screen. Raises DFlashError for layers that no draft can be taken back
@@ -63,15 +65,16 @@ class Target:
         self.kv_bits: int | None = None  # of caches made from now on, see `cache.py`
         self.kernels = Kernels(name, self.parameters)
         self._hooks: KernelHooks | None = None
-        self.is_recurrent = self.new_cache().is_recurrent  # so that drafts have to be chains
+        self.is_recurrent = self.new_cache().is_recurrent
+        self._mixers: frozenset[str] = frozenset()
         for module in model.modules():
             if isinstance(rope := module.get("rope"), nn.Module):
                 rotate_by_row(rope)
                 self._ropes += 1
         if self.is_recurrent:
-            from dflash_mlx.target.recurrent import keep_calls  # needs mlx-lm, which takes seconds
+            from dflash_mlx.target.recurrent import hook_mixers  # needs mlx-lm: it takes seconds
 
-            keep_calls(model, name)
+            self._mixers = hook_mixers(model, name)
 
     @property
     def num_layers(self) -> int:
@@ -121,8 +124,10 @@ class Target:
 
         tokens: [N]. Returns logits [N, V], [1, V] of a block's last row where that is all it asks
         for, and features [N, len(taps) * d] (None without taps): the states after the tapped
-        layers, side by side. Nothing is evaluated here.
+        layers, side by side. Nothing is evaluated here. DFlashError as from `check_trees`.
         """
+        if block.tree is not None and not self.takes_trees:
+            self.check_trees()
         self._threads.tick()
         cache.extend(block)
         self._outputs.clear()
@@ -174,7 +179,7 @@ class Target:
     @cached_property
     def joins(self) -> bool:
         """Whether a pass can be over rows of several sequences, which is tried once."""
-        if not self.takes_trees or not route_attention(self.model):
+        if self.is_recurrent or not self.takes_trees or not route_attention(self.model):
             return False
         sequences = []
         for before, rows in ((5, 3), (2, 1)):
@@ -200,17 +205,17 @@ class Target:
         return True
 
     def check_trees(self) -> None:
-        """Raise DFlashError for a model that cannot have its rows at positions of their own."""
+        """Raise DFlashError for a model whose rows cannot each follow a path of their own."""
         kind = type(self.model).__module__.rpartition(".")[2]
         ropes = {base.__name__ for m in self.model.modules() for base in type(m).__mro__}
-        if self.is_recurrent:
-            why = "has layers with a recurrent state, which cannot follow the branches of a tree"
-        elif not self._ropes or kind in ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
-            why = "computes with one position for all rows of a pass, so it cannot verify trees"
+        has_positions = self._ropes > 0 or self.is_recurrent
+        if unknown := sorted(self._mixers - TREE_MIXERS):
+            why = f"has recurrent layers ({', '.join(unknown)}) that were never tried on branches"
+        elif not has_positions or kind in ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
+            why = "computes with one position for all rows of a pass"
         else:
             return
-        next_step = "use --method dflash or --method ngram, which draft chains"
-        raise DFlashError(f"{self.name} ({kind}) {why}", next_step)
+        raise DFlashError(f"{self.name} ({kind}) {why}, so it cannot verify trees", _CHAINS)
 
     def embedding(self) -> Any:
         """The token embedding module, which the drafter shares."""

@@ -38,13 +38,15 @@ _REPEATS = 3
 class PassTimes:
     """seconds[i]: of a target pass over rows[i] tokens behind `context` committed ones.
 
-    deeper: the same behind longer contexts, in order.
+    deeper: the same behind longer contexts, in order. trees: of trees, where the others are of
+    chains and trees take longer.
     """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
     context: int = CONTEXTS[0]
     deeper: tuple[PassTimes, ...] = ()
+    trees: PassTimes | None = None
 
     def of(self, rows: npt.NDArray[Any] | int, contexts: Sequence[int] = ()) -> npt.NDArray[Any]:
         """T(rows, contexts): interpolated, and never less for more rows or a longer context.
@@ -64,6 +66,12 @@ class PassTimes:
         share = max(0.0, (length - below.context) / (above.context - below.context))
         return np.asarray(near + share * (far - near))
 
+    def branching(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Seconds that a tree of so many nodes takes longer than a chain, behind any context."""
+        if self.trees is None:
+            return np.zeros(len(rows))
+        return np.asarray(np.maximum(self.trees._behind(rows) - self._behind(rows), 0.0))
+
     def _behind(self, rows: npt.NDArray[Any] | int) -> npt.NDArray[Any]:
         """Behind just this context; more rows than were timed are on the last two times' line."""
         rising = np.maximum.accumulate(self.seconds)
@@ -77,32 +85,39 @@ class PassTimes:
 def measure(target: Target) -> PassTimes:
     """Time passes over 1 to 96 rows behind short and long contexts; the least of three each.
 
-    Trees, or chains where the target verifies no others. Some seconds in all; what the caches hold
-    behind the first tokens is made up. Whatever else the machine does only adds time, so the least
-    is nearest to the truth.
+    Trees, or chains where the target verifies no others or is recurrent, which makes trees dearer;
+    then some trees beside them. Some seconds in all; what the caches hold behind the first tokens
+    is made up. Whatever else the machine does only adds time, so the least is nearest to the truth.
     """
     cache = target.new_cache()
     prompt = mx.zeros(CONTEXTS[0], mx.int32)
     mx.eval(target.forward(prompt, cache, Block(CONTEXTS[0]))[0], cache.arrays)
     cache.commit(range(CONTEXTS[0]))
     contexts = [c for c in CONTEXTS if c == CONTEXTS[0] or c + ROWS[-1] <= target.context_length]
+    dearer, trees = target.is_recurrent and target.takes_trees, []
     passes = [(c, n) for c in contexts for n in (ROWS if c == CONTEXTS[0] else DEEP_ROWS)]
     seconds: dict[int, list[float]] = {context: [] for context in contexts}
     for context, rows in tqdm(passes, desc="timing this machine, once", leave=False):
         cache.lengthen(context - cache.length)
-        seconds[context].append(min(_time_passes(target, cache, rows)))
+        block = _tree_of(rows) if target.takes_trees and not dearer else Block(rows)
+        seconds[context].append(min(_time_passes(target, cache, block)))
+        if dearer and context == CONTEXTS[0] and rows in DEEP_ROWS:  # right behind, to compare
+            trees.append(min(_time_passes(target, cache, _tree_of(rows))))
     first, *deeper = (
         PassTimes(ROWS if context == CONTEXTS[0] else DEEP_ROWS, tuple(found), context)
         for context, found in seconds.items()
     )
-    return replace(first, deeper=tuple(deeper))
+    dear = PassTimes(DEEP_ROWS, tuple(trees)) if dearer else None
+    return replace(first, deeper=tuple(deeper), trees=dear)
 
 
-def _time_passes(target: Target, cache: SequenceCache, rows: int) -> Iterator[float]:
-    """Seconds of several passes over as many rows, without the first one's."""
-    block, ids = Block(rows), mx.zeros(rows, mx.int32)
-    if target.takes_trees:
-        block = Block.of(Tree((0,) * (rows - 1), (-1, *((i - 1) // 2 for i in range(1, rows)))))
+def _tree_of(rows: int) -> Block:
+    return Block.of(Tree((0,) * (rows - 1), (-1, *((i - 1) // 2 for i in range(1, rows)))))
+
+
+def _time_passes(target: Target, cache: SequenceCache, block: Block) -> Iterator[float]:
+    """Seconds of several such passes, without the first one's."""
+    ids = mx.zeros(block.rows, mx.int32)
     for repeat in range(_REPEATS + 1):
         start = time.perf_counter()
         mx.eval(mx.argmax(target.forward(ids, cache, block)[0], axis=-1))
@@ -146,7 +161,8 @@ def forget_times(target: Target) -> None:
 def read_times(file: Path) -> PassTimes:
     """What `stored_times` kept. OSError, ValueError, KeyError or TypeError for anything else."""
     stored = json.loads(file.read_text(encoding="utf-8"))
-    times = replace(_read(stored), deeper=tuple(map(_read, stored["deeper"])))
+    deeper, trees = tuple(map(_read, stored["deeper"])), stored["trees"]
+    times = replace(_read(stored), deeper=deeper, trees=trees and _read(trees))
     if times.rows != ROWS or any(deep.rows != DEEP_ROWS for deep in times.deeper):
         raise ValueError("times of other rows")
     return times

@@ -2,8 +2,9 @@
 
 MLX arrays are immutable, so a state from before a pass is kept by keeping references. In a pass of
 a few rows the calls of the recurrent mixers (gated delta nets, Mamba, short convolutions) are kept
-as well. Where only the first rows stay, the state from before is put back and those mixers alone
-run again over these rows; their outputs are never computed, since nothing asks for them.
+as well. Where only some rows stay, the state from before is put back and those mixers alone run
+again over these rows; their outputs are never computed, since nothing asks for them. The mixers
+of a tree's pass run along its paths (see `paths.py`) and leave the states as they were.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.tree import rows_on
+from dflash_mlx.target.block import Block
 from dflash_mlx.target.hooks import override
+from dflash_mlx.target.paths import Paths, Products
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 _RECENT = 3  # passes: the one in which an answer stops, one running ahead of it, one to spare
@@ -36,40 +40,52 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def again(self, state: RecurrentLayer, rows: int, kept: int) -> None:
-        """Run it over the first `kept` of its `rows` rows; what it returns is dropped."""
+    def again(self, state: RecurrentLayer, rows: int, path: Sequence[int]) -> None:
+        """Run it over those of its `rows` rows that are on `path`; what it returns is dropped."""
+        kept = rows_on(path)
 
         def part(arg: Any) -> Any:
-            if isinstance(arg, mx.array) and arg.ndim > 1 and arg.shape[:2] == (1, rows):
-                return arg[:, :kept]
+            if isinstance(arg, mx.array) and arg.shape[:2] == (1, rows):
+                return arg[:, kept]
             return state if arg is _STATE else arg
 
-        self.run(*map(part, self.args), **{key: part(arg) for key, arg in self.kwargs.items()})
+        self.on(part)
+
+    def on(self, change: Callable[[Any], Any]) -> Any:
+        """Run it with its arguments changed, the state's place among them."""
+        kwargs = {key: change(arg) for key, arg in self.kwargs.items()}
+        return self.run(*map(change, self.args), **kwargs)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass over `rows` rows behind `start` tokens, of which `kept` rows were committed.
+    """A pass behind `start` tokens, of which the rows on `path` were committed.
 
-    before: the arrays of all layers' states. calls: of the mixers; None where they were not kept.
+    parents: the row before each row, -1 for the first. before: the arrays of all layers' states.
+    calls: of the mixers; None where they were not kept.
     """
 
     start: int
-    rows: int
+    parents: Sequence[int]
     before: tuple[tuple[mx.array | None, ...], ...]
     calls: list[Call] | None
-    kept: int = 0
+    path: Sequence[int] = ()
 
     def nearest(self, length: int) -> int:
         """The most tokens up to `length`, at least `start`, that it leads back to."""
-        return min(length, self.start + self.kept) if self.calls is not None else self.start
+        return min(length, self.start + len(self.path)) if self.calls is not None else self.start
+
+    def leads(self, path: Sequence[int]) -> bool:
+        """Whether `path` begins at the first row, and each of its rows follows the one before."""
+        rows, steps = range(len(self.parents)), zip(path, (-1, *path), strict=False)
+        return all(row in rows and self.parents[row] == before for row, before in steps)
 
 
 class RecurrentLayer(ArraysCache):
     """The recurrent state of one layer, for one sequence.
 
     index: its place among the recurrent layers. calls: where the mixers' calls of a running pass
-    are kept, if they are.
+    are kept, if they are. paths: of a running pass over a tree.
     """
 
     cache: list[Any]
@@ -78,13 +94,22 @@ class RecurrentLayer(ArraysCache):
         super().__init__(size)
         self.index = index
         self.calls: list[Call] | None = None
+        self.paths: Paths | None = None
 
-    def keep(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep a call, without a reference to this layer."""
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """A call with this layer's state, without a reference to it; kept where calls are."""
+        given = tuple(_STATE if arg is self else _own(arg) for arg in args)
+        named = {key: _STATE if arg is self else _own(arg) for key, arg in kwargs.items()}
+        call = Call(self.index, run, given, named)
         if self.calls is not None:
-            kept = tuple(_STATE if arg is self else _own(arg) for arg in args)
-            named = {key: _STATE if arg is self else _own(arg) for key, arg in kwargs.items()}
-            self.calls.append(Call(self.index, run, kept, named))
+            self.calls.append(call)
+        return call
+
+    def along(self, paths: Paths, call: Call) -> Any:
+        """What a call returns for the nodes of a tree; the state stays as it is."""
+        copies: Any = ArraysCache(len(self.cache))
+        copies.cache = paths.copies(self.cache)
+        return paths.collect(call.on(lambda arg: copies if arg is _STATE else paths.spread(arg)))
 
 
 @dataclass
@@ -106,31 +131,35 @@ class RecurrentStates:
         """What has to be evaluated for the states to be up to date."""
         return [array for layer in self.layers for array in layer.cache if array is not None]
 
-    def begin(self, rows: int) -> None:
-        """Announce a pass over `rows` consecutive tokens."""
+    def begin(self, block: Block) -> None:
+        """Announce a pass over consecutive tokens or over a tree."""
         self.discard()
-        calls: list[Call] | None = [] if rows <= MOST_ROWS else None
+        tree, rows = block.tree, block.rows
+        parents = range(-1, rows - 1) if tree is None else tree.parents
+        calls: list[Call] | None = None if tree is None and rows > MOST_ROWS else []
         before = tuple(tuple(map(_own, layer.cache)) for layer in self.layers)
-        self._running = Pass(self.length, rows, before, calls)
+        self._running = Pass(self.length, parents, before, calls)
+        paths = None if tree is None else Paths.of(tree)
         for layer in self.layers:
-            layer.calls = calls
+            layer.calls, layer.paths = calls, paths
 
     def commit(self, path: Sequence[int]) -> None:
-        """Keep the rows in `path`, which has to be a leading run of the pass.
+        """Keep the rows in `path`, each of which has to follow the one before in its pass.
 
-        Raises ValueError for other paths, and for a part of a pass wider than MOST_ROWS.
+        Raises ValueError for other paths, and for a part of a prompt's pass of over MOST_ROWS.
         """
-        kept, running = len(path), self._running
-        if running is None or list(path) != list(range(kept)) or kept > running.rows:
-            raise ValueError(f"a recurrent state keeps the first rows of a pass, not {list(path)}")
-        if kept < running.rows:
-            self._go_to(running, kept)
+        running = self._running
+        if running is None or not running.leads(path):
+            raise ValueError(f"a recurrent state keeps a path from the first row, not {list(path)}")
+        kept = replace(running, path=path)
+        if len(path) < len(running.parents):
+            self._go_to(kept)
         for layer in self.layers:
-            layer.calls = None
+            layer.calls = layer.paths = None
         self._running = None
-        self.length += kept
-        if kept:
-            self._passes.append(replace(running, kept=kept))
+        self.length += len(path)
+        if path:
+            self._passes.append(kept)
         self._forget()
 
     def discard(self) -> None:
@@ -160,9 +189,10 @@ class RecurrentStates:
         ways = [p for p in self._passes if p.start <= length == p.nearest(length)]
         self._passes = [p for p in self._passes if p.start < length]
         if ways:
-            self._go_to(ways[-1], length - ways[-1].start)
-            if self._passes and self._passes[-1].start == ways[-1].start:
-                self._passes[-1] = replace(ways[-1], kept=length - ways[-1].start)
+            way = replace(ways[-1], path=ways[-1].path[: length - ways[-1].start])
+            self._go_to(way)
+            if self._passes and self._passes[-1].start == way.start:
+                self._passes[-1] = way
         else:
             for layer in self.layers:
                 layer.cache = [None] * len(layer.cache)
@@ -182,17 +212,19 @@ class RecurrentStates:
             layers.append(other)
         return RecurrentStates(layers, self.length, running, list(self._passes), list(self._marks))
 
-    def _go_to(self, back: Pass, kept: int) -> None:
-        """Be where the first `kept` rows of that pass led."""
-        if kept and back.calls is None:
-            raise ValueError(f"a pass of {back.rows} rows can only be kept whole")
+    def _go_to(self, back: Pass) -> None:
+        """Be where the path of that pass led."""
+        rows = len(back.parents)
+        if back.path and back.calls is None:
+            raise ValueError(f"a pass of {rows} rows can only be kept whole")
         self._put_back(back)
-        for call in back.calls if kept and back.calls is not None else ():
-            call.again(self.layers[call.layer], back.rows, kept)
+        for call in back.calls if back.path and back.calls is not None else ():
+            call.again(self.layers[call.layer], rows, back.path)
 
     def _put_back(self, back: Pass) -> None:
         for layer, arrays in zip(self.layers, back.before, strict=True):
-            layer.cache, layer.calls = [_own(array) for array in arrays], None
+            layer.cache = [_own(array) for array in arrays]
+            layer.calls = layer.paths = None
 
     def _forget(self) -> None:
         """Keep the newest passes, and for every mark the oldest that leads to it."""
@@ -204,21 +236,37 @@ class RecurrentStates:
         self._passes = [passes[i] for i in sorted(kept)]
 
 
-def keep_calls(model: Any, name: str) -> None:
-    """Hook the recurrent mixers of a model, so that passes with a RecurrentLayer keep their calls.
+def hook_mixers(model: Any, name: str) -> frozenset[str]:
+    """Hook the recurrent mixers of a model: passes with a RecurrentLayer keep their calls.
 
     A mixer is a module that is given a layer's state and hands it to no module of its own. Which
-    they are is found by a pass that is never evaluated. Raises DFlashError where no module is.
+    they are is found by a pass that is never evaluated. Returns the names of mlx-lm's sources that
+    they are from. Raises DFlashError where no module is one.
     """
-    for mixer in _mixers(model, name):
-        override(mixer, _kept_call)
+    mixers = _mixers(model, name)
+    for mixer in mixers:
+        override(mixer, MixerCall(Products(mixer)))
+    return frozenset(type(mixer).__module__.rpartition(".")[2] for mixer in mixers)
 
 
-def _kept_call(mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    state = _state_among(args, kwargs)
-    if isinstance(state, RecurrentLayer):
-        state.keep(partial(forward, mixer), args, kwargs)
-    return forward(mixer, *args, **kwargs)
+@dataclass(frozen=True)
+class MixerCall:
+    """The hook of one mixer. All are alike, so that a second target hooks none again."""
+
+    products: Products = field(compare=False)
+
+    def __call__(
+        self, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Keep the call, and for a tree run it along the paths."""
+        state = _state_among(args, kwargs)
+        if not isinstance(state, RecurrentLayer) or state.calls is None:
+            return forward(mixer, *args, **kwargs)
+        call = state.call(partial(forward, mixer), args, kwargs)
+        if state.paths is None:
+            return forward(mixer, *args, **kwargs)
+        with self.products.once_per_node(state.paths):
+            return state.along(state.paths, call)
 
 
 def _mixers(model: Any, name: str) -> list[nn.Module]:

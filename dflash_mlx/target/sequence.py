@@ -53,21 +53,16 @@ class SequenceCache:
         return [array for part in self._all for array in part.arrays]
 
     def extend(self, block: Block) -> None:
-        """Announce the rows of the next pass. Recurrent layers take consecutive tokens only."""
+        """Announce the rows of the next pass."""
         if self._recurrent is not None:
-            if not block.is_run:
-                raise DFlashError(
-                    "a recurrent state cannot follow the branches of a tree",
-                    "use --method dflash or --method ngram, which draft chains",
-                )
-            self._recurrent.begin(block.rows)
+            self._recurrent.begin(block)
         kernels = self._attention[0].kernels if self._attention else None  # one for all layers
         asks = kernels is not None and kernels.active
         for layer in self._attention:
             layer.begin(block, asks)
 
     def commit(self, path: Sequence[int]) -> None:
-        """Keep the block's rows in `path`, for recurrent layers a leading run of them."""
+        """Keep the block's rows in `path`, for recurrent layers one that begins at the first."""
         if self._recurrent is not None:
             self._recurrent.commit(path)
         if self._attention:
@@ -166,17 +161,18 @@ def new_sequence(
     return SequenceCache(layers, states if states.layers else None)
 
 
-def may_be_recurrent(model_type: str) -> bool | None:
-    """Whether models of a family can have recurrent layers, and so verify chains only.
+def recurrent_sources(model_type: str) -> frozenset[str] | None:
+    """The sources in mlx-lm of the recurrent layers that models of a family can have.
 
-    model_type: as in a config. The family's source is read; nothing is imported or made. None
-    where the installed mlx-lm has no such family.
+    model_type: as in a config. Sources are read; nothing is imported or made. None where the
+    installed mlx-lm has no such family.
     """
     from mlx_lm import models
     from mlx_lm.utils import MODEL_REMAPPING
 
     files = {file.stem: file for file in Path(models.__path__[0]).glob("*.py")}
     waiting, seen = [MODEL_REMAPPING.get(model_type, model_type)], set[str]()
+    found = set[str]()
     if waiting[0] not in files:
         return None
     while waiting:
@@ -185,12 +181,12 @@ def may_be_recurrent(model_type: str) -> bool | None:
         relative = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.level == 1]
         imports = [(node.module or "", alias.name) for node in relative for alias in node.names]
         if ("cache", "ArraysCache") in imports:
-            return True
+            found.add(name)
         wrapped = [
             module or imported for module, imported in imports if imported == "Model" or not module
         ]
         waiting += [family for family in wrapped if family in files and family not in seen]
-    return False
+    return frozenset(found)
 
 
 def _flat(layers: Sequence[Any]) -> Iterator[Any]:

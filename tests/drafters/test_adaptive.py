@@ -14,7 +14,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters import adaptive
 from dflash_mlx.drafters.adaptive import Adaptive, Arm, Scope, within_budget
-from dflash_mlx.drafters.growth.reliability import reach, worth_keeping
+from dflash_mlx.drafters.growth.reliability import never, reach, worth_keeping
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.engine.decode import answer as answer_of
 from dflash_mlx.engine.drafter import EachAlone, Proposal
@@ -52,6 +52,8 @@ class TimedTarget(ToyTarget):
 
     def forward(self, tokens, cache, block, taps=()):
         self.clock.now += float(self.times.of(block.rows)) + self.more
+        if block.tree is not None:
+            self.clock.now += float(self.times.branching(np.array([block.rows]))[0])
         return super().forward(tokens, cache, block, taps)
 
 
@@ -186,13 +188,25 @@ def test_where_only_chains_are_verified_their_length_is_what_pays(
     assert case.plain_seconds / case.seconds > least
 
 
+@pytest.mark.parametrize(("mode", "dearer", "least"), [("tree", 1.2, 2.5), ("chain", 4.0, 1.3)])
+def test_where_branches_make_a_pass_dearer_they_are_drafted_only_where_they_pay(
+    mode, dearer, least
+):
+    """As on recurrent targets: one of two siblings is right, nine times in ten."""
+    trees = PassTimes((1, 2, 96), (1.0, dearer, dearer))
+    target = TimedTarget(Clock(), replace(FLAT, trees=trees))
+    case = Case(target, {"draft": Honest(0.1, lambda i: 0.9, 2)})
+    assert case.modes[mode] > 0.8
+    assert case.plain_seconds / case.seconds > least
+
+
 def test_of_a_lookup_and_a_draft_that_disagree_a_chain_follows_the_likelier():
     tree = Tree((5, 6, 7), (-1, 0, 1, 2), (0.0, -0.1, -0.1, -3.0), ("", *["draft"] * 3))
     merged = tree.merge([5, 8, 9], [-0.3, -2.0, -0.1], "lookup")
     reached = reach(merged, np.exp(merged.logprobs))
-    kept, _ = worth_keeping(merged, reached, FLAT.of, 0.1, 96, chains=True)
+    kept, _ = worth_keeping(merged, reached, FLAT.of, 0.1, 96, never)
     assert merged.prune(kept).drafted == (5, 6, 7)
-    kept, _ = worth_keeping(merged, reached, STEEP.of, 0.1, 3, chains=True)
+    kept, _ = worth_keeping(merged, reached, STEEP.of, 0.1, 3, never)
     assert merged.prune(kept).drafted == (5, 6)
 
 

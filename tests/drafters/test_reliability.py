@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.growth.reliability import Reliability, reach, worth_keeping
+from dflash_mlx.drafters.growth.reliability import Reliability, never, reach, worth_keeping
 from dflash_mlx.target.pass_times import PassTimes
 from support.decoding import path_to
 from support.toys import random_tree
@@ -59,6 +59,29 @@ def test_width_that_costs_nothing_is_used_up_and_width_that_costs_a_pass_is_not(
     kept, _ = worth_keeping(tree, reached, FLAT.of, 0.1, most)
     assert len(tree.prune(kept)) == min(most, len(tree))
     assert worth_keeping(tree, reached, STEEP.of, 0.1, most)[0] == [0]
+
+
+@given(trees, st.floats(0.0, 1.0), st.integers(1, 30))
+@settings(max_examples=60)
+def test_dearer_branches_are_kept_only_where_they_beat_the_best_chain(tree, extra, most):
+    def dearer(rows):
+        return extra * np.asarray(rows)
+
+    times, reached = PassTimes((1, 96), (1.0, 10.5)), reach(tree, np.exp(tree.logprobs))
+    options = {
+        name: worth_keeping(tree, reached, times.of, 0.1, most, branching)
+        for name, branching in (("free", None), ("dear", dearer), ("never", never))
+    }
+    rates = {}
+    for name, (kept, sizes) in options.items():
+        count = len(kept)
+        pays = 0.0 if tree.prune(kept).is_chain or name == "free" else float(dearer(count))
+        assert sizes.cost(times.of, count) == pytest.approx(float(times.of(count)) + pays)
+        rates[name] = reached[kept].sum() / (0.1 + sizes.cost(times.of, count))
+    assert tree.prune(options["never"][0]).is_chain
+    assert rates["free"] >= rates["dear"] >= rates["never"] - 1e-12
+    if not tree.prune(options["dear"][0]).is_chain:
+        assert rates["dear"] > rates["never"] - 1e-12
 
 
 def test_a_sure_chain_is_kept_where_only_sure_nodes_pay():

@@ -11,6 +11,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import limit_windows
+from dflash_mlx.drafters.methods import make_drafter, settle
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.exact import measure_noise
 from dflash_mlx.engine.pair import Pair
@@ -18,6 +19,7 @@ from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.session.stream import Session
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
+from dflash_mlx.target.pass_times import PassTimes
 from dflash_mlx.target.sequence import TAIL
 from dflash_mlx.train.features import FeatureCache
 from support.decoding import go_on, start
@@ -31,7 +33,7 @@ from support.hybrids import (
     run,
 )
 from support.recurrent_families import RECURRENT
-from support.toys import Letters, prompt_of
+from support.toys import Letters, foretold, prompt_of
 
 FEW = ["falcon_h1", "lfm2", "qwen3_5"]
 TOLERANCE = 1e-4
@@ -65,7 +67,7 @@ def assert_state_is_that_of_its_tokens(session):
     assert difference(session.pair.target, state.cache, committed) < TOLERANCE
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", "dflash"])
+@pytest.mark.parametrize("method", ["none", "ngram", "dflash", "ddtree"])
 def test_turns_of_a_session_equal_plain_decoding_from_the_beginning(pair, method):
     session = Session(pair, DecodeConfig(method=method, max_tokens=12))
     said, held = prompt_of(0, 45), 0
@@ -112,7 +114,7 @@ def test_a_drafters_window_is_computed_again_where_the_target_can_go_back_that_f
     assert_state_is_that_of_its_tokens(session)
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", "dflash"])
+@pytest.mark.parametrize("method", ["none", "ngram", "dflash", "ddtree"])
 def test_a_stop_token_of_a_session_is_where_its_next_turn_goes_on(pair, method):
     prompt = prompt_of(4, 40)
     plain = plain_answer(pair.target, prompt, 30)
@@ -158,17 +160,58 @@ def test_the_prompt_before_the_last_one_can_be_gone_back_to(target):
     assert run(target, NoDraft(), state, 10) == plain_answer(target, other, 10)
 
 
-@pytest.mark.parametrize("method", ["ddtree", "resample", "d2sd"])
-def test_methods_that_draft_branches_are_refused(pair, method):
-    with pytest.raises(DFlashError, match="recurrent state.*--method dflash or --method ngram"):
-        Session(pair, DecodeConfig(method=method))
+@pytest.mark.parametrize("more", [{"method": "resample"}, {"method": "d2sd", "budget": 12}])
+def test_trees_of_fixed_size_leave_the_state_of_what_was_said(pair, more):
+    prompt = prompt_of(18, 40)
+    session = Session(pair, DecodeConfig(max_tokens=16, **more))
+    assert answer(session, prompt) == plain_answer(pair.target, prompt, 16)
+    assert_state_is_that_of_its_tokens(session)
 
 
-def test_exact_answers_are_plain_decodings_and_probes_leave_the_state_alone(pair):
+def test_branches_that_are_right_are_kept(target):
+    prompt = prompt_of(19, 40)
+    plain = plain_answer(target, prompt, 60)
+    drafter = foretold(prompt, plain)
+    state = start(target, drafter, prompt)
+    made = list(rounds(target, drafter, state, 60))
+    assert [token for accepted in made for token in accepted.tokens] == plain
+    kept = [len(accepted.path) - 1 for accepted in made if not accepted.tree.is_chain]
+    assert len(kept) > 5 and max(kept) > 3
+    assert difference(target, state.cache, prompt + plain[:-1]) < TOLERANCE
+
+
+def test_branches_are_refused_where_they_were_never_tried(tmp_path):
+    target = Target(make_model("bailing_hybrid"), 1024, "bailing")
+    pair = Pair(target, Letters(), (drafter_folder(tmp_path, [0], 1, target),), "tiny")
+    assert settle(DecodeConfig(), pair.means).method == "dflash"
+    for method in ("ddtree", "resample", "d2sd"):
+        with pytest.raises(DFlashError, match="bailing.*--method dflash or --method ngram"):
+            Session(pair, DecodeConfig(method=method))
+
+
+def test_auto_drafts_branches_for_a_recurrent_target_where_they_pay(pair):
+    assert settle(DecodeConfig(), pair.means).method == "ddtree"
+    dear = PassTimes((1, 96), (1.0, 1.0), trees=PassTimes((1, 2, 96), (1.0, 9.0, 9.0)))
+    prompt = prompt_of(20, 40)
+    plain, shapes = plain_answer(pair.target, prompt, 24), []
+    for times in (dear, replace(dear, trees=None)):
+        pair.target.pass_times = times
+        pair.learned.clear()
+        drafter = make_drafter(pair, DecodeConfig(lookup=False))
+        state = start(pair.target, drafter, prompt)
+        made = list(rounds(pair.target, drafter, state, 24))
+        assert [token for accepted in made for token in accepted.tokens] == plain
+        shapes.append([a.tree.is_chain for a in made if len(a.tree) > 1])
+    pair.target.pass_times = None
+    assert all(shapes[0]) and not all(shapes[1])
+
+
+@pytest.mark.parametrize("method", ["dflash", "ddtree"])
+def test_exact_answers_are_plain_decodings_and_probes_leave_the_state_alone(pair, method):
     noise = measure_noise(pair.target)
     assert 0 < noise.cache <= noise.wide < 0.1
     prompt = prompt_of(11, 40)
-    session = Session(pair, DecodeConfig(method="dflash", max_tokens=20, exact=True))
+    session = Session(pair, DecodeConfig(method=method, max_tokens=20, exact=True))
     plain = plain_answer(pair.target, prompt, 20)
     assert answer(session, prompt) == plain
     assert_state_is_that_of_its_tokens(session)

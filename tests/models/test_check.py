@@ -94,7 +94,8 @@ def test_speculators_and_shards_are_read_and_what_was_assumed_is_a_note(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("family", "word"), [("lfm2", "recurrent"), ("ministral3", "one position"), ("qwen3", "")]
+    ("family", "word"),
+    [("bailing_hybrid", "recurrent"), ("ministral3", "one position"), ("qwen3", ""), ("lfm2", "")],
 )
 def test_targets_that_verify_chains_only_say_so_in_a_note(tmp_path, family, word):
     config = {**FAMILIES, **RECURRENT}[family]

@@ -38,7 +38,7 @@ _BAILING: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-# Families with recurrent layers: they verify chains.
+# Families with recurrent layers.
 RECURRENT: dict[str, dict[str, Any]] = {
     "mamba2": config(
         "mamba2",
@@ -72,6 +72,19 @@ RECURRENT: dict[str, dict[str, Any]] = {
         block_multiple_of=8,
         block_ffn_dim_multiplier=1.0,
         block_auto_adjust_ff_dim=False,
+        layer_types=["conv", "full_attention", "conv"],
+    ),
+    "lfm2_moe": config(
+        "lfm2_moe",
+        norm_eps=1e-6,
+        conv_bias=False,
+        conv_L_cache=3,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        use_expert_bias=True,
+        num_dense_layers=1,
         layer_types=["conv", "full_attention", "conv"],
     ),
     "nemotron_h": config(

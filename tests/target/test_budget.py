@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +16,7 @@ from dflash_mlx.target.pass_times import PassTimes, measure, stored_times
 from support.families import VOCAB_SIZE, make_model
 
 FLAT = PassTimes((1, 96), (1.0, 1.0))
+TREES = PassTimes((1, 4), (1.0, 2.5))
 
 
 def test_times_are_interpolated_and_never_fall():
@@ -47,16 +48,24 @@ def target():
 def test_a_target_can_be_timed_and_is_as_it_was_afterwards(family, monkeypatch):
     target = Target(make_model(family), 1000, "tiny")
     monkeypatch.setattr(budget, "ROWS", (1, 3))
-    monkeypatch.setattr(budget, "DEEP_ROWS", (1, 2))
+    monkeypatch.setattr(budget, "DEEP_ROWS", (1, 3))
     monkeypatch.setattr(budget, "CONTEXTS", (128, 300, 2000))
     tokens = mx.array([1, 2, 3]) % VOCAB_SIZE
     before = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
     times = measure(target)
     assert times.rows == (1, 3) and min(times.seconds) > 0
     (deep,) = times.deeper
-    assert deep.context == 300 and deep.rows == (1, 2), "2,000 do not fit"
+    assert deep.context == 300 and deep.rows == (1, 3), "2,000 do not fit"
+    assert (times.trees is None) == (family != "qwen3_5"), "where trees take longer than chains"
     after = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
     assert mx.array_equal(before, after)
+
+
+def test_what_branches_add_is_what_trees_took_longer_and_never_less_than_nothing():
+    times = PassTimes((1, 3), (1.0, 2.0), trees=PassTimes((1, 2, 3), (0.5, 2.0, 4.0)))
+    assert times.branching(np.array([1, 2, 3])).tolist() == [0.0, 0.5, 2.0]
+    assert replace(times, trees=None).branching(np.array([1, 3])).tolist() == [0.0, 0.0]
+    assert times.of(3) == 2.0, "of chains"
 
 
 def test_times_are_kept_and_measured_again_only_when_asked(target, monkeypatch, tmp_path):
@@ -64,12 +73,13 @@ def test_times_are_kept_and_measured_again_only_when_asked(target, monkeypatch, 
 
     def fake(measured):
         calls.append(measured)
-        return PassTimes((1, 2), (1.0, float(len(calls))))
+        return PassTimes((1, 2), (1.0, float(len(calls))), trees=TREES)
 
     monkeypatch.setattr(budget, "ROWS", (1, 2))
     monkeypatch.setattr(budget, "measure", fake)
     first = stored_times(target, folder=tmp_path)
     assert stored_times(target, folder=tmp_path) == first and len(calls) == 1
+    assert first.trees == TREES
     assert stored_times(target, again=True, folder=tmp_path).seconds == (1.0, 2.0)
     other = Target(make_model("llama"), 200, "another")
     stored_times(other, folder=tmp_path)
@@ -84,6 +94,8 @@ DAMAGES = [
     json.dumps(asdict(PassTimes((1, 96), (1.0,)))),
     json.dumps(asdict(PassTimes((1, 96), (0.0, 1.0)))),
     json.dumps(asdict(PassTimes((1, 2), (1.0, 1.0)))),
+    json.dumps(asdict(FLAT) | {"trees": {"rows": [1]}}),
+    json.dumps({key: value for key, value in asdict(FLAT).items() if key != "trees"}),
     json.dumps(asdict(PassTimes((1, 96), (1.0, 1.0), deeper=(FLAT,)))),
 ]
 

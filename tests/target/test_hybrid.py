@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.exact import lead
 from dflash_mlx.target import recurrent
-from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.hooks import override
 from dflash_mlx.target.model import Target
-from dflash_mlx.target.sequence import may_be_recurrent
-from support.decoding import ids_of, start
+from dflash_mlx.target.sequence import recurrent_sources
+from support.decoding import start
 from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.hybrids import (
     difference,
@@ -158,8 +156,8 @@ def test_a_wrong_replay_is_noticed(name, fault, monkeypatch):
     faults = {
         "nothing is put back": again,
         "nothing is replayed": lambda *args: None,
-        "all rows are": lambda call, state, rows, kept: again(call, state, rows, rows),
-        "one row too few is": lambda call, state, rows, kept: again(call, state, rows, kept - 1),
+        "all rows are": lambda call, state, rows, path: again(call, state, rows, range(rows)),
+        "one row too few is": lambda call, state, rows, path: again(call, state, rows, path[:-1]),
     }
     monkeypatch.setattr(recurrent.Call, "again", faults[fault])
     if fault == "nothing is put back":
@@ -289,17 +287,12 @@ def test_a_long_pass_is_kept_whole_or_not_at_all():
     assert difference(target, cache, prompt) < TOLERANCE
 
 
-def test_branches_and_rows_out_of_order_are_refused():
-    target = target_of("qwen3_next")
-    with pytest.raises(DFlashError, match=r"qwen3_next .* recurrent state.*; use --method dflash"):
-        target.check_trees()
-    cache = fresh(target, prompt_of(8, 5))
-    tree = Tree((0, 0), (-1, 0, 0))
-    with pytest.raises(DFlashError, match="cannot follow the branches"):
-        target.forward(ids_of(tree), cache, Block.of(tree))
+@pytest.mark.parametrize("path", [[0, 2], [1], [0, 1, 2, 3], [0, -1]])
+def test_rows_out_of_order_are_refused(path):
+    cache = fresh(target := target_of("qwen3_next"), prompt_of(8, 5))
     forward(target, cache, [1, 2, 3])
-    with pytest.raises(ValueError, match=r"first rows of a pass, not \[0, 2\]"):
-        cache.commit([0, 2])
+    with pytest.raises(ValueError, match="path from the first row"):
+        cache.commit(path)
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
@@ -346,9 +339,11 @@ def test_a_model_is_used_as_before_outside_the_target():
 
 def test_the_family_alone_tells_whether_there_can_be_recurrent_layers():
     for name, config in {**FAMILIES, **RECURRENT}.items():
-        assert may_be_recurrent(config["model_type"]) == (name in RECURRENT)
-    assert may_be_recurrent("qwen3_5_moe") and may_be_recurrent("falcon_mamba")
-    assert may_be_recurrent("mistral") is False
-    assert may_be_recurrent("no_such_family") is may_be_recurrent("../cache") is None
+        expected = {name} if name in RECURRENT else set()
+        assert recurrent_sources(config["model_type"]) == expected
+    assert recurrent_sources("qwen3_5_moe") == {"qwen3_5"}
+    assert recurrent_sources("falcon_mamba") == {"mamba"}
+    assert recurrent_sources("mistral") == frozenset()
+    assert recurrent_sources("no_such_family") is recurrent_sources("../cache") is None
     assert not Target(make_model("llama"), 512, "llama").is_recurrent
     assert target_of("qwen3_5").is_recurrent

@@ -18,6 +18,8 @@ _PRIOR = 6.0  # nodes that a drafter's own confidence weighs as much as
 _CREDIT = 2.0  # promised tokens until a drafter's confidence is doubted as a whole
 _MEMORY = 300  # nodes that a cell remembers: texts differ
 
+Seconds = Callable[[Any], npt.NDArray[Any]]  # of something, by the number of rows
+
 
 class Reliability:
     """How often drafted tokens were right, by source, depth and confidence.
@@ -84,17 +86,23 @@ class Sizes:
     """The best part of a tree for every number of nodes.
 
     expected: [M] tokens that the best n + 1 nodes bring, the target's own included. ends: [M] the
-    last node of each: in the order of their chances, or of the chain that ends there.
+    last node of each: in the order of their chances, or of the chain that ends there. extra: [M]
+    seconds that their branches add to a pass.
     """
 
     expected: npt.NDArray[Any]
     ends: npt.NDArray[Any]
+    extra: npt.NDArray[Any]
 
     @classmethod
-    def of_tree(cls, reached: npt.NDArray[Any], most: int) -> Sizes:
+    def of_tree(
+        cls, reached: npt.NDArray[Any], most: int, branching: Seconds | None = None
+    ) -> Sizes:
         """Any nodes: the likeliest are closed under parents, as no node is likelier than its."""
         order = np.argsort(-reached, kind="stable")[:most]
-        return cls(np.cumsum(reached[order]), order)
+        sizes = np.arange(1, len(order) + 1)
+        extra = np.zeros(len(order)) if branching is None else branching(sizes)
+        return cls(np.cumsum(reached[order]), order, extra)
 
     @classmethod
     def of_chain(cls, tree: Tree, reached: npt.NDArray[Any], most: int) -> Sizes:
@@ -104,32 +112,46 @@ class Sizes:
             sums[node] += sums[tree.parents[node]]
         lengths = range(min(int(depths.max()) + 1, most))
         ends = [int(np.argmax(np.where(depths == depth, sums, -1.0))) for depth in lengths]
-        return cls(sums[ends], np.array(ends))
+        return cls(sums[ends], np.array(ends), np.zeros(len(ends)))
 
-    def best(self, seconds: Callable[[Any], npt.NDArray[Any]], fixed: float) -> int:
-        """The number of nodes that maximises expected tokens / (fixed + seconds(n))."""
-        sizes = np.arange(1, len(self.expected) + 1)
-        return int(np.argmax(self.expected / (fixed + seconds(sizes)))) + 1
+    def rates(self, seconds: Seconds, fixed: float) -> npt.NDArray[Any]:
+        """[M] expected tokens / (fixed + seconds(n) + extra)."""
+        passes = seconds(np.arange(1, len(self.expected) + 1)) + self.extra
+        rates: npt.NDArray[Any] = self.expected / (fixed + passes)
+        return rates
+
+    def best(self, seconds: Seconds, fixed: float) -> int:
+        """The number of nodes at the highest rate."""
+        return int(np.argmax(self.rates(seconds, fixed))) + 1
+
+    def cost(self, seconds: Seconds, count: int) -> float:
+        """Seconds of a pass over so many nodes."""
+        return float(seconds(count) + self.extra[count - 1])
 
 
 def worth_keeping(
     tree: Tree,
     reached: npt.NDArray[Any],
-    seconds: Callable[[Any], npt.NDArray[Any]],
+    seconds: Seconds,
     fixed: float,
     most: int,
-    chains: bool = False,
+    branching: Seconds | None = None,
 ) -> tuple[list[int], Sizes]:
     """The nodes that promise most tokens per second, in order, and what other numbers promise.
 
     reached: [N] as `reach` gives it. seconds: of a target pass over n rows. fixed: seconds of the
-    round beside it. most: nodes. chains: whether the target verifies nothing else.
+    round beside it. most: nodes. branching: what branches add to a pass, see `never`; None for
+    nothing.
     """
-    sizes = Sizes.of_chain(tree, reached, most) if chains else Sizes.of_tree(reached, most)
-    count = sizes.best(seconds, fixed)
-    if not chains:
-        return sorted(sizes.ends[:count].tolist()), sizes
-    path = [int(sizes.ends[count - 1])]
-    while path[0]:
-        path.insert(0, tree.parents[path[0]])
-    return path, sizes
+    sizes = Sizes.of_tree(reached, most, branching)
+    if branching is not None:
+        chain = Sizes.of_chain(tree, reached, most)
+        if chain.rates(seconds, fixed).max() > sizes.rates(seconds, fixed).max():
+            last = chain.ends[chain.best(seconds, fixed) - 1]
+            return np.flatnonzero(tree.ancestors[last]).tolist(), chain
+    return sorted(sizes.ends[: sizes.best(seconds, fixed)].tolist()), sizes
+
+
+def never(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """What branches add to passes of a target that verifies chains only."""
+    return np.full(len(rows), np.inf)
