@@ -45,7 +45,11 @@ class Forest:
     def _joined(self, layers: Sequence[Any]) -> Any:
         if isinstance(layers[0], tuple):  # a layer with several caches
             return tuple(self._joined(parts) for parts in zip(*layers, strict=True))
-        return JoinedLayer(layers, self)
+        if isinstance(layers[0], LayerCache):
+            return JoinedLayer(layers, self)
+        from dflash_mlx.target.recurrent import JoinedStates  # needs mlx-lm, which takes seconds
+
+        return JoinedStates(layers, self.parts)
 
     def split(self, x: mx.array, axis: int) -> list[mx.array]:
         """The rows of each sequence."""

@@ -179,7 +179,7 @@ class Target:
     @cached_property
     def joins(self) -> bool:
         """Whether a pass can be over rows of several sequences, which is tried once."""
-        if self.is_recurrent or not self.takes_trees or not route_attention(self.model):
+        if not self.takes_trees or not route_attention(self.model):
             return False
         sequences = []
         for before, rows in ((5, 3), (2, 1)):

@@ -112,6 +112,37 @@ class RecurrentLayer(ArraysCache):
         return paths.collect(call.on(lambda arg: copies if arg is _STATE else paths.spread(arg)))
 
 
+class JoinedStates(ArraysCache):
+    """The states of one layer for several sequences, in the place of one.
+
+    parts: the rows of each in a pass.
+    """
+
+    def __init__(self, layers: Sequence[RecurrentLayer], parts: Sequence[slice]) -> None:
+        super().__init__(len(layers[0].cache))
+        self._layers, self._parts = layers, parts
+
+    def one_by_one(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `run` returns for each sequence's rows and state, side by side."""
+        rows = self._parts[-1].stop
+        found = []
+        for layer, part in zip(self._layers, self._parts, strict=True):
+
+            def own(arg: Any, layer: RecurrentLayer = layer, part: slice = part) -> Any:
+                is_rows = isinstance(arg, mx.array) and arg.shape[:2] == (1, rows)
+                return layer if arg is self else arg[:, part] if is_rows else arg
+
+            found.append(run(*map(own, args), **{key: own(arg) for key, arg in kwargs.items()}))
+        return _side_by_side(found)
+
+
+def _side_by_side(found: Sequence[Any]) -> Any:
+    """Rows [1, n, ...] of several sequences, or tuples of such."""
+    if isinstance(found[0], tuple):
+        return tuple(_side_by_side(parts) for parts in zip(*found, strict=True))
+    return mx.concatenate([*found], axis=1) if isinstance(found[0], mx.array) else found[0]
+
+
 @dataclass
 class RecurrentStates:
     """The states of all recurrent layers for one sequence; they move together.
@@ -260,6 +291,8 @@ class MixerCall:
     ) -> Any:
         """Keep the call, and for a tree run it along the paths."""
         state = _state_among(args, kwargs)
+        if isinstance(state, JoinedStates):
+            return state.one_by_one(partial(self, mixer, forward), *args, **kwargs)
         if not isinstance(state, RecurrentLayer) or state.calls is None:
             return forward(mixer, *args, **kwargs)
         call = state.call(partial(forward, mixer), args, kwargs)

@@ -17,7 +17,7 @@ from support.decoding import answer
 from support.families import make_model
 from support.toys import foretold, prompt_of
 
-FAMILIES = ("llama", "gemma3_text", "gemma2")  # the last takes turns
+FAMILIES = ("llama", "gemma3_text", "qwen3_5", "gemma2")  # the last takes turns
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -12,10 +12,11 @@ from dflash_mlx.target.forest import Rows
 from dflash_mlx.target.hooks import override
 from dflash_mlx.target.model import Target
 from support.families import FAMILIES, VOCAB_SIZE, make_model
+from support.recurrent_families import RECURRENT
 
 TURNS = (  # they compute attention themselves, or with one position for all rows
     "deepseek_v3", "gemma2", "gemma4_text_shared_kv", "internlm3_dynamic_rope", "ministral3",
-    "llama4_text",
+    "llama4_text", "plamo2", "kimi_linear", "bailing_hybrid",
 )  # fmt: skip
 TREE = Tree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1, 2))
 TAPS = (0, 2)
@@ -40,7 +41,7 @@ def sequences(target: Target) -> list[Rows]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
 def test_rows_see_their_own_sequence_alone(family):
     target = Target(make_model(family), 128, family)
     target.tap(TAPS)
@@ -49,8 +50,8 @@ def test_rows_see_their_own_sequence_alone(family):
     found = target.forward_all(together, TAPS)
     for (logits, features), (own, tapped) in zip(found, expected, strict=True):
         assert logits.shape == own.shape
-        np.testing.assert_allclose(logits, own, atol=1e-4)
-        np.testing.assert_allclose(features, tapped, atol=1e-4)
+        np.testing.assert_allclose(logits, own, atol=1e-4, rtol=1e-5)
+        np.testing.assert_allclose(features, tapped, atol=1e-4, rtol=1e-5)
     for rows in together:  # and what is kept of it serves the next pass
         rows.cache.commit([0, 2] if rows.block.tree is not None else [0])
     assert target.joins == (family not in TURNS)
