@@ -50,8 +50,10 @@ def test_rows_see_their_own_sequence_alone(family):
     found = target.forward_all(together, TAPS)
     for (logits, features), (own, tapped) in zip(found, expected, strict=True):
         assert logits.shape == own.shape
-        np.testing.assert_allclose(logits, own, atol=1e-4, rtol=1e-5)
-        np.testing.assert_allclose(features, tapped, atol=1e-4, rtol=1e-5)
+        for one, other in ((logits, own), (features, tapped)):  # some families' states are large
+            np.testing.assert_allclose(
+                one, other, atol=max(1e-4, 1e-6 * float(mx.abs(other).max()))
+            )
     for rows in together:  # and what is kept of it serves the next pass
         rows.cache.commit([0, 2] if rows.block.tree is not None else [0])
     assert target.joins == (family not in TURNS)
