@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from statistics import mean, median
+from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +16,8 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.crowd import Crowd
+from dflash_mlx.drafters.experience import GUESSED_ROWS, Arm, Average, Experience
 from dflash_mlx.drafters.growth.reliability import Reliability, Sizes, never, reach, worth_keeping
 from dflash_mlx.drafters.lookup import MOST_LOOKED_UP, lookup
 from dflash_mlx.drafters.method import LOOKUP, TokenSource
@@ -27,127 +28,11 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes, forget_times, stored_times
 
 _PLAIN = "plain decoding"
-_MEMORY = 24  # rounds that an average remembers
-_TRUST = 2.0  # rounds that the first guess weighs as much as
-_FADED = 4.0  # rounds that what other answers taught weighs as much as
-_MACHINE_MEMORY = 6  # rounds: whatever else the machine does can change within a second
-_PROBES = 0.01  # of the time may go into rounds that try what looks slower
 _BLIND = 8  # rounds of plain decoding that follow each other without a look at their tokens
 _IDLE = 1.02  # tokens per plain round up to which looking is not worth the wait
-_RECENT = 16  # drafts whose time and whose promises are remembered
-_OUTLIER = 2.0  # a round that took so many times as long waited for something else
 _CONTEXTS = (128, 2048)  # tokens before timed drafts
-_CONTRADICTION = 1.5  # times that plain and drafted rounds may differ in how wrong their times are
-_ENOUGH = 16  # rounds of each, to say so
-_GUESSED_ROWS = 8  # of a drafter that has not drafted yet
-_LEAST = 1e-6  # seconds, so that ratios are finite
 _NOTHING = Sizes(np.ones(1), np.zeros(1, int), np.zeros(1))  # was found to draft
 MOST_NODES = 48  # of a tree that the budget then cuts
-
-
-class Average:
-    """A mean that forgets; it starts at a guess."""
-
-    def __init__(self, guess: float, memory: int = _MEMORY) -> None:
-        self._total, self._weight = guess * _TRUST, _TRUST
-        self._keep = 1 - 1 / memory
-
-    @property
-    def mean(self) -> float:
-        """Of the last values that it remembers."""
-        return self._total / self._weight
-
-    def add(self, value: float) -> None:
-        """Take in one more."""
-        self._total = self._total * self._keep + value
-        self._weight = self._weight * self._keep + 1
-
-    def fade(self, guess: float) -> None:
-        """Start again at another guess, which the next values change soon."""
-        self._total, self._weight = guess * _FADED, _FADED
-
-
-class Arm:
-    """One way to spend a round, and what it has been worth.
-
-    times: of its drafts, behind contexts; None before the first. tokens, planned: what a round
-    was expected to bring and to take. bias: times that it took longer than planned, beside what the
-    machine did to all. waited: seconds of other rounds since the last one of this. rounds: so far.
-    """
-
-    def __init__(self, name: str, tokens: float, planned: float) -> None:
-        self.name = name
-        self.times: PassTimes | None = None
-        self.tokens, self.planned, self.bias = Average(tokens), Average(planned), Average(1.0)
-        self.waited, self.rounds = 0.0, 0
-        self._slower: deque[float] = deque(maxlen=_RECENT)
-        self._promises: deque[Sizes] = deque(maxlen=_RECENT)
-
-    def draft_seconds(self, position: int) -> float:
-        """Of one draft behind so many tokens, as the latest ones were; 0 where there is none."""
-        if self.times is None:
-            return 0.0
-        return float(self.times.of(1, (position,))) * (median(self._slower) if self._slower else 1)
-
-    def drafted(self, position: int, seconds: float) -> None:
-        """Remember what a draft took."""
-        if self.times is None:
-            self.times = PassTimes((1,), (max(seconds, _LEAST),))
-        self._slower.append(seconds / float(self.times.of(1, (position,))))
-
-    def expect(self, tokens: float, planned: float, sizes: Sizes) -> None:
-        """Remember what a round promised, and what other numbers of nodes would have."""
-        self.tokens.add(tokens)
-        self.planned.add(planned)
-        self._promises.append(sizes)
-
-    def plan(self, seconds: Callable[[Any], Any], fixed: float) -> None:
-        """Expect of an answer what the last drafts would promise behind its context."""
-        best = [(sizes, sizes.best(seconds, fixed)) for sizes in self._promises]
-        if best:
-            self.tokens.fade(mean(float(sizes.expected[n - 1]) for sizes, n in best))
-            self.planned.fade(mean(fixed + sizes.cost(seconds, n) for sizes, n in best))
-        elif self.times is not None:
-            self.planned.fade(fixed + float(seconds(_GUESSED_ROWS)))
-
-    @property
-    def seconds(self) -> float:
-        """Expected per round, on a machine that does nothing else."""
-        return self.planned.mean * self.bias.mean
-
-    @property
-    def rate(self) -> float:
-        """Expected tokens per second."""
-        return self.tokens.mean / self.seconds
-
-    def loss(self, rate: float) -> float:
-        """Seconds that a round of this costs more than the same tokens at `rate`."""
-        return self.seconds - self.tokens.mean / rate
-
-
-@dataclass
-class Experience:
-    """What sessions with one pair and one method have learned, kept from one to the next.
-
-    machine: times that all rounds took longer than planned of late. beyond: seconds that drafted
-    rounds take beyond what was planned. timed_again: whether passes were timed again for it; what
-    rounds cost beside passes is in no times.
-    """
-
-    arms: list[Arm]
-    reliability: Reliability
-    machine: Average = field(default_factory=lambda: Average(1.0, _MACHINE_MEMORY))
-    beyond: Average = field(default_factory=lambda: Average(0.0))
-    timed_again: bool = False
-
-    @property
-    def contradicts_times(self) -> bool:
-        """Whether plain and drafted rounds cannot both take what was measured."""
-        plain, *drafts = self.arms
-        known = [arm for arm in drafts if min(arm.rounds, plain.rounds) >= _ENOUGH]
-        ratios = [arm.bias.mean / plain.bias.mean for arm in known]
-        wrong = any(not 1 / _CONTRADICTION < ratio < _CONTRADICTION for ratio in ratios)
-        return wrong and not self.timed_again
 
 
 @dataclass(frozen=True)
@@ -198,13 +83,15 @@ class Adaptive:
     ) -> None:
         self._model, self._drafters = model, drafters
         self.name, self.taps = model.name, model.taps
-        self._scope, self._times, self._clock = scope, times, clock
-        self._branching = never if scope.chains else times.branching if times.trees else None
+        self._scope, self.times, self.clock = scope, times, clock
+        self.only_chains = scope.chains
+        self.branching_cost = times.branching if times.trees else None
         one_row = float(times.of(1))
         arms = [Arm(_PLAIN, 1.0, one_row), *(Arm(label, 2.0, one_row) for label in drafters)]
         self.experience = Experience(arms, Reliability(scope.sources))  # or of an earlier session
         self._asked: WeakKeyDictionary[State, _Asked] = WeakKeyDictionary()
         self._blind = 0
+        self._crowds: dict[int, Crowd] = {}
 
     @property
     def rounds_ahead(self) -> int:
@@ -230,26 +117,52 @@ class Adaptive:
             for label, drafter in self._drafters.items():
                 times = []
                 for _ in range(4):
-                    start = self._clock()
+                    start = self.clock()
                     drafter.propose([state], MOST_NODES)[0].tree.wait()
-                    times.append(self._clock() - start)
+                    times.append(self.clock() - start)
                 found[label].append(PassTimes((1,), (median(times[1:]),), context))
         for arm in self.experience.arms[1:]:
             first, *deeper = found[arm.name]
             arm.times = PassTimes(first.rows, first.seconds, first.context, tuple(deeper))
-            arm.planned = Average(arm.draft_seconds(0) + float(self._times.of(_GUESSED_ROWS)))
+            arm.planned = Average(arm.draft_seconds(0) + float(self.times.of(GUESSED_ROWS)))
 
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
         """For each sequence the part of the chosen draft with most expected tokens per second."""
-        share = budget // len(states)
-        return [self._propose(state, share) for state in states]
+        if len(states) == 1:
+            return [self._propose(states[0], budget)]
+        self._blind = 0
+        if len(states) not in self._crowds:
+            self._crowds[len(states)] = Crowd(self, len(states))
+        return self._crowds[len(states)].propose(states, budget)
+
+    def draft(
+        self, arm: Arm, states: Sequence[State], share: int, looks: bool = True
+    ) -> list[Proposal]:
+        """What the arm proposes for each sequence, with what was looked up."""
+        start, proposals = self.clock(), [Proposal(Tree.chain())] * len(states)
+        if arm.name in self._drafters:
+            proposals = self._drafters[arm.name].propose(states, share * len(states))
+            for proposal in proposals:
+                proposal.tree.wait()
+            position = sum(state.position for state in states) // len(states)
+            arm.drafted(position, self.clock() - start)
+        if not (looks and self._scope.looks_up):
+            return proposals
+        return [self._looked_up(*both, share) for both in zip(proposals, states, strict=True)]
+
+    def _looked_up(self, proposal: Proposal, state: State, share: int) -> Proposal:
+        most = min(state.room - 1, share - 1, MOST_LOOKED_UP)
+        if proposal.q is None and (found := lookup(state.tokens, most)).tokens:
+            tree = proposal.tree.merge(found.tokens, found.logprobs, LOOKUP.name)
+            return replace(proposal, tree=tree)
+        return proposal
 
     def _propose(self, state: State, share: int) -> Proposal:
-        now = self._clock() - state.paused
+        now = self.clock() - state.paused
         self._learn(state, now)
         if state.last is None:
             self._begin_answer(state)
-        arm, rates, again = self._choose()
+        arm, rates, again = self.experience.choose()
         blind = self._goes_blind(arm)
         proposal, planned = self._draft(arm, state, share, blind)
         plain = self.experience.arms[0]
@@ -263,7 +176,7 @@ class Adaptive:
 
     def _seconds(self, state: State) -> Callable[[Any], Any]:
         """Of a target pass over n rows behind this sequence."""
-        return partial(self._times.of, contexts=(state.position,))
+        return partial(self.times.of, contexts=(state.position,))
 
     def _begin_answer(self, state: State) -> None:
         """Expect what other answers taught, but not for long; while parked, try a draft at once."""
@@ -276,16 +189,9 @@ class Adaptive:
 
     def _draft(self, arm: Arm, state: State, share: int, blind: bool) -> tuple[Proposal, float]:
         """What the arm proposes with what was looked up, cut to what pays; its planned seconds."""
-        start, proposal = self._clock(), Proposal(Tree.chain())
-        if arm.name in self._drafters:
-            proposal = self._drafters[arm.name].propose([state], share)[0]
-            proposal.tree.wait()
-            arm.drafted(state.position, self._clock() - start)
+        (proposal,) = self.draft(arm, [state], share, looks=not blind)
         seconds, draft_seconds = self._seconds(state), arm.draft_seconds(state.position)
-        tree, looks = proposal.tree, self._scope.looks_up and not blind and proposal.q is None
-        most = min(state.room - 1, share - 1, MOST_LOOKED_UP)
-        if looks and (found := lookup(state.tokens, most)).tokens:
-            tree = tree.merge(found.tokens, found.logprobs, LOOKUP.name)
+        tree = proposal.tree
         if len(tree) == 1:
             planned = draft_seconds + float(seconds(1))
             if not blind:
@@ -293,7 +199,8 @@ class Adaptive:
             return Proposal(tree), planned
         reached = reach(tree, self.experience.reliability.chances(tree))
         fixed = draft_seconds + max(self.experience.beyond.mean, 0.0)
-        kept, sizes = worth_keeping(tree, reached, seconds, fixed, share, self._branching)
+        branching = never if self.only_chains else self.branching_cost
+        kept, sizes = worth_keeping(tree, reached, seconds, fixed, share, branching)
         planned = draft_seconds + sizes.cost(seconds, len(kept))
         arm.expect(float(reached[kept].sum()), planned, sizes)
         q = None if proposal.q is None else proposal.q[: len(kept) - 1]
@@ -304,31 +211,10 @@ class Adaptive:
         last = self._asked.pop(state, None)
         if last is None or state.last is None or state.last.tree is not last.tree:
             return
-        experience, arm = self.experience, last.arm
-        if len(last.tree) > 1:
-            experience.reliability.learn(state.last)
-        took, machine = now - last.start, experience.machine.mean
-        expected = last.planned * arm.bias.mean * machine
-        seconds = min(max(took, expected / _OUTLIER), expected * _OUTLIER)
-        if len(last.tree) > 1:
-            experience.beyond.add(seconds / machine - last.planned)
-        experience.machine.add(seconds / (last.planned * arm.bias.mean))
-        arm.bias.add(seconds / (last.planned * machine))
-        arm.rounds += 1
-        for other in experience.arms:
-            other.waited = 0.0 if other is arm else other.waited + took
-
-    def _choose(self) -> tuple[Arm, tuple[tuple[str, float], ...], bool]:
-        """The arm of this round, the rates that it was chosen by, and whether it is only tried."""
-        arms, machine = self.experience.arms, self.experience.machine.mean
-        rated = [(arm.rate, arm) for arm in arms]
-        rate, best = max(rated, key=lambda pair: pair[0])
-        others = [(r, arm) for r, arm in rated if arm is not best]
-        rates = tuple((arm.name, r / machine) for r, arm in [(rate, best), *others])
-        for _, arm in others:
-            if arm.waited * _PROBES >= arm.loss(rate) * machine:
-                return arm, rates, True
-        return best, rates, False
+        drafted = len(last.tree) > 1
+        if drafted:
+            self.experience.reliability.learn(state.last)
+        self.experience.spent(last.arm, last.planned, now - last.start, drafted)
 
     def _goes_blind(self, arm: Arm) -> bool:
         """Whether this round need not see the tokens before it.

@@ -55,6 +55,9 @@ class ToyCache:
     def commit(self, path: Sequence[int]) -> None:
         self.tokens += [self.pending[row] for row in path]
 
+    def discard(self) -> None:
+        self.pending = []
+
     def mark(self, length: int) -> None:
         pass
 

@@ -1,0 +1,162 @@
+"""Several sequences share one budget: deep trees for few of them, few rows each for many."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.adaptive import Adaptive, Scope
+from dflash_mlx.drafters.crowd import Crowd
+from dflash_mlx.drafters.none import NoContext, NoDraft
+from dflash_mlx.engine.decode import make_rule
+from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.engine import Engine
+from dflash_mlx.engine.state import State
+from dflash_mlx.engine.step import Running
+from dflash_mlx.target.pass_times import PassTimes
+from support.decoding import answer
+from support.toys import ToyTarget
+
+VOCABULARY = 9
+CHEAP = PassTimes((1, 96), (1.0, 1.0))
+RISING = PassTimes((1, 4, 8, 96), (1.0, 1.1, 1.6, 40.0))
+DEAR = PassTimes((1, 2, 96), (1.0, 2.0, 96.0))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Timed(ToyTarget):
+    """Its passes over several sequences take what `times` says of all their rows."""
+
+    def __init__(self, times: PassTimes, chains: bool = False) -> None:
+        super().__init__(VOCABULARY, context_length=2000)
+        self.clock, self.times, self.pass_times = Clock(), times, times
+        self.rows: list[list[int]] = []
+        self.chains = chains
+
+    def forward_all(self, sequences, taps=()):
+        rows = [each.block.rows for each in sequences]
+        assert not self.chains or all(each.block.tree is None for each in sequences)
+        self.clock.now += float(self.times.of(sum(rows)))
+        self.rows.append(rows)
+        return super().forward_all(sequences, taps)
+
+
+class Knowing(EachAlone):
+    """Drafts the right token, beside a wrong one, as surely as it says."""
+
+    name, taps, rounds_ahead = "draft", (), 0
+
+    def __init__(self, target: Timed, sure: float) -> None:
+        self.target, self.sure = target, sure
+        self.rng = np.random.default_rng(0)
+
+    def new_context(self) -> NoContext:
+        return NoContext()
+
+    def draft(self, state: State, room: int) -> Proposal:
+        self.target.clock.now += 0.05
+        *_, before, last = [0, *state.tokens]
+        tokens, parents, logprobs, parent = [], [-1], [0.0], 0
+        for _ in range(min(6, room - 1)):
+            right = int(self.target.table[before, last].argmax())
+            pair = [right, (right + 1) % VOCABULARY]
+            if self.rng.random() > self.sure:
+                pair = [(right + 2) % VOCABULARY, (right + 3) % VOCABULARY]
+            tokens += pair
+            parents += [parent, parent]
+            logprobs += [np.log(self.sure), np.log((1 - self.sure) / 2)]
+            parent, before, last = len(tokens) - 1, last, pair[0]
+        return Proposal(Tree(tuple(tokens), tuple(parents), tuple(logprobs)))
+
+
+def decode(times: PassTimes, sure: float, count: int, chains: bool = False):
+    """Answers of `count` sequences at once; the rows of each step."""
+    target, config = Timed(times, chains), DecodeConfig(max_tokens=120)
+    drafter = Knowing(target, sure)
+    adaptive = Adaptive(
+        drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=chains), target.clock
+    )
+    prompts = [[1, i % VOCABULARY, i // VOCABULARY] for i in range(count)]
+    engine, said = Engine(target), {}
+    for prompt in prompts:
+        state = State(target.new_cache(), NoContext())
+        state.end = len(prompt) - 1 + config.max_tokens
+        rule = make_rule(target, state, Sampler(config.sampling), config)
+        engine.add(Running(state, adaptive, prompt, 64, rule))
+    while engine.running or engine.waiting:
+        for each, outcome in engine.step():
+            assert not isinstance(outcome, Exception), outcome
+            if outcome is not None:
+                said.setdefault(id(each.state), []).extend(outcome.accepted.tokens)
+    expected = [
+        answer(ToyTarget(VOCABULARY, context_length=2000), NoDraft(), p, config) for p in prompts
+    ]
+    assert sorted(said.values()) == sorted(expected)
+    return target
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("times", [CHEAP, RISING, DEAR])
+@pytest.mark.parametrize("count", [2, 5])
+def test_answers_stay_what_they_are(times, count, chains):
+    decode(times, 0.8, count, chains)
+
+
+def test_the_more_sequences_the_fewer_rows_each():
+    means = []
+    for count in (2, 4, 8, 16):
+        steps = [rows for rows in decode(RISING, 0.8, count).rows[5:] if len(rows) == count]
+        means.append(float(np.mean([np.mean(rows) for rows in steps])))
+    assert means[0] > 4 and means == sorted(means, reverse=True) and means[-1] < 2, means
+
+
+def test_where_rows_cost_what_passes_do_nothing_is_drafted():
+    steps = decode(DEAR, 0.6, 4).rows
+    assert np.mean([sum(rows) for rows in steps[40:] if len(rows) == 4]) < 4.5
+
+
+def test_the_best_nodes_of_all_trees_are_verified_together():
+    target = Timed(RISING)
+    drafter = Knowing(target, 0.7)
+    adaptive = Adaptive(drafter, {"draft": drafter}, RISING, Scope(looks_up=False), target.clock)
+    arm, crowd = (
+        adaptive.experience.arms[1],
+        Crowd(adaptive, 2),
+    )
+    trees = [
+        Tree((1, 2, 3), (-1, 0, 0, 1), tuple(np.log([1, 0.6, 0.3, 0.5]))),
+        Tree((1, 2), (-1, 0, 1), tuple(np.log([1, 0.9, 0.8]))),
+    ]
+    cut, planned = crowd._cut(arm, [Proposal(tree) for tree in trees], RISING.of, 0.0, 96)
+    chances = [[1, 0.6, 0.3, 0.3], [1, 0.9, 0.72]]  # of reaching each node
+    best = 0.0
+    for a, b in product(range(1, 5), range(1, 4)):
+        for first, second in product(
+            combinations(range(1, 4), a - 1), combinations(range(1, 3), b - 1)
+        ):
+            nodes = [(0, *first), (0, *second)]
+            whole = all(
+                tree.parents[n] in kept
+                for tree, kept in zip(trees, nodes, strict=True)
+                for n in kept
+                if n
+            )
+            if whole:
+                tokens = sum(chances[i][n] for i, kept in enumerate(nodes) for n in kept)
+                best = max(best, tokens / float(RISING.of(a + b)))
+    found = sum(len(proposal.tree) for proposal in cut)
+    assert planned == pytest.approx(float(RISING.of(found)))
+    assert arm.tokens.mean > 0 and best == pytest.approx(
+        arm._promises[-1].expected[found - 1] / planned, rel=0.05
+    )
