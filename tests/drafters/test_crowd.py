@@ -24,7 +24,7 @@ from support.toys import ToyTarget
 
 VOCABULARY = 9
 CHEAP = PassTimes((1, 96), (1.0, 1.0))
-RISING = PassTimes((1, 4, 8, 96), (1.0, 1.1, 1.6, 40.0))
+RISING = PassTimes((1, 8, 16, 32, 64, 96), (1.0, 1.1, 1.4, 3.0, 9.0, 20.0))
 DEAR = PassTimes((1, 2, 96), (1.0, 2.0, 96.0))
 
 
