@@ -31,8 +31,9 @@ from dflash_mlx.benchmark.selection import PLAIN, read_methods
 from dflash_mlx.core.accept import Choose, accept
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
 from dflash_mlx.drafters.dflash.context import DualContext, FeatureContext
+from dflash_mlx.drafters.growth.grow import Choices
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.drafter import Drafter
@@ -45,7 +46,7 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.features import vocabulary_size
 
-_RANKED, _LINKED = BlockModel.ranked, BlockModel.linked
+_CHOICES = BlockModel.choices
 NEEDS_TREES = DecodeConfig(method="d2sd", budget=2)
 
 
@@ -59,26 +60,22 @@ class Memory:
         """The text goes on."""
         self._known.clear()
 
-    def recall(self, method: Any, model: BlockModel, context: Any, *question: Any) -> Any:
-        """What a method of `BlockModel` says; models over one network are one.
+    def choices(self, model: BlockModel, asks: Sequence[Ask], width: int) -> list[list[Choices]]:
+        """As `BlockModel.choices`; models over one network are one. The place decides the anchor."""
+        return [self._recall(model, ask, width) for ask in asks]
 
-        question: the anchor, which the place decides, and what else is asked.
-        """
-        _, *rest = question
-        key = (method, id(model._network), id(context), repr(rest))
+    def _recall(self, model: BlockModel, ask: Ask, width: int) -> list[Choices]:
+        key = (id(model._network), id(ask.context), ask.rows, repr(ask.prefixes), width)
         if key not in self._known:
-            self._known[key] = method(model, context, *question)
-        return self._known[key]
+            (self._known[key],) = _CHOICES(model, [ask], width)
+        return self._known[key]  # type: ignore[no-any-return]
 
 
 @contextmanager
 def remembering() -> Iterator[Memory]:
     """Every draft is computed once."""
     memory = Memory()
-    with (
-        mock.patch.object(BlockModel, "ranked", lambda *asked: memory.recall(_RANKED, *asked)),
-        mock.patch.object(BlockModel, "linked", lambda *asked: memory.recall(_LINKED, *asked)),
-    ):
+    with mock.patch.object(BlockModel, "choices", lambda *asked: memory.choices(*asked)):
         yield memory
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
 from dflash_mlx.drafters.dflash import checkpoint
-from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
-from dflash_mlx.drafters.growth.grow import best_first, follow
-from dflash_mlx.drafters.growth.links import follow_links
+from dflash_mlx.drafters.growth.grow import best_first
 from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method
-from dflash_mlx.drafters.one_draft import OneDraft, block_models
+from dflash_mlx.drafters.one_draft import OneDraft, block_models, contexts_of
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -32,14 +34,22 @@ class BestFirst(OneDraft):
         super().__init__(model, block_size)
         self._nodes, self._width = nodes, width
 
+    def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
+        """Trees of up to `nodes` nodes, from one pass over all blocks."""
+        asks = [
+            Ask(contexts_of(state)[0], state.anchor, min(self.block_size, room))
+            for state, room in zip(states, rooms, strict=True)
+        ]
+        found = iter(self._model.choices([ask for ask in asks if ask.rows > 1], self._width))
+        trees = (
+            best_first(next(found)[0], self._nodes) if ask.rows > 1 else Tree.chain()
+            for ask in asks
+        )
+        return [Proposal(tree) for tree in trees]
+
     def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
-        """A tree of up to `nodes` nodes."""
-        model = self._model
-        if model.is_linked:
-            choices = follow_links(model.linked(context, state.anchor, rows)[0], self._width)
-        else:
-            choices = follow(model.ranked(context, state.anchor, rows, self._width))
-        return Proposal(best_first(choices, self._nodes))
+        """The same for one of them."""
+        return self.draft_all([state], [rows])[0]
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:

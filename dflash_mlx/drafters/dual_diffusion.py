@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
@@ -12,23 +11,20 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.dflash import checkpoint
-from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.context import DualContext, FeatureContext
+from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
+from dflash_mlx.drafters.dflash.context import DualContext
 from dflash_mlx.drafters.growth.grow import (
     FIRST,
     SECOND,
     Choices,
     Offers,
     Path,
-    Ranked,
     best_first,
-    follow,
     likely_boundaries,
     mix,
     rejection_boundaries,
     walk,
 )
-from dflash_mlx.drafters.growth.links import follow_links
 from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.method import (
     BRANCHES,
@@ -165,39 +161,35 @@ class DualDiffusion(EachAlone):
         return DualContext(contexts, columns, len(self.taps))
 
     def draft(self, state: State, room: int) -> Proposal:
-        """The tree of all drafts, no deeper than `room` allows."""
-        if room == 1:
-            return Proposal(Tree.chain())
-        return Proposal(self._growth.tree(*self.drafts(state, room)))
+        """As `draft_all`, for one sequence."""
+        return self.draft_all([state], [room])[0]
 
-    def drafts(self, state: State, room: int) -> tuple[Choices, dict[Path, Choices]]:
-        """The first draft, and the second after each prefix."""
-        contexts, (model, last) = contexts_of(state), self._ends
-        rows, more = (min(size, room) for size in self._sizes)
-        (first,) = _drafted(model, contexts[0], state.anchor, rows, [()])
-        longest = more - 2 if self._extends else min(more, rows) - 2
-        second: dict[Path, Choices] = {}
+    def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
+        """The trees of all drafts, no deeper than `rooms` allow."""
+        roomy = [(state, room) for state, room in zip(states, rooms, strict=True) if room > 1]
+        found = iter(self.drafts(*zip(*roomy, strict=True)) if roomy else ())
+        trees = (self._growth.tree(*next(found)) if room > 1 else Tree.chain() for room in rooms)
+        return [Proposal(tree) for tree in trees]
+
+    def drafts(
+        self, states: Sequence[State], rooms: Sequence[int]
+    ) -> list[tuple[Choices, dict[Path, Choices]]]:
+        """For each sequence the first draft, and the second after each prefix."""
+        first, last = self._ends
+        rows, more = ([min(size, room) for room in rooms] for size in self._sizes)
+        of_each = list(zip(states, map(contexts_of, states), rows, more, strict=True))
+        asks = [Ask(contexts[0], state.anchor, n) for state, contexts, n, _ in of_each]
+        drafts = [(found[0], dict[Path, Choices]()) for found in first.choices(asks, TOP_K)]
         for _ in range(self._levels - 1):
-            prefixes = self._growth.prefixes(first, second, longest)
-            if prefixes:
-                found = _drafted(last, contexts[-1], state.anchor, more, prefixes)
-                second |= zip(prefixes, found, strict=True)
-        return first, second
-
-
-def _drafted(
-    model: BlockModel, context: FeatureContext, anchor: mx.array, rows: int, prefixes: list[Path]
-) -> list[Choices]:
-    """What follows each prefix; of a linked drafter, after each token before."""
-    if model.is_linked:
-        found = model.linked(context, anchor, rows, prefixes)
-        return [follow_links(linked, TOP_K) for linked in found]
-    whole, parts = model.ranked(context, anchor, rows, TOP_K, prefixes), []
-    for prefix in prefixes:
-        length = rows - 1 - len(prefix)
-        parts.append(follow(Ranked(whole.tokens[:length], whole.logprobs[:length])))
-        whole = whole.after(length)
-    return parts
+            asks, second = [], []
+            for (state, contexts, n, m), draft in zip(of_each, drafts, strict=True):
+                longest = m - 2 if self._extends else min(m, n) - 2
+                if prefixes := self._growth.prefixes(*draft, longest):
+                    asks.append(Ask(contexts[-1], state.anchor, m, prefixes))
+                    second.append(draft[1])
+            for known, ask, found in zip(second, asks, last.choices(asks, TOP_K), strict=True):
+                known |= zip(ask.prefixes, found, strict=True)
+        return drafts
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:

@@ -103,16 +103,20 @@ class Drafter(Protocol):
 
 
 class EachAlone(ABC):
-    """A drafter that drafts for one sequence after the other, each with an equal share of rows."""
+    """A drafter that gives every sequence an equal share of rows."""
 
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
         """As `Drafter` has it."""
         share = budget // len(states)
-        drafts = [self.draft(state, min(state.room, share)) for state in states]
+        drafts = self.draft_all(states, [min(state.room, share) for state in states])
         return [
             draft if len(draft.tree) <= share else Proposal(draft.tree.prune(range(share)))
             for draft in drafts
         ]
+
+    def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
+        """As `draft`, one after the other; or all at once, by drafters that can."""
+        return [self.draft(state, room) for state, room in zip(states, rooms, strict=True)]
 
     @abstractmethod
     def draft(self, state: State, room: int) -> Proposal:

@@ -29,18 +29,19 @@ class Rows(NamedTuple):
 
 
 class Forest:
-    """A pass over the rows of several sequences. layers: as the model takes them."""
+    """A pass over blocks of rows, each behind what a cache holds.
 
-    def __init__(self, sequences: Sequence[Rows]) -> None:
-        ends = accumulate((rows.block.rows for rows in sequences), initial=0)
+    layers: the caches as the model takes them.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[SequenceCache, Block]]) -> None:
+        ends = accumulate((block.rows for _, block in blocks), initial=0)
         self.parts = [slice(*bounds) for bounds in pairwise(ends)]
         self._masks: dict[int, tuple[mx.array, list[Mask]]] = {}
-        for rows in sequences:
-            rows.cache.extend(rows.block)
-        self.layers = [
-            self._joined(layers)
-            for layers in zip(*(rows.cache.layers for rows in sequences), strict=True)
-        ]
+        for cache, block in blocks:
+            cache.extend(block)
+        of_each = zip(*(cache.layers for cache, _ in blocks), strict=True)
+        self.layers = [self._joined(layers) for layers in of_each]
 
     def _joined(self, layers: Sequence[Any]) -> Any:
         if isinstance(layers[0], tuple):  # a layer with several caches
@@ -72,22 +73,22 @@ class Forest:
 
 
 class JoinedLayer:
-    """The caches of one attention layer, in the place of one."""
+    """The caches of one attention layer, parts, in the place of one."""
 
     def __init__(self, layers: Sequence[LayerCache], forest: Forest) -> None:
-        self._layers, self._forest = layers, forest
+        self.parts, self.window, self._forest = layers, layers[0].window, forest
         self._seen: list[tuple[mx.array, mx.array]] = []
 
     @property
     def offset(self) -> mx.array:
         """[N] the position of each row."""
-        positions = (layer.block.depths + layer.length for layer in self._layers)
+        positions = (layer.block.depths + layer.length for layer in self.parts)
         return mx.array(np.concatenate(list(positions)))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Hand each sequence its rows; what each sees of them and before waits for `attend`."""
         both = (self._forest.split(rows, axis=-2) for rows in (keys, values))
-        pairs = zip(self._layers, *both, strict=True)
+        pairs = zip(self.parts, *both, strict=True)
         self._seen = [layer.update_and_fetch(*rows) for layer, *rows in pairs]
         return keys, values
 
@@ -96,9 +97,13 @@ class JoinedLayer:
     ) -> mx.array:
         """What stands for a mask for each sequence."""
         made = (
-            layer.make_mask(layer.block.rows, window_size, return_array) for layer in self._layers
+            layer.make_mask(layer.block.rows, window_size, return_array) for layer in self.parts
         )
-        return self._forest.stand_for(list(made))
+        return self.stand_for(list(made))
+
+    def stand_for(self, masks: list[Mask]) -> mx.array:
+        """As of the whole pass."""
+        return self._forest.stand_for(masks)
 
     def attend(
         self,
@@ -112,7 +117,7 @@ class JoinedLayer:
     ) -> mx.array:
         """Attention of each sequence's rows [1, heads, N, D] to its own keys and values."""
         parts = self._forest.split(queries, axis=-2)
-        of_each = zip(self._layers, parts, self._seen, self._forest.masks(mask), strict=True)
+        of_each = zip(self.parts, parts, self._seen, self._forest.masks(mask), strict=True)
         found = [
             layer.attend(part, *seen, scale=scale, mask=own, sinks=sinks)
             for layer, part, seen, own in of_each

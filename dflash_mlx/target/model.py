@@ -154,7 +154,7 @@ class Target:
         self, sequences: Sequence[Rows], taps: tuple[int, ...]
     ) -> list[tuple[mx.array, mx.array | None]]:
         self._threads.tick()
-        forest = Forest(sequences)
+        forest = Forest([(each.cache, each.block) for each in sequences])
         self._outputs.clear()
         asked = [
             range(part.stop - 1 if rows.block.last_only else part.start, part.stop)

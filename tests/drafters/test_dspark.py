@@ -29,7 +29,7 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.train.dflash import DFlashTrainee
 from support import reference_dspark
 from support.converted import convert
-from support.decoding import answer, behind, paths_of
+from support.decoding import answer, behind, linked_of, paths_of
 from support.drafter_formats import DRAFT_IDS, FORMATS, FULL, WIDTH, case, speculators, written
 from support.families import VOCAB_SIZE, make_model
 from support.law import chi_square
@@ -239,7 +239,8 @@ def test_along_the_greedy_walk_a_tree_has_the_law_of_the_reference(drafting, nam
     subject, chain = drafting(name), RankedChain(drafting(name).model)
     for seed in range(4):
         anchor = seed * 11 % VOCAB_SIZE
-        (linked,) = subject.model.linked(
+        (linked,) = linked_of(
+            subject.model,
             behind(chain, anchor, features_of(seed)).context,
             mx.array([anchor]),
             subject.model.block_size,
@@ -266,7 +267,7 @@ def test_beside_the_walk_candidates_are_told_apart_as_the_reference_does(draftin
     """Their odds are right; all of them together may be a little more or less likely."""
     subject = drafting("dspark, no confidence")
     state = behind(subject.model, 7, features_of(5))
-    (linked,) = subject.model.linked(state.context, state.anchor, 5)
+    (linked,) = linked_of(subject.model, state.context, state.anchor, 5)
     block, seen = subject.block(5, 7, 4), 0
     for t in range(1, 4):
         for place, before in enumerate(linked.ranked.tokens[t - 1].tolist()):
@@ -283,7 +284,7 @@ def test_second_drafts_follow_the_walk_behind_their_prefixes(drafting):
     both = DualDiffusion(subject.model, None, DecodeConfig(), PaperGrowth(3))
     for seed in range(4):
         anchor = seed * 11 % VOCAB_SIZE
-        first, second = both.drafts(behind(both, anchor, features_of(seed)), 6)
+        ((first, second),) = both.drafts([behind(both, anchor, features_of(seed))], [6])
         assert list(walk(first)[0]) == subject.block(seed, anchor).greedy()
         assert len(second) == 3
         for prefix, choices in second.items():

@@ -27,7 +27,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
 from support import reference_dflash2
-from support.decoding import answer, behind, paths_of
+from support.decoding import answer, behind, linked_of, paths_of
 from support.drafter_formats import written
 from support.families import VOCAB_SIZE, make_model
 from support.law import chi_square
@@ -230,7 +230,7 @@ def test_a_drafter_s_tree_is_that_of_the_reference(tmp_path, method):
 def test_a_position_offers_the_selector_s_candidates_and_16_at_most(tmp_path, top_k, offered):
     model = Drafting(tmp_path, selector_top_k=top_k, block_size=5).model
     state = behind(model, 7, np.ones((3, WIDTH), np.float32))
-    (linked,) = model.linked(state.context, state.anchor, 4)
+    (linked,) = linked_of(model, state.context, state.anchor, 4)
     ranked, edges = linked.ranked, linked.edges
     assert ranked.tokens.shape == (3, offered) and edges.shape == (3, offered, offered)
     assert (np.diff(ranked.logprobs) <= 0).all()
@@ -256,7 +256,7 @@ def test_the_greedy_walk_and_d2sd_s_first_draft_are_those_of_the_reference(small
         tree = drafter.draft(behind(drafter, anchor, features), 100).tree
         path = reference_dflash2.greedy_path(small.tensors, small.raw, hidden, unary, anchor)
         assert tree.is_chain and tree.drafted == tuple(path)
-        first, _ = both.drafts(behind(both, anchor, features), BLOCK)
+        ((first, _),) = both.drafts([behind(both, anchor, features)], [BLOCK])
         assert list(walk(first)[0]) == path
         detours += path != unary.argmax(axis=-1).tolist()
     assert detours > 10, "the selector changes most paths, so that its walk is seen"

@@ -11,6 +11,7 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.dflash.block_model import Ask
 from dflash_mlx.engine import decode as engine
 from dflash_mlx.engine.state import State
 from support.toys import ToyCache
@@ -105,3 +106,10 @@ def paths_of(tree: Any) -> list[tuple[int, ...]]:
 def ids_of(tree: Tree) -> mx.array:
     """The tokens [N] of a pass over a tree, behind an anchor that is always the same."""
     return tree.ids(mx.array([7]))
+
+
+def linked_of(model: Any, *ask: Any) -> Any:
+    """What a DFlash model with a linking head finds behind each prefix of an `Ask`."""
+    asked = Ask(*ask)
+    states = model._states(asked)
+    return model._linked(asked, states, *model._head.logits(states, asked.context.words))

@@ -16,6 +16,8 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.growth.grow import follow
+from dflash_mlx.drafters.growth.links import follow_links
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.none import NoContext
 from support import decoding
@@ -112,8 +114,13 @@ class ToyDrafter:
     def likeliest(self, context, anchor, rows):
         return mx.argmax(self.logits(context, anchor, rows), axis=-1)
 
-    def ranked(self, context, anchor, rows, k, prefixes=((),)):
-        return rank(self.logits(context, anchor, rows, prefixes), k)
+    def choices(self, asks, width):
+        return [[self._behind(*ask[:3], prefix, width) for prefix in ask.prefixes] for ask in asks]
+
+    def _behind(self, context, anchor, rows, prefix, width):
+        if self.is_linked:
+            return follow_links(self.linked(context, anchor, rows, [prefix])[0], width)
+        return follow(rank(self.logits(context, anchor, rows, [prefix]), width))
 
     def logits(self, context, anchor, rows, prefixes=((),)):
         found = []

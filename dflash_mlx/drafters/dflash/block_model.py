@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.dflash.paths import Candidates, Links
-from dflash_mlx.drafters.growth.grow import Array, Ranked
-from dflash_mlx.drafters.growth.links import Linked
+from dflash_mlx.drafters.growth.grow import Array, Choices, Ranked, follow
+from dflash_mlx.drafters.growth.links import Linked, follow_links
 from dflash_mlx.drafters.networks.head import DraftHead, embedding_scale
 from dflash_mlx.engine.state import Context
+from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 
 FAMILY = "dflash"
 Shown = Sequence[Sequence[int]]  # drafted tokens that each block shows unmasked
+
+
+class Ask(NamedTuple):
+    """A block of `rows` to be drafted behind a context, once for each prefix. anchor: [1]."""
+
+    context: FeatureContext
+    anchor: mx.array
+    rows: int
+    prefixes: Shown = ((),)
 
 
 class BlockModel:
@@ -104,72 +115,97 @@ class BlockModel:
         arXiv 2606.04446, 3.3); a prefix of l tokens has rows - 1 - l masks. All blocks go through
         the network in one pass over the one context.
         """
-        return self._head.whole(self._states(context, anchor, rows, prefixes), context.words)
+        return self._head.whole(self._states(Ask(context, anchor, rows, prefixes)), context.words)
 
     def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
         """Tokens [rows - 1], each the likeliest at its position; the pass may still be running."""
-        return self._head.likeliest(self._states(context, anchor, rows, ((),)), context.words)
-
-    def ranked(
-        self, context: FeatureContext, anchor: mx.array, rows: int, k: int, prefixes: Shown = ((),)
-    ) -> Ranked:
-        """The k likeliest tokens of each row of `logits`; waits for the pass."""
-        states = self._states(context, anchor, rows, prefixes)
-        return self._head.ranked(states, context.words, k)
+        return self._head.likeliest(self._states(Ask(context, anchor, rows)), context.words)
 
     def candidates(self, context: FeatureContext, anchor: mx.array, rows: int) -> Candidates:
         """What the paths of a linked drafter can go through in a block of `rows`."""
         assert self._links is not None
-        states = self._states(context, anchor, rows, ((),))
+        states = self._states(Ask(context, anchor, rows))
         logits, ids = self._head.logits(states, context.words)
         return self._links.candidates(
             states, logits, anchor, None if ids is None else mx.array(ids)
         )
 
-    def linked(
-        self, context: FeatureContext, anchor: mx.array, rows: int, prefixes: Shown = ((),)
-    ) -> list[Linked]:
-        """What the trees of a linked drafter can go through after each prefix of a block of `rows`.
+    def choices(self, asks: Sequence[Ask], width: int) -> list[list[Choices]]:
+        """What can follow each prefix of each block; of all in one pass, and waits for it.
 
-        Waits for the pass.
+        width: most tokens behind a path.
         """
+        if not asks:
+            return []
+        states = self._all_states(asks)
+        logits = self._head.logits_of_all(states, [ask.context.words for ask in asks])
+        of_each = zip(asks, states, logits, strict=True)
+        if self._links is None:
+            ranked = (self._ranked(ask, *found, width) for ask, _, found in of_each)
+            return [[follow(draft) for draft in drafts] for drafts in ranked]
+        linked = (self._linked(ask, part, *found) for ask, part, found in of_each)
+        return [[follow_links(draft, width) for draft in drafts] for drafts in linked]
+
+    def _ranked(self, ask: Ask, logits: mx.array, ids: Array | None, width: int) -> list[Ranked]:
+        whole, found = self._head.rank(logits, ids, width), []
+        for prefix in ask.prefixes:
+            length = ask.rows - 1 - len(prefix)
+            found.append(Ranked(whole.tokens[:length], whole.logprobs[:length]))
+            whole = whole.after(length)
+        return found
+
+    def _linked(
+        self, ask: Ask, states: mx.array, logits: mx.array, ids: Array | None
+    ) -> list[Linked]:
         assert (links := self._links) is not None
-        states = self._states(context, anchor, rows, prefixes)
-        logits, ids = self._head.logits(states, context.words)
         known = None if ids is None else mx.array(ids)
 
         def rank(scores: mx.array) -> Ranked:
             return self._head.rank(scores, ids, links.top_k)
 
         found, end = [], 0
-        for prefix in prefixes:
+        for prefix in ask.prefixes:
+            anchor = ask.anchor
             before = mx.array(list(prefix[-1:]), anchor.dtype) if prefix else anchor
-            part = slice(end, end := end + rows - 1 - len(prefix))
+            part = slice(end, end := end + ask.rows - 1 - len(prefix))
             found.append(links.linked(states[part], logits[part], before, known, rank))
         return found
 
-    def _states(
-        self,
-        context: FeatureContext,
-        anchor: mx.array,
-        rows: int,
-        prefixes: Shown,
-    ) -> mx.array:
-        """[n, d] final states of the rows that draft: the masks.
+    def _all_states(self, asks: Sequence[Ask]) -> list[mx.array]:
+        """[n, d] final states of the rows that draft, for each block."""
+        if not self._network.joins:
+            return [self._together([ask])[0] for ask in asks]
+        return self._together(asks)
+
+    def _states(self, ask: Ask) -> mx.array:
+        return self._together([ask])[0]
+
+    def _together(self, asks: Sequence[Ask]) -> list[mx.array]:
+        """[n, d] final states of the rows that draft, the masks, of each block; in one pass.
 
         A drafter that samples from its anchor drafts the token behind each row: its block is a row
         shorter, and the last row that it is shown drafts, too.
         """
+        rows = [self._rows(ask) for ask in asks]
+        blocks = [
+            (ask.context.cache, Block(tokens.size, branches=len(ask.prefixes)))
+            for ask, (tokens, _) in zip(asks, rows, strict=True)
+        ]
+        x = self._embed(mx.concatenate([tokens for tokens, _ in rows])[None]) * self._scale
+        states = self._network(x, blocks).astype(x.dtype)[0]
+        ends = [*accumulate(tokens.size for tokens, _ in rows)]
+        parts = mx.split(states, ends[:-1]) if len(asks) > 1 else [states]
+        return [part[drafting] for part, (_, drafting) in zip(parts, rows, strict=True)]
+
+    def _rows(self, ask: Ask) -> tuple[mx.array, slice | mx.array]:
+        """The tokens of an ask's blocks, one block after the other, and which rows draft."""
         config, first = self.config, int(not self.config.sample_from_anchor)
-        size = rows - 1 + first
+        size = ask.rows - 1 + first
         blocks: list[mx.array] = []
         drafting: list[int] = []
-        for i, prefix in enumerate(prefixes):
+        for i, prefix in enumerate(ask.prefixes):
             masks = [config.mask_token_id] * (size - 1 - len(prefix))
-            hidden = mx.array([*prefix, *masks], dtype=anchor.dtype)
-            blocks += [anchor, hidden]
+            blocks += [ask.anchor, mx.array([*prefix, *masks], dtype=ask.anchor.dtype)]
             drafting += range(i * size + first + len(prefix), (i + 1) * size)
-        x = self._embed(mx.concatenate(blocks)[None]) * self._scale
-        states = self._network(x, context.cache, branches=len(prefixes)).astype(x.dtype)[0]
-        is_end = drafting[0] + len(drafting) == x.shape[1]
-        return states[drafting[0] :] if is_end else states[mx.array(drafting)]
+        is_end = drafting[0] + len(drafting) == size * len(ask.prefixes)
+        return mx.concatenate(blocks), slice(drafting[0], None) if is_end else mx.array(drafting)

@@ -7,6 +7,7 @@ head are the target's, except in drafters that bring their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from dflash_mlx.drafters.networks.layers import Layer
 from dflash_mlx.drafters.networks.quantized import Quantization
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
+from dflash_mlx.target.forest import Forest, JoinedLayer
 from dflash_mlx.target.sequence import SequenceCache
 
 
@@ -159,27 +161,35 @@ class Network(nn.Module):
             layer.self_attn.remember(rows, layer_cache)
         cache.commit(range(features.shape[0]))
 
-    def __call__(self, x: mx.array, cache: SequenceCache, branches: int = 1) -> mx.array:
-        """Final hidden states [1, n, d] of one block, or of several side by side.
+    def __call__(self, x: mx.array, blocks: Sequence[tuple[SequenceCache, Block]]) -> mx.array:
+        """Final hidden states [1, n, d] of the blocks of one sequence, or of several sequences.
 
-        x: [1, n, d], the embeddings of `branches` blocks of n / branches rows, all of which begin
-        behind the committed context, share it, and do not see each other. The blocks' keys and
-        values are used and discarded.
+        x: [1, n, d], the embeddings of all rows. The branches of a block all begin behind what its
+        cache holds, share it, and do not see each other. The blocks' keys and values are used and
+        discarded.
         """
         x = x.astype(self.norm.weight.dtype)  # another than the target's where that one overflows
-        cache.extend(Block(x.shape[1], branches=branches))
+        layers = Forest(blocks).layers if len(blocks) > 1 else blocks[0][0].extended(blocks[0][1])
         masks: dict[tuple[bool, int | None], mx.array | None] = {}
-        for layer, causal, layer_cache in zip(self.layers, self._causal, cache.layers, strict=True):
+        for layer, causal, layer_cache in zip(self.layers, self._causal, layers, strict=True):
             kind = causal, layer_cache.window
             if kind not in masks:
                 masks[kind] = _block_mask(causal, layer_cache)
             x = layer(x, masks[kind], layer_cache)
-        cache.discard()
+        for cache, _ in blocks:
+            cache.discard()
         return self.norm(x)  # type: ignore[no-any-return]
 
+    @property
+    def joins(self) -> bool:
+        """Whether it takes blocks of several sequences: convolutions run along one."""
+        return not any(isinstance(layer, ConvolvedLayer) for layer in self.layers)
 
-def _block_mask(causal: bool, cache: LayerCache) -> mx.array | None:
+
+def _block_mask(causal: bool, cache: LayerCache | JoinedLayer) -> mx.array | None:
     """What each row of a block sees of the context and of the block; None for everything."""
+    if isinstance(cache, JoinedLayer):
+        return cache.stand_for([_block_mask(causal, part) for part in cache.parts])
     block = cache.block
     if cache.window is None and not causal and block.is_run:
         return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -60,6 +61,22 @@ class DraftHead:
         states, ids = states * self._scale, self._ids
         logits, ids = (self._head(states), ids) if words is None else words.logits(states)
         return capped(logits, self._softcap), ids
+
+    def logits_of_all(
+        self, states: Sequence[mx.array], words: Sequence[Words | None]
+    ) -> list[tuple[mx.array, Array | None]]:
+        """As `logits`, of several conversations; what is common to them is computed at once."""
+        if len(states) == 1:
+            return [self.logits(states[0], words[0])]
+        scaled = [part * self._scale for part in states]
+        head = self._head if self._partial is None else self._partial.head
+        ends = [*accumulate(part.shape[0] for part in states)]
+        common = mx.split(head(mx.concatenate(scaled)), ends[:-1])
+        found = []
+        for part, logits, own in zip(scaled, common, words, strict=True):
+            logits, ids = (logits, self._ids) if own is None else own.complete(part, logits)
+            found.append((capped(logits, self._softcap), ids))
+        return found
 
     def whole(self, states: mx.array, words: Words | None) -> mx.array:
         """[n, V] from final states [n, d]: -inf for tokens that it does not know."""

@@ -55,8 +55,11 @@ class Words:
 
     def logits(self, states: mx.array) -> tuple[mx.array, Ids]:
         """[n, v] of final states [n, d], and the tokens [v] that they are for."""
+        return self.complete(states, self._base.head(states))
+
+    def complete(self, states: mx.array, logits: mx.array) -> tuple[mx.array, Ids]:
+        """As `logits`, given those [n, size] of the common rows."""
         self._take_in()
-        logits = self._base.head(states)
         if self._more is not None:
             logits = mx.concatenate([logits, self._more(states)], axis=-1)
         return logits, self._ids
