@@ -124,9 +124,10 @@ class Target:
 
         tokens: [N]. Returns logits [N, V], [1, V] of a block's last row where that is all it asks
         for, and features [N, len(taps) * d] (None without taps): the states after the tapped
-        layers, side by side. Nothing is evaluated here. DFlashError as from `check_trees`.
+        layers, side by side. Nothing is evaluated here. DFlashError for a tree that no recurrent
+        layer here can follow.
         """
-        if block.tree is not None and not self.takes_trees:
+        if block.tree is not None and self.is_recurrent and not self.takes_trees:
             self.check_trees()
         self._threads.tick()
         cache.extend(block)
