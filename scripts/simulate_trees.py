@@ -61,7 +61,7 @@ class Memory:
         self._known.clear()
 
     def choices(self, model: BlockModel, asks: Sequence[Ask], width: int) -> list[list[Choices]]:
-        """As `BlockModel.choices`; models over one network are one. The place decides the anchor."""
+        """As `BlockModel.choices`; models over one network are one, and a place has one anchor."""
         return [self._recall(model, ask, width) for ask in asks]
 
     def _recall(self, model: BlockModel, ask: Ask, width: int) -> list[Choices]:

@@ -18,7 +18,14 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.crowd import Crowd
 from dflash_mlx.drafters.experience import GUESSED_ROWS, Arm, Average, Experience
-from dflash_mlx.drafters.growth.reliability import Reliability, Sizes, never, reach, worth_keeping
+from dflash_mlx.drafters.growth.reliability import (
+    Reliability,
+    Seconds,
+    Sizes,
+    never,
+    reach,
+    worth_keeping,
+)
 from dflash_mlx.drafters.lookup import MOST_LOOKED_UP, lookup
 from dflash_mlx.drafters.method import LOOKUP, TokenSource
 from dflash_mlx.engine.drafter import Drafter, Proposal, Reason
@@ -85,7 +92,7 @@ class Adaptive:
         self.name, self.taps = model.name, model.taps
         self._scope, self.times, self.clock = scope, times, clock
         self.only_chains = scope.chains
-        self.branching_cost = times.branching if times.trees else None
+        self.branching_cost: Seconds | None = times.branching if times.trees else None
         one_row = float(times.of(1))
         arms = [Arm(_PLAIN, 1.0, one_row), *(Arm(label, 2.0, one_row) for label in drafters)]
         self.experience = Experience(arms, Reliability(scope.sources))  # or of an earlier session

@@ -41,11 +41,10 @@ class BestFirst(OneDraft):
             for state, room in zip(states, rooms, strict=True)
         ]
         found = iter(self._model.choices([ask for ask in asks if ask.rows > 1], self._width))
-        trees = (
-            best_first(next(found)[0], self._nodes) if ask.rows > 1 else Tree.chain()
+        return [
+            Proposal(best_first(next(found)[0], self._nodes) if ask.rows > 1 else Tree.chain())
             for ask in asks
-        )
-        return [Proposal(tree) for tree in trees]
+        ]
 
     def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
         """The same for one of them."""

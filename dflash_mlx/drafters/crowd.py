@@ -6,19 +6,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.experience import Arm, Experience
-from dflash_mlx.drafters.growth.reliability import Sizes, reach
+from dflash_mlx.drafters.growth.reliability import Seconds, Sizes, reach
 from dflash_mlx.engine.drafter import Proposal, Reason
 from dflash_mlx.engine.state import State
+from dflash_mlx.target.pass_times import PassTimes
 
-if TYPE_CHECKING:
-    from dflash_mlx.drafters.adaptive import Adaptive
+
+class Chooser(Protocol):
+    """What `Adaptive` knows and does for one sequence, and for several as well.
+
+    branching_cost: what branches add to a pass, None for nothing. only_chains: whether nothing else
+    is verified.
+    """
+
+    experience: Experience
+    times: PassTimes
+    clock: Callable[[], float]
+    only_chains: bool
+    branching_cost: Seconds | None
+
+    def draft(self, arm: Arm, states: Sequence[State], share: int) -> list[Proposal]:
+        """What the arm proposes for each sequence, with what was looked up."""
 
 
 class Crowd:
@@ -28,26 +43,26 @@ class Crowd:
     sequence has taught, and is of this number alone; how far drafts can be trusted is common.
     """
 
-    def __init__(self, adaptive: Adaptive, count: int) -> None:
-        self._adaptive, self._count = adaptive, count
-        one = adaptive.experience
+    def __init__(self, chooser: Chooser, count: int) -> None:
+        self._chooser, self._count = chooser, count
+        one = chooser.experience
         arms = [self._arm_like(arm) for arm in one.arms]
         self.experience = Experience(arms, one.reliability)
         self._last: WeakKeyDictionary[State, Tree] = WeakKeyDictionary()
         self._asked: tuple[Arm, float, float, bool] | None = None  # arm, planned, start, drafted
 
     def _arm_like(self, arm: Arm) -> Arm:
-        one_row = float(self._adaptive.times.of(1))
-        planned = float(self._adaptive.times.of(self._count)) + max(arm.seconds - one_row, 0.0)
+        one_row = float(self._chooser.times.of(1))
+        planned = float(self._chooser.times.of(self._count)) + max(arm.seconds - one_row, 0.0)
         return Arm(arm.name, arm.tokens.mean * self._count, planned)
 
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
         """A part of each sequence's tree, so that all bring most tokens per second together."""
-        now = self._adaptive.clock()
+        now = self._chooser.clock()
         self._learn(states, now)
         arm, rates, again = self.experience.choose()
-        drafts = self._adaptive.draft(arm, states, budget // len(states))
-        seconds = partial(self._adaptive.times.of, contexts=[s.position for s in states])
+        drafts = self._chooser.draft(arm, states, budget // len(states))
+        seconds = partial(self._chooser.times.of, contexts=[s.position for s in states])
         draft_seconds = arm.draft_seconds(int(np.mean([s.position for s in states])))
         cut, planned = self._cut(arm, drafts, seconds, draft_seconds, budget)
         drafted = any(len(proposal.tree) > 1 for proposal in cut)
@@ -70,7 +85,7 @@ class Crowd:
     ) -> tuple[list[Proposal], float]:
         """The nodes that promise most tokens per second together, all roots among them."""
         chances = self.experience.reliability.chances
-        if self._adaptive.only_chains:
+        if self._chooser.only_chains:
             drafts = [
                 _likeliest_chain(draft, reach(draft.tree, chances(draft.tree))) for draft in drafts
             ]
@@ -79,7 +94,7 @@ class Crowd:
         roots = np.array(ends[:-1])
         order = np.concatenate(reached)
         order[roots] = 2.0  # before all others, which may be certain as well
-        sizes = Sizes.of_tree(order, budget, self._adaptive.branching_cost)
+        sizes = Sizes.of_tree(order, budget, self._chooser.branching_cost)
         expected = np.minimum(order[sizes.ends], 1.0).cumsum()
         sizes = Sizes(expected, sizes.ends, sizes.extra)
         fixed = draft_seconds + max(self.experience.beyond.mean, 0.0)

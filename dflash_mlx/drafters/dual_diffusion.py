@@ -166,8 +166,8 @@ class DualDiffusion(EachAlone):
 
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
         """The trees of all drafts, no deeper than `rooms` allow."""
-        roomy = [(state, room) for state, room in zip(states, rooms, strict=True) if room > 1]
-        found = iter(self.drafts(*zip(*roomy, strict=True)) if roomy else ())
+        roomy = [state for state, room in zip(states, rooms, strict=True) if room > 1]
+        found = iter(self.drafts(roomy, [room for room in rooms if room > 1]))
         trees = (self._growth.tree(*next(found)) if room > 1 else Tree.chain() for room in rooms)
         return [Proposal(tree) for tree in trees]
 
@@ -188,7 +188,7 @@ class DualDiffusion(EachAlone):
                     asks.append(Ask(contexts[-1], state.anchor, m, prefixes))
                     second.append(draft[1])
             for known, ask, found in zip(second, asks, last.choices(asks, TOP_K), strict=True):
-                known |= zip(ask.prefixes, found, strict=True)
+                known |= zip(map(tuple, ask.prefixes), found, strict=True)
         return drafts
 
 

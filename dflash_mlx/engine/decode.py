@@ -68,7 +68,8 @@ def decode(
     observer.start()
     sampler = Sampler(config.sampling)
     ahead = (lambda: 0) if sampler.needs_history else (lambda: drafter.rounds_ahead)
-    state.end = min(state.position - 1 + config.max_tokens, target.context_length - 1)
+    last = state.next_position - 1 + config.max_tokens
+    state.end = min(last, target.context_length - 1)
     running = Running(state, drafter, rule=make_rule(target, state, sampler, config))
     return _read_behind(_rounds(target, running, observer), ahead, state, observer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.dflash.block_model import Ask
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.model import Target
@@ -57,7 +59,7 @@ class Drafting:
     """One drafter of `config`, and the reference with the same weights and target."""
 
     def __init__(self, folder: Any, config: dict[str, Any], target: Target) -> None:
-        self.config, self.target = config, target
+        self.config, self.target, self.folder = config, target, folder
         self.tensors = random_drafter(config)
         self.model = written(folder, config, self.tensors, target)
         self.drafter = BlockDiffusion(self.model)
@@ -97,6 +99,34 @@ def random_features(length: int, seed: int = 0) -> np.ndarray:
 def difference(a: np.ndarray, b: np.ndarray) -> float:
     assert a.shape == b.shape
     return float(np.abs(a - b).max())
+
+
+# Several sequences
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("most", [None, 10])  # of tokens that the head has for all of them
+def test_blocks_of_several_sequences_are_drafted_at_once_as_each_alone(drafting, name, most):
+    subject = drafting(name)
+    if most is not None:
+        limited = written(subject.folder, subject.config, subject.tensors, subject.target)
+        limited.limit_vocabulary(subject.target, np.arange(VOCAB_SIZE), most)
+        subject = SimpleNamespace(model=limited, drafter=BlockDiffusion(limited))
+    asks = []
+    for seed, (length, prefixes) in enumerate([(20, [()]), (3, [(), (4, 5)]), (9, [(8,)])]):
+        state = behind(subject.drafter, 7 + seed, random_features(length, seed))
+        state.context.append(mx.array([50 + seed]), mx.array(random_features(1, seed + 9)))
+        asks.append(Ask(state.context, state.anchor, 6, prefixes))
+    together = subject.model.choices(asks, 5)
+    for ask, found in zip(asks, together, strict=True):
+        (alone,) = subject.model.choices([ask], 5)
+        for one, other in zip(found, alone, strict=True):
+            for depth in range(7):
+                a, b = one((0,) * depth), other((0,) * depth)
+                assert (a is None) == (b is None)
+                if a is not None and b is not None:
+                    assert a[0] == b[0]
+                    np.testing.assert_allclose(a[1], b[1], atol=TOLERANCE)
 
 
 # Against the reference
