@@ -111,10 +111,9 @@ def _read_value(source: str, key: str, value: str) -> Any:
 
 
 def largest_block(pair: Pair, method: str) -> int:
-    """What the draft models that a method runs were trained for."""
-    found = find_method(method)
-    models = pair.of(found.family)[: found.best_with] if found.family else []
-    return min((model.block_size for model in models), default=DEFAULT_SIZE)
+    """What the draft model that a method runs, or runs first, was trained for."""
+    family = find_method(method).family
+    return pair.of(family)[0].block_size if family else DEFAULT_SIZE
 
 
 def expand(

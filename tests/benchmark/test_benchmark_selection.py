@@ -101,11 +101,11 @@ def test_a_sweep_leaves_alone_what_has_no_such_setting_or_its_own_value(sweep, n
     assert list(expand(sweep, methods(names), BLOCKS.get)[0]) == ["none", *expected]
 
 
-def test_the_largest_block_of_a_method_is_that_of_the_draft_models_that_it_runs():
+def test_the_largest_block_of_a_method_is_that_of_the_first_draft_model_that_it_runs():
     sizes: Any = (("eagle3", 4), ("dflash", 12), ("dflash", 8), ("specdiff", 6))
     drafters: Any = tuple(SimpleNamespace(family=f, block_size=size) for f, size in sizes)
     target: Any = None
-    largest = {"dflash": 12, "d2sd": 8, "eagle3": 4, "specdiff": 6, "ngram": 16}
+    largest = {"dflash": 12, "d2sd": 12, "eagle3": 4, "specdiff": 6, "ngram": 16}
     pair = Pair(target, None, drafters)
     assert {method: largest_block(pair, method) for method in largest} == largest
     assert largest_block(Pair(target, None), "ngram") == 16
