@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,14 +23,13 @@ from dflash_mlx.benchmark.report import (
     save,
     settings,
 )
-from dflash_mlx.benchmark.selection import expand, read_methods, settle_all
+from dflash_mlx.benchmark.selection import expand, largest_block, read_methods, settle_all
 from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.cli.prompts import first_of_each, name_of
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.ngram import DEFAULT_SIZE
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.pass_times import PassTimes, stored_times
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     config = read_config(arguments, before)
     methods = read_methods(arguments.methods, config)
     sweep = arguments.sweep
-    checked = methods if sweep is None else expand(sweep, methods, largest_block=2)[0]
+    checked = methods if sweep is None else expand(sweep, methods, lambda _: 2)[0]
     check_outputs(arguments.prompts, arguments.json, arguments.plots)
     pair = cli.open_pair(arguments, *checked.values())
     methods, report = (
@@ -54,8 +54,7 @@ def main(argv: Sequence[str]) -> None:
         describe(pair, cli.read_pair_config(arguments)),
     )
     if sweep is not None:
-        largest = min((model.block_size for model in pair.drafters), default=DEFAULT_SIZE)
-        methods, report["sweep"] = expand(sweep, methods, largest)
+        methods, report["sweep"] = expand(sweep, methods, partial(largest_block, pair))
     asked = questions(pair.tokenizer, rows, contexts, source, pair.template)
     file = Path(name_of(arguments.prompts)).name
     report["settings"] = {"prompts_file": file, "limit": arguments.limit}

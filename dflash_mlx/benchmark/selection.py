@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import check_given, find_method, settle, takers
-from dflash_mlx.engine.pair import Means
+from dflash_mlx.drafters.ngram import DEFAULT_SIZE
+from dflash_mlx.engine.pair import Means, Pair
 
 _SWITCHES = [
     f.name for f in fields(DecodeConfig) if isinstance(f.default, bool) and f.name != "recalibrate"
@@ -108,21 +110,26 @@ def _read_value(source: str, key: str, value: str) -> Any:
     raise DFlashError(f"{what} in {source!r} is {value!r}", allowed)
 
 
+def largest_block(pair: Pair, method: str) -> int:
+    """What the draft model that a method runs, or runs first, was trained for."""
+    family = find_method(method).family
+    return pair.of(family)[0].block_size if family else DEFAULT_SIZE
+
+
 def expand(
-    sweep: str, methods: dict[str, DecodeConfig], largest_block: int
+    sweep: str, methods: dict[str, DecodeConfig], largest: Callable[[str], int]
 ) -> tuple[dict[str, DecodeConfig], dict[str, Any]]:
     """The methods to run; and the setting with, by method swept, the name of each value's run.
 
-    sweep: `setting=value,value`, or `setting` for its usual values, without blocks larger than the
-    drafter's. Methods without the setting, or with a value of their own for it, run
+    sweep: `setting=value,value`, or `setting` for its usual values, without blocks above the
+    `largest` of a method. Methods without the setting, or with a value of their own for it, run
     once. `auto` may have any setting as long as it is not settled. Raises DFlashError for any other
     text, and where no method is left to sweep.
     """
     key, equals, listed = sweep.partition("=")
     if key not in _SWEPT:
         raise DFlashError(f"the sweep is over {key!r}", f"choose {', '.join(_SWEPT)}")
-    usual = [v for v in _SWEPT[key] if key != "block" or int(v) <= largest_block]
-    values = [value.strip() for value in listed.split(",")] if equals else usual
+    values = [value.strip() for value in listed.split(",")] if equals else _SWEPT[key]
     given = {value: {_SETTINGS[key]: _read_value(sweep, key, value)} for value in values}
     takes = (AUTO, *takers(_SETTINGS[key]))
     expanded: dict[str, DecodeConfig] = {}
@@ -132,7 +139,9 @@ def expand(
         if published or config.method not in takes or _SETTINGS[key] in _own(name):
             expanded[name] = config
         else:
-            lines[name] = {value: f"{name}:{key}={value}" for value in given}
+            most = largest(config.method) if key == "block" and not equals else None
+            fitting = [value for value in given if most is None or int(value) <= most]
+            lines[name] = {value: f"{name}:{key}={value}" for value in fitting}
             expanded |= {run: replace(config, **given[v]) for v, run in lines[name].items()}
     if not lines:
         what = f"no method has a {key} to sweep over"

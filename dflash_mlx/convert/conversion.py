@@ -169,7 +169,7 @@ def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversio
         )
     dtype = None if settings.dtype is None else getattr(mx, settings.dtype)
     form = dtype, bits, settings.group_size
-    weights, config = facts.format.converted(part.path, part.has_weights, *form)
+    weights, config = facts.format.read_drafter(part.path, part.has_weights).converted(*form)
     numbers = _describe_numbers(config, weights)
     description = f"{config['architectures'][0]} {numbers}, blocks of {facts.config.block_size}"
     config["dtype"] = numbers.rpartition(" ")[2]

@@ -289,8 +289,8 @@ class TrainConfig:
     start: str = option(
         "target", "a new drafter starts as the target's last layers, or random", choices=STARTS
     )
-    layers: int = option(3, "layers of a new drafter; eagle3 has one", type=int)
-    taps: int = option(5, "target layers that a new drafter reads; eagle3: 3", type=int)
+    layers: int | None = option(None, "layers of a new drafter (default: 3; eagle3: 1)", type=int)
+    taps: int | None = option(None, "target layers it reads (default: 5; eagle3: 3)", type=int)
     block_size: int = option(8, "tokens per block of a new drafter, the anchor included", type=int)
     minutes: float | None = option(None, "train for so long, over all runs together", type=float)
     steps: int | None = option(None, "train for so many steps, over all runs together", type=int)

@@ -11,10 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-import mlx.core as mx
-
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Finding
+from dflash_mlx.drafters.networks.tensors import DrafterFolder
 from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.target.model import Target
@@ -44,28 +43,22 @@ class FileFormat(Protocol):
     def misfits(
         self, config: Any, target: Mapping[str, Any], name: str, drafter: str, /
     ) -> Iterator[Finding]:
-        """What keeps the drafter from a target with this config.json."""
+        """What keeps the drafter from a target with this config.json, each with both values."""
+
+    def read_drafter(self, folder: Path, has_values: bool = True, /) -> DrafterFolder:
+        """A folder of any format, checked, its tensors under our names and still lazy.
+
+        has_values: whether there is anything behind the heads of its weight files. Raises
+        DFlashError, before any weight is read, for a config.json that `parse_config` refuses, for
+        damaged files and for missing, unexpected or misshapen tensors.
+        """
 
     def load(
         self, folder: Path, config: Any, target: Target, settings: PairConfig, /
     ) -> DraftModel:
-        """The draft model with its weights, bound to its target; DFlashError for what is damaged.
+        """The draft model with its weights, bound to its target; raises as `read_drafter` does.
 
         settings: whether its weights are quantised, and how far back it sees.
-        """
-
-    def converted(
-        self,
-        folder: Path,
-        has_values: bool,
-        dtype: mx.Dtype | None,
-        bits: int | None,
-        group_size: int | None,
-        /,
-    ) -> tuple[dict[str, mx.array], dict[str, Any]]:
-        """Lazy weights and config.json in our format, cast and packed where that is not None.
-
-        has_values: whether there is anything behind the heads of the weight files.
         """
 
 

@@ -43,7 +43,7 @@ class EagleTrainee(Trainee):
     @classmethod
     def new(cls, config: TrainConfig, pair: Pair) -> EagleTrainee:
         """One layer with the widths of the target's own; see `TrainConfig.start`."""
-        if config.layers not in (1, TrainConfig.layers):
+        if config.layers not in (1, None):
             what = f"layers is {config.layers}, but an EAGLE-3 drafter has one"
             raise DFlashError(what, "leave it out", "layers")
         raw = {
@@ -160,7 +160,7 @@ def _taps(target: Target, config: TrainConfig) -> tuple[int, ...]:
     Raises as `check_taps` does.
     """
     check_taps(target, config)
-    if config.taps != TrainConfig.taps:
+    if config.taps is not None:
         return spread_taps(target.num_layers, config.taps)
     usual = usual_taps(target.num_layers)
     return usual if increase(usual) else spread_taps(target.num_layers, USUAL_TAPS)

@@ -28,7 +28,8 @@ from dflash_mlx.train.trainer import Trainer
 HISTORY = "history.jsonl"
 STATE = Path("state") / "state.safetensors"
 
-_FREE_TO_CHANGE = ("minutes", "steps", "evaluate_minutes", "init")
+# The last three make a new drafter, whose own configuration has to be the same.
+_FREE_TO_CHANGE = ("minutes", "steps", "evaluate_minutes", "init", "layers", "taps")
 _NEXT_STEP = "repeat the settings it was started with, or choose another folder with --out"
 
 

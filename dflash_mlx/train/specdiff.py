@@ -23,7 +23,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu, text_mask
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.start import like_target, mask_token, take_layers
+from dflash_mlx.train.start import LAYERS, like_target, mask_token, take_layers
 from dflash_mlx.train.trainee import Trainee
 
 
@@ -38,7 +38,10 @@ class SpecDiffTrainee(Trainee):
     @classmethod
     def new(cls, config: TrainConfig, pair: Pair) -> SpecDiffTrainee:
         """With the widths of the target's own layers; it starts as some of these, evenly spread."""
-        target, count = pair.target, config.layers
+        if config.taps is not None:
+            what = f"taps is {config.taps}, but a SpecDiff drafter reads no layers"
+            raise DFlashError(what, "leave it out", "taps")
+        target, count = pair.target, config.layers or LAYERS
         names = {name.partition("self_attn.")[2] for name, _ in target.parameters()}
         raw = {
             **like_target(target, count),

@@ -17,6 +17,8 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.train.features import hidden_width, vocabulary_size
 from dflash_mlx.train.trainee import Trainee
 
+LAYERS, TAPS = 3, 5  # of a new drafter, unless asked for others
+
 
 def mask_token(tokenizer: Any) -> int:
     """The tokenizer's mask token, or a special token that no conversation contains.
@@ -52,13 +54,10 @@ def _readable(num_layers: int) -> tuple[int, int]:
 
 
 def check_taps(target: Target, config: TrainConfig) -> None:
-    """Raise DFlashError for more taps than the target has layers to read.
-
-    Taps that nobody asked for are fewer where the target is small.
-    """
+    """Raise DFlashError for more taps asked for than the target has layers to read."""
     first, last = _readable(target.num_layers)
     readable = max(last - first + 1, 1)
-    if readable < config.taps != TrainConfig.taps:
+    if config.taps is not None and readable < config.taps:
         what = f"taps is {config.taps}, but {target.name} has only {readable} layers to read"
         raise DFlashError(what, f"choose 1 to {readable}", "taps")
 
@@ -69,7 +68,8 @@ def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[
     Raises DFlashError for a target that does not say what they are, and for more layers or taps
     than it has.
     """
-    shape = like_target(target, config.layers)
+    layers = config.layers or LAYERS
+    shape = like_target(target, layers)
     check_taps(target, config)
     return {
         **shape,
@@ -78,9 +78,9 @@ def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[
         "block_size": config.block_size,
         "dflash_config": {
             "mask_token_id": mask_token_id,
-            "target_layer_ids": list(spread_taps(target.num_layers, config.taps)),
+            "target_layer_ids": list(spread_taps(target.num_layers, config.taps or TAPS)),
         },
-        "layer_types": ["full_attention"] * config.layers,
+        "layer_types": ["full_attention"] * layers,
         "num_target_layers": target.num_layers,
     }
 

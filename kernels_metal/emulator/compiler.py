@@ -86,9 +86,9 @@ def _find_compiler(path: str) -> Compiler:
         version = _version(found) if found else ""
         if found and _is_new_enough(version):
             return Compiler((found,), version)
-    if importlib.util.find_spec("ziglang"):
-        command = (sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline")
-        return Compiler(command, _version(*command[:-1]))
+    if (package := importlib.util.find_spec("ziglang")) and package.origin:
+        zig = str(Path(package.origin).with_name("zig"))  # `-m ziglang` starts it from Python
+        return Compiler((zig, "cc", "-mcpu=baseline"), _version(zig, "cc"))
     raise EmulatorError(
         "compile",
         f"no clang {OLDEST} or newer on PATH and no ziglang package; "

@@ -156,7 +156,7 @@ async def test_every_answer_of_the_session_is_shown_as_its_tokens(app, pilot, ba
         app.draft.end(f"answer {number}")
     assert app.draft.tokens_of("answer 0") and not app.draft.tokens_of("**five**"), "in little room"
     await pilot.press("f2")
-    assert "**" not in screen_text(app)
+    await until(lambda: "**" not in screen_text(app), pilot)
 
 
 @in_chat(size=(120, 40))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from dflash_mlx.benchmark.selection import expand, read_methods, settle_all
+from dflash_mlx.benchmark.selection import expand, largest_block, read_methods, settle_all
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.engine.pair import Means
+from dflash_mlx.engine.pair import Means, Pair
+
+BLOCKS = {"dflash": 6, "specdiff": 3}  # the largest, by method
 
 
 def methods(names: str, **settings: object) -> dict[str, DecodeConfig]:
@@ -53,7 +58,7 @@ def test_a_setting_that_makes_no_sense_is_refused(names, message):
 
 
 def test_a_sweep_runs_every_value_of_the_methods_that_have_the_setting():
-    plan, sweep = expand("budget=auto,8,16", methods("dflash,ddtree,d2sd:4"), 8)
+    plan, sweep = expand("budget=auto,8,16", methods("dflash,ddtree,d2sd:4"), BLOCKS.get)
     assert sweep["setting"] == "budget"
     assert sweep["lines"] == {
         name: {value: f"{name}:budget={value}" for value in ("auto", "8", "16")}
@@ -68,7 +73,11 @@ def test_a_sweep_runs_every_value_of_the_methods_that_have_the_setting():
 @pytest.mark.parametrize(
     ("sweep", "names", "expected"),
     [
-        ("block", "dflash", [f"dflash:block={n}" for n in (2, 3, 4, 6)]),  # the drafter's is 6
+        (
+            "block",
+            "dflash,specdiff",
+            [*(f"dflash:block={n}" for n in (2, 3, 4, 6)), "specdiff:block=2", "specdiff:block=3"],
+        ),
         ("branches", "d2sd", [f"d2sd:branches={n}" for n in (1, 2, 4, 6, 8)]),
         ("budget", "ddtree", [f"ddtree:budget={n}" for n in ("auto", 4, 8, 16, 32, 48)]),
         ("block=4,8", "dflash", ["dflash:block=4", "dflash:block=8"]),
@@ -89,7 +98,17 @@ def test_a_sweep_runs_every_value_of_the_methods_that_have_the_setting():
     ],
 )
 def test_a_sweep_leaves_alone_what_has_no_such_setting_or_its_own_value(sweep, names, expected):
-    assert list(expand(sweep, methods(names), 6)[0]) == ["none", *expected]
+    assert list(expand(sweep, methods(names), BLOCKS.get)[0]) == ["none", *expected]
+
+
+def test_the_largest_block_of_a_method_is_that_of_the_first_draft_model_that_it_runs():
+    sizes: Any = (("eagle3", 4), ("dflash", 12), ("dflash", 8), ("specdiff", 6))
+    drafters: Any = tuple(SimpleNamespace(family=f, block_size=size) for f, size in sizes)
+    target: Any = None
+    largest = {"dflash": 12, "d2sd": 12, "eagle3": 4, "specdiff": 6, "ngram": 16}
+    pair = Pair(target, None, drafters)
+    assert {method: largest_block(pair, method) for method in largest} == largest
+    assert largest_block(Pair(target, None), "ngram") == 16
 
 
 @pytest.mark.parametrize(
@@ -105,7 +124,7 @@ def test_a_sweep_leaves_alone_what_has_no_such_setting_or_its_own_value(sweep, n
 )
 def test_a_sweep_that_makes_no_sense_is_refused(sweep, names, message):
     with pytest.raises(DFlashError, match=message) as failure:
-        expand(sweep, methods(names), 8)
+        expand(sweep, methods(names), BLOCKS.get)
     assert failure.value.next_step
 
 

@@ -112,9 +112,10 @@ def no_download(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-dflash", "smollm2-135m-variable-prefix"])
-@pytest.mark.parametrize(("length", "anchor"), [(1, 5), (33, 4000), (300, 49151)])
-def test_a_shipped_drafter_gives_the_reference_the_same_block_logits(name, length, anchor):
-    assert float(mx.abs(Both(DATA / name).logits(length, anchor)).max()) > 1
+def test_a_shipped_drafter_gives_the_reference_the_same_block_logits(name):
+    both = Both(DATA / name)
+    for length, anchor in ((1, 5), (33, 4000), (300, 49151)):
+        assert float(mx.abs(both.logits(length, anchor)).max()) > 1
 
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}

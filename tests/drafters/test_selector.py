@@ -283,7 +283,7 @@ def test_drawn_paths_follow_the_law_of_the_walk(small, monkeypatch):
     assert len(law) == TOP_K ** (BLOCK - 1) and abs(sum(law.values()) - 1) < 1e-9
     found = model.candidates(state.context, state.anchor, BLOCK)
     monkeypatch.setattr(model, "candidates", lambda *block: found)  # the pass is always alike
-    draws = [drawn_path(model, state, 1.3, seed).tree.drafted for seed in range(1500)]
+    draws = [drawn_path(model, state, 1.3, seed).tree.drafted for seed in range(800)]
     assert chi_square(law, draws) < 4
     flat = {path: 1 / len(law) for path in law}
     assert chi_square(flat, draws) > 4, "the test notices another law"

@@ -360,7 +360,8 @@ def folders(tmp_path_factory):
 )
 def test_the_command_line_answers_with_it(folders, capsys, words):
     method = [] if "--method" in words else ["--method", "specdiff"]
-    generating.main([*folders, *method, *words, "--prompt", "abcabc", "--json"])
+    asked = ["--prompt", "abcabc", "--max-tokens", "40", "--json"]
+    generating.main([*folders, *method, *words, *asked])
     said = json.loads(capsys.readouterr().out)
     assert said["method"] == "specdiff" and said["rounds"] > 0
 

@@ -10,8 +10,8 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.methods import make_drafter, settle
+from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.exact import measure_noise
 from dflash_mlx.engine.pair import Pair
@@ -102,7 +102,11 @@ def test_a_stop_token_amid_a_round_leaves_the_state_of_what_was_said(target):
 
 def test_a_drafters_window_is_computed_again_where_the_target_can_go_back_that_far(pair):
     (whole,) = pair.drafters
-    limited = BlockModel(whole.module, limit_windows(whole.config, 16), pair.target)
+    limited = BlockModel(
+        whole.module,
+        replace(whole.config, layer_windows=limit_windows(whole.config.layer_windows, 16)),
+        pair.target,
+    )
     pair = replace(pair, drafters=(limited,))
     session = Session(pair, DecodeConfig(method="dflash", max_tokens=8, prefill_step=100))
     prompt = prompt_of(14, 60)

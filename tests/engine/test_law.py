@@ -30,7 +30,7 @@ from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff
 from dflash_mlx.drafters.specdiff.method import likeliest
 from dflash_mlx.engine import rules
 from dflash_mlx.target.pass_times import PassTimes
-from support.law import VOCABULARY, ToyDrafter, ToyEagle, law_distance
+from support.law import VOCABULARY, ToyDrafter, ToyEagle, answers_of, law_distance
 from support.masked_toys import ToyMasked
 from support.toys import ToyTarget
 
@@ -157,45 +157,69 @@ MADE = {
 }
 
 
-def distance(name, draws, temperature=TEMPERATURE, **settings):
-    """Of `draws` answers with that method from the enumerated law, in standard deviations."""
+REJECTED = [name for name in MADE if name.endswith("reject")]
+MATCHED = [name for name in MADE if name not in (*REJECTED, "none")]
+
+
+def of(name, temperature=TEMPERATURE, **settings):
+    """The toy target, that drafter, and its settings."""
     sampling = SamplingConfig(temperature, **settings)
     acceptance = "reject" if name.endswith("reject") else "match"
     config = DecodeConfig(name.partition(",")[0], acceptance=acceptance, sampling=sampling)
-    return law_distance(ToyTarget(VOCABULARY), MADE[name], draws, config)
+    return ToyTarget(VOCABULARY), MADE[name], config
+
+
+def distance(name, draws=600, temperature=TEMPERATURE, **settings):
+    """Of so many answers with that method from the enumerated law, in standard deviations."""
+    target, made, config = of(name, temperature, **settings)
+    return law_distance(target, made, draws, config)
 
 
 def test_every_method_is_here():
     assert {name.partition(",")[0] for name in MADE} == set(METHODS)
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_sampled_answers_follow_the_law(name):
-    assert distance(name, 800) < 4
+@pytest.mark.parametrize("temperature", [TEMPERATURE, 1.0])
+def test_plain_answers_follow_the_law(temperature):
+    assert distance("none", 1000, temperature) < 4
 
 
-@pytest.mark.parametrize("name", [n for n in MADE if n.startswith("eagle3") or "dspark" in n])
-def test_sampled_answers_follow_the_law_at_temperature_1(name):
-    assert distance(name, 800, temperature=1.0) < 4
+@pytest.mark.parametrize("temperature", [TEMPERATURE, 1.0])
+@pytest.mark.parametrize("name", MATCHED)
+def test_matched_answers_are_the_plain_ones_of_their_seeds_and_so_of_that_law(name, temperature):
+    target, made, config = of(name, temperature)
+    assert answers_of(target, made, 100, config) == answers_of(target, MADE["none"], 100, config)
 
 
-REJECTING = ("dflash, reject", "dflash, path, reject", "dflash, dspark, reject", "eagle3, reject")
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejection_follows_the_law(name):
+    assert distance(name) < 4
+
+
+@pytest.mark.parametrize("name", [n for n in REJECTED if n.startswith("eagle3") or "dspark" in n])
+def test_rejection_follows_the_law_at_temperature_1(name):
+    assert distance(name, temperature=1.0) < 4
+
+
+FILTERS = (
+    {"top_p": 0.95, "top_k": 3},
+    {"repetition_penalty": 1.7, "repetition_context": 2},
+    {"top_p": 0.8},
+    {"top_k": 2},
+)
+REJECTING = ("dflash, path, reject", "dflash, dspark, reject", "eagle3, reject")
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("name", "settings"),
     [
-        {},
-        {"top_p": 0.8},
-        {"top_k": 2},
-        {"top_p": 0.95, "top_k": 3},
-        {"repetition_penalty": 1.7, "repetition_context": 2},
+        *(("dflash, reject", settings) for settings in FILTERS),
+        *((name, settings) for name in REJECTING for settings in FILTERS[:2]),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", REJECTING)
-def test_rejection_sampling_follows_the_law_with_every_filter(name, settings):
-    assert distance(name, 1500 if name == "dflash, reject" else 500, **settings) < 4
+def test_rejection_follows_the_law_with_every_filter(name, settings):
+    assert distance(name, 800 if name == "dflash, reject" else 500, **settings) < 4
 
 
 @pytest.mark.parametrize("mistake", ["keeps all", "keeps by p", "draws from p"])
@@ -207,7 +231,7 @@ def test_the_law_test_notices_wrong_rejection_rules(monkeypatch, mistake):
         "draws from p": ("remainder", lambda p, q: p),
     }[mistake]
     monkeypatch.setattr(rules, name, wrong)
-    assert distance("dflash, reject", 800) > 4
+    assert distance("dflash, reject") > 4
 
 
 def test_the_law_test_notices_a_q_that_forgets_the_token_before(monkeypatch):
@@ -218,7 +242,7 @@ def test_the_law_test_notices_a_q_that_forgets_the_token_before(monkeypatch):
         return tokens, mx.softmax(self._model.logits(*given[:3]) / TEMPERATURE, axis=-1), sure
 
     monkeypatch.setattr(DrawnPath, "drawn", forgetful)
-    assert distance("dflash, dspark, reject", 800) > 4
+    assert distance("dflash, dspark, reject") > 4
 
 
 def test_the_law_test_notices_chains_that_are_cut_by_their_own_tokens(monkeypatch):
@@ -229,7 +253,7 @@ def test_the_law_test_notices_chains_that_are_cut_by_their_own_tokens(monkeypatc
         return tokens, q, mx.take_along_axis(q, tokens[:, None], axis=-1)[:, 0]
 
     monkeypatch.setattr(DrawnBlock, "drawn", by_own_tokens)
-    assert distance("dflash, as pays, reject", 600) > 4
+    assert distance("dflash, as pays, reject") > 4
 
 
 def test_the_law_test_notices_steps_that_are_cut_by_their_own_tokens(monkeypatch):
@@ -237,4 +261,4 @@ def test_the_law_test_notices_steps_that_are_cut_by_their_own_tokens(monkeypatch
         return float(q.max(axis=-1).min())
 
     monkeypatch.setattr(DrawnChain, "confidence", by_own_tokens)
-    assert distance("eagle3, as pays, reject", 600) > 4
+    assert distance("eagle3, as pays, reject") > 4

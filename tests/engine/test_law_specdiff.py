@@ -13,10 +13,11 @@ from dflash_mlx.core.sampling import DRAFT, tempered
 from dflash_mlx.core.schedule import IN_ORDER, SCHEDULES
 from dflash_mlx.drafters.adaptive import Adaptive, Scope
 from dflash_mlx.drafters.growth.rank import TOP_K
+from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecDiff
 from dflash_mlx.drafters.specdiff.method import likeliest, sampled
 from dflash_mlx.target.pass_times import PassTimes
-from support.law import VOCABULARY, law_distance
+from support.law import VOCABULARY, answers_of, law_distance
 from support.masked_toys import ToyMasked
 from support.toys import ToyTarget
 
@@ -24,10 +25,15 @@ MODEL = ToyMasked(1)
 STEPS = [(1, SCHEDULES[0]), *((2, name) for name in SCHEDULES)]
 
 
-def distance(made, draws, temperature, acceptance="match", target=None, **filters):
-    """Of `draws` answers from the enumerated law, in standard deviations."""
-    sampling = SamplingConfig(temperature, **filters)
-    config = DecodeConfig("specdiff", acceptance=acceptance, sampling=sampling)
+def of(acceptance, temperature, **filters):
+    return DecodeConfig(
+        "specdiff", acceptance=acceptance, sampling=SamplingConfig(temperature, **filters)
+    )
+
+
+def distance(made, draws, temperature, target=None, **filters):
+    """Of `draws` answers that are kept by p/q from the enumerated law, in standard deviations."""
+    config = of("reject", temperature, **filters)
     return law_distance(target or ToyTarget(VOCABULARY), made, draws, config)
 
 
@@ -51,11 +57,15 @@ CASES = [
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize(("shape", "how"), CASES, ids=str)
-def test_matched_answers_follow_the_law(shape, how, temperature):
+def test_matched_answers_are_the_plain_ones_of_their_seeds_and_so_of_that_law(
+    shape, how, temperature
+):
     def made(sampling):
         return SpecDiff(MODEL, None, Denoising(*how), *SHAPES[shape](sampling))
 
-    assert distance(made, 400, temperature) < 4
+    target, config = ToyTarget(VOCABULARY), of("match", temperature)
+    plain = answers_of(target, lambda sampling: NoDraft(), 100, config)  # law: test_law.py
+    assert answers_of(target, made, 100, config) == plain
 
 
 def drawn(sampling, how=(1, SCHEDULES[0]), weighed=False, kind=DrawnSpecDiff, model=MODEL):
@@ -68,18 +78,18 @@ IN_ORDER_STEPS = [(1, SCHEDULES[0]), (2, IN_ORDER), (3, IN_ORDER)]
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("how", IN_ORDER_STEPS, ids=str)
 def test_rejection_follows_the_law_for_one_pass_and_left_to_right(how, temperature):
-    assert distance(partial(drawn, how=how), 800, temperature, "reject") < 4
+    assert distance(partial(drawn, how=how), 600, temperature) < 4
 
 
 @pytest.mark.parametrize("how", IN_ORDER_STEPS, ids=str)
 def test_rejection_follows_the_law_where_chains_are_cut_by_what_pays(how):
     made = partial(drawn, how=how, weighed=True)
-    assert distance(lambda sampling: as_pays(made(sampling)), 800, 0.7, "reject") < 4
+    assert distance(lambda sampling: as_pays(made(sampling)), 600, 0.7) < 4
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.8}, {"top_k": 2}], ids=str)
 def test_rejection_follows_the_law_with_filters(filters):
-    assert distance(partial(drawn, how=(3, IN_ORDER)), 800, 0.7, "reject", **filters) < 4
+    assert distance(partial(drawn, how=(3, IN_ORDER)), 600, 0.7, **filters) < 4
 
 
 class SurestFirst(DrawnSpecDiff):
@@ -131,7 +141,7 @@ def test_the_law_test_notices_p_over_q_of_tokens_that_were_fixed_out_of_order():
     target.table[:] = 0.7 * np.eye(VOCABULARY)[None]
 
     def far(**how):
-        return distance(partial(drawn, model=model, **how), 1500, 1.0, "reject", target)
+        return distance(partial(drawn, model=model, **how), 1500, 1.0, target)
 
     assert far(kind=SurestFirst) > 4
     assert far(how=(2, IN_ORDER)) < 4
@@ -152,6 +162,6 @@ def test_the_law_test_notices_chains_that_are_cut_by_what_later_passes_say(monke
     def cut(sampling):
         return as_pays(made(sampling), 1.0, 1.8, 1.9, 2.0)
 
-    assert distance(cut, 1000, 1.0, "reject") < 4
+    assert distance(cut, 1000, 1.0) < 4
     monkeypatch.setattr(DrawnSpecDiff, "drawn", by_last_passes)
-    assert distance(cut, 1000, 1.0, "reject") > 4
+    assert distance(cut, 1000, 1.0) > 4

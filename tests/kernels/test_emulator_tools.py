@@ -132,7 +132,7 @@ def test_a_clang_from_path_must_be_18_or_newer(version, good, tmp_path, monkeypa
     found = compiler.find_compiler().command
     assert (found == (str(clang),)) == good
     if not good:
-        assert found[:3] == (sys.executable, "-m", "ziglang")
+        assert found[0].endswith("ziglang/zig")
 
 
 def test_no_compiler_at_all_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from support import fuzz_driver, fuzzing
 from support.fuzz_driver import GOOD, outcomes
 from support.models import write_drafter
 
-CASES = 600
+CASES = 300
 SEED = 20261121
 
 

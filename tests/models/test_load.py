@@ -23,10 +23,11 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.checkpoint import read_drafter
 from dflash_mlx.drafters.networks.quantized import quantize_network
 from dflash_mlx.drafters.networks.tensors import save_network
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import resolve_folder, shipped_folder
-from dflash_mlx.session.stream import generate
+from dflash_mlx.session.stream import Answer, generate
 from dflash_mlx.session.templates import prompt_tokens
 from support.families import FAMILIES, make_model
 from support.hub_server import Response
@@ -225,21 +226,32 @@ def test_a_drafter_takes_the_type_that_its_target_was_widened_to(folders, monkey
     assert pair.notes == ("it computes in bfloat16",)
 
 
+@pytest.fixture(scope="module")
+def default_pair() -> Pair:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def plain_answers(default_pair: Pair) -> dict[str, Answer]:
+    prompts = (
+        "Janet has 3 apples and buys 5 more. How many apples does she have?",
+        "Write a Python function that returns the sum of two numbers.",
+        "Name three primary colours.",
+    )
+    config = DecodeConfig(method="none", max_tokens=24)
+    return {prompt: generate(default_pair, prompt, config) for prompt in prompts}
+
+
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("method", "block_size"), [("dflash", 4), ("dflash", None), ("auto", None)]
 )
 def test_the_default_pairs_answers_are_the_plain_ones_up_to_near_ties_in_fewer_rounds(
-    method, block_size
+    default_pair, plain_answers, method, block_size
 ):
-    pair, accepted, drafted = load(), 0, 0
-    for prompt in (
-        "Janet has 3 apples and buys 5 more. How many apples does she have?",
-        "Write a Python function that returns the sum of two numbers.",
-        "Name three primary colours.",
-    ):
-        plain = generate(pair, prompt, DecodeConfig(method="none", max_tokens=32))
-        answer = generate(pair, prompt, DecodeConfig(method, block_size, max_tokens=32))
+    pair, accepted, drafted = default_pair, 0, 0
+    for prompt, plain in plain_answers.items():
+        answer = generate(pair, prompt, DecodeConfig(method, block_size, max_tokens=24))
         tokens = prompt_tokens(pair.tokenizer, prompt, None, raw=False)
         difference = first_difference(pair.target, tokens, plain.tokens, answer.tokens)
         assert difference is None or difference.is_near_tie
@@ -250,10 +262,10 @@ def test_the_default_pairs_answers_are_the_plain_ones_up_to_near_ties_in_fewer_r
 
 
 @pytest.mark.real
-def test_sampling_with_one_seed_gives_the_default_pairs_plain_answer():
+def test_sampling_with_one_seed_gives_the_default_pairs_plain_answer(default_pair):
     sampling = SamplingConfig(temperature=0.7, top_p=0.95, seed=5)
     plain, drafted, greedy = (
-        generate(load(), "Name three primary colours.", DecodeConfig(method, **given)).tokens
+        generate(default_pair, "Name three primary colours.", DecodeConfig(method, **given)).tokens
         for method, given in (
             ("none", {"max_tokens": 24, "sampling": sampling}),
             ("dflash", {"max_tokens": 24, "sampling": sampling}),

@@ -23,7 +23,7 @@ from dflash_mlx.cli import generate as generating
 from dflash_mlx.cli import options as cli
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, parse_config, read_config
-from dflash_mlx.drafters.dflash.context import limit_windows
+from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.networks.quantized import Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
@@ -137,7 +137,8 @@ def limited(folder: Path, most: int | None, **changes: Any) -> tuple[BlockModel,
     config = read_config(write_drafter_folder(folder, raw, random_drafter(raw)))
     target = Target(make_model("llama"), 4000, "llama")
     network = load_network(folder, config, mx.float32)
-    return BlockModel(network, limit_windows(config, most), target), raw
+    windows = limit_windows(config.layer_windows, most)
+    return BlockModel(network, replace(config, layer_windows=windows), target), raw
 
 
 def features_of(length: int) -> np.ndarray:
@@ -172,11 +173,10 @@ def test_a_limited_window_is_the_sliding_window_of_a_drafter_that_has_one(
 
 
 def test_windows_that_are_shorter_anyway_stay():
-    config = parse_config(tiny_drafter_config(dflash_config=DFLASH, **MIXED), "here")
-    assert limit_windows(config, 20).layer_windows == (6, 20)
-    assert limit_windows(config, 4).layer_windows == (4, 4)
-    assert limit_windows(config, None) is config
-    assert limit_windows(config, 20).layer_causal == config.layer_causal
+    windows = parse_config(tiny_drafter_config(dflash_config=DFLASH, **MIXED), "here").layer_windows
+    assert limit_windows(windows, 20) == (6, 20)
+    assert limit_windows(windows, 4) == (4, 4)
+    assert limit_windows(windows, None) == windows
 
 
 def test_a_window_bounds_the_memory_of_the_context(tmp_path):

@@ -121,7 +121,8 @@ def _outcome(subject: Subject, folder: Path, allowed: int) -> dict[str, Any]:
         found = {"outcome": "hang", "why": ""}
     except BaseException as error:  # whatever it is, it is the finding
         found = {"outcome": type(error).__name__, "why": traceback.format_exc()[-1500:]}
-    peak = tracemalloc.get_traced_memory()[1] + mx.get_peak_memory() - before
+    arrays = max(mx.get_peak_memory() - before, 0)  # the peak is 0 until something is allocated
+    peak = tracemalloc.get_traced_memory()[1] + arrays
     tracemalloc.stop()
     return {**found, "outcome": "memory", "why": str(peak)} if peak > allowed else found
 

@@ -5,7 +5,6 @@ And a drafter for such targets.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -44,12 +43,13 @@ def conditional(target: ToyTarget, before: list[int], config: SamplingConfig) ->
 
 
 def enumerated_law(target: ToyTarget, config: SamplingConfig) -> dict[tuple[int, ...], float]:
-    law = {}
-    for answer in itertools.product(range(VOCABULARY), repeat=LENGTH):
-        chance = 1.0
-        for i, token in enumerate(answer):
-            chance *= conditional(target, [*PROMPT, *answer[:i]], config)[token]
-        law[answer] = chance
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        law = {
+            (*answer, token): chance * share
+            for answer, chance in law.items()
+            for token, share in enumerate(conditional(target, [*PROMPT, *answer], config))
+        }
     return law
 
 
@@ -60,12 +60,23 @@ def law_distance(
     config: DecodeConfig,
 ) -> float:
     """Of answers with seeds 0, 1, ... from the enumerated law, in standard deviations."""
+    answers = answers_of(target, drafter_of, draws, config)
+    return chi_square(enumerated_law(target, config.sampling), answers)
+
+
+def answers_of(
+    target: ToyTarget,
+    drafter_of: Callable[[SamplingConfig], Any],
+    draws: int,
+    config: DecodeConfig,
+) -> list[tuple[int, ...]]:
+    """Answers with seeds 0, 1, ..."""
     answers = []
     for seed in range(draws):
         seeded = replace(config.sampling, seed=seed)
         use = replace(config, max_tokens=LENGTH, sampling=seeded)
         answers.append(tuple(decoding.answer(target, drafter_of(seeded), PROMPT, use)))
-    return chi_square(enumerated_law(target, config.sampling), answers)
+    return answers
 
 
 def chi_square(law: dict[tuple[int, ...], float], answers: list[tuple[int, ...]]) -> float:

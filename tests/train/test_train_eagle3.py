@@ -191,6 +191,7 @@ def test_taps_of_a_new_drafter_are_the_usual_ones_or_as_many_as_asked_for():
     assert [taps(layers) for layers in (3, 4, 5, 6)] == [(1,), (1,), (1, 2), (1, 2, 3)]
     assert taps(7) == (1, 2, 3) and taps(8) == (1, 3, 4)
     assert taps(8, taps=2) == (1, 5) and taps(8, taps=4) == (1, 2, 4, 5)
+    assert taps(8, taps=5) == (1, 2, 3, 4, 5)  # what drafters of another family read by default
     with pytest.raises(DFlashError, match="taps is 2, but it has only 1 layers to read"):
         taps(4, taps=2)
 
@@ -199,6 +200,7 @@ def test_taps_of_a_new_drafter_are_the_usual_ones_or_as_many_as_asked_for():
     ("settings", "said"),
     [
         ({"layers": 2}, "layers is 2, but an EAGLE-3 drafter has one"),
+        ({"layers": 3}, "layers is 3, but an EAGLE-3 drafter has one"),
         ({"start": "target"}, "the layers of starcoder2 are not built like a drafter's"),
     ],
 )

@@ -249,6 +249,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(place, monkeyp
     [
         ({"reveal_share": 1.5}, "reveal_share is 1.5"),
         ({"layers": 9}, "layers is 9, but .* has only 3"),
+        ({"taps": 5}, "taps is 5, but a SpecDiff drafter reads no layers"),
     ],
     ids=str,
 )

@@ -90,6 +90,12 @@ def test_a_run_from_before_a_setting_had_its_default(stopped, texts):
         restore_state(stopped, trainer_of(texts, reveal_share=0.5), "corpus")
 
 
+def test_how_a_new_drafter_was_asked_for_is_free_where_the_drafter_is_the_same(stopped, texts):
+    trainer = trainer_of(texts, layers=2, taps=2)
+    restore_state(stopped, trainer, "corpus")
+    assert trainer.step == 3
+
+
 @pytest.mark.parametrize("name", ["data", "drafter's hidden_size"])
 def test_what_has_no_default_must_be_told(stopped, texts, name):
     forget(stopped, name)

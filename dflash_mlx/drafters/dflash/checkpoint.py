@@ -11,6 +11,7 @@ This is the file side of the family; `drafters/formats.py` says what every famil
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,12 @@ from dflash_mlx.drafters.dflash.config_file import (
     tells_by_tensors,
     translate,
 )
-from dflash_mlx.drafters.dflash.context import limit_windows
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, called, size_misfits
 from dflash_mlx.drafters.networks import tensors as files
 from dflash_mlx.drafters.networks.fields import architecture
-from dflash_mlx.drafters.networks.tensors import FLOATING, Arrays, DrafterFolder, Layout, in_words
-from dflash_mlx.system.safetensors_header import TensorHeader
+from dflash_mlx.drafters.networks.layers import limit_windows
+from dflash_mlx.drafters.networks.tensors import FLOATING, DrafterFolder, Layout, in_words
 from dflash_mlx.target.model import Target
 
 _MARKS = ("dflash_config", "speculators_model_type", "speculators_config")
@@ -100,16 +100,10 @@ def misfits(
 
 
 def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
-    """A drafter folder of any format, checked, its tensors under our names and still lazy.
-
-    has_values: whether there is anything behind the heads of its weight files. Raises DFlashError,
-    before any weight is read, for a config.json that `read_config` refuses, for damaged files and
-    for missing, unexpected or misshapen tensors.
-    """
+    """See `FileFormat.read_drafter`."""
     raw, names = _read(folder)
     config = parse_config(raw, str(folder), names)
-    told = {name: value for name, value in translate(raw, names).items() if name != "auto_map"}
-    return DrafterFolder(LAYOUT, config, LAYOUT.read(folder, config, has_values), told)
+    return LAYOUT.folder(folder, config, translate(raw, names), has_values)
 
 
 def load_network(
@@ -128,24 +122,10 @@ def load_network(
 
 def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConfig) -> BlockModel:
     """See `FileFormat.load`; raises as `read_drafter` does."""
-    config = limit_windows(config, settings.draft_window)
+    windows = limit_windows(config.layer_windows, settings.draft_window)
+    config = replace(config, layer_windows=windows)
     network = load_network(folder, config, target.dtype, settings.drafter_bits)
     return BlockModel(network, config, target)
-
-
-def converted(
-    folder: Path, has_values: bool, dtype: mx.Dtype | None, bits: int | None, group_size: int | None
-) -> tuple[Arrays, dict[str, Any]]:
-    """See `FileFormat.converted`; raises as `read_drafter` does."""
-    drafter = read_drafter(folder, has_values)
-    return files.converted(drafter.network(), drafter.raw, dtype, bits, group_size)
-
-
-def check_tensors(
-    tensors: Mapping[str, TensorHeader], config: NetworkConfig, source: str
-) -> Iterator[Finding]:
-    """See `FileFormat.check_tensors`."""
-    return LAYOUT.check(tensors, config, source)
 
 
 def _read(folder: Path) -> tuple[Any, Collection[str]]:
@@ -170,3 +150,4 @@ def _plain_names(names: Collection[str]) -> dict[str, str]:
 
 
 LAYOUT = Layout(Network, _plain_names, _left_by_training)
+check_tensors = LAYOUT.check

@@ -94,8 +94,8 @@ def parse_fields(raw: Fields) -> NetworkConfig:
     )
 
 
-def problems(config: NetworkConfig) -> list[str]:
-    """Why the fields contradict each other; empty where they do not."""
+def problems(config: NetworkConfig) -> dict[str, Any]:
+    """How fields may contradict each other, each with whether they do."""
     width, block = config.hidden_size, config.block_size
     taps, vocabulary, own = config.target_layer_ids, config.vocab_size, config.draft_vocab_size
     layers = max(*taps, 0) + 1 if config.num_target_layers is None else config.num_target_layers
@@ -107,7 +107,7 @@ def problems(config: NetworkConfig) -> list[str]:
         f"two convolutions of conv_kernel_size {conv.kernel_size} over {groups} groups":
             2 * conv.kernel_size * groups,
     }  # fmt: skip
-    found = {
+    return {
         **shape_problems(config),
         f"block_size is {block - extra}, not from {2 - extra} to {MAX_BLOCK - extra}":
             not 2 <= block <= MAX_BLOCK,
@@ -128,7 +128,6 @@ def problems(config: NetworkConfig) -> list[str]:
         f"selector_top_k is {top_k}, more than the vocabulary of {vocabulary}": top_k > vocabulary,
         **too_large(products),
     }  # fmt: skip
-    return [problem for problem, wrong in found.items() if wrong]
 
 
 def _check_kind(raw: Fields, dflash: Fields) -> None:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import mlx.core as mx
 
-from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
+from dflash_mlx.drafters.dflash.network import Network
 from dflash_mlx.drafters.networks.partial_head import Words
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.routing import Kernels
 from dflash_mlx.target.sequence import SequenceCache
 
 _MOST_WAITING = 64  # rows of features
-
-
-def limit_windows(config: NetworkConfig, most: int | None) -> NetworkConfig:
-    """The drafter's configuration with no layer's window above `most`; None leaves it as it is.
-
-    Full attention becomes a sliding window, which counts as in layers that have one anyway: from
-    each row's own position, itself included. Positions stay those of the whole sequence.
-    """
-    if most is None:
-        return config
-    windows = tuple(min(window or most, most) for window in config.layer_windows)
-    return replace(config, layer_windows=windows)
 
 
 class FeatureContext:

@@ -8,30 +8,27 @@ the family; `drafters/formats.py` says what every family offers.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import mlx.core as mx
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Finding
 from dflash_mlx.drafters.eagle3.config_file import parse_fields, problems, translate
 from dflash_mlx.drafters.eagle3.config_file import recognises as recognises
-from dflash_mlx.drafters.eagle3.context import limit_window
 from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.eagle3.network import EagleConfig, Network
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, called, increase, size_misfits, taps_of
 from dflash_mlx.drafters.networks import tensors as files
+from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.networks.tensors import (
     FLAGS,
     FLOATING,
     WHOLE,
-    Arrays,
     DrafterFolder,
     Layout,
     in_words,
 )
-from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.target.model import Target
 
 
@@ -43,13 +40,6 @@ def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> EagleCon
 
     config: EagleConfig = files.parsed(parse, problems, source)
     return config
-
-
-def check_tensors(
-    tensors: Mapping[str, TensorHeader], config: EagleConfig, source: str
-) -> Iterator[Finding]:
-    """See `FileFormat.check_tensors`."""
-    return LAYOUT.check(tensors, config, source)
 
 
 def misfits(
@@ -75,31 +65,17 @@ def misfits(
 
 
 def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
-    """A folder of any format, checked, its tensors under our names and still lazy.
-
-    has_values: whether there is anything behind the heads of its weight files. Raises DFlashError,
-    before any weight is read.
-    """
+    """See `FileFormat.read_drafter`."""
     raw = files.read_json(folder)
     config = parse_config(raw, str(folder), files.read_headers(folder))
-    told = {name: value for name, value in translate(raw).items() if name != "auto_map"}
-    return DrafterFolder(LAYOUT, config, LAYOUT.read(folder, config, has_values), told)
+    return LAYOUT.folder(folder, config, translate(raw), has_values)
 
 
 def load(folder: Path, config: EagleConfig, target: Target, settings: PairConfig) -> EagleModel:
     """See `FileFormat.load`; raises as `read_drafter` does."""
     network = LAYOUT.load(folder, config, target.dtype, settings.drafter_bits)
-    return EagleModel(
-        files.unpacked(network, config), limit_window(config, settings.draft_window), target
-    )
-
-
-def converted(
-    folder: Path, has_values: bool, dtype: mx.Dtype | None, bits: int | None, group_size: int | None
-) -> tuple[Arrays, dict[str, Any]]:
-    """See `FileFormat.converted`; raises as `read_drafter` does."""
-    drafter = read_drafter(folder, has_values)
-    return files.converted(drafter.network(), drafter.raw, dtype, bits, group_size)
+    (window,) = limit_windows([config.window], settings.draft_window)
+    return EagleModel(files.unpacked(network, config), replace(config, window=window), target)
 
 
 def _raw_names(names: Collection[str]) -> dict[str, str]:
@@ -121,3 +97,4 @@ def _left_over(config: EagleConfig) -> dict[str, str]:
 
 
 LAYOUT = Layout(Network, _raw_names, _left_over)
+check_tensors = LAYOUT.check

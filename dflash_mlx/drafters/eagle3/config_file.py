@@ -113,8 +113,8 @@ def parse_fields(raw: Fields, names: Collection[str]) -> EagleConfig:
     )
 
 
-def problems(config: EagleConfig) -> list[str]:
-    """Why the fields contradict each other; empty where they do not."""
+def problems(config: EagleConfig) -> dict[str, Any]:
+    """How fields may contradict each other, each with whether they do."""
     width, features, block = config.hidden_size, config.target_hidden_size, config.block_size
     vocabulary, own = config.vocab_size, config.draft_vocab_size
     borrows = not (config.own_embedding and config.own_head)
@@ -122,7 +122,7 @@ def problems(config: EagleConfig) -> list[str]:
         f"{config.features} layers of target_hidden_size {features}": config.features * features,
         f"two inputs of hidden_size {width}": 2 * width,
     }
-    found = {
+    return {
         **shape_problems(config),
         f"block_size is {block}, not from 2 to {MOST_ROWS}": not 2 <= block <= MOST_ROWS,
         f"draft_vocab_size is {own}, more than the vocabulary of {vocabulary}":
@@ -134,7 +134,6 @@ def problems(config: EagleConfig) -> list[str]:
         "norm_before_fc and fc_norm are both true": config.norm_before_fc and config.fc_norm,
         **too_large(products),
     }  # fmt: skip
-    return [problem for problem, wrong in found.items() if wrong]
 
 
 def _check_kind(raw: Fields, method: Fields, names: Collection[str]) -> None:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.eagle3.network import EagleConfig, Network
+from dflash_mlx.drafters.eagle3.network import Network
 from dflash_mlx.drafters.networks.partial_head import Words
 from dflash_mlx.target.sequence import SequenceCache
 
 _MOST_WAITING = 64  # rows of features
-
-
-def limit_window(config: EagleConfig, most: int | None) -> EagleConfig:
-    """The configuration with a window of at most `most` rows; None leaves it as it is."""
-    return config if most is None else replace(config, window=min(config.window or most, most))
 
 
 class EagleContext:

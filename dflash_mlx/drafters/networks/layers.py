@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -33,6 +34,15 @@ class Shape(Protocol):
     def max_position_embeddings(self) -> int: ...  # noqa: D102
     @property
     def attention_bias(self) -> bool: ...  # noqa: D102
+
+
+def limit_windows(windows: Iterable[int | None], most: int | None) -> tuple[int | None, ...]:
+    """Sliding windows of layers, None for full attention; none is above `most`, where it is given.
+
+    Full attention becomes a sliding window, which counts as in layers that have one anyway: from
+    each row's own position, itself included. Positions stay those of the whole sequence.
+    """
+    return tuple(window if most is None else min(window or most, most) for window in windows)
 
 
 class Attention(nn.Module):

@@ -30,6 +30,7 @@ _KINDS = {
 _STORED = {mx.int64: WHOLE, mx.uint32: PACKED}
 
 Arrays = dict[str, mx.array]
+Problems = dict[str, Any]  # contradictions in words, each with whether it holds
 
 
 class StoredConfig(Protocol):
@@ -131,6 +132,13 @@ class Layout:
                 _check_vocabulary(folder, config.vocab_size, offsets, marked)
         return {name: tensors[name] for name in self.wanted(config, str(folder))}
 
+    def folder(
+        self, folder: Path, config: StoredConfig, raw: dict[str, Any], has_values: bool
+    ) -> DrafterFolder:
+        """A folder with this configuration, raw in our format; as `FileFormat.read_drafter`."""
+        told = {name: value for name, value in raw.items() if name != "auto_map"}
+        return DrafterFolder(self, config, self.read(folder, config, has_values), told)
+
     def load(
         self, folder: Path, config: StoredConfig, dtype: mx.Dtype, bits: int | None = None
     ) -> Any:
@@ -163,6 +171,17 @@ class DrafterFolder:
         """The network with these tensors; nothing is evaluated, nothing cast."""
         return filled(self.layout.network(self.config, "config.json"), self.tensors)
 
+    def converted(
+        self, dtype: mx.Dtype | None, bits: int | None, group_size: int | None
+    ) -> tuple[Arrays, dict[str, Any]]:
+        """Lazy weights and config.json in our format, cast and packed where that is not None."""
+        network = self.network()
+        if dtype is not None:
+            network.set_dtype(dtype)
+        if bits is not None:
+            quantize_network(network, bits, group_size)
+        return parameters_of(network), stored_config(network, self.raw)
+
 
 def unpacked(network: Any, config: StoredConfig) -> Any:
     """The evaluated network; on a CPU without packed matrices, which are slow there."""
@@ -178,17 +197,6 @@ def filled(network: Any, tensors: Arrays) -> Any:
     """`network` with these tensors; nothing is evaluated, nothing cast."""
     network.load_weights(list(tensors.items()))
     return network
-
-
-def converted(
-    network: Any, raw: dict[str, Any], dtype: mx.Dtype | None, bits: int | None, group: int | None
-) -> tuple[Arrays, dict[str, Any]]:
-    """As `FileFormat.converted`, of a network that was read. raw: its config.json."""
-    if dtype is not None:
-        network.set_dtype(dtype)
-    if bits is not None:
-        quantize_network(network, bits, group)
-    return parameters_of(network), stored_config(network, raw)
 
 
 def save_network(folder: Path, network: nn.Module, raw: dict[str, Any]) -> None:
@@ -224,7 +232,7 @@ def read_json(folder: Path) -> Any:
         raise DFlashError(f"{file} cannot be read ({error})", DOWNLOAD_AGAIN) from None
 
 
-def parsed(parse: Callable[[], Any], problems: Callable[[Any], list[str]], source: str) -> Any:
+def parsed(parse: Callable[[], Any], problems: Callable[[Any], Problems], source: str) -> Any:
     """What `parse` reads of a config.json, free of `problems`; DFlashError for anything else.
 
     source: where it is from.
@@ -236,8 +244,9 @@ def parsed(parse: Callable[[], Any], problems: Callable[[Any], list[str]], sourc
     except (ValueError, TypeError, OverflowError) as error:
         problem = in_one_line(error)
         raise DFlashError(f"in {source}/config.json, {problem}", DOWNLOAD_AGAIN) from None
-    for problem in problems(config):
-        raise DFlashError(f"in {source}, {problem}", DOWNLOAD_AGAIN)
+    for problem, wrong in problems(config).items():
+        if wrong:
+            raise DFlashError(f"in {source}, {problem}", DOWNLOAD_AGAIN)
     return config
 
 

@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Finding
 from dflash_mlx.drafters.formats import size_misfits
 from dflash_mlx.drafters.networks import tensors as files
 from dflash_mlx.drafters.networks.fields import architecture
-from dflash_mlx.drafters.networks.tensors import FLOATING, Arrays, DrafterFolder, Layout, in_words
+from dflash_mlx.drafters.networks.layers import limit_windows
+from dflash_mlx.drafters.networks.tensors import FLOATING, DrafterFolder, Layout, in_words
 from dflash_mlx.drafters.specdiff.config_file import (
     OTHERS,
     OURS,
@@ -28,7 +27,6 @@ from dflash_mlx.drafters.specdiff.config_file import (
 )
 from dflash_mlx.drafters.specdiff.model import MaskedModel
 from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
-from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.target.model import Target
 
 _PREFIX = "model."  # of all tensors but the head in published files
@@ -51,13 +49,6 @@ def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> NetworkC
     return config
 
 
-def check_tensors(
-    tensors: Mapping[str, TensorHeader], config: NetworkConfig, source: str
-) -> Iterator[Finding]:
-    """See `FileFormat.check_tensors`."""
-    return LAYOUT.check(tensors, config, source)
-
-
 def misfits(
     config: NetworkConfig, target: Mapping[str, Any], name: str, drafter: str = ""
 ) -> Iterator[Finding]:
@@ -69,32 +60,18 @@ def misfits(
 
 
 def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
-    """A drafter folder of any format, checked, its tensors under our names and still lazy.
-
-    has_values: whether there is anything behind the heads of its weight files. Raises DFlashError
-    before any weight is read.
-    """
+    """See `FileFormat.read_drafter`."""
     raw, names = files.read_json(folder), files.read_headers(folder)
     config = parse_config(raw, str(folder), names)
-    told = translate(raw, names)
-    return DrafterFolder(LAYOUT, config, LAYOUT.read(folder, config, has_values), told)
+    return LAYOUT.folder(folder, config, translate(raw, names), has_values)
 
 
 def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConfig) -> MaskedModel:
     """See `FileFormat.load`. On a CPU packed matrices are unpacked, which is faster there."""
-    if (most := settings.draft_window) is not None:
-        windows = tuple(min(window or most, most) for window in config.layer_windows)
-        config = replace(config, layer_windows=windows)
+    windows = limit_windows(config.layer_windows, settings.draft_window)
+    config = replace(config, layer_windows=windows)
     network = LAYOUT.load(folder, config, target.dtype, settings.drafter_bits)
     return MaskedModel(files.unpacked(network, config), config, target)
-
-
-def converted(
-    folder: Path, has_values: bool, dtype: mx.Dtype | None, bits: int | None, group_size: int | None
-) -> tuple[Arrays, dict[str, Any]]:
-    """See `FileFormat.converted`; raises as `read_drafter` does."""
-    drafter = read_drafter(folder, has_values)
-    return files.converted(drafter.network(), drafter.raw, dtype, bits, group_size)
 
 
 def _second_head(config: NetworkConfig) -> dict[str, str]:
@@ -104,3 +81,4 @@ def _second_head(config: NetworkConfig) -> dict[str, str]:
 
 
 LAYOUT = Layout(Network, lambda names: {n: n.removeprefix(_PREFIX) for n in names}, _second_head)
+check_tensors = LAYOUT.check

@@ -131,10 +131,10 @@ def parse_fields(raw: Fields) -> NetworkConfig:
     )
 
 
-def problems(config: NetworkConfig) -> list[str]:
-    """Why the fields contradict each other; empty where they do not."""
+def problems(config: NetworkConfig) -> dict[str, Any]:
+    """How fields may contradict each other, each with whether they do."""
     block, mask, vocabulary = config.block_size, config.mask_token_id, config.vocab_size
-    found: dict[str, Any] = {
+    return {
         **shape_problems(config),
         f"block_size is {block}, not from 2 to {MAX_BLOCK}": not 2 <= block <= MAX_BLOCK,
         f"mask_token_id is {mask}, outside the vocabulary of {vocabulary}":
@@ -142,4 +142,3 @@ def problems(config: NetworkConfig) -> list[str]:
         "tie_word_embeddings is true, but own_embedding is false":
             config.tied and not config.own_embedding,
     }  # fmt: skip
-    return [problem for problem, wrong in found.items() if wrong]
