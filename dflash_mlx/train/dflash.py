@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.config_file import VERSION_1
@@ -24,6 +23,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu
 from dflash_mlx.train.blocks import Array, Blocks
+from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.ranking import rank_in_parts
 from dflash_mlx.train.start import mask_token, new_config, warm_start

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.eagle3.config_file import LAYERS_READ, RAW
@@ -25,6 +24,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask
 from dflash_mlx.train.blocks import Blocks
+from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.start import check_taps, dense, like_target, spread_taps
 from dflash_mlx.train.trainee import Trainee

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.tensors import read_json
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.target.model import Target
+from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.eagle3 import EagleTrainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee

@@ -20,7 +20,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig, SelectorTraining
+from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.config_file import VERSION_2
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
@@ -29,6 +29,7 @@ from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.compare import measure
+from dflash_mlx.train.config import SelectorTraining
 from dflash_mlx.train.data import DataConfig, Texts, read_texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.loss import draft_size

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.head import embedding_scale
 from dflash_mlx.drafters.specdiff import checkpoint
@@ -22,6 +21,7 @@ from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu, text_mask
 from dflash_mlx.train.blocks import Blocks
+from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.start import LAYERS, like_target, mask_token, take_layers
 from dflash_mlx.train.trainee import Trainee

@@ -10,10 +10,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.target.model import Target
+from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.features import hidden_width, vocabulary_size
 from dflash_mlx.train.trainee import Trainee
 

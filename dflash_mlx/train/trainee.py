@@ -10,13 +10,13 @@ from typing import Any, ClassVar, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.head import capped
 from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import Array, Blocks
+from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.features import hidden_width, vocabulary_size
 

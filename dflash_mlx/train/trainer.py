@@ -14,8 +14,8 @@ import mlx.optimizers as optim
 import numpy as np
 from tqdm import tqdm
 
-from dflash_mlx.core.config import SelectorTraining, TrainConfig
 from dflash_mlx.train.blocks import SAMPLERS, Blocks
+from dflash_mlx.train.config import SelectorTraining, TrainConfig
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.loss import (
     DraftVocabulary,

@@ -15,11 +15,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from dflash_mlx.core.config import DecodeConfig, TrainConfig
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.decode import answer
 from dflash_mlx.models.load import load_target
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.__main__ import main
+from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee

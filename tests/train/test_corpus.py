@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from dflash_mlx import DecodeConfig, Pair, Session, load
-from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
+from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus import collect
 from dflash_mlx.train.corpus.batch import draw
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dflash_mlx import Pair, load
-from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus import collect
 from dflash_mlx.train.corpus.batch import Done
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows

@@ -11,7 +11,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, load_pair
-from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.drafters.eagle3.drafter import Chain
 from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.networks.tensors import parameters_of
@@ -20,6 +19,7 @@ from dflash_mlx.system import cpu_math
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import cut_blocks
 from dflash_mlx.train.compare import measure, walk
+from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.eagle3 import EagleTrainee
 from dflash_mlx.train.families import read_trainee

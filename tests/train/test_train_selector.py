@@ -13,13 +13,13 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from dflash_mlx.core.config import SelectorTraining
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, read_drafter
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.train import selector
 from dflash_mlx.train.blocks import SAMPLERS
+from dflash_mlx.train.config import SelectorTraining
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.selector import MappedSelector, SelectorTrainer, with_selector

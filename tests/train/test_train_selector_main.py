@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_map
 
 from dflash_mlx import load
-from dflash_mlx.core.config import DecodeConfig, SelectorTraining
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import SelectedPath
 from dflash_mlx.drafters.dflash.checkpoint import read_config
@@ -21,6 +21,7 @@ from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.train import compare, selector
 from dflash_mlx.train.compare import measure, walk
+from dflash_mlx.train.config import SelectorTraining
 from dflash_mlx.train.dflash import DFlashTrainee
 from support.drafter_formats import speculators
 from support.reference_dflash import random_drafter, write_drafter_folder

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig, TrainConfig
+from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.pair import Pair
@@ -23,6 +23,7 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.train import compare
 from dflash_mlx.train.blocks import Blocks, BlockSampler, cut_blocks
 from dflash_mlx.train.compare import measure, walk
+from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainer import Trainer

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from mlx_lm.utils import quantize_model
 
-from dflash_mlx.core.config import TrainConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import parse_config
 from dflash_mlx.drafters.networks.quantized import quantize_network
 from dflash_mlx.models.load import load_target
 from dflash_mlx.target.model import Target
+from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.start import mask_token, new_config, spread_taps, warm_start
 from support.drafter_formats import DRAFT_IDS, own_tables, speculators, version_1

@@ -17,11 +17,12 @@ from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import read_prompts
-from dflash_mlx.core.config import ALL_BUT_MODEL, CorpusConfig, PairConfig
+from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_target
 from dflash_mlx.session.templates import prompt_tokens
+from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus.batch import BatchDecoder, Done, Job
 from dflash_mlx.train.corpus.rows import (
     CorpusFile,

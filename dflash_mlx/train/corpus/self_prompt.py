@@ -11,11 +11,11 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from dflash_mlx.core.config import CorpusConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.json_text import parse_json
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.templates import prompt_tokens
+from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus.batch import Done, Job
 from dflash_mlx.train.corpus.rows import CorpusRow
 
