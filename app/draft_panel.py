@@ -211,7 +211,7 @@ def _legend(delta: TextDelta) -> list[Line]:
     origins: Line = [("guessed by ", LINES)] if mine else []
     for label, source in legend():
         if source in mine:
-            origins += [(f" {label} ", source), ("  ", LINES)]
+            origins += [(f" {label} ", source), (" ", LINES)]
         elif source == TARGET:
             origins.append((label, source))
     signs: Line = [(YES, ACCEPTED), (" accepted  ", LINES), (NO, REJECTED), (" rejected  ", LINES)]

@@ -38,8 +38,14 @@ class Side(Vertical):
         self._text += step.text
         self._last = step
 
-    def draw(self) -> None:
-        """Bring the side up to date."""
+    @property
+    def width(self) -> int:
+        """Columns that its text has."""
+        return self._scroll.scrollable_content_region.width
+
+    def draw(self, width: int) -> None:
+        """Bring the side up to date. width: of its text, the same for both, so that lines agree."""
+        self._words.styles.max_width = max(width, 1)
         shown = clock(self._last) if self._last is not None else ""
         if shown != self._drawn:
             self._drawn = shown
@@ -71,8 +77,9 @@ class RaceScreen(Comparison):
             fastest.border_subtitle = "faster"
 
     def draw(self) -> None:
+        width = min(side.width for side in self._sides.values())
         for side in self._sides.values():
-            side.draw()
+            side.draw(width)
 
 
 def clock(step: RaceStep) -> str:

@@ -165,7 +165,9 @@ async def session(camera: Camera, tokens: int) -> None:
     app.draft.focus()
     for _ in range(20):  # back to a round that shows branches of both kinds
         if (shown := app.draft.shown) and 1 < len(shown.accepted.path) < len(shown.accepted.tree):
-            break
+            parents = shown.accepted.tree.parents
+            if len(set(parents)) < len(parents):
+                break
         await pilot.press("left")
     await pilot.pause(0.5)
     camera.take("chat-draft-view")
@@ -200,7 +202,7 @@ def main() -> None:
     """Take all of them."""
     parser = argparse.ArgumentParser(description="Take the pictures of the documentation.")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs")
-    parser.add_argument("--tokens", type=int, default=180, help="of an answer (default: 180)")
+    parser.add_argument("--tokens", type=int, default=230, help="of an answer (default: 230)")
     parser.add_argument("--anyway", action="store_true", help="also on a busy machine")
     arguments = parser.parse_args()
     busy = os.getloadavg()[0]

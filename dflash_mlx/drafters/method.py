@@ -26,7 +26,7 @@ class TokenSource:
 
 
 BRANCHES = 4  # of trees that continue a draft in several places, unless asked for others
-DRAFT = TokenSource(FIRST, "draft model", "primary")
+DRAFT = TokenSource(FIRST, "draft", "primary")
 SECOND_DRAFT = TokenSource(SECOND, "second draft", "warning")
 LOOKUP = TokenSource("lookup", "earlier text", "accent")
 

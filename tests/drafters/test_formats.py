@@ -46,7 +46,7 @@ from support.reference_dflash import write_drafter_folder
 
 DATA = Path(__file__).parents[1] / "data"
 SHIPPED = Path(dflash_mlx.__file__).parent / "data" / "smollm2-135m-dflash"
-MEGABYTES_ALLOWED = 60  # both drafters together
+MEGABYTES_ALLOWED = 90  # all drafters together
 TOLERANCE = 1e-4
 BLOCK = 6
 

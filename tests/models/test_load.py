@@ -244,7 +244,8 @@ def plain_answers(default_pair: Pair) -> dict[str, Answer]:
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("method", "block_size"), [("dflash", 4), ("dflash", None), ("auto", None)]
+    ("method", "block_size"),
+    [("dflash", 4), ("dflash", None), ("auto", None), ("specdiff", 8), ("eagle3", 8)],
 )
 def test_the_default_pairs_answers_are_the_plain_ones_up_to_near_ties_in_fewer_rounds(
     default_pair, plain_answers, method, block_size

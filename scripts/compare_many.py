@@ -1,0 +1,122 @@
+"""Requests at once against one after the other, and against mlx-lm's batched generation.
+
+    .venv/bin/python scripts/compare_many.py --prompts PROMPTS.jsonl
+
+Total tokens per second of 1, 2, 4 and 8 greedy answers, with and without drafts, each the median of
+several runs that take turns. Let nothing else run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS before MLX
+
+import mlx.core as mx
+
+from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.engine.decode import make_rule
+from dflash_mlx.engine.engine import Engine
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.state import State
+from dflash_mlx.engine.step import Running
+from dflash_mlx.models.load import load_pair
+from dflash_mlx.session.templates import prompt_tokens
+
+Prompts = list[list[int]]
+
+
+def together(pair: Pair, prompts: Prompts, method: str, tokens: int) -> tuple[int, float]:
+    """Tokens of all answers, and the seconds from their first token on."""
+    config, target = DecodeConfig(method, max_tokens=tokens), pair.target
+    drafter, engine, running = make_drafter(pair, config), Engine(pair.target), []
+    for prompt in prompts:
+        state = State(target.new_cache(), drafter.new_context())
+        state.end = len(prompt) - 1 + tokens
+        rule = make_rule(target, state, Sampler(config.sampling), config)
+        running.append(Running(state, drafter, prompt, rule=rule))
+        engine.add(running[-1])
+    said, begin = 0, time.perf_counter()
+    while engine.running or engine.waiting:
+        for _, outcome in engine.step():
+            if isinstance(outcome, Exception):
+                raise outcome
+            said += 0 if outcome is None else len(outcome.accepted.tokens)
+    return said, time.perf_counter() - begin
+
+
+def in_turn(pair: Pair, prompts: Prompts, method: str, tokens: int) -> tuple[int, float]:
+    """The same, one answer after the other."""
+    runs = [together(pair, [prompt], method, tokens) for prompt in prompts]
+    return sum(said for said, _ in runs), sum(seconds for _, seconds in runs)
+
+
+def batched(pair: Pair, prompts: Prompts, method: str, tokens: int) -> tuple[int, float]:
+    """The same by mlx-lm's generator, which has no drafts."""
+    from mlx_lm.generate import BatchGenerator
+
+    generator = BatchGenerator(pair.target.model, max_tokens=tokens, stop_tokens=[])
+    begin = time.perf_counter()
+    generator.insert(prompts)
+    said, left = 0, len(prompts)
+    while left:
+        for response in generator.next_generated():
+            said += 1
+            left -= response.finish_reason is not None
+    return said, time.perf_counter() - begin
+
+
+WAYS: dict[str, tuple[Callable[..., tuple[int, float]], str]] = {
+    "in turn, plain": (in_turn, "none"),
+    "in turn, drafts": (in_turn, "auto"),
+    "together, plain": (together, "none"),
+    "together, drafts": (together, "auto"),
+    "mlx-lm batch": (batched, "none"),
+}
+
+
+def main() -> None:
+    """Print a table."""
+    asked = parser().parse_args()
+    pair = load_pair(PairConfig(), DecodeConfig())
+    rng = random.Random(0)
+    texts = read_prompts(asked.prompts, None)
+    rng.shuffle(texts)
+    prompts = [prompt_tokens(pair.tokenizer, text["messages"], None) for text in texts]
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for run in range(asked.runs + 1):  # the first warms up, and measures passes
+        cases = [(way, n) for way in WAYS for n in asked.counts]
+        rng.shuffle(cases)
+        for way, n in cases:
+            call, method = WAYS[way]
+            begin = (run * n) % (len(prompts) - n)
+            said, seconds = call(pair, prompts[begin : begin + n], method, asked.max_tokens)
+            mx.clear_cache()
+            if run:
+                found[way, n].append(said / seconds)
+    print("tokens per second".ljust(20), *(f"{n:>8}" for n in asked.counts))
+    for way in WAYS:
+        print(way.ljust(20), *(f"{median(found[way, n]):8.1f}" for n in asked.counts))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = cli.Parser(description="Requests at once against one after the other.")
+    result.add_argument("--prompts", type=Path, required=True, help="as for dflash_mlx.benchmark")
+    result.add_argument("--counts", type=int, nargs="*", default=[1, 2, 4, 8])
+    result.add_argument("--max-tokens", type=int, default=64)
+    result.add_argument("--runs", type=int, default=5)
+    return result
+
+
+if __name__ == "__main__":
+    main()
