@@ -14,7 +14,7 @@ from dflash_chat.commands import Command, completions
 
 PROMISE = "drafts are guesses: every token is the large model's own choice"
 LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
-PLACEHOLDER = "Ask anything · Esc stops · F2 who wrote what · F3 figures · F4 race · /help"
+PLACEHOLDER = "Ask anything · Esc stops · F2 who guessed it · F3 figures · F4 race · /help"
 
 
 class History:

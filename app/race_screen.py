@@ -9,7 +9,13 @@ from textual.widgets import Static
 from dflash_chat.screens import Comparison
 from dflash_mlx import RACE_SIDES, Job, RaceResult, RaceStep
 
-TITLES = dict(zip(RACE_SIDES, ("plain decoding", "with drafts"), strict=True))
+TITLES = dict(
+    zip(
+        RACE_SIDES,
+        ("plain decoding, a pass for every token", "with drafts, several tokens in a pass"),
+        strict=True,
+    )
+)
 
 
 class Side(Vertical):
@@ -63,7 +69,7 @@ class RaceScreen(Comparison):
         self.verdict.update("Each side's clock runs only while it decodes.")
 
     def compose(self) -> ComposeResult:
-        with self.frame("Race: the same question, twice", "Esc leaves", name="race"):
+        with self.frame("Race: the same question, twice", "Esc goes back", name="race"):
             yield Horizontal(*self._sides.values(), id="sides")
             yield self.verdict
 

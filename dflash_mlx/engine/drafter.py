@@ -58,7 +58,7 @@ class Reason:
     def __call__(self) -> str:
         """What was chosen and why, and the rates."""
         rates = ", ".join(f"{name} {rate:.1f}" for name, rate in self.rates)
-        return f"{self._choice()} Expected tokens per second: {rates}."
+        return f"{self._choice()} Expected of such rounds, in tokens per second: {rates}."
 
     def _choice(self) -> str:
         if self.tried and self.drafted:

@@ -249,7 +249,9 @@ async def test_a_race_runs_on_the_last_question_and_leaves_no_trace(app, pilot, 
     await pilot.press("f4")
     await until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over, pilot)
     assert "12 tokens  0.3 s  40.0 tok/s  done" in screen_text(app)
-    assert [side.border_title for side in app.screen.query(".faster")] == ["with drafts"]
+    assert [side.border_title for side in app.screen.query(".faster")] == [
+        "with drafts, several tokens in a pass"
+    ]
     assert [m["content"] for m in backend.requests[-1].messages] == ["What meets?"]
     await pilot.press("escape")
     await answered(app, pilot, "on")
