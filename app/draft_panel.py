@@ -98,7 +98,7 @@ class DraftPanel(Vertical, can_focus=True):
 
     def on_mount(self) -> None:
         self.display = False
-        self.border_title = "Every token: the large model's choice"
+        self.border_title = "The large model decides on every token"
         self.border_subtitle = "F2 hides"
 
     def on_resize(self) -> None:

@@ -12,7 +12,7 @@ from textual.widgets import Static, TextArea
 
 from dflash_chat.commands import Command, completions
 
-PROMISE = "drafts are guesses: every token is the large model's own choice"
+PROMISE = "drafts are guesses: the large model decides on every token"
 LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
 PLACEHOLDER = "Ask anything · Esc stops · F2 who guessed it · F3 figures · F4 race · /help"
 

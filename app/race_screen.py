@@ -78,9 +78,10 @@ class RaceScreen(Comparison):
             self._sides[event.side].take(event)
         elif isinstance(event, RaceResult):
             self.end(event.text, "equal" if event.equal else "unequal")
-            fastest = max(self._sides.values(), key=lambda side: side.speed)
-            fastest.add_class("faster")
-            fastest.border_subtitle = "faster"
+            if event.equal:
+                fastest = max(self._sides.values(), key=lambda side: side.speed)
+                fastest.add_class("faster")
+                fastest.border_subtitle = "faster"
 
     def draw(self) -> None:
         width = min(side.width for side in self._sides.values())

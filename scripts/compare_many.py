@@ -36,12 +36,12 @@ Prompts = list[list[int]]
 
 
 def together(pair: Pair, prompts: Prompts, method: str, tokens: int) -> tuple[int, float]:
-    """Tokens of all answers, and the seconds from their first token on."""
+    """Tokens of all answers, and the seconds that they took, their prompts included."""
     config, target = DecodeConfig(method, max_tokens=tokens), pair.target
     drafter, engine, running = make_drafter(pair, config), Engine(pair.target), []
     for prompt in prompts:
         state = State(target.new_cache(), drafter.new_context())
-        state.end = len(prompt) - 1 + tokens
+        state.end = min(len(prompt) - 1 + tokens, target.context_length - 1)
         rule = make_rule(target, state, Sampler(config.sampling), config)
         running.append(Running(state, drafter, prompt, rule=rule))
         engine.add(running[-1])
@@ -90,6 +90,8 @@ def main() -> None:
     pair = load_pair(PairConfig(), DecodeConfig())
     rng = random.Random(0)
     texts = read_prompts(asked.prompts, None)
+    if max(asked.counts) > len(texts):
+        raise SystemExit(f"{asked.prompts} has only {len(texts)} prompts; ask for so many at most")
     rng.shuffle(texts)
     prompts = [prompt_tokens(pair.tokenizer, text["messages"], None) for text in texts]
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -98,7 +100,7 @@ def main() -> None:
         rng.shuffle(cases)
         for way, n in cases:
             call, method = WAYS[way]
-            begin = (run * n) % (len(prompts) - n)
+            begin = (run * n) % (len(prompts) - n + 1)
             said, seconds = call(pair, prompts[begin : begin + n], method, asked.max_tokens)
             mx.clear_cache()
             if run:

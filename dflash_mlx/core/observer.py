@@ -15,6 +15,9 @@ class Observer:
     def mark(self, term: str) -> None:
         """The time since the last mark went into `term` of a round."""
 
+    def fell_back(self, error: Exception) -> None:
+        """What failed for several sequences together is done for one after the other."""
+
     def prefilled(self, tokens: int, total: int) -> None:
         """`tokens` of the `total` prompt tokens are in the caches."""
 

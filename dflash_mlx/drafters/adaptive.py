@@ -221,7 +221,8 @@ class Adaptive:
         drafted = len(last.tree) > 1
         if drafted:
             self.experience.reliability.learn(state.last)
-        self.experience.spent(last.arm, last.planned, now - last.start, drafted)
+        if not state.delayed:
+            self.experience.spent(last.arm, last.planned, now - last.start, drafted)
 
     def _goes_blind(self, arm: Arm) -> bool:
         """Whether this round need not see the tokens before it.

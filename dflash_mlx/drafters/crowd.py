@@ -113,7 +113,8 @@ class Crowd:
         for state in known:
             if state.last is not None and len(state.last.tree) > 1:
                 self.experience.reliability.learn(state.last)
-        if self._asked is not None and len(known) == len(states) == len(self._last):
+        all_here = len(known) == len(states) == len(self._last)
+        if self._asked is not None and all_here and not any(s.delayed for s in states):
             arm, planned, start, drafted = self._asked
             self.experience.spent(arm, planned, now - start, drafted)
         self._asked = None

@@ -58,11 +58,12 @@ class PaperGrowth:
         second: the branches so far, which the third level continues likewise. longest: tokens
         behind which there is still something to draft.
         """
-        chains, likely = self._chains(first, second), {}
+        chains = self._chains(first, second)
+        likely: dict[Path, float] = {}
         for chain, logprobs, _ in chains:
             for i, r in enumerate(rejection_boundaries(np.exp(np.array(logprobs)))):
                 if i <= longest and chain[:i] not in second:
-                    likely[chain[:i]] = float(r)
+                    likely[chain[:i]] = max(likely.get(chain[:i], 0.0), float(r))
         chosen = sorted(likely, key=lambda prefix: -likely[prefix])[: self._branches]
         whole = chains[0][0]
         return [*chosen, whole] if len(whole) <= longest and whole not in second else chosen

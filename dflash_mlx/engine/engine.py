@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -41,7 +42,8 @@ class Engine:
         self.running: list[Running] = []
         self._observer = observer or Observer()
         self._rows = 1  # of trees in the last step
-        self._sizes: dict[int, list[int]] = {}  # by drafter: bytes of 1 token, and of STEP more
+        # By drafter: bytes of 1 token, and of STEP more.
+        self._sizes: WeakKeyDictionary[Drafter, list[int]] = WeakKeyDictionary()
 
     def add(self, sequence: Running) -> None:
         """Take in a sequence. DFlashError for one that alone would not fit into the memory."""
@@ -81,12 +83,12 @@ class Engine:
 
     @property
     def used(self) -> int:
-        """Bytes of the running sequences."""
-        return sum(_bytes(each.state) for each in self.running)
+        """Bytes of the running sequences, those that prompts will need included."""
+        return sum(map(self._reserved, self.running))
 
     def bytes_of(self, drafter: Drafter, tokens: int) -> int:
-        """About what a sequence of so many tokens takes; nothing is computed for it."""
-        if id(drafter) not in self._sizes:
+        """About what a sequence of so many tokens takes, by two short passes per drafter."""
+        if drafter not in self._sizes:
             state, sizes = State(self.target.new_cache(), drafter.new_context()), []
             for rows in (1, STEP):
                 ids = mx.zeros(rows, mx.int32)
@@ -94,18 +96,25 @@ class Engine:
                 state.cache.commit(range(rows))
                 state.context.append(ids, features)
                 sizes.append(_bytes(state))
-            self._sizes[id(drafter)] = sizes
-        least, more = self._sizes[id(drafter)]
+            self._sizes[drafter] = sizes
+        least, more = self._sizes[drafter]
         return least + (more - least) * (tokens // STEP)
 
     def _admit(self) -> None:
         """Begin with those that wait, as long as there is memory for what they read."""
         while self.waiting:
             first = self.waiting[0]
-            need = self.bytes_of(first.drafter, len(first.prompt) + 1)
-            if self.running and self.memory is not None and self.used + need > self.memory:
+            limit = self.memory if self.running else None
+            if limit is not None and self.used + self._reserved(first) > limit:
                 return
             self.running.append(self.waiting.popleft())
+
+    def _reserved(self, sequence: Running) -> int:
+        """Bytes that it takes, or will as soon as its prompt is read."""
+        now = _bytes(sequence.state)
+        if self.memory is None or not sequence.is_reading:
+            return now
+        return max(now, self.bytes_of(sequence.drafter, len(sequence.prompt) + 1))
 
     def _share_chunks(self) -> None:
         """Let prompts ride along, the oldest first, as far as the others' answers can bear it."""

@@ -45,7 +45,8 @@ class State:
     cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated; [0] while a
     prompt is read. opening: logits [1, V] after the prompt. last: what this answer's last pass
     accepted. end: the position at which the answer ends at the latest. paused: seconds that answers
-    have waited for whoever reads them.
+    have waited for whoever reads them. delayed: whether the last pass read prompts of others, too,
+    so that its time says nothing of this answer's.
     """
 
     def __init__(self, cache: SequenceCache, context: Context) -> None:
@@ -54,7 +55,7 @@ class State:
         self.anchor = self.opening = mx.array([], dtype=mx.int32)
         self.last: Accepted | None = None
         self.end = 0
-        self.paused = 0.0
+        self.paused, self.delayed = 0.0, False
         self._tokens: list[int] = []
         self._unread: list[Accepted] = []
 

@@ -41,8 +41,9 @@ class Running:
     """A sequence in the making: its prompt is read, then its answer is decoded.
 
     prompt: its tokens, () where the caches hold it. chunk: most of them that a pass reads. rule:
-    how drafts are accepted; None where nothing but the prompt is asked for. allowed: most of the
-    prompt's tokens that the next pass reads.
+    how drafts are accepted; made by `make_rule` behind the prompt, which `exact` has to know.
+    Without either nothing but the prompt is asked for. allowed: most of the prompt's tokens that
+    the next pass reads.
     """
 
     state: State
@@ -50,6 +51,7 @@ class Running:
     prompt: Sequence[int] = ()
     chunk: int = sys.maxsize
     rule: Rule | None = None
+    make_rule: Callable[[], Rule] | None = None
     allowed: int = sys.maxsize
     _left_at: Accepted | None = None  # the newest token, where the caches were dropped behind it
 
@@ -82,14 +84,16 @@ class Running:
         """Take in the logits after a prompt; an answer that had begun goes on where it was."""
         self.state.end_prompt(logits)
         if self._left_at is None:
-            return None if self.rule is None else self.open()
+            return self.open() if self.rule or self.make_rule else None
         self.state.begin(self._left_at)
         self._left_at = None
         return None
 
     def open(self) -> Round:
         """The token after the prompt, as a round that drafts nothing and takes no pass."""
-        assert self.rule is not None
+        if self.rule is None:
+            assert self.make_rule is not None
+            self.rule = self.make_rule()
         state, nothing = self.state, Proposal(Tree.chain())
         first = self.rule.accept(Verdict(nothing, state.anchor, state.opening, None), state)
         state.begin(first)
@@ -160,7 +164,8 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
     outcomes: dict[int, Outcome] = {id(each): _guarded(each.open) for each in running if each.opens}
     passing = [each for each in running if id(each) not in outcomes]
     parts: list[_Tree | _Chunk] = []
-    for each, proposal in propose([each for each in passing if not each.is_reading]):
+    decoding = [each for each in passing if not each.is_reading]
+    for each, proposal in propose(decoding, observer):
         if isinstance(proposal, Exception):
             outcomes[id(each)] = proposal
         else:
@@ -170,11 +175,13 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
     known = all(tree.is_known for tree in trees)
     if known:  # before the pass is prepared, parts of which may run at once
         observer.mark("draft")
-    passes = forward(target, parts)
+    passes = forward(target, parts, observer)
     if not known:
         for tree in trees:
             tree.wait()
         observer.mark("draft")
+    for each in decoding:
+        each.state.delayed = len(decoding) < len(passing)
     for part, found in zip(parts, passes, strict=True):
         finish: Callable[[], Round | None] = partial(part.finish, found, target, observer)
         outcomes[id(part.sequence)] = _guarded(finish)
@@ -195,7 +202,9 @@ def _guarded(action: Callable[[], T]) -> T | Exception:
         return error
 
 
-def propose(decoding: Sequence[Running]) -> list[tuple[Running, Proposal | Exception]]:
+def propose(
+    decoding: Sequence[Running], observer: Observer
+) -> list[tuple[Running, Proposal | Exception]]:
     """A tree for each sequence, drafter by drafter: one drafts for all of its own at once."""
     drafters = {id(each.drafter): each.drafter for each in decoding}
     found: list[tuple[Running, Proposal | Exception]] = []
@@ -207,11 +216,14 @@ def propose(decoding: Sequence[Running]) -> list[tuple[Running, Proposal | Excep
         elif len(own) == 1:
             found.append((own[0], proposals))
         else:
-            found += chain.from_iterable(propose([each]) for each in own)
+            observer.fell_back(proposals)
+            found += chain.from_iterable(propose([each], observer) for each in own)
     return found
 
 
-def forward(target: Target, parts: Sequence[_Tree | _Chunk]) -> list[Found | Exception]:
+def forward(
+    target: Target, parts: Sequence[_Tree | _Chunk], observer: Observer
+) -> list[Found | Exception]:
     """Prepare the pass over all parts; where it cannot be, one over each part.
 
     Nothing is evaluated yet, so that this can be done while a draft is still running.
@@ -225,7 +237,8 @@ def forward(target: Target, parts: Sequence[_Tree | _Chunk]) -> list[Found | Exc
         part.rows.cache.discard()
     if len(parts) == 1:
         return [found]
-    return [*chain.from_iterable(forward(target, [part]) for part in parts)]
+    observer.fell_back(found)
+    return [*chain.from_iterable(forward(target, [part], observer) for part in parts)]
 
 
 def _forward(target: Target, parts: Sequence[_Tree | _Chunk]) -> list[Found]:

@@ -7,6 +7,7 @@ attention goes sequence by sequence. So nothing but the layers' caches knows of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ class JoinedLayer:
         self.parts, self.window, self._forest = layers, layers[0].window, forest
         self._seen: list[tuple[mx.array, mx.array]] = []
 
-    @property
+    @cached_property
     def offset(self) -> mx.array:
         """[N] the position of each row."""
         positions = (layer.block.depths + layer.length for layer in self.parts)

@@ -19,7 +19,7 @@ from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
 from dflash_mlx.target.pass_times import PassTimes
-from support.decoding import answer
+from support.decoding import Strict, answer
 from support.toys import ToyTarget
 
 VOCABULARY = 9
@@ -88,7 +88,7 @@ def decode(times: PassTimes, sure: float, count: int, chains: bool = False):
         drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=chains), target.clock
     )
     prompts = [[1, i % VOCABULARY, i // VOCABULARY] for i in range(count)]
-    engine, said = Engine(target), {}
+    engine, said = Engine(target, observer=Strict()), {}
     for prompt in prompts:
         state = State(target.new_cache(), NoContext())
         state.end = len(prompt) - 1 + config.max_tokens

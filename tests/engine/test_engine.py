@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
-from support.decoding import answer
+from support.decoding import Strict, answer
 from support.families import make_model
 from support.toys import foretold, prompt_of
 
@@ -76,13 +78,30 @@ class Eager:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_are_those_of_each_alone(target, alone, seed):
-    said, _ = run(Engine(target), sequences(target, alone), np.random.default_rng(seed))
+    said, _ = run(
+        Engine(target, observer=Strict()), sequences(target, alone), np.random.default_rng(seed)
+    )
     assert said == [words for _, words in alone]
+
+
+def test_near_ties_are_decided_as_alone(target, alone):
+    config = DecodeConfig(max_tokens=20, exact=True, prefill_step=16)
+    everyone, expected = [], []
+    for prompt, words in alone[:3]:
+        drafter = foretold(prompt, words, 1)
+        expected.append(answer(target, drafter, prompt, config))
+        state = State(target.new_cache(), drafter.new_context())
+        state.end = len(prompt) - 1 + config.max_tokens
+        make = partial(make_rule, target, state, Sampler(config.sampling), config)
+        everyone.append(Running(state, drafter, prompt, 16, make_rule=make))
+    said, _ = run(Engine(target, observer=Strict()), everyone, np.random.default_rng(0))
+    assert said == expected
+    assert all(each.rule._plain_rows >= len(each.prompt) for each in everyone)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_answer_whose_caches_were_dropped_goes_on_as_if_they_had_not_been(target, alone, seed):
-    engine, rng, dropped = Engine(target), np.random.default_rng(seed), []
+    engine, rng, dropped = Engine(target, observer=Strict()), np.random.default_rng(seed), []
 
     def drop_one():
         if len(engine.running) > 1 and rng.random() < 0.3:
@@ -97,7 +116,7 @@ def test_an_answer_whose_caches_were_dropped_goes_on_as_if_they_had_not_been(tar
 
 
 def test_the_memory_is_kept_and_who_has_no_room_waits(target, alone):
-    engine = Engine(target)
+    engine = Engine(target, observer=Strict())
     longest = max(engine.bytes_of(NoDraft(), len(p) + len(a)) for p, a in alone)
     engine.memory = 3 * longest
     most = [0, 0]
@@ -112,6 +131,16 @@ def test_the_memory_is_kept_and_who_has_no_room_waits(target, alone):
     assert most[0] <= engine.memory and most[1] >= 3
 
 
+def test_prompts_that_are_not_read_yet_are_counted(target, alone):
+    engine = Engine(target)
+    engine.memory = engine.bytes_of(NoDraft(), 300)
+    for each in sequences(target, alone):
+        engine.add(each)
+    engine.step()
+    assert engine.running and engine.waiting
+    assert engine.used <= engine.memory
+
+
 def test_an_answer_that_cannot_fit_even_alone_is_refused_by_number(target, alone):
     engine = Engine(target, memory=1000)
     with pytest.raises(DFlashError, match=r"takes .*B, but 1\.0 kB are free"):
@@ -120,7 +149,7 @@ def test_an_answer_that_cannot_fit_even_alone_is_refused_by_number(target, alone
 
 @pytest.mark.parametrize("stage", ["draft", "pass", "accept", "commit", "prompt"])
 @pytest.mark.parametrize("seed", range(2))
-def test_one_that_fails_leaves_the_others_as_they_were(target, alone, stage, seed, monkeypatch):
+def test_one_that_fails_leaves_the_others_as_they_were(target, alone, stage, seed):
     everyone, victim, rng = sequences(target, alone), 3, np.random.default_rng(seed)
     broken, when = everyone[victim], int(rng.integers(2, 4))
 
@@ -154,7 +183,7 @@ def test_one_that_fails_leaves_the_others_as_they_were(target, alone, stage, see
 
 
 def test_one_that_is_cancelled_leaves_the_others_as_they_were(target, alone):
-    engine, everyone = Engine(target), sequences(target, alone)
+    engine, everyone = Engine(target, observer=Strict()), sequences(target, alone)
     gone = everyone[4]
 
     def cancel():
@@ -169,7 +198,7 @@ def test_one_that_is_cancelled_leaves_the_others_as_they_were(target, alone):
 def test_a_long_prompt_rides_along_in_chunks_that_the_others_bear(target, monkeypatch):
     seconds = tuple(10.0 + n for n in (1, 64, 512))  # so 11 more rows double a row's time
     monkeypatch.setattr(target, "pass_times", PassTimes((1, 64, 512), seconds))
-    engine, prompt = Engine(target), prompt_of(0, 300)
+    engine, prompt = Engine(target, observer=Strict()), prompt_of(0, 300)
     first, second = (
         running(target, 5, prompt_of(1, 5), NoDraft()),
         running(target, 0, prompt, NoDraft()),

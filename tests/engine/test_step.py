@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running, step
 from dflash_mlx.target.model import Target
-from support.decoding import answer
+from support.decoding import Strict, answer
 from support.families import make_model
 from support.toys import foretold, prompt_of
 
@@ -56,7 +55,7 @@ def test_answers_are_those_of_each_alone(target, seed):
         if waiting and (not running or rng.random() < 0.4):
             running.append(waiting.pop(0))
         widest = max(widest, len(running))
-        for each, round_ in zip(running, step(target, running, Observer()), strict=True):
+        for each, round_ in zip(running, step(target, running, Strict()), strict=True):
             said[id(each)] += [] if round_ is None else round_.accepted.tokens
         running = [each for each in running if not each.state.has_begun or each.state.room > 0]
     assert [said[id(each)] for each in everyone] == alone

@@ -17,6 +17,13 @@ from dflash_mlx.engine.state import State
 from support.toys import ToyCache
 
 
+class Strict(Observer):
+    """Nothing that is done for several sequences at once may fail there and be done one by one."""
+
+    def fell_back(self, error: Exception) -> None:
+        raise AssertionError("sequences could not step together") from error
+
+
 def tokens_in(rounds: Iterable[Any]) -> list[int]:
     """What all these rounds accepted, one after the other."""
     return [token for accepted in rounds for token in accepted.tokens]

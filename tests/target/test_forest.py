@@ -59,7 +59,7 @@ def test_rows_see_their_own_sequence_alone(family):
     assert target.joins == (family not in TURNS)
 
 
-def test_a_model_that_changes_masks_takes_turns(monkeypatch):
+def test_a_model_that_changes_masks_takes_turns():
     target = Target(make_model("llama"), 128, "llama")
     call = type(target.model.layers[0].self_attn).__call__
 

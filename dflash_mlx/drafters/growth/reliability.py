@@ -37,7 +37,7 @@ class Reliability:
 
     def chances(self, tree: Tree) -> npt.NDArray[Any]:
         """[N] estimated probability that each node is accepted, given that its parent is."""
-        confidence = np.exp(np.array(tree.logprobs))
+        confidence = np.exp(np.array(tree.logprobs or (0.0,)))  # a lone root may have none
         cells = self._cells(tree, range(len(tree)), confidence)
         tried, right = self.tried[cells], self.right[cells]
         believed = np.minimum(confidence * self._trust()[cells[0]], 1.0)
