@@ -26,7 +26,7 @@ def target(request):
 
 def config_of(i: int) -> DecodeConfig:
     heat = 0.8 if i % 3 == 2 else 0.0
-    return DecodeConfig(max_tokens=12 + 5 * i, sampling=SamplingConfig(temperature=heat, seed=i))
+    return DecodeConfig(max_tokens=8 + 3 * i, sampling=SamplingConfig(temperature=heat, seed=i))
 
 
 def begin(target, drafter, prompt, config, chunk):
@@ -36,7 +36,7 @@ def begin(target, drafter, prompt, config, chunk):
     return Running(state, drafter, prompt, chunk, rule)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_answers_are_those_of_each_alone(target, seed):
     rng = np.random.default_rng(seed)
     prompts = [prompt_of(i, int(rng.integers(3, 40))) for i in range(5)]
