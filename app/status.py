@@ -115,7 +115,6 @@ class Status(Vertical):
             return
         width = max(self.size.width, 10)
         self.add_class("filled")
-        self.set_class(bool(figures["accepted_by_position"]), "drafted")
         self._draw_large(figures, width)
         self.query_one("#speed", Static).update(fit(speed_parts(figures), width))
         self.query_one("#rounds", Static).update(self._curves(figures, width))
@@ -142,7 +141,7 @@ class Status(Vertical):
         """No answer to show figures of, or not yet."""
         self._statistics = self._stored = None
         self._speeds = Speeds()
-        self.remove_class("filled", "drafted")
+        self.remove_class("filled")
 
     def progress(self, progress: Progress | None) -> None:
         """Show what is under way, None for nothing."""

@@ -210,8 +210,7 @@ class Adaptive:
         kept, sizes = worth_keeping(tree, reached, seconds, fixed, share, branching)
         planned = draft_seconds + sizes.cost(seconds, len(kept))
         arm.expect(float(reached[kept].sum()), planned, sizes)
-        q = None if proposal.q is None else proposal.q[: len(kept) - 1]
-        return Proposal(tree.prune(kept), q), planned
+        return proposal.part(kept), planned
 
     def _learn(self, state: State, now: float) -> None:
         """Take in how the last round went."""

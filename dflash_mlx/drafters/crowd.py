@@ -105,7 +105,7 @@ class Crowd:
         arm.expect(float(expected[count - 1]), planned, sizes)
         parts = [kept[(kept >= a) & (kept < b)] - a for a, b in pairwise(ends)]
         pairs = zip(drafts, parts, strict=True)
-        return [_part(draft, part.tolist()) for draft, part in pairs], planned
+        return [draft.part(part.tolist()) for draft, part in pairs], planned
 
     def _learn(self, states: Sequence[State], now: float) -> None:
         """Take in how the last step went, where all who took part in it are here."""
@@ -120,15 +120,8 @@ class Crowd:
         self._asked = None
 
 
-def _part(draft: Proposal, nodes: list[int]) -> Proposal:
-    """Only these nodes of a draft."""
-    q = None if draft.q is None else draft.q[: len(nodes) - 1]
-    return Proposal(draft.tree.prune(nodes), q)
-
-
 def _likeliest_chain(draft: Proposal, reached: Any) -> Proposal:
     """The path with most expected tokens, for targets that verify nothing else."""
-    sums = reached.copy()
-    for node in range(1, len(sums)):
-        sums[node] += sums[draft.tree.parents[node]]
-    return _part(draft, np.flatnonzero(draft.tree.ancestors[int(sums.argmax())]).tolist())
+    chains = Sizes.of_chain(draft.tree, reached, len(draft.tree))
+    last = chains.ends[int(chains.expected.argmax())]
+    return draft.part(np.flatnonzero(draft.tree.ancestors[last]).tolist())

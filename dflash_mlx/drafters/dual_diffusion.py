@@ -225,7 +225,7 @@ METHOD = Method(
         "budget",
         "lookup",
         "recalibrate",
-    ),  # fmt: skip
+    ),
     sources=(DRAFT, SECOND_DRAFT, LOOKUP),
     preference=4,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import mlx.core as mx
@@ -27,6 +27,11 @@ class Proposal:
     q: mx.array | None = None
     why: Callable[[], str] | None = None
     plain_seconds: float | None = None
+
+    def part(self, nodes: Sequence[int]) -> Proposal:
+        """Only these nodes, in order and closed under parents; of a chain its first ones."""
+        q = None if self.q is None else self.q[: len(nodes) - 1]
+        return replace(self, tree=self.tree.prune(nodes), q=q)
 
     @property
     def mode(self) -> str:
@@ -109,10 +114,7 @@ class EachAlone(ABC):
         """As `Drafter` has it."""
         share = budget // len(states)
         drafts = self.draft_all(states, [min(state.room, share) for state in states])
-        return [
-            draft if len(draft.tree) <= share else Proposal(draft.tree.prune(range(share)))
-            for draft in drafts
-        ]
+        return [d if len(d.tree) <= share else d.part(range(share)) for d in drafts]
 
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
         """As `draft`, one after the other; or all at once, by drafters that can."""

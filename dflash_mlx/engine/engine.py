@@ -54,8 +54,8 @@ class Engine:
         ):
             raise DFlashError(
                 f"an answer of up to {tokens} tokens, the prompt included, takes {amount(need)}, "
-                f"but {amount(self.memory)} are free",
-                "ask for a shorter one, or shorten the prompt",
+                f"more than the limit of {amount(self.memory)}",
+                "ask for a shorter one, shorten the prompt, or raise the limit",
             )
         self.waiting.append(sequence)
 

@@ -74,11 +74,6 @@ class Means:
     trees: bool = True
     advice: Advice = Advice()
 
-    @property
-    def drafters(self) -> int:
-        """How many draft models there are."""
-        return len(self.families)
-
     def count(self, family: str) -> int:
         """How many draft models are, or may be, of this family."""
         return sum(each in (None, family) for each in self.families)

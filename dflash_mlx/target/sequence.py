@@ -61,11 +61,6 @@ class SequenceCache:
         for layer in self._attention:
             layer.begin(block, asks)
 
-    def extended(self, block: Block) -> list[Any]:
-        """The layers' caches, ready for the rows of the next pass."""
-        self.extend(block)
-        return self.layers
-
     def commit(self, path: Sequence[int]) -> None:
         """Keep the block's rows in `path`, for recurrent layers one that begins at the first."""
         if self._recurrent is not None:

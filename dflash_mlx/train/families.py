@@ -30,6 +30,10 @@ def begin(config: TrainConfig, pair: Pair) -> Trainee:
         trainee = kind.read(resolve_folder(config.init, "init"), pair.target)
     else:
         trainee = kind.new(config, pair)
+    most = trainee.config.block_size - 2
+    if config.mode == "variable-prefix" and config.least_prefix > most:
+        what = f"least_prefix is {config.least_prefix}, which leaves nothing to draft in blocks of "
+        raise DFlashError(what + str(most + 2), f"choose up to {most}", "least_prefix")
     return trainee.prepared(config.mode)
 
 

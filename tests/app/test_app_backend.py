@@ -62,6 +62,6 @@ def test_what_does_not_fit_in_memory_with_its_drafters_is_refused(backend, folde
     target = available.needed_by(find_names(PairConfig(folders["model"])))
     monkeypatch.setattr(available, "available_memory", lambda: target)
     (event,) = backend.load(PairConfig(folders["model"]))
-    assert event.pair.means.drafters == 0
+    assert not event.pair.drafters
     with pytest.raises(DFlashError, match=f", and {amount(target)} are there"):
         next(backend.load(PairConfig(folders["model"], folders["drafter"])))

@@ -143,7 +143,7 @@ def test_prompts_that_are_not_read_yet_are_counted(target, alone):
 
 def test_an_answer_that_cannot_fit_even_alone_is_refused_by_number(target, alone):
     engine = Engine(target, memory=1000)
-    with pytest.raises(DFlashError, match=r"takes .*B, but 1\.0 kB are free"):
+    with pytest.raises(DFlashError, match=r"takes .*B, more than the limit of 1\.0 kB"):
         engine.add(sequences(target, alone)[3])
 
 

@@ -92,7 +92,7 @@ def test_a_folder_is_offered_its_parent_s_drafter_and_told_so(tmp_path):
 def test_a_folder_without_a_known_parent_stays_as_it_is_and_the_hub_is_not_asked(tmp_path, card):
     names = find_names(PairConfig(str(tuned(tmp_path / "tuned", card))))
     assert inherited(names) == names and names.drafter is None
-    assert load_pair(PairConfig(names.model)).means.drafters == 0
+    assert not load_pair(PairConfig(names.model)).drafters
 
 
 @pytest.mark.usefixtures("no_hub")
@@ -130,7 +130,7 @@ def test_a_model_of_the_hub_drafts_with_its_parent_s_drafter(hub):
     said = [finding.what for finding in report.findings]
     assert any(f"made from {PARENT}" in what and DRAFTER in what for what in said)
     pair = load_pair(PairConfig("owner/tuned"))
-    assert (pair.drafter_name, pair.means.drafters) == (DRAFTER, 1)
+    assert (pair.drafter_name, len(pair.drafters)) == (DRAFTER, 1)
     (note,) = [note for note in pair.notes if "made from" in note]
     assert all(part in note for part in ("owner/tuned", PARENT, DRAFTER))
 
@@ -144,15 +144,15 @@ def test_the_hub_is_not_asked_for_the_card_of_a_model_that_is_here(hub, monkeypa
 def test_a_parent_s_drafter_that_cannot_be_had_is_done_without(hub):
     del hub.repositories[DRAFTER]
     pair = load_pair(PairConfig("owner/tuned"))
-    assert pair.means.drafters == 0 and DRAFTER in pair.undrafted
+    assert not pair.drafters and DRAFTER in pair.undrafted
     assert not any("made from" in note for note in pair.notes)
 
 
 def test_without_a_hub_a_model_that_is_here_loads_as_before(hub, monkeypatch):
     pair = load_pair(PairConfig("owner/tuned"), DecodeConfig("none"))
-    assert pair.means.drafters == 0
+    assert not pair.drafters
     hub.repositories.clear()
     monkeypatch.setattr("dflash_mlx.models.source.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     pair = load_pair(PairConfig("owner/tuned"))
-    assert pair.means.drafters == 0 and pair.undrafted
+    assert not pair.drafters and pair.undrafted

@@ -259,8 +259,8 @@ def test_the_default_pairs_answers_are_the_plain_ones_up_to_near_ties_in_fewer_r
         assert answer.statistics.rounds < plain.statistics.rounds
         accepted += answer.statistics.accepted[1]
         drafted += answer.statistics.drafted[1]
-    least = {"auto": 0.0, "eagle3": 0.25}.get(method, 0.35)
-    assert accepted / drafted > least, "the first is right half the time"
+    least = 0.25 if method == "eagle3" else 0.35  # it reads three layers where DFlash reads five
+    assert method == "auto" or accepted / drafted > least, "the first is right half the time"
 
 
 @pytest.mark.real

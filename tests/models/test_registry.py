@@ -225,7 +225,7 @@ def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
     hub[DRAFTER] = drafter
     for uses in ((), (DecodeConfig(),), (DecodeConfig("none"), DecodeConfig())):
         pair = load_pair(PairConfig("Qwen/Qwen3-4B"), *uses)
-        assert pair.means.drafters == 0
+        assert not pair.drafters
         assert reason in pair.undrafted and DRAFTER in pair.undrafted
         assert pair.fallback.endswith("so drafts are n-gram lookups")
     answer = generate(pair, "hello", DecodeConfig(max_tokens=5))
@@ -265,7 +265,7 @@ def test_only_the_second_drafter_of_the_registry_is_left_out_where_the_first_can
     hub[DRAFTER] = write_drafter(tmp_path / "drafter")
     put_second("z-lab/second")
     pair = load_pair(PairConfig("Qwen/Qwen3-4B"), *uses)
-    assert (pair.drafter_name, pair.means.drafters, pair.undrafted) == (DRAFTER, 1, "")
+    assert (pair.drafter_name, len(pair.drafters), pair.undrafted) == (DRAFTER, 1, "")
     (note,) = pair.notes
     assert "the second drafter z-lab/second cannot be used" in note and "alone" in note
     with pytest.raises(DFlashError):
@@ -314,13 +314,13 @@ def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
     pair = load(str(folder))
     assert pair.target.name == str(folder)
     assert pair.drafter_name == str(folder / "drafter")
-    assert pair.means.drafters == 1
+    assert len(pair.drafters) == 1
     own = find_names(PairConfig(str(folder), "own/drafter"))
     assert (own.model, own.drafter) == (str(folder / "target"), "own/drafter")
     write_drafter(folder / "second-drafter")
     write(folder, {**MADE_FROM, "second-drafter": "own"}, {})
-    assert load(str(folder)).means.drafters == 2
-    assert load_pair(PairConfig(str(folder)), DecodeConfig("ddtree")).means.drafters == 1
+    assert len(load(str(folder)).drafters) == 2
+    assert len(load_pair(PairConfig(str(folder)), DecodeConfig("ddtree")).drafters) == 1
     (folder / "drafter").rename(folder / "elsewhere")
     with pytest.raises(DFlashError, match="lacks the folder drafter"):
         load(str(folder))

@@ -62,6 +62,12 @@ def test_a_recipe_gives_the_settings_of_its_paper_where_others_are_not_given(pla
     assert (config.prefix_base, config.least_prefix, config.soft) == (0.9, 1, 0.0)
 
 
+def test_prefixes_that_leave_nothing_to_draft_are_refused(place):
+    with pytest.raises(DFlashError, match="least_prefix is 7, .* blocks of 8") as refused:
+        place.train(mode="variable-prefix", least_prefix=7)
+    assert refused.value.next_step == "choose up to 6"
+
+
 def test_the_drafter_is_kept_as_it_was_when_it_measured_best(place, monkeypatch):
     scores, kept = iter([0.25, 0.75, 0.75, 0.5]), []
 

@@ -169,7 +169,12 @@ class Network(nn.Module):
         discarded.
         """
         x = x.astype(self.norm.weight.dtype)  # another than the target's where that one overflows
-        layers = Forest(blocks).layers if len(blocks) > 1 else blocks[0][0].extended(blocks[0][1])
+        if len(blocks) > 1:
+            layers = Forest(blocks).layers
+        else:
+            ((cache, block),) = blocks
+            cache.extend(block)
+            layers = cache.layers
         masks: dict[tuple[bool, int | None], mx.array | None] = {}
         for layer, causal, layer_cache in zip(self.layers, self._causal, layers, strict=True):
             kind = causal, layer_cache.window
