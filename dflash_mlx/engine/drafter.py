@@ -114,7 +114,10 @@ class EachAlone(ABC):
         """As `Drafter` has it."""
         share = budget // len(states)
         drafts = self.draft_all(states, [min(state.room, share) for state in states])
-        return [d if len(d.tree) <= share else d.part(range(share)) for d in drafts]
+        return [  # what is cut is matched: its q may be another's
+            draft if len(draft.tree) <= share else Proposal(draft.tree.prune(range(share)))
+            for draft in drafts
+        ]
 
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
         """As `draft`, one after the other; or all at once, by drafters that can."""
