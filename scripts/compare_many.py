@@ -22,14 +22,9 @@ import mlx.core as mx
 
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig
-from dflash_mlx.core.sampling import Sampler
-from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine.decode import make_rule
-from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.state import State
-from dflash_mlx.engine.step import Running
 from dflash_mlx.models.load import load_pair
+from dflash_mlx.session.many import Conversations
 from dflash_mlx.session.templates import prompt_tokens
 
 Prompts = list[list[int]]
@@ -37,20 +32,15 @@ Prompts = list[list[int]]
 
 def together(pair: Pair, prompts: Prompts, method: str, tokens: int) -> tuple[int, float]:
     """Tokens of all answers, and the seconds that they took, their prompts included."""
-    config, target = DecodeConfig(method, max_tokens=tokens), pair.target
-    drafter, engine, running = make_drafter(pair, config), Engine(pair.target), []
+    conversations = Conversations(pair)
     for prompt in prompts:
-        state = State(target.new_cache(), drafter.new_context())
-        state.end = min(len(prompt) - 1 + tokens, target.context_length - 1)
-        rule = make_rule(target, state, Sampler(config.sampling), config)
-        running.append(Running(state, drafter, prompt, rule=rule))
-        engine.add(running[-1])
+        conversations.begin(prompt, DecodeConfig(method, max_tokens=tokens))
     said, begin = 0, time.perf_counter()
-    while engine.running or engine.waiting:
-        for _, outcome in engine.step():
-            if isinstance(outcome, Exception):
-                raise outcome
-            said += 0 if outcome is None else len(outcome.accepted.tokens)
+    while conversations:
+        for _, delta in conversations.step():
+            if isinstance(delta, Exception):
+                raise delta
+            said += len(delta.tokens)
     return said, time.perf_counter() - begin
 
 
@@ -64,7 +54,8 @@ def batched(pair: Pair, prompts: Prompts, method: str, tokens: int) -> tuple[int
     """The same by mlx-lm's generator, which has no drafts."""
     from mlx_lm.generate import BatchGenerator
 
-    generator = BatchGenerator(pair.target.model, max_tokens=tokens, stop_tokens=[])
+    stops = [[token] for token in pair.tokenizer.eos_token_ids]
+    generator = BatchGenerator(pair.target.model, max_tokens=tokens, stop_tokens=stops)
     begin = time.perf_counter()
     generator.insert(prompts)
     said, left = 0, len(prompts)
