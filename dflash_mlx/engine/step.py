@@ -173,7 +173,7 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
     trees = [part.proposal.tree for part in parts if isinstance(part, _Tree)]
     parts += [_Chunk(each, each.next_chunk()) for each in passing if each.is_reading]
     known = all(tree.is_known for tree in trees)
-    if known:  # before the pass is prepared, parts of which may run at once
+    if known and trees:  # before the pass is prepared, parts of which may run at once
         observer.mark("draft")
     passes = forward(target, parts, observer)
     if not known:
