@@ -20,6 +20,7 @@ import simulate_trees
 
 from dflash_mlx.benchmark.__main__ import main as benchmark
 from dflash_mlx.benchmark.figures import groups
+from dflash_mlx.benchmark.report import FINISHED
 from dflash_mlx.benchmark.selection import read_methods
 from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.train.corpus.collect import main as collect
@@ -68,6 +69,8 @@ def fixed(methods: list[str]) -> list[str]:
 def timed(asked: argparse.Namespace, methods: list[str], temperature: str) -> Any:
     """The benchmark's report on the first prompts of each category."""
     file = asked.out / f"speed-{temperature}.json"
+    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8")))[FINISHED]:
+        return before
     given = ["--prompts", str(asked.prompts), "--methods", ",".join(methods), "--json", str(file)]
     given += ["--max-tokens", str(asked.max_tokens), "--temperature", temperature]
     given += ["--limit", str(asked.timed), *(["--resume"] if file.exists() else ["--seed", SEED])]
