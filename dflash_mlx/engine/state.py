@@ -83,6 +83,11 @@ class State:
         self.anchor = self.opening = mx.array([], dtype=mx.int32)
         self._tokens, self._unread = [], []
 
+    def go_on_from(self, other: State) -> None:
+        """Take over what another holds, which is then of no more use; `end` stays."""
+        self.restart(other.cache, other.context)
+        self._tokens = other.tokens
+
     @property
     def position(self) -> int:
         """The anchor's position: the number of committed tokens."""

@@ -16,6 +16,7 @@ from dflash_mlx.engine.decode import decode, prefill
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.exact import noise_of
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.templates import Prompt, prompt_tokens
 from dflash_mlx.session.text import StopText
@@ -54,17 +55,21 @@ class Answer:
 class Session:
     """One conversation with one pair: turns reuse the caches of the turns before.
 
-    config: settings of every turn, with a method in place of `auto` once it is made. Raises
+    config: settings of every turn, with a method in place of `auto` once it is made. prefixes:
+    where turns find and leave their caches; without any, the last turn's are kept. Raises
     DFlashError where the method does not fit the pair.
     """
 
-    def __init__(self, pair: Pair, config: DecodeConfig | None = None) -> None:
+    def __init__(
+        self, pair: Pair, config: DecodeConfig | None = None, prefixes: PrefixCache | None = None
+    ) -> None:
         self.pair = pair
+        self.prefixes = prefixes or PrefixCache()
         self.config = settle(config or DecodeConfig(), pair.means)
         self.drafter = make_drafter(pair, self.config)
         if self.config.guarded:
             noise_of(pair.target)  # now, not in the time of the first answer
-        self.state = State(pair.target.new_cache(), self.drafter.new_context())
+        self.state = self._empty()
 
     def stream(
         self, tokens: Sequence[int], observer: Observer | None = None
@@ -85,16 +90,29 @@ class Session:
         except GeneratorExit:  # the caller has stopped between two rounds
             raise
         except BaseException:
-            self.state = State(self.pair.target.new_cache(), self.drafter.new_context())
+            self.state = self._empty()
             raise
+        finally:
+            if not self.config.guarded:
+                self.prefixes.put(self.state, self.pair.target, self.drafter)
+
+    def _empty(self) -> State:
+        return State(self.pair.target.new_cache(), self.drafter.new_context())
+
+    def _begin(self, prompt: list[int]) -> State:
+        """Where the answer to a prompt begins."""
+        if self.config.guarded:
+            return (
+                self._empty()
+            )  # rows that passes over several rows have written are not plain ones
+        return self.prefixes.take(prompt, self.pair.target, self.drafter)
 
     def _answer(self, prompt: list[int], observer: Observer) -> Iterator[TextDelta]:
         statistics = Statistics(self.drafter.name, prompt_tokens=len(prompt))
         text = StopText(self.pair.tokenizer, self.config.stop)
         begin = time.perf_counter()
-        target, state = self.pair.target, self.state
-        if self.config.guarded:
-            state.trim(0)  # rows that passes over several rows have written are not plain ones
+        target, state = self.pair.target, self._begin(prompt)
+        self.state = state
         statistics.reused_tokens = prefill(
             target, self.drafter, state, prompt, self.config, observer
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dflash_mlx.target.recurrent import RecurrentLayer
 
 STATE = object()  # stands for the layer's state among the arguments of a kept call
-_CHUNKS = 4  # parts of prompts whose beginnings are kept; each may take as much as hundreds of tokens
+_CHUNKS = 4  # parts of prompts whose beginnings are kept; states can be large
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class RecurrentStates:
         self._marks.append(length)
 
     def mark_chunk(self) -> None:
-        """Stay able to come back to where the last pass began; of many, to a few, spread over it."""
+        """Stay able to come back to where the last pass began; of many such, to a few."""
         last = self._passes[-1]
         if last.start and not any(chunk.start == last.start for chunk in self._chunks):
             self._chunks = spread([*self._chunks, last.beginning()])
