@@ -43,9 +43,9 @@ def run(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
     config = cli.read_decode_config(arguments)
     chat = cli.read_options(arguments, ChatConfig)
+    prefixes = cli.read_options(arguments, PrefixConfig)
     prompt = _one_prompt(arguments)
     if prompt is None:
-        prefixes = cli.read_options(arguments, PrefixConfig)
         _talk(cli.read_pair_config(arguments), config, chat, prefixes)
     else:
         _check_one_prompt(arguments)

@@ -17,6 +17,7 @@ from dflash_mlx.target.pass_times import PassTimes
 from support import decoding
 from support.decoding import feed, paths_of, start, tokens_in
 from support.families import POSITION_DEPENDENT, make_model
+from support.pairs import full_pair
 from support.toys import prompt_of
 
 CASES = {

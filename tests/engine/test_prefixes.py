@@ -1,4 +1,4 @@
-"""What was read once is not read again: turns, branches, several at once, and never another answer."""
+"""What was read once is not read again: turns, branches, several at once; answers stay the same."""
 
 from __future__ import annotations
 
