@@ -57,8 +57,8 @@ def test_without_a_model_there_is_a_next_step():
 def test_conversations_go_on_after_a_restart_until_they_are_forgotten(folders, tmp_path):
     place, question = tmp_path / "prefixes", "x" * 300
 
-    def chat(config=PrefixConfig()):
-        backend = Backend(partial(prefix_cache, config, place))
+    def chat(**settings):
+        backend = Backend(partial(prefix_cache, PrefixConfig(**settings), place))
         next(backend.load(PairConfig(folders["model"], folders["drafter"])))
         asked = replace(request(), messages=({"role": "user", "content": question},))
         (*_, last) = backend.answer(asked, None)
@@ -72,7 +72,7 @@ def test_conversations_go_on_after_a_restart_until_they_are_forgotten(folders, t
     list(second.forget())
     assert not list(place.iterdir())
     second.leave()
-    third, reused = chat(PrefixConfig(prefix_disk_gb=0))
+    third, reused = chat(prefix_disk_gb=0)
     third.leave()
     assert reused == 0 and not list(place.iterdir()) and not third.problem
 
