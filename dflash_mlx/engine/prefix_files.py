@@ -157,7 +157,8 @@ class PrefixFiles:
         except _DAMAGED:
             self._remove(file)
 
-    def _files(self, name: str = "*") -> list[Path]:
+    def _files(self, name: str = "[!.]*") -> list[Path]:
+        """Those that are whole, not what is being written."""
         with suppress(OSError):
             return sorted(self.folder.glob(name + _SUFFIX))
         return []
