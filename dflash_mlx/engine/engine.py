@@ -88,7 +88,8 @@ class Engine:
         self._rows = max(1, sum(map(len, trees)))
         for each, outcome in outcomes:
             if isinstance(outcome, Exception):
-                self._remove(each)
+                each.shares = False  # nobody knows what it left behind
+                self.cancel(each)
             elif each.state.has_begun and each.state.room <= 0:
                 self.cancel(each)
         self._make_room()

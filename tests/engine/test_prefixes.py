@@ -245,7 +245,8 @@ def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
     broken.state.commit_prompt = fails
     ((_, _), (_, outcome)) = engine.step()
     assert isinstance(outcome, RuntimeError)
-    engine.cancel(left)
+    for each in (left, broken):
+        engine.cancel(each)
     again = [running(target, each.prompt, 0) for each in (left, broken)]
     for each in again:
         engine.add(each)
