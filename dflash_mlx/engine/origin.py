@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from dflash_mlx.engine.drafter import Drafter
@@ -53,8 +54,12 @@ class Origin:
             getattr(target.model, "args", None),  # what is in no weight, such as scales of rope
             self.taps,
             self.settings,
-            [weights_digest(tree_flatten(network.parameters())) for network in self.networks],
+            [weights_digest(_named(network)) for network in self.networks],
         )
+
+
+def _named(network: nn.Module) -> list[tuple[str, mx.array]]:
+    return tree_flatten(network.parameters())  # type: ignore[return-value]
 
 
 def weights_digest(parameters: Iterable[tuple[str, mx.array]]) -> str:
@@ -71,5 +76,5 @@ def weights_digest(parameters: Iterable[tuple[str, mx.array]]) -> str:
         digest.update(f"{name} {array.shape} {array.dtype} ".encode())
     mx.eval(sums)
     for part in sums:
-        digest.update(memoryview(part))
+        digest.update(np.array(part).tobytes())
     return digest.hexdigest()

@@ -110,7 +110,7 @@ class PrefixFiles:
         }
         metadata["head"] = _head_digest(metadata, named)
         metadata["data"] = _data_digest(named)
-        file = self.folder / f"{key}-{hashlib.sha256(tokens).hexdigest()[:16]}{_SUFFIX}"
+        file = self.folder / f"{key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}{_SUFFIX}"
         replace_safetensors(file, named, metadata, private=True)
         self._known[file.name] = tokens
         for other in self._of(key):
@@ -121,9 +121,14 @@ class PrefixFiles:
         return True
 
     def _read(self, file: Path, key: str, state: State, wanted: Callable[[State], bool]) -> bool:
-        """Read a file into an empty state, if that is then wanted; raises one of _DAMAGED."""
+        """Read a file into an empty state, if that is then wanted; raises one of _DAMAGED.
+
+        Its numbers, tokens excepted, are not read until it is.
+        """
         read_header(file)
-        arrays, metadata = mx.load(str(file), return_metadata=True)  # numbers only when asked for
+        arrays: dict[str, mx.array]
+        metadata: dict[str, str]
+        arrays, metadata = mx.load(str(file), return_metadata=True)  # type: ignore[assignment]
         if metadata["key"] != key or metadata["head"] != _head_digest(metadata, arrays):
             raise ValueError("another state, or a damaged one")
         state.restore(([arrays[str(i)] for i in range(len(arrays))], json.loads(metadata["about"])))
@@ -212,5 +217,6 @@ def _data_digest(arrays: dict[str, mx.array]) -> str:
     """Of the numbers."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
-        digest.update(memoryview(mx.contiguous(arrays[name]).reshape(-1).view(mx.uint8)))
+        numbers = mx.contiguous(arrays[name]).reshape(-1).view(mx.uint8)
+        digest.update(np.array(numbers, copy=False).data)
     return digest.hexdigest()

@@ -206,4 +206,4 @@ class State:
         ((tokens,), _), cache, context = split(saved)
         self.cache.restore(cache)
         self.context.restore(context, tokens)
-        self._tokens = tokens.tolist()
+        self._tokens = tokens.tolist()  # type: ignore[assignment]
