@@ -32,8 +32,10 @@ from support.pairs import full_pair
 from support.toys import Letters, prompt_of
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ["llama", "llama_sliding", "falcon_h1"]
-METHODS = ["none", "dflash", "d2sd", "eagle3", "specdiff"]
+RESTARTS = [("llama", method) for method in ("none", "dflash", "d2sd", "eagle3", "specdiff")]
+RESTARTS += [
+    (name, method) for name in ("llama_sliding", "falcon_h1") for method in ("none", "d2sd")
+]
 LIMIT = 10**9
 
 
@@ -69,8 +71,7 @@ def found(files: PrefixFiles, target: Target, prompt: list[int]) -> State | None
     return files.find(Origin.of(target, NoDraft(), empty()), prompt, 0, empty)
 
 
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("name", "method"), RESTARTS)
 def test_after_a_restart_a_conversation_goes_on_and_says_what_it_would(tmp_path, name, method):
     """Each time the models are loaded anew, and nothing is left but the folder."""
 
