@@ -36,7 +36,7 @@ class Round:
     accepted: Accepted
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A sequence in the making: its prompt is read, then its answer is decoded.
 
