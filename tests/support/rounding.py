@@ -31,6 +31,15 @@ class Rounding(Target):
         self.rows: list[int] = []
         self.plain: dict[int, list[int]] = {}
 
+    @property
+    def joins(self):
+        return True
+
+    def _together(self, sequences, taps):
+        self.rows.append(sum(each.block.rows for each in sequences))
+        self.embedding().weight = self._rough
+        return super()._together(sequences, taps)
+
     def forward(self, tokens, cache, block, taps=()):
         self.rows.append(block.rows)
         self.embedding().weight = self._exact if block.rows == 1 else self._rough
