@@ -23,7 +23,7 @@ from support.models import EOS
 def test_models_with_sliding_windows_answer_as_they_do_alone(name, method):
     assert name in SLIDING
     target = Target(make_model(name), 512, name)
-    prompts = prompts_of(5, 6)
+    prompts = [random_prompt(i, 5 + 6 * i) for i in range(5)]
     jobs = [job(i, prompt, temperature=0.8, max_tokens=12) for i, prompt in enumerate(prompts)]
     together = {done.job.key: done.tokens for done in run(target, jobs, 5, method)}
     alone = {done.job.key: done.tokens for done in run(target, jobs, 1, "none")}
@@ -33,16 +33,16 @@ def test_models_with_sliding_windows_answer_as_they_do_alone(name, method):
 
 def test_answers_that_loop_are_cut_where_plain_decoding_began_to_repeat_itself():
     target = Target(make_model("qwen3"), 512, "qwen3")
-    prompts, config = prompts_of(6, 0), DecodeConfig(max_tokens=150)
-    looped = 0
-    for done in run(target, [job(i, prompt) for i, prompt in enumerate(prompts)], 4, "ngram"):
+    config, looped = DecodeConfig(max_tokens=150), 0
+    jobs = [job(i, random_prompt(i, 9)) for i in range(6)]
+    for done in run(target, jobs, 4, "ngram"):
         said = answer(target, NoDraft(), done.job.prompt, config)
         said = said[: said.index(EOS) + 1] if EOS in said else said
         ends = [end for i in range(1, len(said) + 1) if (end := loop_end(said[:i])) is not None]
         assert (done.finish == "loop") == bool(ends)
         assert done.tokens == tuple(said[: ends[0]] if ends else said)
         looped += bool(ends)
-    assert 0 < looped < len(prompts), "the tiny model does not show both"
+    assert 0 < looped < len(jobs), "the tiny model does not show both"
 
 
 def test_no_pass_reads_more_prompts_than_it_should():
@@ -59,11 +59,8 @@ def test_no_pass_reads_more_prompts_than_it_should():
     assert max(rows) == 5 * 500, "the others wait until these are read"
 
 
-def prompts_of(count: int, longer: int) -> list[tuple[int, ...]]:
-    """Random ones, each longer than the one before."""
-    rng = np.random.default_rng(0)
-    sizes = [7 + longer * i for i in range(count)]
-    return [tuple(rng.integers(3, VOCAB_SIZE, size).tolist()) for size in sizes]
+def random_prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist())
 
 
 def job(key: int, prompt: tuple[int, ...], temperature: float = 0.0, max_tokens: int = 150) -> Job:
