@@ -23,7 +23,7 @@ def ended(pairs):
     """What went wrong, and what became of all requests."""
     found, everyone = [], []
     for seed in range(SCHEDULES):
-        wrong, ended = problems(pairs[TOYS[seed % len(TOYS)]], schedule_of(seed, prompts))
+        wrong, ended = problems(pairs[TOYS[seed % len(TOYS)]], schedule_of(seed, prompts, 24))
         found += wrong
         everyone += ended
     return found, everyone
@@ -48,7 +48,7 @@ def test_only_near_ties_excuse_a_difference(pairs):
     hot = Request(prompt, DecodeConfig(sampling=sampling), 0, None, False)
     for request in (greedy, hot):
         margins = [margin(target, request, [], (4, token)) for token in range(97) if token != 4]
-        assert min(margins) >= 0 and max(margins) > 0.1
+        assert min(margins) >= 0 and max(margins) > 0.01
         unlike = int(np.argmax([margin(target, request, [], (4, token)) for token in range(97)]))
         assert not excused(target, request, [4, 9], [unlike, 9])
         assert excused(target, request, [4, 9], [4, 9, 1]) is False, "one is longer"
