@@ -44,8 +44,9 @@ from dflash_mlx.models.kept import Kept, kept_files, remove_kept  # noqa: E402
 from dflash_mlx.models.load import load, load_pair  # noqa: E402
 from dflash_mlx.models.names import DEFAULT_MODEL  # noqa: E402
 from dflash_mlx.models.offers import Download, Offer, offers  # noqa: E402
+from dflash_mlx.session.answer import Answer, TextDelta  # noqa: E402
 from dflash_mlx.session.responder import Request, Responder  # noqa: E402
-from dflash_mlx.session.stream import Answer, Session, TextDelta, generate, stream  # noqa: E402
+from dflash_mlx.session.stream import Session, generate, stream  # noqa: E402
 from dflash_mlx.session.templates import check_prompt, prompt_tokens  # noqa: E402
 from dflash_mlx.session.text import SplitText, ThinkingReader, split_thinking  # noqa: E402
 from dflash_mlx.session.worker import Ended, Failed, Job, Prefilled, Worker  # noqa: E402

@@ -19,7 +19,7 @@ from mlx_lm.generate import stream_generate
 
 from dflash_mlx.models.default_model import fetch
 from dflash_mlx.models.formats.gguf_target import load_gguf
-from dflash_mlx.session.stream import collect
+from dflash_mlx.session.answer import collect
 
 PROMPT = "Janet has 3 apples and buys 5 more. How many apples does she have? Explain in detail."
 

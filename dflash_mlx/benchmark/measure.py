@@ -13,7 +13,8 @@ from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters.method import BRANCHES
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import Difference, first_difference
-from dflash_mlx.session.stream import Answer, Session, TextDelta, collect
+from dflash_mlx.session.answer import Answer, TextDelta, check_length, collect
+from dflash_mlx.session.stream import Session
 
 TERMS = ("draft", "verify", "commit", "overhead")
 
@@ -104,9 +105,9 @@ def run_all(
     always the first. done: prompts that were finished before.
     """
     for config in methods.values():
-        session = Session(pair, config)
-        for question in questions:
-            session.check(question.tokens)
+        Session(pair, config)  # raises where it does not fit the pair
+    for question in questions:
+        check_length(pair.target, question.tokens)
     for config in methods.values():
         answer(pair, questions[0].tokens, replace(config, max_tokens=8))
     names = list(methods)

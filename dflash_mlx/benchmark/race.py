@@ -13,8 +13,9 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import draws_drafts, settle
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import Difference, first_difference
+from dflash_mlx.session.answer import TextDelta
 from dflash_mlx.session.responder import Request
-from dflash_mlx.session.stream import Session, TextDelta
+from dflash_mlx.session.stream import Session
 from dflash_mlx.session.templates import prompt_tokens
 
 SIDES = PLAIN, DRAFTED = "plain", "drafted"

@@ -20,7 +20,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import check_given, choices, why_auto
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.session.stream import TextDelta
+from dflash_mlx.session.answer import TextDelta
 from dflash_mlx.system import startup
 from dflash_mlx.system.terminal import for_terminal, guard_terminal
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig
+from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import (
     best_first,
@@ -190,6 +190,13 @@ def wants_two(name: str) -> bool:
 def draws_drafts(config: DecodeConfig) -> bool:
     """Whether drafts are drawn, with a method in place of `auto`."""
     return find_method(config.method).draws and config.draws_drafts
+
+
+def drafting_of(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | None]:
+    """What a drafter is made for: `config` without what may change between two of its answers."""
+    may_change = ("max_tokens", "stop", "prefill_step", "sampling")
+    lasting = replace(config, **{name: getattr(DecodeConfig(), name) for name in may_change})
+    return lasting, config.sampling if draws_drafts(config) else None
 
 
 def check_uses(

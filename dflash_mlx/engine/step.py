@@ -187,7 +187,7 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
     parts += [_Chunk(each, each.next_chunk()) for each in passing if each.is_reading]
     parts.sort(key=lambda part: part.is_apart)
     known = all(tree.is_known for tree in trees)
-    if known:  # before the pass is prepared, parts of which may run at once
+    if known and trees:  # before the pass is prepared, parts of which may run at once
         observer.mark("draft")
     joined = [part for part in parts if not part.is_apart]
     passes = forward(target, joined, observer)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
-from dflash_mlx.drafters.methods import draws_drafts, settle
+from dflash_mlx.drafters.methods import drafting_of, settle
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.stream import Session, TextDelta
+from dflash_mlx.session.answer import TextDelta
+from dflash_mlx.session.stream import Session
 from dflash_mlx.session.templates import Message, prompt_tokens
 from dflash_mlx.session.text import BEGIN, opens_thought
 from dflash_mlx.target.pass_times import stored_times, timing_day
@@ -67,14 +68,7 @@ class Responder:
     def _session_for(self, config: DecodeConfig) -> Session:
         """The session with its caches; a new one only where drafting itself has changed."""
         config = settle(config, self.pair.means)
-        if self._session is None or _drafting(self._session.config) != _drafting(config):
+        if self._session is None or drafting_of(self._session.config) != drafting_of(config):
             self._session = Session(self.pair, config)
         self._session.config = config
         return self._session
-
-
-def _drafting(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | None]:
-    """What a session is made for: `config` without what may change between two of its turns."""
-    may_change = ("max_tokens", "stop", "prefill_step", "sampling")
-    lasting = replace(config, **{name: getattr(DecodeConfig(), name) for name in may_change})
-    return lasting, config.sampling if draws_drafts(config) else None

@@ -31,7 +31,7 @@ from dflash_mlx.engine.pair import Means, Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.models import registry
 from dflash_mlx.models.registry import Entry
-from dflash_mlx.session.stream import collect
+from dflash_mlx.session.answer import collect
 from dflash_mlx.target.model import Target
 from support.families import VOCAB_SIZE
 from support.models import write_drafter, write_model

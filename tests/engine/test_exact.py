@@ -15,7 +15,8 @@ from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.exact import SAFETY, Noise, lead, measure_noise, noise_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.session.stream import Session, TextDelta, collect
+from dflash_mlx.session.answer import TextDelta, collect
+from dflash_mlx.session.stream import Session
 from dflash_mlx.target.block import Block
 from support import decoding
 from support.decoding import go_on, run, start, tokens_in, tree_of

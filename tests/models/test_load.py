@@ -27,7 +27,8 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import resolve_folder, shipped_folder
-from dflash_mlx.session.stream import Answer, generate
+from dflash_mlx.session.answer import Answer
+from dflash_mlx.session.stream import generate
 from dflash_mlx.session.templates import prompt_tokens
 from support.families import FAMILIES, make_model
 from support.hub_server import Response

@@ -9,7 +9,8 @@ from dflash_mlx import SplitText, ThinkingReader, split_thinking
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.stream import Session, collect
+from dflash_mlx.session.answer import collect
+from dflash_mlx.session.stream import Session
 from dflash_mlx.session.text import StopText
 from support.toys import Scripted, ToyTarget
 

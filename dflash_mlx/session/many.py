@@ -1,0 +1,92 @@
+"""Several conversations at once with one pair: one pass of the target per step for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.drafters.methods import drafting_of, make_drafter, settle
+from dflash_mlx.engine.decode import make_rule
+from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.engine import Engine
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.state import State
+from dflash_mlx.engine.step import Running
+from dflash_mlx.session.answer import Answering, TextDelta, check_length
+
+
+class Conversations:
+    """Answers in the making; for one thread.
+
+    memory: as for `Engine`. Answers that draft alike share a drafter, which drafts for all of them
+    in one pass where it can.
+    """
+
+    def __init__(
+        self, pair: Pair, memory: int | None = None, observer: Observer | None = None
+    ) -> None:
+        self.pair, self.engine = pair, Engine(pair.target, memory, observer)
+        self._drafters: dict[Hashable, Drafter] = {}
+        self._answers: list[tuple[Running, Answering]] = []
+
+    def __len__(self) -> int:
+        """Answers that are not finished, those that wait included."""
+        return len(self._answers)
+
+    def begin(self, tokens: Sequence[int], config: DecodeConfig) -> Answering:
+        """Take in the prompt `tokens`, the whole conversation so far.
+
+        Raises DFlashError where it is empty or does not fit the context or the memory, and where
+        the method does not fit the pair.
+        """
+        pair, target, config = self.pair, self.pair.target, settle(config, self.pair.means)
+        check_length(target, tokens)
+        drafter, sampler = self._drafter(config), Sampler(config.sampling)
+        state = State(target.new_cache(), drafter.new_context())
+        state.end = min(len(tokens) - 1 + config.max_tokens, target.context_length - 1)
+        running = Running(
+            state,
+            drafter,
+            tuple(tokens),
+            config.prefill_step,
+            make_rule=lambda: make_rule(target, state, sampler, config),
+        )
+        answering = Answering(pair, config, drafter.name, tokens)
+        self.engine.add(running)
+        self._answers.append((running, answering))
+        return answering
+
+    def cancel(self, answering: Answering) -> None:
+        """Give up an answer, finished or not; the others do not notice."""
+        for running, each in self._answers:
+            if each is answering:
+                self.engine.cancel(running)
+        self._answers = [pair for pair in self._answers if pair[1] is not answering]
+
+    def step(self) -> list[tuple[Answering, TextDelta | Exception]]:
+        """One pass; what became of every answer that it brought on.
+
+        Those with a finish reason, and those that failed, are over.
+        """
+        outcomes = {id(running): outcome for running, outcome in self.engine.step()}
+        news: list[tuple[Answering, TextDelta | Exception]] = []
+        for running, answering in self._answers:
+            outcome = outcomes.get(id(running))
+            if isinstance(outcome, Exception):
+                news.append((answering, outcome))
+            elif outcome is not None:
+                if not answering.statistics.generated_tokens:
+                    answering.end_prompt(0)
+                news.append((answering, answering.take(outcome)))
+        for answering, said in news:
+            if isinstance(said, Exception) or answering.reason is not None:
+                self.cancel(answering)
+        return news
+
+    def _drafter(self, config: DecodeConfig) -> Drafter:
+        key = drafting_of(config)
+        if key not in self._drafters:
+            self._drafters[key] = make_drafter(self.pair, config)
+        return self._drafters[key]

@@ -1,0 +1,112 @@
+"""Several conversations at once: each reads as it does alone, with its own stops and figures."""
+
+from dataclasses import replace
+
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.answer import collect
+from dflash_mlx.session.many import Conversations
+from dflash_mlx.session.stream import Session
+from dflash_mlx.target.model import Target
+from support.decoding import Strict
+from support.drafter_formats import drafter_folder
+from support.families import make_model
+from support.toys import Letters, prompt_of
+
+PROMPTS = [prompt_of(i, 7 + 9 * i) for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    target = Target(make_model("llama"), 64, "llama")
+    model = drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 1, 2], 1, target)
+    return Pair(target, Letters(), (model,), "tiny")
+
+
+def configs() -> list[DecodeConfig]:
+    """By prompt; the last fills the context."""
+    methods = ("dflash", "none", "ddtree", "ngram", "dflash")
+    heat = (0.0, 0.0, 0.8, 0.0, 0.0)
+    return [
+        DecodeConfig(method, max_tokens=100 if i == 4 else 12, sampling=SamplingConfig(t, seed=i))
+        for i, (method, t) in enumerate(zip(methods, heat, strict=True))
+    ]
+
+
+def finish(conversations: Conversations) -> dict:
+    """The deltas of each, or its error."""
+    said: dict = {}
+    while conversations:
+        for answering, delta in conversations.step():
+            said.setdefault(answering, []).append(delta)
+    return said
+
+
+def test_every_answer_is_the_one_it_is_alone(pair):
+    conversations = Conversations(pair, observer=Strict())
+    asked = [conversations.begin(p, c) for p, c in zip(PROMPTS, configs(), strict=True)]
+    assert len(conversations) == 5
+    said = finish(conversations)
+    for answering, prompt, config in zip(asked, PROMPTS, configs(), strict=True):
+        alone = collect(Session(pair, config).stream(prompt))
+        together = collect(iter(said[answering]))
+        assert (together.tokens, together.text) == (alone.tokens, alone.text)
+        assert together.finish_reason == answering.reason == alone.finish_reason
+        assert answering.length == len(prompt) + len(alone.tokens)
+    assert asked[4].reason == "context"
+    assert asked[0].statistics.decode_seconds > 0 < asked[0].statistics.prefill_seconds
+
+
+def test_a_stop_ends_one_and_not_the_others(pair):
+    config = replace(configs()[0], stop=())
+    whole = collect(Session(pair, config).stream(PROMPTS[0]))
+    conversations = Conversations(pair)
+    stopped = conversations.begin(PROMPTS[0], replace(config, stop=(whole.text[4],)))
+    other = conversations.begin(PROMPTS[1], configs()[1])
+    said = finish(conversations)
+    text = "".join(delta.text for delta in said[stopped])
+    assert (text, stopped.reason) == (whole.text[: whole.text.index(whole.text[4])], "stop")
+    assert len(collect(iter(said[other])).tokens) == 12
+
+
+def test_those_that_draft_alike_share_a_drafter(pair):
+    conversations = Conversations(pair)
+    for prompt, heat in zip(PROMPTS, (0.0, 0.7, 0.0), strict=False):
+        sampling = SamplingConfig(heat, seed=1)
+        conversations.begin(prompt, DecodeConfig("dflash", max_tokens=9, sampling=sampling))
+    conversations.begin(PROMPTS[3], DecodeConfig("ddtree"))
+    drafters = [each.drafter for each in conversations.engine.waiting]
+    assert drafters[0] is drafters[1] is drafters[2] is not drafters[3]
+
+
+def test_a_cancelled_answer_is_over(pair):
+    conversations = Conversations(pair)
+    first, second = (conversations.begin(p, configs()[1]) for p in PROMPTS[:2])
+    waiting = conversations.begin(PROMPTS[2], configs()[1])
+    conversations.step()
+    conversations.cancel(first)
+    conversations.cancel(waiting)
+    conversations.cancel(waiting)
+    assert [*finish(conversations)] == [second]
+    assert not conversations.engine.running and not conversations.engine.waiting
+
+
+def test_one_that_fails_says_so_and_is_over(pair):
+    conversations = Conversations(pair)
+    failing, other = (conversations.begin(p, configs()[1]) for p in PROMPTS[:2])
+    running, _ = conversations._answers[0]
+    running.make_rule = lambda: 1 / 0
+    said = finish(conversations)
+    assert isinstance(said[failing][-1], ZeroDivisionError)
+    assert len(collect(iter(said[other])).tokens) == 12
+
+
+@pytest.mark.parametrize(("prompt", "words"), [([], "empty"), (prompt_of(0, 64), "64 tokens")])
+def test_a_prompt_that_cannot_be_answered_is_refused(pair, prompt, words):
+    conversations = Conversations(pair)
+    with pytest.raises(DFlashError, match=words):
+        conversations.begin(prompt, DecodeConfig())
+    assert not conversations
