@@ -97,8 +97,8 @@ def test_near_ties_are_decided_as_alone(drafting):
             drafter = foretold(prompt, words, i) if drafting else NoDraft()
             state = State(target.new_cache(), drafter.new_context())
             state.end = len(prompt) - 1 + config.max_tokens
-            settings = DecodeConfig("dflash", max_tokens=24, exact=exact)
-            make = partial(make_rule, target, state, Sampler(config.sampling), settings)
+            settings = DecodeConfig("dflash" if drafting else "none", max_tokens=24, exact=exact)
+            make = partial(make_rule, target, state, Sampler(config.sampling), settings, True)
             everyone.append(Running(state, drafter, prompt, 16, make_rule=make, exact=exact))
         said, failed = run(Engine(target, observer=Strict()), everyone, np.random.default_rng(0))
         assert not any(failed)

@@ -247,10 +247,10 @@ def _drafter(pair: Pair, config: DecodeConfig, seed: int) -> Drafter:
 def _sequence(target: Target, request: Request, drafter: Drafter) -> Watched:
     config, state = request.config, State(target.new_cache(), drafter.new_context())
     state.end = min(len(request.prompt) - 1 + config.max_tokens, target.context_length - 1)
-    make = partial(make_rule, target, state, Sampler(config.sampling), config)
-    rule = None if config.guarded else make()
+    make = partial(make_rule, target, state, Sampler(config.sampling), config, company=True)
+    rule = None if config.exact else make()
     return Watched(
-        state, drafter, request.prompt, config.prefill_step, rule, make, exact=config.guarded
+        state, drafter, request.prompt, config.prefill_step, rule, make, exact=config.exact
     )
 
 
@@ -272,7 +272,7 @@ def excused(target: Target, request: Request, expected: Sequence[int], said: Seq
     """Whether a near-tie explains where two answers part."""
     pairs = enumerate(zip(expected, said, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), None)
-    if at is None or request.config.guarded or request.config.acceptance == "reject":
+    if at is None or request.config.exact or request.config.acceptance == "reject":
         return False
     return margin(target, request, list(expected[:at]), (expected[at], said[at])) < TIE
 
