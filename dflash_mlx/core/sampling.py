@@ -98,7 +98,7 @@ def _top_p(logprobs: mx.array, top_p: float) -> mx.array:
     from mlx_lm.sample_utils import apply_top_p
 
     if logprobs.ndim > 1 or mx.default_device() != mx.Device(mx.cpu):
-        return apply_top_p(logprobs, top_p)  # type: ignore[no-any-return]
+        return apply_top_p(logprobs, top_p)
     row = np.array(logprobs)
     likely = row[row > row.max() - _TAIL]
     if np.exp(likely).sum() < top_p:

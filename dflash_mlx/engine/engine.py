@@ -30,14 +30,19 @@ class Engine:
 
     memory: bytes that keys, values and recurrent states of all sequences may take, those of their
     drafters included; None for no limit. Sequences that would take more wait, in the order in which
-    they came; where answers grow beyond it, the youngest is read again later. waiting, running: the
-    sequences, the oldest first.
+    they came; where answers grow beyond it, the youngest is read again later. fair: whether prompts
+    are read in chunks that the others' answers can bear; batch work has nobody who waits. waiting,
+    running: the sequences, the oldest first.
     """
 
     def __init__(
-        self, target: Target, memory: int | None = None, observer: Observer | None = None
+        self,
+        target: Target,
+        memory: int | None = None,
+        observer: Observer | None = None,
+        fair: bool = True,
     ) -> None:
-        self.target, self.memory = target, memory
+        self.target, self.memory, self.fair = target, memory, fair
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._observer = observer or Observer()
@@ -119,7 +124,7 @@ class Engine:
     def _share_chunks(self) -> None:
         """Let prompts ride along, the oldest first, as far as the others' answers can bear it."""
         decoding = [each for each in self.running if not each.is_reading]
-        left = self._bearable(decoding) if decoding else sys.maxsize
+        left = self._bearable(decoding) if decoding and self.fair else sys.maxsize
         for each in self.running:
             if each.is_reading:
                 each.allowed = left

@@ -120,7 +120,8 @@ def plain_logits(target: Target, row: CorpusRow) -> mx.array:
 def test_drafts_change_no_answer(folder, tmp_path, answered, capsys):
     drafter = ["--drafter", str(write_drafter(tmp_path / "drafter"))]
     for i, more in enumerate((["--method", "none"], [*drafter, "--method", "d2sd"], drafter)):
-        assert by_id(run(folder, tmp_path / str(i), *more)) == answered
+        rows = run(folder, tmp_path / str(i), "--limit", "6", *more)
+        assert len(rows) == 6 and all(answered[row.id] == row for row in rows)
         assert "n-gram" not in capsys.readouterr().err
     assert {(tmp_path / str(i)).read_bytes().splitlines()[0] for i in range(3)} == {
         (folder / "answered.jsonl").read_bytes().splitlines()[0]

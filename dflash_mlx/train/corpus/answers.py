@@ -74,7 +74,7 @@ class Answers:
         self.generated = 0
         self._most, self._rounds, self._begun = most, 0, 0
         self._drafter = make_drafter(pair, DecodeConfig(method))
-        self._engine = Engine(pair.target)
+        self._engine = Engine(pair.target, fair=False)
         self._texts: dict[Running, _Text] = {}
 
     @property
