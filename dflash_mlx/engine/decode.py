@@ -74,9 +74,14 @@ def decode(
     return _read_behind(_rounds(target, running, observer), ahead, state, observer)
 
 
-def make_rule(target: Target, state: State, sampler: Sampler, config: DecodeConfig) -> Rule:
-    """The acceptance rule that the settings ask for, for one answer."""
-    if config.guarded:
+def make_rule(
+    target: Target, state: State, sampler: Sampler, config: DecodeConfig, company: bool = False
+) -> Rule:
+    """The acceptance rule that the settings ask for, for one answer.
+
+    company: whether others may be in its passes; then plain decoding has ties to decide, too.
+    """
+    if config.guarded or (config.exact and company):
         return NearTieGuard(target, state, sampler, noise_of(target))
     return Reject(sampler) if config.draws_drafts else Match(sampler)
 

@@ -32,8 +32,9 @@ class Engine:
     memory: bytes that keys, values and recurrent states of all sequences may take, those of their
     drafters included; None for no limit. Sequences that would take more wait, in the order in which
     they came; where answers grow beyond it, the youngest is read again later. prefixes: where
-    sequences that share go when they are over, and begin; it gives way to those that run. waiting,
-    running: the sequences, the oldest first.
+    sequences go when they are over, `exact` ones excepted, and begin; it gives way to those that
+    run. fair: whether prompts are read in chunks that the others' answers can bear; batch work has
+    nobody who waits. waiting, running: the sequences, the oldest first.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class Engine:
         memory: int | None = None,
         observer: Observer | None = None,
         prefixes: PrefixCache | None = None,
+        fair: bool = True,
     ) -> None:
-        self.target, self.memory, self.prefixes = target, memory, prefixes
+        self.target, self.memory, self.prefixes, self.fair = target, memory, prefixes, fair
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._observer = observer or Observer()
@@ -68,7 +70,7 @@ class Engine:
     def cancel(self, sequence: Running) -> None:
         """Give up a sequence, wherever it is; the others do not notice. What it read is kept."""
         self._remove(sequence)
-        if self.prefixes is not None and sequence.shares:
+        if self.prefixes is not None and not sequence.exact:
             self.prefixes.put(sequence.state, self.target, sequence.drafter)
 
     def _remove(self, sequence: Running) -> None:
@@ -88,8 +90,7 @@ class Engine:
         self._rows = max(1, sum(map(len, trees)))
         for each, outcome in outcomes:
             if isinstance(outcome, Exception):
-                each.shares = False  # nobody knows what it left behind
-                self.cancel(each)
+                self._remove(each)  # nobody knows what it left behind
             elif each.state.has_begun and each.state.room <= 0:
                 self.cancel(each)
         self._make_room()
@@ -128,7 +129,7 @@ class Engine:
         """Let it go on from what another has read, if any has."""
         if self.prefixes is None:
             return
-        if sequence.shares and not sequence.state.position:
+        if not (sequence.exact or sequence.state.position):
             found = self.prefixes.take(sequence.prompt, self.target, sequence.drafter)
             sequence.go_on_from(found)
         self._give_way()
@@ -147,7 +148,7 @@ class Engine:
     def _share_chunks(self) -> None:
         """Let prompts ride along, the oldest first, as far as the others' answers can bear it."""
         decoding = [each for each in self.running if not each.is_reading]
-        left = self._bearable(decoding) if decoding else sys.maxsize
+        left = self._bearable(decoding) if decoding and self.fair else sys.maxsize
         for each in self.running:
             if each.is_reading:
                 each.allowed = left

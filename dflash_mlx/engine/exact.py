@@ -152,7 +152,7 @@ class NearTieGuard:
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """As `Match`, with every near-tie decided as plain decoding decides it."""
         untouched = state.position == self._plain_rows
-        if untouched and len(verdict.tree) == 1:
+        if untouched and verdict.is_plain:
             self._plain_rows += state.anchor.size  # none behind the prompt, which is committed
             return replace(self._match.accept(verdict, state), near_ties=NearTies())
         look = _CloserLook(self, verdict, state, untouched)
@@ -184,11 +184,11 @@ class _CloserLook:
     def choose(self, path: tuple[int, ...]) -> int:
         """Plain decoding's token after the nodes in `path`."""
         token, margin = self._lead(path)
-        noise, alone = self._guard.noise, len(self._verdict.tree) == 1
-        if margin >= self._scaled(noise.cache if alone else noise.wide):
+        noise, plain = self._guard.noise, self._verdict.is_plain
+        if margin >= self._scaled(noise.cache if plain else noise.wide):
             return token
         start, passes, replays, again = time.perf_counter(), 0, 0, token
-        if not alone:
+        if not plain:
             again, margin = self._best(self._one_row(path), path)
             passes = 1
         if not (self._untouched and len(path) == 1) and margin < self._scaled(noise.cache):

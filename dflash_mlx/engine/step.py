@@ -21,6 +21,7 @@ from dflash_mlx.engine.verify import Verdict
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.forest import Rows
 from dflash_mlx.target.model import Target
+from dflash_mlx.target.routing import Kernels
 
 T = TypeVar("T")
 Found = tuple[mx.array, mx.array | None]  # logits, and what the drafter taps
@@ -36,15 +37,16 @@ class Round:
     accepted: Accepted
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A sequence in the making: its prompt is read, then its answer is decoded.
 
     prompt: its tokens, () where the caches hold it. chunk: most of them that a pass reads. rule:
     how drafts are accepted; made by `make_rule` behind the prompt, which `exact` has to know.
     Without either nothing but the prompt is asked for. allowed: most of the prompt's tokens that
-    the next pass reads. shares: whether its rows may be those of another sequence, and another's
-    its own; never with `exact`. reused: tokens of the prompt that another has read.
+    the next pass reads. exact: whether its prompt is read by the passes that would read it alone,
+    since the keys and values of others differ in the last bits. reused: tokens of the prompt that
+    another has read, none where exact.
     """
 
     state: State
@@ -54,7 +56,7 @@ class Running:
     rule: Rule | None = None
     make_rule: Callable[[], Rule] | None = None
     allowed: int = sys.maxsize
-    shares: bool = False
+    exact: bool = False
     reused: int = 0
     _left_at: Accepted | None = None  # the newest token, where the caches were dropped behind it
 
@@ -71,7 +73,7 @@ class Running:
     def next_chunk(self) -> list[int]:
         """What the next pass reads: up to the prompt's tail, where that is passed by itself."""
         first, last, rows = self.state.position, len(self.prompt), self.state.cache.tail
-        chunk = min(self.chunk, self.allowed)
+        chunk = self.chunk if self.exact else min(self.chunk, self.allowed)
         end = min(first + chunk, last)
         tail = last - min(rows + 1, chunk) if rows else last
         return list(self.prompt[first : tail if first < tail < end else end])
@@ -116,17 +118,20 @@ class _Tree:
 
     sequence: Running
     proposal: Proposal
+    is_apart = False
 
     @cached_property
     def rows(self) -> Rows:
         state, tree = self.sequence.state, self.proposal.tree
         return Rows(tree.ids(state.anchor), state.cache, Block.of(tree))
 
-    def finish(self, found: Found | Exception, target: Target, observer: Observer) -> Round:
-        state, rule = self.sequence.state, self.sequence.rule
+    def finish(
+        self, found: Found | Exception, kernels: Kernels, shared: bool, observer: Observer
+    ) -> Round:
+        state, rule, ids = self.sequence.state, self.sequence.rule, self.rows.tokens
         logits, features = _or_raise(found)
         assert rule is not None
-        verdict = Verdict(self.proposal, self.rows.tokens, logits, features, target.kernels)
+        verdict = Verdict(self.proposal, ids, logits, features, kernels, shared)
         accepted = rule.accept(verdict, state)
         observer.mark("verify")
         state.commit(accepted, verdict.ids, verdict.features)
@@ -141,12 +146,19 @@ class _Chunk:
     sequence: Running
     tokens: list[int]
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether it has a pass of its own."""
+        return self.sequence.exact
+
     @cached_property
     def rows(self) -> Rows:
         block = Block(len(self.tokens), last_only=True)
         return Rows(mx.array(self.tokens), self.sequence.state.cache, block)
 
-    def finish(self, found: Found | Exception, target: Target, observer: Observer) -> Round | None:
+    def finish(
+        self, found: Found | Exception, kernels: Kernels, shared: bool, observer: Observer
+    ) -> Round | None:
         sequence, state = self.sequence, self.sequence.state
         logits, features = _or_raise(found)
         state.commit_prompt(self.tokens, features)
@@ -182,10 +194,13 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
             parts.append(_Tree(each, proposal))
     trees = [part.proposal.tree for part in parts if isinstance(part, _Tree)]
     parts += [_Chunk(each, each.next_chunk()) for each in passing if each.is_reading]
+    parts.sort(key=lambda part: part.is_apart)
     known = all(tree.is_known for tree in trees)
     if known and trees:  # before the pass is prepared, parts of which may run at once
         observer.mark("draft")
-    passes = forward(target, parts, observer)
+    joined = [part for part in parts if not part.is_apart]
+    passes = forward(target, joined, observer)
+    passes += [forward(target, [part], observer)[0] for part in parts[len(joined) :]]
     if not known:
         for tree in trees:
             tree.wait()
@@ -193,7 +208,8 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
     for each in decoding:
         each.state.delayed = len(decoding) < len(passing)
     for part, found in zip(parts, passes, strict=True):
-        finish: Callable[[], Round | None] = partial(part.finish, found, target, observer)
+        given = found, target.kernels, len(joined) > 1, observer
+        finish: Callable[[], Round | None] = partial(part.finish, *given)
         outcomes[id(part.sequence)] = _guarded(finish)
     return [outcomes[id(each)] for each in running]
 

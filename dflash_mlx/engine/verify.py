@@ -21,7 +21,7 @@ class Verdict:
     """What the target says of a proposed tree's N nodes.
 
     ids: [N] their tokens. logits: [N, V] for the token after each node. features: [N, m*d] tapped
-    states or None. kernels: the target's.
+    states or None. kernels: the target's. shared: whether rows of other sequences were in the pass.
     """
 
     proposal: Proposal
@@ -29,6 +29,12 @@ class Verdict:
     logits: mx.array
     features: mx.array | None
     kernels: Kernels | None = None
+    shared: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the pass was one of plain decoding: over the root, and nothing else."""
+        return len(self.tree) == 1 and not self.shared
 
     @property
     def tree(self) -> Tree:

@@ -56,8 +56,8 @@ class Conversations:
             drafter,
             tuple(tokens),
             config.prefill_step,
-            make_rule=lambda: make_rule(target, state, sampler, config),
-            shares=not config.guarded,
+            make_rule=lambda: make_rule(target, state, sampler, config, company=True),
+            exact=config.exact,
         )
         answering = Answering(pair, config, drafter.name, tokens)
         self.engine.add(running)

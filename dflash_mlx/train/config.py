@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_mlx.core.config import MOST_ROWS
+from dflash_mlx.core.config import AUTO, HOTTEST, MOST_ROWS
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import (
     option,
@@ -146,6 +146,11 @@ class CorpusConfig:
     top_p: float = option(0.95, "of the other answers", type=float)
     max_tokens: int = option(220, "cut answers after this many tokens", type=int)
     batch_size: int = option(128, "answers decoded at once", type=int)
+    method: str = option(
+        AUTO,
+        "how tokens are drafted meanwhile, which changes no answer: none is plain decoding, auto "
+        "what the model and its drafter are best used with",
+    )
     seed: int = option(0, "decides the order, which answers are greedy, and every draw", type=int)
     limit: int | None = option(None, "answer only the first N prompts of that order", type=int)
     system: str | None = option(None, "system prompt")
@@ -162,7 +167,9 @@ class CorpusConfig:
     def __post_init__(self) -> None:
         require_possible(self)
         require(0 <= self.greedy_share <= 1, "greedy_share", self.greedy_share, "0 to 1")
-        require_positive(self, "temperature", "self_temperature")
+        for name in ("temperature", "self_temperature"):
+            value = getattr(self, name)
+            require(0 < value <= HOTTEST, name, value, f"a number above 0 and up to {HOTTEST:g}")
         for name in ("top_p", "self_top_p"):
             value = getattr(self, name)
             require(0 < value <= 1, name, value, "a number above 0 and up to 1")

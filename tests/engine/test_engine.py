@@ -19,6 +19,7 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
 from support.decoding import Strict, answer
 from support.families import make_model
+from support.rounding import Rounding
 from support.toys import foretold, prompt_of
 
 COUNT = 6
@@ -84,19 +85,26 @@ def test_answers_are_those_of_each_alone(target, alone, seed):
     assert said == [words for _, words in alone]
 
 
-def test_near_ties_are_decided_as_alone(target, alone):
-    config = DecodeConfig(max_tokens=20, exact=True, prefill_step=16)
-    everyone, expected = [], []
-    for prompt, words in alone[:3]:
-        drafter = foretold(prompt, words, 1)
-        expected.append(answer(target, drafter, prompt, config))
-        state = State(target.new_cache(), drafter.new_context())
-        state.end = len(prompt) - 1 + config.max_tokens
-        make = partial(make_rule, target, state, Sampler(config.sampling), config)
-        everyone.append(Running(state, drafter, prompt, 16, make_rule=make))
-    said, _ = run(Engine(target, observer=Strict()), everyone, np.random.default_rng(0))
-    assert said == expected
-    assert all(each.rule._plain_rows >= len(each.prompt) for each in everyone)
+@pytest.mark.parametrize("drafting", [True, False])
+def test_near_ties_are_decided_as_alone(drafting):
+    target, others = Rounding("llama", 0.01), [prompt_of(i, 9 + 11 * i) for i in range(3)]
+    config = DecodeConfig(max_tokens=24, exact=True, prefill_step=16)
+    plain = [answer(target, NoDraft(), prompt, config) for prompt in others]
+    differ = 0
+    for exact in (True, False):
+        everyone = []
+        for i, (prompt, words) in enumerate(zip(others, plain, strict=True)):
+            drafter = foretold(prompt, words, i) if drafting else NoDraft()
+            state = State(target.new_cache(), drafter.new_context())
+            state.end = len(prompt) - 1 + config.max_tokens
+            settings = DecodeConfig("dflash" if drafting else "none", max_tokens=24, exact=exact)
+            make = partial(make_rule, target, state, Sampler(config.sampling), settings, True)
+            everyone.append(Running(state, drafter, prompt, 16, make_rule=make, exact=exact))
+        said, failed = run(Engine(target, observer=Strict()), everyone, np.random.default_rng(0))
+        assert not any(failed)
+        assert not exact or said == plain
+        differ += said != plain
+    assert differ, "nobody would notice without it"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -147,32 +155,50 @@ def test_an_answer_that_cannot_fit_even_alone_is_refused_by_number(target, alone
         engine.add(sequences(target, alone)[3])
 
 
-@pytest.mark.parametrize("stage", ["draft", "pass", "accept", "commit", "prompt"])
-@pytest.mark.parametrize("seed", range(2))
-def test_one_that_fails_leaves_the_others_as_they_were(target, alone, stage, seed):
-    everyone, victim, rng = sequences(target, alone), 3, np.random.default_rng(seed)
-    broken, when = everyone[victim], int(rng.integers(2, 4))
+STAGES = {  # what a sequence is asked for there
+    "draft": "drafter.propose",
+    "pass": "state.cache.extend",
+    "layer": "state.cache.layers.1.update_and_fetch",
+    "accept": "rule.accept",
+    "commit": "state.commit",
+    "cache": "state.cache.commit",
+    "context": "state.context.append",
+    "prompt": "state.commit_prompt",
+    "rule": "make_rule",
+}
 
-    def fails(*_):
-        nonlocal when
-        when -= 1
-        if when <= 0:
+
+def break_at(stage: str, broken: Running, calls: int) -> None:
+    """Let it fail at its so many-th call."""
+    left = calls
+
+    def fails():
+        nonlocal left
+        left -= 1
+        if left <= 0:
             raise RuntimeError("no")
 
-    def before(call):
-        return lambda *given, **named: fails() or call(*given, **named)
+    *path, name = STAGES[stage].split(".")
+    where = broken
+    for part in path:
+        where = where[int(part)] if isinstance(where, list) else getattr(where, part)
+    call = getattr(where, name)
 
-    state = broken.state
-    if stage == "draft":
-        broken.drafter.propose = before(broken.drafter.propose)
-    elif stage == "pass":
-        state.cache.extend = before(state.cache.extend)
-    elif stage == "accept":
-        broken.rule.accept = before(broken.rule.accept)
-    elif stage == "commit":
-        state.commit = before(state.commit)
-    else:
-        state.commit_prompt = before(state.commit_prompt)
+    def failing(*given, **named):
+        fails()
+        return call(*given, **named)
+
+    setattr(where, name, failing)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_that_fails_leaves_the_others_as_they_were(target, alone, stage, calls):
+    everyone, victim, rng = sequences(target, alone), 3, np.random.default_rng(calls)
+    if stage == "rule":
+        calls, rule = 1, everyone[victim].rule  # it is made once
+        everyone[victim].rule, everyone[victim].make_rule = None, lambda: rule
+    break_at(stage, everyone[victim], calls)
     said, failed = run(Engine(target), everyone, rng)
     words = [words for _, words in alone]
     assert [type(each) for each in failed] == [
@@ -180,6 +206,37 @@ def test_one_that_fails_leaves_the_others_as_they_were(target, alone, stage, see
     ]
     assert said[:victim] + said[victim + 1 :] == words[:victim] + words[victim + 1 :]
     assert said[victim] == words[victim][: len(said[victim])]
+
+
+def test_a_pass_that_breaks_off_leaves_recurrent_states_as_they_were():
+    target, config = Target(make_model("qwen3_5"), 1000, "qwen3_5"), config_of(1)
+    prompts = [prompt_of(i, 5 + 11 * i) for i in range(3)]
+    words = [answer(target, NoDraft(), prompt, config) for prompt in prompts]
+    everyone = [
+        running(target, 1, prompt, foretold(prompt, said, i))
+        for i, (prompt, said) in enumerate(zip(prompts, words, strict=True))
+    ]
+    break_at("layer", everyone[0], 4)  # behind one that is recurrent
+    said, failed = run(Engine(target), everyone, Eager())
+    assert said[1:] == words[1:] and [each is None for each in failed] == [False, True, True]
+
+
+@pytest.mark.parametrize("term", ["draft", "verify", "commit"])
+def test_one_that_is_cancelled_inside_a_step_leaves_the_others_as_they_were(target, alone, term):
+    everyone, when = sequences(target, alone), 5
+    gone, others = everyone[3], [0, 1, 2, 4, 5]
+
+    class Cancels(Strict):
+        def mark(self, said: str) -> None:
+            nonlocal when
+            when -= said == term
+            if when == 0 and said == term:
+                engine.cancel(gone)
+
+    engine = Engine(target, observer=Cancels())
+    said, failed = run(engine, everyone, Eager())
+    assert [said[i] for i in others] == [alone[i][1] for i in others] and not any(failed)
+    assert said[3] == alone[3][1][: len(said[3])] and len(said[3]) < len(alone[3][1])
 
 
 def test_one_that_is_cancelled_leaves_the_others_as_they_were(target, alone):

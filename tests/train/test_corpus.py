@@ -13,18 +13,18 @@ from subprocess import PIPE
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from dflash_mlx import DecodeConfig, Pair, Session, load
+from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus import collect
-from dflash_mlx.train.corpus.batch import draw
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
-from support.models import EOS, write_model
+from support.models import EOS, write_drafter, write_model
 
 MAX_TOKENS = 40
 PROMPTS = [
@@ -105,18 +105,27 @@ def test_sampled_rows_draw_from_the_targets_law_with_their_own_seed(answered, pa
     assert {(row.temperature, row.top_p) for row in sampled} == {(0.6, 0.95)}
     assert len({row.seed for row in sampled}) == len(sampled)
     for row in sampled[:4]:
-        uniform = np.random.default_rng(row.seed)
-        assert row.answer == tuple(
-            draw(logprobs, 0.6, 0.95, uniform.random()) for logprobs in plain_law(pair.target, row)
-        )
+        sampler = Sampler(SamplingConfig(0.6, 0.95, seed=row.seed))
+        draws = enumerate(plain_logits(pair.target, row), len(row.prompt))
+        assert row.answer == tuple(sampler.sample(at, i, []).item() for i, at in draws)
 
 
-def plain_law(target: Target, row: CorpusRow) -> np.ndarray:
-    """Log-probabilities before each token of the answer, all from one pass."""
+def plain_logits(target: Target, row: CorpusRow) -> mx.array:
+    """Before each token of the answer [n, V], all from one pass."""
     tokens = mx.array([*row.prompt, *row.answer[:-1]])
     logits, _ = target.forward(tokens, target.new_cache(), Block(len(tokens)))
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    return np.array(logprobs[len(row.prompt) - 1 :])
+    return logits[len(row.prompt) - 1 :]
+
+
+def test_drafts_change_no_answer(folder, tmp_path, answered, capsys):
+    drafter = ["--drafter", str(write_drafter(tmp_path / "drafter"))]
+    for i, more in enumerate((["--method", "none"], [*drafter, "--method", "d2sd"], drafter)):
+        rows = run(folder, tmp_path / str(i), "--limit", "6", *more)
+        assert len(rows) == 6 and all(answered[row.id] == row for row in rows)
+        assert "n-gram" not in capsys.readouterr().err
+    assert {(tmp_path / str(i)).read_bytes().splitlines()[0] for i in range(3)} == {
+        (folder / "answered.jsonl").read_bytes().splitlines()[0]
+    }, "one may go on with another method"
 
 
 def test_the_share_of_greedy_rows_is_as_asked(folder, tmp_path, answered):
@@ -171,7 +180,7 @@ def test_a_file_cut_anywhere_is_completed(folder, tmp_path, answered, lines):
 
 def test_a_killed_run_is_continued_without_loss_or_repetition(folder, tmp_path, answered):
     out = tmp_path / "c"
-    words = [*options(folder, out), "--batch-size", "1"]
+    words = [*options(folder, out), "--batch-size", "1", "--method", "none"]
     command, heard = [sys.executable, "-m", "dflash_mlx.corpus", *words], b""
     with subprocess.Popen(command, stderr=PIPE, stdout=subprocess.DEVNULL) as process:
         assert process.stderr is not None
@@ -224,13 +233,15 @@ def test_prompts_longer_than_the_context_are_left_out_and_counted(folder, tmp_pa
         (["--limit", "0"], "limit is 0"),
         (["--greedy-share", "1.5"], "greedy_share is 1.5"),
         (["--temperature", "nan"], "temperature is nan"),
+        (["--temperature", "11"], "temperature is 11"),
         (["--top-p", "0"], "top_p is 0.0"),
+        (["--drafter", "nowhere", "--method", "none"], "drafter is nowhere"),
     ],
 )
 def test_bad_options_are_refused_before_the_model_is_loaded(
     folder, tmp_path, monkeypatch, more, named
 ):
-    monkeypatch.setattr(collect, "load_target", lambda _: pytest.fail("the pair was loaded"))
+    monkeypatch.setattr(collect, "load_pair", lambda *_: pytest.fail("the pair was loaded"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(DFlashError, match=named) as failure:

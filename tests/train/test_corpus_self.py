@@ -12,7 +12,7 @@ from dflash_mlx import Pair, load
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus import collect
-from dflash_mlx.train.corpus.batch import Done
+from dflash_mlx.train.corpus.answers import Done
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.corpus.self_prompt import TurnTemplate, TurnWriter
 from support.models import EOS, TEMPLATE, write_model

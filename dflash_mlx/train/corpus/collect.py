@@ -17,13 +17,20 @@ from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import read_prompts
-from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
+from dflash_mlx.core.config import (
+    ALL_BUT_MODEL,
+    AUTO,
+    DecodeConfig,
+    PairConfig,
+    SamplingConfig,
+)
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.methods import check_given
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.load import load_target
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.config import CorpusConfig
-from dflash_mlx.train.corpus.batch import BatchDecoder, Done, Job
+from dflash_mlx.train.corpus.answers import Answers, Done, Job
 from dflash_mlx.train.corpus.rows import (
     CorpusFile,
     CorpusHeader,
@@ -34,7 +41,7 @@ from dflash_mlx.train.corpus.rows import (
 from dflash_mlx.train.corpus.self_prompt import TurnWriter, lot, read_openings
 
 PROGRAM = "dflash_mlx.corpus"
-_ONLY_HOW_MANY = ("batch_size", "limit", "self_prompt")  # rows, not which
+_ONLY_HOW_MANY = ("batch_size", "method", "limit", "self_prompt")  # rows and how fast, not which
 
 
 def main(argv: Sequence[str]) -> None:
@@ -43,16 +50,13 @@ def main(argv: Sequence[str]) -> None:
     config = read_config(arguments)
     prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts, None)
     with open_corpus(arguments.out) as file:
-        chosen = cli.read_pair_config(arguments)
-        pair = replace(load_target(chosen.model), template=chosen.template_arguments)
+        pair = open_pair(cli.read_pair_config(arguments), config.method)
         file.begin(make_header(pair, config))
         collection = Collection(pair, config, file)
         missing, begin = collection.ask(prompts), time.perf_counter()
         with tqdm(total=missing, unit="row", miniters=0) as bar:
             for rows in collection.run():
-                rate = collection.decoder.generated / (time.perf_counter() - begin)
-                looped = collection.finishes["loop"] / max(collection.finishes.total(), 1)
-                bar.set_postfix_str(f"{rate:.0f} tok/s, {looped:.0%} looped", refresh=False)
+                bar.set_postfix_str(collection.progress(time.perf_counter() - begin), refresh=False)
                 bar.update(rows)
     print(collection.report())
 
@@ -69,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, required=True, help="the corpus; rows are appended")
     result.add_argument("--openings", type=Path, help="a JSON list of openings, see --opening")
-    others = tuple(name for name in ALL_BUT_MODEL if name != "template")
+    others = tuple(name for name in ALL_BUT_MODEL if name not in ("drafter", "template"))
     cli.add_options(result, PairConfig, CorpusConfig, without=others)
     return result
 
@@ -86,6 +90,19 @@ def read_config(arguments: argparse.Namespace) -> CorpusConfig:
     if config.limit is not None and config.self_prompt is not None:
         raise DFlashError("--limit counts prompts of a file", "give the number to --self-prompt")
     return config
+
+
+def open_pair(chosen: PairConfig, method: str) -> Pair:
+    """The target and what drafts for it.
+
+    Prompts go by the template arguments that were asked for, not by those of a drafter: what is
+    collected does not depend on what drafts. Raises DFlashError for what does not go together.
+    """
+    check_given(chosen, method)
+    pair = load_pair(chosen, DecodeConfig(method))
+    if pair.fallback and method == AUTO:
+        cli.say(f"{pair.fallback}; --drafter names a drafter")
+    return replace(pair, template=chosen.template_arguments)
 
 
 def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:
@@ -109,7 +126,7 @@ class Collection:
     """
 
     def __init__(self, pair: Pair, config: CorpusConfig, file: CorpusFile) -> None:
-        self.decoder = BatchDecoder(pair.target, config.batch_size)
+        self.answers = Answers(pair, config.method, config.batch_size)
         self.finishes = Counter(row.finish for row in file.rows)
         self._skipped = 0  # prompts that are too long
         self._pair, self._config, self._file = pair, config, file
@@ -127,7 +144,7 @@ class Collection:
         else:
             self._turns = TurnWriter(self._pair, self._config, self._file.rows)
             jobs = self._turns.start(max(self._config.self_prompt - len(self._file.rows), 0))
-        self.decoder.waiting.extend(jobs)
+        self.answers.waiting.extend(jobs)
         return len(jobs)
 
     def _missing(self, prompts: Sequence[dict[str, Any]]) -> list[CorpusRow]:
@@ -156,12 +173,12 @@ class Collection:
 
     def run(self) -> Iterator[int]:
         """Decode all that is queued; yields how many rows each step has put into the file."""
-        for finished in self.decoder.run():
+        for finished in self.answers.run():
             yield sum(self._finish(done) for done in finished)
 
     def _finish(self, done: Done) -> bool:
         """Append an answer; queue what a user turn asks for, or another where it is no good."""
-        asked, waiting = done.job.key, self.decoder.waiting
+        asked, waiting = done.job.key, self.answers.waiting
         if self._turns is not None and not isinstance(asked, CorpusRow):
             if (prompt := self._turns.prompt(done)) is None:
                 waiting.extend(self._turns.start(1))
@@ -182,9 +199,7 @@ class Collection:
             prompt=asked.prompt,
             stops=frozenset(self._pair.tokenizer.eos_token_ids),
             max_tokens=min(config.max_tokens, self._pair.target.context_length - len(asked.prompt)),
-            temperature=heat,
-            top_p=top_p,
-            seed=seed,
+            sampling=SamplingConfig(heat, top_p, seed=seed),
         )
 
     def _prompt(self, row: dict[str, Any]) -> CorpusRow:
@@ -194,6 +209,12 @@ class Collection:
             self._pair.tokenizer, messages, self._config.system, template=self._pair.template
         )
         return CorpusRow(str(row.get("id", digest[:16])), row["category"], tuple(tokens))
+
+    def progress(self, seconds: float) -> str:
+        """What the run has come to by now, for its progress line."""
+        rate, per_round = self.answers.generated / seconds, self.answers.tokens_per_round
+        looped = self.finishes["loop"] / max(self.finishes.total(), 1)
+        return f"{rate:.0f} tok/s, {per_round:.2f} tokens/round, {looped:.0%} looped"
 
     def report(self) -> str:
         """One line for people."""

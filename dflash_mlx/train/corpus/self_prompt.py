@@ -11,12 +11,13 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.json_text import parse_json
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.config import CorpusConfig
-from dflash_mlx.train.corpus.batch import Done, Job
+from dflash_mlx.train.corpus.answers import Done, Job
 from dflash_mlx.train.corpus.rows import CorpusRow
 
 _MARK = "dflash4c7a1e"  # stands for the user's text
@@ -78,14 +79,13 @@ class TurnWriter:
         room = self._pair.target.context_length - len(prompt)
         if room < 1:
             raise DFlashError(f"opening {self._opening(n)[:40]!r} fills the context", "shorten it")
+        seed = lot(config.seed, f"turn {n}")[1]
         return Job(
             key=n,
             prompt=prompt,
             stops=self._template.stops,
             max_tokens=min(config.self_max_tokens, room),
-            temperature=config.self_temperature,
-            top_p=config.self_top_p,
-            seed=lot(config.seed, f"turn {n}")[1],
+            sampling=SamplingConfig(config.self_temperature, config.self_top_p, seed=seed),
         )
 
     def _opening(self, n: int) -> str:

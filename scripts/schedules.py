@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""Random lives of an engine: `scripts/schedules.py [--schedules 64] [--real 4] [--seed 0]`.
+
+Requests come, are answered by several methods, greedily or not, and leave early, while memory runs
+short, on tiny random targets of several kinds and on the default pair. Every answer must be the one
+of its request alone, or part from it at a near-tie. Prints what was otherwise; exit code 1 if
+anything was.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from dflash_mlx.system import blas  # noqa: E402
+
+blas.preload()
+
+from tqdm import tqdm  # noqa: E402
+
+from support.schedules import (  # noqa: E402
+    TOYS,
+    problems,
+    real_pair,
+    real_prompts,
+    schedule_of,
+    toy_pair,
+    toy_prompt,
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=64, help="on tiny targets")
+    parser.add_argument("--real", type=int, default=4, help="on the default pair")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    seeds = range(asked.seed, asked.seed + asked.schedules)
+    counts = dict.fromkeys(("answers", "tokens", "left early", "dropped caches", "wrong"), 0)
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = {name: toy_pair(name, Path(folder) / name) for name in TOYS}
+        cases = [(pairs[TOYS[seed % len(TOYS)]], schedule_of(seed, toy_prompt)) for seed in seeds]
+        if asked.real:
+            pair = real_pair()
+            prompts = real_prompts(pair)
+            some = range(asked.seed, asked.seed + asked.real)
+            cases += [(pair, schedule_of(seed, prompts, longest=24)) for seed in some]
+        for case in tqdm(cases, desc="schedules"):
+            found, ended = problems(*case)
+            for problem in found:
+                tqdm.write(f"{case[0].target.name}: {problem}")
+            counts["answers"] += len(ended)
+            counts["tokens"] += sum(len(each.said) for each in ended)
+            counts["left early"] += sum(each.left for each in ended)
+            counts["dropped caches"] += sum(each.drops for each in ended)
+            counts["wrong"] += len(found)
+    print(", ".join(f"{count} {name}" for name, count in counts.items()))
+    return 1 if counts["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

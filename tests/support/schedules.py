@@ -1,0 +1,306 @@
+"""Random lives of an engine: who comes when, asks for what and leaves early, and what each says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.sampling import Sampler, penalise, tempered
+from dflash_mlx.drafters.adaptive import Adaptive
+from dflash_mlx.drafters.eagle3 import checkpoint
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.decode import make_rule
+from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.engine import Engine
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.state import State
+from dflash_mlx.engine.step import Running
+from dflash_mlx.models.load import load
+from dflash_mlx.models.names import SHIPPED
+from dflash_mlx.session.templates import prompt_tokens
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.model import Target
+from dflash_mlx.target.pass_times import PassTimes
+from support import masked_formats, reference_eagle3
+from support.decoding import Strict, answer
+from support.drafter_formats import drafter_folder
+from support.families import make_model
+from support.reference_dflash import write_drafter_folder
+from support.toys import foretold, prompt_of
+
+TOYS = ("llama", "llama_sliding", "qwen3_5", "gemma3_text", "gemma2", "lfm2")  # gemma2 takes turns
+TIE = 1e-3
+_PATIENCE = 2000  # steps
+
+Prompts = Callable[[np.random.Generator], list[int]]
+
+METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "none"},
+    {"method": "ngram"},
+    {"method": "ngram", "block_size": 6},
+    {"method": "dflash"},
+    {"method": "dflash", "block_size": 5},
+    {"method": "dflash", "block_size": 5, "acceptance": "reject"},
+    {"method": "ddtree"},
+    {"method": "ddtree", "budget": 12},
+    {"method": "d2sd"},
+    {"method": "d2sd", "budget": 12, "branches": 3},
+    {"method": "eagle3"},
+    {"method": "eagle3", "budget": 9, "branches": 3},
+    {"method": "specdiff"},
+    {"method": "specdiff", "block_size": 5},
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer that is asked for.
+
+    arrives, leaves: before which step, None for never. knows: whether its drafts are foretold, and
+    so often right; tiny drafters know nothing.
+    """
+
+    prompt: list[int]
+    config: DecodeConfig
+    arrives: int
+    leaves: int | None
+    knows: bool
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What happens to an engine. squeezed: in which steps its memory is short, in turn."""
+
+    seed: int
+    requests: list[Request]
+    squeezed: tuple[bool, ...]
+
+
+@dataclass(eq=False)
+class Watched(Running):
+    """A sequence that counts how often its caches were dropped, and keeps what it says."""
+
+    said: list[int] = field(default_factory=list)
+    drops: int = 0
+    left: bool = False
+
+    def drop(self, target: Target) -> None:
+        self.drops += 1
+        super().drop(target)
+
+
+class Ticks:
+    """A clock that does not depend on the machine."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng, self._now = np.random.default_rng(seed), 0.0
+
+    def __call__(self) -> float:
+        self._now += float(self._rng.exponential(0.5))
+        return self._now
+
+
+def toy_pair(name: str, folder: Path) -> Pair:
+    """A tiny target of a family, with drafters of all kinds, whose files go to `folder`."""
+    target = Target(make_model(name), 1000, name)
+    target.pass_times = PassTimes((1, 96), (1.0, 3.0))
+    first = drafter_folder(folder / "first", [0, 2], 1, target)
+    second = drafter_folder(folder / "second", [1], 2, target)
+    masked = masked_formats.load(masked_formats.folder(folder / "masked"), target)
+    written = write_drafter_folder(folder / "eagle", *reference_eagle3.FORMATS["raw"])
+    read = checkpoint.read_drafter(written).config
+    eagle = checkpoint.load(written, read, target, PairConfig())
+    return Pair(target, None, (first, second, masked, eagle), "tiny")
+
+
+def toy_prompt(rng: np.random.Generator) -> list[int]:
+    """Random tokens, some of them again and again; seldom more than the caches begin with."""
+    size = int(rng.choice([1, rng.integers(2, 12), rng.integers(12, 60), rng.integers(240, 280)]))
+    words = prompt_of(int(rng.integers(4)), int(rng.integers(3, 30)))  # so that some begin alike
+    return (words * size)[:size]
+
+
+def real_pair() -> Pair:
+    """The default pair, whose passes are not timed."""
+    pair = load()
+    pair.target.pass_times = PassTimes((1, 96), (1.0, 3.0))
+    return pair
+
+
+def real_prompts(pair: Pair) -> Prompts:
+    """The shipped prompts, through the model's chat template."""
+    asked = [row["messages"] for row in read_prompts(SHIPPED / "prompts.jsonl", None)]
+    texts = [prompt_tokens(pair.tokenizer, messages, None) for messages in asked]
+    return lambda rng: list(texts[int(rng.integers(len(texts)))])
+
+
+def schedule_of(seed: int, prompts: Prompts, longest: int = 40) -> Schedule:
+    """All that one seed decides. longest: tokens of an answer."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.choice(len(METHODS), int(rng.integers(1, 4)), replace=False)
+    requests, step = [], 0
+    for _ in range(int(rng.integers(3, 8))):
+        step += int(rng.choice([0, 0, rng.integers(1, 12)]))
+        options = METHODS[int(rng.choice(chosen))]
+        config = _config(rng, options, int(rng.integers(1, longest + 1)))
+        leaves = step + int(rng.integers(25)) if rng.random() < 0.25 else None
+        knows = rng.random() < 0.3 and "acceptance" not in options
+        requests.append(Request(prompts(rng), config, step, leaves, knows))
+    squeezed = tuple(bool(share < 0.3) for share in rng.random(int(rng.integers(2, 30))))
+    return Schedule(seed, requests, squeezed)
+
+
+def _config(rng: np.random.Generator, options: dict[str, Any], tokens: int) -> DecodeConfig:
+    drawn = options.get("acceptance") == "reject"
+    hot = drawn or rng.random() < 0.5
+    sampling = SamplingConfig(
+        0.7 if hot else 0.0,
+        float(rng.choice([1.0, 0.9])) if hot else 1.0,
+        repetition_penalty=float(rng.choice([1.0, 1.0, 1.0, 1.3])),
+        seed=int(rng.integers(2**32)),
+    )
+    return DecodeConfig(
+        **options,
+        max_tokens=tokens,
+        exact=not hot and rng.random() < 0.25,
+        prefill_step=int(rng.choice([3, 16, 512])),
+        sampling=sampling,
+    )
+
+
+def alone(pair: Pair, request: Request) -> list[int]:
+    """What a request is answered with when there is nobody else."""
+    drafter = NoDraft() if request.knows else _drafter(replace(pair, learned={}), request.config, 0)
+    return answer(pair.target, drafter, request.prompt, request.config)
+
+
+def run(pair: Pair, schedule: Schedule, answers: Sequence[list[int]]) -> list[Watched]:
+    """Let it happen. answers: of each alone, for drafters that know them."""
+    pair, target = replace(pair, learned={}), pair.target
+    drafters: dict[DecodeConfig, Drafter] = {}
+    everyone = []
+    for i, (request, known) in enumerate(zip(schedule.requests, answers, strict=True)):
+        key = _what_drafts(request.config)
+        if request.knows:
+            drafter: Drafter = foretold(request.prompt, known, schedule.seed + i)
+        else:
+            if key not in drafters:
+                drafters[key] = _drafter(pair, key, schedule.seed)
+            drafter = drafters[key]
+        everyone.append(_sequence(target, request, drafter))
+    engine = Engine(target, observer=Strict())
+    tight = max(engine.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
+    for step, _ in enumerate(_until_done(engine, schedule, everyone)):
+        squeezed = schedule.squeezed[step % len(schedule.squeezed)]
+        engine.memory = tight if squeezed else 100 * tight
+        for each, outcome in engine.step():
+            assert not isinstance(outcome, Exception), outcome
+            each.said.extend(() if outcome is None else outcome.accepted.tokens)
+    return everyone
+
+
+def _until_done(engine: Engine, schedule: Schedule, everyone: Sequence[Watched]) -> Iterator[None]:
+    """Before every step, those who come and go then."""
+    last = max(request.arrives for request in schedule.requests)
+    for step in range(_PATIENCE):
+        for each, request in zip(everyone, schedule.requests, strict=True):
+            if step == request.arrives:
+                engine.add(each)
+            if step == request.leaves and (each in engine.running or each in engine.waiting):
+                engine.cancel(each)
+                each.left = True
+        if step > last and not (engine.running or engine.waiting):
+            return
+        yield
+    raise AssertionError(f"{len(engine.running)} run and {len(engine.waiting)} wait for ever")
+
+
+def _what_drafts(config: DecodeConfig) -> DecodeConfig:
+    """Settings without those of single requests: those who share them share a drafter."""
+    sampling = config.sampling if config.acceptance == "reject" else SamplingConfig(seed=0)
+    plain = DecodeConfig()
+    return replace(
+        config,
+        max_tokens=plain.max_tokens,
+        prefill_step=plain.prefill_step,
+        exact=False,
+        sampling=sampling,
+    )
+
+
+def _drafter(pair: Pair, config: DecodeConfig, seed: int) -> Drafter:
+    drafter = make_drafter(pair, _what_drafts(config))
+    if isinstance(drafter, Adaptive):
+        drafter.clock = Ticks(seed)
+    return drafter
+
+
+def _sequence(target: Target, request: Request, drafter: Drafter) -> Watched:
+    config, state = request.config, State(target.new_cache(), drafter.new_context())
+    state.end = min(len(request.prompt) - 1 + config.max_tokens, target.context_length - 1)
+    make = partial(make_rule, target, state, Sampler(config.sampling), config, company=True)
+    rule = None if config.exact else make()
+    return Watched(
+        state, drafter, request.prompt, config.prefill_step, rule, make, exact=config.exact
+    )
+
+
+def problems(pair: Pair, schedule: Schedule) -> tuple[list[str], list[Watched]]:
+    """What went otherwise than alone, a line for each request, and what became of all."""
+    answers = [alone(pair, request) for request in schedule.requests]
+    ended, found = run(pair, schedule, answers), []
+    for i, (request, words, each) in enumerate(zip(schedule.requests, answers, ended, strict=True)):
+        expected = words[: len(each.said)] if each.left else words
+        if each.said != expected and not excused(pair.target, request, expected, each.said):
+            asked = f"{request.config}, {each.drops} drops, left: {each.left}"
+            found.append(
+                f"schedule {schedule.seed}, request {i}: {each.said}, not {expected}; {asked}"
+            )
+    return found, ended
+
+
+def excused(target: Target, request: Request, expected: Sequence[int], said: Sequence[int]) -> bool:
+    """Whether a near-tie explains where two answers part."""
+    pairs = enumerate(zip(expected, said, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), None)
+    if at is None or request.config.exact or request.config.acceptance == "reject":
+        return False
+    return margin(target, request, list(expected[:at]), (expected[at], said[at])) < TIE
+
+
+def margin(target: Target, request: Request, before: list[int], tokens: tuple[int, int]) -> float:
+    """How near the choice between two tokens was, behind `before`.
+
+    Greedy: the difference of their logits. Sampled: of what they were drawn by, or the mass by
+    which one of them missed top-p.
+    """
+    history = [*request.prompt, *before]
+    ids, sampling = mx.array(history), request.config.sampling
+    logits = target.forward(ids, target.new_cache(), Block(len(history)))[0][-1]
+    logits = penalise(logits.astype(mx.float32), history, sampling)
+    if sampling.temperature > 0:
+        key = Sampler(sampling).key(len(history))
+        drawn = tempered(logits, sampling)
+        scores = drawn + mx.random.gumbel((1, logits.size), key=key)[0]
+        if mx.isinf(scores[mx.array(tokens)]).any():
+            return _from_top_p(np.array(mx.softmax(logits)), sampling.top_p, tokens)
+    else:
+        scores = logits
+    a, b = (float(scores[token].item()) for token in tokens)
+    return abs(a - b)
+
+
+def _from_top_p(law: np.ndarray, top_p: float, tokens: tuple[int, int]) -> float:
+    """The least mass by which a token is in the smallest set of that mass, or is not."""
+    order = np.argsort(-law)
+    below = dict(zip(order.tolist(), (np.cumsum(law[order]) - law[order]).tolist(), strict=True))
+    return min(abs(below[token] - top_p) for token in tokens)
