@@ -69,13 +69,15 @@ class Engine:
 
     def cancel(self, sequence: Running) -> None:
         """Give up a sequence, wherever it is; the others do not notice. What it read is kept."""
-        self._remove(sequence)
-        if self.prefixes is not None and not sequence.exact:
+        if self._remove(sequence) and self.prefixes is not None and not sequence.exact:
             self.prefixes.put(sequence.state, self.target, sequence.drafter)
 
-    def _remove(self, sequence: Running) -> None:
+    def _remove(self, sequence: Running) -> bool:
+        """Whether it was still here."""
+        before = len(self.waiting) + len(self.running)
         self.waiting = deque(each for each in self.waiting if each is not sequence)
         self.running = [each for each in self.running if each is not sequence]
+        return len(self.waiting) + len(self.running) < before
 
     def step(self) -> list[tuple[Running, Outcome]]:
         """One pass; what became of every sequence in it.

@@ -203,7 +203,7 @@ def running(target: Target, prompt: list[int], seed: int, tokens: int = 10) -> R
     )
     state.end = len(prompt) - 1 + tokens
     rule = make_rule(target, state, Sampler(sampling), config)
-    return Running(state, NoDraft(), prompt, 64, rule, shares=True)
+    return Running(state, NoDraft(), prompt, 64, rule)
 
 
 def run(engine: Engine, everyone: list[Running], look=lambda: None) -> list[list[int]]:
