@@ -1,11 +1,13 @@
-"""Tokens per round of any methods on known greedy answers, without decoding them.
+"""Tokens per round of any methods on known answers, without decoding them.
 
     .venv/bin/python scripts/simulate_trees.py --corpus ANSWERS.jsonl \
         --methods dflash:8,d2sd:growth=paper,d2sd:budget=16,ddtree:budget=16
 
-ANSWERS.jsonl is made by `dflash_mlx.corpus --greedy-share 1`. A greedy answer decides which drafts
-are right, so the target reads every answer once, all methods walk it together, and a draft that
-several of them ask for is made once. Counts are those of decoding, near-ties of the target apart.
+ANSWERS.jsonl is made by `dflash_mlx.corpus`, with `--greedy-share 1`, or with 0 and a temperature.
+An answer decides which drafts are right, so the target reads every answer once, all methods walk it
+together, and a draft that several of them ask for is made once. Counts are those of decoding,
+near-ties of the target apart: drafts are kept as far as they match what the target chose or drew
+(`--acceptance match`), and what it draws does not depend on them.
 Methods are written as in `dflash_mlx.benchmark`; times are not simulated, so an automatic budget
 has no place here.
 """
@@ -28,7 +30,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from dflash_mlx.benchmark.selection import PLAIN, read_methods
-from dflash_mlx.core.accept import Choose, accept
+from dflash_mlx.core.accept import Accepted, Choose, accept
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
@@ -79,21 +81,35 @@ def remembering() -> Iterator[Memory]:
         yield memory
 
 
-@dataclass
+@dataclass(eq=False)
 class Place:
-    """What a drafter reads of a state: the tokens so far, the anchor last, and its context."""
+    """What a drafter reads of a state: the tokens so far, the anchor last, and its context.
 
-    tokens: list[int]
+    text: the whole of it. position: of the anchor. last: what the last round accepted.
+    """
+
+    text: list[int]
     context: Context
-    room: int
-    anchor: mx.array = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.anchor = mx.array(self.tokens[-1:])
+    position: int
+    last: Accepted | None = None
+    paused: float = 0.0
+    delayed: bool = False
 
     @property
-    def position(self) -> int:
-        return len(self.tokens) - 1
+    def tokens(self) -> list[int]:
+        return self.text[: self.position + 1]
+
+    @property
+    def anchor(self) -> mx.array:
+        return mx.array(self.text[self.position : self.position + 1])
+
+    @property
+    def room(self) -> int:
+        return len(self.text) - 1 - self.position
+
+    def move(self, accepted: Accepted) -> None:
+        self.last = accepted
+        self.position += len(accepted.path)
 
 
 @dataclass
@@ -132,22 +148,23 @@ def simulate(
         context = dual.new_context()
         assert isinstance(context, DualContext)
         text = [*row.prompt, *row.answer]
-        following = dict.fromkeys(drafters, len(row.prompt))  # the next anchor
+        places: dict[str, Any] = {
+            name: Place(text, context_of(drafter, context), len(row.prompt))
+            for name, drafter in drafters.items()
+        }
         done = 0
         for anchor in range(len(row.prompt), len(text) - 1):
-            here = [name for name, position in following.items() if position == anchor]
+            here = [name for name, place in places.items() if place.position == anchor]
             if not here:
                 continue
             context.append(mx.array(text[done:anchor]), features[done:anchor])
             done = anchor
             memory.forget()
             for name in here:
-                room = len(text) - 1 - anchor
-                place: Any = Place(text[: anchor + 1], context_of(drafters[name], context), room)
-                tree = drafters[name].propose([place], NO_LIMIT)[0].tree
-                tokens = len(accept(tree, continuing(text, anchor)).path)
-                counts[name].add(row.category, tokens, len(tree))
-                following[name] = anchor + tokens
+                tree = drafters[name].propose([places[name]], NO_LIMIT)[0].tree
+                accepted = accept(tree, continuing(text, anchor))
+                counts[name].add(row.category, len(accepted.path), len(tree))
+                places[name].move(accepted)
     return counts
 
 
@@ -186,10 +203,13 @@ def read(pair: Pair, row: CorpusRow, taps: tuple[int, ...]) -> mx.array:
 
 
 def read_answers(file: Path, vocab_size: int) -> list[CorpusRow]:
-    """The rows of a corpus; DFlashError where one was sampled."""
+    """The rows of a corpus; DFlashError where they were not all chosen or drawn alike."""
     rows = read_rows(file, vocab_size)
-    if any(row.temperature for row in rows):
-        raise DFlashError(f"{file} has sampled answers", "make it with --greedy-share 1")
+    heats = sorted({(row.temperature, row.top_p) for row in rows})
+    if len(heats) > 1:
+        found = ", ".join(f"{heat:g} ({top_p:g})" for heat, top_p in heats)
+        what = f"{file} has answers at several temperatures (and top-p): {found}"
+        raise DFlashError(what, "make it with --greedy-share 1, or with 0")
     return rows
 
 
@@ -204,6 +224,7 @@ def main(argv: Sequence[str]) -> None:
     with remembering() as memory:
         counts = simulate(pair, dict(made(pair, methods)), rows, memory)
     report = {name: count.figures() for name, count in counts.items()}
+    print(f"{len(rows)} answers at temperature {rows[0].temperature:g}, top-p {rows[0].top_p:g}")
     print_table(report)
     if arguments.json is not None:
         write_report(arguments.json, json.dumps(report, indent=1) + "\n")
@@ -215,6 +236,8 @@ def simulated(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
     del methods[PLAIN]
     if not methods:
         raise DFlashError(f"there is nothing to simulate in {names!r}", "name a drafting method")
+    if config.draws_drafts:
+        raise DFlashError("the acceptance of drawn drafts is no walk", "add --acceptance match")
     for name, method in methods.items():
         cut = method.method == "ddtree" or (method.method == "d2sd" and method.growth == "joint")
         if cut and method.budget is None:
@@ -246,7 +269,7 @@ def print_table(report: dict[str, dict[str, dict[str, float]]]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     result = cli.Parser(prog="simulate_trees.py", description="Tokens per round on known answers.")
-    result.add_argument("--corpus", type=Path, required=True, help="greedy answers")
+    result.add_argument("--corpus", type=Path, required=True, help="answers of one temperature")
     result.add_argument("--methods", required=True, help="as in dflash_mlx.benchmark")
     result.add_argument("--every", type=int, default=1, help="use only every N-th answer")
     result.add_argument("--json", type=Path, help="write the figures here")

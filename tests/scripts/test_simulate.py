@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import simulate_trees as script
 
 from dflash_mlx.benchmark.selection import read_methods
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.decode import answer
@@ -55,6 +57,29 @@ def test_simulated_rounds_are_those_of_decoding(pair):
     )
 
 
+def test_drawn_answers_are_walked_as_decoding_draws_them(pair):
+    """What the target draws with a seed does not depend on the drafts."""
+    config = DecodeConfig("ddtree", budget=7, max_tokens=60, sampling=SamplingConfig(1.0, seed=3))
+    text, rounds = decoded(pair, config)
+    plain, _ = decoded(pair, DecodeConfig("none", max_tokens=60, sampling=config.sampling))
+    greedy, _ = decoded(pair, DecodeConfig("none", max_tokens=60))
+    assert text == plain != greedy
+    row = CorpusRow("a", "math", tuple(PROMPT), tuple(text), 1.0)
+    with script.remembering() as memory:
+        counts = script.simulate(pair, {"tree": make_drafter(pair, config)}, [row], memory)
+    assert counts["tree"].rounds["all"] == len(rounds)
+    assert counts["tree"].rows["all"] == sum(rows for _, rows in rounds)
+
+
+def test_answers_of_several_temperatures_are_no_sample_of_one(tmp_path):
+    file, row = tmp_path / "answers.jsonl", CorpusRow("a", "math", (1, 2), (3,), 1.0)
+    file.write_text("\n".join(each.as_line() for each in (row, replace(row, id="b"))))
+    assert len(script.read_answers(file, 9)) == 2
+    file.write_text("\n".join(each.as_line() for each in (row, replace(row, temperature=0.0))))
+    with pytest.raises(DFlashError, match="0 .*1 "):
+        script.read_answers(file, 9)
+
+
 @pytest.mark.parametrize(
     ("options", "value"),
     [
@@ -63,6 +88,7 @@ def test_simulated_rounds_are_those_of_decoding(pair):
         (["--methods", "dflash"], "'dflash'"),
         (["--methods", "ddtree:4"], "'ddtree:4'"),
         (["--methods", "dflash:8", "--every", "0"], "--every is 0"),
+        (["--methods", "dflash:8", "--temperature", "1"], "--acceptance match"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(options, value):
