@@ -177,9 +177,9 @@ class Adaptive:
             arm.drafts.took(self.clock() - start, position)
         drafts = self._looked_up(drafts, states, share)
         before, second = float(arm.drafts.of(position)), self.experience.second
-        best = cut(drafts, before)
+        best = promised = cut(drafts, before)
         begun = [draft for draft in drafts if isinstance(draft, FirstDraft)]
-        counts = second.branches(begun, rate, position)
+        counts, tried = second.branches(begun, rate, position)
         if isinstance(drafter, TwoPass) and any(counts):
             start = self.clock()
             more = drafter.go_on(states, begun, counts)
@@ -189,7 +189,8 @@ class Adaptive:
             dearer = both.seconds - spent - best.seconds
             second.learn(begun, counts, both.tokens - best.tokens - rate * dearer)
             best = replace(both, sizes=both.sizes.dearer(spent), continued=True)
-        arm.expect(best.tokens, best.seconds, best.sizes)
+            promised = promised if tried else best
+        arm.expect(promised.tokens, promised.seconds, promised.sizes)
         return best
 
     def _begin(self, drafter: Drafter, states: Sequence[State], share: int) -> list[Proposal]:

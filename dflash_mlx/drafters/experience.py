@@ -86,24 +86,26 @@ class SecondPass:
         self.gain, self.mass = Average(_GAIN), Average(1.0)
         self.waited = 0.0
 
-    def branches(self, drafts: Sequence[FirstDraft], rate: float, position: int) -> list[int]:
+    def branches(
+        self, drafts: Sequence[FirstDraft], rate: float, position: int
+    ) -> tuple[list[int], bool]:
         """How many of each draft's branches to go on with, 0 where that is not worth its time.
 
-        Those where the drafts are likeliest to fail, as many as save most seconds; and where none
-        saves any, now and then as `Experience.choose` tries what looks slower. rate: tokens per
-        second that time brings otherwise.
+        Those where the drafts are likeliest to fail, as many as save most seconds. Where none saves
+        any, or nobody knows, it is only tried, as seldom as `Experience.choose` tries what looks
+        slower; that is the second value. rate: tokens per second that time brings otherwise.
         """
         posteriors = [(r, i) for i, draft in enumerate(drafts) for r in draft.branches.values()]
         found = sorted(posteriors, reverse=True)
-        chosen = []
+        chosen, tried = [], self.times.timed is None
         if found:
             mass = np.cumsum([posterior for posterior, _ in found])
             seconds = self.times.of(position, np.arange(1, len(found) + 1))
             saved = self.gain.mean / self.mass.mean * mass / rate - seconds
             most = int(saved.argmax())
             if saved[most] > 0 or self.waited * _PROBES >= -saved[most]:
-                chosen = [i for _, i in found[: most + 1]]
-        return [chosen.count(i) for i in range(len(drafts))]
+                chosen, tried = [i for _, i in found[: most + 1]], tried or bool(saved[most] <= 0)
+        return [chosen.count(i) for i in range(len(drafts))], tried
 
     def learn(self, drafts: Sequence[FirstDraft], counts: Sequence[int], gain: float) -> None:
         """Take in what a pass over so many branches of each draft has brought."""

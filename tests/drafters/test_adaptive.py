@@ -141,7 +141,7 @@ def boundaries(tree):
 class Case:
     """Plain decoding and a choice of drafters on one toy target, in simulated time."""
 
-    def __init__(self, target, drafters, tokens=400, looks_up=False, chains=False):
+    def __init__(self, target, drafters, tokens=400, looks_up=False, chains=False, second=None):
         self.target, self.clock = target, target.clock
         self.plain = decoding.answer(target, NoDraft(), [1, 2, 3], DecodeConfig(max_tokens=tokens))
         self.plain_seconds = self.clock.now
@@ -153,6 +153,7 @@ class Case:
         self.drafter = Adaptive(
             last, drafters, target.times, Scope((), looks_up, chains), self.clock
         )
+        self.drafter.experience.second.times.timed = second
         self.rounds = self.run(tokens)
         self.seconds = self.clock.now - self.plain_seconds
 
@@ -290,12 +291,18 @@ def test_the_second_draft_is_made_where_it_pays_and_only_there():
 def in_two(first, second, seconds, tokens=600, by_branch=0.0):
     """A case with a second pass of so many seconds, and whether each round went on to it."""
     drafter = InTwo(Honest(0.1, first), Honest(seconds, second, seed=2), by_branch)
-    case = Case(TimedTarget(Clock(), FLAT), {"draft": drafter}, tokens)
+    timed = PassTimes((1, 7), tuple(max(seconds + by_branch * n, 1e-6) for n in (1, 7)))
+    case = Case(TimedTarget(Clock(), FLAT), {"draft": drafter}, tokens, second=timed)
     continued = np.array([r.proposal.why.continued for r in case.rounds])
     assert case.modes.get("plain", 0) < 0.1
     assert drafter.begun >= len(drafter.asked) == continued.sum(), "no pass is made twice"
     assert drafter.begun <= len(case.rounds)
     return case, continued
+
+
+def begins(rounds):
+    """The position in the answer at which each round's drafts begin."""
+    return np.cumsum([1, *(len(r.accepted.tokens) for r in rounds[:-1])])
 
 
 def by_stretch(position: int) -> float:
@@ -305,10 +312,10 @@ def by_stretch(position: int) -> float:
 
 def test_a_second_pass_is_made_in_the_rounds_that_need_it():
     case, continued = in_two(by_stretch, lambda i: 0.9, 0.5)
-    ends = np.cumsum([len(r.accepted.tokens) for r in case.rounds])
-    sure = np.array([by_stretch(i) > 0.5 for i in ends - ends[0]])
-    late = ends > 200
-    assert continued[late & ~sure].mean() > 0.8 and continued[late & sure].mean() < 0.2
+    starts = begins(case.rounds)
+    here, ahead = (np.array([by_stretch(i + k) > 0.5 for i in starts]) for k in (0, 6))
+    late = starts > 200
+    assert continued[late & ~here].mean() > 0.8 and continued[late & here & ahead].mean() < 0.2
     always, never = (
         Case(TimedTarget(Clock(), FLAT), {"draft": Honest(seconds, sure)}, 600).seconds
         for seconds, sure in ((0.6, lambda i: max(0.9, by_stretch(i))), (0.1, by_stretch))
@@ -338,10 +345,10 @@ def test_no_more_branches_are_asked_for_than_are_worth_their_time():
 
 def test_a_second_pass_that_begins_to_help_is_noticed_and_costs_little_before():
     case, continued = in_two(lambda i: 0.3, lambda i: 0.9 if i > 900 else 0.3, 0.3, 1800)
-    ends = np.cumsum([len(r.accepted.tokens) for r in case.rounds])
-    before = (ends > 100) & (ends < 900)
+    starts = begins(case.rounds)
+    before = (starts > 100) & (starts < 900)
     assert 0 < continued[before].mean() < 0.1
-    assert continued[ends > 1400].mean() > 0.8
+    assert continued[starts > 1400].mean() > 0.8
 
 
 def test_it_notices_when_the_text_becomes_easy_and_when_it_becomes_hard():
