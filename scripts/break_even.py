@@ -35,7 +35,7 @@ from dflash_mlx.train.features import vocabulary_size
 
 MACHINE = MACHINES["M4 Max"]
 SIZES = ("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
-BITS = (4, 8)
+BITS = (4, 8, 16)
 SHARES = (0.1, 0.25, 0.5, 1.0)  # of a plain target pass, that the second draft takes
 BLOCK, BRANCHES, NODES = 8, 4, 48
 
