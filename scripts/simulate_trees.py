@@ -137,6 +137,7 @@ def _figures(answers: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
     pairs = [(tokens, rounds) for tokens, rounds, _ in answers]
     return {
         "answers": len(answers),
+        "tokens": tokens,
         "rounds": rounds,
         "mean_accepted": tokens / max(rounds, 1),
         "rows_per_round": nodes / max(rounds, 1),

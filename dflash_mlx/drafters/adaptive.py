@@ -16,7 +16,7 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.crowd import Crowd
+from dflash_mlx.drafters.crowd import Crowd, Cut, Cutting
 from dflash_mlx.drafters.experience import GUESSED_ROWS, Arm, Average, Experience
 from dflash_mlx.drafters.growth.reliability import (
     Reliability,
@@ -28,6 +28,7 @@ from dflash_mlx.drafters.growth.reliability import (
 )
 from dflash_mlx.drafters.lookup import MOST_LOOKED_UP, lookup
 from dflash_mlx.drafters.method import LOOKUP, TokenSource
+from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, Proposal, Reason
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context, State
@@ -66,6 +67,11 @@ class Scope:
     sources: tuple[str, ...] = ()
     looks_up: bool = True
     chains: bool = False
+
+
+def _behind(times: Sequence[PassTimes]) -> PassTimes:
+    """The first of them, with those behind longer contexts."""
+    return replace(times[0], deeper=tuple(times[1:]))
 
 
 class Adaptive:
@@ -113,7 +119,9 @@ class Adaptive:
         """Time each drafter behind 128 and more tokens, a fraction of a second."""
         state = State(target.new_cache(), self.new_context())
         state.anchor, state.end = mx.array([0]), sum(_CONTEXTS)
-        found: dict[str, list[PassTimes]] = {label: [] for label in self._drafters}
+        arms = [arm for arm in self.experience.arms if arm.name in self._drafters]
+        first: dict[str, list[PassTimes]] = {arm.name: [] for arm in arms}
+        second: list[PassTimes] = []
         width = target.embedding()(mx.array([0])).shape[-1] * len(self.taps)
         for before, context in zip((0, *_CONTEXTS), _CONTEXTS, strict=False):
             if before and context >= target.context_length:
@@ -122,16 +130,27 @@ class Adaptive:
             features = mx.zeros((rows, width), target.dtype) if self.taps else None
             state.context.append(mx.zeros(rows, mx.int32), features)
             for label, drafter in self._drafters.items():
-                times = []
-                for _ in range(4):
-                    start = self.clock()
-                    drafter.propose([state], MOST_NODES)[0].tree.wait()
-                    times.append(self.clock() - start)
-                found[label].append(PassTimes((1,), (median(times[1:]),), context))
-        for arm in self.experience.arms[1:]:
-            first, *deeper = found[arm.name]
-            arm.times = PassTimes(first.rows, first.seconds, first.context, tuple(deeper))
-            arm.planned = Average(arm.draft_seconds(0) + float(self.times.of(GUESSED_ROWS)))
+                begin = partial(self._begin, drafter, [state], MOST_NODES)
+                first[label].append(PassTimes((1,), (self._time(begin),), context))
+                if isinstance(drafter, TwoPass):
+                    drafts = drafter.begin([state], [MOST_NODES])
+                    counts = tuple(sorted({1, len(drafts[0].branches)}))
+                    goes_on = [partial(drafter.go_on, [state], drafts, [n]) for n in counts]
+                    second.append(PassTimes(counts, tuple(map(self._time, goes_on)), context))
+        for arm in arms:
+            arm.drafts.timed = _behind(first[arm.name])
+            arm.planned = Average(arm.drafts.of(0) + float(self.times.of(GUESSED_ROWS)))
+        if second:
+            self.experience.second.times.timed = _behind(second)
+
+    def _time(self, draft: Callable[[], Sequence[Proposal]]) -> float:
+        """Seconds of a draft, the median of a few without the first."""
+        times = []
+        for _ in range(4):
+            start = self.clock()
+            draft()[0].tree.wait()
+            times.append(self.clock() - start)
+        return median(times[1:])
 
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
         """For each sequence the part of the chosen draft with most expected tokens per second."""
@@ -143,26 +162,56 @@ class Adaptive:
         return self._crowds[len(states)].propose(states, budget)
 
     def draft(
-        self, arm: Arm, states: Sequence[State], share: int, looks: bool = True
-    ) -> list[Proposal]:
-        """What the arm proposes for each sequence, with what was looked up."""
-        start, proposals = self.clock(), [Proposal(Tree.chain())] * len(states)
-        if arm.name in self._drafters:
-            proposals = self._drafters[arm.name].propose(states, share * len(states))
-            for proposal in proposals:
-                proposal.tree.wait()
-            position = sum(state.position for state in states) // len(states)
-            arm.drafted(position, self.clock() - start)
-        if not (looks and self._scope.looks_up):
-            return proposals
-        return [self._looked_up(*both, share) for both in zip(proposals, states, strict=True)]
+        self, arm: Arm, states: Sequence[State], share: int, rate: float, cut: Cutting
+    ) -> Cut:
+        """The best part of what the arm proposes for each sequence, with what was looked up.
 
-    def _looked_up(self, proposal: Proposal, state: State, share: int) -> Proposal:
-        most = min(state.room - 1, share - 1, MOST_LOOKED_UP)
-        if proposal.q is None and (found := lookup(state.tokens, most)).tokens:
-            tree = proposal.tree.merge(found.tokens, found.logprobs, LOOKUP.name)
-            return replace(proposal, tree=tree)
-        return proposal
+        rate: tokens per second that time brings otherwise. A second pass follows where it pays.
+        """
+        drafter, drafts = self._drafters.get(arm.name), [Proposal(Tree.chain())] * len(states)
+        position, start = sum(state.position for state in states) // len(states), self.clock()
+        if drafter is not None:
+            drafts = self._begin(drafter, states, share)
+            for draft in drafts:
+                draft.tree.wait()
+            arm.drafts.took(self.clock() - start, position)
+        drafts = self._looked_up(drafts, states, share)
+        before, second = float(arm.drafts.of(position)), self.experience.second
+        best = promised = cut(drafts, before)
+        begun = [draft for draft in drafts if isinstance(draft, FirstDraft)]
+        counts, tried = second.branches(begun, rate, position)
+        if isinstance(drafter, TwoPass) and any(counts):
+            start = self.clock()
+            more = drafter.go_on(states, begun, counts)
+            second.times.took(self.clock() - start, position, sum(counts))
+            spent = float(second.times.of(position, sum(counts)))
+            both = cut(self._looked_up(more, states, share), before + spent)
+            dearer = both.seconds - spent - best.seconds
+            second.learn(begun, counts, both.tokens - best.tokens - rate * dearer)
+            best = replace(both, sizes=both.sizes.dearer(spent), continued=True)
+            promised = promised if tried else best
+        arm.expect(promised.tokens, promised.seconds, promised.sizes)
+        return best
+
+    def _begin(self, drafter: Drafter, states: Sequence[State], share: int) -> list[Proposal]:
+        """What the drafter proposes, of two passes the first."""
+        if isinstance(drafter, TwoPass):
+            return [*drafter.begin(states, [min(state.room, share) for state in states])]
+        return drafter.propose(states, share * len(states))
+
+    def _looked_up(
+        self, drafts: Sequence[Proposal], states: Sequence[State], share: int
+    ) -> list[Proposal]:
+        """The proposals with n-gram continuations, where these are wanted and nothing was drawn."""
+        found = []
+        for draft, state in zip(drafts, states, strict=True):
+            most = min(state.room - 1, share - 1, MOST_LOOKED_UP)
+            wanted = self._scope.looks_up and draft.q is None
+            if wanted and (seen := lookup(state.tokens, most)).tokens:
+                tree = draft.tree.merge(seen.tokens, seen.logprobs, LOOKUP.name)
+                draft = replace(draft, tree=tree)
+            found.append(draft)
+        return found
 
     def _propose(self, state: State, share: int) -> Proposal:
         now = self.clock() - state.paused
@@ -170,16 +219,17 @@ class Adaptive:
         if state.last is None:
             self._begin_answer(state)
         arm, rates, again = self.experience.choose()
-        blind = self._goes_blind(arm)
-        proposal, planned = self._draft(arm, state, share, blind)
-        plain = self.experience.arms[0]
-        why = Reason(
-            drafted=arm is not plain, checked=len(proposal.tree) > 1, tried=again, rates=rates
-        )
-        self._asked[state] = _Asked(arm, now, proposal.tree, planned)
+        seconds, plain = self._seconds(state), self.experience.arms[0]
+        cutting, rate = partial(self._cut, seconds, share), self.experience.rate
+        if self._goes_blind(arm):
+            best = cutting([Proposal(Tree.chain())], 0.0)
+        else:
+            best = self.draft(arm, [state], share, rate, cutting)
+        (proposal,) = best.parts
+        why = Reason(arm is not plain, best.drafts, again, rates, best.continued)
+        self._asked[state] = _Asked(arm, now, proposal.tree, best.seconds)
         slower = self.experience.machine.mean * plain.bias.mean
-        plain_seconds = float(self._seconds(state)(1)) * slower
-        return Proposal(proposal.tree, proposal.q, why, plain_seconds)
+        return Proposal(proposal.tree, proposal.q, why, float(seconds(1)) * slower)
 
     def _seconds(self, state: State) -> Callable[[Any], Any]:
         """Of a target pass over n rows behind this sequence."""
@@ -189,28 +239,22 @@ class Adaptive:
         """Expect what other answers taught, but not for long; while parked, try a draft at once."""
         plain, *drafts = arms = self.experience.arms
         for arm in arms:
-            arm.plan(self._seconds(state), arm.draft_seconds(state.position))
-        rate = max(arm.rate for arm in arms)
+            arm.plan(self._seconds(state), arm.drafts.of(state.position))
+        rate = self.experience.rate
         if drafts and plain.rate == rate:
             min(drafts, key=lambda arm: arm.loss(rate)).waited = math.inf
 
-    def _draft(self, arm: Arm, state: State, share: int, blind: bool) -> tuple[Proposal, float]:
-        """What the arm proposes with what was looked up, cut to what pays; its planned seconds."""
-        (proposal,) = self.draft(arm, [state], share, looks=not blind)
-        seconds, draft_seconds = self._seconds(state), arm.draft_seconds(state.position)
-        tree = proposal.tree
-        if len(tree) == 1:
-            planned = draft_seconds + float(seconds(1))
-            if not blind:
-                arm.expect(1.0, planned, _NOTHING)
-            return Proposal(tree), planned
-        reached = reach(tree, self.experience.reliability.chances(tree))
-        fixed = draft_seconds + max(self.experience.beyond.mean, 0.0)
+    def _cut(self, seconds: Seconds, most: int, drafts: Sequence[Proposal], before: float) -> Cut:
+        """The part of a proposal that pays. before: seconds that its drafts took."""
+        (draft,) = drafts
+        if len(draft.tree) == 1:
+            return Cut([draft], 1.0, before + float(seconds(1)), _NOTHING)
+        reached = reach(draft.tree, self.experience.reliability.chances(draft.tree))
+        fixed = before + max(self.experience.beyond.mean, 0.0)
         branching = never if self.only_chains else self.branching_cost
-        kept, sizes = worth_keeping(tree, reached, seconds, fixed, share, branching)
-        planned = draft_seconds + sizes.cost(seconds, len(kept))
-        arm.expect(float(reached[kept].sum()), planned, sizes)
-        return proposal.part(kept), planned
+        kept, sizes = worth_keeping(draft.tree, reached, seconds, fixed, most, branching)
+        took, expected = before + sizes.cost(seconds, len(kept)), float(reached[kept].sum())
+        return Cut([draft.part(kept)], expected, took, sizes)
 
     def _learn(self, state: State, now: float) -> None:
         """Take in how the last round went."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -19,6 +19,29 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.target.pass_times import PassTimes
 
 
+@dataclass(frozen=True)
+class Cut:
+    """The parts of proposals, one for each sequence, that promise most tokens per second together.
+
+    tokens, seconds: that a round with them should bring and take. sizes: what other numbers of
+    nodes promise. continued: whether a second pass made the drafts.
+    """
+
+    parts: list[Proposal]
+    tokens: float
+    seconds: float
+    sizes: Sizes
+    continued: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is verified beside the target's own tokens."""
+        return any(len(part.tree) > 1 for part in self.parts)
+
+
+Cutting = Callable[[Sequence[Proposal], float], Cut]  # of proposals that took so many seconds
+
+
 class Chooser(Protocol):
     """What `Adaptive` knows and does for one sequence, and for several as well.
 
@@ -32,8 +55,10 @@ class Chooser(Protocol):
     only_chains: bool
     branching_cost: Seconds | None
 
-    def draft(self, arm: Arm, states: Sequence[State], share: int) -> list[Proposal]:
-        """What the arm proposes for each sequence, with what was looked up."""
+    def draft(
+        self, arm: Arm, states: Sequence[State], share: int, rate: float, cut: Cutting
+    ) -> Cut:
+        """The best part of what the arm proposes for all sequences, with what was looked up."""
 
 
 class Crowd:
@@ -47,7 +72,7 @@ class Crowd:
         self._chooser, self._count = chooser, count
         one = chooser.experience
         arms = [self._arm_like(arm) for arm in one.arms]
-        self.experience = Experience(arms, one.reliability)
+        self.experience = Experience(arms, one.reliability, one.second)
         self._last: WeakKeyDictionary[State, Tree] = WeakKeyDictionary()
         self._asked: tuple[Arm, float, float, bool] | None = None  # arm, planned, start, drafted
 
@@ -61,28 +86,25 @@ class Crowd:
         now = self._chooser.clock()
         self._learn(states, now)
         arm, rates, again = self.experience.choose()
-        drafts = self._chooser.draft(arm, states, budget // len(states))
         seconds = partial(self._chooser.times.of, contexts=[s.position for s in states])
-        draft_seconds = arm.draft_seconds(int(np.mean([s.position for s in states])))
-        cut, planned = self._cut(arm, drafts, seconds, draft_seconds, budget)
-        drafted = any(len(proposal.tree) > 1 for proposal in cut)
-        self._asked = arm, planned, now, drafted
-        pairs = zip(states, cut, strict=True)
+        cutting, rate = partial(self._cut, seconds, budget), self.experience.rate
+        cut = self._chooser.draft(arm, states, budget // len(states), rate, cutting)
+        self._asked = arm, cut.seconds, now, cut.drafts
+        pairs = zip(states, cut.parts, strict=True)
         self._last = WeakKeyDictionary((state, proposal.tree) for state, proposal in pairs)
         plain = self.experience.arms[0]
         slower = self.experience.machine.mean * plain.bias.mean
         plain_seconds = float(seconds(len(states))) * slower
-        why = Reason(drafted=arm is not plain, checked=drafted, tried=again, rates=rates)
-        return [replace(proposal, why=why, plain_seconds=plain_seconds) for proposal in cut]
+        why = Reason(arm is not plain, cut.drafts, again, rates, cut.continued)
+        return [replace(part, why=why, plain_seconds=plain_seconds) for part in cut.parts]
 
     def _cut(
         self,
-        arm: Arm,
-        drafts: Sequence[Proposal],
         seconds: Callable[[Any], Any],
-        draft_seconds: float,
         budget: int,
-    ) -> tuple[list[Proposal], float]:
+        drafts: Sequence[Proposal],
+        before: float,
+    ) -> Cut:
         """The nodes that promise most tokens per second together, all roots among them."""
         chances = self.experience.reliability.chances
         if self._chooser.only_chains:
@@ -97,15 +119,15 @@ class Crowd:
         sizes = Sizes.of_tree(order, budget, self._chooser.branching_cost)
         expected = np.minimum(order[sizes.ends], 1.0).cumsum()
         sizes = Sizes(expected, sizes.ends, sizes.extra)
-        fixed = draft_seconds + max(self.experience.beyond.mean, 0.0)
+        fixed = before + max(self.experience.beyond.mean, 0.0)
         rates = sizes.rates(seconds, fixed)
         count = int(np.argmax(rates[len(roots) - 1 :])) + len(roots)
         kept = np.sort(sizes.ends[:count])
-        planned = draft_seconds + sizes.cost(seconds, count)
-        arm.expect(float(expected[count - 1]), planned, sizes)
+        planned = before + sizes.cost(seconds, count)
         parts = [kept[(kept >= a) & (kept < b)] - a for a, b in pairwise(ends)]
         pairs = zip(drafts, parts, strict=True)
-        return [draft.part(part.tolist()) for draft, part in pairs], planned
+        cut = [draft.part(part.tolist()) for draft, part in pairs]
+        return Cut(cut, float(expected[count - 1]), planned, sizes)
 
     def _learn(self, states: Sequence[State], now: float) -> None:
         """Take in how the last step went, where all who took part in it are here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -9,7 +10,6 @@ import numpy as np
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
-from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
 from dflash_mlx.drafters.dflash.context import DualContext
@@ -20,6 +20,7 @@ from dflash_mlx.drafters.growth.grow import (
     Offers,
     Path,
     best_first,
+    likeliest,
     likely_boundaries,
     mix,
     rejection_boundaries,
@@ -35,7 +36,8 @@ from dflash_mlx.drafters.method import (
     check_block_size,
 )
 from dflash_mlx.drafters.one_draft import block_models, contexts_of
-from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
+from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
+from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
@@ -52,11 +54,11 @@ class PaperGrowth:
     def __init__(self, branches: int) -> None:
         self._branches = branches
 
-    def prefixes(self, first: Choices, second: Drafts, longest: int) -> list[Path]:
+    def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
         """Those with the largest rejection-boundary posterior r(i), and the whole first draft.
 
-        second: the branches so far, which the third level continues likewise. longest: tokens
-        behind which there is still something to draft.
+        Each with its posterior. second: the branches so far, which the third level continues
+        likewise. longest: tokens behind which there is still something to draft.
         """
         chains = self._chains(first, second)
         likely: dict[Path, float] = {}
@@ -64,9 +66,11 @@ class PaperGrowth:
             for i, r in enumerate(rejection_boundaries(np.exp(np.array(logprobs)))):
                 if i <= longest and chain[:i] not in second:
                     likely[chain[:i]] = max(likely.get(chain[:i], 0.0), float(r))
-        chosen = sorted(likely, key=lambda prefix: -likely[prefix])[: self._branches]
-        whole = chains[0][0]
-        return [*chosen, whole] if len(whole) <= longest and whole not in second else chosen
+        chosen = likeliest(likely, self._branches)
+        whole, logprobs, _ = chains[0]
+        if len(whole) <= longest and whole not in second:
+            chosen[whole] = math.exp(sum(logprobs))
+        return chosen
 
     def tree(self, first: Choices, second: Drafts) -> Tree:
         """The first draft and its continuations, merged."""
@@ -97,10 +101,14 @@ class JointGrowth:
     def __init__(self, branches: int, nodes: int) -> None:
         self._branches, self._nodes = branches, nodes
 
-    def prefixes(self, first: Choices, second: Drafts, longest: int) -> list[Path]:
+    def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
         """The paths after which a rejection is likeliest, the empty one among them."""
-        paths = likely_boundaries(self._both(first, second), self._branches, longest, known=second)
-        return paths if second or () in paths else [(), *paths[: self._branches - 1]]
+        both = self._both(first, second)
+        found = likely_boundaries(both, self._branches, longest, known=second)
+        if second or () in found:
+            return found
+        root = likely_boundaries(both, 1, 0)
+        return root | likeliest(found, self._branches - 1)
 
     def tree(self, first: Choices, second: Drafts) -> Tree:
         """The likeliest prefixes, each token as the best informed drafts see it."""
@@ -125,7 +133,7 @@ class JointGrowth:
 Growth = PaperGrowth | JointGrowth  # how two drafts become one tree
 
 
-class DualDiffusion(EachAlone):
+class DualDiffusion(TwoPass):
     """First draft, K second drafts in one pass over one shared context, one tree.
 
     second: the variable-prefix drafter; None lets the first drafter continue its own prefixes (the
@@ -161,36 +169,65 @@ class DualDiffusion(EachAlone):
         contexts = tuple(model.new_context() for model in self._models)
         return DualContext(contexts, columns, len(self.taps))
 
-    def draft(self, state: State, room: int) -> Proposal:
-        """As `draft_all`, for one sequence."""
-        return self.draft_all([state], [room])[0]
+    def begin(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
+        """First drafts of all, in one pass; roots alone where there is room for no more."""
+        asks = [
+            Ask(contexts_of(state)[0], state.anchor, min(self._sizes[0], room))
+            for state, room in zip(states, rooms, strict=True)
+            if room > 1
+        ]
+        found = iter(self._ends[0].choices(asks, TOP_K))
+        return [
+            self._begun(next(found)[0], room) if room > 1 else FirstDraft(Tree.chain())
+            for room in rooms
+        ]
 
-    def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
-        """The trees of all drafts, no deeper than `rooms` allow."""
-        roomy = [state for state, room in zip(states, rooms, strict=True) if room > 1]
-        found = iter(self.drafts(roomy, [room for room in rooms if room > 1]))
-        trees = (self._growth.tree(*next(found)) if room > 1 else Tree.chain() for room in rooms)
-        return [Proposal(tree) for tree in trees]
+    def _begun(self, choices: Choices, room: int) -> FirstDraft:
+        tree, branches = self._growth.tree(choices, {}), self._prefixes(choices, {}, room)
+        return FirstDraft(tree, room=room, choices=choices, branches=branches)
 
-    def drafts(
-        self, states: Sequence[State], rooms: Sequence[int]
-    ) -> list[tuple[Choices, dict[Path, Choices]]]:
-        """For each sequence the first draft, and the second after each prefix."""
-        first, last = self._ends
-        rows, more = ([min(size, room) for room in rooms] for size in self._sizes)
-        of_each = list(zip(states, map(contexts_of, states), rows, more, strict=True))
-        asks = [Ask(contexts[0], state.anchor, n) for state, contexts, n, _ in of_each]
-        drafts = [(found[0], dict[Path, Choices]()) for found in first.choices(asks, TOP_K)]
-        for _ in range(self._levels - 1):
-            asks, second = [], []
-            for (state, contexts, n, m), draft in zip(of_each, drafts, strict=True):
-                longest = m - 2 if self._extends else min(m, n) - 2
-                if prefixes := self._growth.prefixes(*draft, longest):
-                    asks.append(Ask(contexts[-1], state.anchor, m, prefixes))
-                    second.append(draft[1])
-            for known, ask, found in zip(second, asks, last.choices(asks, TOP_K), strict=True):
-                known |= zip(map(tuple, ask.prefixes), found, strict=True)
-        return drafts
+    def _prefixes(self, first: Choices, second: Drafts, room: int) -> dict[Path, float]:
+        rows = self._sizes[1] if self._extends else min(self._sizes)
+        return self._growth.prefixes(first, second, min(rows, room) - 2)
+
+    def go_on(
+        self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
+    ) -> list[Proposal]:
+        """The trees of both drafts."""
+        found = zip(drafts, self.second(states, drafts, counts), strict=True)
+        return [
+            Proposal(self._growth.tree(first, second))
+            if (first := draft.choices) and second
+            else draft
+            for draft, second in found
+        ]
+
+    def second(
+        self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
+    ) -> list[dict[Path, Choices]]:
+        """For each sequence what the second drafter offers after each of so many prefixes.
+
+        On a third level after prefixes of these as well.
+        """
+        chosen = [list(draft.branches)[:n] for draft, n in zip(drafts, counts, strict=True)]
+        known = [dict[Path, Choices]() for _ in drafts]
+        for level in range(self._levels - 1):
+            if level:
+                chosen = [
+                    [*self._prefixes(draft.choices, second, draft.room)]
+                    if draft.choices and second
+                    else []
+                    for draft, second in zip(drafts, known, strict=True)
+                ]
+            asked = [i for i, prefixes in enumerate(chosen) if prefixes]
+            asks = [self._ask(states[i], drafts[i], chosen[i]) for i in asked]
+            for i, found in zip(asked, self._ends[1].choices(asks, TOP_K), strict=True):
+                known[i] |= zip(chosen[i], found, strict=True)
+        return known
+
+    def _ask(self, state: State, draft: FirstDraft, prefixes: list[Path]) -> Ask:
+        rows = min(self._sizes[1], draft.room)
+        return Ask(contexts_of(state)[-1], state.anchor, rows, prefixes)
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
@@ -201,9 +238,7 @@ def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     both = DualDiffusion(first, second, config, JointGrowth(branches, config.budget or MOST_NODES))
     if config.budget is not None:
         return both
-    alone = BestFirst(first, config.block_size, MOST_NODES)
-    drafters: dict[str, Drafter] = {"first draft": alone, "both drafts": both}
-    return within_budget(both, drafters, pair, config, METHOD.sources)
+    return within_budget(both, {"draft": both}, pair, config, METHOD.sources)
 
 
 METHOD = Method(

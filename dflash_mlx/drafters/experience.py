@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
+
 from dflash_mlx.drafters.growth.reliability import Reliability, Sizes
+from dflash_mlx.drafters.two_pass import FirstDraft
 from dflash_mlx.target.pass_times import PassTimes
 
 _MEMORY = 24  # rounds that an average remembers
@@ -17,6 +20,7 @@ _FADED = 4.0  # rounds that what other answers taught weighs as much as
 _MACHINE_MEMORY = 6  # rounds: whatever else the machine does can change within a second
 _PROBES = 0.01  # of the time may go into rounds that try what looks slower
 _RECENT = 16  # drafts whose time and whose promises are remembered
+_GAIN = 0.5  # tokens that a second pass is first believed to bring where a draft fails
 _OUTLIER = 2.0  # a round that took so many times as long waited for something else
 _CONTRADICTION = 1.5  # times that plain and drafted rounds may differ in how wrong their times are
 _ENOUGH = 16  # rounds of each, to say so
@@ -46,33 +50,85 @@ class Average:
         self._total, self._weight = guess * _FADED, _FADED
 
 
+class DraftTimes:
+    """Seconds of drafts: as they were timed, and how the latest ones compare.
+
+    timed: by branches, behind contexts; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.timed: PassTimes | None = None
+        self._slower: deque[float] = deque(maxlen=_RECENT)
+
+    def of(self, position: int, branches: Any = 1) -> Any:
+        """Of one draft behind so many tokens, as the latest ones were; 0 where there is none."""
+        if self.timed is None:
+            return 0.0 * branches
+        return self.timed.of(branches, (position,)) * (median(self._slower) if self._slower else 1)
+
+    def took(self, seconds: float, position: int, branches: int = 1) -> None:
+        """Remember what a draft took."""
+        if self.timed is None:
+            self.timed = PassTimes((1,), (max(seconds, _LEAST),))
+        self._slower.append(seconds / float(self.timed.of(branches, (position,))))
+
+
+class SecondPass:
+    """What a second draft pass has brought, and whether it pays behind a first draft.
+
+    times: of such passes. gain, mass: what a pass brought in tokens, beyond what the first draft
+    promised and what more rows cost, and the posterior of failing where it went on; so what it
+    brings of one unit is a ratio of means. waited: seconds since the last one.
+    """
+
+    def __init__(self) -> None:
+        self.times = DraftTimes()
+        self.gain, self.mass = Average(_GAIN), Average(1.0)
+        self.waited = 0.0
+
+    def branches(
+        self, drafts: Sequence[FirstDraft], rate: float, position: int
+    ) -> tuple[list[int], bool]:
+        """How many of each draft's branches to go on with, 0 where that is not worth its time.
+
+        Those where the drafts are likeliest to fail, as many as save most seconds. Where none saves
+        any, or nobody knows, it is only tried, as seldom as `Experience.choose` tries what looks
+        slower; that is the second value. rate: tokens per second that time brings otherwise.
+        """
+        posteriors = [(r, i) for i, draft in enumerate(drafts) for r in draft.branches.values()]
+        found = sorted(posteriors, reverse=True)
+        chosen, tried = [], self.times.timed is None
+        if found:
+            mass = np.cumsum([posterior for posterior, _ in found])
+            seconds = self.times.of(position, np.arange(1, len(found) + 1))
+            saved = self.gain.mean / self.mass.mean * mass / rate - seconds
+            most = int(saved.argmax())
+            if saved[most] > 0 or self.waited * _PROBES >= -saved[most]:
+                chosen, tried = [i for _, i in found[: most + 1]], tried or bool(saved[most] <= 0)
+        return [chosen.count(i) for i in range(len(drafts))], tried
+
+    def learn(self, drafts: Sequence[FirstDraft], counts: Sequence[int], gain: float) -> None:
+        """Take in what a pass over so many branches of each draft has brought."""
+        pairs = zip(drafts, counts, strict=True)
+        self.mass.add(sum(sum([*draft.branches.values()][:n]) for draft, n in pairs))
+        self.gain.add(gain)
+        self.waited = 0.0
+
+
 class Arm:
     """One way to spend a round, and what it has been worth.
 
-    times: of its drafts, behind contexts; None before the first. tokens, planned: what a round
-    was expected to bring and to take. bias: times that it took longer than planned, beside what the
-    machine did to all. waited: seconds of other rounds since the last one of this. rounds: so far.
+    drafts: their times. tokens, planned: what a round was expected to bring and to take. bias:
+    times that it took longer than planned, beside what the machine did to all. waited: seconds of
+    other rounds since the last one of this. rounds: so far.
     """
 
     def __init__(self, name: str, tokens: float, planned: float) -> None:
         self.name = name
-        self.times: PassTimes | None = None
+        self.drafts = DraftTimes()
         self.tokens, self.planned, self.bias = Average(tokens), Average(planned), Average(1.0)
         self.waited, self.rounds = 0.0, 0
-        self._slower: deque[float] = deque(maxlen=_RECENT)
         self._promises: deque[Sizes] = deque(maxlen=_RECENT)
-
-    def draft_seconds(self, position: int) -> float:
-        """Of one draft behind so many tokens, as the latest ones were; 0 where there is none."""
-        if self.times is None:
-            return 0.0
-        return float(self.times.of(1, (position,))) * (median(self._slower) if self._slower else 1)
-
-    def drafted(self, position: int, seconds: float) -> None:
-        """Remember what a draft took."""
-        if self.times is None:
-            self.times = PassTimes((1,), (max(seconds, _LEAST),))
-        self._slower.append(seconds / float(self.times.of(1, (position,))))
 
     def expect(self, tokens: float, planned: float, sizes: Sizes) -> None:
         """Remember what a round promised, and what other numbers of nodes would have."""
@@ -86,7 +142,7 @@ class Arm:
         if best:
             self.tokens.fade(mean(float(sizes.expected[n - 1]) for sizes, n in best))
             self.planned.fade(mean(fixed + sizes.cost(seconds, n) for sizes, n in best))
-        elif self.times is not None:
+        elif self.drafts.timed is not None:
             self.planned.fade(fixed + float(seconds(GUESSED_ROWS)))
 
     @property
@@ -108,13 +164,14 @@ class Arm:
 class Experience:
     """What sessions with one pair and one method have learned, kept from one to the next.
 
-    machine: times that all rounds took longer than planned of late. beyond: seconds that drafted
-    rounds take beyond what was planned. timed_again: whether passes were timed again for it; what
-    rounds cost beside passes is in no times.
+    second: what second passes bring. machine: times that all rounds took longer than planned of
+    late. beyond: seconds that drafted rounds take beyond what was planned. timed_again: whether
+    passes were timed again for it; what rounds cost beside passes is in no times.
     """
 
     arms: list[Arm]
     reliability: Reliability
+    second: SecondPass = field(default_factory=SecondPass)
     machine: Average = field(default_factory=lambda: Average(1.0, _MACHINE_MEMORY))
     beyond: Average = field(default_factory=lambda: Average(0.0))
     timed_again: bool = False
@@ -127,6 +184,11 @@ class Experience:
         ratios = [arm.bias.mean / plain.bias.mean for arm in known]
         wrong = any(not 1 / _CONTRADICTION < ratio < _CONTRADICTION for ratio in ratios)
         return wrong and not self.timed_again
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second of the best arm, on a machine that does nothing else."""
+        return max(arm.rate for arm in self.arms)
 
     def choose(self) -> tuple[Arm, tuple[tuple[str, float], ...], bool]:
         """The arm of this round, the rates that it was chosen by, and whether it is only tried."""
@@ -150,5 +212,6 @@ class Experience:
         self.machine.add(seconds / (planned * arm.bias.mean))
         arm.bias.add(seconds / (planned * machine))
         arm.rounds += 1
+        self.second.waited += took
         for other in self.arms:
             other.waited = 0.0 if other is arm else other.waited + took

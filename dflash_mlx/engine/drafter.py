@@ -52,18 +52,20 @@ class Reason:
 
     drafted: whether a draft model was run. checked: whether drafted tokens are verified. tried:
     whether it was only to see what it is worth by now. rates: expected tokens per second of all
-    choices, the best first.
+    choices, the best first. continued: whether a second pass followed the first.
     """
 
     drafted: bool
     checked: bool
     tried: bool
     rates: tuple[tuple[str, float], ...]
+    continued: bool = False
 
     def __call__(self) -> str:
         """What was chosen and why, and the rates."""
         rates = ", ".join(f"{name} {rate:.1f}" for name, rate in self.rates)
-        return f"{self._choice()} Expected of such rounds, in tokens per second: {rates}."
+        more = "A second draft continued the first where it may fail. " if self.continued else ""
+        return f"{self._choice()} {more}Expected of such rounds, in tokens per second: {rates}."
 
     def _choice(self) -> str:
         if self.tried and self.drafted:

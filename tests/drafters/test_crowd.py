@@ -12,9 +12,11 @@ from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import Adaptive, Scope
 from dflash_mlx.drafters.crowd import Crowd
+from dflash_mlx.drafters.experience import Average, SecondPass
 from dflash_mlx.drafters.none import NoContext, NoDraft
+from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.decode import make_rule
-from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
@@ -82,11 +84,17 @@ class Knowing(EachAlone):
 
 def decode(times: PassTimes, sure: float, count: int, chains: bool = False):
     """Answers of `count` sequences at once; the rows of each step."""
-    target, config = Timed(times, chains), DecodeConfig(max_tokens=120)
-    drafter = Knowing(target, sure)
-    adaptive = Adaptive(
-        drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=chains), target.clock
-    )
+    target = Timed(times, chains)
+    return decode_with(target, Knowing(target, sure), count)
+
+
+def decode_with(
+    target: Timed, drafter: Drafter, count: int, second: PassTimes | None = None
+) -> Timed:
+    """The same with any drafter, whose second pass, if any, was timed so."""
+    config, scope = DecodeConfig(max_tokens=120), Scope(looks_up=False, chains=target.chains)
+    adaptive = Adaptive(drafter, {"draft": drafter}, target.times, scope, target.clock)
+    adaptive.experience.second.times.timed = second
     prompts = [[1, i % VOCABULARY, i // VOCABULARY] for i in range(count)]
     engine, said = Engine(target, observer=Strict()), {}
     for prompt in prompts:
@@ -136,15 +144,12 @@ def test_the_best_nodes_of_all_trees_are_verified_together():
     target = Timed(RISING)
     drafter = Knowing(target, 0.7)
     adaptive = Adaptive(drafter, {"draft": drafter}, RISING, Scope(looks_up=False), target.clock)
-    arm, crowd = (
-        adaptive.experience.arms[1],
-        Crowd(adaptive, 2),
-    )
+    crowd = Crowd(adaptive, 2)
     trees = [
         Tree((1, 2, 3), (-1, 0, 0, 1), tuple(np.log([1, 0.6, 0.3, 0.5]))),
         Tree((1, 2), (-1, 0, 1), tuple(np.log([1, 0.9, 0.8]))),
     ]
-    cut, planned = crowd._cut(arm, [Proposal(tree) for tree in trees], RISING.of, 0.0, 96)
+    cut = crowd._cut(RISING.of, 96, [Proposal(tree) for tree in trees], 0.0)
     chances = [[1, 0.6, 0.3, 0.3], [1, 0.9, 0.72]]  # of reaching each node
     best = 0.0
     for a, b in product(range(1, 5), range(1, 4)):
@@ -161,8 +166,79 @@ def test_the_best_nodes_of_all_trees_are_verified_together():
             if whole:
                 tokens = sum(chances[i][n] for i, kept in enumerate(nodes) for n in kept)
                 best = max(best, tokens / float(RISING.of(a + b)))
-    found = sum(len(proposal.tree) for proposal in cut)
-    assert planned == pytest.approx(float(RISING.of(found)))
-    assert arm.tokens.mean > 0 and best == pytest.approx(
-        arm._promises[-1].expected[found - 1] / planned, rel=0.05
-    )
+    found = sum(len(part.tree) for part in cut.parts)
+    assert cut.seconds == pytest.approx(float(RISING.of(found)))
+    assert best == pytest.approx(cut.tokens / cut.seconds, rel=0.05)
+
+
+def drafts_of(*posteriors):
+    """First drafts that may fail in these places."""
+    branches = [{(i,): r for i, r in enumerate(each)} for each in posteriors]
+    return [FirstDraft(Tree.chain(), branches=each) for each in branches]
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("by_branch", [0.0, 0.02, 0.1])
+def test_of_all_drafts_branches_those_are_drafted_on_that_save_most_time(rate, by_branch):
+    second, drafts = SecondPass(), drafts_of([0.5, 0.3, 0.01], [0.05, 0.04], [])
+    second.times.timed = PassTimes((1, 5), (0.1 + by_branch, 0.1 + 5 * by_branch))
+    second.gain, second.mass = Average(0.8), Average(1.0)
+
+    def saved(counts):
+        mass = sum(sum([*d.branches.values()][:n]) for d, n in zip(drafts, counts, strict=True))
+        return 0.8 * mass / rate - float(second.times.of(0, sum(counts))) if any(counts) else 0.0
+
+    best = max(saved(counts) for counts in product(range(4), range(3), range(1)))
+    found, tried = second.branches(drafts, rate, 0)
+    assert saved(found) == pytest.approx(best)
+    assert any(found) == (best > 0) and not tried
+
+
+def test_a_second_pass_is_tried_now_and_then_where_it_has_not_paid():
+    second, drafts = SecondPass(), drafts_of([0.5])
+    second.times.timed, second.gain = PassTimes((1,), (1.0,)), Average(0.0)
+    for waited, expected in ((0.0, [0]), (99.0, [0]), (101.0, [1])):
+        second.waited = waited
+        counts, tried = second.branches(drafts, 1.0, 0)
+        assert counts == expected and tried == any(counts)
+    second.learn(drafts, [1], 0.0)
+    assert second.branches(drafts, 1.0, 0)[0] == [0]
+
+
+class InTwo(TwoPass):
+    """Knows nothing of some sequences before its second pass."""
+
+    name, taps, rounds_ahead = "draft", (), 0
+
+    def __init__(self, target: Timed) -> None:
+        self.knowing, self.asked = Knowing(target, 0.9), []
+
+    def new_context(self) -> NoContext:
+        return NoContext()
+
+    def begin(self, states, rooms):
+        return [self.first(state, room) for state, room in zip(states, rooms, strict=True)]
+
+    def first(self, state, room):
+        if state.tokens[1] % 2:
+            return FirstDraft(self.knowing.draft(state, room).tree, branches={(): 0.1})
+        return FirstDraft(Tree((0,), (-1, 0), (0.0, np.log(0.05))), branches={(): 0.9})
+
+    def go_on(self, states, drafts, counts):
+        self.asked.append(
+            [n for _, n in sorted(zip([s.tokens[1] for s in states], counts, strict=True))]
+        )
+        self.knowing.target.clock.now += 0.05
+        return [
+            self.knowing.draft(state, state.room) if n else draft
+            for state, draft, n in zip(states, drafts, counts, strict=True)
+        ]
+
+
+def test_a_second_pass_is_over_those_sequences_that_need_it():
+    target = Timed(CHEAP)
+    drafter = InTwo(target)
+    decode_with(target, drafter, 4, PassTimes((1, 4), (0.1, 0.25)))
+    whole = [asked for asked in drafter.asked if len(asked) == 4]
+    assert len(whole) > 10
+    assert np.mean([asked == [1, 0, 1, 0] for asked in whole[5:]]) > 0.8

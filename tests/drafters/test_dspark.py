@@ -284,7 +284,9 @@ def test_second_drafts_follow_the_walk_behind_their_prefixes(drafting):
     both = DualDiffusion(subject.model, None, DecodeConfig(), PaperGrowth(3))
     for seed in range(4):
         anchor = seed * 11 % VOCAB_SIZE
-        ((first, second),) = both.drafts([behind(both, anchor, features_of(seed))], [6])
+        state = behind(both, anchor, features_of(seed))
+        drafts = both.begin([state], [6])
+        first, (second,) = drafts[0].choices, both.second([state], drafts, [3])
         assert list(walk(first)[0]) == subject.block(seed, anchor).greedy()
         assert len(second) == 3
         for prefix, choices in second.items():

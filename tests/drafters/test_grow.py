@@ -61,23 +61,25 @@ def sure(*confidences: float) -> Choices:
 
 
 def test_published_branches_leave_the_first_draft_where_it_is_likeliest_to_be_rejected():
-    first = sure(0.9, 0.2, 0.5)  # r = 0.1, 0.72, 0.09
-    assert PaperGrowth(2).prefixes(first, {}, 2) == [(0,), ()]
-    assert PaperGrowth(9).prefixes(first, {}, 2) == [(0,), (), (0, 1)]
-    assert PaperGrowth(2).prefixes(first, {}, 3) == [(0,), (), (0, 1, 2)], "and one extends it"
+    first = sure(0.9, 0.2, 0.5)  # r = 0.1, 0.72, 0.09, and 0.09 for all of it
+    posteriors = PaperGrowth(2).prefixes(first, {}, 3).values()
+    assert list(posteriors) == pytest.approx([0.72, 0.1, 0.09])
+    assert [*PaperGrowth(2).prefixes(first, {}, 2)] == [(0,), ()]
+    assert [*PaperGrowth(9).prefixes(first, {}, 2)] == [(0,), (), (0, 1)]
+    assert [*PaperGrowth(2).prefixes(first, {}, 3)] == [(0,), (), (0, 1, 2)], "and one extends it"
 
 
 def test_a_third_level_continues_the_second_s_branches_where_they_are_likely_to_fail():
     first, second = sure(0.9, 0.2), follow(Ranked(np.array([[7], [8]]), np.log([[0.9], [0.1]])))
     # Behind (0,) the second goes on with 7, 8: r(0, 7) = 0.9 * 0.9 * 0.9
-    assert PaperGrowth(1).prefixes(first, {(0,): second}, 2) == [(0, 7), (0, 1)]
+    assert [*PaperGrowth(1).prefixes(first, {(0,): second}, 2)] == [(0, 7), (0, 1)]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(0, 3))
 @settings(max_examples=40)
 def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes(seed, count, more):
     first = follow(ranked(seed, 6))
-    prefixes = PaperGrowth(count).prefixes(first, {}, 5 + more)
+    prefixes = list(PaperGrowth(count).prefixes(first, {}, 5 + more))
     lengths = {prefix: 6 + more - len(prefix) for prefix in prefixes}
     second = {p: follow(ranked(seed + i + 1, lengths[p])) for i, p in enumerate(prefixes)}
     chains = [walk(first)[0], *((*prefix, *walk(draft)[0]) for prefix, draft in second.items())]
@@ -97,14 +99,14 @@ def test_boundaries_are_those_of_the_best_path_and_of_likely_second_choices(
     tokens, law, boundaries
 ):
     choices, count = follow(Ranked(np.array(tokens), np.log(np.array(law)))), len(boundaries)
-    assert likely_boundaries(choices, count, len(tokens) - 1) == boundaries
-    rest = likely_boundaries(choices, count, len(tokens) - 1, known=boundaries[:1])
+    assert [*likely_boundaries(choices, count, len(tokens) - 1)] == boundaries
+    rest = [*likely_boundaries(choices, count, len(tokens) - 1, known=boundaries[:1])]
     assert rest[: count - 1] == boundaries[1:]
 
 
 def test_a_draft_that_is_likely_to_be_right_to_its_end_is_continued_there():
-    assert likely_boundaries(sure(0.9, 0.9), 1, 2) == [(0, 1)]
-    assert likely_boundaries(sure(0.9, 0.9), 1, 1) == [()], "or not, without room for more"
+    assert [*likely_boundaries(sure(0.9, 0.9), 1, 2)] == [(0, 1)]
+    assert [*likely_boundaries(sure(0.9, 0.9), 1, 1)] == [()], "or not, without room for more"
 
 
 def test_choices_come_from_the_draft_that_saw_most_of_the_path_and_from_the_first():

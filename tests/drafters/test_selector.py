@@ -256,8 +256,8 @@ def test_the_greedy_walk_and_d2sd_s_first_draft_are_those_of_the_reference(small
         tree = drafter.draft(behind(drafter, anchor, features), 100).tree
         path = reference_dflash2.greedy_path(small.tensors, small.raw, hidden, unary, anchor)
         assert tree.is_chain and tree.drafted == tuple(path)
-        ((first, _),) = both.drafts([behind(both, anchor, features)], [BLOCK])
-        assert list(walk(first)[0]) == path
+        (first,) = both.begin([behind(both, anchor, features)], [BLOCK])
+        assert list(walk(first.choices)[0]) == path
         detours += path != unary.argmax(axis=-1).tolist()
     assert detours > 10, "the selector changes most paths, so that its walk is seen"
 

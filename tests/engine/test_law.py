@@ -99,10 +99,10 @@ class ToyHalf(ToyDrafter):
         return mx.where(known, super().logits(context, anchor, rows, prefixes), -mx.inf)
 
 
-def as_pays(drafter):
-    """Chains cut where more of them would not pay, by what each position is sure of."""
+def as_pays(drafter, chains=True):
+    """Chains cut where more of them would not pay, by what each position is sure of; or trees."""
     times = PassTimes((1, 2, 3, 4), (1.0, 1.5, 2.0, 2.5))
-    return Adaptive(drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=True), int)
+    return Adaptive(drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=chains), int)
 
 
 GROWTH = JointGrowth(2, 8)
@@ -133,6 +133,7 @@ MADE = {
     "ddtree": lambda sampling: BestFirst(FIRST, None, 6),
     "ddtree, path": lambda sampling: BestFirst(ToyPaths(1), None, 6),
     "d2sd": lambda sampling: dual(FIRST, SECOND),
+    "d2sd, as pays": lambda sampling: as_pays(dual(FIRST, SECOND), chains=False),
     "d2sd, path": lambda sampling: dual(ToyPaths(1), SECOND),
     "d2sd, two paths": lambda sampling: dual(ToyPaths(1), ToyPaths(2)),
     "d2sd, longer second": lambda sampling: dual(SHORT, SECOND, levels=3),

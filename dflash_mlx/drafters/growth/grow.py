@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -69,8 +69,8 @@ def rejection_boundaries(confidences: Array) -> Array:
 
 def likely_boundaries(
     choices: Choices, branches: int, longest: int, known: Collection[Path] = ()
-) -> list[Path]:
-    """The paths with the largest posterior of being accepted exactly as far as they go.
+) -> dict[Path, float]:
+    """The paths with the largest posterior of being accepted exactly as far as they go, and it.
 
     r(path) = q(path) (1 - c), with c the confidence in what follows it; for paths through the best
     tokens alone this is `rejection_boundaries`. A path that nothing follows ends where it is
@@ -90,7 +90,12 @@ def likely_boundaries(
             behind = choices(path)
             missed = 1.0 if behind is None else 1 - math.exp(behind[1][0])
             posterior[path] = math.exp(reached) * missed
-    return sorted(posterior, key=lambda path: -posterior[path])[:branches]
+    return likeliest(posterior, branches)
+
+
+def likeliest(chances: Mapping[Path, float], count: int) -> dict[Path, float]:
+    """The `count` likeliest, in that order."""
+    return dict(sorted(chances.items(), key=lambda item: -item[1])[:count])
 
 
 def best_first(choices: Choices, nodes: int, second: Collection[Path] = ()) -> Tree:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ class Sizes:
 
     expected: [M] tokens that the best n + 1 nodes bring, the target's own included. ends: [M] the
     last node of each: in the order of their chances, or of the chain that ends there. extra: [M]
-    seconds that their branches add to a pass.
+    seconds that their branches add to a pass, or that drafts take besides.
     """
 
     expected: npt.NDArray[Any]
@@ -123,6 +123,10 @@ class Sizes:
     def best(self, seconds: Seconds, fixed: float) -> int:
         """The number of nodes at the highest rate."""
         return int(np.argmax(self.rates(seconds, fixed))) + 1
+
+    def dearer(self, seconds: float) -> Sizes:
+        """The same with so many seconds more, however many nodes there are."""
+        return replace(self, extra=self.extra + seconds)
 
     def cost(self, seconds: Seconds, count: int) -> float:
         """Seconds of a pass over so many nodes."""

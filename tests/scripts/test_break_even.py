@@ -1,0 +1,58 @@
+"""The simulated clock of D2SD's second pass goes on by what passes are said to take."""
+
+from __future__ import annotations
+
+import break_even
+import pytest
+import simulate_trees
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.target.model import Target
+from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.train.corpus.rows import CorpusRow
+from support import decoding
+from support.drafter_formats import drafter_folder
+from support.families import make_model
+
+PROMPT = [5, 9, 5, 9, 5, 3]
+PASSES = PassTimes((1, 64), (1.0, 1.0))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    target = Target(make_model("llama"), 200, "tiny")
+    first, second = (
+        drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 2], seed, target) for seed in (1, 2)
+    )
+    return Pair(target, None, (first, second), "x")
+
+
+@pytest.mark.parametrize("second", [None, 1e-9, 100.0])
+def test_the_clock_counts_every_pass_once(pair, second):
+    text = decoding.answer(pair.target, NoDraft(), PROMPT, DecodeConfig(max_tokens=60))
+    row = CorpusRow("a", "math", tuple(PROMPT), tuple(text), 0.0)
+    both = make_drafter(pair, simulate_trees.NEEDS_TREES)
+    walk = break_even.Simulated(both, break_even.Terms(PASSES, 0.01, second))
+    begun, begin = [], walk.begin
+    walk.begin = lambda *asked: begun.append(1) or begin(*asked)
+    with simulate_trees.remembering() as memory:
+        count = simulate_trees.simulate(pair, {"d2sd": walk}, [row], memory)["d2sd"]
+    ((tokens, rounds, _),) = count.answers["all"]
+    assert tokens == len(text) - 1
+    spent = rounds + 0.01 * len(begun) + (second or 0.0) * walk.continued
+    assert walk.now == pytest.approx(spent)
+    assert (walk.continued > 0) == (second == 1e-9), "a second pass is made where it is free"
+
+
+def test_a_second_draft_over_four_blocks_is_dearer_than_the_first():
+    terms = [
+        break_even.terms_of(name, bits, break_even.Traffic.read())
+        for name in break_even.SIZES
+        for bits in break_even.BITS
+    ]
+    for each, second in terms:
+        assert 0 < each.first < second and each.second is None
+        assert each.passes.seconds[0] < each.passes.seconds[-1]
