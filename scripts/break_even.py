@@ -1,16 +1,23 @@
-"""At which cost of its second pass D2SD would be ahead of DDTree, by a simulated clock.
+"""At which cost of its second pass D2SD would be ahead of DDTree, from tokens per round and times.
 
+    .venv/bin/python scripts/break_even.py --counts COUNTS.json
     .venv/bin/python scripts/break_even.py --corpus ANSWERS.jsonl --every 4
 
-Both methods walk known answers as in simulate_trees.py and choose each round's rows and passes
-themselves, as `auto` does, while a clock goes on by what the roofline says of passes over a target
-and of its first draft. The second pass takes the given shares of a plain target pass, however many
-branches it has. Acceptance is that of the default pair, whatever the target.
+COUNTS.json is written by simulate_trees.py for `ddtree:budget=N` and `d2sd:budget=N` with several
+N. Of each method the number of rows counts that brings most tokens per second, where passes over a
+target and its first draft take what the roofline says of them.
+
+With a corpus both methods walk known answers as in simulate_trees.py and choose each round's rows
+and passes themselves, as `auto` does, while a clock goes on by those times. The second pass takes
+the given shares of a plain target pass, however many branches it has.
+
+Acceptance is that of the pair that was simulated, whatever the target.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +29,7 @@ from roofline import ROWS, Traffic, draft_time, pass_time, table
 from roofline_data import MACHINES, TARGETS
 
 from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.adaptive import Adaptive, Scope
 from dflash_mlx.drafters.dual_diffusion import METHOD, DualDiffusion
 from dflash_mlx.drafters.methods import make_drafter
@@ -36,8 +44,9 @@ from dflash_mlx.train.features import vocabulary_size
 MACHINE = MACHINES["M4 Max"]
 SIZES = ("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
 BITS = (4, 8, 16)
-SHARES = (0.1, 0.25, 0.5, 1.0)  # of a plain target pass, that the second draft takes
+SHARES = (0.05, 0.1, 0.25)  # of a plain target pass, that the second draft takes
 BLOCK, BRANCHES, NODES = 8, 4, 48
+HEADS = ("target", "bits", "16 rows", "first draft", "second draft", "`ddtree` x plain")
 
 
 @dataclass(frozen=True)
@@ -97,18 +106,51 @@ def terms_of(name: str, bits: int, traffic: Traffic) -> tuple[Terms, float]:
     return Terms(PassTimes(ROWS, tuple(passes)), first, None), second
 
 
+def by_counts(counts: Path) -> str:
+    """The cost at which both methods are as fast, for each target and width, in Markdown.
+
+    With n rows of a tree of both drafts, and alpha(n) tokens, a round is as good as one of DDTree's
+    best when it takes alpha(n) times what they take for a token.
+    """
+    tokens: dict[str, dict[int, float]] = {"ddtree": {1: 1.0}, "d2sd": {}}
+    for walk, figures in json.loads(counts.read_text(encoding="utf-8")).items():
+        method, _, budget = walk.partition(":budget=")
+        if method in tokens and budget.isdecimal():
+            tokens[method][int(budget)] = figures["all"]["tokens_per_round"]
+    if min(map(len, tokens.values())) < 2:
+        raise DFlashError(f"{counts} lacks ddtree:budget=N or d2sd:budget=N", "simulate them")
+    lines = []
+    for name in SIZES:
+        for bits in BITS:
+            terms, second = terms_of(name, bits, Traffic.read())
+            passes = {n: float(terms.passes.of(n)) for known in tokens.values() for n in known}
+            alone = tokens["ddtree"]
+            best = min(alone, key=lambda n: (passes[n] + terms.first * (n > 1)) / alone[n])
+            a_token = (passes[best] + terms.first * (best > 1)) / alone[best]
+            left = {n: found * a_token - passes[n] for n, found in tokens["d2sd"].items()}
+            rows = max(left, key=lambda n: left[n])
+            plain = passes[1]
+            even = (left[rows] - terms.first) / plain
+            cells = [f"{x / plain:.2f}" for x in (float(terms.passes.of(16)), terms.first, second)]
+            speed = f"{plain / a_token:.2f} ({best})"
+            lines.append([name, str(bits), *cells, speed, f"{even:.2f} ({rows})"])
+    return table([*HEADS, "even at (rows)"], iter(lines))
+
+
 def compare(pair: Pair, corpus: Path, every: int) -> str:
-    """A row for each target and width of its weights, in Markdown."""
+    """How much faster than DDTree at several costs, for each target and width, in Markdown.
+
+    In brackets the rounds in which a second pass was made.
+    """
     both = make_drafter(pair, replace(simulate_trees.NEEDS_TREES, budget=NODES))
     assert isinstance(both, DualDiffusion)
     traffic = Traffic.read()
     kinds = [(name, bits, *terms_of(name, bits, traffic)) for name in SIZES for bits in BITS]
     walks: dict[str, Simulated] = {}
-    for name, bits, terms, second in kinds:
+    for name, bits, terms, _ in kinds:
         plain = terms.passes.seconds[0]
         for label, seconds in {
             "none": None,
-            "roofline": second,
             **{str(share): share * plain for share in SHARES},
         }.items():
             walks[f"{name} {bits} {label}"] = Simulated(both, replace(terms, second=seconds))
@@ -126,24 +168,27 @@ def compare(pair: Pair, corpus: Path, every: int) -> str:
         key, plain = f"{name} {bits}", terms.passes.seconds[0]
         alone = speed(f"{key} none")
         cells = []
-        for label in ("roofline", *map(str, SHARES)):
+        for label in map(str, SHARES):
             walk = f"{key} {label}"
             made = walks[walk].continued / found[walk]["rounds"]
             cells.append(f"{speed(walk) / alone:.3f} ({made:.0%})")
         sixteen = float(terms.passes.of(16)) / plain
         ratios = [f"{x / plain:.2f}" for x in (terms.first, second)]
         lines.append([name, str(bits), f"{sixteen:.2f}", *ratios, f"{alone * plain:.2f}", *cells])
-    costs = ["at that", *(f"at {share:g}" for share in SHARES)]
-    heads = ["target", "bits", "16 rows", "first draft", "second draft", "`ddtree` x plain", *costs]
-    return table(heads, iter(lines))
+    return table([*HEADS, *(f"at {share:g}" for share in SHARES)], iter(lines))
 
 
 def main(argv: Sequence[str]) -> None:
     parser = cli.Parser(prog="break_even.py", description="What a second draft pass may cost.")
-    parser.add_argument("--corpus", type=Path, required=True, help="answers of one temperature")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--counts", type=Path, help="figures of simulate_trees.py")
+    source.add_argument("--corpus", type=Path, help="answers of one temperature")
     parser.add_argument("--every", type=int, default=1, help="use only every N-th answer")
     cli.add_options(parser, PairConfig)
     arguments: argparse.Namespace = parser.parse_args(argv)
+    if arguments.counts is not None:
+        print(by_counts(arguments.counts))
+        return
     pair = load_pair(cli.read_pair_config(arguments), simulate_trees.NEEDS_TREES)
     print(compare(pair, arguments.corpus, arguments.every))
 

@@ -23,6 +23,7 @@ from dflash_mlx.drafters.growth.reliability import (
     Seconds,
     Sizes,
     never,
+    promised,
     reach,
     worth_keeping,
 )
@@ -177,7 +178,7 @@ class Adaptive:
             arm.drafts.took(self.clock() - start, position)
         drafts = self._looked_up(drafts, states, share)
         before, second = float(arm.drafts.of(position)), self.experience.second
-        best = promised = cut(drafts, before)
+        best = usual = cut(drafts, before)
         begun = [draft for draft in drafts if isinstance(draft, FirstDraft)]
         counts, tried = second.branches(begun, rate, position)
         if isinstance(drafter, TwoPass) and any(counts):
@@ -185,13 +186,21 @@ class Adaptive:
             more = drafter.go_on(states, begun, counts)
             second.times.took(self.clock() - start, position, sum(counts))
             spent = float(second.times.of(position, sum(counts)))
-            both = cut(self._looked_up(more, states, share), before + spent)
+            more = self._looked_up(more, states, share)
+            both = cut(more, before + spent)
             dearer = both.seconds - spent - best.seconds
-            second.learn(begun, counts, both.tokens - best.tokens - rate * dearer)
+            gain = both.tokens - self._promised(best.parts, more) - rate * dearer
+            second.learn(begun, counts, gain)
             best = replace(both, sizes=both.sizes.dearer(spent), continued=True)
-            promised = promised if tried else best
-        arm.expect(promised.tokens, promised.seconds, promised.sizes)
+            usual = usual if tried else best
+        arm.expect(usual.tokens, usual.seconds, usual.sizes)
         return best
+
+    def _promised(self, parts: Sequence[Proposal], more: Sequence[Proposal]) -> float:
+        """Tokens of the first drafts' parts, going by what second drafts say of them."""
+        trees = [(part.tree, draft.tree) for part, draft in zip(parts, more, strict=True)]
+        chances = self.experience.reliability.chances
+        return sum(promised(tree, better, reach(better, chances(better))) for tree, better in trees)
 
     def _begin(self, drafter: Drafter, states: Sequence[State], share: int) -> list[Proposal]:
         """What the drafter proposes, of two passes the first."""

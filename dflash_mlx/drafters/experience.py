@@ -76,9 +76,9 @@ class DraftTimes:
 class SecondPass:
     """What a second draft pass has brought, and whether it pays behind a first draft.
 
-    times: of such passes. gain, mass: what a pass brought in tokens, beyond what the first draft
-    promised and what more rows cost, and the posterior of failing where it went on; so what it
-    brings of one unit is a ratio of means. waited: seconds since the last one.
+    times: of such passes. gain, mass: tokens that a pass brought, beyond those of the first draft's
+    tree as both drafts see it and what more rows cost, and the posterior of failing where it went
+    on; so what it brings of one unit is a ratio of means. waited: seconds since the last one.
     """
 
     def __init__(self) -> None:

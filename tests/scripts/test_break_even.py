@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import break_even
 import pytest
 import simulate_trees
@@ -45,6 +47,32 @@ def test_the_clock_counts_every_pass_once(pair, second):
     spent = rounds + 0.01 * len(begun) + (second or 0.0) * walk.continued
     assert walk.now == pytest.approx(spent)
     assert (walk.continued > 0) == (second == 1e-9), "a second pass is made where it is free"
+
+
+def test_at_the_cost_that_it_names_both_methods_are_as_fast(tmp_path):
+    tokens = {"ddtree": {4: 2.2, 8: 2.9, 16: 3.3}, "d2sd": {4: 2.3, 8: 3.1, 16: 3.6}}
+    counts = tmp_path / "counts.json"
+    counts.write_text(
+        json.dumps(
+            {
+                f"{method}:budget={n}": {"all": {"tokens_per_round": found}}
+                for method, known in tokens.items()
+                for n, found in known.items()
+            }
+        )
+    )
+    *_, row = (line for line in break_even.by_counts(counts).splitlines() if "8B | 8" in line)
+    terms, _ = break_even.terms_of("Qwen3-8B", 8, break_even.Traffic.read())
+    plain = terms.passes.seconds[0]
+    even = float(row.split("|")[-2].split()[0]) * plain
+
+    def speed(method, beside):
+        rounds = ((float(terms.passes.of(n)) + beside, a) for n, a in tokens[method].items())
+        return max(tokens / seconds for seconds, tokens in rounds)
+
+    first = terms.first
+    assert speed("ddtree", first) > 1 / plain, "or it would be compared with plain decoding"
+    assert speed("d2sd", first + even) == pytest.approx(speed("ddtree", first), rel=0.01)
 
 
 def test_a_second_draft_over_four_blocks_is_dearer_than_the_first():
