@@ -15,7 +15,13 @@ from dflash_mlx.benchmark.quick import BenchStep, bench, save_bench, what_pays  
 from dflash_mlx.benchmark.race import SIDES as RACE_SIDES  # noqa: E402
 from dflash_mlx.benchmark.race import RaceResult, RaceStep, race  # noqa: E402
 from dflash_mlx.core.amounts import amount  # noqa: E402
-from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
+from dflash_mlx.core.config import (  # noqa: E402
+    AUTO,
+    DecodeConfig,
+    PairConfig,
+    SamplingConfig,
+    StructureConfig,
+)
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS  # noqa: E402
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
 from dflash_mlx.core.observer import Observer, RoundTimer  # noqa: E402
@@ -84,6 +90,7 @@ __all__ = [
     "Session",
     "SplitText",
     "Statistics",
+    "StructureConfig",
     "TextDelta",
     "ThinkingReader",
     "TokenSource",

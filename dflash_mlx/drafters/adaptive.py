@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.crowd import Crowd
 from dflash_mlx.drafters.experience import GUESSED_ROWS, Arm, Average, Experience
@@ -160,7 +160,10 @@ class Adaptive:
     def _looked_up(self, proposal: Proposal, state: State, share: int) -> Proposal:
         most = min(state.room - 1, share - 1, MOST_LOOKED_UP)
         if proposal.q is None and (found := lookup(state.tokens, most)).tokens:
-            tree = proposal.tree.merge(found.tokens, found.logprobs, LOOKUP.name)
+            tokens = found.tokens
+            if state.constraint is not None:
+                tokens = tokens[: state.constraint.run(state.tokens, tokens)]
+            tree = proposal.tree.merge(tokens, found.logprobs[: len(tokens)], LOOKUP.name)
             return replace(proposal, tree=tree)
         return proposal
 
@@ -170,7 +173,7 @@ class Adaptive:
         if state.last is None:
             self._begin_answer(state)
         arm, rates, again = self.experience.choose()
-        blind = self._goes_blind(arm)
+        blind = state.constraint is None and self._goes_blind(arm)
         proposal, planned = self._draft(arm, state, share, blind)
         plain = self.experience.arms[0]
         why = Reason(
@@ -255,7 +258,8 @@ def within_budget(
     """
     target = pair.target
     used = pair.drafter_name, len(pair.drafters), target.kernels.mode
-    settings = replace(config, sampling=SamplingConfig(), stop=(), max_tokens=1)
+    usual = {"sampling": SamplingConfig(), "structure": StructureConfig()}
+    settings = replace(config, stop=(), max_tokens=1, **usual)
     key = (*used, model.name, settings)
     known = pair.learned.get(key)
     again = known is not None and known.contradicts_times

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import rows_on
+from dflash_mlx.engine.constraint import Constraint
 from dflash_mlx.target.sequence import SequenceCache
 
 
@@ -46,7 +47,8 @@ class State:
     prompt is read. opening: logits [1, V] after the prompt. last: what this answer's last pass
     accepted. end: the position at which the answer ends at the latest. paused: seconds that answers
     have waited for whoever reads them. delayed: whether the last pass read prompts of others, too,
-    so that its time says nothing of this answer's.
+    so that its time says nothing of this answer's. constraint: what this answer may be, None for
+    anything.
     """
 
     def __init__(self, cache: SequenceCache, context: Context) -> None:
@@ -56,11 +58,12 @@ class State:
         self.last: Accepted | None = None
         self.end = 0
         self.paused, self.delayed = 0.0, False
+        self.constraint: Constraint | None = None
         self._tokens: list[int] = []
         self._unread: list[Accepted] = []
 
     def restart(self, cache: SequenceCache, context: Context) -> None:
-        """Begin again with these, which are empty; `end` stays."""
+        """Begin again with these, which are empty; `end` and `constraint` stay."""
         self.cache, self.context, self.last = cache, context, None
         self.anchor = self.opening = mx.array([], dtype=mx.int32)
         self._tokens, self._unread = [], []
@@ -101,9 +104,8 @@ class State:
         kept = rows_on(accepted.path)
         self.cache.commit(accepted.path)
         self.context.append(ids[kept], None if features is None else features[kept])
-        self.anchor = accepted.next_anchor
         self.last = accepted
-        self._unread.append(accepted)
+        self._end_with(accepted)
 
     def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:
         """Keep the rows of a prefill pass over `tokens`."""
@@ -121,8 +123,14 @@ class State:
     def begin(self, first: Accepted) -> None:
         """Make the first token of an answer the anchor."""
         self.last = None
-        self.anchor = first.next_anchor
-        self._unread.append(first)
+        self._end_with(first)
+
+    def _end_with(self, accepted: Accepted) -> None:
+        """Make the target's token the anchor, the last one where the answer is over."""
+        self.anchor = accepted.next_anchor
+        self._unread.append(accepted)
+        if accepted.ends:
+            self.end = self.position
 
     def reuse(self, prompt: list[int]) -> int:
         """Go back to the longest prefix shared with `prompt`; return its length.

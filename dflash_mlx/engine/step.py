@@ -26,6 +26,9 @@ T = TypeVar("T")
 Found = tuple[mx.array, mx.array | None]  # logits, and what the drafter taps
 
 NO_LIMIT = sys.maxsize  # rows of a step: what pays is the drafter's to say
+_FORCED = (
+    "The grammar of the answer leaves no choice of these tokens, so nothing had to be drafted."
+)
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,15 @@ class Running:
             assert self.make_rule is not None
             self.rule = self.make_rule()
         state, nothing = self.state, Proposal(Tree.chain())
-        first = self.rule.accept(Verdict(nothing, state.anchor, state.opening, None), state)
+        first = self.accept(Verdict(nothing, state.anchor, state.opening, None))
         state.begin(first)
         return Round(nothing, first)
+
+    def accept(self, verdict: Verdict) -> Accepted:
+        """What the rule accepts, up to where the grammar of the answer ends."""
+        assert self.rule is not None
+        accepted, constraint = self.rule.accept(verdict, self.state), self.state.constraint
+        return accepted if constraint is None else constraint.end(accepted, self.state.tokens)
 
 
 @dataclass(frozen=True)
@@ -113,11 +122,10 @@ class _Tree:
         return Rows(tree.ids(state.anchor), state.cache, Block.of(tree))
 
     def finish(self, found: Found | Exception, target: Target, observer: Observer) -> Round:
-        state, rule = self.sequence.state, self.sequence.rule
+        state = self.sequence.state
         logits, features = _or_raise(found)
-        assert rule is not None
         verdict = Verdict(self.proposal, self.rows.tokens, logits, features, target.kernels)
-        accepted = rule.accept(verdict, state)
+        accepted = self.sequence.accept(verdict)
         observer.mark("verify")
         state.commit(accepted, verdict.ids, verdict.features)
         observer.mark("commit")
@@ -205,6 +213,32 @@ def _guarded(action: Callable[[], T]) -> T | Exception:
 def propose(
     decoding: Sequence[Running], observer: Observer
 ) -> list[tuple[Running, Proposal | Exception]]:
+    """A tree for each sequence: what its grammar forces, or what its drafter proposes."""
+    found: list[tuple[Running, Proposal | Exception]] = []
+    free = []
+    for each in decoding:
+        proposal = _guarded(partial(_certain, each.state))
+        if proposal is None:
+            free.append(each)
+        else:
+            found.append((each, proposal))
+    return found + _drafted(free, observer)
+
+
+def _certain(state: State) -> Proposal | None:
+    """The tokens that the grammar leaves no choice of; None where there is one.
+
+    No draft model is asked: what it proposed would have to begin with these tokens.
+    """
+    if state.constraint is None:
+        return None
+    tree = state.constraint.certain(state.tokens, state.room - 1)
+    return None if tree is None else Proposal(tree, why=lambda: _FORCED)
+
+
+def _drafted(
+    decoding: Sequence[Running], observer: Observer
+) -> list[tuple[Running, Proposal | Exception]]:
     """A tree for each sequence, drafter by drafter: one drafts for all of its own at once."""
     drafters = {id(each.drafter): each.drafter for each in decoding}
     found: list[tuple[Running, Proposal | Exception]] = []
@@ -217,7 +251,7 @@ def propose(
             found.append((own[0], proposals))
         else:
             observer.fell_back(proposals)
-            found += chain.from_iterable(propose([each], observer) for each in own)
+            found += chain.from_iterable(_drafted([each], observer) for each in own)
     return found
 
 

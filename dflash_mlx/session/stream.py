@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.methods import make_drafter, settle
+from dflash_mlx.engine.constraint import Constraint
 from dflash_mlx.engine.decode import decode, prefill
 from dflash_mlx.engine.exact import noise_of
+from dflash_mlx.engine.grammar import constraint_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.answer import Answer, Answering, TextDelta, check_length, collect
@@ -19,12 +21,13 @@ class Session:
     """One conversation with one pair: turns reuse the caches of the turns before.
 
     config: settings of every turn, with a method in place of `auto` once it is made. Raises
-    DFlashError where the method does not fit the pair.
+    DFlashError where the method or the grammar does not fit the pair.
     """
 
     def __init__(self, pair: Pair, config: DecodeConfig | None = None) -> None:
         self.pair = pair
         self.config = settle(config or DecodeConfig(), pair.means)
+        constraint_of(pair, self.config, 0)
         self.drafter = make_drafter(pair, self.config)
         if self.config.guarded:
             noise_of(pair.target)  # now, not in the time of the first answer
@@ -40,7 +43,8 @@ class Session:
         """
         prompt = list(tokens)
         check_length(self.pair.target, prompt)
-        return self._whole_or_nothing(self._answer(prompt, observer or Observer()))
+        constraint = constraint_of(self.pair, self.config, len(prompt))
+        return self._whole_or_nothing(self._answer(prompt, constraint, observer or Observer()))
 
     def _whole_or_nothing(self, deltas: Iterator[TextDelta]) -> Iterator[TextDelta]:
         """Start over with empty caches where a round broke off, as with an interrupt inside it."""
@@ -52,8 +56,11 @@ class Session:
             self.state = State(self.pair.target.new_cache(), self.drafter.new_context())
             raise
 
-    def _answer(self, prompt: list[int], observer: Observer) -> Iterator[TextDelta]:
+    def _answer(
+        self, prompt: list[int], constraint: Constraint | None, observer: Observer
+    ) -> Iterator[TextDelta]:
         target, state, drafter, config = self.pair.target, self.state, self.drafter, self.config
+        state.constraint = constraint
         answering = Answering(self.pair, config, drafter.name, prompt)
         if config.guarded:
             state.trim(0)  # rows that passes over several rows have written are not plain ones
