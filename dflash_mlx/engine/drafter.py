@@ -20,13 +20,15 @@ class Proposal:
     q: [N - 1, V] what each token of a chain was drawn from, for rejection sampling; None for best
     guesses. A row may depend on the tokens drawn before it. why: says on request why this tree and
     no other; None where nothing chooses. plain_seconds: what a round of plain decoding would take
-    now instead; None where nobody knows.
+    now instead; None where nobody knows. certain: whether it is what a grammar leaves no choice of,
+    for which no drafter was asked.
     """
 
     tree: Tree
     q: mx.array | None = None
     why: Callable[[], str] | None = None
     plain_seconds: float | None = None
+    certain: bool = False
 
     def part(self, nodes: Sequence[int]) -> Proposal:
         """Only these nodes, in order and closed under parents; of a chain its first ones."""

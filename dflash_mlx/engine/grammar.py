@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import OrderedDict
 from typing import Any
 
 from dflash_mlx.core.config import PLAIN, DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.json_text import parse_json
 from dflash_mlx.engine.constraint import Constraint
 from dflash_mlx.engine.pair import Pair
 
@@ -122,9 +120,9 @@ def _source(structure: StructureConfig) -> str:
         return str(matcher.grammar_from_regex(structure.regex))
     if structure.grammar is not None:
         return str(matcher.grammar_from_lark(structure.grammar))
-    schema = parse_json(structure.json_schema) if structure.json_schema else {"type": "object"}
+    schema = (structure.json_schema or '{"type": "object"}').removeprefix("\ufeff")
     try:
-        return str(matcher.grammar_from_json_schema(json.dumps(schema), defaults=_AS_JSON))
+        return str(matcher.grammar_from_json_schema(schema, defaults=_AS_JSON))
     except ValueError as error:
         raise _refused(structure, str(error)) from None
 

@@ -44,9 +44,10 @@ class State:
     """The committed tokens' caches, and the anchor: the newest token, not in any cache yet.
 
     cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated; [0] while a
-    prompt is read. opening: logits [1, V] after the prompt. last: what this answer's last pass
-    accepted. end: the position at which the answer ends at the latest. paused: seconds that answers
-    have waited for whoever reads them. delayed: whether the last pass read prompts of others, too,
+    prompt is read. opening: logits [1, V] after the prompt. last: what was accepted of the last tree
+    that a drafter proposed for this answer. end: the position at which the answer ends at the
+    latest. paused: seconds that drafters have nothing to do with: answers waited for whoever reads
+    them, or took what a grammar forces. delayed: whether the last pass read prompts of others, too,
     so that its time says nothing of this answer's. constraint: what this answer may be, None for
     anything.
     """
@@ -96,15 +97,23 @@ class State:
         self._unread.clear()
         return self._tokens
 
-    def commit(self, accepted: Accepted, ids: mx.array, features: mx.array | None) -> None:
+    def commit(
+        self,
+        accepted: Accepted,
+        ids: mx.array,
+        features: mx.array | None,
+        certain: bool = False,
+    ) -> None:
         """Keep an accepted path in every cache and make the target's token the anchor.
 
         ids: [N] of the verified nodes. features: [N, m*d], None for a drafter that reads none.
+        certain: as of `Proposal`.
         """
         kept = rows_on(accepted.path)
         self.cache.commit(accepted.path)
         self.context.append(ids[kept], None if features is None else features[kept])
-        self.last = accepted
+        if not certain:
+            self.last = accepted
         self._end_with(accepted)
 
     def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:

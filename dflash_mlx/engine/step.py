@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -127,7 +128,7 @@ class _Tree:
         verdict = Verdict(self.proposal, self.rows.tokens, logits, features, target.kernels)
         accepted = self.sequence.accept(verdict)
         observer.mark("verify")
-        state.commit(accepted, verdict.ids, verdict.features)
+        state.commit(accepted, verdict.ids, verdict.features, self.proposal.certain)
         observer.mark("commit")
         return Round(self.proposal, accepted)
 
@@ -169,6 +170,7 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
     drafts may still be on its way. A sequence that fails has its exception and leaves the others as
     they would be without it.
     """
+    begin = time.perf_counter()
     outcomes: dict[int, Outcome] = {id(each): _guarded(each.open) for each in running if each.opens}
     passing = [each for each in running if id(each) not in outcomes]
     parts: list[_Tree | _Chunk] = []
@@ -193,6 +195,8 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
     for part, found in zip(parts, passes, strict=True):
         finish: Callable[[], Round | None] = partial(part.finish, found, target, observer)
         outcomes[id(part.sequence)] = _guarded(finish)
+        if isinstance(part, _Tree) and part.proposal.certain:
+            part.sequence.state.paused += time.perf_counter() - begin
     return [outcomes[id(each)] for each in running]
 
 
@@ -233,7 +237,7 @@ def _certain(state: State) -> Proposal | None:
     if state.constraint is None:
         return None
     tree = state.constraint.certain(state.tokens, state.room - 1)
-    return None if tree is None else Proposal(tree, why=lambda: _FORCED)
+    return None if tree is None else Proposal(tree, why=lambda: _FORCED, certain=True)
 
 
 def _drafted(
