@@ -44,8 +44,8 @@ class State:
     """The committed tokens' caches, and the anchor: the newest token, not in any cache yet.
 
     cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated; [0] while a
-    prompt is read. opening: logits [1, V] after the prompt. last: what was accepted of the last tree
-    that a drafter proposed for this answer. end: the position at which the answer ends at the
+    prompt is read. opening: logits [1, V] after the prompt. last: what was accepted of the newest
+    tree of a drafter in this answer. end: the position at which the answer ends at the
     latest. paused: seconds that drafters have nothing to do with: answers waited for whoever reads
     them, or took what a grammar forces. delayed: whether the last pass read prompts of others, too,
     so that its time says nothing of this answer's. constraint: what this answer may be, None for

@@ -76,7 +76,7 @@ BAD = {
     "an open group": (["--regex", "a(b"], ["--regex", "unclosed group"]),
     "nothing": (["--regex", ""], ["--regex is ''"]),
     "an unknown rule": (["--grammar", "start: foo"], ["--grammar", "line 1, column 8", "foo"]),
-    "two at once": (["--regex", "a", "--json-object"], ["json_object", "regex", "leave one"]),
+    "two at once": (["--regex", "a", "--json-object"], ["--json-object", "regex", "leave one"]),
 }
 
 
