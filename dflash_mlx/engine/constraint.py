@@ -41,11 +41,16 @@ class Constraint:
         return list(self._matcher.compute_ff_tokens()) if taken else []
 
     def certain(self, history: Sequence[int], most: int) -> Tree | None:
-        """What is forced behind `history` as a chain of at most `most` drafts, None for nothing."""
+        """What is forced behind `history` as a chain of at most `most` drafts, None for nothing.
+
+        A token that ends the answer is no draft, since nothing is asked for behind it.
+        """
         forced = self.forced(history) if self._drafts else []
-        tokens = tuple(forced[: min(most, MOST_ROWS - 1)])
-        if not tokens:
+        if not forced:
             return None
+        self._go_to([*self._answer(history), *forced])
+        drafts = forced[:-1] if self._matcher.is_stopped() else forced
+        tokens = tuple(drafts[: min(most, MOST_ROWS - 1)])
         count = len(tokens)
         return Tree(tokens, tuple(range(-1, count)), (0.0,) * (count + 1), ("", *[FORCED] * count))
 
