@@ -180,10 +180,12 @@ class StructureConfig:
             raise DFlashError(what, "leave one of them out", given[0])
         if self.json_schema is not None:
             try:
-                parse_json(self.json_schema)
+                schema = parse_json(self.json_schema)
             except ValueError as error:
                 what = f"json_schema is no JSON text ({error})"
                 raise DFlashError(what, "correct it", "json_schema") from None
+            is_object = isinstance(schema, dict)
+            require(is_object, "json_schema", self.json_schema[:40], "a JSON object")
 
     @property
     def kind(self) -> str:

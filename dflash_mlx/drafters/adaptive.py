@@ -258,8 +258,8 @@ def within_budget(
     """
     target = pair.target
     used = pair.drafter_name, len(pair.drafters), target.kernels.mode
-    usual = {"sampling": SamplingConfig(), "structure": StructureConfig()}
-    settings = replace(config, stop=(), max_tokens=1, **usual)
+    settings = replace(config, sampling=SamplingConfig(), stop=(), max_tokens=1)
+    settings = replace(settings, structure=StructureConfig())
     key = (*used, model.name, settings)
     known = pair.learned.get(key)
     again = known is not None and known.contradicts_times

@@ -26,7 +26,8 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def ask(monkeypatch, capsys, folders):
     def run(*more: str, model: str = folders[0]) -> tuple[int, str, str]:
-        options = ["--model", model, "--drafter", folders[1], "--prompt", "Hi", *more]
+        drafter = [] if "none" in more else ["--drafter", folders[1]]
+        options = ["--model", model, *drafter, "--prompt", "Hi", *more]
         monkeypatch.setattr(sys, "argv", ["program", *options])
         with pytest.raises(SystemExit) as left:
             cli.run(generate.main, "program")
@@ -68,7 +69,7 @@ BAD = {
     "a missing file": (["--json-schema", "nowhere.json"], ["nowhere.json cannot be read"]),
     "no JSON": (["--json-schema", "{"], ["--json-schema", "is no JSON text", "column 2"]),
     "another type": (["--json-schema", '{"type": "strin"}'], ["--json-schema", "strin"]),
-    "no schema": (["--json-schema", "[1]"], ["--json-schema", "must be an object"]),
+    "no schema": (["--json-schema", "[1]"], ["--json-schema", "choose a JSON object"]),
     "not supported": (
         ["--json-schema", '{"type": "array", "uniqueItems": true}'],
         ["--json-schema", "uniqueItems"],
