@@ -22,7 +22,7 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
     if not isinstance(value, _TYPES[kind]):
         return False
     if kind == "string":
-        fits = re.fullmatch(schema.get("pattern", ".*"), value, re.DOTALL) is not None
+        fits = re.search(schema.get("pattern", ""), value) is not None  # anywhere, as JSON Schema
         return fits and len(value) <= schema.get("maxLength", len(value))
     if kind == "array":
         count = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
@@ -57,7 +57,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
         _object(
             name=_text(30),
             age=_number(0, 120),
-            email={"type": "string", "pattern": r"[a-z]{1,12}@[a-z]{1,12}\.(com|org)"},
+            email={"type": "string", "pattern": r"^[a-z]{1,12}@[a-z]{1,12}\.(com|org)$"},
             hobbies=_list(_text(20), 3),
         ),
     ),
@@ -77,7 +77,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
                 _object(name=_text(20), count=_number(1, 20), size={"enum": ["S", "M", "L"]}), 3
             ),
             address=_text(40),
-            time={"type": "string", "pattern": "([01][0-9]|2[0-3]):[0-5][0-9]"},
+            time={"type": "string", "pattern": "^([01][0-9]|2[0-3]):[0-5][0-9]$"},
             note={"anyOf": [_text(20), {"type": "null"}]},
         ),
     ),
