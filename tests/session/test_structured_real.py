@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
-from dflash_mlx import DecodeConfig, SamplingConfig, StructureConfig, load, prompt_tokens
+from dflash_mlx import (
+    DecodeConfig,
+    SamplingConfig,
+    StructureConfig,
+    first_difference,
+    load,
+    prompt_tokens,
+)
 from dflash_mlx.session.answer import collect
 from dflash_mlx.session.many import Conversations
 from dflash_mlx.session.stream import Session
@@ -50,13 +58,11 @@ def test_a_hundred_answers_of_a_hundred_follow_their_schemas_at_temperature_1(pa
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_do_not_change_what_is_said(pair, temperature):
+def test_greedy_answers_are_the_plain_ones_up_to_near_ties_in_fewer_rounds(pair):
     for i in range(len(ASKED)):
-        words, rounds = [], []
-        for method in ("none", "auto"):
-            tokens, config, _ = asked(pair, i, method, temperature)
-            answer = collect(Session(pair, config).stream(tokens))
-            words.append(answer.text)
-            rounds.append(answer.statistics.rounds)
-        assert words[0] == words[1] and rounds[1] < rounds[0]
+        tokens, config, _ = asked(pair, i, "none", 0.0)
+        plain = collect(Session(pair, config).stream(tokens))
+        drafted = collect(Session(pair, replace(config, method="auto")).stream(tokens))
+        difference = first_difference(pair.target, tokens, plain.tokens, drafted.tokens)
+        assert difference is None or difference.is_near_tie
+        assert drafted.statistics.rounds < plain.statistics.rounds
