@@ -11,7 +11,8 @@ from dflash_mlx import DecodeConfig, Means, Pair, find_method, settle, token_sou
 
 TARGET = "target"  # the source of a token that the target chose itself
 ALONE = "not guessed"
-_SHAPES = ("underline", "underline italic", "italic")  # of drafted tokens, where nothing has colour
+# Of drafted tokens, where nothing has colour.
+_SHAPES = ("underline", "underline italic", "italic", "bold")
 
 
 def method_name(method: str, means: Means) -> str:

@@ -21,6 +21,7 @@ from dflash_mlx.core.config import (  # noqa: E402
     PairConfig,
     PrefixConfig,
     SamplingConfig,
+    StructureConfig,
 )
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS  # noqa: E402
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
@@ -93,6 +94,7 @@ __all__ = [
     "Session",
     "SplitText",
     "Statistics",
+    "StructureConfig",
     "TextDelta",
     "ThinkingReader",
     "TokenSource",

@@ -28,7 +28,7 @@ from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.cli.prompts import first_of_each, name_of
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.pass_times import PassTimes, stored_times
@@ -159,7 +159,8 @@ def parser() -> argparse.ArgumentParser:
         help="go on with what the report of --json lacks; it must have the same settings",
     )
     result.add_argument("--plots", type=Path, help="draw the report into this folder (PNG)")
-    cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, without=["method"])
+    settings = (PairConfig, DecodeConfig, SamplingConfig, StructureConfig)
+    cli.add_options(result, *settings, without=["method"])
     return result
 
 

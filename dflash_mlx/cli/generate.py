@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
 from dflash_mlx.session.answer import collect
 from dflash_mlx.session.stream import Session
 from dflash_mlx.session.templates import check_prompt, prompt_tokens, read_messages
@@ -44,5 +44,5 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--system", help="system prompt")
     result.add_argument("--raw", action="store_true", help="use no chat template")
     result.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig)
+    cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, StructureConfig)
     return result

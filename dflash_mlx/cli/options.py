@@ -14,10 +14,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import (
+    AUTO,
+    DecodeConfig,
+    PairConfig,
+    SamplingConfig,
+    StructureConfig,
+)
 from dflash_mlx.core.config import option as option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import check_given, choices, why_auto
+from dflash_mlx.engine.grammar import check_structure
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.answer import TextDelta
@@ -65,10 +72,13 @@ def read_options(arguments: argparse.Namespace, settings_class: type[_Settings])
 
 
 def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
-    """Decoding and sampling settings together."""
+    """Decoding and sampling settings together, and what an answer has to be."""
     sampling = read_options(arguments, SamplingConfig)
-    config = replace(read_options(arguments, DecodeConfig), sampling=sampling)
+    structure = read_options(arguments, StructureConfig)
+    config = read_options(arguments, DecodeConfig)
+    config = replace(config, sampling=sampling, structure=structure)
     check_given(config)
+    check_structure(structure)
     _check_greedy(config)
     return config
 

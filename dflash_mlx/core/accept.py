@@ -36,13 +36,15 @@ class NearTies:
 class Accepted:
     """The nodes of `tree` on the accepted path, root first, and the target's token after them.
 
-    token: an integer, or [1] that may be unevaluated. near_ties: where they were looked for.
+    token: an integer, or [1] that may be unevaluated. near_ties: where they were looked for. ends:
+    whether nothing may follow, because the answer's grammar ends here.
     """
 
     tree: Tree
     path: tuple[int, ...]
     token: int | mx.array
     near_ties: NearTies | None = None
+    ends: bool = False
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:

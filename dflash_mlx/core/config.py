@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.json_text import parse_json
 from dflash_mlx.core.option import (
+    file_text,
     number_or_auto,
     require,
     require_least,
@@ -167,6 +169,55 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class StructureConfig:
+    """What the text of an answer has to be: one of these, or anything; llguidance reads them.
+
+    json_schema: as JSON. grammar: in Lark's form, as llguidance takes it.
+    """
+
+    json_schema: str | None = option(
+        None,
+        "a file with a JSON schema that every answer follows, on one line; needs llguidance",
+        type=file_text,
+        metavar="FILE",
+    )
+    json_object: bool = option(
+        False, "every answer is a JSON object, likewise", action="store_true"
+    )
+    regex: str | None = option(
+        None, "a regular expression that every answer matches from begin to end, likewise"
+    )
+    grammar: str | None = option(
+        None,
+        "a file with a grammar in Lark's form that every answer follows, likewise",
+        type=file_text,
+        metavar="FILE",
+    )
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        for name in (n for n in given if n != "json_object"):
+            text = getattr(self, name)
+            require(isinstance(text, str) and text != "", name, text, "a text")
+        if len(given) > 1:
+            what = f"{given[0]} and {given[1]} are both given"
+            raise DFlashError(what, "leave one of them out", given[0])
+        if self.json_schema is not None:
+            try:
+                schema = parse_json(self.json_schema)
+            except ValueError as error:
+                what = f"json_schema is no JSON text ({error})"
+                raise DFlashError(what, "correct it", "json_schema") from None
+            is_object = isinstance(schema, dict)
+            require(is_object, "json_schema", self.json_schema[:40], "a JSON object")
+
+    @property
+    def kind(self) -> str:
+        """The field that is given, "" for none."""
+        return next((f.name for f in fields(self) if getattr(self, f.name)), "")
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
     """How one answer is decoded."""
 
@@ -246,6 +297,7 @@ class DecodeConfig:
     )
     prefill_step: int = option(512, "prompt tokens per target pass", type=int)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    structure: StructureConfig = field(default_factory=StructureConfig)
 
     def __post_init__(self) -> None:
         require_possible(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import field, fields
+from pathlib import Path
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
@@ -24,6 +25,17 @@ def number_or_auto(text: str) -> int | None:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number") from None
+
+
+def file_text(name: str) -> str:
+    """What a file holds, without a byte order mark."""
+    try:
+        return Path(name).read_text(encoding="utf-8").removeprefix("\ufeff")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise argparse.ArgumentTypeError(f"{name} cannot be read ({reason})") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{name} is no text in UTF-8 ({error})") from None
 
 
 def require(condition: bool, name: str, value: Any, allowed: str) -> None:

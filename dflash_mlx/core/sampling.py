@@ -6,7 +6,7 @@ seed gives the same answer whatever was drafted, exactly as greedy decoding does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -36,7 +36,7 @@ class Sampler:
 
     def sample(self, logits: mx.array, position: int, history: Sequence[int]) -> mx.array:
         """Draw the token [1] at `position` from logits [V]; `history`: the tokens before it."""
-        logits = penalise(logits, history, self.config)
+        logits = self.adjusted(logits, history)
         if self.config.temperature == 0:
             return mx.argmax(logits[None], axis=-1)
         return mx.random.categorical(tempered(logits, self.config)[None], key=self.key(position))
@@ -46,7 +46,18 @@ class Sampler:
 
         With a `history` that counts, logits are one row [V].
         """
-        return mx.softmax(tempered(penalise(logits, history, self.config), self.config), axis=-1)
+        return mx.softmax(tempered(self.adjusted(logits, history), self.config), axis=-1)
+
+    def adjusted(self, logits: mx.array, history: Sequence[int]) -> mx.array:
+        """Logits [V] as the tokens before them change them."""
+        return penalise(logits, history, self.config)
+
+    def known(self, history: Sequence[int], best: Callable[[], int]) -> int | None:
+        """The token that `sample` would draw, where that is known without a draw.
+
+        best: the largest of the logits as they are.
+        """
+        return None
 
     def key(self, position: int, stream: int = 0) -> mx.array:
         """Randomness for one draw at `position`; the target's own draws are stream 0."""

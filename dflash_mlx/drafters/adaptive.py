@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.crowd import Crowd, Cut, Cutting
 from dflash_mlx.drafters.experience import GUESSED_ROWS, Arm, Average, Experience
@@ -217,7 +217,10 @@ class Adaptive:
             most = min(state.room - 1, share - 1, MOST_LOOKED_UP)
             wanted = self._scope.looks_up and draft.q is None
             if wanted and (seen := lookup(state.tokens, most)).tokens:
-                tree = draft.tree.merge(seen.tokens, seen.logprobs, LOOKUP.name)
+                tokens, constraint = seen.tokens, state.constraint
+                if constraint is not None:
+                    tokens = tokens[: constraint.run(state.tokens, tokens)]
+                tree = draft.tree.merge(tokens, seen.logprobs[: len(tokens)], LOOKUP.name)
                 draft = replace(draft, tree=tree)
             found.append(draft)
         return found
@@ -230,7 +233,7 @@ class Adaptive:
         arm, rates, again = self.experience.choose()
         seconds, plain = self._seconds(state), self.experience.arms[0]
         cutting, rate = partial(self._cut, seconds, share), self.experience.rate
-        if self._goes_blind(arm):
+        if state.constraint is None and self._goes_blind(arm):
             best = cutting([Proposal(Tree.chain())], 0.0)
         else:
             best = self.draft(arm, [state], share, rate, cutting)
@@ -309,6 +312,7 @@ def within_budget(
     target = pair.target
     used = pair.drafter_name, len(pair.drafters), target.kernels.mode
     settings = replace(config, sampling=SamplingConfig(), stop=(), max_tokens=1)
+    settings = replace(settings, structure=StructureConfig())
     key = (*used, model.name, settings)
     known = pair.learned.get(key)
     again = known is not None and known.contradicts_times

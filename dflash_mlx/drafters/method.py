@@ -9,6 +9,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import FIRST, SECOND
+from dflash_mlx.engine.constraint import FORCED
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Means, Pair
 
@@ -29,6 +30,7 @@ BRANCHES = 4  # of trees that continue a draft in several places, unless asked f
 DRAFT = TokenSource(FIRST, "draft", "primary")
 SECOND_DRAFT = TokenSource(SECOND, "second draft", "warning")
 LOOKUP = TokenSource("lookup", "earlier text", "accent")
+GRAMMAR = TokenSource(FORCED, "grammar", "success")  # with any method that drafts
 
 
 @dataclass(frozen=True)

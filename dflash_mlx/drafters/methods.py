@@ -18,7 +18,7 @@ from dflash_mlx.drafters import (
 )
 from dflash_mlx.drafters.eagle3 import drafter as eagle3
 from dflash_mlx.drafters.formats import FileFormat
-from dflash_mlx.drafters.method import Method, TokenSource, check_block_size
+from dflash_mlx.drafters.method import GRAMMAR, Method, TokenSource, check_block_size
 from dflash_mlx.drafters.specdiff import method as specdiff
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Means, Pair
@@ -57,9 +57,9 @@ def find_method(name: str) -> Method:
 
 
 def sources() -> tuple[TokenSource, ...]:
-    """Of all methods, each once, in the order of the method that has the most."""
+    """Of all methods, each once, in the order of the method that has the most; then grammars."""
     most_first = sorted(METHODS.values(), key=lambda method: -len(method.sources))
-    return tuple(dict.fromkeys(s for method in most_first for s in method.sources))
+    return tuple(dict.fromkeys((*(s for m in most_first for s in m.sources), GRAMMAR)))
 
 
 def formats() -> tuple[FileFormat, ...]:
@@ -194,7 +194,7 @@ def draws_drafts(config: DecodeConfig) -> bool:
 
 def drafting_of(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | None]:
     """What a drafter is made for: `config` without what may change between two of its answers."""
-    may_change = ("max_tokens", "stop", "prefill_step", "sampling")
+    may_change = ("max_tokens", "stop", "prefill_step", "sampling", "structure")
     lasting = replace(config, **{name: getattr(DecodeConfig(), name) for name in may_change})
     return lasting, config.sampling if draws_drafts(config) else None
 

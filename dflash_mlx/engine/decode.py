@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.engine.constraint import Constraint, MaskedSampler
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
 from dflash_mlx.engine.rules import Match, Reject, Rule
@@ -23,6 +24,7 @@ def answer(
     prompt: Sequence[int],
     config: DecodeConfig,
     observer: Observer | None = None,
+    constraint: Constraint | None = None,
 ) -> Iterator[Round]:
     """Decode behind the tokens of `prompt`, at least one, with caches of its own.
 
@@ -30,6 +32,7 @@ def answer(
     """
     observer = observer or Observer()
     state = State(target.new_cache(), drafter.new_context())
+    state.constraint = constraint
     prefill(target, drafter, state, list(prompt), config, observer)
     yield from decode(target, drafter, state, config, observer)
 
@@ -59,7 +62,7 @@ def prefill(
 def decode(
     target: Target, drafter: Drafter, state: State, config: DecodeConfig, observer: Observer
 ) -> Iterator[Round]:
-    """Yield rounds until `max_tokens` tokens are out or the context is full.
+    """Yield rounds until `max_tokens` tokens are out, the context is full or the grammar ends.
 
     The first is the target's token after the prompt, which takes no further pass. Every token is
     the target's own choice (see `accept`). A round is committed before it is yielded, so the state
@@ -67,7 +70,8 @@ def decode(
     """
     observer.start()
     sampler = Sampler(config.sampling)
-    ahead = (lambda: 0) if sampler.needs_history else (lambda: drafter.rounds_ahead)
+    reads = sampler.needs_history or state.constraint is not None
+    ahead = (lambda: 0) if reads else (lambda: drafter.rounds_ahead)
     last = state.next_position - 1 + config.max_tokens
     state.end = min(last, target.context_length - 1)
     running = Running(state, drafter, rule=make_rule(target, state, sampler, config))
@@ -77,10 +81,12 @@ def decode(
 def make_rule(
     target: Target, state: State, sampler: Sampler, config: DecodeConfig, company: bool = False
 ) -> Rule:
-    """The acceptance rule that the settings ask for, for one answer.
+    """The acceptance rule that the settings ask for, for one answer, under its constraint.
 
     company: whether others may be in its passes; then plain decoding has ties to decide, too.
     """
+    if state.constraint is not None:
+        sampler = MaskedSampler(sampler, state.constraint)
     if config.guarded or (config.exact and company):
         return NearTieGuard(target, state, sampler, noise_of(target))
     return Reject(sampler) if config.draws_drafts else Match(sampler)

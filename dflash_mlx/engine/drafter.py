@@ -20,13 +20,15 @@ class Proposal:
     q: [N - 1, V] what each token of a chain was drawn from, for rejection sampling; None for best
     guesses. A row may depend on the tokens drawn before it. why: says on request why this tree and
     no other; None where nothing chooses. plain_seconds: what a round of plain decoding would take
-    now instead; None where nobody knows.
+    now instead; None where nobody knows. certain: whether it is what a grammar leaves no choice of,
+    for which no drafter was asked.
     """
 
     tree: Tree
     q: mx.array | None = None
     why: Callable[[], str] | None = None
     plain_seconds: float | None = None
+    certain: bool = False
 
     def part(self, nodes: Sequence[int]) -> Proposal:
         """Only these nodes, in order and closed under parents; of a chain its first ones."""
@@ -109,6 +111,16 @@ class Drafter(Protocol):
         """
 
 
+def allowed(proposal: Proposal, state: State) -> Proposal:
+    """Without the nodes that the grammar of a sequence's answer forbids.
+
+    A chain that was drawn stays whole: cut by its own tokens it would no longer follow q.
+    """
+    if state.constraint is None or proposal.q is not None or len(proposal.tree) == 1:
+        return proposal
+    return proposal.part(state.constraint.nodes(proposal.tree, state.tokens))
+
+
 class EachAlone(ABC):
     """A drafter that gives every sequence an equal share of rows."""
 
@@ -116,10 +128,11 @@ class EachAlone(ABC):
         """As `Drafter` has it."""
         share = budget // len(states)
         drafts = self.draft_all(states, [min(state.room, share) for state in states])
-        return [  # what is cut is matched: its q may be another's
+        cut = [  # what is cut is matched: its q may be another's
             draft if len(draft.tree) <= share else Proposal(draft.tree.prune(range(share)))
             for draft in drafts
         ]
+        return [allowed(draft, state) for draft, state in zip(cut, states, strict=True)]
 
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
         """As `draft`, one after the other; or all at once, by drafters that can."""

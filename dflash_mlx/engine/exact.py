@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted, NearTies, accept
-from dflash_mlx.core.sampling import Sampler, penalise
+from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.rules import Match
 from dflash_mlx.engine.state import State
@@ -209,7 +209,7 @@ class _CloserLook:
     def _best(self, logits: mx.array, path: tuple[int, ...]) -> tuple[int, float]:
         """The greedy choice from logits [V] and its lead over the second."""
         if self._guard.sampler.needs_history:
-            logits = penalise(logits, self._before(path), self._guard.sampler.config)
+            logits = self._guard.sampler.adjusted(logits, self._before(path))
         token, margin = lead(logits)
         return token.item(), margin.item()  # type: ignore[return-value]
 

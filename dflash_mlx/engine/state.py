@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import rows_on
+from dflash_mlx.engine.constraint import Constraint
 from dflash_mlx.target.saved import Saved, join, split
 from dflash_mlx.target.sequence import SequenceCache
 
@@ -61,10 +62,12 @@ class State:
     """The committed tokens' caches, and the anchor: the newest token, not in any cache yet.
 
     cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated; [0] while a
-    prompt is read. opening: logits [1, V] after the prompt. last: what this answer's last pass
-    accepted. end: the position at which the answer ends at the latest. paused: seconds that answers
-    have waited for whoever reads them. delayed: whether the last pass read prompts of others, too,
-    so that its time says nothing of this answer's.
+    prompt is read. opening: logits [1, V] after the prompt. last: what was accepted of the newest
+    tree of a drafter in this answer. end: the position at which the answer ends at the
+    latest. paused: seconds that drafters have nothing to do with: answers waited for whoever reads
+    them, or took what a grammar forces. delayed: whether the last pass read prompts of others, too,
+    so that its time says nothing of this answer's. constraint: what this answer may be, None for
+    anything.
     """
 
     def __init__(self, cache: SequenceCache, context: Context) -> None:
@@ -74,11 +77,12 @@ class State:
         self.last: Accepted | None = None
         self.end = 0
         self.paused, self.delayed = 0.0, False
+        self.constraint: Constraint | None = None
         self._tokens: list[int] = []
         self._unread: list[Accepted] = []
 
     def restart(self, cache: SequenceCache, context: Context) -> None:
-        """Begin again with these, which are empty; `end` stays."""
+        """Begin again with these, which are empty; `end` and `constraint` stay."""
         self.cache, self.context, self.last = cache, context, None
         self.anchor = self.opening = mx.array([], dtype=mx.int32)
         self._tokens, self._unread = [], []
@@ -116,17 +120,24 @@ class State:
         self._unread.clear()
         return self._tokens
 
-    def commit(self, accepted: Accepted, ids: mx.array, features: mx.array | None) -> None:
+    def commit(
+        self,
+        accepted: Accepted,
+        ids: mx.array,
+        features: mx.array | None,
+        certain: bool = False,
+    ) -> None:
         """Keep an accepted path in every cache and make the target's token the anchor.
 
         ids: [N] of the verified nodes. features: [N, m*d], None for a drafter that reads none.
+        certain: as of `Proposal`.
         """
         kept = rows_on(accepted.path)
         self.cache.commit(accepted.path)
         self.context.append(ids[kept], None if features is None else features[kept])
-        self.anchor = accepted.next_anchor
-        self.last = accepted
-        self._unread.append(accepted)
+        if not certain:
+            self.last = accepted
+        self._end_with(accepted)
 
     def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:
         """Keep the rows of a prefill pass over `tokens`."""
@@ -145,8 +156,14 @@ class State:
     def begin(self, first: Accepted) -> None:
         """Make the first token of an answer the anchor."""
         self.last = None
-        self.anchor = first.next_anchor
-        self._unread.append(first)
+        self._end_with(first)
+
+    def _end_with(self, accepted: Accepted) -> None:
+        """Make the target's token the anchor, the last one where the answer is over."""
+        self.anchor = accepted.next_anchor
+        self._unread.append(accepted)
+        if accepted.ends:
+            self.end = self.position
 
     def reuse(self, prompt: Sequence[int]) -> int:
         """Go back to the longest prefix shared with `prompt`; return its length.

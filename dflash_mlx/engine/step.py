@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,6 +28,9 @@ T = TypeVar("T")
 Found = tuple[mx.array, mx.array | None]  # logits, and what the drafter taps
 
 NO_LIMIT = sys.maxsize  # rows of a step: what pays is the drafter's to say
+_FORCED = (
+    "The grammar of the answer leaves no choice of these tokens, so nothing had to be drafted."
+)
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,15 @@ class Running:
             assert self.make_rule is not None
             self.rule = self.make_rule()
         state, nothing = self.state, Proposal(Tree.chain())
-        first = self.rule.accept(Verdict(nothing, state.anchor, state.opening, None), state)
+        first = self.accept(Verdict(nothing, state.anchor, state.opening, None))
         state.begin(first)
         return Round(nothing, first)
+
+    def accept(self, verdict: Verdict) -> Accepted:
+        """What the rule accepts, up to where the grammar of the answer ends."""
+        assert self.rule is not None
+        accepted, constraint = self.rule.accept(verdict, self.state), self.state.constraint
+        return accepted if constraint is None else constraint.end(accepted, self.state.tokens)
 
 
 @dataclass(frozen=True)
@@ -128,13 +138,12 @@ class _Tree:
     def finish(
         self, found: Found | Exception, kernels: Kernels, shared: bool, observer: Observer
     ) -> Round:
-        state, rule, ids = self.sequence.state, self.sequence.rule, self.rows.tokens
+        state, ids = self.sequence.state, self.rows.tokens
         logits, features = _or_raise(found)
-        assert rule is not None
         verdict = Verdict(self.proposal, ids, logits, features, kernels, shared)
-        accepted = rule.accept(verdict, state)
+        accepted = self.sequence.accept(verdict)
         observer.mark("verify")
-        state.commit(accepted, verdict.ids, verdict.features)
+        state.commit(accepted, verdict.ids, verdict.features, self.proposal.certain)
         observer.mark("commit")
         return Round(self.proposal, accepted)
 
@@ -183,6 +192,7 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
     drafts may still be on its way. A sequence that fails has its exception and leaves the others as
     they would be without it.
     """
+    begin = time.perf_counter()
     outcomes: dict[int, Outcome] = {id(each): _guarded(each.open) for each in running if each.opens}
     passing = [each for each in running if id(each) not in outcomes]
     parts: list[_Tree | _Chunk] = []
@@ -211,6 +221,8 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
         given = found, target.kernels, len(joined) > 1, observer
         finish: Callable[[], Round | None] = partial(part.finish, *given)
         outcomes[id(part.sequence)] = _guarded(finish)
+        if isinstance(part, _Tree) and part.proposal.certain:
+            part.sequence.state.paused += time.perf_counter() - begin
     return [outcomes[id(each)] for each in running]
 
 
@@ -231,6 +243,32 @@ def _guarded(action: Callable[[], T]) -> T | Exception:
 def propose(
     decoding: Sequence[Running], observer: Observer
 ) -> list[tuple[Running, Proposal | Exception]]:
+    """A tree for each sequence: what its grammar forces, or what its drafter proposes."""
+    found: list[tuple[Running, Proposal | Exception]] = []
+    free = []
+    for each in decoding:
+        proposal = _guarded(partial(_certain, each.state))
+        if proposal is None:
+            free.append(each)
+        else:
+            found.append((each, proposal))
+    return found + _drafted(free, observer)
+
+
+def _certain(state: State) -> Proposal | None:
+    """The tokens that the grammar leaves no choice of; None where there is one.
+
+    No draft model is asked: what it proposed would have to begin with these tokens.
+    """
+    if state.constraint is None:
+        return None
+    tree = state.constraint.certain(state.tokens, state.room - 1)
+    return None if tree is None else Proposal(tree, why=lambda: _FORCED, certain=True)
+
+
+def _drafted(
+    decoding: Sequence[Running], observer: Observer
+) -> list[tuple[Running, Proposal | Exception]]:
     """A tree for each sequence, drafter by drafter: one drafts for all of its own at once."""
     drafters = {id(each.drafter): each.drafter for each in decoding}
     found: list[tuple[Running, Proposal | Exception]] = []
@@ -243,7 +281,7 @@ def propose(
             found.append((own[0], proposals))
         else:
             observer.fell_back(proposals)
-            found += chain.from_iterable(propose([each], observer) for each in own)
+            found += chain.from_iterable(_drafted([each], observer) for each in own)
     return found
 
 

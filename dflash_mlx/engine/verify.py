@@ -46,6 +46,11 @@ class Verdict:
         """[N] the greedy choice after each node."""
         return mx.argmax(self.logits, axis=-1)
 
+    @cached_property
+    def greedy(self) -> list[int]:
+        """The same on the host."""
+        return self.argmax.tolist()  # type: ignore[return-value]
+
     def choices(self, sampler: Sampler, state: State) -> Choose:
         """The target's token after a path, as `accept` asks for it.
 
@@ -56,8 +61,7 @@ class Verdict:
             return self._sampled(sampler, state)
         if len(self.tree) == 1:
             return lambda path: self.argmax
-        greedy: list[int] = self.argmax.tolist()  # type: ignore[assignment]
-        return lambda path: greedy[path[-1]]
+        return lambda path: self.greedy[path[-1]]
 
     def greedy_walk(self) -> Accepted | None:
         """As `accept` with the greedy choices, on the device; None where that is not faster."""
@@ -77,9 +81,13 @@ class Verdict:
         if len(self.tree) > 1:
             mx.eval(self.logits)
 
-        def choose(path: tuple[int, ...]) -> mx.array:
+        def choose(path: tuple[int, ...]) -> int | mx.array:
             drafts = [self.tree.drafted[node - 1] for node in path[1:]]
-            return sampler.sample(self.logits[path[-1]], position + len(drafts), [*before, *drafts])
+            history = [*before, *drafts]
+            token = sampler.known(history, lambda: self.greedy[path[-1]])
+            if token is not None:
+                return token
+            return sampler.sample(self.logits[path[-1]], position + len(drafts), history)
 
         return choose
 

@@ -23,7 +23,8 @@ class TextDelta:
 
     text: may be empty while a character or a stop text is incomplete. tokens: a stop token
     included. accepted: the round's tree and path. finish_reason: None until the last delta, then
-    "stop" (stop token or text), "length" (max_tokens) or "context" (the model's context is full).
+    "stop" (stop token or text, or the end of the grammar), "length" (max_tokens) or "context" (the
+    model's context is full).
     statistics: of the answer so far; one object that goes on counting. anchor: the token before
     `tokens`, for which the tree's root stands. proposal: why that tree was chosen.
     """
@@ -62,7 +63,8 @@ class Answering:
         self.reason: str | None = None
         self._text = StopText(pair.tokenizer, config.stop)
         self._room = pair.target.context_length - len(prompt)
-        self._anchor = prompt[-1]
+        self._anchor, self._ended = prompt[-1], False
+        self._plain_seconds = 0.0  # of the last round that knew
         self._begin = self._resumed = time.perf_counter()
 
     def end_prompt(self, reused: int) -> None:
@@ -80,7 +82,9 @@ class Answering:
         accepted, proposal = round_.accepted, replace(round_.proposal, q=None)  # it is large
         statistics, anchor = self.statistics, self._anchor
         kept = self._text.take(accepted.tokens)
-        statistics.plain_seconds += len(kept) * (proposal.plain_seconds or 0.0)
+        self._ended = accepted.ends and kept == accepted.tokens
+        self._plain_seconds = proposal.plain_seconds or self._plain_seconds
+        statistics.plain_seconds += len(kept) * self._plain_seconds
         if statistics.generated_tokens:
             statistics.add_round(accepted, proposal.mode)
         else:  # from the prompt's own pass
@@ -99,7 +103,7 @@ class Answering:
 
     def _reason(self) -> str | None:
         said = self.statistics.generated_tokens
-        if self._text.stopped:
+        if self._text.stopped or self._ended:
             return "stop"
         if said >= self.config.max_tokens:
             return "length"

@@ -11,6 +11,7 @@ from dflash_mlx.drafters.methods import drafting_of, make_drafter, settle
 from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.engine import Engine
+from dflash_mlx.engine.grammar import constraint_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
@@ -44,12 +45,14 @@ class Conversations:
         """Take in the prompt `tokens`, the whole conversation so far.
 
         Raises DFlashError where it is empty or does not fit the context or the memory, and where
-        the method does not fit the pair.
+        the method or the grammar does not fit the pair.
         """
         pair, target, config = self.pair, self.pair.target, settle(config, self.pair.means)
         check_length(target, tokens)
+        constraint = constraint_of(pair, config, len(tokens))
         drafter, sampler = self._drafter(config), Sampler(config.sampling)
         state = State(target.new_cache(), drafter.new_context())
+        state.constraint = constraint
         state.end = min(len(tokens) - 1 + config.max_tokens, target.context_length - 1)
         running = Running(
             state,

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.methods import make_drafter, settle
+from dflash_mlx.engine.constraint import Constraint
 from dflash_mlx.engine.decode import decode, prefill
 from dflash_mlx.engine.exact import noise_of
+from dflash_mlx.engine.grammar import constraint_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
@@ -21,7 +23,7 @@ class Session:
 
     config: settings of every turn, with a method in place of `auto` once it is made. prefixes:
     where turns find and leave their caches; without any, the last turn's are kept. Raises
-    DFlashError where the method does not fit the pair.
+    DFlashError where the method or the grammar does not fit the pair.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class Session:
         self.pair = pair
         self.prefixes = prefixes or PrefixCache()
         self.config = settle(config or DecodeConfig(), pair.means)
+        constraint_of(pair, self.config, 0)
         self.drafter = make_drafter(pair, self.config)
         if self.config.guarded:
             noise_of(pair.target)  # now, not in the time of the first answer
@@ -45,7 +48,8 @@ class Session:
         """
         prompt = list(tokens)
         check_length(self.pair.target, prompt)
-        return self._whole_or_nothing(self._answer(prompt, observer or Observer()))
+        constraint = constraint_of(self.pair, self.config, len(prompt))
+        return self._whole_or_nothing(self._answer(prompt, constraint, observer or Observer()))
 
     def _whole_or_nothing(self, deltas: Iterator[TextDelta]) -> Iterator[TextDelta]:
         """Start over with empty caches where a round broke off, as with an interrupt inside it."""
@@ -69,10 +73,13 @@ class Session:
             return self._empty()  # rows of passes over several rows are not plain ones
         return self.prefixes.take(prompt, self.pair.target, self.drafter)
 
-    def _answer(self, prompt: list[int], observer: Observer) -> Iterator[TextDelta]:
+    def _answer(
+        self, prompt: list[int], constraint: Constraint | None, observer: Observer
+    ) -> Iterator[TextDelta]:
         target, drafter, config = self.pair.target, self.drafter, self.config
         answering = Answering(self.pair, config, drafter.name, prompt)
         self.state = state = self._begin(prompt)
+        state.constraint = constraint
         answering.end_prompt(prefill(target, drafter, state, prompt, config, observer))
         for round_ in decode(target, drafter, state, config, observer):
             delta = answering.take(round_)

@@ -13,6 +13,7 @@ from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import Ask
 from dflash_mlx.engine import decode as engine
+from dflash_mlx.engine.constraint import Constraint
 from dflash_mlx.engine.state import State
 from support.toys import ToyCache
 
@@ -29,9 +30,15 @@ def tokens_in(rounds: Iterable[Any]) -> list[int]:
     return [token for accepted in rounds for token in accepted.tokens]
 
 
-def answer(target: Any, drafter: Any, prompt: Sequence[int], config: DecodeConfig) -> list[int]:
+def answer(
+    target: Any,
+    drafter: Any,
+    prompt: Sequence[int],
+    config: DecodeConfig,
+    constraint: Constraint | None = None,
+) -> list[int]:
     """The tokens behind `prompt`, with caches of their own."""
-    found = engine.answer(target, drafter, prompt, config)
+    found = engine.answer(target, drafter, prompt, config, constraint=constraint)
     return tokens_in(round_.accepted for round_ in found)
 
 

@@ -19,15 +19,26 @@ from dflash_mlx.drafters.growth.grow import follow
 from dflash_mlx.drafters.growth.links import follow_links
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.none import NoContext
+from dflash_mlx.engine.constraint import Constraint
 from support import decoding
 from support.toys import ToyTarget
 
 PROMPT, LENGTH, VOCABULARY = [0, 1, 2], 4, 4
 
 
-def conditional(target: ToyTarget, before: list[int], config: SamplingConfig) -> np.ndarray:
-    """The law of the next token in NumPy: filter, then temperature, then normalise."""
+Allowed = Callable[[tuple[int, ...]], set[int]]  # tokens that may follow an answer; none: it ends
+
+
+def conditional(
+    target: ToyTarget,
+    before: list[int],
+    config: SamplingConfig,
+    allowed: set[int] | None = None,
+) -> np.ndarray:
+    """The law of the next token in NumPy: mask, filter, then temperature, then normalise."""
     logits = target.table[before[-2], before[-1]].astype(float)
+    if allowed is not None:
+        logits[[token for token in range(len(logits)) if token not in allowed]] = -np.inf
     if config.repetition_penalty != 1:
         for token in set(before[-config.repetition_context :]):
             factor = config.repetition_penalty
@@ -42,14 +53,20 @@ def conditional(target: ToyTarget, before: list[int], config: SamplingConfig) ->
     return weights / weights.sum()
 
 
-def enumerated_law(target: ToyTarget, config: SamplingConfig) -> dict[tuple[int, ...], float]:
+def enumerated_law(
+    target: ToyTarget, config: SamplingConfig, allowed: Allowed | None = None
+) -> dict[tuple[int, ...], float]:
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
-        law = {
-            (*answer, token): chance * share
-            for answer, chance in law.items()
-            for token, share in enumerate(conditional(target, [*PROMPT, *answer], config))
-        }
+        longer: dict[tuple[int, ...], float] = {}
+        for answer, chance in law.items():
+            tokens = None if allowed is None else allowed(answer)
+            if tokens == set():
+                longer[answer] = chance
+                continue
+            shares = conditional(target, [*PROMPT, *answer], config, tokens)
+            longer |= {(*answer, token): chance * p for token, p in enumerate(shares) if p > 0}
+        law = longer
     return law
 
 
@@ -69,13 +86,15 @@ def answers_of(
     drafter_of: Callable[[SamplingConfig], Any],
     draws: int,
     config: DecodeConfig,
+    constraint: Callable[[], Constraint | None] = lambda: None,
 ) -> list[tuple[int, ...]]:
-    """Answers with seeds 0, 1, ..."""
+    """Answers with seeds 0, 1, ..., each under a constraint of its own."""
     answers = []
     for seed in range(draws):
         seeded = replace(config.sampling, seed=seed)
         use = replace(config, max_tokens=LENGTH, sampling=seeded)
-        answers.append(tuple(decoding.answer(target, drafter_of(seeded), PROMPT, use)))
+        said = decoding.answer(target, drafter_of(seeded), PROMPT, use, constraint())
+        answers.append(tuple(said))
     return answers
 
 

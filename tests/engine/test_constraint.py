@@ -1,0 +1,282 @@
+"""What a grammar allows is a function of the tokens, and sampling under it keeps the law."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.core.accept import Accepted
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.best_first import BestFirst
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine import constraint as module
+from dflash_mlx.engine.constraint import FORCED
+from dflash_mlx.engine.decode import answer as rounds_of
+from support.decoding import tree_of
+from support.grammars import END, constraint, tiny_tokenizer, toy_allowed, toy_constraint
+from support.law import (
+    PROMPT,
+    VOCABULARY,
+    ToyDrafter,
+    answers_of,
+    chi_square,
+    enumerated_law,
+)
+from support.models import EOS
+from support.rounding import EXACT, FAMILIES, LOOSE, Rounding
+from support.toys import Scripted, ToyTarget, foretold, prompt_of, random_tree
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SIZE = 97
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def ids(tokenizer):
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+def by_schema(tokenizer):
+    return constraint(tokenizer, json_schema=json.dumps(SCHEMA))
+
+
+def walk(fresh, rng, most):
+    """Random tokens that a grammar allows, up to its end."""
+    said: list[int] = []
+    while len(said) < most and (EOS not in said):
+        mask = fresh().mask(said, SIZE)
+        choices = np.flatnonzero(mask)
+        said.append(int(rng.choice(choices)))
+        if fresh().end(Accepted(Tree.chain(), (0,), said[-1]), said[:-1]).ends:
+            break
+    return said
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_at_random_paths_in_any_order_are_those_of_a_fresh_matcher(tokenizer, seed):
+    rng = np.random.default_rng(seed)
+    known, runs = by_schema(tokenizer), []
+    for _ in range(3):
+        runs.append(walk(lambda: by_schema(tokenizer), rng, 30))
+    for _ in range(60):
+        path = runs[int(rng.integers(3))]
+        path = path[: int(rng.integers(len(path) + 1))]
+        if rng.random() < 0.3:
+            path = [*path, int(rng.integers(SIZE))]
+        other = by_schema(tokenizer)
+        mask, expected = known.mask(path, SIZE), other.mask(path, SIZE)
+        assert (mask is None) == (expected is None)
+        assert mask is None or (mask == expected).all()
+        assert known.forced(path) == other.forced(path)
+
+
+def test_a_token_is_allowed_where_the_mask_has_it_and_forced_ones_are_alone_in_it(tokenizer):
+    known, chosen, forced = by_schema(tokenizer), 0, 0
+    for seed in range(3):
+        said = walk(lambda: by_schema(tokenizer), np.random.default_rng(seed), 40)
+        for end in range(len(said)):
+            mask = known.mask(said[:end], SIZE)
+            if run := known.forced(said[:end]):
+                assert np.flatnonzero(mask).tolist() == run[:1]
+                assert known.run(said[:end], run) == len(run)
+                forced += 1
+            else:
+                allowed = [known.allows(said[:end], token) for token in range(SIZE)]
+                assert allowed == mask.tolist()
+                chosen += 1
+    assert chosen > 10 and forced > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_nodes_that_are_kept_of_a_tree_are_those_whose_paths_are_allowed(tokenizer, ids, seed):
+    rng, history = np.random.default_rng(seed), ids('{"name": "')
+    likely = ids('aB",: "age1')
+    tokens, parents = random_tree(rng, 40, len(likely))
+    tree = Tree(tuple(likely[t] for t in tokens), (-1, *parents))
+    known, expected = by_schema(tokenizer), [0]
+    for node in range(1, len(tree)):
+        path = [tree.drafted[n - 1] for n in np.flatnonzero(tree.ancestors[node]) if n]
+        if by_schema(tokenizer).run(history, path) == len(path):
+            expected.append(node)
+    assert known.nodes(tree, history) == expected
+    assert 3 < len(expected) < len(tree)
+
+
+def test_an_answer_is_cut_where_its_grammar_ends_and_not_where_it_may_go_on(tokenizer, ids):
+    known = constraint(tokenizer, regex="ab?")
+    a, b = ids("ab")
+    tree = tree_of([a, b, b], [-1, 0, 1])
+    whole = known.end(Accepted(tree, (0, 1, 2), EOS), [a])
+    assert (whole.path, whole.tokens, whole.ends) == ((0,), (b,), True)
+    other = known.end(Accepted(Tree.chain(), (0,), a), [])
+    assert (other.tokens, other.ends) == ((a,), False)
+    chosen = known.end(Accepted(Tree.chain(), (0,), EOS), [a])
+    assert (chosen.tokens, chosen.ends) == ((EOS,), True)
+
+
+def test_what_is_forced_is_a_chain_of_certain_drafts_no_longer_than_allowed(tokenizer, ids):
+    known = by_schema(tokenizer)
+    tree = known.certain([], 100)
+    assert tree.drafted == tuple(ids('{"name": "')) and tree.is_chain
+    assert set(tree.sources[1:]) == {FORCED} and set(tree.logprobs) == {0.0}
+    assert known.certain([], 4).drafted == tree.drafted[:4]
+    assert len(known.certain([], 0)) == 1, "no drafter has to be asked"
+    ending = constraint(tokenizer, regex="abc")
+    assert ending.certain([], 9).drafted == tuple(ids("ab"))
+    assert len(ending.certain(ids("ab"), 9)) == 1
+    assert known.certain(tree.drafted, 100) is None
+    plain = toy_constraint("abc", start=0, drafts=False)
+    assert plain.certain([], 9) is None and plain.forced([]) == [0, 1, 2]
+
+
+PATTERNS = ("a(b|c)+", "(a|b)c?(ab|c)?", "abca", "(ab?|c)*")
+FIRST, SKEWED = ToyDrafter(1), ToyDrafter(1)
+SKEWED.table[:] = np.log([0.45, 0.05, 0.4, 0.1])
+
+
+def trees(seed):
+    """Random trees, most nodes of which the grammar forbids."""
+    rng = np.random.default_rng(seed)
+    return Scripted(lambda tokens, room: random_tree(rng, min(6, room - 1), VOCABULARY))
+
+
+MADE = {
+    "none": lambda sampling: NoDraft(),
+    "trees": lambda sampling: trees(sampling.seed),
+    "dflash": lambda sampling: BlockDiffusion(FIRST),
+    "ddtree": lambda sampling: BestFirst(FIRST, None, 6),
+}
+
+
+def use(temperature, acceptance="match", **filters):
+    sampling = SamplingConfig(temperature, **filters)
+    return DecodeConfig("dflash", acceptance=acceptance, sampling=sampling)
+
+
+def distance(made, pattern, config, draws=400):
+    """Of answers from the law that is enumerated with `toy_allowed`, in standard deviations."""
+    target = ToyTarget(VOCABULARY)
+    law = enumerated_law(target, config.sampling, toy_allowed(pattern))
+    assert sum(law.values()) == pytest.approx(1)
+    answers = answers_of(target, made, draws, config, lambda: toy_constraint(pattern))
+    assert set(answers) <= set(law)
+    return chi_square(law, answers) if len(law) > 1 else 0.0
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_plain_answers_follow_the_masked_law(pattern, temperature):
+    assert distance(MADE["none"], pattern, use(temperature)) < 4
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 2}, {"min_p": 0.2}], ids=str)
+def test_the_mask_comes_before_the_filters(filters):
+    assert distance(MADE["none"], "(ab?|c)*", use(0.7, **filters)) < 4
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name != "none"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_drafted_answers_are_the_plain_ones_of_their_seeds(name, pattern, temperature):
+    target, config = ToyTarget(VOCABULARY), use(temperature, repetition_penalty=1.3)
+
+    def said(made):
+        return answers_of(target, made, 20, config, lambda: toy_constraint(pattern))
+
+    assert said(MADE[name]) == said(MADE["none"])
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(("model", "pattern"), [(FIRST, "(ab?|c)*"), (SKEWED, "[ab]{4}")])
+def test_rejection_follows_the_masked_law(model, pattern, temperature):
+    config = use(temperature, "reject")
+    assert distance(lambda s: DrawnBlock(model, None, s), pattern, config) < 4
+
+
+def test_the_law_test_notices_drafts_that_are_cut_by_what_was_drawn(monkeypatch):
+    """A drawn chain that ends before its first forbidden token no longer follows q."""
+    from dflash_mlx.engine import drafter
+
+    def cut(proposal, state):
+        kept = state.constraint.nodes(proposal.tree, state.tokens)
+        return proposal.part(kept)
+
+    monkeypatch.setattr(drafter, "allowed", cut)
+    config = use(1.0, "reject")
+    assert distance(lambda s: DrawnBlock(SKEWED, None, s), "[ab]{4}", config) > 4
+
+
+def test_the_law_test_notices_a_mask_that_comes_too_late(monkeypatch):
+    """Filters that see forbidden tokens keep others than they should."""
+
+    def late(self, logits, history):
+        filtered = module.Sampler.adjusted(self, logits, history)
+        mask = self._constraint.mask(history, logits.shape[-1])
+        worst = mx.sort(filtered)[-2:-1]
+        return mx.where(mx.array(mask), mx.where(filtered >= worst, filtered, -1e3), -mx.inf)
+
+    monkeypatch.setattr(module.MaskedSampler, "adjusted", late)
+    assert distance(MADE["none"], "[ab]{4}", use(0.7, top_k=2)) > 4
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_an_answer_ends_with_its_grammar_and_takes_no_pass_for_the_end_token(name):
+    target, config = ToyTarget(VOCABULARY), use(0.7, seed=1)
+    drafter, known = MADE[name](config.sampling), toy_constraint("abca")
+    found = list(rounds_of(target, drafter, PROMPT, config, constraint=known))
+    tokens = [token for round_ in found for token in round_.accepted.tokens]
+    assert tokens == [0, 1, 2, 0] and found[-1].accepted.ends
+    assert len(found) == 2, "all but the first were certain"
+    assert END not in tokens
+
+
+def test_without_drafts_what_is_forced_is_not_drafted_either():
+    known = toy_constraint("abca", drafts=False)
+    found = list(rounds_of(ToyTarget(VOCABULARY), NoDraft(), PROMPT, use(0.7), constraint=known))
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_near_ties_under_a_grammar_are_decided_as_plain_decoding_decides_them(tokenizer, family):
+    """Of letters alone, so that nearly every token is a choice among many."""
+    target, loose = Rounding(family, 3 * FAMILIES[family]), 0
+
+    def said(prompt, drafter, config):
+        known = constraint(tokenizer, len(prompt), regex="[A-Za-z ]{48}")
+        found = rounds_of(target, drafter, prompt, config, constraint=known)
+        return [token for round_ in found for token in round_.accepted.tokens]
+
+    for seed in range(3):
+        prompt = prompt_of(seed)
+        plain = said(prompt, NoDraft(), LOOSE)
+        assert len(plain) == 48
+        assert said(prompt, foretold(prompt, plain, seed), EXACT) == plain
+        loose += said(prompt, foretold(prompt, plain, seed), LOOSE) == plain
+    assert loose < 3, "without the guard some answer is another"
+
+
+def test_a_grammar_that_is_too_much_work_says_so(tokenizer):
+    known = constraint(tokenizer, regex="a*")
+    known._matcher.consume_token(EOS + 40)  # an error, as of any limit
+    with pytest.raises(DFlashError, match="gave up .* into the answer"):
+        known.mask([], SIZE)

@@ -1,0 +1,299 @@
+"""Structured answers of tiny pairs: every method gives the plain ones, alone and together."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.adaptive import Adaptive
+from dflash_mlx.drafters.eagle3 import checkpoint
+from dflash_mlx.drafters.methods import METHODS
+from dflash_mlx.engine.constraint import FORCED
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.answer import collect
+from dflash_mlx.session.many import Conversations
+from dflash_mlx.session.stream import Session
+from dflash_mlx.target.model import Target
+from support import masked_formats
+from support.decoding import Strict
+from support.drafter_formats import drafter_folder
+from support.families import make_model
+from support.grammars import tiny_tokenizer
+from support.models import EOS
+from support.reference_dflash import write_drafter_folder
+from support.reference_eagle3 import FORMATS
+from support.toys import Letters, prompt_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags", "ok"],
+    "additionalProperties": False,
+}
+DATES = 'start: day " " month\nday: /[1-9]/ | "30"\nmonth: "May" | "June" | "July"\n'
+STRUCTURES = {
+    "schema": StructureConfig(json_schema=json.dumps(SCHEMA)),
+    "regex": StructureConfig(regex=r"(yes|no), [a-z]{3,9}\."),
+    "grammar": StructureConfig(grammar=DATES),
+}
+CASES = {
+    "ngram": {},
+    "dflash": {},
+    "dflash, block": {"block_size": 5},
+    "ddtree": {},
+    "ddtree, budget": {"budget": 12},
+    "d2sd": {},
+    "d2sd, published": {"growth": "paper"},
+    "specdiff": {},
+    "specdiff, chain": {"block_size": 5},
+    "eagle3": {},
+    "eagle3, chain": {"block_size": 5},
+    "resample": {"branches": 3},
+    "dflash1": {"block_size": 5},
+}
+PROMPT = prompt_of(3, 12) * 2
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    new = tmp_path_factory.mktemp
+    target = Target(make_model("llama"), 200, "tiny")
+    first = drafter_folder(new("first"), [0, 2], 1, target)
+    second = drafter_folder(new("second"), [1], 2, target)
+    masked = masked_formats.load(masked_formats.folder(new("masked")), target)
+    folder = write_drafter_folder(new("eagle"), *FORMATS["raw"])
+    eagle = checkpoint.load(folder, checkpoint.read_drafter(folder).config, target, PairConfig())
+    return Pair(target, tiny_tokenizer(new("words")), (first, second, masked, eagle), "tiny")
+
+
+def config_of(method="none", structure="schema", temperature=0.0, **options):
+    sampling = SamplingConfig(temperature, seed=options.pop("seed", 7))
+    given = {"max_tokens": 120, "sampling": sampling, "structure": STRUCTURES.get(structure)}
+    return DecodeConfig(method, **{k: v for k, v in {**given, **options}.items() if v is not None})
+
+
+def said(pair, config, prompt=PROMPT):
+    return collect(Session(pair, config).stream(prompt))
+
+
+def check(structure, text):
+    """Fails unless a text is what was asked for."""
+    if structure != "schema":
+        pattern = {"regex": r"(yes|no), [a-z]{3,9}\.", "grammar": r"([1-9]|30) (May|June|July)"}
+        assert re.fullmatch(pattern[structure], text)
+        return
+    value = json.loads(text)
+    assert list(value) == ["name", "age", "tags", "ok"]
+    assert isinstance(value["name"], str) and len(value["name"]) <= 6
+    assert 0 <= value["age"] <= 99 and isinstance(value["ok"], bool)
+    assert len(value["tags"]) <= 3 and {*value["tags"]} <= {"red", "green"}
+
+
+@pytest.fixture(scope="module")
+def plain(pair):
+    """Plain answers by structure and temperature."""
+    keys = [(s, t) for s in STRUCTURES for t in (0.0, 1.0)]
+    return {key: said(pair, config_of("none", *key)) for key in keys}
+
+
+def test_there_is_a_case_for_every_method():
+    assert {name.partition(",")[0] for name in CASES} | {"none"} == set(METHODS)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_plain_answers_are_what_was_asked_for_and_end_by_themselves(plain, structure, temperature):
+    answer = plain[structure, temperature]
+    check(structure, answer.text)
+    assert answer.finish_reason == "stop"
+    assert answer.statistics.rounds == len(answer.tokens) - 1, "nothing was drafted"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_method_gives_the_plain_answer_in_fewer_rounds(pair, plain, name, temperature):
+    for structure in STRUCTURES:
+        options = {"temperature": temperature, **CASES[name]}
+        answer = said(pair, config_of(name.partition(",")[0], structure, **options))
+        expected = plain[structure, temperature]
+        assert (answer.tokens, answer.text) == (expected.tokens, expected.text)
+        assert answer.finish_reason == "stop"
+        assert answer.statistics.rounds < len(answer.tokens) - 1
+
+
+@pytest.mark.parametrize("name", ["dflash", "specdiff", "eagle3"])
+def test_rejection_gives_what_was_asked_for(pair, name):
+    for seed in range(3):
+        for structure in STRUCTURES:
+            options = {"acceptance": "reject", "temperature": 1.0, "seed": seed, "block_size": 5}
+            check(structure, said(pair, config_of(name, structure, **options)).text)
+
+
+def test_what_is_forced_is_drafted_and_accepted_whole(pair):
+    forced = 0
+    for delta in Session(pair, config_of("ddtree")).stream(PROMPT):
+        tree, path = delta.accepted.tree, delta.accepted.path
+        if FORCED in tree.sources:
+            assert set(tree.sources[1:]) == {FORCED}
+            assert len(path) == len(tree), "each of them was accepted"
+            assert "grammar" in delta.proposal.reason
+            forced += len(tree) - 1
+    assert forced > 20
+
+
+def test_an_answer_that_is_cut_says_so(pair):
+    answer = said(pair, config_of("dflash", max_tokens=9))
+    assert (answer.finish_reason, len(answer.tokens)) == ("length", 9)
+    assert answer.text == '{"name": '
+
+
+def test_a_grammar_that_may_go_on_is_ended_by_the_end_token(pair):
+    structure = StructureConfig(regex="(ab?)*")
+    for seed in range(4):
+        config = replace(config_of("dflash", temperature=1.5, seed=seed), structure=structure)
+        answer = said(pair, config)
+        assert re.fullmatch("(ab?)*", answer.text)
+        assert answer.tokens[-1] == EOS and answer.finish_reason == "stop"
+
+
+def test_stop_texts_hold_as_well(pair, plain):
+    whole = plain["schema", 0.0].text
+    answer = said(pair, config_of("ddtree", stop=('"age"',)))
+    assert answer.text == whole[: whole.index('"age"')] and answer.finish_reason == "stop"
+
+
+def test_turns_of_one_session_have_grammars_of_their_own(pair, plain):
+    """Each behind the caches of the one before, which are kept."""
+    session = Session(pair, config_of("ddtree", "schema"))
+    first = collect(session.stream(PROMPT))
+    session.config = replace(session.config, structure=StructureConfig())
+    free = collect(session.stream([*PROMPT, *first.tokens, 5]))
+    session.config = replace(session.config, structure=STRUCTURES["regex"])
+    assert collect(session.stream(PROMPT)).tokens == plain["regex", 0.0].tokens
+    assert first.tokens == plain["schema", 0.0].tokens
+    assert free.tokens == said(pair, config_of("none", ""), [*PROMPT, *first.tokens, 5]).tokens
+
+
+def test_an_answer_that_was_left_is_answered_anew(pair, plain):
+    session = Session(pair, config_of("ddtree"))
+    deltas = session.stream(PROMPT)
+    for _ in range(4):
+        next(deltas)
+    deltas.close()
+    assert collect(session.stream(PROMPT)).tokens == plain["schema", 0.0].tokens
+
+
+def test_answers_with_and_without_grammars_draft_with_one_drafter(pair):
+    conversations = Conversations(pair)
+    for structure in (*STRUCTURES, ""):
+        conversations.begin(PROMPT, config_of("ddtree", structure))
+    assert len({id(each.drafter) for each in conversations.engine.waiting}) == 1
+    assert isinstance(conversations.engine.waiting[0].drafter, Adaptive)
+
+
+KINDS = [("dflash", "schema"), ("none", "regex"), ("ddtree", ""), ("ngram", "grammar")]
+KINDS += [("ddtree", "schema"), ("ddtree", "regex")]
+
+
+def everyone(pair):
+    """Prompts, settings, and what each is answered with alone."""
+    asked = []
+    for i, (method, structure) in enumerate(KINDS):
+        heat = 1.0 if i % 2 else 0.0
+        config = config_of(method, structure, heat, seed=i, max_tokens=50)
+        prompt = prompt_of(i, 5 + 7 * i)
+        asked.append((prompt, config, said(pair, config, prompt)))
+    return asked
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_several_at_once_read_as_alone_whatever_is_dropped(pair, drops):
+    rng, asked, texts, dropped = np.random.default_rng(5), everyone(pair), {}, 0
+    conversations = Conversations(pair, observer=Strict())
+    answers = [conversations.begin(prompt, config) for prompt, config, _ in asked]
+    engine = conversations.engine
+    while conversations:
+        for answering, delta in conversations.step():
+            texts.setdefault(id(answering), []).append(delta)
+        running = [each for each in engine.running if each.state.has_begun]
+        if drops and running and rng.random() < 0.4:
+            chosen = running[int(rng.integers(len(running)))]
+            engine.cancel(chosen)
+            chosen.drop(pair.target)
+            engine.waiting.append(chosen)
+            dropped += 1
+    for answering, (_, _, alone) in zip(answers, asked, strict=True):
+        together = collect(iter(texts[id(answering)]))
+        assert (together.tokens, together.text) == (alone.tokens, alone.text)
+        assert together.finish_reason == alone.finish_reason
+    assert bool(dropped) == drops
+
+
+def test_one_that_is_cancelled_leaves_the_others_as_they_were(pair):
+    asked, texts = everyone(pair), {}
+    conversations = Conversations(pair, observer=Strict())
+    answers = [conversations.begin(prompt, config) for prompt, config, _ in asked]
+    for step in range(1000):
+        if step == 5:
+            conversations.cancel(answers[0])
+        if not conversations:
+            break
+        for answering, delta in conversations.step():
+            texts.setdefault(id(answering), []).append(delta)
+    for answering, (_, _, alone) in list(zip(answers, asked, strict=True))[1:]:
+        assert collect(iter(texts[id(answering)])).tokens == alone.tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "methods"),
+    [("qwen3_5", ("dflash", "ngram", "ddtree")), ("gemma3_text", ("dflash", "ddtree"))],
+)
+def test_targets_of_other_families_give_their_plain_answers(family, methods, tmp_path_factory):
+    target = Target(make_model(family), 200, family)
+    model = drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 1], 1, target)
+    pair = Pair(target, tiny_tokenizer(tmp_path_factory.mktemp("words")), (model,), "tiny")
+    plain = said(pair, config_of("none"))
+    check("schema", plain.text)
+    for method in methods:
+        assert said(pair, config_of(method)).tokens == plain.tokens
+
+
+def refused(pair, **structure):
+    with pytest.raises(DFlashError) as raised:
+        Session(pair, DecodeConfig("none", structure=StructureConfig(**structure)))
+    return str(raised.value)
+
+
+def test_a_tokenizer_that_cannot_be_used_is_named(pair):
+    other = replace(pair, tokenizer=Letters(), learned={})
+    assert "tokenizer of tiny (it is none of" in refused(other, json_object=True)
+    endless = tiny = pair.tokenizer
+    ends, tiny.eos_token_ids = tiny.eos_token_ids, {9999}
+    try:
+        said = refused(replace(pair, tokenizer=endless, learned={}), json_object=True)
+        assert "no token that ends an answer" in said
+    finally:
+        tiny.eos_token_ids = ends
+
+
+def test_a_grammar_with_a_token_that_the_model_lacks_is_refused(pair):
+    assert "<|none|>" in refused(pair, grammar='start: "a" <|none|>')
+
+
+def test_compiled_grammars_are_kept_but_not_without_end(pair):
+    pair = replace(pair, learned={})
+    for i in range(40):
+        Session(pair, DecodeConfig("none", structure=StructureConfig(regex=f"a{{{i + 1}}}")))
+    (grammars,) = [v for k, v in pair.learned.items() if k == ("grammars",)]
+    assert 20 < len(grammars._kept) < 40
