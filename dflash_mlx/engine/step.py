@@ -45,7 +45,9 @@ class Running:
     how drafts are accepted; made by `make_rule` behind the prompt, which `exact` has to know.
     Without either nothing but the prompt is asked for. allowed: most of the prompt's tokens that
     the next pass reads. exact: whether its prompt is read by the passes that would read it alone,
-    since the keys and values of others differ in the last bits.
+    since the keys and values of others differ in the last bits. shares: whether its rows may be
+    those of another sequence, and another's its own; never with `exact`. reused: tokens of the
+    prompt that another has read.
     """
 
     state: State
@@ -56,6 +58,8 @@ class Running:
     make_rule: Callable[[], Rule] | None = None
     allowed: int = sys.maxsize
     exact: bool = False
+    shares: bool = False
+    reused: int = 0
     _left_at: Accepted | None = None  # the newest token, where the caches were dropped behind it
 
     @property
@@ -75,6 +79,13 @@ class Running:
         end = min(first + chunk, last)
         tail = last - min(rows + 1, chunk) if rows else last
         return list(self.prompt[first : tail if first < tail < end else end])
+
+    def go_on_from(self, other: State) -> None:
+        """Reuse what another sequence has read; `other` is then of no more use."""
+        length = other.reuse(self.prompt)
+        self.state.go_on_from(other)
+        if self._left_at is None:
+            self.reused = length
 
     def drop(self, target: Target) -> None:
         """Give up all caches; what they held is read again, as a prompt."""

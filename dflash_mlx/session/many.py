@@ -12,6 +12,7 @@ from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
 from dflash_mlx.session.answer import Answering, TextDelta, check_length
@@ -20,14 +21,18 @@ from dflash_mlx.session.answer import Answering, TextDelta, check_length
 class Conversations:
     """Answers in the making; for one thread.
 
-    memory: as for `Engine`. Answers that draft alike share a drafter, which drafts for all of them
-    in one pass where it can.
+    memory, prefixes: as for `Engine`. Answers that draft alike share a drafter, which drafts for
+    all of them in one pass where it can.
     """
 
     def __init__(
-        self, pair: Pair, memory: int | None = None, observer: Observer | None = None
+        self,
+        pair: Pair,
+        memory: int | None = None,
+        observer: Observer | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
-        self.pair, self.engine = pair, Engine(pair.target, memory, observer)
+        self.pair, self.engine = pair, Engine(pair.target, memory, observer, prefixes)
         self._drafters: dict[Hashable, Drafter] = {}
         self._answers: list[tuple[Running, Answering]] = []
 
@@ -53,6 +58,7 @@ class Conversations:
             config.prefill_step,
             make_rule=lambda: make_rule(target, state, sampler, config, company=True),
             exact=config.exact,
+            shares=not config.exact,
         )
         answering = Answering(pair, config, drafter.name, tokens)
         self.engine.add(running)
@@ -79,8 +85,10 @@ class Conversations:
                 news.append((answering, outcome))
             elif outcome is not None:
                 if not answering.statistics.generated_tokens:
-                    answering.end_prompt(0)
+                    answering.end_prompt(running.reused)
                 news.append((answering, answering.take(outcome)))
+                if answering.reason is not None:
+                    running.state.trim(answering.length - 1)
         for answering, said in news:
             if isinstance(said, Exception) or answering.reason is not None:
                 self.cancel(answering)

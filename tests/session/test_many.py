@@ -7,6 +7,7 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.session.answer import collect
 from dflash_mlx.session.many import Conversations
 from dflash_mlx.session.stream import Session
@@ -70,6 +71,21 @@ def test_a_stop_ends_one_and_not_the_others(pair):
     text = "".join(delta.text for delta in said[stopped])
     assert (text, stopped.reason) == (whole.text[: whole.text.index(whole.text[4])], "stop")
     assert len(collect(iter(said[other])).tokens) == 12
+
+
+def test_turns_go_on_from_what_any_of_them_has_read(pair):
+    prefixes, config = PrefixCache(10**9), configs()[0]
+    conversations = Conversations(pair, prefixes=prefixes)
+    first = conversations.begin(PROMPTS[2], config)
+    said = collect(iter(finish(conversations)[first])).tokens
+    prompts = [[*PROMPTS[2], *said, 5], [*PROMPTS[2], 7], PROMPTS[0]]
+    asked = [conversations.begin(prompt, config) for prompt in prompts]
+    exact = conversations.begin(prompts[0], replace(config, exact=True))
+    told = finish(conversations)
+    alone = [list(collect(Session(pair, config).stream(p)).tokens) for p in prompts]
+    assert [list(collect(iter(told[each])).tokens) for each in asked] == alone
+    held = len(PROMPTS[2]) + len(said) - 1
+    assert [each.statistics.reused_tokens for each in (*asked, exact)] == [held, 25, 0, 0]
 
 
 def test_those_that_draft_alike_share_a_drafter(pair):

@@ -22,6 +22,7 @@ from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
 from dflash_mlx.models.load import load
@@ -125,7 +126,7 @@ def toy_pair(name: str, folder: Path) -> Pair:
 def toy_prompt(rng: np.random.Generator) -> list[int]:
     """Random tokens, some of them again and again; seldom more than the caches begin with."""
     size = int(rng.choice([1, rng.integers(2, 12), rng.integers(12, 60), rng.integers(240, 280)]))
-    words = prompt_of(int(rng.integers(4)), int(rng.integers(3, 30)))  # so that some begin alike
+    words = prompt_of(int(rng.integers(2)), int(rng.integers(3, 30)))  # so that some begin alike
     return (words * size)[:size]
 
 
@@ -184,7 +185,10 @@ def alone(pair: Pair, request: Request) -> list[int]:
 
 
 def run(pair: Pair, schedule: Schedule, answers: Sequence[list[int]]) -> list[Watched]:
-    """Let it happen. answers: of each alone, for drafters that know them."""
+    """Let it happen. answers: of each alone, for drafters that know them.
+
+    In half of the schedules, sequences go on from what others have read.
+    """
     pair, target = replace(pair, learned={}), pair.target
     drafters: dict[DecodeConfig, Drafter] = {}
     everyone = []
@@ -199,6 +203,8 @@ def run(pair: Pair, schedule: Schedule, answers: Sequence[list[int]]) -> list[Wa
         everyone.append(_sequence(target, request, drafter))
     engine = Engine(target, observer=Strict())
     tight = max(engine.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
+    if schedule.seed % 4 < 2:
+        engine.prefixes = PrefixCache(2 * tight)
     for step, _ in enumerate(_until_done(engine, schedule, everyone)):
         squeezed = schedule.squeezed[step % len(schedule.squeezed)]
         engine.memory = tight if squeezed else 100 * tight
@@ -249,9 +255,9 @@ def _sequence(target: Target, request: Request, drafter: Drafter) -> Watched:
     state.end = min(len(request.prompt) - 1 + config.max_tokens, target.context_length - 1)
     make = partial(make_rule, target, state, Sampler(config.sampling), config, company=True)
     rule = None if config.exact else make()
-    return Watched(
-        state, drafter, request.prompt, config.prefill_step, rule, make, exact=config.exact
-    )
+    found = Watched(state, drafter, request.prompt, config.prefill_step, rule, make)
+    found.exact, found.shares = config.exact, not config.exact
+    return found
 
 
 def problems(pair: Pair, schedule: Schedule) -> tuple[list[str], list[Watched]]:
