@@ -150,13 +150,14 @@ def schedule_of(seed: int, prompts: Prompts, longest: int = 40) -> Schedule:
     chosen = rng.choice(len(METHODS), int(rng.integers(1, 4)), replace=False)
     requests, step = [], 0
     for _ in range(int(rng.integers(3, 8))):
-        step += int(rng.choice([0, 0, rng.integers(1, 12)]))
+        step += int(rng.choice([0, 0, rng.integers(1, 12), rng.integers(10, 40)]))
         options = METHODS[int(rng.choice(chosen))]
         config = _config(rng, options, int(rng.integers(1, longest + 1)))
         leaves = step + int(rng.integers(25)) if rng.random() < 0.25 else None
         knows = rng.random() < 0.3 and "acceptance" not in options
         requests.append(Request(prompts(rng), config, step, leaves, knows))
-    squeezed = tuple(bool(share < 0.3) for share in rng.random(int(rng.integers(2, 30))))
+    short = rng.choice([0.0, 0.1, 0.3])
+    squeezed = tuple(bool(share < short) for share in rng.random(int(rng.integers(2, 30))))
     return Schedule(seed, requests, squeezed)
 
 
