@@ -39,7 +39,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     seeds = range(asked.seed, asked.seed + asked.schedules)
-    counts = dict.fromkeys(("answers", "tokens", "left early", "dropped caches", "wrong"), 0)
+    counts = dict.fromkeys(
+        ("answers", "tokens", "left early", "dropped caches", "reused", "wrong"), 0
+    )
     with tempfile.TemporaryDirectory() as folder:
         pairs = {name: toy_pair(name, Path(folder) / name) for name in TOYS}
         cases = [(pairs[TOYS[seed % len(TOYS)]], schedule_of(seed, toy_prompt)) for seed in seeds]
@@ -56,6 +58,7 @@ def main() -> int:
             counts["tokens"] += sum(len(each.said) for each in ended)
             counts["left early"] += sum(each.left for each in ended)
             counts["dropped caches"] += sum(each.drops for each in ended)
+            counts["reused"] += sum(each.reused > 0 for each in ended)
             counts["wrong"] += len(found)
     print(", ".join(f"{count} {name}" for name, count in counts.items()))
     return 1 if counts["wrong"] else 0

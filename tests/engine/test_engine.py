@@ -13,6 +13,7 @@ from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.engine import Engine
+from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
 from dflash_mlx.target.model import Target
@@ -233,8 +234,10 @@ def test_one_that_is_cancelled_inside_a_step_leaves_the_others_as_they_were(targ
             if when == 0 and said == term:
                 engine.cancel(gone)
 
-    engine = Engine(target, observer=Cancels())
+    engine = Engine(target, observer=Cancels(), prefixes=PrefixCache(1 << 30))
     said, failed = run(engine, everyone, Eager())
+    again = running(target, 3, alone[3][0], NoDraft())
+    assert run(engine, [again], Eager())[0] == [alone[3][1]] and again.reused
     assert [said[i] for i in others] == [alone[i][1] for i in others] and not any(failed)
     assert said[3] == alone[3][1][: len(said[3])] and len(said[3]) < len(alone[3][1])
 

@@ -22,6 +22,7 @@ from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
 from dflash_mlx.models.load import load
@@ -125,7 +126,7 @@ def toy_pair(name: str, folder: Path) -> Pair:
 def toy_prompt(rng: np.random.Generator) -> list[int]:
     """Random tokens, some of them again and again; seldom more than the caches begin with."""
     size = int(rng.choice([1, rng.integers(2, 12), rng.integers(12, 60), rng.integers(240, 280)]))
-    words = prompt_of(int(rng.integers(4)), int(rng.integers(3, 30)))  # so that some begin alike
+    words = prompt_of(int(rng.integers(2)), int(rng.integers(3, 30)))  # so that some begin alike
     return (words * size)[:size]
 
 
@@ -149,13 +150,14 @@ def schedule_of(seed: int, prompts: Prompts, longest: int = 40) -> Schedule:
     chosen = rng.choice(len(METHODS), int(rng.integers(1, 4)), replace=False)
     requests, step = [], 0
     for _ in range(int(rng.integers(3, 8))):
-        step += int(rng.choice([0, 0, rng.integers(1, 12)]))
+        step += int(rng.choice([0, 0, rng.integers(1, 12), rng.integers(10, 40)]))
         options = METHODS[int(rng.choice(chosen))]
         config = _config(rng, options, int(rng.integers(1, longest + 1)))
         leaves = step + int(rng.integers(25)) if rng.random() < 0.25 else None
         knows = rng.random() < 0.3 and "acceptance" not in options
         requests.append(Request(prompts(rng), config, step, leaves, knows))
-    squeezed = tuple(bool(share < 0.3) for share in rng.random(int(rng.integers(2, 30))))
+    short = rng.choice([0.0, 0.1, 0.3])
+    squeezed = tuple(bool(share < short) for share in rng.random(int(rng.integers(2, 30))))
     return Schedule(seed, requests, squeezed)
 
 
@@ -184,7 +186,10 @@ def alone(pair: Pair, request: Request) -> list[int]:
 
 
 def run(pair: Pair, schedule: Schedule, answers: Sequence[list[int]]) -> list[Watched]:
-    """Let it happen. answers: of each alone, for drafters that know them."""
+    """Let it happen. answers: of each alone, for drafters that know them.
+
+    In half of the schedules, sequences go on from what others have read.
+    """
     pair, target = replace(pair, learned={}), pair.target
     drafters: dict[DecodeConfig, Drafter] = {}
     everyone = []
@@ -199,6 +204,8 @@ def run(pair: Pair, schedule: Schedule, answers: Sequence[list[int]]) -> list[Wa
         everyone.append(_sequence(target, request, drafter))
     engine = Engine(target, observer=Strict())
     tight = max(engine.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
+    if schedule.seed % 4 < 2:
+        engine.prefixes = PrefixCache(2 * tight)
     for step, _ in enumerate(_until_done(engine, schedule, everyone)):
         squeezed = schedule.squeezed[step % len(schedule.squeezed)]
         engine.memory = tight if squeezed else 100 * tight
