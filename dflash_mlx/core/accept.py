@@ -37,12 +37,14 @@ class Accepted:
     """The nodes of `tree` on the accepted path, root first, and the target's token after them.
 
     token: an integer, or [1] that may be unevaluated. near_ties: where they were looked for.
+    logits: [n, V] that the n new tokens were chosen from, where they were asked for.
     """
 
     tree: Tree
     path: tuple[int, ...]
     token: int | mx.array
     near_ties: NearTies | None = None
+    logits: mx.array | None = None
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:

@@ -144,7 +144,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How one answer is decoded."""
+    """How one answer is decoded.
+
+    logprobs: whether accepted tokens carry the logits that they were chosen from, see `Accepted`.
+    """
 
     method: str = option(
         AUTO,
@@ -221,6 +224,7 @@ class DecodeConfig:
         (), "stop before this text appears; may be given several times", action="append"
     )
     prefill_step: int = option(512, "prompt tokens per target pass", type=int)
+    logprobs: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
-from dflash_mlx.engine.rules import Match, Reject, Rule
+from dflash_mlx.engine.rules import Match, Reject, Rule, WithLogits
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Round, Running, alone, step
 from dflash_mlx.target.model import Target
@@ -77,8 +77,10 @@ def decode(
 def make_rule(target: Target, state: State, sampler: Sampler, config: DecodeConfig) -> Rule:
     """The acceptance rule that the settings ask for, for one answer."""
     if config.guarded:
-        return NearTieGuard(target, state, sampler, noise_of(target))
-    return Reject(sampler) if config.draws_drafts else Match(sampler)
+        rule: Rule = NearTieGuard(target, state, sampler, noise_of(target))
+    else:
+        rule = Reject(sampler) if config.draws_drafts else Match(sampler)
+    return WithLogits(rule) if config.logprobs else rule
 
 
 def _rounds(target: Target, running: Running, observer: Observer) -> Iterator[Round]:

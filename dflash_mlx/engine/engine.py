@@ -14,7 +14,6 @@ from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.exact import NearTieGuard
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Outcome, Running, step
 from dflash_mlx.target.block import Block
@@ -30,14 +29,18 @@ class Engine:
 
     memory: bytes that keys, values and recurrent states of all sequences may take, those of their
     drafters included; None for no limit. Sequences that would take more wait, in the order in which
-    they came; where answers grow beyond it, the youngest is read again later. waiting, running: the
-    sequences, the oldest first.
+    they came; where answers grow beyond it, the youngest is read again later. most: sequences in a
+    pass; further ones wait likewise. waiting, running: the sequences, the oldest first.
     """
 
     def __init__(
-        self, target: Target, memory: int | None = None, observer: Observer | None = None
+        self,
+        target: Target,
+        memory: int | None = None,
+        observer: Observer | None = None,
+        most: int = sys.maxsize,
     ) -> None:
-        self.target, self.memory = target, memory
+        self.target, self.memory, self.most = target, memory, most
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._observer = observer or Observer()
@@ -102,7 +105,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Begin with those that wait, as long as there is memory for what they read."""
-        while self.waiting:
+        while self.waiting and len(self.running) < self.most:
             first = self.waiting[0]
             limit = self.memory if self.running else None
             if limit is not None and self.used + self._reserved(first) > limit:
@@ -138,7 +141,7 @@ class Engine:
     def _make_room(self) -> None:
         """Drop the caches of the youngest that can be read again, until the others have room."""
         while self.memory is not None and len(self.running) > 1 and self.used > self.memory:
-            again = [each for each in self.running if not isinstance(each.rule, NearTieGuard)]
+            again = [each for each in self.running if not (each.rule and each.rule.remembers)]
             if not again or again[-1] is self.running[0]:
                 return
             youngest = again[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Sequence
 
 from dflash_mlx.core.config import DecodeConfig
@@ -16,18 +17,24 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
 from dflash_mlx.session.answer import Answering, TextDelta, check_length
 
+UNUSED = 8  # drafters that are kept for answers to come: a draw of each temperature has its own
+
 
 class Conversations:
     """Answers in the making; for one thread.
 
-    memory: as for `Engine`. Answers that draft alike share a drafter, which drafts for all of them
-    in one pass where it can.
+    memory, most: as for `Engine`. Answers that draft alike share a drafter, which drafts for all of
+    them in one pass where it can.
     """
 
     def __init__(
-        self, pair: Pair, memory: int | None = None, observer: Observer | None = None
+        self,
+        pair: Pair,
+        memory: int | None = None,
+        observer: Observer | None = None,
+        most: int = sys.maxsize,
     ) -> None:
-        self.pair, self.engine = pair, Engine(pair.target, memory, observer)
+        self.pair, self.engine = pair, Engine(pair.target, memory, observer, most)
         self._drafters: dict[Hashable, Drafter] = {}
         self._answers: list[tuple[Running, Answering]] = []
 
@@ -80,13 +87,19 @@ class Conversations:
                 if not answering.statistics.generated_tokens:
                     answering.end_prompt(0)
                 news.append((answering, answering.take(outcome)))
+                answering.resume()  # nobody is waited for between two steps
         for answering, said in news:
             if isinstance(said, Exception) or answering.reason is not None:
                 self.cancel(answering)
         return news
 
     def _drafter(self, config: DecodeConfig) -> Drafter:
+        """One for all that draft alike; of those that nobody uses, the newest few are kept."""
         key = drafting_of(config)
-        if key not in self._drafters:
-            self._drafters[key] = make_drafter(self.pair, config)
-        return self._drafters[key]
+        drafter = self._drafters.pop(key, None) or make_drafter(self.pair, config)
+        used = {id(running.drafter) for running, _ in self._answers}
+        unused = [k for k, kept in self._drafters.items() if id(kept) not in used]
+        for oldest in unused[: max(0, len(unused) - UNUSED)]:
+            del self._drafters[oldest]
+        self._drafters[key] = drafter
+        return drafter

@@ -1,5 +1,6 @@
 """Several conversations at once: each reads as it does alone, with its own stops and figures."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.answer import collect
-from dflash_mlx.session.many import Conversations
+from dflash_mlx.session.many import UNUSED, Conversations
 from dflash_mlx.session.stream import Session
 from dflash_mlx.target.model import Target
 from support.decoding import Strict
@@ -58,6 +59,45 @@ def test_every_answer_is_the_one_it_is_alone(pair):
         assert answering.length == len(prompt) + len(alone.tokens)
     assert asked[4].reason == "context"
     assert asked[0].statistics.decode_seconds > 0 < asked[0].statistics.prefill_seconds
+
+
+def test_an_answer_takes_no_longer_than_it_took(pair):
+    conversations, begin = Conversations(pair), time.perf_counter()
+    answering = conversations.begin(PROMPTS[0], configs()[0])
+    finish(conversations)
+    statistics, took = answering.statistics, time.perf_counter() - begin
+    assert 0 < statistics.decode_seconds + statistics.prefill_seconds <= took
+
+
+def test_no_more_answers_than_asked_for_are_in_one_pass(pair):
+    conversations = Conversations(pair, most=2)
+    for prompt in PROMPTS[:3]:
+        conversations.begin(prompt, configs()[1])
+    conversations.step()
+    assert [len(conversations.engine.running), len(conversations.engine.waiting)] == [2, 1]
+    assert len(finish(conversations)) == 3
+
+
+def test_drafters_that_nobody_uses_do_not_heap_up(pair):
+    conversations = Conversations(pair)
+    config = DecodeConfig("dflash", block_size=4, max_tokens=1)
+    for i in range(3 * UNUSED):
+        sampling = SamplingConfig(0.5 + i / 100)
+        conversations.begin(PROMPTS[0], replace(config, sampling=sampling))
+        finish(conversations)
+    assert len(conversations._drafters) <= UNUSED + 1
+    asked = [conversations.begin(p, config) for p in PROMPTS[:2]]
+    assert len(asked) == 2 and len({id(a.drafter) for a in conversations.engine.waiting}) == 1
+
+
+def test_an_answer_says_which_text_stopped_it(pair):
+    whole = collect(Session(pair, configs()[0]).stream(PROMPTS[0])).text
+    conversations = Conversations(pair)
+    stop = ("never", whole[4:6], whole[5:9])
+    stopped = conversations.begin(PROMPTS[0], replace(configs()[0], stop=stop))
+    free = conversations.begin(PROMPTS[1], configs()[1])
+    finish(conversations)
+    assert stopped.stop_text in stop[1:] and free.stop_text is None
 
 
 def test_a_stop_ends_one_and_not_the_others(pair):
