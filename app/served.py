@@ -72,11 +72,10 @@ class Served:
         if not self._address:
             return None
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        request = Request(self._address + "/metrics", headers=headers)
         try:
-            with urlopen(
-                Request(self._address + "/metrics", headers=headers), timeout=_PATIENCE
-            ) as r:
-                page = r.read().decode()
+            with urlopen(request, timeout=_PATIENCE) as response:
+                page = response.read().decode()
         except (URLError, OSError, ValueError):
             return None
         return Look(time.monotonic(), read_metrics(page))

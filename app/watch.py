@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical
+from textual.filter import LineFilter
 from textual.widgets import Digits, Footer, Static
 
 from dflash_chat.figures import counted, sparkline, speed
@@ -55,7 +56,7 @@ class WatchApp(App[None]):
         self._served = served
         self._looks: deque[Look] = deque(maxlen=2)
         self._speeds: deque[float] = deque(maxlen=_KEPT)
-        self._leaving = False
+        self._leaving, self._harmless = False, Harmless()
 
     def compose(self) -> ComposeResult:
         yield Static("dflash-serve is loading", id="name", markup=False)
@@ -75,9 +76,9 @@ class WatchApp(App[None]):
         when_hung_up(self.exit)
         self.run_worker(self._look_on(), exclusive=True)
 
-    def get_line_filters(self) -> Sequence[object]:
+    def get_line_filters(self) -> Sequence[LineFilter]:
         """Nothing that a server says commands the terminal."""
-        return [*super().get_line_filters(), Harmless()]
+        return [self._harmless, *super().get_line_filters()]
 
     def action_leave(self) -> None:
         """End the server; the view goes with it."""
@@ -109,20 +110,19 @@ class WatchApp(App[None]):
 
 def rows(look: Look) -> list[str]:
     """What a server does and has done, a line for each."""
-    accepted, cached = look.share("accepted_total", "drafted_total"), look.share(
-        "cached_tokens_total", "prompt_tokens_total"
-    )  # fmt: skip
+    waiting, caches = int(look.of("waiting")), amount(look.of("cache_bytes"))
+    accepted = look.share("accepted_total", "drafted_total")
     extra = look.share("accepted_total", "rounds_total")
+    cached = look.share("cached_tokens_total", "prompt_tokens_total")
     first = look.share("first_token_seconds_sum", "first_token_seconds_count")
+    answers, tokens = int(look.of("answers_total")), int(look.of("tokens_total"))
     shown = {
-        "in the making": f"{counted(int(look.of('decoding')), 'answer')}, "
-        f"{int(look.of('waiting'))} waiting",
-        "answered": f"{counted(int(look.of('answers_total')), 'request')}, "
-        f"{int(look.of('tokens_total'))} tokens",
+        "in the making": f"{counted(int(look.of('decoding')), 'answer')}, {waiting} waiting",
+        "done": f"{counted(answers, 'answer')}, {tokens} tokens",
         "drafts": "" if extra is None else f"{1 + extra:.2f} tokens per round",
         "accepted": "" if accepted is None else f"{accepted:.0%} of drafted positions",
         "first token": "" if first is None else f"after {first:.2f} s on average",
         "from caches": "" if cached is None else f"{cached:.0%} of the prompts' tokens",
-        "memory": f"{amount(look.of('memory_bytes'))}, {amount(look.of('cache_bytes'))} of it caches",
+        "memory": f"{amount(look.of('memory_bytes'))}, {caches} of it caches",
     }
     return [f"{name:<14} {told}" for name, told in shown.items() if told]
