@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A web page in headless Chromium that talks to a server: allowed from one origin, not from another.
+"""A web page in headless Chromium that talks to a server: from one origin allowed, else refused.
 
 The page streams an answer with fetch. Needs `chromium` (Debian's package) or the browser that
 --browser names. Exit code 1 where the page that was named does not work, or the other does.

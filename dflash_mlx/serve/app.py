@@ -25,7 +25,7 @@ from dflash_mlx.serve.service import Service
 Json = dict[str, Any]
 
 _ERROR = {"description": "one sentence, in the shape of the API"}
-_ERRORS: dict[int | str, Json] = {code: _ERROR for code in (400, 401, 403, 404, 408, 413, 429, 503)}
+_ERRORS: dict[int | str, Json] = {code: _ERROR for code in ("4XX", 500, 503)}
 _GONE = 499  # nobody reads it
 _PATHS = {
     "/v1/chat/completions",

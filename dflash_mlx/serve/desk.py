@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.serve.errors import ApiError, of_settings
@@ -151,7 +152,7 @@ class Desk:
     def _post(self, news: list[News]) -> None:
         """On the stepper's thread."""
         assert self._loop is not None
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed, and nobody listens
             self._loop.call_soon_threadsafe(self._hear, news)
 
     def _hear(self, news: list[News]) -> None:
