@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,8 +15,17 @@ from dflash_mlx.serve.anthropic_prompt import chat_of
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
 from dflash_mlx.serve.errors import ANTHROPIC, ApiError, body_of, encoded
 from dflash_mlx.serve.fields import decoding
+from dflash_mlx.serve.prompts import spaced
 from dflash_mlx.serve.reading import AnswerReader, Call, Part, Said, Thought
-from dflash_mlx.serve.replies import TOOLS, End, EventStream, Replies, merged, unless_gone
+from dflash_mlx.serve.replies import (
+    TOOLS,
+    End,
+    EventStream,
+    Replies,
+    merged,
+    unless_gone,
+    unspaced,
+)
 from dflash_mlx.serve.service import Service
 
 Json = dict[str, Any]
@@ -52,7 +62,7 @@ async def _begin(service: Service, body: MessagesRequest) -> Replies:
     choice = body.tool_choice
     one_call = bool(choice and choice.disable_parallel_tool_use)
     reader = AnswerReader(service.pair.tokenizer, chat.tools, prompt.in_thought, one_call)
-    return Replies(ticket, [reader])
+    return Replies(ticket, [reader], partial(spaced, service.pair) if chat.go_on else unspaced)
 
 
 class Writer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from dflash_mlx.serve.fields import decoding, only, with_seeds
 from dflash_mlx.serve.openai_chat import check_common, stops_of
 from dflash_mlx.serve.openai_format import Header, events, finish_reason, totals
 from dflash_mlx.serve.openai_requests import CompletionRequest
-from dflash_mlx.serve.prompts import Prompt, check_tokens, encode
+from dflash_mlx.serve.prompts import Prompt, check_tokens, encode, spaced
 from dflash_mlx.serve.reading import Said, TextReader
 from dflash_mlx.serve.replies import End, EventStream, Replies, Step, unless_gone
 from dflash_mlx.serve.service import Service
@@ -50,7 +51,9 @@ async def _begin(service: Service, body: CompletionRequest) -> tuple[int, Replie
         what = f"asks for {answers} answers with {len(prompts)} prompts"
         raise refusal("n", what, f"ask for at most {MOST_ANSWERS} at once")
     ticket = await service.ask(prompts, with_seeds(config, body.n or 1), body.logprobs)
-    return len(prompts), Replies(ticket, [TextReader() for _ in ticket.asked])
+    return len(prompts), Replies(
+        ticket, [TextReader() for _ in ticket.asked], partial(spaced, service.pair)
+    )
 
 
 def _prompts(service: Service, given: str | list[str] | list[int]) -> list[Prompt]:

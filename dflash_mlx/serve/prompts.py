@@ -123,6 +123,12 @@ def call_of(name: str, arguments: str | Mapping[str, Any], identity: str) -> Mes
     return {"id": identity, "type": "function", "function": inner}
 
 
+def spaced(pair: Pair, token: int) -> bool:
+    """Whether a token begins with a space, as tokenizers of both kinds write it."""
+    piece = pair.tokenizer.convert_ids_to_tokens(token)
+    return isinstance(piece, str) and piece.startswith(("Ġ", "▁", " "))
+
+
 def _encoded(pair: Pair, text: str, field: str, **more: Any) -> tuple[int, ...]:
     try:
         text.encode("utf-8")

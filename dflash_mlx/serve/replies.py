@@ -53,12 +53,23 @@ class Step:
     end: End | None = None
 
 
+def unspaced(token: int) -> bool:
+    """An answer that begins by itself needs no space before it."""
+    return False
+
+
 @dataclass
 class Replies:
-    """The answers of a request. readers: one for each."""
+    """The answers of a request.
+
+    readers: one for each. spaced: whether a token begins with a space, where answers go on with a
+    text; mlx-lm leaves that out of the beginning of a text.
+    """
 
     ticket: Ticket
-    readers: Sequence[Reader] = field(default_factory=list)
+    readers: Sequence[Reader]
+    spaced: Callable[[int], bool] = unspaced
+    _leads: dict[int, str] = field(default_factory=dict)
 
     async def steps(self) -> AsyncIterator[Step | None]:
         """Until all answers are over; None where nothing came for `PING` seconds.
@@ -74,13 +85,22 @@ class Replies:
             reader = self.readers[index]
             if reader.is_over:
                 continue
-            parts = reader.feed(piece.text)
+            parts = reader.feed(self._lead(index, piece) + piece.text)
             if piece.reason is not None:
                 parts += reader.finish()
             elif reader.is_over:
                 self.ticket.drop(index)
             over = piece.reason is not None or reader.is_over
             yield Step(index, parts, piece.laws, _end(piece, reader) if over else None)
+
+    def _lead(self, index: int, piece: Piece) -> str:
+        """The space that the first text of an answer lacks."""
+        if index not in self._leads and piece.tokens:
+            self._leads[index] = " " if self.spaced(piece.tokens[0]) else ""
+        if not piece.text or not self._leads.get(index):
+            return ""
+        lead, self._leads[index] = self._leads[index], ""
+        return "" if piece.text.startswith(lead) else lead
 
     def close(self) -> None:
         """Give up what is not over."""

@@ -34,7 +34,9 @@ def ask(client, text="hello", **more):
 
 
 def test_an_answer_comes_whole(client):
-    answer = ask(client, system="be short", temperature=0.5, top_k=3, metadata={"user_id": "me"})
+    drawn = {"temperature": 0.5, "top_k": 3, "seed": 1}  # the package has no names for these
+    more = {"system": "be short", "metadata": {"user_id": "me"}, "extra_body": drawn}
+    answer = ask(client, **more)
     assert (answer.content[0].text, answer.stop_reason) == (WORDS, "end_turn")
     assert answer.usage.input_tokens == len("[system]be short[user]hello" + ROLE)
     assert answer.usage.output_tokens == len(WORDS) + 1

@@ -9,6 +9,7 @@ import pytest
 
 from support.serving import MODEL, ROLE, actor_pair, serving, user
 
+PROMPT = "[user]a" + ROLE
 WORDS = "Once upon a time there was an answer."
 THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
 
@@ -124,20 +125,22 @@ def test_an_answer_may_be_empty(client):
 
 
 def test_texts_go_on_without_a_template(client):
-    answer = client.completions.create(model=MODEL, prompt=["[user]a" + ROLE + "Once"], logprobs=1)
+    answer = client.completions.create(model=MODEL, prompt=[PROMPT + "Once"], logprobs=1)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (WORDS.removeprefix("Once"), "stop")
     assert "".join(choice.logprobs.tokens) == choice.text
     assert choice.logprobs.text_offset[:3] == [0, 1, 2]
-    both = client.completions.create(model=MODEL, prompt=[ROLE, ROLE + "Once"], n=2, max_tokens=4)
+    both = client.completions.create(
+        model=MODEL, prompt=[PROMPT, PROMPT + "Once"], n=2, max_tokens=4
+    )
     assert [choice.text for choice in both.choices] == ["Once", "Once", " upo", " upo"]
-    assert both.usage.prompt_tokens == 2 * len(ROLE) + 4
-    stream = client.completions.create(model=MODEL, prompt=ROLE, stream=True)
+    assert both.usage.prompt_tokens == 2 * len(PROMPT) + 4
+    stream = client.completions.create(model=MODEL, prompt=PROMPT, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == WORDS
 
 
 def test_tokens_go_on_too(client, server):
-    tokens = server.pair.tokenizer.encode(ROLE)
+    tokens = server.pair.tokenizer.encode(PROMPT)
     answer = client.completions.create(model=MODEL, prompt=tokens, max_tokens=4)
     assert answer.choices[0].text == "Once"
     with pytest.raises(openai.BadRequestError, match="97"):

@@ -74,13 +74,14 @@ class Actor(ToyTarget):
         paths: list[list[int]] = []
         for token, parent in zip(cache.pending, parents, strict=True):
             paths.append([*(paths[parent] if parent >= 0 else cache.tokens), token])
+        paths = paths[-1:] if block.last_only else paths
         return mx.array(np.stack([self._row(path) for path in paths])), None
 
     def _row(self, path: list[int]) -> np.ndarray:
         before, _, said = self._tokenizer.decode(path).rpartition(ROLE)
         answer = self._act(before)
         row = np.zeros(self.vocab_size, np.float32)
-        said = said.removeprefix("<think>")
+        said = said if answer.startswith("<think>") else said.removeprefix("<think>")
         row[self._tokenizer.encode(answer[len(said)])[0] if len(said) < len(answer) else EOS] = 60
         return row
 
