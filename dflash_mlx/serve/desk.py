@@ -23,37 +23,43 @@ class Ticket:
     def __init__(self, desk: Desk, asked: Sequence[Asked]) -> None:
         self.asked = tuple(asked)
         self._desk = desk
-        self._news: asyncio.Queue[News] = asyncio.Queue()
+        self._news: asyncio.Queue[News | None] = asyncio.Queue()
         self._begun: list[News] = []
         self._left = len(self.asked)
 
     async def begun(self) -> None:
         """Return when all answers are taken in; ApiError where one is not."""
         for _ in self.asked:
-            news = await self._news.get()
-            while not isinstance(news[1], (Begun, Exception)):
-                self._begun.append(news)
+            while True:
                 news = await self._news.get()
-            if isinstance(news[1], Exception):
-                raise self._desk.as_api_error(news[1])
+                if news is None or isinstance(news[1], Begun):
+                    break
+                if isinstance(news[1], Exception):
+                    raise self._desk.as_api_error(news[1])
+                self._begun.append(news)
 
     async def next(self, seconds: float) -> tuple[int, Piece] | None:
         """The next piece and which answer it is of; None where there was none for so long.
 
         ApiError where an answer broke off.
         """
-        if self._begun:
-            asked, said = self._begun.pop(0)
-        else:
-            try:
-                asked, said = await asyncio.wait_for(self._news.get(), seconds)
-            except asyncio.TimeoutError:
-                return None
+        found = self._begun.pop(0) if self._begun else await self._wait(seconds)
+        if found is None:
+            return None
+        asked, said = found
         if isinstance(said, Exception):
             raise self._desk.as_api_error(said)
         assert isinstance(said, Piece)
         self._left -= said.reason is not None
         return self.asked.index(asked), said
+
+    async def _wait(self, seconds: float) -> News | None:
+        """The next news; not by `wait_for`, which before Python 3.12 can lose a cancellation."""
+        timer = asyncio.get_running_loop().call_later(seconds, self._news.put_nowait, None)
+        try:
+            return await self._news.get()
+        finally:
+            timer.cancel()
 
     @property
     def is_over(self) -> bool:

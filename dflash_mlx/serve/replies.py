@@ -144,7 +144,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     finally:
         for each in (task, watch):
             each.cancel()
-        await asyncio.wait({task, watch})
+        await asyncio.gather(task, watch, return_exceptions=True)
 
 
 async def gone(receive: Receive) -> None:

@@ -35,7 +35,6 @@ HOSTILE = {
     "a number": b"5",
     "a list": b"[]",
     "invalid UTF-8": text(chat_body("hello"))[:-2] + b"\xff\xfe}",
-    "UTF-16": json.dumps(chat_body("hello")).encode("utf-16"),
     "deep JSON": DEEP,
     "deep JSON in a field": text(chat_body(chat_template_kwargs={"x": 1})).replace(b"1", DEEP),
     "deep JSON in a tool": text(
@@ -43,7 +42,7 @@ HOSTILE = {
     ).replace(b"5", DEEP),
     "half a surrogate pair": text(chat_body("\ud800")),
     "half a pair in a tool": text(
-        chat_body(tools=[{"type": "function", "function": {"name": "f", "description": "\udfff"}}])
+        chat_body(tools=[{"type": "function", "function": {"name": "\udfff"}}])
     ),
     "half a pair in a stop text": text(chat_body(stop=["\ud800"])),
     "half a pair in a name": text(chat_body(model="\ud800")),
@@ -256,6 +255,7 @@ def test_a_reader_that_stands_still_is_left_and_others_go_on(tmp_path):
     pair = actor_pair(tmp_path, lambda prompt: "a" * 30_000, context_length=40_000)
     pair.target._row = lambda path: row_of(pair.tokenizer)  # as fast as can be
     with serving(pair, idle=0.3) as server:
+        server.place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # of connections, too
         body = text(chat_body(max_tokens=30_000, stream=True, logprobs=True, top_logprobs=20))
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.socket() as place:

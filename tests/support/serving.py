@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,8 @@ class Server:
 
     def end(self) -> None:
         """As a signal to end."""
-        self.loop.call_soon_threadsafe(self.stop.asked.set)
+        with suppress(RuntimeError):  # it has ended before
+            self.loop.call_soon_threadsafe(self.stop.asked.set)
 
     def until(self, holds: Callable[[], bool], seconds: float = 20.0) -> None:
         """Return when something holds; the event loop looks after every turn."""
