@@ -53,21 +53,26 @@ def run(
     make = conversations_of(pair, config, memory)
     desk.stepper.serve(make).result()
     service = Service(pair, usual, config, desk, figures, names)
-    where = place.getsockname()
-    shown = f"[{where[0]}]" if ":" in where[0] else where[0]
-    cli.say(
-        f"{PROGRAM}: {names[0]} at http://{shown}:{where[1]}, {settle(usual, pair.means).method} "
-        f"drafts, {amount(memory)} for caches; Ctrl+C ends it"
-    )
-    asyncio.run(_until_signal(service, place, noted))
+    told = f"{settle(usual, pair.means).method} drafts, {amount(memory)} for caches"
+    told = f"{names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
+    asyncio.run(_until_signal(service, place, noted, lambda: cli.say(f"{PROGRAM}: {told}")))
     desk.stepper.close(_LATE)
     service.close()
 
 
+def address_of(place: socket.socket) -> str:
+    """Where a client finds it."""
+    host, port = place.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 async def _until_signal(
-    service: Service, place: socket.socket, noted: Callable[[Exception], ApiError]
+    service: Service,
+    place: socket.socket,
+    noted: Callable[[Exception], ApiError],
+    ready: Callable[[], None],
 ) -> None:
-    stop = Stop()
+    stop = Stop(ready)
     with stop.on_signals(asyncio.get_running_loop()):
         await serve(service, place, noted, stop)
 
@@ -108,7 +113,7 @@ async def serve(
         timeout_graceful_shutdown=round(_LATE),
     )
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what matters, we say
-    server = Server(settings)
+    server = Server(settings, stop.ready)
     running = asyncio.ensure_future(server.serve([place]))
     await _first(running, stop.asked.wait())
     if not running.done():
@@ -129,7 +134,19 @@ async def _first(*work: Awaitable[object]) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, without its signal handlers: ours let answers finish first."""
+    """uvicorn's, without its signal handlers: ours let answers finish first.
+
+    ready: called when it listens.
+    """
+
+    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(settings)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -143,9 +160,10 @@ class Server(uvicorn.Server):
 
 
 class Stop:
-    """The first signal asks to end, the second to end at once."""
+    """The first signal asks to end, the second to end at once. ready: called when all has begun."""
 
-    def __init__(self) -> None:
+    def __init__(self, ready: Callable[[], None] = lambda: None) -> None:
+        self.ready = ready
         self.asked, self.again = asyncio.Event(), asyncio.Event()
 
     @contextlib.contextmanager
