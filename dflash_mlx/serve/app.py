@@ -54,8 +54,8 @@ def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIAp
     app: ASGIApp = BodyLimits(api, config.body_bytes, config.idle)
     app = Gate(app, Key(config.key))
     if config.allow_origin:
-        allowed = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        app = CORSMiddleware(app, allow_origins=config.allow_origin, **allowed)
+        origins, all_of_them = config.allow_origin, ("*",)
+        app = CORSMiddleware(app, origins, allow_methods=all_of_them, allow_headers=all_of_them)
     app = Gate(app, Callers((config.host, *config.allow_host), config.allow_origin))
     return Edge(app, lambda path, code: figures.responded(_known(path), code), fault)
 

@@ -21,8 +21,10 @@ StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[StopText], Field(max_length=MOST_STOPS)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-_SAMPLING += ("repetition_penalty", "repetition_context")
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("repetition_penalty", "repetition_context"),
+)
 
 
 class Strict(BaseModel):

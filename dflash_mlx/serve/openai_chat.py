@@ -107,8 +107,9 @@ def _tools(service: Service, body: ChatRequest) -> list[Json]:
         required = body.tool_choice.function.name
     elif body.tool_choice == "required":
         required = ""
-    wanted = body.response_format and body.response_format.model_dump(exclude_none=True)
-    check_structure(wanted, tools, required)
+    wanted = body.response_format
+    given = None if wanted is None else wanted.model_dump(exclude_none=True)
+    check_structure(given, tools, required)
     if not tools or body.tool_choice == "none":
         return []
     check_tools(service.pair)

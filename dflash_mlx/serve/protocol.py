@@ -40,13 +40,14 @@ class LimitedProtocol(H11Protocol):
             return
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._head = _stopped(self._head)
+            self._stop_waiting()
         elif not self.transport.is_closing():
             self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
-        self._head, self._stalled = _stopped(self._head), _stopped(self._stalled)
+        self._stop_waiting()
+        self._go_on()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -57,12 +58,12 @@ class LimitedProtocol(H11Protocol):
     def resume_writing(self) -> None:
         """It does again."""
         super().resume_writing()
-        self._stalled = _stopped(self._stalled)
+        self._go_on()
 
     def on_response_complete(self) -> None:
         """As there, with a new request that may be in the making."""
         super().on_response_complete()
-        self._head = _stopped(self._head)
+        self._stop_waiting()
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP gets an error in JSON."""
@@ -70,6 +71,16 @@ class LimitedProtocol(H11Protocol):
 
     def _wait_for_head(self) -> None:
         self._head = self._head or self.loop.call_later(self.idle, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _go_on(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def _refuse(self, error: ApiError) -> None:
         """Say why, and close; without h11, which may be in any state."""
@@ -80,12 +91,6 @@ class LimitedProtocol(H11Protocol):
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
             self.transport.write(head.encode() + body)
         self.transport.close()
-
-
-def _stopped(timer: asyncio.TimerHandle | None) -> None:
-    """No timer, once this one is cancelled."""
-    if timer is not None:
-        timer.cancel()
 
 
 def limited(most: int, idle: float) -> type[LimitedProtocol]:

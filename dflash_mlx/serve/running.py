@@ -15,7 +15,7 @@ import uvicorn
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.amounts import amount
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.available import available_memory
@@ -48,12 +48,14 @@ def run(
     figures, noted = Figures(), Faults()
     desk = Desk(figures, config.parallel, config.queue, noted)
     pair = desk.stepper.call(load).result()
-    desk.stepper.call(lambda: Responder(pair).time_passes()).result()
+    method = settle(usual, pair.means).method
+    if method != PLAIN:  # so that the first answer need not wait for it
+        desk.stepper.call(lambda: Responder(pair).time_passes()).result()
     memory = memory_for(config)
     make = conversations_of(pair, config, memory)
     desk.stepper.serve(make).result()
     service = Service(pair, usual, config, desk, figures, names)
-    told = f"{settle(usual, pair.means).method} drafts, {amount(memory)} for caches"
+    told = f"{method} drafts, {amount(memory)} for caches"
     told = f"{names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
     asyncio.run(_until_signal(service, place, noted, lambda: cli.say(f"{PROGRAM}: {told}")))
     desk.stepper.close(_LATE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -38,7 +39,8 @@ def laws_of(delta: TextDelta, most: int) -> tuple[TokenLaw, ...]:
     best = mx.argsort(-logprobs, axis=-1)[:, :most] if most else mx.zeros((len(rows), 0), mx.int32)
     theirs = mx.take_along_axis(logprobs, best, axis=-1)
     mx.eval(own, best, theirs)
-    found = zip(delta.tokens, own.tolist(), best.tolist(), theirs.tolist(), strict=True)
+    told: list[Any] = [own.tolist(), best.tolist(), theirs.tolist()]
+    found = zip(delta.tokens, *told, strict=True)
     return tuple(
         TokenLaw(token, logprob, tuple(zip(ids, values, strict=True)))
         for token, logprob, ids, values in found
