@@ -10,6 +10,7 @@ default pair. Exit code 1 where something is wrong.
 
 import argparse
 import asyncio
+import json
 import random
 import resource
 import statistics
@@ -68,10 +69,17 @@ async def come_and_go(server: Server, seconds: float, seed: int, counted: dict) 
             if found.status_code == 429:
                 counted["busy"] += 1
                 await asyncio.sleep(draw.uniform(0, 0.5))
-            elif "a" * int(text) in found.text or body["stream"]:
-                counted["answered"] += 1
             else:
-                counted["wrong"] += 1
+                right = words_of(found.text, body["stream"]) == "a" * int(text)
+                counted["answered" if right else "wrong"] += 1
+
+
+def words_of(text: str, stream: bool) -> str:
+    """What an answer says, streamed or whole."""
+    if not stream:
+        return str(json.loads(text)["choices"][0]["message"]["content"])
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
 
 
 def crowd(number: int, seed: int, seconds: float) -> bool:

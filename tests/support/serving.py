@@ -78,9 +78,11 @@ class Actor(ToyTarget):
         return mx.array(np.stack([self._row(path) for path in paths])), None
 
     def _row(self, path: list[int]) -> np.ndarray:
-        before, _, said = self._tokenizer.decode(path).rpartition(ROLE)
-        answer = self._act(before)
+        before, begun, said = self._tokenizer.decode(path).rpartition(ROLE)
         row = np.zeros(self.vocab_size, np.float32)
+        if not begun:  # a part of a prompt
+            return row
+        answer = self._act(before)
         said = said if answer.startswith("<think>") else said.removeprefix("<think>")
         row[self._tokenizer.encode(answer[len(said)])[0] if len(said) < len(answer) else EOS] = 60
         return row
