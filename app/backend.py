@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -14,6 +14,7 @@ from dflash_mlx import (
     Observer,
     Pair,
     PairConfig,
+    PrefixCache,
     Request,
     Responder,
     check_memory,
@@ -33,9 +34,15 @@ class Loaded:
 
 
 class Backend:
-    """The events of each job, as `Worker.submit` takes them; only its thread iterates them."""
+    """The events of each job, as `Worker.submit` takes them; only its thread iterates them.
 
-    def __init__(self) -> None:
+    prefixes: makes what keeps conversations with a pair for their next turns. problem: a sentence
+    about why it could not, "" for nothing.
+    """
+
+    def __init__(self, prefixes: Callable[[], PrefixCache] = PrefixCache) -> None:
+        self.problem = ""
+        self._prefixes = prefixes
         self._responder: Responder | None = None
 
     def load(self, config: PairConfig) -> Events:
@@ -45,7 +52,8 @@ class Backend:
         """
         check_memory(config)
         pair = load_pair(config)
-        self._responder = Responder(pair)
+        self.leave()
+        self._responder = Responder(pair, self._prefixes())
         yield Loaded(pair, mx.get_active_memory())
 
     def measure(self, again: bool) -> Events:
@@ -68,6 +76,18 @@ class Backend:
     def bench(self, asked: BenchRequest) -> Events:
         """Answer a dozen prompts with every method: BenchSteps, then a BenchResult."""
         yield from run_bench(self._loaded().pair, asked)
+
+    def forget(self) -> Events:
+        """Keep nothing that was read of any conversation, in memory or on the disk."""
+        if self._responder is not None:
+            self._responder.prefixes.clear()
+        yield from ()
+
+    def leave(self) -> None:
+        """Keep on the disk what was read with this pair; after it comes another one, or the end."""
+        if self._responder is not None:
+            self._responder.prefixes.save()
+            self.problem = self.problem or self._responder.prefixes.problem
 
     def _loaded(self) -> Responder:
         if self._responder is None:

@@ -129,7 +129,7 @@ class ChatApp(Asks, App[None]):
         return [self._harmless, *super().get_line_filters()]
 
     def on_unmount(self) -> None:
-        self.clean = self.worker.close(_LEAVE)
+        self.clean = self.worker.close(_LEAVE, self.backend.leave)
 
     @property
     def base(self) -> Screen[object]:
@@ -187,6 +187,10 @@ class ChatApp(Asks, App[None]):
         config = replace(self.pair_config, model=model, drafter=first, second_drafter=second)
         job = self.worker.submit(lambda job: self.backend.load(config))
         self.listener.expect(config, job)
+
+    def forget(self) -> None:
+        """Keep nothing of what the model has read; a conversation was deleted for good."""
+        self.worker.submit(lambda job: self.backend.forget())
 
     async def action_stop(self) -> None:
         await self.listener.stop()

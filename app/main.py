@@ -8,16 +8,19 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 
 from dflash_chat.options import ChatConfig
 from dflash_mlx import (
     DecodeConfig,
     DFlashError,
     PairConfig,
+    PrefixConfig,
     SamplingConfig,
     Session,
     check_given,
     check_prompt,
+    prefix_cache,
     prompt_tokens,
 )
 from dflash_mlx.cli import options as cli
@@ -40,9 +43,10 @@ def run(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
     config = cli.read_decode_config(arguments)
     chat = cli.read_options(arguments, ChatConfig)
+    prefixes = cli.read_options(arguments, PrefixConfig)
     prompt = _one_prompt(arguments)
     if prompt is None:
-        _talk(cli.read_pair_config(arguments), config, chat)
+        _talk(cli.read_pair_config(arguments), config, chat, prefixes)
     else:
         _check_one_prompt(arguments)
         _answer(arguments, config, chat, prompt)
@@ -55,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "dflash-chat clean list, fetch and remove what lies on the disk.",
     )
     parser.add_argument("--prompt", help="answer this and leave, - reads standard input")
-    cli.add_options(parser, ChatConfig, PairConfig, DecodeConfig, SamplingConfig)
+    cli.add_options(parser, ChatConfig, PairConfig, PrefixConfig, DecodeConfig, SamplingConfig)
     return parser
 
 
@@ -69,8 +73,8 @@ def _one_prompt(arguments: argparse.Namespace) -> str | None:
 
 def _check_one_prompt(arguments: argparse.Namespace) -> None:
     """Raise DFlashError for an option of the screen, where there will be none."""
-    for name in (f.name for f in fields(ChatConfig) if f.name != "system"):
-        if name in vars(arguments):
+    for name in (f.name for c in (ChatConfig, PrefixConfig) for f in fields(c)):
+        if name != "system" and name in vars(arguments):
             what = f"{name} is for the chat on a terminal, and this is a single answer"
             raise DFlashError(what, "leave it out, or start without --prompt and a pipe", name)
 
@@ -85,7 +89,9 @@ def _answer(
     cli.print_stream(Session(pair, config).stream(tokens))
 
 
-def _talk(pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig) -> None:
+def _talk(
+    pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig, prefixes: PrefixConfig
+) -> None:
     """The app, on a terminal; the program ends with it."""
     check_given(pair_config, config.method)
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
@@ -98,7 +104,8 @@ def _talk(pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig) -> No
     from dflash_chat.chat_app import ChatApp
     from dflash_chat.terminal import caught_stderr, end_program
 
-    app, output = ChatApp(pair_config, config, chat, Backend()), deque[str](maxlen=200)
+    backend = Backend(partial(prefix_cache, prefixes))
+    app, output = ChatApp(pair_config, config, chat, backend), deque[str](maxlen=200)
 
     def read(text: str) -> None:
         output.append(text)
@@ -109,6 +116,6 @@ def _talk(pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig) -> No
         app.run()
     if app.return_code:  # Textual has written its traceback, which goes into the log
         raise RuntimeError("the chat broke off\n" + "".join(output))
-    if app.left:
-        cli.say(f"{PROGRAM}: {app.left}")
+    for problem in filter(None, (app.left, backend.problem)):
+        cli.say(f"{PROGRAM}: {problem}")
     end_program(128 + signal.SIGINT if app.interrupted else cli.BAD_INPUT if app.left else 0)

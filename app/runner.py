@@ -192,6 +192,8 @@ class CommandRunner:
         app, screen = self._app, OpenScreen(self._app.keeper)
 
         async def chosen(file: Path | None) -> None:
+            if None in screen.titles.values():  # deleted there
+                app.forget()
             if file is not None:
                 app.hear(app.keeper.ask(lambda store: store.open(file)), self._opened)
                 return
@@ -220,6 +222,7 @@ class CommandRunner:
 
         async def gone(_: None) -> None:
             self._need_idle()
+            app.forget()
             if app.conversation is conversation:
                 await app.show_conversation(Conversation())
 

@@ -15,7 +15,13 @@ from dflash_mlx.benchmark.quick import BenchStep, bench, save_bench, what_pays  
 from dflash_mlx.benchmark.race import SIDES as RACE_SIDES  # noqa: E402
 from dflash_mlx.benchmark.race import RaceResult, RaceStep, race  # noqa: E402
 from dflash_mlx.core.amounts import amount  # noqa: E402
-from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig  # noqa: E402
+from dflash_mlx.core.config import (  # noqa: E402
+    AUTO,
+    DecodeConfig,
+    PairConfig,
+    PrefixConfig,
+    SamplingConfig,
+)
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS  # noqa: E402
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
 from dflash_mlx.core.observer import Observer, RoundTimer  # noqa: E402
@@ -32,6 +38,7 @@ from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
 from dflash_mlx.drafters.methods import sources as token_sources  # noqa: E402
 from dflash_mlx.engine.pair import Means, Pair  # noqa: E402
 from dflash_mlx.engine.parity import Difference, first_difference  # noqa: E402
+from dflash_mlx.engine.prefixes import PrefixCache  # noqa: E402
 from dflash_mlx.models.available import (  # noqa: E402
     AvailableModel,
     available_memory,
@@ -45,7 +52,7 @@ from dflash_mlx.models.load import load, load_pair  # noqa: E402
 from dflash_mlx.models.names import DEFAULT_MODEL  # noqa: E402
 from dflash_mlx.models.offers import Download, Offer, offers  # noqa: E402
 from dflash_mlx.session.answer import Answer, TextDelta  # noqa: E402
-from dflash_mlx.session.responder import Request, Responder  # noqa: E402
+from dflash_mlx.session.responder import Request, Responder, prefix_cache  # noqa: E402
 from dflash_mlx.session.stream import Session, generate, stream  # noqa: E402
 from dflash_mlx.session.templates import check_prompt, prompt_tokens  # noqa: E402
 from dflash_mlx.session.text import SplitText, ThinkingReader, split_thinking  # noqa: E402
@@ -73,6 +80,8 @@ __all__ = [
     "Offer",
     "Pair",
     "PairConfig",
+    "PrefixCache",
+    "PrefixConfig",
     "Prefilled",
     "RACE_SIDES",
     "RaceResult",
@@ -108,6 +117,7 @@ __all__ = [
     "near_names",
     "needs_drafter",
     "offers",
+    "prefix_cache",
     "prompt_tokens",
     "race",
     "remove_kept",

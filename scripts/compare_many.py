@@ -3,7 +3,8 @@
     .venv/bin/python scripts/compare_many.py --prompts PROMPTS.jsonl
 
 Total tokens per second of 1, 2, 4 and 8 greedy answers, with and without drafts, each the median of
-several runs that take turns. Let nothing else run meanwhile.
+several runs that take turns; and how long three answers pause while a long prompt is read. Let
+nothing else run meanwhile.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
+from unittest.mock import patch
 
 from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS before MLX
 
@@ -22,6 +28,7 @@ import mlx.core as mx
 
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.many import Conversations
@@ -66,6 +73,36 @@ def batched(pair: Pair, prompts: Prompts, method: str, tokens: int) -> tuple[int
     return said, time.perf_counter() - begin
 
 
+def pauses(pair: Pair, prompts: Prompts, tokens: int, chunked: bool) -> tuple[float, float]:
+    """Three answers while a prompt of about `tokens` is read: their longest pause, their median.
+
+    Seconds between two rounds of an answer; the median is of those before the prompt came. chunked:
+    whether steps are kept short; else the prompt is read by passes of the usual size.
+    """
+    tokenizer = copy(pair.tokenizer)
+    tokenizer.eos_token_ids = ()  # so that no answer ends meanwhile
+    conversations = Conversations(replace(pair, tokenizer=tokenizer))
+    config = DecodeConfig("auto", max_tokens=2000)
+    for prompt in prompts[:3]:
+        conversations.begin(prompt, config)
+    long = [token for prompt in prompts for token in prompt] * (1 + tokens // 1000)
+    before, during = [], []
+    for _ in range(24):  # the prompts of the three among them
+        before.append(_seconds(conversations))
+    late = conversations.begin(long[:tokens], replace(config, max_tokens=2))
+    whole: Any = nullcontext() if chunked else patch.object(Engine, "_bearable", lambda *_: tokens)
+    with whole:
+        while not late.statistics.generated_tokens:
+            during.append(_seconds(conversations))
+    return max(during), median(before[8:])
+
+
+def _seconds(conversations: Conversations) -> float:
+    begin = time.perf_counter()
+    conversations.step()
+    return time.perf_counter() - begin
+
+
 WAYS: dict[str, tuple[Callable[..., tuple[int, float]], str]] = {
     "in turn, plain": (in_turn, "none"),
     "in turn, drafts": (in_turn, "auto"),
@@ -99,6 +136,13 @@ def main() -> None:
     print("tokens per second".ljust(20), *(f"{n:>8}" for n in asked.counts))
     for way in WAYS:
         print(way.ljust(20), *(f"{median(found[way, n]):8.1f}" for n in asked.counts))
+    for chunked in (False, True):
+        longest, usual = pauses(pair, prompts, asked.long, chunked)
+        how = "in chunks" if chunked else "as alone"
+        print(
+            f"three answers beside a prompt of {asked.long} tokens, read {how}: longest pause "
+            f"{longest:.2f} s, {longest / usual:.1f} times the median before"
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -108,6 +152,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--counts", type=int, nargs="*", default=[1, 2, 4, 8])
     result.add_argument("--max-tokens", type=int, default=64)
     result.add_argument("--runs", type=int, default=5)
+    result.add_argument("--long", type=int, default=4000, help="tokens of the long prompt")
     return result
 
 

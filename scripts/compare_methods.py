@@ -3,8 +3,10 @@
     python scripts/compare_methods.py --prompts PROMPTS.jsonl --out FOLDER
 
 Greedy and at temperature 1, with bootstrap intervals, for all prompts together and for each
-category. Every part is a report of `dflash_mlx.benchmark` in FOLDER; a run that was stopped goes on
-with what is missing. Let nothing else run while speed is measured; acceptance does not care.
+category. For its tokens per round a method walks the target's own answers, which are collected
+once (see simulate_trees.py); where a measured budget decides the trees, they are those of the timed
+prompts. Every part is a file in FOLDER, and a run that was stopped goes on with what is missing.
+Let nothing else run while speed is measured, which comes first; the rest does not care.
 """
 
 from __future__ import annotations
@@ -14,8 +16,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import simulate_trees
+
 from dflash_mlx.benchmark.__main__ import main as benchmark
 from dflash_mlx.benchmark.figures import groups
+from dflash_mlx.benchmark.report import FINISHED
+from dflash_mlx.benchmark.selection import read_methods
+from dflash_mlx.core.config import PLAIN, DecodeConfig
+from dflash_mlx.train.corpus.collect import main as collect
 
 METHODS = {
     "none": "plain decoding",
@@ -37,37 +45,63 @@ METHODS = {
     "specdiff:budget=16:steps=4": "SpecDiff, tree of 16, 4 steps",
 }
 COLUMNS = ("method", "tokens/round", "draft ms", "verify ms", "speed-up")
+SEED = "1"
 
 
 def main() -> None:
     """Measure what is missing, and print the tables."""
     asked = parser().parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    methods = ",".join(asked.methods or METHODS)
+    methods = asked.methods or list(METHODS)
+    walked = fixed(methods)
     for temperature in asked.temperatures:
-        found = {}
-        for part, limit in (("speed", asked.timed), ("acceptance", None)):
-            file = asked.out / f"{part}-{temperature}.json"
-            given = ["--prompts", str(asked.prompts), "--methods", methods, "--json", str(file)]
-            given += ["--max-tokens", str(asked.max_tokens), "--temperature", temperature]
-            given += ["--limit", str(limit)] if limit else []
-            benchmark(
-                [*given, *(["--resume"] if file.exists() else ["--seed", "1"]), *asked.options]
-            )
-            found[part] = groups(json.loads(file.read_text(encoding="utf-8")))
-        print(f"\n## Temperature {temperature}\n\n{table(**found)}")
+        speed = timed(asked, methods, temperature)
+        walks = walk(asked, walked, temperature) if walked else {}
+        print(f"\n## Temperature {temperature}\n\n{table(groups(speed), walks)}", flush=True)
 
 
-def table(speed: dict[str, Any], acceptance: dict[str, Any]) -> str:
-    """Markdown: tokens per round of `acceptance`, times of `speed`, by category."""
+def fixed(methods: list[str]) -> list[str]:
+    """The methods whose drafts do not depend on times, plain decoding left out."""
+    known = read_methods(",".join(methods), DecodeConfig())
+    return [m for m in methods if m != PLAIN and not simulate_trees.by_times(known[m])]
+
+
+def timed(asked: argparse.Namespace, methods: list[str], temperature: str) -> Any:
+    """The benchmark's report on the first prompts of each category."""
+    file = asked.out / f"speed-{temperature}.json"
+    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8")))[FINISHED]:
+        return before
+    given = ["--prompts", str(asked.prompts), "--methods", ",".join(methods), "--json", str(file)]
+    given += ["--max-tokens", str(asked.max_tokens), "--temperature", temperature]
+    given += ["--limit", str(asked.timed), *(["--resume"] if file.exists() else ["--seed", SEED])]
+    benchmark([*given, *asked.options])
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def walk(asked: argparse.Namespace, methods: list[str], temperature: str) -> Any:
+    """Figures on the answers to all prompts: by method, then by category."""
+    answers, file = (asked.out / f"{name}-{temperature}" for name in ("answers", "walks"))
+    answers, file = answers.with_suffix(".jsonl"), file.with_suffix(".json")
+    if not file.exists():
+        greedy = "1" if temperature == "0" else "0"
+        given = ["--prompts", str(asked.prompts), "--out", str(answers), "--greedy-share", greedy]
+        given += ["--max-tokens", str(asked.max_tokens), "--seed", SEED, "--top-p", "1"]
+        collect(given if greedy == "1" else [*given, "--temperature", temperature])
+        given = ["--corpus", str(answers), "--methods", ",".join(methods), "--json", str(file)]
+        simulate_trees.main([*given, *asked.options])
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def table(speed: dict[str, Any], walks: dict[str, Any]) -> str:
+    """Markdown, by category: times of `speed`, tokens per round of `walks` where they are there."""
     lines = []
-    for category, figures in acceptance.items():
+    for category, figures in speed.items():
         lines += ["", f"**{category}**", "", row(COLUMNS), row(["---"] * len(COLUMNS))]
-        for name, accepted in figures.items():
-            timed = speed[category][name]
-            terms = [f"{timed['round_ms'][term]:.1f}" for term in ("draft", "verify")]
+        for name, own in figures.items():
+            accepted = walks[name][category] if name in walks else own
+            terms = [f"{own['round_ms'][term]:.1f}" for term in ("draft", "verify")]
             cells = [METHODS.get(name, name), _within(accepted, "mean_accepted")]
-            lines.append(row([*cells, *terms, _within(timed, "speedup")]))
+            lines.append(row([*cells, *terms, _within(own, "speedup")]))
     return "\n".join(lines)
 
 
@@ -85,7 +119,7 @@ def _within(figures: dict[str, Any], name: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; what follows -- goes to every benchmark."""
+    """The command line; what follows -- goes to every benchmark and every walk."""
     result = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     result.add_argument("--prompts", type=Path, required=True, help="as for dflash_mlx.benchmark")
     result.add_argument("--out", type=Path, required=True, help="folder of the reports")
@@ -93,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--temperatures", nargs="*", default=["0", "1"])
     result.add_argument("--timed", type=int, default=8, help="prompts of each category")
     result.add_argument("--max-tokens", type=int, default=96)
-    result.add_argument("options", nargs="*", help="further options of dflash_mlx.benchmark")
+    result.add_argument("options", nargs="*", help="of the model and its drafters")
     return result
 
 

@@ -1,11 +1,13 @@
-"""Tokens per round of any methods on known greedy answers, without decoding them.
+"""Tokens per round of any methods on known answers, without decoding them.
 
     .venv/bin/python scripts/simulate_trees.py --corpus ANSWERS.jsonl \
         --methods dflash:8,d2sd:growth=paper,d2sd:budget=16,ddtree:budget=16
 
-ANSWERS.jsonl is made by `dflash_mlx.corpus --greedy-share 1`. A greedy answer decides which drafts
-are right, so the target reads every answer once, all methods walk it together, and a draft that
-several of them ask for is made once. Counts are those of decoding, near-ties of the target apart.
+ANSWERS.jsonl is made by `dflash_mlx.corpus`, with `--greedy-share 1`, or with 0 and a temperature.
+An answer decides which drafts are right, so the target reads every answer once, all methods walk it
+together, and a draft that several of them ask for is made once. Counts are those of decoding,
+near-ties of the target apart: drafts are kept as far as they match what the target chose or drew
+(`--acceptance match`), and what it draws does not depend on them.
 Methods are written as in `dflash_mlx.benchmark`; times are not simulated, so an automatic budget
 has no place here.
 """
@@ -27,8 +29,9 @@ from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS befor
 import mlx.core as mx
 from tqdm import tqdm
 
+from dflash_mlx.benchmark.figures import interval, tokens_a_round
 from dflash_mlx.benchmark.selection import PLAIN, read_methods
-from dflash_mlx.core.accept import Choose, accept
+from dflash_mlx.core.accept import Accepted, Choose, accept
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
@@ -79,75 +82,109 @@ def remembering() -> Iterator[Memory]:
         yield memory
 
 
-@dataclass
+@dataclass(eq=False)
 class Place:
-    """What a drafter reads of a state: the tokens so far, the anchor last, and its context."""
+    """What a drafter reads of a state: the tokens so far, the anchor last, and its context.
 
-    tokens: list[int]
+    text: the whole of it. position: of the anchor. last: what the last round accepted.
+    """
+
+    text: list[int]
     context: Context
-    room: int
-    anchor: mx.array = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.anchor = mx.array(self.tokens[-1:])
+    position: int
+    last: Accepted | None = None
+    paused: float = 0.0
+    delayed: bool = False
 
     @property
-    def position(self) -> int:
-        return len(self.tokens) - 1
+    def tokens(self) -> list[int]:
+        return self.text[: self.position + 1]
+
+    @property
+    def anchor(self) -> mx.array:
+        return mx.array(self.text[self.position : self.position + 1])
+
+    @property
+    def room(self) -> int:
+        return len(self.text) - 1 - self.position
+
+    def move(self, accepted: Accepted) -> None:
+        self.last = accepted
+        self.position += len(accepted.path)
 
 
 @dataclass
 class Count:
-    """Rounds of one method, by category; tokens and tree nodes in them."""
+    """Rounds of one method, the tokens and the tree nodes in them: of each answer, by category."""
 
-    rounds: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    rows: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    answers: defaultdict[str, list[tuple[int, int, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
-    def add(self, category: str, tokens: int, rows: int) -> None:
+    def add(self, category: str, rounds: Sequence[tuple[int, int]]) -> None:
+        """An answer's rounds: the tokens and nodes of each."""
+        tokens, nodes = (sum(each) for each in zip(*rounds, strict=True)) if rounds else (0, 0)
         for name in (category, "all"):
-            self.rounds[name] += 1
-            self.tokens[name] += tokens
-            self.rows[name] += rows
+            self.answers[name].append((tokens, len(rounds), nodes))
 
-    def figures(self) -> dict[str, dict[str, float]]:
-        return {
-            name: {
-                "rounds": self.rounds[name],
-                "tokens_per_round": self.tokens[name] / self.rounds[name],
-                "rows_per_round": self.rows[name] / self.rounds[name],
-            }
-            for name in self.rounds
-        }
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """By category; tokens per round with their interval over answers."""
+        return {name: _figures(answers) for name, answers in self.answers.items()}
+
+
+def _figures(answers: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+    tokens, rounds, nodes = (sum(each) for each in zip(*answers, strict=True))
+    pairs = [(tokens, rounds) for tokens, rounds, _ in answers]
+    return {
+        "answers": len(answers),
+        "rounds": rounds,
+        "mean_accepted": tokens / max(rounds, 1),
+        "rows_per_round": nodes / max(rounds, 1),
+        "intervals": {"mean_accepted": interval(pairs, tokens_a_round)},
+    }
+
+
+@dataclass
+class Reading:
+    """A context that is told a text as far as it is known. features: [T, m*d] or None."""
+
+    context: Context
+    text: list[int]
+    features: mx.array | None
+    done: int = 0
+
+    def read_to(self, end: int) -> None:
+        """Up to a position."""
+        if self.done < end:
+            new = slice(self.done, end)
+            told = None if self.features is None else self.features[new]
+            self.context.append(mx.array(self.text[new]), told)
+            self.done = end
 
 
 def simulate(
     pair: Pair, drafters: dict[str, Drafter], rows: Sequence[CorpusRow], memory: Memory
 ) -> dict[str, Count]:
     """Walk every answer with every drafter."""
-    dual = make_drafter(pair, NEEDS_TREES)
     counts = {name: Count() for name in drafters}
     for row in tqdm(rows, unit="answer"):
-        features = read(pair, row, dual.taps)
-        context = dual.new_context()
-        assert isinstance(context, DualContext)
-        text = [*row.prompt, *row.answer]
-        following = dict.fromkeys(drafters, len(row.prompt))  # the next anchor
-        done = 0
-        for anchor in range(len(row.prompt), len(text) - 1):
-            here = [name for name, position in following.items() if position == anchor]
-            if not here:
-                continue
-            context.append(mx.array(text[done:anchor]), features[done:anchor])
-            done = anchor
+        text, prompt = [*row.prompt, *row.answer], len(row.prompt)
+        readings = read(pair, drafters, text)
+        places: dict[str, Any] = {
+            name: Place(text, of_drafter(drafters[name], reading.context), prompt)
+            for name, reading in readings.items()
+        }
+        rounds: dict[str, list[tuple[int, int]]] = {name: [] for name in drafters}
+        for anchor in range(prompt, len(text) - 1):
             memory.forget()
-            for name in here:
-                room = len(text) - 1 - anchor
-                place: Any = Place(text[: anchor + 1], context_of(drafters[name], context), room)
-                tree = drafters[name].propose([place], NO_LIMIT)[0].tree
-                tokens = len(accept(tree, continuing(text, anchor)).path)
-                counts[name].add(row.category, tokens, len(tree))
-                following[name] = anchor + tokens
+            for name in (name for name, place in places.items() if place.position == anchor):
+                readings[name].read_to(anchor)
+                tree = drafters[name].propose([places[name]], NO_LIMIT)[0].tree
+                accepted = accept(tree, continuing(text, anchor))
+                rounds[name].append((len(accepted.path), len(tree)))
+                places[name].move(accepted)
+        for name, found in rounds.items():
+            counts[name].add(row.category, found)
     return counts
 
 
@@ -156,40 +193,61 @@ def continuing(text: list[int], anchor: int) -> Choose:
     return lambda path: text[anchor + len(path)]
 
 
-def context_of(drafter: Drafter, dual: DualContext) -> Context:
-    """The part of the shared context that `drafter` reads."""
-    made = drafter.new_context()
-    if isinstance(made, FeatureContext):
-        return dual.contexts[0]
-    return made if isinstance(made, NoContext) else replace_contexts(made, dual)
+def read(pair: Pair, drafters: dict[str, Drafter], text: list[int]) -> dict[str, Reading]:
+    """What each drafter reads of a text; those of the DFlash family read it together."""
+    taps = tuple(sorted({tap for drafter in drafters.values() for tap in drafter.taps}))
+    layers = dict(zip(taps, read_layers(pair, text, taps), strict=True))
+
+    def reading(drafter: Drafter) -> Reading:
+        own = [layers[tap] for tap in drafter.taps]
+        return Reading(drafter.new_context(), text, mx.concatenate(own, axis=-1) if own else None)
+
+    shared = [name for name, drafter in drafters.items() if shares(drafter)]
+    together = reading(make_drafter(pair, NEEDS_TREES)) if shared else None
+    return {
+        name: together if together and name in shared else reading(drafter)
+        for name, drafter in drafters.items()
+    }
 
 
-def replace_contexts(made: Context, dual: DualContext) -> Context:
-    """A lone drafter that continues its own drafts has one context, two drafters have two."""
-    assert isinstance(made, DualContext)
-    made.contexts = dual.contexts[: len(made.contexts)]
-    return made
-
-
-def read(pair: Pair, row: CorpusRow, taps: tuple[int, ...]) -> mx.array:
-    """The target's features [T, m*d] of a prompt and its answer."""
+def read_layers(pair: Pair, text: list[int], taps: tuple[int, ...]) -> list[mx.array]:
+    """The outputs [T, d] of the target's layers `taps` behind every token of a text."""
     cache, parts = pair.target.new_cache(), []
-    text = mx.array([*row.prompt, *row.answer])
-    for start in range(0, text.size, 512):
-        piece = text[start : start + 512]
+    for start in range(0, len(text) if taps else 0, 512):
+        piece = mx.array(text[start : start + 512])
         _, features = pair.target.forward(piece, cache, Block(piece.size), taps)
         assert features is not None
         mx.eval(features, cache.arrays)
         parts.append(features)
         cache.commit(range(piece.size))
-    return mx.concatenate(parts)
+    return mx.split(mx.concatenate(parts), len(taps), axis=-1) if taps else []
+
+
+def shares(drafter: Drafter) -> bool:
+    """Whether it reads the contexts of D2SD, or one of them."""
+    return isinstance(drafter.new_context(), (FeatureContext, DualContext))
+
+
+def of_drafter(drafter: Drafter, context: Context) -> Context:
+    """The part of its reading's context that a drafter reads."""
+    made = drafter.new_context()
+    if not isinstance(context, DualContext) or isinstance(made, NoContext):
+        return context
+    if isinstance(made, FeatureContext):
+        return context.contexts[0]
+    assert isinstance(made, DualContext)
+    made.contexts = context.contexts[: len(made.contexts)]  # one where it continues its own drafts
+    return made
 
 
 def read_answers(file: Path, vocab_size: int) -> list[CorpusRow]:
-    """The rows of a corpus; DFlashError where one was sampled."""
+    """The rows of a corpus; DFlashError where they were not all chosen or drawn alike."""
     rows = read_rows(file, vocab_size)
-    if any(row.temperature for row in rows):
-        raise DFlashError(f"{file} has sampled answers", "make it with --greedy-share 1")
+    heats = sorted({(row.temperature, row.top_p) for row in rows})
+    if len(heats) > 1:
+        found = ", ".join(f"{heat:g} ({top_p:g})" for heat, top_p in heats)
+        what = f"{file} has answers at several temperatures (and top-p): {found}"
+        raise DFlashError(what, "make it with --greedy-share 1, or with 0")
     return rows
 
 
@@ -204,6 +262,7 @@ def main(argv: Sequence[str]) -> None:
     with remembering() as memory:
         counts = simulate(pair, dict(made(pair, methods)), rows, memory)
     report = {name: count.figures() for name, count in counts.items()}
+    print(f"{len(rows)} answers at temperature {rows[0].temperature:g}, top-p {rows[0].top_p:g}")
     print_table(report)
     if arguments.json is not None:
         write_report(arguments.json, json.dumps(report, indent=1) + "\n")
@@ -215,13 +274,22 @@ def simulated(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
     del methods[PLAIN]
     if not methods:
         raise DFlashError(f"there is nothing to simulate in {names!r}", "name a drafting method")
+    if config.draws_drafts:
+        raise DFlashError("the acceptance of drawn drafts is no walk", "add --acceptance match")
     for name, method in methods.items():
-        cut = method.method == "ddtree" or (method.method == "d2sd" and method.growth == "joint")
-        if cut and method.budget is None:
-            raise DFlashError(f"the budget of {name!r} depends on times", f"try {name}:budget=16")
-        if method.method in ("dflash", "ngram") and method.block_size is None:
-            raise DFlashError(f"the length of {name!r} depends on times", f"try {name}:8")
+        if lacks := by_times(method):
+            what, example = lacks
+            raise DFlashError(f"the {what} of {name!r} depends on times", f"try {name}:{example}")
     return methods
+
+
+def by_times(config: DecodeConfig) -> tuple[str, str] | None:
+    """What times decide with a method, and how to write it so that they do not; None for none."""
+    block = config.method in ("dflash", "ngram", "eagle3", "specdiff")
+    if block and config.block_size is None and config.budget is None:
+        return "length", "8"
+    cut = config.method == "ddtree" or (config.method == "d2sd" and config.growth == "joint")
+    return ("budget", "budget=16") if cut and config.budget is None else None
 
 
 def made(pair: Pair, methods: dict[str, DecodeConfig]) -> Iterator[tuple[str, Drafter]]:
@@ -238,7 +306,7 @@ def print_table(report: dict[str, dict[str, dict[str, float]]]) -> None:
     print("tokens per round (rows)".ljust(36), *(name.rjust(14) for name in categories))
     for name, figures in report.items():
         cells = (
-            f"{figures[c]['tokens_per_round']:.2f} ({figures[c]['rows_per_round']:.1f})".rjust(14)
+            f"{figures[c]['mean_accepted']:.2f} ({figures[c]['rows_per_round']:.1f})".rjust(14)
             for c in categories
         )
         print(name.ljust(36), *cells)
@@ -246,7 +314,7 @@ def print_table(report: dict[str, dict[str, dict[str, float]]]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     result = cli.Parser(prog="simulate_trees.py", description="Tokens per round on known answers.")
-    result.add_argument("--corpus", type=Path, required=True, help="greedy answers")
+    result.add_argument("--corpus", type=Path, required=True, help="answers of one temperature")
     result.add_argument("--methods", required=True, help="as in dflash_mlx.benchmark")
     result.add_argument("--every", type=int, default=1, help="use only every N-th answer")
     result.add_argument("--json", type=Path, help="write the figures here")

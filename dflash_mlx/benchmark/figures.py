@@ -63,7 +63,7 @@ def _figures(runs: Sequence[Run], times: PassTimes | None) -> Figures:
         "speedup": _middle(speedups),
         "intervals": {
             "speedup": interval(speedups, np.median),
-            "mean_accepted": interval(by_prompt, _ratio),
+            "mean_accepted": interval(by_prompt, tokens_a_round),
         },
         "ratio_of_medians": _middle(rates) / (_middle(plain) or 1.0),
         "mean_accepted": fmean([round_.tokens for round_ in rounds] or [0]),
@@ -101,8 +101,8 @@ def interval(values: Sequence[Any], statistic: Callable[[Any], Any]) -> list[flo
     return [float(low), float(high)]
 
 
-def _ratio(sums: Any) -> float:
-    """Tokens a round, of rows of tokens and rounds."""
+def tokens_a_round(sums: Any) -> float:
+    """Tokens a round, of rows [n, 2] of tokens and rounds."""
     tokens, rounds = sums.sum(axis=0)
     return float(tokens / max(rounds, 1))
 

@@ -40,6 +40,7 @@ PROGRAM = "dflash_mlx.doctor"
 WRONG = 1  # exit code
 TRIALS, EMULATED_TRIALS = 12, 3  # of each operation; a multiple of the three dtypes
 SHOWN_ROWS = (8, 16, 32, 64)
+_CACHES = ("timing", "kernels", "prefixes", "features", "emulator")
 _NAMES = {"model", "drafter", "second_drafter"}  # the settings that say which pair
 NO_EMULATOR = (
     "not tried: this machine has no Metal, and the emulator is in a checkout of the project alone"
@@ -159,7 +160,7 @@ def _folders(cache: Path) -> dict[str, str]:
     return {
         "all": str(cache),
         "default model": "here" if model.is_file() else "not fetched yet",
-        **{name: _size(cache / name) for name in ("timing", "kernels", "features", "emulator")},
+        **{name: _size(cache / name) for name in _CACHES},
     }
 
 

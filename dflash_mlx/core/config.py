@@ -108,6 +108,30 @@ ALL_BUT_MODEL = tuple(f.name for f in fields(PairConfig) if f.name != "model")
 
 
 @dataclass(frozen=True)
+class PrefixConfig:
+    """How much is kept of what the model has read, for conversations that begin alike."""
+
+    prefix_gb: float | None = option(
+        None,
+        "gigabytes of memory for what the model has read of earlier conversations, so that they go "
+        "on without being read again (default: a sixteenth of the memory)",
+        type=float,
+    )
+    prefix_disk_gb: float = option(
+        4.0,
+        "gigabytes of disk for the same, so that conversations go on after a restart, too; holds "
+        "what was said, for you alone to read; 0 keeps nothing there",
+        type=float,
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("prefix_gb", "prefix_disk_gb"):
+            value = getattr(self, name)
+            fits = value is None or 0 <= value < float("inf")
+            require(fits, name, value, "a finite number, 0 or more")
+
+
+@dataclass(frozen=True)
 class SamplingConfig:
     """How the next token is chosen from the target's logits; temperature 0 is greedy."""
 

@@ -11,7 +11,8 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.method import Method
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.state import State
+from dflash_mlx.engine.state import Kind, State
+from dflash_mlx.target.saved import Saved
 
 
 class NoContext:
@@ -36,6 +37,22 @@ class NoContext:
 
     def trim(self, length: int) -> None:
         """Nothing to forget."""
+
+    @property
+    def kind(self) -> Kind:
+        """All are alike."""
+        return (), ()
+
+    def fork(self) -> NoContext:
+        """Itself will do."""
+        return self
+
+    def saved(self) -> Saved:
+        """Nothing to save."""
+        return [], None
+
+    def restore(self, saved: Saved, tokens: mx.array) -> None:
+        """Nothing to hold."""
 
 
 class NoDraft(EachAlone):

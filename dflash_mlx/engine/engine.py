@@ -14,6 +14,7 @@ from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Outcome, Running, step
 from dflash_mlx.target.block import Block
@@ -29,8 +30,10 @@ class Engine:
 
     memory: bytes that keys, values and recurrent states of all sequences may take, those of their
     drafters included; None for no limit. Sequences that would take more wait, in the order in which
-    they came; where answers grow beyond it, the youngest is read again later. most: sequences in a
-    pass; further ones wait likewise. waiting, running: the sequences, the oldest first.
+    they came; where answers grow beyond it, the youngest is read again later. prefixes: where
+    sequences that share go when they are over, and begin; it gives way to those that run. most:
+    sequences in a pass; further ones wait likewise. waiting, running: the sequences, the oldest
+    first.
     """
 
     def __init__(
@@ -38,9 +41,10 @@ class Engine:
         target: Target,
         memory: int | None = None,
         observer: Observer | None = None,
+        prefixes: PrefixCache | None = None,
         most: int = sys.maxsize,
     ) -> None:
-        self.target, self.memory, self.most = target, memory, most
+        self.target, self.memory, self.prefixes, self.most = target, memory, prefixes, most
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._observer = observer or Observer()
@@ -63,7 +67,12 @@ class Engine:
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Running) -> None:
-        """Give up a sequence, wherever it is; the others do not notice."""
+        """Give up a sequence, wherever it is; the others do not notice. What it read is kept."""
+        self._remove(sequence)
+        if self.prefixes is not None and sequence.shares:
+            self.prefixes.put(sequence.state, self.target, sequence.drafter)
+
+    def _remove(self, sequence: Running) -> None:
         self.waiting = deque(each for each in self.waiting if each is not sequence)
         self.running = [each for each in self.running if each is not sequence]
 
@@ -79,7 +88,10 @@ class Engine:
         trees = [o.proposal.tree for _, o in outcomes if o and not isinstance(o, Exception)]
         self._rows = max(1, sum(map(len, trees)))
         for each, outcome in outcomes:
-            if isinstance(outcome, Exception) or (each.state.has_begun and each.state.room <= 0):
+            if isinstance(outcome, Exception):
+                each.shares = False  # nobody knows what it left behind
+                self.cancel(each)
+            elif each.state.has_begun and each.state.room <= 0:
                 self.cancel(each)
         self._make_room()
         return outcomes
@@ -98,7 +110,7 @@ class Engine:
                 _, features = self.target.forward(ids, state.cache, Block(rows), drafter.taps)
                 state.cache.commit(range(rows))
                 state.context.append(ids, features)
-                sizes.append(_bytes(state))
+                sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
             self._sizes[drafter] = sizes
         least, more = self._sizes[drafter]
         return least + (more - least) * (tokens // STEP)
@@ -111,10 +123,24 @@ class Engine:
             if limit is not None and self.used + self._reserved(first) > limit:
                 return
             self.running.append(self.waiting.popleft())
+            self._begin(first)
+
+    def _begin(self, sequence: Running) -> None:
+        """Let it go on from what another has read, if any has."""
+        if self.prefixes is None:
+            return
+        if sequence.shares and not sequence.state.position:
+            found = self.prefixes.take(sequence.prompt, self.target, sequence.drafter)
+            sequence.go_on_from(found)
+        self._give_way()
+
+    def _give_way(self) -> None:
+        if self.prefixes is not None and self.memory is not None:
+            self.prefixes.give_way(max(0, self.memory - self.used))
 
     def _reserved(self, sequence: Running) -> int:
         """Bytes that it takes, or will as soon as its prompt is read."""
-        now = _bytes(sequence.state)
+        now = sequence.state.nbytes
         if self.memory is None or not sequence.is_reading:
             return now
         return max(now, self.bytes_of(sequence.drafter, len(sequence.prompt) + 1))
@@ -139,16 +165,13 @@ class Engine:
         return max(most, _LEAST_CHUNK)
 
     def _make_room(self) -> None:
-        """Drop the caches of the youngest that can be read again, until the others have room."""
+        """Drop what is kept, then the caches of the youngest, until the others have room."""
+        self._give_way()
         while self.memory is not None and len(self.running) > 1 and self.used > self.memory:
             again = [each for each in self.running if not (each.rule and each.rule.remembers)]
             if not again or again[-1] is self.running[0]:
                 return
             youngest = again[-1]
-            self.cancel(youngest)
+            self._remove(youngest)
             youngest.drop(self.target)
             self.waiting.appendleft(youngest)
-
-
-def _bytes(state: State) -> int:
-    return sum(array.nbytes for array in (*state.cache.arrays, *state.context.arrays))

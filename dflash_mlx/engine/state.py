@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from itertools import takewhile
 from typing import Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import rows_on
+from dflash_mlx.target.saved import Saved, join, split
 from dflash_mlx.target.sequence import SequenceCache
+
+Kind = tuple[tuple[nn.Module, ...], Hashable]  # networks, and settings of what they keep
 
 
 class Context(Protocol):
@@ -38,6 +43,19 @@ class Context(Protocol):
     def trim(self, length: int) -> None:
         """Forget the tokens from `length` on."""
 
+    @property
+    def kind(self) -> Kind:
+        """What another has to have in common with it, to go on with what it holds."""
+
+    def fork(self) -> Context:
+        """A copy that goes on by itself; storage is shared until either of them writes."""
+
+    def saved(self) -> Saved:
+        """All that it holds, but the tokens."""
+
+    def restore(self, saved: Saved, tokens: mx.array) -> None:
+        """Hold what one of the same kind has saved of `tokens` [n]; it was empty until now."""
+
 
 class State:
     """The committed tokens' caches, and the anchor: the newest token, not in any cache yet.
@@ -64,6 +82,11 @@ class State:
         self.cache, self.context, self.last = cache, context, None
         self.anchor = self.opening = mx.array([], dtype=mx.int32)
         self._tokens, self._unread = [], []
+
+    def go_on_from(self, other: State) -> None:
+        """Take over what another holds, which is then of no more use; `end` stays."""
+        self.restart(other.cache, other.context)
+        self._tokens = other.tokens
 
     @property
     def position(self) -> int:
@@ -108,6 +131,7 @@ class State:
     def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:
         """Keep the rows of a prefill pass over `tokens`."""
         self.cache.commit(range(len(tokens)))
+        self.cache.mark_chunk()
         self.context.append(mx.array(tokens), features)
         self._tokens.extend(tokens)
         mx.eval(*self.cache.arrays, *self.context.arrays)
@@ -124,17 +148,31 @@ class State:
         self.anchor = first.next_anchor
         self._unread.append(first)
 
-    def reuse(self, prompt: list[int]) -> int:
+    def reuse(self, prompt: Sequence[int]) -> int:
         """Go back to the longest prefix shared with `prompt`; return its length.
 
         The last token of `prompt` is never reused: its pass says how the answer begins. Where a
         sliding window or a recurrent state has no way back to that prefix, less of it is reused, or
         none. A drafter's window is no more to be computed again than it is long.
         """
-        known = zip(self.tokens[: self.position], prompt[:-1], strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], known))
-        self.trim(min(shared, self.context.length))
+        self.trim(min(self.shared(prompt), self.context.length))
         return self.position
+
+    def usable(self, prompt: Sequence[int]) -> int:
+        """What `reuse` would return."""
+        return self.nearest(min(self.shared(prompt), self.context.length))
+
+    def shared(self, prompt: Sequence[int]) -> int:
+        """Committed tokens that `prompt` begins with, its last one left out."""
+        known = zip(self.tokens[: self.position], prompt[:-1], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], known))
+
+    def nearest(self, length: int) -> int:
+        """The most tokens up to `length` that all caches can go back to."""
+        length = self.cache.nearest(length)
+        if (refilled := self.context.refill_from(length)) < length:
+            length = self.cache.nearest(refilled)
+        return length
 
     def trim(self, length: int) -> None:
         """Forget the tokens from `length` on, and as many before as the caches cannot do without.
@@ -142,9 +180,30 @@ class State:
         The next answer gives a new anchor.
         """
         self.anchor = mx.array([], dtype=mx.int32)
-        length = self.cache.nearest(length)
-        if (refilled := self.context.refill_from(length)) < length:
-            length = self.cache.nearest(refilled)
+        length = self.nearest(length)
         self.cache.trim(length)
         self.context.trim(length)
         del self.tokens[length:]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the caches take, shared or not."""
+        return self.cache.nbytes + sum(array.nbytes for array in self.context.arrays)
+
+    def fork(self) -> State:
+        """A copy of what is committed; storage is shared until either of them writes."""
+        other = State(self.cache.fork(), self.context.fork())
+        other._tokens = self.tokens[: self.position]
+        return other
+
+    def saved(self) -> Saved:
+        """All that is committed, the tokens first."""
+        tokens = mx.array(self.tokens[: self.position], mx.int32)
+        return join([([tokens], None), self.cache.saved(), self.context.saved()])
+
+    def restore(self, saved: Saved) -> None:
+        """Hold what another of the same kind has saved; this one was empty until now."""
+        ((tokens,), _), cache, context = split(saved)
+        self.cache.restore(cache)
+        self.context.restore(context, tokens)
+        self._tokens = tokens.tolist()  # type: ignore[assignment]

@@ -43,7 +43,8 @@ class Running:
     prompt: its tokens, () where the caches hold it. chunk: most of them that a pass reads. rule:
     how drafts are accepted; made by `make_rule` behind the prompt, which `exact` has to know.
     Without either nothing but the prompt is asked for. allowed: most of the prompt's tokens that
-    the next pass reads.
+    the next pass reads. shares: whether its rows may be those of another sequence, and another's
+    its own; never with `exact`. reused: tokens of the prompt that another has read.
     """
 
     state: State
@@ -53,6 +54,8 @@ class Running:
     rule: Rule | None = None
     make_rule: Callable[[], Rule] | None = None
     allowed: int = sys.maxsize
+    shares: bool = False
+    reused: int = 0
     _left_at: Accepted | None = None  # the newest token, where the caches were dropped behind it
 
     @property
@@ -72,6 +75,13 @@ class Running:
         end = min(first + chunk, last)
         tail = last - min(rows + 1, chunk) if rows else last
         return list(self.prompt[first : tail if first < tail < end else end])
+
+    def go_on_from(self, other: State) -> None:
+        """Reuse what another sequence has read; `other` is then of no more use."""
+        length = other.reuse(self.prompt)
+        self.state.go_on_from(other)
+        if self._left_at is None:
+            self.reused = length
 
     def drop(self, target: Target) -> None:
         """Give up all caches; what they held is read again, as a prompt."""
@@ -173,7 +183,7 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
     trees = [part.proposal.tree for part in parts if isinstance(part, _Tree)]
     parts += [_Chunk(each, each.next_chunk()) for each in passing if each.is_reading]
     known = all(tree.is_known for tree in trees)
-    if known:  # before the pass is prepared, parts of which may run at once
+    if known and trees:  # before the pass is prepared, parts of which may run at once
         observer.mark("draft")
     passes = forward(target, parts, observer)
     if not known:

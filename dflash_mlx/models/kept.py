@@ -37,6 +37,7 @@ KINDS = {
     "folder": "other model folders, in this folder; yours, so never removed from here",
     "calibration": "times of a model's passes on this machine, measured again when needed",
     "kernels": "which kernels a model uses on this machine, found out again when needed",
+    "prefixes": "what models have read of conversations, read again when needed",
     "features": "hidden states for training draft models, computed again when needed",
     "emulator": "compiled kernels of the emulator, compiled again when needed",
 }
@@ -72,7 +73,7 @@ def kept_files(here: Path, cache: Path | None = None) -> list[Kept]:
     default = kept_at(cache)
     found += [_of("model", DEFAULT_MODEL, default)] if default.is_file() else []
     found += [_of("unfinished", DEFAULT_MODEL, each) for each in cache.glob("download-*")]
-    for kind in ("features", "emulator"):
+    for kind in ("prefixes", "features", "emulator"):
         found += [_of(kind, kind, each) for each in (cache / kind,) if each.is_dir()]
     order = list(KINDS)
     return sorted(found, key=lambda each: (order.index(each.kind), each.name.lower(), each.path))

@@ -6,10 +6,11 @@ import argparse
 import os
 import socket
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.available import check_memory
 from dflash_mlx.models.names import DEFAULT_MODEL
@@ -28,11 +29,13 @@ def main(argv: Sequence[str]) -> None:
     config = cli.read_decode_config(arguments)
     serve = read_serve_config(arguments)
     pair_config = cli.read_pair_config(arguments)
+    kept = cli.read_options(arguments, PrefixConfig)
     place = bind(serve.host, serve.port)
     check_memory(pair_config)
     from dflash_mlx.serve.running import run
 
-    run(lambda: cli.open_pair(arguments, config), place, serve, config, names(pair_config, serve))
+    load, named = partial(cli.open_pair, arguments, config), names(pair_config, serve)
+    run(load, place, serve, config, kept, named)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         description="Serve a model to programs that speak OpenAI's or Anthropic's API. Requests "
         "may ask for other sampling and lengths than the options say.",
     )
-    cli.add_options(result, ServeConfig, PairConfig, DecodeConfig, SamplingConfig)
+    cli.add_options(result, ServeConfig, PrefixConfig, PairConfig, DecodeConfig, SamplingConfig)
     return result
 
 

@@ -9,15 +9,17 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import mlx.core as mx
 import uvicorn
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.amounts import amount
-from dflash_mlx.core.config import PLAIN, DecodeConfig
+from dflash_mlx.core.config import PLAIN, DecodeConfig, PrefixConfig
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.models.available import available_memory
 from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.desk import Desk
@@ -27,7 +29,7 @@ from dflash_mlx.serve.protocol import limited
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.session.many import Conversations
-from dflash_mlx.session.responder import Responder
+from dflash_mlx.session.responder import Responder, prefix_cache
 
 PROGRAM = "dflash-serve"
 _LATE = 5.0  # seconds after the last answer until connections are cut
@@ -39,11 +41,13 @@ def run(
     place: socket.socket,
     config: ServeConfig,
     usual: DecodeConfig,
+    kept: PrefixConfig,
     names: tuple[str, ...],
 ) -> None:
     """Load on the thread that will decode, serve, and return when all is over.
 
-    place: bound, and listened on from the moment that everything is ready. Raises as `load`.
+    kept: how much of what was read stays for later conversations. place: bound, and listened on
+    from the moment that everything is ready. Raises as `load`.
     """
     figures, noted = Figures(), Faults()
     desk = Desk(figures, config.parallel, config.queue, noted)
@@ -52,12 +56,14 @@ def run(
     if method != PLAIN:  # so that the first answer need not wait for it
         desk.stepper.call(lambda: Responder(pair).time_passes()).result()
     memory = memory_for(config)
-    make = conversations_of(pair, config, memory)
+    make = conversations_of(pair, config, memory, partial(prefix_cache, kept))
     desk.stepper.serve(make).result()
     service = Service(pair, usual, config, desk, figures, names)
     told = f"{method} drafts, {amount(memory)} for caches"
     told = f"{names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
     asyncio.run(_until_signal(service, place, noted, lambda: cli.say(f"{PROGRAM}: {told}")))
+    if problem := desk.stepper.call(desk.stepper.save).result():
+        cli.say(f"{PROGRAM}: {problem}")
     desk.stepper.close(_LATE)
     service.close()
 
@@ -80,10 +86,10 @@ async def _until_signal(
 
 
 def conversations_of(
-    pair: Pair, config: ServeConfig, memory: int | None
+    pair: Pair, config: ServeConfig, memory: int | None, prefixes: Callable[[], PrefixCache]
 ) -> Callable[[], Conversations]:
-    """Makes the engine of a server."""
-    return lambda: Conversations(pair, memory, most=config.parallel)
+    """Makes the engine of a server. prefixes: makes what keeps prompts for those that follow."""
+    return lambda: Conversations(pair, memory, prefixes=prefixes(), most=config.parallel)
 
 
 def memory_for(config: ServeConfig) -> int:

@@ -61,7 +61,11 @@ class Service:
         what cannot be answered.
         """
         told = [replace(config, logprobs=tops is not None) for config in configs]
-        asked = [Asked(each.tokens, config, tops or 0) for each in prompts for config in told]
+        asked: list[Asked] = []
+        for each in prompts:
+            first = Asked(each.tokens, told[0], tops or 0)
+            others = [Asked(each.tokens, config, tops or 0, first) for config in told[1:]]
+            asked += [first, *others]
         ticket = self.desk.open(asked)
         try:
             await ticket.begun()

@@ -23,11 +23,13 @@ class Asked:
     """One answer that is asked for; itself the handle by which it is known.
 
     tops: likeliest tokens to tell with every token, where `config` asks for log-probabilities.
+    behind: another answer to the same prompt, which is read once.
     """
 
     tokens: tuple[int, ...]
     config: DecodeConfig
     tops: int = 0
+    behind: Asked | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,15 @@ class Stepper:
 
         return self.call(begin)
 
+    def save(self) -> str:
+        """Keep on the disk what was read, for the thread alone; why that could not be, or ""."""
+        assert self._conversations is not None
+        prefixes = self._conversations.engine.prefixes
+        if prefixes is None:
+            return ""
+        prefixes.save()
+        return prefixes.problem
+
     def begin(self, asked: Asked) -> None:
         """Take in an answer; Begun or an exception is its first news."""
         self._orders.put(lambda: self._begin(asked))
@@ -151,7 +162,9 @@ class Stepper:
     def _begin(self, asked: Asked) -> None:
         assert self._conversations is not None
         try:
-            answering = self._conversations.begin(asked.tokens, asked.config)
+            first = self._open.get(asked.behind) if asked.behind is not None else None
+            behind = None if first is None else first.answering
+            answering = self._conversations.begin(asked.tokens, asked.config, behind)
         except Exception as error:  # of any kind: the others go on
             self._post([(asked, error)])
         else:

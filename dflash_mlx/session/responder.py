@@ -1,14 +1,20 @@
-"""Answers to requests, one after another: a conversation's next turn reuses its caches."""
+"""Answers to requests, one after another; a conversation's next turn reuses its caches."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from dflash_mlx.core.config import DecodeConfig
+import platformdirs
+
+from dflash_mlx.core.config import DecodeConfig, PrefixConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.methods import drafting_of, settle
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefix_files import PrefixFiles
+from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.models.available import available_memory
 from dflash_mlx.session.answer import TextDelta
 from dflash_mlx.session.stream import Session
 from dflash_mlx.session.templates import Message, prompt_tokens
@@ -25,11 +31,23 @@ class Request:
     config: DecodeConfig
 
 
-class Responder:
-    """Answers requests with one pair, and keeps the caches of the last one for the next."""
+def prefix_cache(config: PrefixConfig, folder: Path | None = None) -> PrefixCache:
+    """A cache for one pair, as the settings say. folder: of its files, by default the user's."""
+    memory, disk = config.prefix_gb, int(config.prefix_disk_gb * 1e9)
+    limit = available_memory() // 16 if memory is None else int(memory * 1e9)
+    place = folder or platformdirs.user_cache_path("dflash-chat") / "prefixes"
+    return PrefixCache(limit, PrefixFiles(place, disk) if disk else None)
 
-    def __init__(self, pair: Pair) -> None:
-        self.pair = pair
+
+class Responder:
+    """Answers requests with one pair.
+
+    prefixes: caches of conversations, for their next turns; without any, those of the last request
+    are kept.
+    """
+
+    def __init__(self, pair: Pair, prefixes: PrefixCache | None = None) -> None:
+        self.pair, self.prefixes = pair, prefixes or PrefixCache()
         self._session: Session | None = None
 
     def answer(
@@ -66,9 +84,9 @@ class Responder:
         return 1 / float(target.pass_times.of(1)), timing_day(target)
 
     def _session_for(self, config: DecodeConfig) -> Session:
-        """The session with its caches; a new one only where drafting itself has changed."""
+        """The last session; a new one only where drafting itself has changed."""
         config = settle(config, self.pair.means)
         if self._session is None or drafting_of(self._session.config) != drafting_of(config):
-            self._session = Session(self.pair, config)
+            self._session = Session(self.pair, config, self.prefixes)
         self._session.config = config
         return self._session

@@ -10,6 +10,7 @@ from dflash_mlx.drafters.methods import make_drafter, settle
 from dflash_mlx.engine.decode import decode, prefill
 from dflash_mlx.engine.exact import noise_of
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.answer import Answer, Answering, TextDelta, check_length, collect
 from dflash_mlx.session.templates import Prompt, prompt_tokens
@@ -18,17 +19,21 @@ from dflash_mlx.session.templates import Prompt, prompt_tokens
 class Session:
     """One conversation with one pair: turns reuse the caches of the turns before.
 
-    config: settings of every turn, with a method in place of `auto` once it is made. Raises
+    config: settings of every turn, with a method in place of `auto` once it is made. prefixes:
+    where turns find and leave their caches; without any, the last turn's are kept. Raises
     DFlashError where the method does not fit the pair.
     """
 
-    def __init__(self, pair: Pair, config: DecodeConfig | None = None) -> None:
+    def __init__(
+        self, pair: Pair, config: DecodeConfig | None = None, prefixes: PrefixCache | None = None
+    ) -> None:
         self.pair = pair
+        self.prefixes = prefixes or PrefixCache()
         self.config = settle(config or DecodeConfig(), pair.means)
         self.drafter = make_drafter(pair, self.config)
         if self.config.guarded:
             noise_of(pair.target)  # now, not in the time of the first answer
-        self.state = State(pair.target.new_cache(), self.drafter.new_context())
+        self.state = self._empty()
 
     def stream(
         self, tokens: Sequence[int], observer: Observer | None = None
@@ -49,14 +54,25 @@ class Session:
         except GeneratorExit:  # the caller has stopped between two rounds
             raise
         except BaseException:
-            self.state = State(self.pair.target.new_cache(), self.drafter.new_context())
+            self.state = self._empty()
             raise
+        finally:
+            if not self.config.guarded:
+                self.prefixes.put(self.state, self.pair.target, self.drafter)
+
+    def _empty(self) -> State:
+        return State(self.pair.target.new_cache(), self.drafter.new_context())
+
+    def _begin(self, prompt: list[int]) -> State:
+        """Where the answer to a prompt begins."""
+        if self.config.guarded:
+            return self._empty()  # rows of passes over several rows are not plain ones
+        return self.prefixes.take(prompt, self.pair.target, self.drafter)
 
     def _answer(self, prompt: list[int], observer: Observer) -> Iterator[TextDelta]:
-        target, state, drafter, config = self.pair.target, self.state, self.drafter, self.config
+        target, drafter, config = self.pair.target, self.drafter, self.config
         answering = Answering(self.pair, config, drafter.name, prompt)
-        if config.guarded:
-            state.trim(0)  # rows that passes over several rows have written are not plain ones
+        self.state = state = self._begin(prompt)
         answering.end_prompt(prefill(target, drafter, state, prompt, config, observer))
         for round_ in decode(target, drafter, state, config, observer):
             delta = answering.take(round_)

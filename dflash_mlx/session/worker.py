@@ -86,6 +86,7 @@ class Worker:
         self._post = post
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._running: Job | None = None
+        self._last: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._thread.start()
 
@@ -95,8 +96,12 @@ class Worker:
         self._jobs.put(job)
         return job
 
-    def close(self, seconds: float) -> bool:
-        """Cancel what runs and end the thread; False when it is still busy after `seconds`."""
+    def close(self, seconds: float, last: Callable[[], None] | None = None) -> bool:
+        """Cancel what runs and end the thread; False when it is still busy after `seconds`.
+
+        last: what it does before it ends.
+        """
+        self._last = last
         if (running := self._running) is not None:
             running.cancelled.set()
         self._jobs.put(None)
@@ -108,3 +113,5 @@ class Worker:
             self._running = job
             job.run()
             self._running = None
+        if self._last is not None:
+            self._last()

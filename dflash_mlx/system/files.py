@@ -31,6 +31,17 @@ def remove_partial(folder: Path) -> None:
         file.unlink(missing_ok=True)
 
 
+def remove_abandoned(folder: Path) -> None:
+    """`remove_partial`, but for what programs that still run may be writing."""
+    for file in folder.glob(".new-*"):
+        try:
+            os.kill(int(file.name.split("-")[1]), 0)
+        except ProcessLookupError:
+            file.unlink(missing_ok=True)
+        except (OSError, ValueError, OverflowError):  # another user's; or none of ours
+            continue
+
+
 def replace_text(file: Path, text: str) -> None:
     """Write `text` to `file` at once, down to the disk, or leave what is there.
 
@@ -42,9 +53,16 @@ def replace_text(file: Path, text: str) -> None:
         os.fsync(output.fileno())
 
 
-def replace_safetensors(file: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
-    """Write `arrays` to `file` at once, or leave what is there; OSError when the disk is full."""
+def replace_safetensors(
+    file: Path, arrays: dict[str, mx.array], metadata: dict[str, str], private: bool = False
+) -> None:
+    """Write `arrays` to `file` at once, or leave what is there; OSError when the disk is full.
+
+    private: whether nobody but its owner may read it, from its first byte on.
+    """
     with replacing(file) as partial:
+        if private:
+            os.close(os.open(partial, os.O_CREAT | os.O_EXCL, 0o600))
         try:
             mx.save_safetensors(str(partial), arrays, metadata)
         except RuntimeError as error:

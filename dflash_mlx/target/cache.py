@@ -22,6 +22,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import cpu_math
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.routing import Kernels
+from dflash_mlx.target.saved import Saved
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, MAX_LOCAL, MAX_ROWS, Visibility
 
@@ -59,6 +60,11 @@ class LayerCache:
     def arrays(self) -> list[mx.array]:
         """What has to be evaluated for this cache to be up to date."""
         return list(self._stored)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(stored.nbytes for stored in self._stored)
 
     @property
     def _end(self) -> int:
@@ -183,6 +189,7 @@ class LayerCache:
             self._start = length
         self.length = min(self.length, length)
         self._start = min(self._start, self.length)
+        self._give_back()
         self.discard()
 
     def fork(self) -> LayerCache:
@@ -191,9 +198,25 @@ class LayerCache:
         other._stored = [mx.array(stored) for stored in self._stored]
         return other
 
+    def saved(self) -> Saved:
+        """The committed rows."""
+        rows = slice(0, self.length - self._start)
+        return [stored[..., rows, :] for stored in self._stored], [self._start, self.length]
+
+    def restore(self, saved: Saved) -> None:
+        """Hold what a cache of the same kind has saved."""
+        self._stored, (self._start, self.length) = saved
+
     def _oldest(self, length: int) -> int:
         """The oldest position that a query at `length` sees."""
         return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def _give_back(self) -> None:
+        """Give up slots, where at least half of them are no longer needed."""
+        slots = -(-(self.length - self._start) // STEP) * STEP
+        if self._stored and 2 * slots <= self._stored[0].shape[2]:
+            kept = [mx.contiguous(stored[..., :slots, :]) for stored in self._stored]
+            self._stored = kept if slots else []
 
     def _reserve(self, rows: int, parts: Sequence[mx.array]) -> None:
         """Make room for `rows` more; slots that no window reaches any more are given up."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -20,65 +21,15 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.tree import rows_on
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.hooks import override
+from dflash_mlx.target.passes import STATE, Call, Pass, own, spread
 from dflash_mlx.target.paths import Paths, Products
+from dflash_mlx.target.saved import Saved
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 _RECENT = 3  # passes: the one in which an answer stops, one running ahead of it, one to spare
 _MARKS = 2  # prompts: the last turn's and this one's
-_STATE = object()  # stands for the layer's state among the arguments of a kept call
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a mixer in a pass: `run(*args, **kwargs)`, the state of layer `layer` in it."""
-
-    layer: int
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def again(self, state: RecurrentLayer, rows: int, path: Sequence[int]) -> None:
-        """Run it over those of its `rows` rows that are on `path`; what it returns is dropped."""
-        kept = rows_on(path)
-
-        def part(arg: Any) -> Any:
-            if isinstance(arg, mx.array) and arg.shape[:2] == (1, rows):
-                return arg[:, kept]
-            return state if arg is _STATE else arg
-
-        self.on(part)
-
-    def on(self, change: Callable[[Any], Any]) -> Any:
-        """Run it with its arguments changed, the state's place among them."""
-        kwargs = {key: change(arg) for key, arg in self.kwargs.items()}
-        return self.run(*map(change, self.args), **kwargs)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A pass behind `start` tokens, of which the rows on `path` were committed.
-
-    parents: the row before each row, -1 for the first. before: the arrays of all layers' states.
-    calls: of the mixers; None where they were not kept.
-    """
-
-    start: int
-    parents: Sequence[int]
-    before: tuple[tuple[mx.array | None, ...], ...]
-    calls: list[Call] | None
-    path: Sequence[int] = ()
-
-    def nearest(self, length: int) -> int:
-        """The most tokens up to `length`, at least `start`, that it leads back to."""
-        return min(length, self.start + len(self.path)) if self.calls is not None else self.start
-
-    def leads(self, path: Sequence[int]) -> bool:
-        """Whether `path` begins at the first row, and each of its rows follows the one before."""
-        rows, steps = range(len(self.parents)), zip(path, (-1, *path), strict=False)
-        return all(row in rows and self.parents[row] == before for row, before in steps)
 
 
 class RecurrentLayer(ArraysCache):
@@ -98,8 +49,8 @@ class RecurrentLayer(ArraysCache):
 
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call with this layer's state, without a reference to it; kept where calls are."""
-        given = tuple(_STATE if arg is self else _own(arg) for arg in args)
-        named = {key: _STATE if arg is self else _own(arg) for key, arg in kwargs.items()}
+        given = tuple(STATE if arg is self else own(arg) for arg in args)
+        named = {key: STATE if arg is self else own(arg) for key, arg in kwargs.items()}
         call = Call(self.index, run, given, named)
         if self.calls is not None:
             self.calls.append(call)
@@ -109,7 +60,7 @@ class RecurrentLayer(ArraysCache):
         """What a call returns for the nodes of a tree; the state stays as it is."""
         copies: Any = ArraysCache(len(self.cache))
         copies.cache = paths.copies(self.cache)
-        return paths.collect(call.on(lambda arg: copies if arg is _STATE else paths.spread(arg)))
+        return paths.collect(call.on(lambda arg: copies if arg is STATE else paths.spread(arg)))
 
 
 class JoinedStates(ArraysCache):
@@ -148,7 +99,8 @@ class RecurrentStates:
     """The states of all recurrent layers for one sequence; they move together.
 
     length: committed tokens. Going back is possible to any length within the last few passes,
-    within the last rows of the last prompts (see `mark`), and to the beginning.
+    within the last rows of the last prompts (see `mark`), to where some parts of prompts began
+    (see `mark_chunk`), and to the beginning.
     """
 
     layers: list[RecurrentLayer]
@@ -156,11 +108,24 @@ class RecurrentStates:
     _running: Pass | None = None
     _passes: list[Pass] = field(default_factory=list)
     _marks: list[int] = field(default_factory=list)
+    _chunks: list[Pass] = field(default_factory=list)  # only what was before each
 
     @property
     def arrays(self) -> list[mx.array]:
         """What has to be evaluated for the states to be up to date."""
         return [array for layer in self.layers for array in layer.cache if array is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states and of all that leads back to earlier ones."""
+        before = {way.start: way.before for way in self._ways}.values()
+        inputs = {id(call): call.arrays for way in self._ways for call in way.calls or ()}
+        kept = [*chain.from_iterable(before), *inputs.values(), self.arrays]
+        return sum(array.nbytes for arrays in kept for array in arrays if array is not None)
+
+    @property
+    def _ways(self) -> list[Pass]:
+        return [*self._chunks, *self._passes]
 
     def begin(self, block: Block) -> None:
         """Announce a pass over consecutive tokens or over a tree."""
@@ -168,7 +133,7 @@ class RecurrentStates:
         tree, rows = block.tree, block.rows
         parents = range(-1, rows - 1) if tree is None else tree.parents
         calls: list[Call] | None = None if tree is None and rows > MOST_ROWS else []
-        before = tuple(tuple(map(_own, layer.cache)) for layer in self.layers)
+        before = tuple(tuple(map(own, layer.cache)) for layer in self.layers)
         self._running = Pass(self.length, parents, before, calls)
         paths = None if tree is None else Paths.of(tree)
         for layer in self.layers:
@@ -204,11 +169,17 @@ class RecurrentStates:
         self._marks = [mark for mark in self._marks if mark < length][1 - _MARKS :]
         self._marks.append(length)
 
+    def mark_chunk(self) -> None:
+        """Stay able to come back to where the last pass began; of many such, to a few."""
+        last = self._passes[-1]
+        if last.start and not any(chunk.start == last.start for chunk in self._chunks):
+            self._chunks = spread([*self._chunks, last.beginning()])
+
     def nearest(self, length: int) -> int:
         """The most tokens up to `length` that the states can go back to."""
         if length >= self.length:
             return self.length
-        return max((p.nearest(length) for p in self._passes if p.start <= length), default=0)
+        return max((p.nearest(length) for p in self._ways if p.start <= length), default=0)
 
     def trim(self, length: int) -> None:
         """Forget the tokens from `length` on. Raises ValueError where `nearest` is less."""
@@ -217,8 +188,9 @@ class RecurrentStates:
             return
         if self.nearest(length) != length:
             raise ValueError(f"no way back from {self.length} tokens to {length}")
-        ways = [p for p in self._passes if p.start <= length == p.nearest(length)]
+        ways = [p for p in self._ways if p.start <= length == p.nearest(length)]
         self._passes = [p for p in self._passes if p.start < length]
+        self._chunks = [p for p in self._chunks if p.start <= length]
         if ways:
             way = replace(ways[-1], path=ways[-1].path[: length - ways[-1].start])
             self._go_to(way)
@@ -238,10 +210,31 @@ class RecurrentStates:
         layers = []
         for layer in self.layers:
             other = copy(layer)
-            other.cache = [_own(array) for array in layer.cache]
+            other.cache = [own(array) for array in layer.cache]
             other.calls = None if running is None else running.calls
             layers.append(other)
-        return RecurrentStates(layers, self.length, running, list(self._passes), list(self._marks))
+        kept = list(self._passes), list(self._marks), list(self._chunks)
+        return RecurrentStates(layers, self.length, running, *kept)
+
+    def saved(self) -> Saved:
+        """The states, and some from before; within a pass there is no way back from there."""
+        starts = {way.start: way.beginning() for way in self._ways if way.start}
+        chunks = spread([starts[start] for start in sorted(starts)])
+        states = [tuple(layer.cache) for layer in self.layers]
+        flat = [*chain.from_iterable([*states, *chain.from_iterable(c.before for c in chunks)])]
+        there = [array is not None for array in flat]
+        about = [self.length, [chunk.start for chunk in chunks], there]
+        return [array for array in flat if array is not None], about
+
+    def restore(self, saved: Saved) -> None:
+        """Hold what states of the same kind have saved."""
+        arrays, (self.length, starts, there) = iter(saved[0]), saved[1]
+        flat = iter([next(arrays) if is_there else None for is_there in there])
+        for layer in self.layers:
+            layer.cache = [next(flat) for _ in layer.cache]
+        for start in starts:
+            before = tuple(tuple(next(flat) for _ in layer.cache) for layer in self.layers)
+            self._chunks.append(Pass(start, (), before, None))
 
     def _go_to(self, back: Pass) -> None:
         """Be where the path of that pass led."""
@@ -254,7 +247,7 @@ class RecurrentStates:
 
     def _put_back(self, back: Pass) -> None:
         for layer, arrays in zip(self.layers, back.before, strict=True):
-            layer.cache = [_own(array) for array in arrays]
+            layer.cache = [own(array) for array in arrays]
             layer.calls = layer.paths = None
 
     def _forget(self) -> None:
@@ -336,8 +329,3 @@ def _mixers(model: Any, name: str) -> list[nn.Module]:
 
 def _state_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArraysCache | None:
     return next((a for a in (*args, *kwargs.values()) if isinstance(a, ArraysCache)), None)
-
-
-def _own(value: Any) -> Any:
-    """An array's data under a name of its own: MLX's `+=` changes an array for all who have it."""
-    return value[:] if isinstance(value, mx.array) and value.ndim else value

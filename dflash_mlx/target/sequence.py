@@ -12,6 +12,7 @@ import mlx.core as mx
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache, commit_layers
+from dflash_mlx.target.saved import Saved, join, split
 
 if TYPE_CHECKING:
     from dflash_mlx.target.recurrent import RecurrentStates
@@ -52,6 +53,16 @@ class SequenceCache:
         """What has to be evaluated for the caches to be up to date."""
         return [array for part in self._all for array in part.arrays]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept, ways back to earlier recurrent states included."""
+        return sum(part.nbytes for part in self._all)
+
+    @property
+    def kind(self) -> tuple[tuple[int | None, int | None], ...]:
+        """Window and bits of each attention layer."""
+        return tuple((layer.window, layer.kv_bits) for layer in self._attention)
+
     def extend(self, block: Block) -> None:
         """Announce the rows of the next pass."""
         if self._recurrent is not None:
@@ -87,6 +98,11 @@ class SequenceCache:
         if self._recurrent is not None:
             self._recurrent.mark(length)
 
+    def mark_chunk(self) -> None:
+        """Stay able to come back to where the last pass began, which read a part of a prompt."""
+        if self._recurrent is not None:
+            self._recurrent.mark_chunk()
+
     def nearest(self, length: int) -> int:
         """The most tokens up to `length` that every layer can go back to."""
         length = min(length, self.length)
@@ -119,6 +135,15 @@ class SequenceCache:
             return states.layers[layer.index]
 
         return SequenceCache([copied(layer) for layer in self.layers], states)
+
+    def saved(self) -> Saved:
+        """All committed tokens, and the ways back to earlier recurrent states."""
+        return join(part.saved() for part in self._all)
+
+    def restore(self, saved: Saved) -> None:
+        """Hold what a cache of the same kind has saved. ValueError for one of another."""
+        for part, own in zip(self._all, split(saved), strict=True):
+            part.restore(own)
 
 
 def new_sequence(

@@ -1,6 +1,7 @@
 """The worker's side of the chat on a tiny pair: loading, refusals, races."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -9,8 +10,10 @@ from dflash_mlx import (
     DecodeConfig,
     DFlashError,
     PairConfig,
+    PrefixConfig,
     Request,
     amount,
+    prefix_cache,
 )
 from dflash_mlx.models import available
 from dflash_mlx.models.names import find_names
@@ -49,6 +52,29 @@ def test_without_a_model_there_is_a_next_step():
     for events in (Backend().answer(request(), None), Backend().race(request())):
         with pytest.raises(DFlashError, match="/model"):
             next(events)
+
+
+def test_conversations_go_on_after_a_restart_until_they_are_forgotten(folders, tmp_path):
+    place, question = tmp_path / "prefixes", "x" * 300
+
+    def chat(**settings):
+        backend = Backend(partial(prefix_cache, PrefixConfig(**settings), place))
+        next(backend.load(PairConfig(folders["model"], folders["drafter"])))
+        asked = replace(request(), messages=({"role": "user", "content": question},))
+        (*_, last) = backend.answer(asked, None)
+        return backend, last.statistics.reused_tokens
+
+    first, reused = chat()
+    assert reused == 0
+    first.leave()
+    second, reused = chat()
+    assert reused >= 300
+    list(second.forget())
+    assert not list(place.iterdir())
+    second.leave()
+    third, reused = chat(prefix_disk_gb=0)
+    third.leave()
+    assert reused == 0 and not list(place.iterdir()) and not third.problem
 
 
 def test_a_drafter_that_does_not_fit_leaves_the_old_pair(backend, folders):

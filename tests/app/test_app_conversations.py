@@ -134,6 +134,7 @@ async def test_a_conversation_deleted_in_the_list_leaves_the_screen(app, pilot, 
     await until(lambda: not app.conversation.turns, pilot)
     assert "gone" not in screen_text(app)
     assert app.store.entries() == []
+    await until(lambda: backend.forgotten == 1, pilot)
 
 
 @in_chat()
@@ -147,6 +148,7 @@ async def test_rename_delete_and_export_work_on_the_conversation_on_screen(
     await say(app, pilot, "/export")
     await until(lambda: "Written to" in notices(app)[-1], pilot)
     assert "# Big Question" in (tmp_path / "big-question.md").read_text()
+    assert not backend.forgotten
     for name, problem in (
         ("big-question.md", "exists already"),
         ("~no-such-user/talk.md", "; name "),
@@ -163,6 +165,7 @@ async def test_rename_delete_and_export_work_on_the_conversation_on_screen(
     await pilot.press("y")
     await until(lambda: not app.conversation.turns, pilot)
     assert app.store.entries() == []
+    await until(lambda: backend.forgotten, pilot)
 
 
 def long_talk(count):

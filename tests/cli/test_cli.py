@@ -346,6 +346,8 @@ def test_one_prompt_on_the_command_line_is_answered_and_nothing_asked(command, a
         (["--sped", "1"], "--sped"),
         ([*PROMPT, "--block-size", "9"], "--block-size is 9"),
         ([*PROMPT, "--resume"], "--resume is for the chat on a terminal"),
+        ([*PROMPT, "--prefix-gb", "1"], "--prefix-gb is for the chat on a terminal"),
+        (["--prefix-disk-gb", "-1"], "--prefix-disk-gb is -1.0"),
         ([*PROMPT, "--conversations", "."], "--conversations is for the chat on a terminal"),
         ([], "the prompt is empty"),
     ],

@@ -8,20 +8,16 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import adaptive
-from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.methods import METHODS, make_drafter
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
-from support import decoding, masked_formats
+from support import decoding
 from support.decoding import feed, paths_of, start, tokens_in
-from support.drafter_formats import drafter_folder
 from support.families import POSITION_DEPENDENT, make_model
-from support.reference_dflash import write_drafter_folder
-from support.reference_eagle3 import FORMATS
+from support.pairs import full_pair
 from support.toys import prompt_of
 
 CASES = {
@@ -66,12 +62,7 @@ def known_times(monkeypatch):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     target = Target(make_model("llama"), 200, "tiny")
-    first = drafter_folder(tmp_path_factory.mktemp("first"), [0, 2], 1, target)
-    second = drafter_folder(tmp_path_factory.mktemp("second"), [1], 2, target)
-    masked = masked_formats.load(masked_formats.folder(tmp_path_factory.mktemp("masked")), target)
-    folder = write_drafter_folder(tmp_path_factory.mktemp("eagle"), *FORMATS["raw"])
-    eagle = checkpoint.load(folder, checkpoint.read_drafter(folder).config, target, PairConfig())
-    return Pair(target, None, (first, second, masked, eagle), "tiny")
+    return full_pair(tmp_path_factory.mktemp("pair"), target)
 
 
 def config_of(name, **changes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,17 @@ class Seen:
 
     def trim(self, length: int) -> None:
         self.length = min(self.length, length)
+
+    kind = (), "toy"
+
+    def fork(self) -> Seen:
+        return copy(self)
+
+    def saved(self) -> Any:
+        return [self.last], self.length
+
+    def restore(self, saved: Any, tokens: mx.array) -> None:
+        (self.last,), self.length = saved
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,15 @@ def test_right_drafts_save_rounds_and_an_observer_sees_every_term(targets):
     assert tokens_in(rounds) == plain
 
 
+def test_reading_a_prompt_is_in_no_term_of_a_round(targets):
+    timer, target = RoundTimer(), targets["llama"]
+    state = State(target.new_cache(), NoDraft().new_context())
+    prefill(target, NoDraft(), state, prompt_of(1), DecodeConfig(prefill_step=7), timer)
+    assert not timer.seconds
+    list(decode(target, NoDraft(), state, DecodeConfig(max_tokens=3), timer))
+    assert timer.seconds["verify"] > 0
+
+
 def chain(tokens):
     return list(tokens), list(range(len(tokens)))
 

@@ -54,7 +54,7 @@ def here(tmp_path: Path) -> Path:
 def cache(tmp_path: Path) -> Path:
     """With one of everything that this program keeps."""
     cache = tmp_path / "cache"
-    for folder in ("timing", "kernels", "features/corpus", "download-x"):
+    for folder in ("timing", "kernels", "features/corpus", "prefixes", "download-x"):
         (cache / folder).mkdir(parents=True)
     (cache / DEFAULT_TARGET.file_name).write_bytes(b"x" * 1000)
     (cache / "timing" / "0123456789abcdef.json").write_text(json.dumps({"model": TARGET}))
@@ -78,6 +78,7 @@ def test_everything_is_listed_by_kind_and_name_with_its_size(here, cache):
         ("calibration", TARGET),
         ("calibration", "unknown model"),
         ("kernels", TARGET),
+        ("prefixes", "prefixes"),
         ("features", "features"),
     ]
     sizes = {(each.kind, each.name): each.size for each in found}

@@ -17,23 +17,30 @@ def figures(accepted: float, speedup: list[float], draft: float = 0.0) -> dict[s
     }
 
 
-def test_acceptance_is_of_all_prompts_and_times_are_of_the_timed_ones():
-    speed = {"all": {"eagle3:8": figures(9.0, [1.5, 1.25, 2.0], 3.0)}}
-    text = compare_methods.table(speed, {"all": {"eagle3:8": figures(2.0, [7.0, 6.0, 8.0], 9.0)}})
-    assert text.splitlines() == [
+def test_acceptance_is_of_all_answers_and_times_are_of_the_timed_ones():
+    speed = {"all": {name: figures(9.0, [1.5, 1.25, 2.0], 3.0) for name in ("eagle3:8", "d2sd")}}
+    walks = {"eagle3:8": {"all": figures(2.0, [7.0, 6.0, 8.0], 9.0)}}
+    assert compare_methods.table(speed, walks).splitlines() == [
         "",
         "**all**",
         "",
         "| method | tokens/round | draft ms | verify ms | speed-up |",
         "| --- | --- | --- | --- | --- |",
         "| EAGLE-3, chain | 2.00 [1.50, 2.50] | 3.0 | 6.0 | 1.50 [1.25, 2.00] |",
+        "| D2SD, as many as pay | 9.00 [8.50, 9.50] | 3.0 | 6.0 | 1.50 [1.25, 2.00] |",
     ]
 
 
 def test_every_category_has_its_own_rows_though_no_answer_of_one_had_a_speed():
     speed = {"code": {"x": figures(1.0, [2.0, 1.0, 3.0])}, "chat": {"x": figures(1.0, [])}}
-    accepted = {name: {"x": figures(1.0, [])} for name in ("chat", "code")}
-    lines = compare_methods.table(speed, accepted).splitlines()
+    walks = {"x": {name: figures(1.0, []) for name in ("chat", "code")}}
+    lines = compare_methods.table(speed, walks).splitlines()
     chat, code = (lines[lines.index(f"**{name}**") + 4] for name in ("chat", "code"))
     assert chat == "| x | 1.00 [0.50, 1.50] | 0.0 | 0.0 | - |"
     assert code.endswith("| 2.00 [1.00, 3.00] |")
+
+
+def test_methods_whose_trees_times_decide_are_not_walked():
+    methods = list(compare_methods.METHODS)
+    left = set(methods) - {*compare_methods.fixed(methods)}
+    assert left == {"none", "ngram", "ddtree", "d2sd"}

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import simulate_trees as script
 
 from dflash_mlx.benchmark.selection import read_methods
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.decode import answer
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.rows import CorpusRow
+from support import masked_formats
 from support.drafter_formats import drafter_folder
 from support.families import make_model
+from support.reference_dflash import write_drafter_folder
+from support.reference_eagle3 import FORMATS
 
-METHODS = "dflash:8,dflash:3,d2sd:growth=paper,d2sd:budget=12,ddtree:budget=7,ngram:16"
+METHODS = (
+    "dflash:8,dflash:3,d2sd:growth=paper,d2sd:budget=12,ddtree:budget=7,ngram:16,"
+    "specdiff:8:steps=2,specdiff:budget=9,eagle3:4,eagle3:budget=9"
+)
 PROMPT = [5, 9, 5, 9, 5, 3]
 
 
@@ -26,7 +35,12 @@ def pair(tmp_path_factory):
     first, second = (
         drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 2], seed, target) for seed in (1, 2)
     )
-    return Pair(target, None, (first, second), "x")
+    masked = masked_formats.load(masked_formats.folder(tmp_path_factory.mktemp("masked")), target)
+    raw, tensors = FORMATS["raw"]
+    folder = write_drafter_folder(tmp_path_factory.mktemp("eagle"), raw, tensors)
+    config = checkpoint.parse_config(raw, "tiny", checkpoint.files.read_headers(folder))
+    eagle = checkpoint.load(folder, config, target, PairConfig())
+    return Pair(target, None, (first, second, masked, eagle), "x")
 
 
 def decoded(pair, config):
@@ -47,12 +61,34 @@ def test_simulated_rounds_are_those_of_decoding(pair):
     for name, method in methods.items():
         found, rounds = decoded(pair, method)
         assert found == text
-        assert counts[name].rounds["math"] == 2 * len(rounds)
-        assert counts[name].tokens["all"] == 2 * sum(tokens for tokens, _ in rounds)
-        assert counts[name].rows["all"] == 2 * sum(rows for _, rows in rounds)
-    assert counts["ngram:16"].tokens["all"] > counts["ngram:16"].rounds["all"], (
-        "something was accepted"
-    )
+        sums = sum(tokens for tokens, _ in rounds), len(rounds), sum(rows for _, rows in rounds)
+        assert counts[name].answers == {"math": [sums] * 2, "all": [sums] * 2}
+    told = counts["ngram:16"].figures()["math"]
+    assert told["answers"] == 2 and told["mean_accepted"] > 1, "something was accepted"
+    assert told["intervals"]["mean_accepted"] == [told["mean_accepted"]] * 2
+
+
+def test_drawn_answers_are_walked_as_decoding_draws_them(pair):
+    """What the target draws with a seed does not depend on the drafts."""
+    config = DecodeConfig("ddtree", budget=7, max_tokens=60, sampling=SamplingConfig(1.0, seed=3))
+    text, rounds = decoded(pair, config)
+    plain, _ = decoded(pair, DecodeConfig("none", max_tokens=60, sampling=config.sampling))
+    greedy, _ = decoded(pair, DecodeConfig("none", max_tokens=60))
+    assert text == plain != greedy
+    row = CorpusRow("a", "math", tuple(PROMPT), tuple(text), 1.0)
+    with script.remembering() as memory:
+        counts = script.simulate(pair, {"tree": make_drafter(pair, config)}, [row], memory)
+    ((_, count, nodes),) = counts["tree"].answers["all"]
+    assert (count, nodes) == (len(rounds), sum(rows for _, rows in rounds))
+
+
+def test_answers_of_several_temperatures_are_no_sample_of_one(tmp_path):
+    file, row = tmp_path / "answers.jsonl", CorpusRow("a", "math", (1, 2), (3,), 1.0)
+    file.write_text("\n".join(each.as_line() for each in (row, replace(row, id="b"))))
+    assert len(script.read_answers(file, 9)) == 2
+    file.write_text("\n".join(each.as_line() for each in (row, replace(row, temperature=0.0))))
+    with pytest.raises(DFlashError, match="0 .*1 "):
+        script.read_answers(file, 9)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +99,7 @@ def test_simulated_rounds_are_those_of_decoding(pair):
         (["--methods", "dflash"], "'dflash'"),
         (["--methods", "ddtree:4"], "'ddtree:4'"),
         (["--methods", "dflash:8", "--every", "0"], "--every is 0"),
+        (["--methods", "dflash:8", "--temperature", "1"], "--acceptance match"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(options, value):

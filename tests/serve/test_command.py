@@ -120,3 +120,4 @@ def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp
                     assert "shutting down" in [line for line in lines if line][-1]
             assert running.wait(20) == (0 if last == signal.SIGTERM else -signal.SIGKILL)
             assert running.stderr.read() == ""
+    assert [*(tmp_path / "cache").glob("dflash-chat/prefixes/**/*.safetensors")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx2 as httpx
 import openai
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -74,3 +75,25 @@ def test_log_probabilities_of_drafted_tokens_are_those_of_plain_decoding(pair):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert one.top_logprobs[0].logprob == pytest.approx(other.top_logprobs[0].logprob, abs=1e-4)
         assert one.logprob == pytest.approx(one.top_logprobs[0].logprob, abs=1e-4)
+
+
+def test_a_next_turn_and_further_answers_read_only_what_is_new(pair):
+    def ask(client, messages, **more):
+        return client.chat.completions.create(model="llama", messages=messages, **more)
+
+    with (
+        serving(pair, USUAL, "llama") as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none") as client,
+    ):
+        first = ask(client, user(QUESTIONS[1]))
+        said = {"role": "assistant", "content": first.choices[0].message.content}
+        second = ask(client, [*user(QUESTIONS[1]), said, *user("and?")])
+        ask(client, user(QUESTIONS[4]), n=3, temperature=1.0)
+        page = httpx.get(server.url + "/metrics").text
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached >= first.usage.prompt_tokens - 1
+    told = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
+    read = sum(len(pair.tokenizer.encode(q)) for q in (QUESTIONS[1], "and?", QUESTIONS[4]))
+    new = float(told["dflash_prompt_tokens_total"]) - float(told["dflash_cached_tokens_total"])
+    assert new < read + 100 < float(told["dflash_prompt_tokens_total"])

@@ -8,6 +8,7 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.session.answer import collect
 from dflash_mlx.session.many import UNUSED, Conversations
 from dflash_mlx.session.stream import Session
@@ -112,6 +113,21 @@ def test_a_stop_ends_one_and_not_the_others(pair):
     assert len(collect(iter(said[other])).tokens) == 12
 
 
+def test_turns_go_on_from_what_any_of_them_has_read(pair):
+    prefixes, config = PrefixCache(10**9), configs()[0]
+    conversations = Conversations(pair, prefixes=prefixes)
+    first = conversations.begin(PROMPTS[2], config)
+    said = collect(iter(finish(conversations)[first])).tokens
+    prompts = [[*PROMPTS[2], *said, 5], [*PROMPTS[2], 7], PROMPTS[0]]
+    asked = [conversations.begin(prompt, config) for prompt in prompts]
+    exact = conversations.begin(prompts[0], replace(config, exact=True))
+    told = finish(conversations)
+    alone = [list(collect(Session(pair, config).stream(p)).tokens) for p in prompts]
+    assert [list(collect(iter(told[each])).tokens) for each in asked] == alone
+    held = len(PROMPTS[2]) + len(said) - 1
+    assert [each.statistics.reused_tokens for each in (*asked, exact)] == [held, 25, 0, 0]
+
+
 def test_those_that_draft_alike_share_a_drafter(pair):
     conversations = Conversations(pair)
     for prompt, heat in zip(PROMPTS, (0.0, 0.7, 0.0), strict=False):
@@ -150,3 +166,33 @@ def test_a_prompt_that_cannot_be_answered_is_refused(pair, prompt, words):
     with pytest.raises(DFlashError, match=words):
         conversations.begin(prompt, DecodeConfig())
     assert not conversations
+
+
+def test_answers_to_one_prompt_read_it_once_and_are_those_that_they_are_alone(pair):
+    heats = [SamplingConfig(0.9, seed=i) for i in range(3)]
+    configs = [DecodeConfig("dflash", max_tokens=9, sampling=each) for each in heats]
+    prompt = PROMPTS[4]
+    conversations = Conversations(pair, observer=Strict(), prefixes=PrefixCache(10**9))
+    first = conversations.begin(prompt, configs[0])
+    asked = [first, *(conversations.begin(prompt, c, first) for c in configs[1:])]
+    said = finish(conversations)
+    for answering, config in zip(asked, configs, strict=True):
+        alone = collect(Session(pair, config).stream(prompt))
+        assert collect(iter(said[answering])).tokens == alone.tokens
+    reused = [each.statistics.reused_tokens for each in asked]
+    assert reused == [0, len(prompt) - 1, len(prompt) - 1]
+
+
+@pytest.mark.parametrize("given_up", ["the first", "those behind"])
+def test_those_that_wait_for_a_prompt_do_not_wait_for_one_that_was_given_up(pair, given_up):
+    conversations = Conversations(pair, prefixes=PrefixCache(10**9))
+    first = conversations.begin(PROMPTS[0], configs()[1])
+    behind = [conversations.begin(PROMPTS[0], configs()[1], first) for _ in range(2)]
+    assert len(conversations.engine.waiting) == 1
+    gone = [first] if given_up == "the first" else behind
+    for each in gone:
+        conversations.cancel(each)
+    said = finish(conversations)
+    left = behind if given_up == "the first" else [first]
+    assert set(said) == set(left) and not conversations._behind
+    assert all(len(collect(iter(said[each])).tokens) == 12 for each in left)

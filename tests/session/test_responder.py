@@ -11,6 +11,7 @@ from dflash_mlx import (
     Ended,
     Failed,
     Prefilled,
+    PrefixCache,
     Request,
     Responder,
     SamplingConfig,
@@ -73,7 +74,7 @@ def test_a_delta_says_which_token_stood_before_it(responder):
     [
         ({"max_tokens": 5, "stop": ("q",), "sampling": SamplingConfig(0.5, seed=1)}, True),
         ({"method": "ngram"}, False),
-        ({"sampling": SamplingConfig(0.5)}, False),  # drafts are drawn by it
+        ({"sampling": SamplingConfig(0.5)}, True),  # drafts are drawn by it
     ],
 )
 def test_caches_are_kept_unless_drafting_itself_changes(responder, settings, reuses):
@@ -84,6 +85,24 @@ def test_caches_are_kept_unless_drafting_itself_changes(responder, settings, reu
     assert statistics.generated_tokens <= follow_up.config.max_tokens
     _, statistics = answer(responder, follow_up)
     assert statistics.reused_tokens > 0
+
+
+def test_other_conversations_in_between_cost_a_turn_nothing(pair):
+    responder = Responder(pair, PrefixCache(10**9))
+    text, first = answer(responder, request("hello"))
+    for other in ("what?", "why?"):
+        answer(responder, request(other))
+    _, second = answer(responder, request("hello", text, "and you?"))
+    assert second.reused_tokens >= first.prompt_tokens
+
+
+def test_the_worker_does_a_last_thing_when_it_ends():
+    done = []
+    worker = Worker(lambda job, event: None)
+    job = worker.submit(lambda job: (_ for _ in ()))
+    assert job.begun.wait(60)
+    assert worker.close(60, lambda: done.append(threading.current_thread().name))
+    assert done == ["worker"]
 
 
 def test_a_thought_that_the_template_opens_is_opened_in_the_text(tmp_path):

@@ -155,6 +155,7 @@ class ScriptedBackend:
     means: Means = Means(("dflash",) * 2)
     fallback: str = ""
     rounds_run: int = 0
+    forgotten: int = 0
 
     def load(self, config):
         self._wait_in("load")
@@ -192,6 +193,13 @@ class ScriptedBackend:
     def bench(self, asked):
         self.requests.append(asked)
         yield from self._through_the_gate(self.bench_steps)
+
+    def forget(self):
+        self.forgotten += 1
+        yield from ()
+
+    def leave(self):
+        pass
 
     def _wait_in(self, job):
         if self.waits == job:

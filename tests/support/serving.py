@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.serve.desk import Desk
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.figures import Figures
@@ -109,7 +110,9 @@ class Server:
         figures = Figures()
         self.pair, self.faults = pair, []
         self.desk = Desk(figures, config.parallel, config.queue, self._fault)
-        self.desk.stepper.serve(conversations_of(pair, config, None)).result()
+        self.desk.stepper.serve(
+            conversations_of(pair, config, None, lambda: PrefixCache(10**8))
+        ).result()
         self.service = Service(pair, usual, config, self.desk, figures, (model, *config.name))
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]

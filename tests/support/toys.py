@@ -61,11 +61,21 @@ class ToyCache:
     def mark(self, length: int) -> None:
         pass
 
+    def mark_chunk(self) -> None:
+        pass
+
     def nearest(self, length: int) -> int:
         return min(length, self.length)
 
     def trim(self, length: int) -> None:
         del self.tokens[length:]
+
+    kind, nbytes = (), 0
+
+    def fork(self) -> ToyCache:
+        other = ToyCache()
+        other.tokens = list(self.tokens)
+        return other
 
 
 class ToyTarget:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.target import recurrent
+from dflash_mlx.target import passes, recurrent
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.hooks import override
 from dflash_mlx.target.model import Target
@@ -145,7 +145,7 @@ def test_mixers_that_follow_no_paths_or_wrong_ones_are_noticed(name, fault, monk
     of, along = Paths.of, recurrent.RecurrentLayer.along
     faults = {
         "one chain": lambda layer, paths, call: call.on(
-            lambda arg: layer.__class__(len(layer.cache), 0) if arg is recurrent._STATE else arg
+            lambda arg: layer.__class__(len(layer.cache), 0) if arg is passes.STATE else arg
         ),
         "copies": along,
         "places": lambda layer, paths, call: along(layer, of(of_shape(SHAPES["comb"])), call),

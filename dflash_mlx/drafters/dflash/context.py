@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import mlx.core as mx
 
 from dflash_mlx.drafters.dflash.network import Network
 from dflash_mlx.drafters.networks.partial_head import Words
+from dflash_mlx.engine.state import Kind
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.routing import Kernels
+from dflash_mlx.target.saved import Saved, join, split
 from dflash_mlx.target.sequence import SequenceCache
 
 _MOST_WAITING = 64  # rows of features
@@ -75,6 +79,28 @@ class FeatureContext:
         self.cache.trim(length)
 
     @property
+    def kind(self) -> Kind:
+        """The network, and what is kept of its keys and values."""
+        return (self._network,), self._cache.kind
+
+    def fork(self) -> FeatureContext:
+        """A copy that goes on by itself."""
+        other = copy(self)
+        other._cache, other._waiting = self._cache.fork(), list(self._waiting)
+        other.words = self.words and self.words.fork()
+        return other
+
+    def saved(self) -> Saved:
+        """Keys and values."""
+        return self.cache.saved()
+
+    def restore(self, saved: Saved, tokens: mx.array) -> None:
+        """Hold what another has saved of `tokens` [n]."""
+        self._cache.restore(saved)
+        if self.words is not None:
+            self.words.add(tokens)
+
+    @property
     def _rows(self) -> int:
         return sum(features.shape[0] for features in self._waiting)
 
@@ -118,3 +144,24 @@ class DualContext:
         """Forget the tokens from `length` on."""
         for context in self.contexts:
             context.trim(length)
+
+    @property
+    def kind(self) -> Kind:
+        """Both networks, what they read, and what is kept of them."""
+        kinds = [context.kind for context in self.contexts]
+        networks = tuple(network for own, _ in kinds for network in own)
+        return networks, (self._columns, self._taps, *(settings for _, settings in kinds))
+
+    def fork(self) -> DualContext:
+        """A copy that goes on by itself."""
+        contexts = tuple(context.fork() for context in self.contexts)
+        return DualContext(contexts, self._columns, self._taps)
+
+    def saved(self) -> Saved:
+        """Keys and values of both."""
+        return join(context.saved() for context in self.contexts)
+
+    def restore(self, saved: Saved, tokens: mx.array) -> None:
+        """Hold what another has saved of `tokens` [n]."""
+        for context, own in zip(self.contexts, split(saved), strict=True):
+            context.restore(own, tokens)

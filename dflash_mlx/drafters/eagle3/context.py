@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import mlx.core as mx
 
 from dflash_mlx.drafters.eagle3.network import Network
 from dflash_mlx.drafters.networks.partial_head import Words
+from dflash_mlx.engine.state import Kind
+from dflash_mlx.target.saved import Saved, join, split
 from dflash_mlx.target.sequence import SequenceCache
 
 _MOST_WAITING = 64  # rows of features
@@ -81,6 +84,29 @@ class EagleContext:
             if length > 0:
                 self._states.append(piece[:length])
             length -= len(piece)
+
+    @property
+    def kind(self) -> Kind:
+        """The network, and what is kept of its keys and values."""
+        return (self._network,), self._cache.kind
+
+    def fork(self) -> EagleContext:
+        """A copy that goes on by itself."""
+        other = copy(self)
+        other._cache, other._waiting = self._cache.fork(), list(self._waiting)
+        other._states, other.words = list(self._states), self.words and self.words.fork()
+        return other
+
+    def saved(self) -> Saved:
+        """Keys and values, and the states."""
+        return join([self.cache.saved(), (list(self._states), None)])
+
+    def restore(self, saved: Saved, tokens: mx.array) -> None:
+        """Hold what another has saved of `tokens` [n]."""
+        cache, (self._states, _) = split(saved)
+        self._cache.restore(cache)
+        if self.words is not None:
+            self.words.add(tokens)
 
     def _take_in(self) -> None:
         """Make rows of what waits."""

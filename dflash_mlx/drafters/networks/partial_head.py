@@ -7,6 +7,7 @@ the largest matrix that a draft reads. What a conversation has said is always am
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import mlx.core as mx
 import numpy as np
@@ -48,6 +49,12 @@ class Words:
         self._others = base.others
         self._ids = base.ids
         self._more: Head | None = None
+
+    def fork(self) -> Words:
+        """A copy that goes on by itself."""
+        other = copy(self)
+        other._waiting = list(self._waiting)
+        return other
 
     def add(self, tokens: mx.array) -> None:
         """Take in committed tokens [n]."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import mlx.core as mx
 
 from dflash_mlx.drafters.networks.partial_head import Words
 from dflash_mlx.drafters.specdiff.network import Network
+from dflash_mlx.engine.state import Kind
 from dflash_mlx.target.cache import LayerCache
+from dflash_mlx.target.saved import Saved
 from dflash_mlx.target.sequence import SequenceCache
 
 MOST_WAITING = 64  # tokens
@@ -88,6 +91,29 @@ class TokenContext:
             self._waiting = self._waiting[:0]
             self._cache.trim(start)
             self._take_in(tokens[start:])
+
+    @property
+    def kind(self) -> Kind:
+        """The network, and what is kept of its keys and values."""
+        return (self._network,), self._cache.kind
+
+    def fork(self) -> TokenContext:
+        """A copy that goes on by itself."""
+        other = copy(self)
+        other._cache, other._tokens = self._cache.fork(), list(self._tokens)
+        other.words = self.words and self.words.fork()
+        return other
+
+    def saved(self) -> Saved:
+        """Keys and values; what waits is among the tokens."""
+        return self._cache.saved()
+
+    def restore(self, saved: Saved, tokens: mx.array) -> None:
+        """Hold what another has saved of `tokens` [n]."""
+        self._cache.restore(saved)
+        self._tokens, self._waiting = [tokens], tokens[self._cache.length :]
+        if self.words is not None:
+            self.words.add(tokens)
 
     def _reached_from(self, length: int) -> int:
         """The first token that rows at `length` see anything of, through all layers.

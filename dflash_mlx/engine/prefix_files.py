@@ -1,0 +1,222 @@
+"""States in a folder, so that a conversation goes on after a restart and reads nothing again.
+
+A file holds a state's arrays, its tokens among them, and in its metadata who wrote it, digests of
+all that is in it, and the versions it is of. Whatever does not agree is removed and was never
+there: no file, however damaged, gives another answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.origin import Origin
+from dflash_mlx.engine.state import State
+from dflash_mlx.system.files import remove_abandoned, replace_safetensors
+from dflash_mlx.system.machine import describe_versions
+from dflash_mlx.system.safetensors_header import read_header
+
+WORTH = 256  # tokens that are faster read from a disk than by the model
+SPARE = 10**9  # bytes of the disk that are left to others
+_SUFFIX = ".safetensors"
+_TOKENS = "0"  # the name of the tokens, which states save first
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, DFlashError)
+
+Ids = npt.NDArray[np.int32]
+
+
+class PrefixFiles:
+    """A folder of states, the last used ones; it is made, for its owner alone, when one is kept.
+
+    limit: bytes that all of them may take. worth: tokens from which on a state is written or read.
+    problem: a sentence about why states are not kept, "" while they are.
+    """
+
+    def __init__(self, folder: Path, limit: int, worth: int = WORTH) -> None:
+        self.folder, self.limit, self.worth, self.problem = folder, limit, worth, ""
+        self._known: dict[str, Ids] = {}  # the tokens of files by their names
+        self._keys: dict[Origin, str] = {}
+        self._versions = json.dumps(describe_versions())
+        with suppress(OSError):
+            remove_abandoned(folder)
+        for file in self._files():
+            self._check_versions(file)
+
+    def find(
+        self, origin: Origin, prompt: Sequence[int], least: int, empty: Callable[[], State]
+    ) -> State | None:
+        """A state that can go on with more than `least` tokens of `prompt`; None for none.
+
+        empty: makes one to read into. A file that is not whole, or not what its name says, goes.
+        """
+        ids, key = np.array(prompt[:-1], np.int32), self._key(origin)
+        known = [(file, _shared(self._known[file.name], ids)) for file in self._of(key)]
+        for file, shared in sorted(known, key=lambda pair: -pair[1]):
+            if shared < least + self.worth:
+                return None
+            state = empty()
+            try:
+                if self._read(file, key, state, lambda state: state.usable(prompt) > least):
+                    os.utime(file)
+                    return state
+            except _DAMAGED:
+                self._remove(file)
+        return None
+
+    def write(self, origin: Origin, state: State) -> bool:
+        """Keep a state in place of those that it covers; whether it is there now."""
+        if state.position < self.worth:
+            return False
+        try:
+            return self._write(origin, state)
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            self._refuse(f"{self.folder} cannot be written ({reason})")
+            return False
+
+    def clear(self) -> None:
+        """Remove all states."""
+        for file in self._files():
+            self._remove(file)
+
+    def _write(self, origin: Origin, state: State) -> bool:
+        arrays, about = state.saved()
+        size = sum(array.nbytes for array in arrays)
+        if size > self.limit:
+            return False
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.chmod(0o700)
+        if shutil.disk_usage(self.folder).free < size + SPARE:
+            self._refuse(f"the disk of {self.folder} is nearly full")
+            return False
+        key, tokens = self._key(origin), np.array(arrays[0])
+        named = {str(i): array for i, array in enumerate(arrays)}
+        metadata = {
+            "model": origin.target.name,
+            "versions": self._versions,
+            "key": key,
+            "about": json.dumps(about),
+        }
+        metadata["head"] = _head_digest(metadata, named)
+        metadata["data"] = _data_digest(named)
+        file = self.folder / f"{key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}{_SUFFIX}"
+        replace_safetensors(file, named, metadata, private=True)
+        self._known[file.name] = tokens
+        for other in self._of(key):
+            ids = self._known[other.name]
+            if other != file and _shared(ids, tokens) == len(ids) == state.nearest(len(ids)):
+                self._remove(other)
+        self._evict()
+        return True
+
+    def _read(self, file: Path, key: str, state: State, wanted: Callable[[State], bool]) -> bool:
+        """Read a file into an empty state, if that is then wanted; raises one of _DAMAGED.
+
+        Its numbers, tokens excepted, are not read until it is.
+        """
+        read_header(file)
+        arrays: dict[str, mx.array]
+        metadata: dict[str, str]
+        arrays, metadata = mx.load(str(file), return_metadata=True)  # type: ignore[assignment]
+        if metadata["key"] != key or metadata["head"] != _head_digest(metadata, arrays):
+            raise ValueError("another state, or a damaged one")
+        state.restore(([arrays[str(i)] for i in range(len(arrays))], json.loads(metadata["about"])))
+        if not wanted(state):
+            return False
+        if metadata["data"] != _data_digest(arrays):
+            raise ValueError("damaged numbers")
+        return True
+
+    def _of(self, key: str) -> Iterator[Path]:
+        """Those that were written under a key, by whatever process, and whose tokens are known."""
+        for file in self._files(f"{key}-*"):
+            try:
+                if file.name not in self._known:
+                    self._known[file.name] = _tokens_of(file)
+                yield file
+            except _DAMAGED:
+                self._remove(file)
+
+    def _key(self, origin: Origin) -> str:
+        if origin not in self._keys:
+            self._keys[origin] = origin.fingerprint()
+        return self._keys[origin]
+
+    def _check_versions(self, file: Path) -> None:
+        """Remove what another version has written; it cannot be of use again."""
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                if opened.metadata()["versions"] != self._versions:
+                    raise ValueError("other versions")
+        except _DAMAGED:
+            self._remove(file)
+
+    def _files(self, name: str = "[!.]*") -> list[Path]:
+        """Those that are whole, not what is being written."""
+        with suppress(OSError):
+            return sorted(self.folder.glob(name + _SUFFIX))
+        return []
+
+    def _evict(self) -> None:
+        """Remove what was used least recently, until the rest is within the limit."""
+        found = []
+        for file in self._files():
+            with suppress(OSError):  # another program may be evicting, too
+                found.append((file.stat().st_mtime, file.stat().st_size, file))
+        found.sort(reverse=True)
+        total = 0
+        for _, size, file in found:
+            total += size
+            if total > self.limit:
+                self._remove(file)
+
+    def _remove(self, file: Path) -> None:
+        self._known.pop(file.name, None)
+        with suppress(OSError):
+            file.unlink()
+
+    def _refuse(self, why: str) -> None:
+        self.problem = self.problem or f"{why}, so conversations are read anew after a restart"
+
+
+def _tokens_of(file: Path) -> Ids:
+    """The tokens in a file, as far as can be told without its digest. Raises one of _DAMAGED."""
+    with safe_open(file, framework="numpy") as opened:
+        tokens: Ids = opened.get_tensor(_TOKENS)
+    if tokens.dtype != np.int32 or tokens.ndim != 1:
+        raise ValueError("no tokens")
+    return tokens
+
+
+def _shared(ids: Ids, others: Ids) -> int:
+    """Tokens that both begin with."""
+    size = min(ids.size, others.size)
+    differ = np.flatnonzero(ids[:size] != others[:size])
+    return int(differ[0]) if differ.size else size
+
+
+def _head_digest(metadata: dict[str, str], arrays: dict[str, mx.array]) -> str:
+    """Of all but the numbers."""
+    said = [(name, metadata[name]) for name in ("model", "versions", "key", "about")]
+    shapes = [(name, arrays[name].shape, str(arrays[name].dtype)) for name in sorted(arrays)]
+    return hashlib.sha256(repr((said, shapes)).encode()).hexdigest()
+
+
+def _data_digest(arrays: dict[str, mx.array]) -> str:
+    """Of the numbers."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        numbers = mx.contiguous(arrays[name]).reshape(-1).view(mx.uint8)
+        digest.update(np.array(numbers, copy=False).data)
+    return digest.hexdigest()

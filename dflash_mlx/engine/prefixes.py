@@ -1,0 +1,126 @@
+"""States of sequences that are over, for those that begin alike: what they share is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.origin import Origin
+from dflash_mlx.engine.prefix_files import PrefixFiles
+from dflash_mlx.engine.state import State
+from dflash_mlx.target.model import Target
+
+
+@dataclass
+class _Entry:
+    """A state that nobody writes to."""
+
+    origin: Origin
+    state: State
+    nbytes: int
+    on_disk: bool = False
+
+    def covers(self, other: _Entry) -> bool:
+        """Whether whatever could go on from the other can go on from this as well."""
+        end = other.state.position
+        begins = self.origin == other.origin and end <= self.state.position
+        if not begins or self.state.tokens[:end] != other.state.tokens[:end]:
+            return False
+        return self.state.nearest(end) == end
+
+
+class PrefixCache:
+    """Keeps states of sequences that are over, the last used ones, for one thread.
+
+    limit: bytes that they may take in memory; the newest stays until another begins. files: where
+    they go when they have to leave the memory, None for nowhere. Not for sequences of `exact`:
+    their rows have to be those of one-row passes.
+    """
+
+    def __init__(self, limit: int = 0, files: PrefixFiles | None = None) -> None:
+        self.limit, self.files = limit, files
+        self._entries: list[_Entry] = []  # the least recently used first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory; what a running sequence still shares is counted here as well."""
+        return sum(entry.nbytes for entry in self._entries)
+
+    @property
+    def problem(self) -> str:
+        """A sentence about why nothing can be kept on the disk, "" where it can."""
+        return "" if self.files is None else self.files.problem
+
+    def take(self, prompt: Sequence[int], target: Target, drafter: Drafter) -> State:
+        """The state from which `State.reuse` keeps most of `prompt`, an empty one for want of any.
+
+        It is the caller's. The cache keeps what it is from, unless both would not have room.
+        """
+
+        def empty() -> State:
+            return State(target.new_cache(), drafter.new_context())
+
+        origin = Origin.of(target, drafter, state := empty())
+        best, length = self._best(origin, prompt)
+        found = None
+        if self.files is not None:
+            found = self.files.find(origin, prompt, length, empty)
+        if found is not None:
+            best, length = _Entry(origin, found, found.nbytes, True), found.usable(prompt)
+        if best is None:
+            self._shrink(self.limit)
+            return state
+        self._entries = [entry for entry in self._entries if entry is not best]
+        stays = best.nbytes + best.nbytes * length // best.state.position <= self.limit
+        if stays:
+            self._entries.append(best)
+        self._shrink(self.limit)
+        return best.state.fork() if stays else best.state
+
+    def put(self, state: State, target: Target, drafter: Drafter) -> None:
+        """Keep what a sequence has committed; its owner may go on with `state`."""
+        if not state.position:
+            return
+        mx.eval(state.cache.arrays, state.context.arrays)
+        kept = state.fork()
+        new = _Entry(Origin.of(target, drafter, kept), kept, kept.nbytes)
+        if (known := next((old for old in self._entries if old.covers(new)), None)) is not None:
+            new = known
+        self._entries = [old for old in self._entries if not new.covers(old)]
+        self._entries.append(new)
+        self._shrink(self.limit, least=1)
+
+    def give_way(self, limit: int) -> None:
+        """Leave so many bytes of memory or fewer, if need be none."""
+        self._shrink(limit)
+
+    def save(self) -> None:
+        """Write to the disk what is not there yet, as before the program ends."""
+        for entry in self._entries:
+            self._save(entry)
+
+    def clear(self) -> None:
+        """Forget everything, on the disk as well."""
+        self._entries.clear()
+        if self.files is not None:
+            self.files.clear()
+
+    def _best(self, origin: Origin, prompt: Sequence[int]) -> tuple[_Entry | None, int]:
+        """The entry with the longest usable prefix, of several the last used, and its length."""
+        best, most = None, 0
+        for entry in reversed(self._entries):
+            if entry.origin == origin and (length := entry.state.usable(prompt)) > most:
+                best, most = entry, length
+        return best, most
+
+    def _shrink(self, limit: int, least: int = 0) -> None:
+        """Let go of what was used least recently, down to `limit` bytes or `least` states."""
+        while len(self._entries) > least and self.nbytes > limit:
+            self._save(self._entries.pop(0))
+
+    def _save(self, entry: _Entry) -> None:
+        if self.files is not None and not entry.on_disk:
+            entry.on_disk = self.files.write(entry.origin, entry.state)

@@ -1,0 +1,272 @@
+"""What was read once is not read again: turns, branches, several at once; answers stay the same."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.decode import make_rule
+from dflash_mlx.engine.engine import Engine
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.engine.state import State
+from dflash_mlx.engine.step import Running
+from dflash_mlx.session.stream import Session, collect
+from dflash_mlx.target.cache import STEP
+from dflash_mlx.target.model import Target
+from support.decoding import Strict, go_on, start
+from support.decoding import run as answer_of
+from support.families import make_model
+from support.hybrids import plain_answer, target_of
+from support.pairs import full_pair
+from support.toys import Letters, prompt_of
+
+TARGETS = ["llama", "llama_sliding", "falcon_h1"]
+METHODS = {
+    "none": {},
+    "ngram": {},
+    "dflash": {},
+    "ddtree": {"budget": 12},
+    "d2sd": {"budget": 12},
+    "eagle3": {"budget": 12},
+    "specdiff": {"budget": 12},
+}
+PLENTY = 10**9  # bytes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def pair(request, tmp_path_factory):
+    target = Target(make_model(request.param), 4096, request.param)
+    return full_pair(tmp_path_factory.mktemp("pair"), target, Letters())
+
+
+def config_of(method: str, **more) -> DecodeConfig:
+    return DecodeConfig(method, **{"max_tokens": 12, **METHODS[method], **more})
+
+
+def said_by(session: Session, prompt: list[int]) -> tuple[list[int], int]:
+    """An answer, and how many tokens of its prompt were there already."""
+    answer = collect(session.stream(prompt))
+    return list(answer.tokens), answer.statistics.reused_tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_second_turn_reads_nothing_again_and_says_what_it_would_from_the_beginning(pair, method):
+    prefixes, prompt = PrefixCache(PLENTY), prompt_of(0, 600)
+    first, reused = said_by(Session(pair, config_of(method), prefixes), prompt)
+    assert reused == 0
+    said_by(Session(pair, config_of(method), prefixes), prompt_of(1, 50))  # another conversation
+    before = [*prompt, *first]
+    follow_up = [*before, *prompt_of(2, 20)]
+    again, reused = said_by(Session(pair, config_of(method), prefixes), follow_up)
+    assert again == plain_answer(pair.target, follow_up, 12)
+    assert reused >= 0.95 * len(before)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_prompt_that_parts_in_the_middle_of_another_is_read_from_near_there(name):
+    target, prefixes, shared = target_of(name), PrefixCache(PLENTY), prompt_of(3, 1500)
+    long = [*shared, *prompt_of(4, 500)]  # whose last chunk begins before them
+    prefixes.put(start(target, NoDraft(), long), target, NoDraft())
+    other = [*shared, *prompt_of(5, 30)]
+    state = prefixes.take(other, target, NoDraft())
+    reused = go_on(target, NoDraft(), state, other)
+    assert answer_of(target, NoDraft(), state, DecodeConfig(max_tokens=8)) == plain_answer(
+        target, other, 8
+    )
+    assert reused == (1024 if target.is_recurrent else 1500)
+
+
+def test_of_a_long_prompt_a_few_states_are_kept_all_over_it():
+    target, rng = target_of("falcon_h1"), np.random.default_rng(0)
+    state = start(target, NoDraft(), prompt_of(6, 3000), DecodeConfig(prefill_step=200))
+    starts = [chunk.start for chunk in state.cache._recurrent._chunks]
+    assert len(starts) == 4 and max(np.diff([0, *starts])) <= 1200
+    for length in rng.integers(starts[0], 3000, 5).tolist():
+        assert state.nearest(length) >= max(s for s in starts if s <= length)
+
+
+def test_what_windows_have_passed_is_kept_where_nothing_else_leads_back():
+    """The first turn's end can be gone back to, though the second turn begins with it."""
+    target, prefixes = target_of("llama_sliding"), PrefixCache(PLENTY)
+    first, other = prompt_of(7, 300), prompt_of(8, 5)
+    prefixes.put(start(target, NoDraft(), first), target, NoDraft())
+    second = start(target, NoDraft(), [*first, *prompt_of(9, 300)])
+    prefixes.put(second, target, NoDraft())
+    state = prefixes.take([*first, *other], target, NoDraft())
+    assert state.reuse([*first, *other]) == 300
+    whole = target_of("llama")
+    prefixes = PrefixCache(PLENTY)
+    for prompt in (first, second.tokens):
+        prefixes.put(start(whole, NoDraft(), prompt), whole, NoDraft())
+    assert prefixes.nbytes == start(whole, NoDraft(), second.tokens).nbytes, "one covers both"
+
+
+def test_a_state_is_for_its_own_target_and_its_own_drafter_alone(tmp_path):
+    target, prompt = Target(make_model("llama"), 4096, "llama"), prompt_of(10, 40)
+    pair = full_pair(tmp_path, target, Letters())
+    prefixes = PrefixCache(PLENTY)
+    said_by(Session(pair, config_of("dflash"), prefixes), prompt)
+    for method, reused in [("dflash", 39), ("ddtree", 39), ("d2sd", 0), ("eagle3", 0), ("none", 0)]:
+        session = Session(pair, config_of(method), prefixes)
+        assert session._begin(prompt).usable(prompt) == reused, method
+    target.kv_bits = 8
+    assert not Session(pair, config_of("dflash"), prefixes)._begin(prompt).position
+    other = full_pair(tmp_path / "other", Target(make_model("llama"), 4096, "llama"), Letters())
+    assert not Session(other, config_of("dflash"), prefixes)._begin(prompt).position
+
+
+def put(prefixes: PrefixCache, target: Target, seed: int, length: int = 40) -> list[int]:
+    prompt = prompt_of(seed, length)
+    prefixes.put(start(target, NoDraft(), prompt), target, NoDraft())
+    return prompt
+
+
+def test_what_was_used_least_recently_goes_first_and_the_limit_is_kept():
+    target = target_of("llama")
+    one = start(target, NoDraft(), prompt_of(0, 40)).nbytes
+    prefixes = PrefixCache(3 * one)
+    first, second, third = (put(prefixes, target, seed) for seed in (11, 12, 13))
+    assert prefixes.nbytes == 3 * one
+    kept = prefixes.take([*first, 1], target, NoDraft())
+    assert kept.usable([*first, 1]) == 40
+    put(prefixes, target, 14)
+    assert prefixes.nbytes == 3 * one
+    there = [prefixes.take([*p, 1], target, NoDraft()).position for p in (first, second, third)]
+    assert there == [40, 0, 40]
+
+
+def test_a_conversation_that_would_not_fit_twice_is_continued_in_place():
+    target, prefixes = target_of("llama"), PrefixCache(0)
+    prompt = put(prefixes, target, 15)
+    assert prefixes.nbytes, "the last one stays"
+    storage = prefixes._entries[0].state
+    assert prefixes.take([*prompt, 1], target, NoDraft()) is storage
+    assert prefixes.nbytes == 0
+    put(prefixes, target, 16)
+    prefixes.take(prompt, target, NoDraft())
+    assert prefixes.nbytes == 0, "another has begun"
+
+
+def test_a_short_prefix_of_a_long_conversation_takes_little_memory():
+    target, prefixes = target_of("llama"), PrefixCache(PLENTY)
+    prompt = put(prefixes, target, 17, 10 * STEP)
+    state = prefixes.take(prompt[:20], target, NoDraft())
+    state.reuse(prompt[:20])
+    assert state.nbytes <= prefixes.nbytes / 10
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_states_that_share_a_prefix_go_on_by_themselves(name):
+    target, prefixes, prompt = target_of(name), PrefixCache(PLENTY), prompt_of(18, 100)
+    prefixes.put(start(target, NoDraft(), prompt), target, NoDraft())
+    questions = [[*prompt, *prompt_of(19 + i, 3 + 5 * i)] for i in range(3)]
+    states = [prefixes.take(each, target, NoDraft()) for each in questions]
+    assert len({id(state) for state in states}) == 3
+    config = DecodeConfig(max_tokens=10)
+    assert [go_on(target, NoDraft(), *both) for both in zip(states, questions, strict=True)] == [
+        100
+    ] * 3
+    said = [answer_of(target, NoDraft(), state, config) for state in reversed(states)]
+    assert said[::-1] == [plain_answer(target, each, 10) for each in questions]
+
+
+def test_exact_answers_neither_use_nor_leave_anything(tmp_path):
+    target = Target(make_model("llama"), 4096, "llama")
+    pair, prefixes = Pair(target, Letters(), (), "tiny"), PrefixCache(PLENTY)
+    prompt = prompt_of(22, 40)
+    said_by(Session(pair, config_of("ngram"), prefixes), prompt)
+    before = prefixes.nbytes
+    _, reused = said_by(Session(pair, config_of("ngram", exact=True), prefixes), prompt)
+    assert reused == 0 and prefixes.nbytes == before
+
+
+# The engine
+
+
+def running(target: Target, prompt: list[int], seed: int, tokens: int = 10) -> Running:
+    sampling = SamplingConfig(temperature=0.8 if seed % 2 else 0.0, seed=seed)
+    config, state = (
+        DecodeConfig(max_tokens=tokens),
+        State(target.new_cache(), NoDraft().new_context()),
+    )
+    state.end = len(prompt) - 1 + tokens
+    rule = make_rule(target, state, Sampler(sampling), config)
+    return Running(state, NoDraft(), prompt, 64, rule, shares=True)
+
+
+def run(engine: Engine, everyone: list[Running], look=lambda: None) -> list[list[int]]:
+    said = {id(each): [] for each in everyone}
+    for each in everyone:
+        engine.add(each)
+    while engine.running or engine.waiting:
+        for each, outcome in engine.step():
+            if outcome is not None and not isinstance(outcome, Exception):
+                said[id(each)] += outcome.accepted.tokens
+        look()
+    return [said[id(each)] for each in everyone]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_requests_that_begin_alike_read_their_beginning_once(name):
+    target, system = target_of(name), prompt_of(23, 200)
+    prompts = [[*system, *prompt_of(24 + i, 10 + i)] for i in range(4)]
+    alone = [run(Engine(target), [running(target, p, i)])[0] for i, p in enumerate(prompts)]
+    engine = Engine(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
+    run(engine, [running(target, [*system, 5], 0)])
+    everyone = [running(target, p, i) for i, p in enumerate(prompts)]
+    assert run(engine, everyone) == alone
+    least = {"llama": 200, "llama_sliding": 200, "falcon_h1": 168}[name]
+    assert all(each.reused >= least for each in everyone)
+
+
+def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
+    target, prompt = target_of("llama"), prompt_of(28, 100)
+    engine = Engine(target, prefixes=PrefixCache(PLENTY))
+    left, broken = running(target, prompt, 0), running(target, prompt_of(29, 100), 0)
+    for each in (left, broken):
+        engine.add(each)
+        engine.step()
+
+    def fails(*_):
+        raise RuntimeError("no")
+
+    broken.state.commit_prompt = fails
+    ((_, _), (_, outcome)) = engine.step()
+    assert isinstance(outcome, RuntimeError)
+    for each in (left, broken):
+        engine.cancel(each)
+    again = [running(target, each.prompt, 0) for each in (left, broken)]
+    for each in again:
+        engine.add(each)
+    engine.step()
+    assert [each.reused for each in again] == [99, 0]
+
+
+def test_prefixes_give_way_before_any_sequence_has_to():
+    target, prompts = target_of("llama"), [prompt_of(30 + i, 100 + 60 * i) for i in range(4)]
+    alone = [run(Engine(target), [running(target, p, i, 60)])[0] for i, p in enumerate(prompts)]
+    engine = Engine(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
+    engine.memory = 2 * engine.bytes_of(NoDraft(), 400)
+    for seed in range(6):
+        run(engine, [running(target, prompt_of(40 + seed, 100), seed)])
+    full = engine.prefixes.nbytes
+    least = [full]
+
+    def look():
+        assert engine.used + engine.prefixes.nbytes <= engine.memory
+        least.append(engine.prefixes.nbytes)
+
+    assert run(engine, [running(target, p, i, 60) for i, p in enumerate(prompts)], look) == alone
+    assert min(least) < full
