@@ -107,7 +107,7 @@ def process(model: Path, folder: Path, *argv: str) -> Iterator[tuple[subprocess.
 
 
 def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp_path):
-    body = chat_body(model="endless", stream=True, max_tokens=50_000)
+    body = chat_body("a" * 2000, model="endless", stream=True, max_tokens=50_000)
     for last in (signal.SIGKILL, signal.SIGTERM):
         with process(model, tmp_path, "--grace", "0.5") as (running, url):
             assert httpx.get(url + "/health").json() == {"status": "ok"}
@@ -120,4 +120,4 @@ def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp
                     assert "shutting down" in [line for line in lines if line][-1]
             assert running.wait(20) == (0 if last == signal.SIGTERM else -signal.SIGKILL)
             assert running.stderr.read() == ""
-    assert [*(tmp_path / "cache").glob("dflash-chat/prefixes/**/*.safetensors")]
+    assert [*(tmp_path / "cache").glob("dflash-chat/prefixes/*")]  # for the next start

@@ -109,8 +109,8 @@ def test_an_answer_that_fails_says_so_and_the_others_go_on(pair):
         conversations = server.desk.stepper._conversations
         begin = conversations.begin
 
-        def failing(tokens, config):
-            answering = begin(tokens, config)
+        def failing(tokens, config, behind):
+            answering = begin(tokens, config, behind)
             conversations._answers[-1][0].make_rule = lambda: 1 / 0
             return answering
 
