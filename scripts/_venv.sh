@@ -1,5 +1,5 @@
 # shellcheck shell=sh
-# Sourced by scripts/chat and scripts/test: makes $root/.venv once and brings it up to date.
+# Sourced by scripts/chat, scripts/serve and scripts/test: makes $root/.venv once and brings it up to date.
 #
 #   root=...                 the repository, set by the caller
 #   venv_ready "dev,plot"    the extras that must be installed; "" for none
@@ -20,7 +20,7 @@ venv_ready() {
     elif venv_has_extras "$1"; then
         return
     fi
-    venv_install "$1"
+    venv_install "${installed:+$installed${1:+,}}$1" # what is installed stays
 }
 
 # Nothing when .venv has no Python that runs. The folder counts because a .venv cannot be moved.
@@ -63,7 +63,7 @@ venv_find_python() {
 }
 
 venv_install() {
-    extras=${1:-$installed}
+    extras=$1
     say "installing dflash-chat${extras:+ with its extras $extras}"
     rm -f "$venv/stamp"
     # Older pips cannot install a pyproject.toml project as editable.

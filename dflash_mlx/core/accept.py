@@ -37,7 +37,8 @@ class Accepted:
     """The nodes of `tree` on the accepted path, root first, and the target's token after them.
 
     token: an integer, or [1] that may be unevaluated. near_ties: where they were looked for. ends:
-    whether nothing may follow, because the answer's grammar ends here.
+    whether nothing may follow, because the answer's grammar ends here. logits: [n, V] that the n
+    new tokens were chosen from, where they were asked for.
     """
 
     tree: Tree
@@ -45,6 +46,7 @@ class Accepted:
     token: int | mx.array
     near_ties: NearTies | None = None
     ends: bool = False
+    logits: mx.array | None = None
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:

@@ -219,7 +219,10 @@ class StructureConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How one answer is decoded."""
+    """How one answer is decoded.
+
+    logprobs: whether accepted tokens carry the logits that they were chosen from, see `Accepted`.
+    """
 
     method: str = option(
         AUTO,
@@ -296,6 +299,7 @@ class DecodeConfig:
         (), "stop before this text appears; may be given several times", action="append"
     )
     prefill_step: int = option(512, "prompt tokens per target pass", type=int)
+    logprobs: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     structure: StructureConfig = field(default_factory=StructureConfig)
 

@@ -15,6 +15,11 @@ _RESERVED = (  # what the call of a chat template decides itself
 )
 
 
+def reserved(name: str) -> bool:
+    """Whether whoever renders a conversation decides this argument of a chat template."""
+    return name in _RESERVED
+
+
 def parse_template(given: Sequence[str]) -> dict[str, Any]:
     """KEY=VALUE texts, the values as JSON, as names and values; DFlashError for any other."""
     arguments = {}
@@ -27,7 +32,7 @@ def parse_template(given: Sequence[str]) -> dict[str, Any]:
         if not key.isidentifier():
             problem = f"template is {text[:200]!r}"
             raise DFlashError(problem, "choose KEY=VALUE, the value as JSON", "template")
-        if key in _RESERVED:
+        if reserved(key):
             step = "choose an argument of the model's template"
             raise DFlashError(f"template is {text[:200]!r}", step, "template")
     return arguments

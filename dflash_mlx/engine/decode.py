@@ -12,7 +12,7 @@ from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.engine.constraint import Constraint, MaskedSampler
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
-from dflash_mlx.engine.rules import Match, Reject, Rule
+from dflash_mlx.engine.rules import Match, Reject, Rule, WithLogits
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Round, Running, alone, step
 from dflash_mlx.target.model import Target
@@ -88,8 +88,10 @@ def make_rule(
     if state.constraint is not None:
         sampler = MaskedSampler(sampler, state.constraint)
     if config.guarded or (config.exact and company):
-        return NearTieGuard(target, state, sampler, noise_of(target))
-    return Reject(sampler) if config.draws_drafts else Match(sampler)
+        rule: Rule = NearTieGuard(target, state, sampler, noise_of(target))
+    else:
+        rule = Reject(sampler) if config.draws_drafts else Match(sampler)
+    return WithLogits(rule) if config.logprobs else rule
 
 
 def _rounds(target: Target, running: Running, observer: Observer) -> Iterator[Round]:

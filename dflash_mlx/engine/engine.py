@@ -14,7 +14,6 @@ from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.exact import NearTieGuard
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Outcome, Running, step
@@ -34,7 +33,8 @@ class Engine:
     they came; where answers grow beyond it, the youngest is read again later. prefixes: where
     sequences go when they are over, `exact` ones excepted, and begin; it gives way to those that
     run. fair: whether prompts are read in chunks that the others' answers can bear; batch work has
-    nobody who waits. waiting, running: the sequences, the oldest first.
+    nobody who waits. most: sequences in a pass; further ones wait, too. waiting, running: the
+    sequences, the oldest first.
     """
 
     def __init__(
@@ -44,8 +44,10 @@ class Engine:
         observer: Observer | None = None,
         prefixes: PrefixCache | None = None,
         fair: bool = True,
+        most: int = sys.maxsize,
     ) -> None:
-        self.target, self.memory, self.prefixes, self.fair = target, memory, prefixes, fair
+        self.target, self.memory, self.prefixes = target, memory, prefixes
+        self.fair, self.most = fair, most
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._observer = observer or Observer()
@@ -119,7 +121,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Begin with those that wait, as long as there is memory for what they read."""
-        while self.waiting:
+        while self.waiting and len(self.running) < self.most:
             first = self.waiting[0]
             limit = self.memory if self.running else None
             if limit is not None and self.used + self._reserved(first) > limit:
@@ -170,7 +172,7 @@ class Engine:
         """Drop what is kept, then the caches of the youngest, until the others have room."""
         self._give_way()
         while self.memory is not None and len(self.running) > 1 and self.used > self.memory:
-            again = [each for each in self.running if not isinstance(each.rule, NearTieGuard)]
+            again = [each for each in self.running if not (each.rule and each.rule.remembers)]
             if not again or again[-1] is self.running[0]:
                 return
             youngest = again[-1]

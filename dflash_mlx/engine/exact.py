@@ -143,6 +143,8 @@ class NearTieGuard:
     larger than was measured. Only forks of the state's cache are written.
     """
 
+    remembers = True
+
     def __init__(self, target: Target, state: State, sampler: Sampler, noise: Noise) -> None:
         self.target, self.sampler, self.noise = target, sampler, noise
         self._twin = state.cache.fork()  # written by one-row passes alone since the prompt

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted, accept
 from dflash_mlx.core.sampling import KEEP, Sampler
+from dflash_mlx.core.tree import rows_on
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
 
 
 class Rule(Protocol):
-    """Decides which nodes of a verified tree to keep; the caches stay as they are."""
+    """Decides which nodes of a verified tree to keep; the caches stay as they are.
+
+    remembers: whether it has caches of its own, which reading the tokens again does not give back.
+    """
+
+    remembers: bool
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """The accepted path and the target's token after it."""
@@ -21,6 +28,8 @@ class Rule(Protocol):
 
 class Match:
     """Take the target's token at a node, follow the child that carries it (see `accept`)."""
+
+    remembers = False
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -38,6 +47,8 @@ class Reject:
     draft is kept with probability sum min(p, q), one that is a best guess d and is matched with
     p(d).
     """
+
+    remembers = False
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -66,6 +77,19 @@ class Reject:
         rows = range(verdict.logits.shape[0])
         laws = [self._sampler.law(verdict.logits[k], tokens[: first + k]) for k in rows]
         return mx.stack(laws)
+
+
+class WithLogits:
+    """Another rule, whose tokens carry the logits that they were chosen from."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.remembers = rule.remembers
+
+    def accept(self, verdict: Verdict, state: State) -> Accepted:
+        """As the other rule; nothing is computed or waited for."""
+        accepted = self._rule.accept(verdict, state)
+        return replace(accepted, logits=verdict.logits[rows_on(accepted.path)])
 
 
 def kept(p: mx.array, q: mx.array, tokens: mx.array, u: mx.array) -> mx.array:

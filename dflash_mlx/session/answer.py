@@ -97,6 +97,11 @@ class Answering:
         return TextDelta(piece, kept, accepted, self.reason, statistics, anchor, proposal)
 
     @property
+    def stop_text(self) -> str | None:
+        """The stop text that ended the answer; None where it was none of them."""
+        return self._text.found
+
+    @property
     def length(self) -> int:
         """Tokens of the conversation, the answer included."""
         return self.statistics.prompt_tokens + self.statistics.generated_tokens

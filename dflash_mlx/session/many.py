@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Sequence
 
 from dflash_mlx.core.config import DecodeConfig
@@ -18,12 +19,14 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
 from dflash_mlx.session.answer import Answering, TextDelta, check_length
 
+UNUSED = 8  # drafters that are kept for answers to come: a draw of each temperature has its own
+
 
 class Conversations:
     """Answers in the making; for one thread.
 
-    memory, prefixes: as for `Engine`. Answers that draft alike share a drafter, which drafts for
-    all of them in one pass where it can.
+    memory, prefixes, most: as for `Engine`. Answers that draft alike share a drafter, which drafts
+    for all of them in one pass where it can.
     """
 
     def __init__(
@@ -32,18 +35,23 @@ class Conversations:
         memory: int | None = None,
         observer: Observer | None = None,
         prefixes: PrefixCache | None = None,
+        most: int = sys.maxsize,
     ) -> None:
-        self.pair, self.engine = pair, Engine(pair.target, memory, observer, prefixes)
+        self.pair, self.engine = pair, Engine(pair.target, memory, observer, prefixes, most=most)
         self._drafters: dict[Hashable, Drafter] = {}
         self._answers: list[tuple[Running, Answering]] = []
+        self._behind: dict[int, list[Running]] = {}  # by the answer whose prompt they share
 
     def __len__(self) -> int:
         """Answers that are not finished, those that wait included."""
         return len(self._answers)
 
-    def begin(self, tokens: Sequence[int], config: DecodeConfig) -> Answering:
+    def begin(
+        self, tokens: Sequence[int], config: DecodeConfig, behind: Answering | None = None
+    ) -> Answering:
         """Take in the prompt `tokens`, the whole conversation so far.
 
+        behind: an answer to the same prompt, which is read only once where prefixes are kept.
         Raises DFlashError where it is empty or does not fit the context or the memory, and where
         the method or the grammar does not fit the pair.
         """
@@ -63,15 +71,31 @@ class Conversations:
             exact=config.exact,
         )
         answering = Answering(pair, config, drafter.name, tokens)
-        self.engine.add(running)
+        if self.engine.prefixes is not None and behind is not None and self._reads(behind):
+            self._behind.setdefault(id(behind), []).append(running)
+        else:
+            self.engine.add(running)
         self._answers.append((running, answering))
         return answering
+
+    def _reads(self, answering: Answering) -> bool:
+        """Whether the prompt of an answer is not read yet."""
+        unread = not answering.statistics.generated_tokens
+        return unread and any(each is answering for _, each in self._answers)
+
+    def _let_go(self, answering: Answering) -> None:
+        """Begin those that waited for an answer's prompt."""
+        for running in self._behind.pop(id(answering), ()):
+            self.engine.add(running)
 
     def cancel(self, answering: Answering) -> None:
         """Give up an answer, finished or not; the others do not notice."""
         for running, each in self._answers:
             if each is answering:
                 self.engine.cancel(running)
+                for waiting in self._behind.values():
+                    waiting[:] = [other for other in waiting if other is not running]
+        self._let_go(answering)
         self._answers = [pair for pair in self._answers if pair[1] is not answering]
 
     def step(self) -> list[tuple[Answering, TextDelta | Exception]]:
@@ -88,7 +112,9 @@ class Conversations:
             elif outcome is not None:
                 if not answering.statistics.generated_tokens:
                     answering.end_prompt(running.reused)
+                    self._share(running, answering)
                 news.append((answering, answering.take(outcome)))
+                answering.resume()  # nobody is waited for between two steps
                 if answering.reason is not None:
                     running.state.trim(answering.length - 1)
         for answering, said in news:
@@ -96,8 +122,20 @@ class Conversations:
                 self.cancel(answering)
         return news
 
+    def _share(self, running: Running, answering: Answering) -> None:
+        """Let others go on from a prompt that has just been read."""
+        prefixes = self.engine.prefixes
+        if prefixes is not None and id(answering) in self._behind and not running.exact:
+            prefixes.put(running.state, self.pair.target, running.drafter)
+        self._let_go(answering)
+
     def _drafter(self, config: DecodeConfig) -> Drafter:
+        """One for all that draft alike; of those that nobody uses, the newest few are kept."""
         key = drafting_of(config)
-        if key not in self._drafters:
-            self._drafters[key] = make_drafter(self.pair, config)
-        return self._drafters[key]
+        drafter = self._drafters.pop(key, None) or make_drafter(self.pair, config)
+        used = {id(running.drafter) for running, _ in self._answers}
+        unused = [k for k, kept in self._drafters.items() if id(kept) not in used]
+        for oldest in unused[: max(0, len(unused) - UNUSED)]:
+            del self._drafters[oldest]
+        self._drafters[key] = drafter
+        return drafter

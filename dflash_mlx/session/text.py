@@ -18,11 +18,13 @@ class StopText:
     """Turns tokens into text and cuts it where plain decoding would stop.
 
     Stop tokens end the answer and are not part of its text. A stop text is cut off together with
-    all that follows; text that may be the beginning of one is held back.
+    all that follows; text that may be the beginning of one is held back. found: the stop text that
+    ended the answer, None where none did.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self.stopped = False
+        self.found: str | None = None
         self._stop_ids = tokenizer.eos_token_ids
         self._stops = tuple(stops)
         self._detokenizer = tokenizer.detokenizer
@@ -47,7 +49,7 @@ class StopText:
             self._detokenizer.finalize()
             self._find_stop_text()
         text = self._detokenizer.text
-        end = len(text) if finished else len(text) - _begun(text, self._stops)
+        end = len(text) if finished else len(text) - begun(text, self._stops)
         end = min(end, self._cut) if self._cut is not None else end
         begin, self._sent = self._sent, max(self._sent, end)
         return str(text[begin:end])
@@ -57,10 +59,10 @@ class StopText:
         # newline when both arrive between two reads.
         text = self._detokenizer.text
         # What was sent was searched before; a stop text may still begin inside what was held.
-        places = (text.find(stop, max(0, self._sent - len(stop))) for stop in self._stops)
-        found = [place for place in places if place >= 0]
+        places = [(text.find(stop, max(0, self._sent - len(stop))), stop) for stop in self._stops]
+        found = [place for place in places if place[0] >= 0]
         if found and self._cut is None:
-            self._cut, self.stopped = min(found), True
+            (self._cut, self.found), self.stopped = min(found), True
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class ThinkingReader:
         while True:
             tag = END if self.inside else BEGIN
             before, found, after = self._held.partition(tag)
-            certain = before if found else before[: len(before) - _begun(before, (tag,))]
+            certain = before if found else before[: len(before) - begun(before, (tag,))]
             parts += self._part(certain)
             if not found:
                 self._held = self._held[len(certain) :]
@@ -118,7 +120,7 @@ def opens_thought(tokenizer: Any, prompt: Sequence[int]) -> bool:
     return bool(tokenizer.decode(list(prompt[-_TAIL:])).rstrip().endswith(BEGIN))
 
 
-def _begun(text: str, marks: Sequence[str]) -> int:
+def begun(text: str, marks: Sequence[str]) -> int:
     """How many of the last characters may be the beginning of one of `marks`."""
     longest = max(map(len, marks), default=1) - 1
     for n in range(min(longest, len(text)), 0, -1):

@@ -26,12 +26,12 @@ def begin() -> None:
 
 
 def is_command() -> bool:
-    """Whether this program is `python -m dflash_mlx...` or the script `dflash-chat`."""
+    """Whether this program is `python -m dflash_mlx...` or one of our scripts."""
     words = [*sys.orig_argv, "-m", ""]
     at = words.index("-m")
     module = words[at + 1] if all(w[:1] == "-" and w != "-c" for w in words[1:at]) else ""
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
-    return script == "dflash-chat" or module.startswith("dflash_mlx.")
+    return script in ("dflash-chat", "dflash-serve") or module.startswith("dflash_mlx.")
 
 
 def leave_on_interrupt() -> None:

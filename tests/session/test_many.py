@@ -1,5 +1,6 @@
 """Several conversations at once: each reads as it does alone, with its own stops and figures."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.session.answer import collect
-from dflash_mlx.session.many import Conversations
+from dflash_mlx.session.many import UNUSED, Conversations
 from dflash_mlx.session.stream import Session
 from dflash_mlx.target.model import Target
 from support.decoding import Strict
@@ -59,6 +60,45 @@ def test_every_answer_is_the_one_it_is_alone(pair):
         assert answering.length == len(prompt) + len(alone.tokens)
     assert asked[4].reason == "context"
     assert asked[0].statistics.decode_seconds > 0 < asked[0].statistics.prefill_seconds
+
+
+def test_an_answer_takes_no_longer_than_it_took(pair):
+    conversations, begin = Conversations(pair), time.perf_counter()
+    answering = conversations.begin(PROMPTS[0], configs()[0])
+    finish(conversations)
+    statistics, took = answering.statistics, time.perf_counter() - begin
+    assert 0 < statistics.decode_seconds + statistics.prefill_seconds <= took
+
+
+def test_no_more_answers_than_asked_for_are_in_one_pass(pair):
+    conversations = Conversations(pair, most=2)
+    for prompt in PROMPTS[:3]:
+        conversations.begin(prompt, configs()[1])
+    conversations.step()
+    assert [len(conversations.engine.running), len(conversations.engine.waiting)] == [2, 1]
+    assert len(finish(conversations)) == 3
+
+
+def test_drafters_that_nobody_uses_do_not_heap_up(pair):
+    conversations = Conversations(pair)
+    config = DecodeConfig("dflash", block_size=4, max_tokens=1)
+    for i in range(3 * UNUSED):
+        sampling = SamplingConfig(0.5 + i / 100)
+        conversations.begin(PROMPTS[0], replace(config, sampling=sampling))
+        finish(conversations)
+    assert len(conversations._drafters) <= UNUSED + 1
+    asked = [conversations.begin(p, config) for p in PROMPTS[:2]]
+    assert len(asked) == 2 and len({id(a.drafter) for a in conversations.engine.waiting}) == 1
+
+
+def test_an_answer_says_which_text_stopped_it(pair):
+    whole = collect(Session(pair, configs()[0]).stream(PROMPTS[0])).text
+    conversations = Conversations(pair)
+    stop = ("never", whole[4:6], whole[5:9])
+    stopped = conversations.begin(PROMPTS[0], replace(configs()[0], stop=stop))
+    free = conversations.begin(PROMPTS[1], configs()[1])
+    finish(conversations)
+    assert stopped.stop_text in stop[1:] and free.stop_text is None
 
 
 def test_a_stop_ends_one_and_not_the_others(pair):
@@ -126,3 +166,33 @@ def test_a_prompt_that_cannot_be_answered_is_refused(pair, prompt, words):
     with pytest.raises(DFlashError, match=words):
         conversations.begin(prompt, DecodeConfig())
     assert not conversations
+
+
+def test_answers_to_one_prompt_read_it_once_and_are_those_that_they_are_alone(pair):
+    heats = [SamplingConfig(0.9, seed=i) for i in range(3)]
+    configs = [DecodeConfig("dflash", max_tokens=9, sampling=each) for each in heats]
+    prompt = PROMPTS[4]
+    conversations = Conversations(pair, observer=Strict(), prefixes=PrefixCache(10**9))
+    first = conversations.begin(prompt, configs[0])
+    asked = [first, *(conversations.begin(prompt, c, first) for c in configs[1:])]
+    said = finish(conversations)
+    for answering, config in zip(asked, configs, strict=True):
+        alone = collect(Session(pair, config).stream(prompt))
+        assert collect(iter(said[answering])).tokens == alone.tokens
+    reused = [each.statistics.reused_tokens for each in asked]
+    assert reused == [0, len(prompt) - 1, len(prompt) - 1]
+
+
+@pytest.mark.parametrize("given_up", ["the first", "those behind"])
+def test_those_that_wait_for_a_prompt_do_not_wait_for_one_that_was_given_up(pair, given_up):
+    conversations = Conversations(pair, prefixes=PrefixCache(10**9))
+    first = conversations.begin(PROMPTS[0], configs()[1])
+    behind = [conversations.begin(PROMPTS[0], configs()[1], first) for _ in range(2)]
+    assert len(conversations.engine.waiting) == 1
+    gone = [first] if given_up == "the first" else behind
+    for each in gone:
+        conversations.cancel(each)
+    said = finish(conversations)
+    left = behind if given_up == "the first" else [first]
+    assert set(said) == set(left) and not conversations._behind
+    assert all(len(collect(iter(said[each])).tokens) == 12 for each in left)

@@ -1,0 +1,194 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dflash_mlx.serve.anthropic_prompt import chat_of
+from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
+from dflash_mlx.serve.errors import ANTHROPIC, ApiError, body_of, encoded
+from dflash_mlx.serve.fields import decoding
+from dflash_mlx.serve.prompts import spaced
+from dflash_mlx.serve.reading import AnswerReader, Call, Part, Said, Thought
+from dflash_mlx.serve.replies import (
+    TOOLS,
+    End,
+    EventStream,
+    Replies,
+    merged,
+    unless_gone,
+    unspaced,
+)
+from dflash_mlx.serve.service import Service
+
+Json = dict[str, Any]
+
+_REASONS = {"length": "max_tokens", "context": "max_tokens", TOOLS: "tool_use"}
+_NAMES = {"stop": "stop_sequences"}
+
+
+async def count_tokens(service: Service, body: Counted, request: Request) -> Response:
+    """How many tokens a prompt has."""
+    prompt = await unless_gone(request, service.read(chat_of(service, body)))
+    told = {"input_tokens": len(prompt.tokens)}
+    return Response(encoded(told), media_type="application/json")
+
+
+async def messages(service: Service, body: MessagesRequest, request: Request) -> Response:
+    """Answer a conversation, streamed or whole."""
+    replies = await unless_gone(request, _begin(service, body))
+    writer = Writer(body.model, replies)
+    if body.stream:
+        return EventStream(writer.events(), replies.close)
+    try:
+        value = await unless_gone(request, writer.whole())
+    finally:
+        replies.close()
+    return Response(encoded(value), media_type="application/json")
+
+
+async def _begin(service: Service, body: MessagesRequest) -> Replies:
+    chat = chat_of(service, body)
+    config = decoding(service.usual, body, body.max_tokens, body.stop_sequences or [], _NAMES)
+    prompt = await service.read(chat)
+    ticket = await service.ask([prompt], [config], None)
+    choice = body.tool_choice
+    one_call = bool(choice and choice.disable_parallel_tool_use)
+    reader = AnswerReader(service.pair.tokenizer, chat.tools, prompt.in_thought, one_call)
+    return Replies(ticket, [reader], partial(spaced, service.pair) if chat.go_on else unspaced)
+
+
+class Writer:
+    """Writes one answer down, as blocks."""
+
+    def __init__(self, model: str, replies: Replies) -> None:
+        self._model, self._replies = model, replies
+        self._identity = f"msg_{uuid.uuid4().hex[:24]}"
+        self._blocks: list[Json] = []
+        self._is_open = False  # the last block, in a stream
+
+    async def whole(self) -> Json:
+        """The response as one object."""
+        end: End | None = None
+        async for step in self._replies.steps():
+            if step is not None:
+                for part in step.parts:
+                    self._take(part)
+                end = step.end
+        assert end is not None
+        return {**self._message(self._blocks), **_ending(end), **_told(end)}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The events of a stream; an error is the last one."""
+        read = {"input_tokens": len(self._replies.ticket.asked[0].tokens), "output_tokens": 0}
+        start = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": read}
+        yield _event("message_start", message=start)
+        try:
+            async for step in self._replies.steps():
+                if step is None:
+                    yield _event("ping")
+                    continue
+                for part in step.parts:
+                    for event in self._parted(part):
+                        yield event
+                if step.end is not None:
+                    for event in self._last(step.end):
+                        yield event
+        except ApiError as error:
+            yield _event("error", **body_of(error, ANTHROPIC))
+
+    def _parted(self, part: Part) -> list[bytes]:
+        """The events that a part makes."""
+        before = len(self._blocks)
+        self._take(part)
+        index, found = len(self._blocks) - 1, []
+        if len(self._blocks) > before:
+            found += self._closed(before - 1)
+            begun = _EMPTY[type(part)] | {
+                key: self._blocks[-1][key] for key in ("id", "name") if key in self._blocks[-1]
+            }
+            found.append(_event("content_block_start", index=index, content_block=begun))
+            self._is_open = True
+        found.append(_event("content_block_delta", index=index, delta=_delta(part)))
+        return found
+
+    def _closed(self, index: int) -> list[bytes]:
+        """The end of the block that is open, if one is."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        found = []
+        if self._blocks[index]["type"] == "thinking":
+            delta = {"type": "signature_delta", "signature": ""}
+            found.append(_event("content_block_delta", index=index, delta=delta))
+        return [*found, _event("content_block_stop", index=index)]
+
+    def _last(self, end: End) -> list[bytes]:
+        told = _told(end)
+        return [
+            *self._closed(len(self._blocks) - 1),
+            _event("message_delta", delta=_ending(end), **told),
+            _event("message_stop"),
+        ]
+
+    def _take(self, part: Part) -> None:
+        """Add a part to the last block, or a new one."""
+        if isinstance(part, Call):
+            given = json.loads(part.arguments)
+            block = {"id": part.identity, "name": part.name, "input": given}
+            self._blocks.append({"type": "tool_use", **block})
+            return
+        kind = "thinking" if isinstance(part, Thought) else "text"
+        if not self._blocks or self._blocks[-1]["type"] != kind:
+            self._blocks.append(dict(_EMPTY[type(part)]))
+        self._blocks[-1][kind] += part.text
+
+    def _message(self, blocks: list[Json]) -> Json:
+        start = {"id": self._identity, "type": "message", "role": "assistant"}
+        return {**start, "model": self._model, "content": blocks}
+
+
+_EMPTY: dict[type, Json] = {
+    Thought: {"type": "thinking", "thinking": "", "signature": ""},
+    Said: {"type": "text", "text": ""},
+    Call: {"type": "tool_use", "input": {}},
+}
+
+
+def _delta(part: Part) -> Json:
+    if isinstance(part, Call):
+        return {"type": "input_json_delta", "partial_json": part.arguments}
+    if isinstance(part, Thought):
+        return {"type": "thinking_delta", "thinking": part.text}
+    return {"type": "text_delta", "text": part.text}
+
+
+def _ending(end: End) -> Json:
+    """Why the answer ended."""
+    if end.stop_text is not None and end.reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_text}
+    return {"stop_reason": _REASONS.get(end.reason, "end_turn"), "stop_sequence": None}
+
+
+def _told(end: End) -> Json:
+    """Tokens and figures; tokens that caches held are no `input_tokens`."""
+    s = end.statistics
+    usage = {
+        "input_tokens": s.prompt_tokens - s.reused_tokens,
+        "output_tokens": s.generated_tokens,
+        "cache_read_input_tokens": s.reused_tokens,
+        "cache_creation_input_tokens": 0,
+    }
+    return {"usage": usage, "dflash": merged([end])}
+
+
+def _event(kind: str, **values: Any) -> bytes:
+    body = encoded({"type": kind, **values})
+    return f"event: {kind}\ndata: ".encode() + body + b"\n\n"

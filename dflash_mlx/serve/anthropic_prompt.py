@@ -1,0 +1,134 @@
+"""Conversations in Anthropic's words to those that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_mlx.serve.anthropic_requests import (
+    AssistantMessage,
+    Counted,
+    SystemMessage,
+    Text,
+    Thinking,
+    Tool,
+    ToolResult,
+    ToolUse,
+    UserMessage,
+)
+from dflash_mlx.serve.errors import refusal
+from dflash_mlx.serve.prompts import Chat, Message, call_of, check_arguments, check_tools
+from dflash_mlx.serve.service import Service
+from dflash_mlx.serve.structure import check_structure
+
+Json = dict[str, Any]
+
+
+def chat_of(service: Service, body: Counted) -> Chat:
+    """The conversation of a request; ApiError for what the model or this server cannot do."""
+    service.check_model(body.model)
+    if (number := len(body.messages)) > (most := service.config.messages):
+        raise refusal("messages", f"are {number}, and {most} may be", "send fewer")
+    messages: list[Message] = []
+    if body.system:
+        messages.append({"role": "system", "content": text_of(body.system)})
+    for each in body.messages:
+        messages += _messages(each)
+    go_on = isinstance(body.messages[-1], AssistantMessage)
+    if go_on and messages[-1].get("tool_calls"):
+        step = "send the result of the call behind it"
+        raise refusal("messages", "end with a call of a tool", step)
+    return Chat(messages, _tools(service, body), _arguments(service, body), go_on)
+
+
+def text_of(content: str | Sequence[Text] | None) -> str:
+    """Its text; blocks follow each other without anything between them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(block.text for block in content)
+
+
+def _messages(message: UserMessage | AssistantMessage | SystemMessage) -> list[Message]:
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    if isinstance(message, AssistantMessage):
+        return [_assistant(message.content)]
+    results = [block for block in message.content if isinstance(block, ToolResult)]
+    texts = [block for block in message.content if isinstance(block, Text)]
+    found = [_result(block) for block in results]
+    if texts or not found:
+        found.append({"role": message.role, "content": text_of(texts)})
+    return found
+
+
+def _assistant(blocks: Sequence[Text | Thinking | ToolUse]) -> Message:
+    texts = [block for block in blocks if isinstance(block, Text)]
+    found: Message = {"role": "assistant", "content": text_of(texts)}
+    if thoughts := [block.thinking for block in blocks if isinstance(block, Thinking)]:
+        found["reasoning_content"] = "".join(thoughts)
+    calls = [block for block in blocks if isinstance(block, ToolUse)]
+    if calls:
+        found["tool_calls"] = [call_of(call.name, call.input, call.id) for call in calls]
+    return found
+
+
+def _result(block: ToolResult) -> Message:
+    """Templates know nothing of errors, so the words say that it is one."""
+    text = text_of(block.content)
+    told = f"Error: {text}" if block.is_error else text
+    return {"role": "tool", "content": told, "tool_call_id": block.tool_use_id}
+
+
+def _tools(service: Service, body: Counted) -> list[Json]:
+    """The tools that the model is told of, in OpenAI's words."""
+    tools = [_tool(each) for each in body.tools or []]
+    choice, wanted = body.tool_choice, None
+    required = None
+    if choice is not None and choice.type in ("any", "tool"):
+        required = choice.name or ""
+    if body.output_config is not None:
+        wanted = _wanted(body.output_config)
+    check_structure(wanted, tools, required, ("output_config.format", "tool_choice"))
+    if not tools or (choice is not None and choice.type == "none"):
+        return []
+    check_tools(service.pair)
+    return tools
+
+
+def _tool(tool: Tool) -> Json:
+    function: Json = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _wanted(config: Json) -> Json | None:
+    """The format that an answer has to have; ApiError for anything else that is asked of it."""
+    for name in config.keys() - {"format"}:
+        what = "is nothing that this server can do"
+        raise refusal(f"output_config.{name[:80]}", what, "leave it out")
+    given = config.get("format")
+    if given is not None and not isinstance(given, dict):
+        shown = json.dumps(given)[:80]
+        raise refusal("output_config.format", f"is {shown}, no object", "leave it out")
+    return given
+
+
+def _arguments(service: Service, body: Counted) -> Json:
+    """Arguments of the chat template: thinking is one, where the template reads it."""
+    given = body.chat_template_kwargs or {}
+    check_arguments(service.pair, given, "chat_template_kwargs")
+    thinking = body.thinking
+    if thinking is None or thinking.type == "adaptive":  # as the model has it
+        return given
+    if thinking.type == "enabled" and thinking.budget_tokens is not None:
+        step = 'send {"type": "adaptive"}, and max_tokens for all of the answer'
+        raise refusal("thinking.budget_tokens", "is a limit that this server cannot keep", step)
+    on = {"enable_thinking": thinking.type == "enabled"}
+    if thinking.type == "disabled" and not service.pair.tokenizer.has_thinking:
+        return given
+    check_arguments(service.pair, on, "thinking")
+    return {**on, **given}

@@ -1,0 +1,90 @@
+"""`dflash-serve`: checks everything, loads the pair, then listens."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+
+from dflash_mlx.cli import options as cli
+from dflash_mlx.core.config import DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.available import check_memory
+from dflash_mlx.models.names import DEFAULT_MODEL
+from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.system.files import existing
+
+PROGRAM = "dflash-serve"
+KEY = "DFLASH_KEY"  # environment variable
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve until a signal ends it. Raises DFlashError for bad input, before anything listens."""
+    check_installed()
+    arguments = parser().parse_args(argv)
+    config = cli.read_decode_config(arguments)
+    serve = read_serve_config(arguments)
+    pair_config = cli.read_pair_config(arguments)
+    kept = cli.read_options(arguments, PrefixConfig)
+    place = bind(serve.host, serve.port)
+    check_memory(pair_config)
+    from dflash_mlx.serve.running import run
+
+    load, named = partial(cli.open_pair, arguments, config), names(pair_config, serve)
+    run(load, place, serve, config, kept, named)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = cli.Parser(
+        prog=PROGRAM,
+        description="Serve a model to programs that speak OpenAI's or Anthropic's API. Requests "
+        "may ask for other sampling and lengths than the options say.",
+    )
+    cli.add_options(result, ServeConfig, PrefixConfig, PairConfig, DecodeConfig, SamplingConfig)
+    return result
+
+
+def read_serve_config(arguments: argparse.Namespace) -> ServeConfig:
+    """The server's own settings; the key may come from the environment."""
+    given = vars(arguments)
+    if "key" not in given and KEY in os.environ:
+        given["key"] = os.environ[KEY]
+    return cli.read_options(arguments, ServeConfig)
+
+
+def check_installed() -> None:
+    """DFlashError where the packages that serve are not installed."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise DFlashError(what, "install dflash-chat with its extra serve, or use scripts/serve")
+
+
+def names(pair: PairConfig, serve: ServeConfig) -> tuple[str, ...]:
+    """By which clients know the model; never where its files are."""
+    own = pair.model or DEFAULT_MODEL
+    if (path := existing(own)) is not None:
+        own = path.resolve().name
+    return tuple(dict.fromkeys((own, *serve.name)))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that nobody else listens on, and that does not listen yet."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        place = socket.socket(family)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
+    except socket.gaierror as error:
+        what = f"host is {host!r}, which is no address of this machine ({error.strerror})"
+        raise DFlashError(what, "choose 127.0.0.1, or an address of this machine", "host") from None
+    except OSError as error:
+        what = f"port is {port}, and {host} does not give it to us ({error.strerror})"
+        raise DFlashError(what, "end the program that has it, or choose another", "port") from None
+    return place

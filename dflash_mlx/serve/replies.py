@@ -1,0 +1,183 @@
+"""The answers of one request as parts, however they are written down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.serve.desk import Ticket
+from dflash_mlx.serve.reading import Part, Reader
+from dflash_mlx.serve.stepper import Piece
+from dflash_mlx.session.laws import TokenLaw
+
+T = TypeVar("T")
+
+TOOLS = "tool_calls"  # the reason of an answer that ends with calls
+PING = 10.0  # seconds without a word after which a stream says that it is alive
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer any more."""
+
+
+@dataclass(frozen=True)
+class End:
+    """An answer is over.
+
+    reason: "stop", "length", "context" or `TOOLS`. stop_text: the stop text that ended it.
+    """
+
+    reason: str
+    stop_text: str | None
+    statistics: Statistics
+    parked: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step added to one of the answers; several may come at once.
+
+    index: which answer. laws: of its tokens. end: of the last step of an answer.
+    """
+
+    index: int
+    parts: Sequence[Part] = ()
+    laws: tuple[TokenLaw, ...] = ()
+    end: End | None = None
+
+
+def unspaced(token: int) -> bool:
+    """An answer that begins by itself needs no space before it."""
+    return False
+
+
+@dataclass
+class Replies:
+    """The answers of a request.
+
+    readers: one for each. spaced: whether a token begins with a space, where answers go on with a
+    text; mlx-lm leaves that out of the beginning of a text.
+    """
+
+    ticket: Ticket
+    readers: Sequence[Reader]
+    spaced: Callable[[int], bool] = unspaced
+    _leads: dict[int, str] = field(default_factory=dict)
+
+    async def steps(self) -> AsyncIterator[Step | None]:
+        """Until all answers are over; None where nothing came for `PING` seconds.
+
+        Raises ApiError where an answer breaks off. Who stops listening calls `close`.
+        """
+        while not self.ticket.is_over:
+            found = await self.ticket.next(PING)
+            if found is None:
+                yield None
+                continue
+            index, piece = found
+            reader = self.readers[index]
+            if reader.is_over:
+                continue
+            parts = reader.feed(self._lead(index, piece) + piece.text)
+            if piece.reason is not None:
+                parts += reader.finish()
+            elif reader.is_over:
+                self.ticket.drop(index)
+            over = piece.reason is not None or reader.is_over
+            yield Step(index, parts, piece.laws, _end(piece, reader) if over else None)
+
+    def _lead(self, index: int, piece: Piece) -> str:
+        """The space that the first text of an answer lacks."""
+        if index not in self._leads and piece.tokens:
+            self._leads[index] = " " if self.spaced(piece.tokens[0]) else ""
+        if not piece.text or not self._leads.get(index):
+            return ""
+        lead, self._leads[index] = self._leads[index], ""
+        return "" if piece.text.startswith(lead) else lead
+
+    def close(self) -> None:
+        """Give up what is not over."""
+        self.ticket.close()
+
+
+def _end(piece: Piece, reader: Reader) -> End:
+    reason = piece.reason or "stop"
+    if reader.called and reason == "stop":
+        reason = TOOLS
+    parked = piece.parked() if piece.parked is not None else ""
+    return End(reason, piece.stop_text, piece.statistics, parked)
+
+
+def merged(ends: Sequence[End]) -> dict[str, Any]:
+    """The field `dflash` of a response: what decoding its answers took, all of them together."""
+    each = [end.statistics for end in ends]
+    rounds, drafted = sum(s.rounds for s in each), sum(s.drafted.total() for s in each)
+    further = sum(max(0, s.generated_tokens - 1) for s in each)
+    accepted = sum(s.accepted.total() for s in each)
+    longest = max(s.decode_seconds for s in each)
+    return {
+        "method": each[0].method,
+        "rounds": rounds,
+        "acceptance_length": further / rounds if rounds else 0.0,
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "tokens_per_second": further / longest if longest else 0.0,
+        "time_to_first_token": min(s.time_to_first_token for s in each),
+        "parked": next((end.parked for end in ends if end.parked), None),
+    }
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """What `work` returns; ClientGone, and the work ended, where the client leaves before."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def gone(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, as long as somebody reads them.
+
+    events: each with its empty line. close: called in the end, whatever happened.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._close = events, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them; what is left is given up where the client leaves."""
+        try:
+            await unless_gone(Request(scope, receive), self._send(send))
+        except ClientGone:
+            pass
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,206 @@
+"""A server from the loaded pair to its end: listening, signals, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+
+import mlx.core as mx
+import uvicorn
+
+from dflash_mlx.cli import options as cli
+from dflash_mlx.core.amounts import amount
+from dflash_mlx.core.config import PLAIN, DecodeConfig, PrefixConfig
+from dflash_mlx.drafters.methods import settle
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.models.available import available_memory
+from dflash_mlx.serve.app import make_app
+from dflash_mlx.serve.desk import Desk
+from dflash_mlx.serve.errors import ApiError
+from dflash_mlx.serve.figures import Figures
+from dflash_mlx.serve.protocol import limited
+from dflash_mlx.serve.service import Service
+from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.many import Conversations
+from dflash_mlx.session.responder import Responder, prefix_cache
+
+PROGRAM = "dflash-serve"
+_LATE = 5.0  # seconds after the last answer until connections are cut
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run(
+    load: Callable[[], Pair],
+    place: socket.socket,
+    config: ServeConfig,
+    usual: DecodeConfig,
+    kept: PrefixConfig,
+    names: tuple[str, ...],
+) -> None:
+    """Load on the thread that will decode, serve, and return when all is over.
+
+    kept: how much of what was read stays for later conversations. place: bound, and listened on
+    from the moment that everything is ready. Raises as `load`.
+    """
+    figures, noted = Figures(), Faults()
+    desk = Desk(figures, config.parallel, config.queue, noted)
+    pair = desk.stepper.call(load).result()
+    method = settle(usual, pair.means).method
+    if method != PLAIN:  # so that the first answer need not wait for it
+        desk.stepper.call(lambda: Responder(pair).time_passes()).result()
+    memory = memory_for(config)
+    make = conversations_of(pair, config, memory, partial(prefix_cache, kept))
+    desk.stepper.serve(make).result()
+    service = Service(pair, usual, config, desk, figures, names)
+    told = f"{method} drafts, {amount(memory)} for caches"
+    told = f"{names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
+    asyncio.run(_until_signal(service, place, noted, lambda: cli.say(f"{PROGRAM}: {told}")))
+    if problem := desk.stepper.call(desk.stepper.save).result():
+        cli.say(f"{PROGRAM}: {problem}")
+    desk.stepper.close(_LATE)
+    service.close()
+
+
+def address_of(place: socket.socket) -> str:
+    """Where a client finds it."""
+    host, port = place.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _until_signal(
+    service: Service,
+    place: socket.socket,
+    noted: Callable[[Exception], ApiError],
+    ready: Callable[[], None],
+) -> None:
+    stop = Stop(ready)
+    with stop.on_signals(asyncio.get_running_loop()):
+        await serve(service, place, noted, stop)
+
+
+def conversations_of(
+    pair: Pair, config: ServeConfig, memory: int | None, prefixes: Callable[[], PrefixCache]
+) -> Callable[[], Conversations]:
+    """Makes the engine of a server. prefixes: makes what keeps prompts for those that follow."""
+    return lambda: Conversations(pair, memory, prefixes=prefixes(), most=config.parallel)
+
+
+def memory_for(config: ServeConfig) -> int:
+    """Bytes for the caches of all answers, now that the model is loaded.
+
+    Where only what is installed is known, what the model takes is not free.
+    """
+    if config.memory_gb is not None:
+        return int(config.memory_gb * 10**9)
+    taken = 0 if os.path.exists("/proc/meminfo") else mx.get_active_memory()
+    return max(available_memory() - taken, 0) // 2
+
+
+async def serve(
+    service: Service, place: socket.socket, noted: Callable[[Exception], ApiError], stop: Stop
+) -> None:
+    """Serve until `stop` is asked for, then let answers finish."""
+    config = service.config
+    settings = uvicorn.Config(
+        make_app(service, noted),
+        http=limited(config.connections, config.idle),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=max(1, round(config.idle)),
+        timeout_graceful_shutdown=round(_LATE),
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what matters, we say
+    server = Server(settings, stop.ready)
+    running = asyncio.ensure_future(server.serve([place]))
+    await _first(running, stop.asked.wait())
+    if not running.done():
+        server.stop_listening()
+        await _first(service.desk.drain(config.grace), stop.again.wait())
+        server.force_exit = stop.again.is_set()
+        server.should_exit = True
+    await running
+
+
+async def _first(*work: Awaitable[object]) -> None:
+    """Return when the first of these is done; those that are coroutines are ended then."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for each, task in zip(work, tasks, strict=True):
+        if each is not task:
+            task.cancel()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, without its signal handlers: ours let answers finish first.
+
+    ready: called when it listens.
+    """
+
+    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(settings)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `serve`."""
+        yield
+
+    def stop_listening(self) -> None:
+        """Let no new connections in; those that are open go on."""
+        for each in self.servers:
+            each.close()
+
+
+class Stop:
+    """The first signal asks to end, the second to end at once. ready: called when all has begun."""
+
+    def __init__(self, ready: Callable[[], None] = lambda: None) -> None:
+        self.ready = ready
+        self.asked, self.again = asyncio.Event(), asyncio.Event()
+
+    @contextlib.contextmanager
+    def on_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """While this lasts."""
+        before = {each: signal.getsignal(each) for each in _SIGNALS}
+        for each in _SIGNALS:
+            loop.add_signal_handler(each, self._hear)
+        try:
+            yield
+        finally:
+            for each in _SIGNALS:
+                loop.remove_signal_handler(each)
+                signal.signal(each, before[each])
+
+    def _hear(self) -> None:
+        (self.again if self.asked.is_set() else self.asked).set()
+
+
+class Faults:
+    """Says of each fault of ours once where its traceback is, and what clients are told."""
+
+    def __init__(self) -> None:
+        self._last: Exception | None = None
+
+    def __call__(self, error: Exception) -> ApiError:
+        """Note it."""
+        what = f"something went wrong ({cli.in_short(error)})"
+        if error is not self._last:
+            self._last = error
+            cli.say(f"{PROGRAM}: {what}; report it with {cli.keep_traceback(error)}")
+        return ApiError(500, what)

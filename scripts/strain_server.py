@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Strains a server on this machine: `scripts/strain_server.py schema|crowd|speed`.
+
+schema: requests made from the served schema, 10,000 of them, to a toy model: none may be a 5xx.
+crowd: 200 connections for 5 minutes, half of which vanish at random: finished answers are compared
+with those of generate, and memory, connections and caches with what they were before. speed: time
+per token through the server against generate, and what 1, 2, 4 and 8 clients get together, with the
+default pair. Exit code 1 where something is wrong.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import httpx2 as httpx  # noqa: E402
+
+from dflash_mlx import DecodeConfig, Pair, generate, load  # noqa: E402
+from dflash_mlx.session.responder import Responder  # noqa: E402
+from support.fuzzed_api import attack, fuzzed_server  # noqa: E402
+from support.serving import Server, actor_pair, serving, user  # noqa: E402
+
+CHAT = "/v1/chat/completions"
+PROMPTS = (
+    "Write a Python function that says whether a number is prime.",
+    "Why is the sky blue?",
+    "Name ten rivers and the countries they flow through.",
+    "Tell a short story about a fox and a crow.",
+)
+
+
+def schema(number: int, seed: int) -> bool:
+    """Whether no request was answered by a fault."""
+    with tempfile.TemporaryDirectory() as folder, fuzzed_server(Path(folder)) as server:
+        counted, begin, round_ = {"requests": 0}, time.monotonic(), 0
+        while counted["requests"] < number:
+            found = attack(server, 100, seed + round_)
+            counted = {k: counted.get(k, 0) + found[k] for k in {*counted, *found}}
+            round_ += 1
+        print(counted, f"{time.monotonic() - begin:.0f} s")
+    return True
+
+
+async def come_and_go(server: Server, seconds: float, seed: int, counted: dict) -> None:
+    """One client: asks again and again, and leaves at a random moment every other time."""
+    draw, end = random.Random(seed), time.monotonic() + seconds
+    async with httpx.AsyncClient(timeout=120) as client:
+        while time.monotonic() < end:
+            text = str(draw.randint(1, 400))
+            body = {"model": "actor", "messages": user(text), "stream": draw.random() < 0.5}
+            leaves = draw.random() < 0.5
+            limit = draw.uniform(0.0, 0.5) if leaves else 120
+            try:
+                asked = client.post(server.url + CHAT, json=body)
+                found = await asyncio.wait_for(asked, limit)
+            except (asyncio.TimeoutError, httpx.TransportError):
+                counted["left" if leaves else "broken"] += 1
+                continue
+            if found.status_code == 429:
+                counted["busy"] += 1
+                await asyncio.sleep(draw.uniform(0, 0.5))
+            else:
+                right = words_of(found.text, body["stream"]) == "a" * int(text)
+                counted["answered" if right else "wrong"] += 1
+
+
+def words_of(text: str, stream: bool) -> str:
+    """What an answer says, streamed or whole."""
+    if not stream:
+        return str(json.loads(text)["choices"][0]["message"]["content"])
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
+def crowd(number: int, seed: int, seconds: float) -> bool:
+    """Whether all is as before when `number` clients have gone."""
+    counted = dict.fromkeys(("answered", "left", "busy", "broken", "wrong"), 0)
+    act = lambda prompt: "a" * int(prompt.rpartition("]")[2])  # noqa: E731
+    with tempfile.TemporaryDirectory() as folder:
+        pair = actor_pair(Path(folder) / "actor", act, context_length=2000)
+        usual = DecodeConfig("none", max_tokens=1000)
+        with serving(pair, usual, parallel=32, queue=400) as server:
+
+            async def all_of_them(seconds: float) -> None:
+                each = [come_and_go(server, seconds, seed + i, counted) for i in range(number)]
+                await asyncio.gather(*each)
+
+            asyncio.run(all_of_them(seconds / 10))
+            before = held(server)
+            asyncio.run(all_of_them(seconds))
+            server.until(lambda: len(server.desk) == 0, 60)
+            server.until(lambda: not server.desk.stepper._open, 60)
+            after = held(server)
+    print(counted, "before", before, "after", after)
+    grown = after["memory"] - before["memory"]
+    clean = before["tasks"] == after["tasks"] and after["sequences"] == 0
+    return clean and grown < 50e6 and not counted["wrong"] and not counted["broken"]
+
+
+def held(server: Server) -> dict[str, float]:
+    """What a server holds while nobody asks."""
+
+    async def tasks() -> int:
+        await asyncio.sleep(1.0)
+        return len(asyncio.all_tasks())
+
+    engine = server.desk.stepper._conversations.engine  # type: ignore[union-attr]
+    return {
+        "memory": resident(),
+        "tasks": asyncio.run_coroutine_threadsafe(tasks(), server.loop).result(10),
+        "sequences": len(engine.running) + len(engine.waiting),
+        "drafters": len(server.desk.stepper._conversations._drafters),  # type: ignore[union-attr]
+    }
+
+
+def resident() -> float:
+    """Bytes that this process has in memory, or has had at most where that is not told."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return float(pages * resource.getpagesize())
+    except OSError:
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def speed(repeats: int, tokens: int) -> bool:
+    """Print time per token alone and through the server, and totals of several clients."""
+    pair = load()
+    Responder(pair).time_passes()
+    config = DecodeConfig(max_tokens=tokens)
+    name = pair.target.name
+    with serving(pair, config, name) as server:
+        pairs = [one_by_one(pair, server, name, config, i) for i in range(repeats)]
+        ratios = [served / alone for alone, served, _ in pairs[1:]]
+        firsts = [first for _, _, first in pairs[1:]]
+        print(f"time per token, served / generate: median {statistics.median(ratios):.3f}")
+        print(f"first byte: median {1e3 * statistics.median(firsts):.0f} ms")
+        for clients in (1, 2, 4, 8):
+            said, took = asyncio.run(several(server, name, clients))
+            print(f"{clients} clients: {said / took:.1f} tokens per second together")
+    return statistics.median(ratios) < 1.03
+
+
+def one_by_one(
+    pair: Pair, server: Server, name: str, config: DecodeConfig, i: int
+) -> tuple[float, float, float]:
+    """Seconds per token of generate and of the server, and until its first byte."""
+    prompt = PROMPTS[i % len(PROMPTS)]
+    work = server.desk.stepper.call(lambda: generate(pair, prompt, config))
+    alone = work.result().statistics
+    body = {"model": name, "messages": user(prompt), "stream": True}
+    begin, chunks = time.perf_counter(), []
+    with httpx.stream("POST", server.url + CHAT, json=body, timeout=300) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append((time.perf_counter(), line))
+    first, last = chunks[0][0], chunks[-1][0]
+    said = alone.generated_tokens - 1
+    return alone.decode_seconds / said, (last - first) / said, first - begin
+
+
+async def several(server: Server, name: str, clients: int) -> tuple[int, float]:
+    """Tokens of so many clients together, and the seconds that took."""
+    async with httpx.AsyncClient(timeout=600) as client:
+        begin = time.perf_counter()
+        bodies = [{"model": name, "messages": user(PROMPTS[i % 4])} for i in range(clients)]
+        found = await asyncio.gather(*(client.post(server.url + CHAT, json=b) for b in bodies))
+        took = time.perf_counter() - begin
+    return sum(each.json()["usage"]["completion_tokens"] for each in found), took
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("work", choices=("schema", "crowd", "speed"))
+    parser.add_argument("--number", type=int, help="requests, connections or repeats")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of the crowd")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer whose speed is taken")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    if arguments.work == "schema":
+        good = schema(arguments.number or 10_000, arguments.seed)
+    elif arguments.work == "crowd":
+        good = crowd(arguments.number or 200, arguments.seed, arguments.seconds)
+    else:
+        good = speed(arguments.number or 9, arguments.tokens)
+    print("as it should be" if good else "NOT as it should be")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The anthropic package against the server."""
+
+from __future__ import annotations
+
+import anthropic
+import httpx2 as httpx
+import pytest
+
+from support.serving import MODEL, ROLE, actor_pair, post, serving, user
+
+WORDS = "Once upon a time there was an answer."
+THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
+
+
+def act(prompt: str) -> str:
+    return THOUGHT if prompt.endswith("think") else WORDS
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(actor_pair(tmp_path_factory.mktemp("anthropic"), act)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client, text="hello", **more):
+    given = {"max_tokens": 200, **more}
+    return client.messages.create(model=MODEL, messages=user(text), **given)
+
+
+def test_an_answer_comes_whole(client):
+    drawn = {"temperature": 0.5, "top_k": 3, "seed": 1}  # the package has no names for these
+    more = {"system": "be short", "metadata": {"user_id": "me"}, "extra_body": drawn}
+    answer = ask(client, **more)
+    assert (answer.content[0].text, answer.stop_reason) == (WORDS, "end_turn")
+    usage = answer.usage
+    prompt = len("[system]be short[user]hello" + ROLE)
+    assert usage.input_tokens + usage.cache_read_input_tokens == prompt
+    assert usage.output_tokens == len(WORDS) + 1
+    assert answer.model_extra["dflash"]["rounds"] == len(WORDS)
+
+
+def test_a_stream_is_the_same_answer(client):
+    with client.messages.stream(model=MODEL, max_tokens=200, messages=user("hello")) as stream:
+        kinds = [event.type for event in stream]
+        answer = stream.get_final_message()
+    assert (answer.content[0].text, answer.stop_reason) == (WORDS, "end_turn")
+    assert answer.usage.output_tokens == len(WORDS) + 1
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
+
+
+def test_an_answer_says_what_ended_it(client):
+    stopped = ask(client, stop_sequences=["time", "upon a time"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "upon a time")
+    assert stopped.content[0].text == "Once "
+    cut = ask(client, max_tokens=4)
+    assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "Once")
+
+
+def test_thoughts_are_blocks_of_their_own(client):
+    thought, answer = ask(client, "think", thinking={"type": "adaptive"}).content
+    assert (thought.thinking, answer.text) == ("Let me see.", "It is blue.")
+    with client.messages.stream(model=MODEL, max_tokens=200, messages=user("think")) as stream:
+        thought, answer = stream.get_final_message().content
+    assert (thought.thinking, answer.text) == ("Let me see.", "It is blue.")
+
+
+def test_thinking_is_turned_on_through_the_template_and_off_where_there_is_none(client, server):
+    body = {"model": MODEL, "max_tokens": 99, "messages": user("hello")}
+    on = post(server, "/v1/messages", {**body, "thinking": {"type": "enabled"}})
+    assert [block["type"] for block in on.json()["content"]] == ["thinking"]
+    assert ask(client, thinking={"type": "disabled"}).content[0].text == WORDS
+    with pytest.raises(anthropic.BadRequestError, match="thinking.budget_tokens"):
+        ask(client, thinking={"type": "enabled", "budget_tokens": 1024})
+
+
+def test_the_beginning_of_an_answer_is_gone_on_with(client):
+    talk = [*user("hello"), {"role": "assistant", "content": "Once upon"}]
+    answer = client.messages.create(model=MODEL, max_tokens=200, messages=talk)
+    assert answer.content[0].text == WORDS.removeprefix("Once upon")
+
+
+def test_tokens_are_counted_as_they_will_be_read(client):
+    counted = client.messages.count_tokens(model=MODEL, messages=user("hello"), system="be short")
+    usage = ask(client, system="be short").usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_blocks_reach_the_template_as_its_messages(tmp_path):
+    seen = []
+    pair = actor_pair(tmp_path, lambda prompt: seen.append(prompt) or "so")
+    cached = {"cache_control": {"type": "ephemeral"}}
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "no"}],
+         "is_error": True},
+        {"type": "text", "text": "go on", **cached},
+    ]  # fmt: skip
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    talk = [*user("a"), {"role": "assistant", "content": [thought, use]},
+            {"role": "user", "content": results}]  # fmt: skip
+    system = [{"type": "text", "text": "be short", **cached}]
+    with serving(pair) as server:
+        body = {"model": MODEL, "max_tokens": 9, "messages": talk, "system": system}
+        assert post(server, "/v1/messages", body).status_code == 200
+    call = "<think>hm</think><tool_call>f</tool_call>"
+    assert seen[0] == f"[system]be short[user]a[assistant]{call}[tool]Error: no[user]go on"
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"container": "x"}, "container"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0]"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(server, more, field):
+    body = {"model": MODEL, "max_tokens": 9, "messages": user("a"), **more}
+    found = post(server, "/v1/messages", body)
+    assert found.status_code == 400
+    told = found.json()
+    assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+    assert field in told["error"]["message"]
+
+
+def test_errors_have_the_shape_of_the_api(client, server):
+    with pytest.raises(anthropic.NotFoundError) as found:
+        client.messages.create(model="claude", max_tokens=9, messages=user("a"))
+    assert found.value.body["error"]["type"] == "not_found_error"
+    assert httpx.get(server.url + "/v1/messages").json()["type"] == "error"

@@ -1,0 +1,123 @@
+"""`dflash-serve` as a command: what is refused before anything listens, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.serve import command
+from support.models import write_endless_model
+from support.serving import chat_body
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_endless_model(tmp_path_factory.mktemp("command") / "endless")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        yield place.getsockname()[1]
+
+
+def refused(*argv: object) -> DFlashError:
+    with pytest.raises(DFlashError) as found:
+        command.main([*map(str, argv)])
+    return found.value
+
+
+def test_a_port_that_is_in_use_is_refused_before_anything_is_loaded(port):
+    error = refused("--port", port, "--model", "/no/such/model")
+    assert error.setting == "port" and str(port) in str(error)
+
+
+def test_a_host_that_others_reach_needs_a_key(monkeypatch):
+    monkeypatch.delenv(command.KEY, raising=False)
+    assert refused("--host", "0.0.0.0").setting == "host"
+    monkeypatch.setenv(command.KEY, "secret")
+    assert "/no/such/model" in str(refused("--host", "0.0.0.0", "--port", 0, *NO_MODEL))
+
+
+NO_MODEL = ("--model", "/no/such/model")
+
+
+def test_a_host_that_is_none_and_one_of_another_machine_are_refused():
+    assert refused("--host", "no.such.host.invalid", "--key", "k").setting == "host"
+    assert refused("--host", "192.0.2.1", "--key", "k", "--port", 0).setting == "port"
+
+
+def test_a_model_that_does_not_fit_is_refused(monkeypatch, model):
+    monkeypatch.setattr("dflash_mlx.models.available.available_memory", lambda: 1000)
+    assert "1.0 kB" in str(refused("--model", model, "--port", 0))
+
+
+def test_packages_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "fastapi" else object())
+    assert "fastapi" in str(refused())
+
+
+def test_clients_do_not_learn_where_the_files_are(model):
+    from dflash_mlx.core.config import PairConfig
+    from dflash_mlx.serve.settings import ServeConfig
+
+    named = command.names(PairConfig(str(model)), ServeConfig(name=("other", "other")))
+    assert named == ("endless", "other")
+    assert command.names(PairConfig(), ServeConfig()) == ("SmolLM2-135M-Instruct",)
+
+
+@contextmanager
+def process(model: Path, folder: Path, *argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command, and the address that it says."""
+    cache = folder / "cache"
+    timing = {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1"}
+    path = os.pathsep.join(map(str, (ROOT, *filter(None, sys.path))))
+    words = ["-m", "dflash_mlx.serve", "--model", str(model), "--method", "none", "--port", "0"]
+    running = subprocess.Popen(
+        [sys.executable, *words, *argv],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **timing, "PYTHONPATH": path},
+    )
+    try:
+        assert running.stderr is not None
+        said = ""
+        while not (found := re.search(r"http://\S+:\d+", said)):
+            line = running.stderr.readline()
+            assert line, said
+            said += line
+        yield running, found[0]
+    finally:
+        running.kill()
+        running.wait(20)
+
+
+def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp_path):
+    body = chat_body("a" * 2000, model="endless", stream=True, max_tokens=50_000)
+    for last in (signal.SIGKILL, signal.SIGTERM):
+        with process(model, tmp_path, "--grace", "0.5") as (running, url):
+            assert httpx.get(url + "/health").json() == {"status": "ok"}
+            ask = httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=30)
+            with ask as response:
+                lines = response.iter_lines()
+                next(lines)
+                running.send_signal(last)
+                if last == signal.SIGTERM:
+                    assert "shutting down" in [line for line in lines if line][-1]
+            assert running.wait(20) == (0 if last == signal.SIGTERM else -signal.SIGKILL)
+            assert running.stderr.read() == ""
+    assert [*(tmp_path / "cache").glob("dflash-chat/prefixes/*")]  # for the next start

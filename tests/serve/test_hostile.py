@@ -1,0 +1,287 @@
+"""Requests that mean no good: a JSON error of the API's shape, and other streams undisturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import statistics
+import time
+
+import httpx2 as httpx
+import pytest
+
+from support.serving import MODEL, actor_pair, chat_body, post, serving, user
+
+CHAT = "/v1/chat/completions"
+LONG = "a" * 300
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    pair = actor_pair(tmp_path_factory.mktemp("hostile"), lambda prompt: LONG)
+    with serving(pair, body_mb=0.2, idle=0.3, connections=20) as server:
+        yield server
+
+
+def text(body: object) -> bytes:
+    return json.dumps(body).encode()
+
+
+DEEP = b'{"a":' * 5000 + b"1" + b"}" * 5000
+HOSTILE = {
+    "no JSON": b"{",
+    "nothing": b"",
+    "a number": b"5",
+    "a list": b"[]",
+    "invalid UTF-8": text(chat_body("hello"))[:-2] + b"\xff\xfe}",
+    "deep JSON": DEEP,
+    "deep JSON in a field": text(chat_body(chat_template_kwargs={"x": 1})).replace(b"1", DEEP),
+    "deep JSON in a tool": text(
+        chat_body(tools=[{"type": "function", "function": {"name": "f", "parameters": {"x": 5}}}])
+    ).replace(b"5", DEEP),
+    "half a surrogate pair": text(chat_body("\ud800")),
+    "half a pair in a tool": text(
+        chat_body(tools=[{"type": "function", "function": {"name": "\udfff"}}])
+    ),
+    "half a pair in a stop text": text(chat_body(stop=["\ud800"])),
+    "half a pair in a name": text(chat_body(model="\ud800")),
+    "half a pair in a key": text(chat_body(**{"\ud800": 1})),
+    "NaN": text(chat_body(temperature=float("nan"))),
+    "infinity": text(chat_body(temperature=float("inf"))),
+    "a number of 9,000 digits": text(chat_body(seed="X")).replace(b'"X"', b"9" * 9000),
+    "10,000 stop texts": text(chat_body(stop=[str(i) for i in range(10_000)])),
+    "10,000 messages": text(chat_body(messages=user("a") * 10_000)),
+    "a prompt of tokens that are none": text({"model": MODEL, "prompt": [2**70]}),
+}
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages"])
+def test_a_body_of_no_sense_is_refused(server, path, body):
+    found = post(server, path, body)
+    expected = {413} if len(body) > 200_000 else {400, 404}
+    assert found.status_code in expected, found.text
+    told = found.json()["error"]
+    assert told["message"] and ("param" in told) == (path != "/v1/messages")
+
+
+@pytest.mark.parametrize("size", ["stated", "not stated"])
+def test_a_body_that_is_too_large_is_not_read_to_its_end(server, size):
+    def endless():
+        while True:
+            yield b" " * 10_000
+
+    headers = {"Content-Length": str(10**12)} if size == "stated" else {}
+    found = None
+    with contextlib.suppress(httpx.WriteError):
+        found = httpx.post(server.url + CHAT, content=endless(), headers=headers)
+    assert found is None or (found.status_code, "0.2 MB" in found.text) == (413, True)
+    assert post(server, CHAT, chat_body(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
+def test_a_name_that_was_made_to_lead_here_is_refused(server, host):
+    found = post(server, CHAT, chat_body(), headers={"Host": host})
+    assert (found.status_code, "error" in found.json()) == (403, True)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]:80", "LOCALHOST:8080"])
+def test_this_machine_is_let_in(server, host):
+    assert httpx.get(server.url + "/health", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1"])
+def test_web_pages_are_refused_unless_they_are_named(server, origin):
+    found = post(server, CHAT, chat_body(), headers={"Origin": origin})
+    assert (found.status_code, "error" in found.json()) == (403, True)
+    assert "access-control-allow-origin" not in found.headers
+
+
+def test_a_page_that_is_named_may_ask_and_is_told_so(tmp_path):
+    page = "https://chat.example"
+    pair = actor_pair(tmp_path, lambda prompt: "so")
+    with serving(pair, allow_origin=(page,), key="secret") as server:
+        headers = {"Origin": page, "Access-Control-Request-Method": "POST"}
+        asked = httpx.options(server.url + CHAT, headers=headers)
+        key = {"Origin": page, "Authorization": "Bearer secret"}
+        found = post(server, CHAT, chat_body(), headers=key)
+        other = httpx.options(server.url + CHAT, headers={**headers, "Origin": "https://x.example"})
+    assert asked.status_code == found.status_code == 200
+    assert asked.headers["access-control-allow-origin"] == page
+    assert found.headers["access-control-allow-origin"] == page
+    assert other.status_code == 403
+
+
+def test_a_simple_form_of_a_page_is_no_request(server):
+    found = httpx.post(server.url + CHAT, content=text(chat_body()),
+                       headers={"Content-Type": "text/plain"})  # fmt: skip
+    assert found.status_code == 400
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory):
+    pair = actor_pair(tmp_path_factory.mktemp("locked"), lambda prompt: "so")
+    with serving(pair, key="s3cret") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Basic s3cret"},
+        {"Authorization": "Bearer s3cret2"},
+        {"x-api-key": ""},
+        {"x-api-key": "S3CRET"},
+        {"x-api-key": b"\xff\xfe"},
+        {"x-api-key": "s" * 60_000},
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_a_missing_or_wrong_key_is_refused(locked, path, headers):
+    found = post(locked, path, chat_body(), headers=headers)
+    assert found.status_code in (401, 400)  # 400: a head that is longer than any may be
+    assert "s3cret" not in found.text and "error" in found.json()
+    if path == "/v1/messages" and found.status_code == 401:
+        assert found.json()["error"]["type"] == "authentication_error"
+
+
+def test_the_right_key_opens_both_ways_and_health_needs_none(locked):
+    for headers in ({"Authorization": "bearer s3cret"}, {"x-api-key": "s3cret"}):
+        assert post(locked, CHAT, chat_body(), headers=headers).status_code == 200
+    assert httpx.get(locked.url + "/health").status_code == 200
+    for path in ("/metrics", "/v1/models", "/openapi.json"):
+        assert httpx.get(locked.url + path).status_code == 401
+
+
+def test_the_time_of_a_refusal_says_nothing_of_the_key():
+    from dflash_mlx.serve.guard import Key
+
+    check = Key("k" * 64)
+
+    def scope(key: str) -> dict:
+        return {"type": "http", "path": "/", "headers": [(b"x-api-key", key.encode())]}
+
+    def took(key: str) -> float:
+        begin = time.perf_counter()
+        for _ in range(200):
+            assert check(scope(key)) is not None
+        return time.perf_counter() - begin
+
+    wrong = {"first": "x" + "k" * 63, "last": "k" * 63 + "x"}
+    times = {name: [] for name in wrong}
+    for _ in range(30):
+        for name, key in wrong.items():
+            times[name].append(took(key))
+    first, last = (statistics.median(times[name]) for name in wrong)
+    assert 0.7 < first / last < 1.4
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n",
+        b"GET /" + b"a" * 100_000,
+        b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 20_000,
+    ],
+    ids=["version", "TLS", "two hosts", "length", "a long line", "many headers"],
+)
+def test_what_is_no_http_is_refused_in_json(server, head):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as place:
+        with contextlib.suppress(OSError):
+            place.sendall(head)
+        said = read_all(place)
+    assert said.startswith(b"HTTP/1.1 4")
+    assert b'"error"' in said
+
+
+def read_all(place: socket.socket) -> bytes:
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        while part := place.recv(65536):
+            said += part
+    return said
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"POST /v1/messages HTTP/1.1\r\nHo", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+    ids=["nothing", "half a head", "one request and no other"],
+)
+def test_a_connection_that_does_nothing_is_closed(server, sent):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as place:
+        place.sendall(sent)
+        read_all(place)  # returns when the server has closed it
+
+
+def test_a_head_that_comes_byte_by_byte_gets_no_more_time(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as place:
+        begin = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - begin < 10:
+                place.sendall(b"a")
+                place.settimeout(0.02)
+                with contextlib.suppress(TimeoutError):
+                    if not place.recv(1):
+                        break
+        assert time.monotonic() - begin < 5
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(server):
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as place:
+        place.sendall(head % CHAT.encode())
+        said = read_all(place)
+    assert said.startswith(b"HTTP/1.1 408") and b'"timeout_error"' in said
+
+
+def test_too_many_connections_are_told_so(server):
+    with contextlib.ExitStack() as stack:
+        places = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            for _ in range(21)
+        ]
+        said = read_all(places[-1])
+    assert said.startswith(b"HTTP/1.1 503") and b'"error"' in said
+    server.until(lambda: not server.desk.stepper._open)
+
+
+def test_a_reader_that_stands_still_is_left_and_others_go_on(tmp_path):
+    pair = actor_pair(tmp_path, lambda prompt: "a" * 30_000, context_length=40_000)
+    pair.target._row = lambda path: row_of(pair.tokenizer)  # as fast as can be
+    with serving(pair, idle=0.3) as server:
+        server.place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # of connections, too
+        body = text(chat_body(max_tokens=30_000, stream=True, logprobs=True, top_logprobs=20))
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.socket() as place:
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            place.connect(("127.0.0.1", server.port))
+            place.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            server.until(lambda: len(server.desk) == 1)
+            assert post(server, CHAT, chat_body(max_tokens=3)).status_code == 200
+            server.until(lambda: len(server.desk) == 0)
+
+
+def row_of(tokenizer):
+    import numpy as np
+
+    row = np.zeros(97, np.float32)
+    row[tokenizer.encode("a")[0]] = 60
+    return row
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/v1", "/v1/chat/completions/", "/v1/messages/x"])
+def test_paths_that_are_none_are_told_in_json(server, path):
+    found = httpx.get(server.url + path)
+    assert (found.status_code, "error" in found.json()) == (404, True)
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_other_ways_to_ask_are_told_in_json(server, method):
+    found = httpx.request(method, server.url + CHAT)
+    assert (found.status_code, "error" in found.json()) == (405, True)

@@ -1,0 +1,190 @@
+"""The openai package against the server: answers, streams, stops, figures, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from support.serving import MODEL, ROLE, actor_pair, serving, user
+
+PROMPT = "[user]a" + ROLE
+WORDS = "Once upon a time there was an answer."
+THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
+
+
+def act(prompt: str) -> str:
+    """What is said to a conversation, by its last words."""
+    said = prompt.rpartition("[user]")[2]
+    return {"think": THOUGHT, "": ""}.get(said, WORDS)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    pair = actor_pair(tmp_path_factory.mktemp("actor"), act)
+    with serving(pair, name=("alias",)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client, text="hello", **more):
+    return client.chat.completions.create(model=MODEL, messages=user(text), **more)
+
+
+def test_an_answer_comes_whole_with_its_usage_and_figures(client):
+    answer = ask(client)
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == (WORDS, "stop")
+    prompt = len("[user]hello" + ROLE)
+    assert answer.usage.prompt_tokens == prompt
+    assert answer.usage.completion_tokens == len(WORDS) + 1
+    assert answer.usage.total_tokens == prompt + len(WORDS) + 1
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    figures = answer.model_extra["dflash"]
+    assert (figures["method"], figures["rounds"]) == ("none", len(WORDS))
+    assert figures["acceptance_length"] == 1.0 and figures["parked"] is None
+    assert figures["tokens_per_second"] > 0 < figures["time_to_first_token"]
+
+
+def test_a_stream_is_the_same_answer(client):
+    chunks = [*ask(client, stream=True, stream_options={"include_usage": True})]
+    *before, figures, usage = chunks
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in before) == WORDS
+    assert figures.choices[0].finish_reason == "stop"
+    assert figures.model_extra["dflash"]["rounds"] == len(WORDS)
+    assert usage.choices == [] and usage.usage.completion_tokens == len(WORDS) + 1
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_every_chunk_has_a_choice_where_nobody_asked_for_usage(client):
+    assert all(len(chunk.choices) == 1 for chunk in ask(client, stream=True))
+
+
+def test_stop_texts_and_lengths_end_an_answer(client):
+    stopped = ask(client, stop=["time", "never"])
+    assert stopped.choices[0].message.content == WORDS.partition("time")[0]
+    assert stopped.choices[0].finish_reason == "stop"
+    for field in ("max_tokens", "max_completion_tokens"):
+        cut = ask(client, **{field: 4})
+        assert (cut.choices[0].message.content, cut.usage.completion_tokens) == ("Once", 4)
+        assert cut.choices[0].finish_reason == "length"
+
+
+def test_thoughts_are_split_off(client):
+    message = ask(client, "think").choices[0].message
+    assert message.content == "It is blue."
+    assert message.model_extra["reasoning_content"] == "Let me see."
+    deltas = [chunk.choices[0].delta for chunk in ask(client, "think", stream=True)]
+    assert "".join(d.content or "" for d in deltas) == "It is blue."
+    thoughts = [(d.model_extra or {}).get("reasoning_content", "") for d in deltas]
+    assert "".join(thoughts) == "Let me see."
+
+
+def test_a_thought_that_the_template_opened_is_one(client):
+    extra = {"chat_template_kwargs": {"enable_thinking": True}}
+    message = ask(client, extra_body=extra).choices[0].message
+    assert (message.content, message.model_extra["reasoning_content"]) == ("", WORDS)
+
+
+def test_several_answers_come_to_one_prompt(client):
+    answer = ask(client, n=3, temperature=1.0, seed=5)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {WORDS}
+    assert answer.usage.completion_tokens == 3 * (len(WORDS) + 1)
+    assert answer.usage.prompt_tokens == len("[user]hello" + ROLE)
+    chunks = [*ask(client, n=2, stream=True)]
+    for index in (0, 1):
+        own = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert "".join(choice.delta.content or "" for choice in own) == WORDS
+        assert own[-1].finish_reason == "stop"
+    assert [("dflash" in (c.model_extra or {})) for c in chunks].count(True) == 1
+
+
+def test_log_probabilities_are_those_of_the_model(client):
+    answer = ask(client, logprobs=True, top_logprobs=2, temperature=2.0)
+    told = answer.choices[0].logprobs.content
+    assert "".join(each.token for each in told) == WORDS
+    assert all(-1e-6 < each.logprob <= 0 for each in told)
+    assert all(each.top_logprobs[0].token == each.token for each in told)
+    assert all(each.top_logprobs[1].logprob == pytest.approx(-60, abs=0.01) for each in told)
+    assert told[0].bytes == [ord("O")]
+    chunks = [*ask(client, logprobs=True, stream=True)]
+    laws = [law for c in chunks if c.choices[0].logprobs for law in c.choices[0].logprobs.content]
+    assert "".join(law.token for law in laws) == WORDS
+
+
+def test_an_answer_may_be_empty(client):
+    assert ask(client, "").choices[0].message.content == ""
+
+
+def test_texts_go_on_without_a_template(client):
+    answer = client.completions.create(model=MODEL, prompt=[PROMPT + "Once"], logprobs=1)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (WORDS.removeprefix("Once"), "stop")
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.text_offset[:3] == [0, 1, 2]
+    both = client.completions.create(
+        model=MODEL, prompt=[PROMPT, PROMPT + "Once"], n=2, max_tokens=4
+    )
+    assert [choice.text for choice in both.choices] == ["Once", "Once", " upo", " upo"]
+    assert both.usage.prompt_tokens == 2 * len(PROMPT) + 4
+    stream = client.completions.create(model=MODEL, prompt=PROMPT, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == WORDS
+
+
+def test_tokens_go_on_too(client, server):
+    tokens = server.pair.tokenizer.encode(PROMPT)
+    answer = client.completions.create(model=MODEL, prompt=tokens, max_tokens=4)
+    assert answer.choices[0].text == "Once"
+    with pytest.raises(openai.BadRequestError, match="97"):
+        client.completions.create(model=MODEL, prompt=[97])
+
+
+def test_models_are_listed_and_known_by_every_name(client):
+    assert [model.id for model in client.models.list()] == [MODEL, "alias"]
+    assert client.models.retrieve("alias").model_extra["max_model_len"] == 4000
+    answer = client.chat.completions.create(model="alias", messages=user("hello"))
+    assert answer.model == "alias"
+    for unknown in ("gpt-5", "../../etc/passwd", "http://example.org/model"):
+        with pytest.raises(openai.NotFoundError) as found:
+            client.chat.completions.create(model=unknown, messages=user("hello"))
+        assert found.value.code == "model_not_found" and unknown in str(found.value)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_read(client, server):
+    passes = server.pair.target.passes
+    for length in (4000, 4000 * 128 + 1):
+        with pytest.raises(openai.BadRequestError, match=r"4000"):
+            ask(client, "x" * length)
+    assert server.pair.target.passes == passes
+
+
+def test_messages_of_all_roles_reach_the_template(tmp_path):
+    seen = []
+    pair = actor_pair(tmp_path, lambda prompt: seen.append(prompt) or "so")
+    call = {"name": "f", "arguments": json.dumps({"x": 1})}
+    messages = [
+        {"role": "developer", "content": "be short"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "1", "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    with (
+        serving(pair) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        client.chat.completions.create(model=MODEL, messages=messages)
+    expected = "[system]be short[user]ab[assistant]<think>hm</think><tool_call>f</tool_call>[tool]2"
+    assert seen[0] == expected

@@ -1,0 +1,94 @@
+"""An answer's text in its parts, however it is cut: nothing is lost, nothing is told twice."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.tool_parsers import json_tools, mistral
+
+from dflash_mlx.serve.reading import AnswerReader, Call, Said, TextReader, Thought
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>"}}</tool_call>'
+
+
+def tokenizer(parser=json_tools):
+    return SimpleNamespace(
+        tool_call_start=parser.tool_call_start,
+        tool_call_end=parser.tool_call_end,
+        tool_parser=parser.parse_tool_call,
+    )
+
+
+def read(text: str, sizes=(3,), parser=json_tools, **more):
+    """Thought, words and calls of a text that comes in pieces of these sizes."""
+    reader = AnswerReader(tokenizer(parser), **{"tools": TOOLS, **more})
+    parts, at, turn = [], 0, 0
+    while at < len(text):
+        size = sizes[turn % len(sizes)]
+        parts += reader.feed(text[at : at + size])
+        at, turn = at + size, turn + 1
+    parts += reader.finish()
+    thought = "".join(p.text for p in parts if isinstance(p, Thought))
+    words = "".join(p.text for p in parts if isinstance(p, Said))
+    return thought, words, [p for p in parts if isinstance(p, Call)]
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "words", "calls"),
+    [
+        ("so", "", "so", 0),
+        (CALL, "", "", 1),
+        (f"First.\n{CALL}\n{CALL}\nThen.", "", "First.\nThen.", 2),
+        (f"<think>\nhm\n</think>\n\nFirst.{CALL}", "hm\n", "First.", 1),
+        (f"<think>{CALL}</think>so", CALL, "so", 0),
+        ("<tool_call>nothing</tool_call>", "", "<tool_call>nothing</tool_call>", 0),
+        ('<tool_call>{"name": 5}</tool_call>', "", '<tool_call>{"name": 5}</tool_call>', 0),
+        ("<tool_call>[]</tool_call>so", "", "so", 0),
+        ("a < b <tool", "", "a < b <tool", 0),
+        ("<tool_call>{", "", "<tool_call>{", 0),
+    ],
+)
+def test_parts_are_told_apart_however_the_text_is_cut(text, thought, words, calls):
+    for sizes in ((1,), (2, 5), (1000,)):
+        found = read(text, sizes)
+        assert found[:2] == (thought, words)
+        assert len(found[2]) == calls
+
+
+def test_a_call_has_a_name_arguments_and_an_identity_of_its_own():
+    first, second = read(CALL + CALL)[2]
+    assert (first.name, json.loads(first.arguments)) == ("add", {"a": "<tool_call>"})
+    assert first.identity != second.identity
+
+
+def test_a_form_without_an_end_is_read_at_the_end():
+    text = 'So: [TOOL_CALLS]add[ARGS]{"a": 1}add[ARGS]{"a": 2}'
+    _, words, calls = read(text, parser=mistral)
+    assert words == "So: " and [json.loads(c.arguments)["a"] for c in calls] == [1, 2]
+
+
+def test_without_tools_nothing_is_a_call():
+    assert read(CALL, tools=()) == ("", CALL, [])
+
+
+def test_a_thought_may_have_begun_in_the_prompt():
+    assert read("hm</think>so", in_thought=True) == ("hm", "so", [])
+
+
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", "a", "<", "\n"])),
+       st.lists(st.integers(1, 7), min_size=1))  # fmt: skip
+def test_no_word_is_lost_where_nothing_is_a_call(parts, sizes):
+    text = "".join(parts)
+    _, words, calls = read(text, sizes)
+    assert calls == [] and words == text
+
+
+def test_a_text_is_words_alone():
+    reader = TextReader()
+    parts = [*reader.feed("<think>a"), *reader.feed(""), *reader.finish()]
+    assert parts == [Said("<think>a")]

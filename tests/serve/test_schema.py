@@ -1,0 +1,12 @@
+"""Requests made from the served schema, valid and not: none is a fault of ours."""
+
+from __future__ import annotations
+
+from support.fuzzed_api import attack, fuzzed_server
+
+
+def test_requests_of_all_kinds_make_no_fault(tmp_path):
+    with fuzzed_server(tmp_path) as server:
+        counted = attack(server, 20)
+    assert counted["requests"] >= 150
+    assert counted["answered"] > 20 and counted["refused"] > 20

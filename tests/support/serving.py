@@ -1,0 +1,188 @@
+"""A server on a port of its own, and a model that says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.serve.desk import Desk
+from dflash_mlx.serve.errors import ApiError
+from dflash_mlx.serve.figures import Figures
+from dflash_mlx.serve.running import Stop, conversations_of, serve
+from dflash_mlx.serve.service import Service
+from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.target.block import Block
+from support.models import EOS, write_tokenizer
+from support.toys import ToyCache, ToyTarget
+
+MODEL = "actor"
+USUAL = DecodeConfig("none", max_tokens=200)
+ROLE = "[assistant]"
+# Shows all that a conversation has; <tool_call> and tool_call.name tell mlx-lm which parser it is.
+TEMPLATE = (
+    "{% if tools %}[tools]{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}"
+    "{% for tool_call in m.tool_calls or [] %}"
+    "<tool_call>{{ (tool_call.function or tool_call.name).name }}</tool_call>{% endfor %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}"
+    + ROLE
+    + "{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+
+Act = Callable[[str], str]
+
+
+class Actor(ToyTarget):
+    """Answers a conversation, as the template above writes it, with what `act` makes of it.
+
+    Every other token is so unlikely that it is not even drawn at any temperature. gate: where it is
+    not set, passes wait.
+    """
+
+    name, pass_times, noise = MODEL, None, None
+    vocab_size = 97
+
+    def __init__(self, tokenizer: Any, act: Act, context_length: int = 4000) -> None:
+        self.context_length, self.gate = context_length, threading.Event()
+        self.passes = 0
+        self.gate.set()
+        self._tokenizer, self._act = tokenizer, act
+
+    def forward(
+        self, tokens: mx.array, cache: ToyCache, block: Block, taps: tuple[int, ...] = ()
+    ) -> tuple[mx.array, None]:
+        assert self.gate.wait(30)
+        self.passes += 1
+        cache.pending = tokens.tolist()
+        parents = block.tree.parents if block.tree is not None else range(-1, block.rows - 1)
+        paths: list[list[int]] = []
+        for token, parent in zip(cache.pending, parents, strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else cache.tokens), token])
+        paths = paths[-1:] if block.last_only else paths
+        return mx.array(np.stack([self._row(path) for path in paths])), None
+
+    def _row(self, path: list[int]) -> np.ndarray:
+        before, begun, said = self._tokenizer.decode(path).rpartition(ROLE)
+        row = np.zeros(self.vocab_size, np.float32)
+        if not begun:  # a part of a prompt
+            return row
+        answer = self._act(before)
+        said = said if answer.startswith("<think>") else said.removeprefix("<think>")
+        row[self._tokenizer.encode(answer[len(said)])[0] if len(said) < len(answer) else EOS] = 60
+        return row
+
+
+def actor_pair(folder: Path, act: Act, template: str | None = TEMPLATE, **more: Any) -> Pair:
+    """A pair without drafters whose target is an `Actor`."""
+    folder.mkdir(exist_ok=True)
+    write_tokenizer(folder, template)
+    tokenizer = load_tokenizer(folder)
+    return Pair(Actor(tokenizer, act, **more), tokenizer)
+
+
+def raised(error: Exception) -> ApiError:
+    """No test wants a fault of ours."""
+    print(f"fault: {error!r}")
+    return ApiError(500, f"fault: {error!r}")
+
+
+class Server:
+    """What runs on a thread of its own. url: where it is. desk, pair: what is behind it."""
+
+    def __init__(self, pair: Pair, config: ServeConfig, usual: DecodeConfig, model: str) -> None:
+        figures = Figures()
+        self.pair, self.faults = pair, []
+        self.desk = Desk(figures, config.parallel, config.queue, self._fault)
+        self.desk.stepper.serve(
+            conversations_of(pair, config, None, lambda: PrefixCache(10**8))
+        ).result()
+        self.service = Service(pair, usual, config, self.desk, figures, (model, *config.name))
+        self.place = socket.create_server(("127.0.0.1", 0))
+        self.port = self.place.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._ready = threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def _fault(self, error: Exception) -> ApiError:
+        self.faults.append(error)
+        return raised(error)
+
+    async def _run(self) -> None:
+        self.loop, self.stop = asyncio.get_running_loop(), Stop()
+        self._ready.set()
+        await serve(self.service, self.place, self._fault, self.stop)
+
+    def start(self) -> None:
+        self.thread.start()
+        assert self._ready.wait(10)
+
+    def end(self) -> None:
+        """As a signal to end."""
+        with suppress(RuntimeError):  # it has ended before
+            self.loop.call_soon_threadsafe(self.stop.asked.set)
+
+    def until(self, holds: Callable[[], bool], seconds: float = 20.0) -> None:
+        """Return when something holds; the event loop looks after every turn."""
+
+        async def look() -> None:
+            while not holds():
+                await asyncio.sleep(0.001)
+
+        waiting = asyncio.run_coroutine_threadsafe(asyncio.wait_for(look(), seconds), self.loop)
+        waiting.result()
+
+
+@contextmanager
+def serving(
+    pair: Pair,
+    usual: DecodeConfig = USUAL,
+    model: str = MODEL,
+    faults: bool = False,
+    **config: Any,
+) -> Iterator[Server]:
+    """A server that ends with the block; no fault of ours may have happened meanwhile."""
+    server = Server(pair, ServeConfig(**{"grace": 5.0, **config}), usual, model)
+    server.start()
+    try:
+        yield server
+        assert faults or not server.faults
+    finally:
+        server.end()
+        server.thread.join(20)
+        assert server.desk.stepper.close(20)
+        server.service.close()
+        assert not server.thread.is_alive()
+
+
+def post(server: Server, path: str, body: Any, **more: Any) -> httpx.Response:
+    """A request with this body as JSON, or bytes as they are."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **more.pop("headers", {})}
+    return httpx.post(server.url + path, content=content, headers=headers, timeout=30, **more)
+
+
+def user(text: str) -> list[dict[str, str]]:
+    """A conversation that begins."""
+    return [{"role": "user", "content": text}]
+
+
+def chat_body(text: str = "hello", **more: Any) -> dict[str, Any]:
+    """A small request for a chat completion."""
+    return {"model": MODEL, "messages": user(text), **more}
