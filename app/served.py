@@ -52,8 +52,8 @@ class Served:
         self.lines: deque[str] = deque(maxlen=200)
         self._key, self._address = key, ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dflash_mlx.serve", *words],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "dflash_mlx.serve", *words, "--watched"],
+            stdin=subprocess.PIPE,  # whose end it takes for the end of the view
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

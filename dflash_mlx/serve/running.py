@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
@@ -80,8 +81,10 @@ async def _until_signal(
     noted: Callable[[Exception], ApiError],
     ready: Callable[[], None],
 ) -> None:
-    stop = Stop(ready)
-    with stop.on_signals(asyncio.get_running_loop()):
+    stop, loop = Stop(ready), asyncio.get_running_loop()
+    if service.config.watched:
+        stop.at_end_of(sys.stdin.fileno(), loop)
+    with stop.on_signals(loop):
         await serve(service, place, noted, stop)
 
 
@@ -186,6 +189,16 @@ class Stop:
             for each in _SIGNALS:
                 loop.remove_signal_handler(each)
                 signal.signal(each, before[each])
+
+    def at_end_of(self, place: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Where whoever holds the other end of a pipe is gone, that is the first signal."""
+
+        def read() -> None:
+            if not os.read(place, 4096):
+                loop.remove_reader(place)
+                self.asked.set()
+
+        loop.add_reader(place, read)
 
     def _hear(self) -> None:
         (self.again if self.asked.is_set() else self.asked).set()

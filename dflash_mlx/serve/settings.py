@@ -15,7 +15,10 @@ MOST_TOP_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Where the server listens, who may use it, and its limits."""
+    """Where the server listens, who may use it, and its limits.
+
+    watched: whether it ends with its standard input, which a view holds that must not outlive it.
+    """
 
     host: str = option(
         "127.0.0.1", "address to listen on; one that other machines reach needs a --key"
@@ -62,6 +65,8 @@ class ServeConfig:
     grace: float = option(
         30.0, "seconds that answers may go on after Ctrl+C or a signal to end", type=float
     )
+
+    watched: bool = False
 
     def __post_init__(self) -> None:
         require_possible(self)

@@ -88,6 +88,7 @@ def process(model: Path, folder: Path, *argv: str) -> Iterator[tuple[subprocess.
     words = ["-m", "dflash_mlx.serve", "--model", str(model), "--method", "none", "--port", "0"]
     running = subprocess.Popen(
         [sys.executable, *words, *argv],
+        stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
@@ -121,3 +122,6 @@ def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp
             assert running.wait(20) == (0 if last == signal.SIGTERM else -signal.SIGKILL)
             assert running.stderr.read() == ""
     assert [*(tmp_path / "cache").glob("dflash-chat/prefixes/*")]  # for the next start
+    with process(model, tmp_path, "--watched") as (running, _):
+        running.stdin.close()
+        assert running.wait(20) == 0
