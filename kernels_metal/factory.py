@@ -100,8 +100,12 @@ def launch(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.
     """
     chosen = executor()
     if chosen is None:
-        raise RuntimeError(f"kernel {kernel.name}: no Metal and no executor; take the reference")
+        raise _nobody(kernel)
     return chosen(kernel, inputs, plan)
+
+
+def _nobody(kernel: Kernel) -> RuntimeError:
+    return RuntimeError(f"kernel {kernel.name}: no Metal and no executor; take the reference")
 
 
 def metal(
@@ -121,6 +125,37 @@ def metal(
         verbose=verbose,
     )
     return outputs
+
+
+class Prepared:
+    """A launch that is made many times, of which everything but the inputs is settled.
+
+    It costs the host little more than MLX's own call: the executor is asked for, nothing else.
+    """
+
+    def __init__(self, kernel: Kernel, plan: Launch) -> None:
+        self.kernel, self.plan = kernel, plan
+        self._arguments = {
+            "template": list(plan.template),
+            "grid": plan.grid,
+            "threadgroup": plan.threadgroup,
+            "output_shapes": list(plan.output_shapes),
+            "output_dtypes": list(plan.output_dtypes),
+        }
+
+    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
+        """The outputs for these inputs, as by `launch`."""
+        chosen = _chosen.get()
+        if chosen is not None and chosen is not metal:
+            return chosen(self.kernel, inputs, self.plan)
+        outputs: list[mx.array] = self._call(inputs=inputs, **self._arguments)
+        return outputs
+
+    @functools.cached_property
+    def _call(self) -> Callable[..., list[mx.array]]:
+        if executor() is None:
+            raise _nobody(self.kernel)
+        return _compiled(self.kernel)  # type: ignore[no-any-return]
 
 
 @functools.cache
