@@ -7,6 +7,7 @@ where rows are many, two at most, so that what goes through memory stays small.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -186,9 +187,8 @@ class _Plan:
         sizes = [rows, heads // kv_heads, seen.low, clear, seen.prefix, seen.keys]
         self._settled = [seen.bits, mx.array([*sizes, plan.length, words]), mx.array([scale])]
         self._rows = mx.array([rows])
-        self._unused = [mx.zeros((1, 1, 1, 8), dtype)] * 2  # scales and biases that are not read
-        self._no_sinks = mx.full(max(heads, 8), -mx.inf)
-        self._pad = mx.full(max(8 - heads, 0), -mx.inf)  # eight or more are in device memory
+        self._unused, self._no_sinks = _unused(), _no_sinks(max(heads, 8))
+        self._pad = 8 - heads  # eight or more are in device memory
 
     def __call__(
         self,
@@ -200,13 +200,24 @@ class _Plan:
         key_words, *of_keys = keys if isinstance(keys, Packed) else (keys, *self._unused)
         value_words, *of_values = values if isinstance(values, Packed) else (values, *self._unused)
         scores = self._no_sinks if sinks is None else sinks.astype(mx.float32)
-        if sinks is not None and self._pad.size:
-            scores = mx.concatenate([scores, self._pad])
+        if sinks is not None and self._pad > 0:
+            scores = mx.concatenate([scores, _no_sinks(self._pad)])
         given = [queries, key_words, value_words, *of_keys, *of_values, *self._settled, scores]
         result, sums = self._attend(given)
         if self._merge is None:
             return result
         return self._merge([result, sums, scores, self._rows])[0]
+
+
+@functools.cache
+def _unused() -> list[mx.array]:
+    """In the place of scales and biases that are not read."""
+    return [mx.array(np.zeros((1, 1, 1, 8), np.float32))] * 2
+
+
+@functools.cache
+def _no_sinks(count: int) -> mx.array:
+    return mx.array(np.full(count, -np.inf, np.float32))
 
 
 def _form(rows: mx.array | Packed) -> tuple[Any, ...]:

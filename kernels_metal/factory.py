@@ -49,6 +49,11 @@ class Kernel:
         return self.header_path.read_text(encoding="utf-8") if self.header_path else ""
 
     @property
+    def sent(self) -> tuple[str, str]:
+        """Header and body as MLX gets them, which copies both in every call: without comments."""
+        return compact(self.header_text), compact(self.body)
+
+    @property
     def path(self) -> Path:
         """The file of the body."""
         return self.folder / f"{self.name}.metal"
@@ -102,6 +107,12 @@ def launch(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.
     if chosen is None:
         raise _nobody(kernel)
     return chosen(kernel, inputs, plan)
+
+
+def compact(source: str) -> str:
+    """Source without comments, indentation and empty lines."""
+    lines = (line.partition("//")[0].strip() for line in source.splitlines())
+    return "".join(f"{line}\n" for line in lines if line)
 
 
 def _nobody(kernel: Kernel) -> RuntimeError:
@@ -160,11 +171,12 @@ class Prepared:
 
 @functools.cache
 def _compiled(kernel: Kernel):  # type: ignore[no-untyped-def]  # MLX gives it the type object
+    header, body = kernel.sent
     return mx.fast.metal_kernel(
         name=kernel.name,
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        source=kernel.body,
-        header=kernel.header_text,
+        source=body,
+        header=header,
         ensure_row_contiguous=kernel.ensure_row_contiguous,
     )

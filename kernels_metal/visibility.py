@@ -32,16 +32,21 @@ class Visibility:
 
     def __post_init__(self) -> None:
         check(self.prefix >= 0, "prefix", self.prefix, "0 or more")
-        shape, kind = self.local.shape, self.local.dtype
-        check(len(shape) == 2 and kind == np.bool_, "local", f"{kind} {list(shape)}", "bool [R, N]")
+        if self.local.ndim != 2 or self.local.dtype != np.bool_:
+            kind = f"{self.local.dtype} {list(self.local.shape)}"
+            check(False, "local", kind, "bool [R, N]")
         check_range("the rows of local", self.rows, 1, MAX_ROWS)
         check_range("the columns of local", self.columns, 1, MAX_LOCAL)
         count = len(self.starts)
         check(count == self.rows, "the length of first", count, f"{self.rows}, the rows")
-        for row, start in enumerate(self.starts):
-            check_range(f"first[{row}]", start, 0, self.prefix)
-            sees = start < self.prefix or bool(self.local[row].any())
-            check(sees, f"local[{row}]", "all False", "True somewhere: the row sees nothing")
+        starts = np.array(self.starts)
+        if starts.min() < 0 or starts.max() > self.prefix:
+            for row, start in enumerate(self.starts):
+                check_range(f"first[{row}]", start, 0, self.prefix)
+        blind = np.flatnonzero((starts >= self.prefix) & ~self.local.any(axis=1))
+        for row in blind[:1]:
+            problem = "True somewhere: the row sees nothing"
+            check(False, f"local[{row}]", "all False", problem)
 
     @property
     def rows(self) -> int:
