@@ -10,6 +10,7 @@ from kernels_metal.cascade_attention import (
     CASCADE_ATTENTION,
     HEAD_DIMS,
     SHARE,
+    WAYS,
     Packed,
     cascade_attention,
     cascade_attention_reference,
@@ -157,6 +158,16 @@ def test_splits_write_twice_the_results_at_most_or_a_sixteenth_of_what_they_read
         assert found.length % found.tile == 0
         assert found.sets * found.groups * 8 >= rows
         assert (found.sets - 1) * found.groups * 8 < rows
+
+
+def test_rows_apart_give_the_same_and_read_the_keys_once_for_every_32_of_them():
+    call = made(64, 4, 2, 40, 130, mx.float32)  # 80 rows of each key/value head
+    with emulated() as run:
+        assert_close(cascade_attention(*call, way="apart"), attend(*call))
+    keys = run.of("cascade_attention")[0].buffers["keys"]
+    assert keys.read == 3 * call[1].nbytes
+    assert CASCADE_ATTENTION.ways(*call) == tuple(WAYS)
+    assert CASCADE_ATTENTION.ways(*made(64, 4, 2, 16, 130)) == ("once",)
 
 
 def test_one_split_is_finished_without_a_second_launch():
