@@ -18,6 +18,7 @@ from kernels_metal.cascade_attention import (
     unpacked,
 )
 from kernels_metal.emulator import emulated
+from kernels_metal.factory import executing
 from kernels_metal.visibility import Visibility
 from support.kernels import (
     arguments,
@@ -189,6 +190,22 @@ def test_the_layers_of_a_pass_share_one_plan():
         halves = (a.astype(mx.float16) for a in (queries, keys, values))
         cascade_attention(*halves, seen, *rest)
     assert len(seen.plans) == 2
+
+
+def test_a_layer_after_the_first_checks_nothing_and_makes_no_array(monkeypatch):
+    call, given = made(64, 4, 2, 3, 20), []
+
+    def record(kernel, inputs, plan):
+        given.append((inputs, plan))
+        return [mx.zeros(shape) for shape in plan.output_shapes]
+
+    with executing(record):
+        cascade_attention(*call)
+        for name in ("check_arguments", "layout", "Launch", "Prepared"):
+            monkeypatch.setattr(module, name, None)
+        cascade_attention(*call)
+    (first, plan), (second, again) = given
+    assert plan is again and all(a is b for a, b in zip(first, second, strict=True))
 
 
 def test_without_safe_matrices_it_is_refused(monkeypatch):

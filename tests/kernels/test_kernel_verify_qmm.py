@@ -236,6 +236,23 @@ def test_a_product_is_planned_once_for_each_shape_and_takes_leading_dimensions()
     assert planned._plans == plans and len(plans) == 2
 
 
+def test_a_second_call_of_a_shape_checks_nothing_and_makes_no_array(monkeypatch):
+    x, *weights = product(6, 128, 40, 4, 64)
+    planned, given = Product(*weights), []
+
+    def record(kernel, inputs, plan):
+        given.append((inputs, plan))
+        return [x]
+
+    with factory.executing(record):
+        planned(x)
+        for name in ("check_array", "check_range", "Launch", "Prepared"):
+            monkeypatch.setattr(module, name, None)
+        planned(x)
+    (first, plan), (second, again) = given
+    assert plan is again and all(a is b for a, b in zip(first, second, strict=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

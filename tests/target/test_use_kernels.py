@@ -134,6 +134,25 @@ def test_models_of_half_precision_go_through_every_kernel(monkeypatch, dtype):
     assert error < 2 * stock_error
 
 
+def test_a_pass_asks_once_for_all_layers_and_for_what_it_knows_not_at_all(monkeypatch):
+    target, asked = make_target(monkeypatch, "llama", bits=4), []
+    target.use_kernels("on")
+    chosen = target.kernels.chosen
+
+    def spy(operation: Any, *rest: Any) -> Any:
+        asked.append(operation.name)
+        return chosen(operation, *rest)
+
+    monkeypatch.setattr(target.kernels, "chosen", spy)
+    with emulated() as run:
+        pass_over(target)  # the prompt and a tree
+        assert {"cascade_attention", "shared_input", "verify_qmm"} == set(asked)
+        asked.clear()
+        pass_over(target)
+    assert asked == ["cascade_attention"] * 2
+    assert len(run.of("cascade_attention")) == 4 * target.num_layers
+
+
 def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkeypatch):
     target = make_target(monkeypatch, "llama", bits=4)
     target.tap((1,))
