@@ -4,6 +4,7 @@
     operation    what an operation is, and random calls of it
     factory      launches kernels, on Metal or by another executor
     dispatch     kernel or reference, decided on each machine and why
+    watchdog     kernels are tried in a process of their own (trial) first
     sweep        kernels against references at random shapes
     emulator     runs the kernels' source on a CPU and checks it; nothing else imports it
 

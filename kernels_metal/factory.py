@@ -49,6 +49,11 @@ class Kernel:
         return self.header_path.read_text(encoding="utf-8") if self.header_path else ""
 
     @property
+    def sent(self) -> tuple[str, str]:
+        """Header and body as MLX gets them, which copies both in every call: without comments."""
+        return compact(self.header_text), compact(self.body)
+
+    @property
     def path(self) -> Path:
         """The file of the body."""
         return self.folder / f"{self.name}.metal"
@@ -100,8 +105,18 @@ def launch(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.
     """
     chosen = executor()
     if chosen is None:
-        raise RuntimeError(f"kernel {kernel.name}: no Metal and no executor; take the reference")
+        raise _nobody(kernel)
     return chosen(kernel, inputs, plan)
+
+
+def compact(source: str) -> str:
+    """Source without comments, indentation and empty lines."""
+    lines = (line.partition("//")[0].strip() for line in source.splitlines())
+    return "".join(f"{line}\n" for line in lines if line)
+
+
+def _nobody(kernel: Kernel) -> RuntimeError:
+    return RuntimeError(f"kernel {kernel.name}: no Metal and no executor; take the reference")
 
 
 def metal(
@@ -123,13 +138,45 @@ def metal(
     return outputs
 
 
+class Prepared:
+    """A launch that is made many times, of which everything but the inputs is settled.
+
+    It costs the host little more than MLX's own call: the executor is asked for, nothing else.
+    """
+
+    def __init__(self, kernel: Kernel, plan: Launch) -> None:
+        self.kernel, self.plan = kernel, plan
+        self._arguments = {
+            "template": list(plan.template),
+            "grid": plan.grid,
+            "threadgroup": plan.threadgroup,
+            "output_shapes": list(plan.output_shapes),
+            "output_dtypes": list(plan.output_dtypes),
+        }
+
+    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
+        """The outputs for these inputs, as by `launch`."""
+        chosen = _chosen.get()
+        if chosen is not None and chosen is not metal:
+            return chosen(self.kernel, inputs, self.plan)
+        outputs: list[mx.array] = self._call(inputs=inputs, **self._arguments)
+        return outputs
+
+    @functools.cached_property
+    def _call(self) -> Callable[..., list[mx.array]]:
+        if executor() is None:
+            raise _nobody(self.kernel)
+        return _compiled(self.kernel)  # type: ignore[no-any-return]
+
+
 @functools.cache
 def _compiled(kernel: Kernel):  # type: ignore[no-untyped-def]  # MLX gives it the type object
+    header, body = kernel.sent
     return mx.fast.metal_kernel(
         name=kernel.name,
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        source=kernel.body,
-        header=kernel.header_text,
+        source=body,
+        header=header,
         ensure_row_contiguous=kernel.ensure_row_contiguous,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from kernels_metal.factory import Kernel
 
 ROWS = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 PREFIXES = (0, 1, 7, 8, 31, 32, 33, 63, 64, 100, 255, 500, 1000, 2047, 5000)
+EXACT = 32  # rows up to here are a case each: stock MLX changes its algorithm more than once
 Case = tuple[int, tuple[int, ...], int, str]
 
 
@@ -25,6 +27,12 @@ class Operation:
     launches. arguments: those of a random call. defaults: of the sizes that such a call can be
     asked for. compared: of a result and the arguments it is for, the arrays in which kernel and
     reference must agree.
+
+    For races: ways: names of the kernels that can take these arguments, of which `kernel` takes one
+    as its keyword `way`; "" where it has none. after: the arguments of a call that cannot begin
+    before the result of the last one. copied: the call with copies of its large arrays, and these.
+    tried: for the first try of a kernel, what tells its variants apart, and sizes of random calls
+    that run it.
     """
 
     name: str
@@ -36,6 +44,14 @@ class Operation:
     arguments: Callable[[Draw], tuple[Any, ...]]
     defaults: Mapping[str, int]
     compared: Callable[..., list[mx.array]] = lambda out, *args: [out]
+    ways: Callable[..., tuple[str, ...]] = lambda *args: ("",)
+    after: Callable[..., tuple[Any, ...]] = lambda out, *args: args
+    copied: Callable[..., tuple[tuple[Any, ...], list[mx.array]]] | None = None
+    tried: Callable[..., tuple[str, list[dict[str, int]]]] = lambda *args: ("", [dict[str, int]()])
+
+    def by(self, way: str) -> Callable[..., Any]:
+        """The kernel of this name."""
+        return partial(self.kernel, way=way) if way else self.kernel
 
     def run(self, **sizes: int) -> Any:
         """The kernel's result for random arguments of these sizes, the others by default."""
@@ -89,11 +105,19 @@ class Draw:
 def case_of(
     rows: int, shape: tuple[int, ...], arrays: Sequence[mx.array], bits: int | None = None
 ) -> Case:
-    """dtype: one for all arrays, or that of each where they differ; bits: of the first."""
+    """rows: exact where they are few; bits: of the first array unless given.
+
+    dtype: one for all arrays, or that of each where they differ.
+    """
     names = [dtype_name(array.dtype) for array in arrays]
     alike = len(set(names)) == 1
     bits = arrays[0].itemsize * 8 if bits is None else bits
-    return bucket(rows), shape, bits, "+".join(names[:1] if alike else names)
+    return (
+        rows if rows <= EXACT else bucket(rows),
+        shape,
+        bits,
+        "+".join(names[:1] if alike else names),
+    )
 
 
 def bucket(size: int) -> int:

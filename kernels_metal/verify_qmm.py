@@ -1,27 +1,33 @@
-"""Quantised matrix product for the few rows of a verification, reading each weight once."""
+"""Quantised matrix product for the few rows of a verification, reading each weight once.
+
+Two kernels: `verify_qmm` adds in single lanes and is for the fewest rows, and for GPUs without safe
+8x8 matrices; `verify_qmm_matrix` multiplies through those.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from kernels_metal.checks import check, check_array, check_choice, check_contiguous, check_range
-from kernels_metal.factory import Kernel, Launch, launch
+from kernels_metal.factory import Kernel, Launch, Prepared
+from kernels_metal.gpu import may_use_matrices
 from kernels_metal.operation import Case, Draw, Operation, case_of
 
 BITS, GROUPS = (4, 8), (32, 64, 128)
 MAX_ROWS = 32
+FEW_ROWS = 5  # up to here lanes add by themselves
 SIMD_GROUPS = 8
-RUN = 256  # weights along K that a SIMD-group reads at a time
+RUN = 256  # weights along K that a SIMD-group of the scalar kernel reads at a time
 WANTED = 1024  # SIMD-groups, to fill the cores of a large GPU
-KERNEL = Kernel(
-    "verify_qmm",
-    inputs=("x", "weights", "scales", "biases", "sizes"),
-    outputs=("y",),
-    header="widen",
-)
+TILE = 8  # rows or columns of a matrix
+_INPUTS = ("x", "weights", "scales", "biases", "sizes")
+SCALAR = Kernel("verify_qmm", inputs=_INPUTS, outputs=("y",), header="lanes")
+MATRIX = Kernel("verify_qmm_matrix", inputs=_INPUTS, outputs=("y",), header="lanes")
+Way = Literal["scalar", "matrix"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Packing:
     """Affine quantisation: 4 or 8 bits, one scale and bias for 32, 64 or 128 weights along K.
 
     invariant: sum every row as if it were alone, so that n rows give the bits of n single rows.
-    Otherwise the sum over K is split as suits the number of rows.
+    Otherwise the kernel, and with it the order of the sum, is what suits the number of rows.
     """
 
     bits: int
@@ -41,28 +47,104 @@ class Packing:
         check_choice("group", self.group, GROUPS)
 
 
-def verify_qmm(
-    x: mx.array, weights: mx.array, scales: mx.array, biases: mx.array, packing: Packing
-) -> mx.array:
-    """Rows x [M, K] times the transposed dequantised weights: [M, N], M from 1 to 32.
+class Product:
+    """x times the transposed dequantised weights, checked once and planned once for each shape.
 
-    weights: uint32 [N, K * bits / 32]. scales, biases: [N, K / group], both of the dtype of x:
-    float32, float16 or bfloat16; sums are float32. Raises ValueError for other shapes and dtypes,
-    and for weights with gaps.
+    weights: uint32 [N, K * bits / 32]. scales, biases: [N, K / group]. Raises ValueError for other
+    shapes and dtypes, and for arrays with gaps.
     """
-    check_arguments(x, weights, scales, biases, packing)
-    (rows, depth), columns = x.shape, weights.shape[0]
-    each = _columns_held(rows)
-    parts = _parts(columns, depth, _columns_held(1) if packing.invariant else each)
-    sizes = [rows, depth, columns, packing.group.bit_length() - 1, parts]
-    plan = Launch(
-        grid=(-(-columns // (SIMD_GROUPS // parts * each)) * SIMD_GROUPS * 32, 1, 1),
-        threadgroup=(SIMD_GROUPS * 32, 1, 1),
-        output_shapes=((rows, columns),),
-        output_dtypes=(x.dtype,),
-        template=(("T", x.dtype), ("BITS", packing.bits), ("COLS", each)),
-    )
-    return launch(KERNEL, [x, weights, scales, biases, mx.array(sizes)], plan)[0]
+
+    def __init__(
+        self, weights: mx.array, scales: mx.array, biases: mx.array, packing: Packing
+    ) -> None:
+        depth = weights.shape[-1] * 32 // packing.bits
+        check_array("weights", weights, (None, None), (mx.uint32,))
+        fits, limit = depth % packing.group == 0, f"a multiple of {packing.group}"
+        check(fits, "the columns of x that weights are for", depth, limit)
+        check_contiguous("weights", weights)
+        check_array("scales", scales, (weights.shape[0], depth // packing.group))
+        check_array("biases", biases, scales.shape, (scales.dtype,))
+        for name, array in (("scales", scales), ("biases", biases)):
+            check_contiguous(name, array)
+        self.arrays = [weights, scales, biases]
+        self.packing, self.depth, self.columns = packing, depth, weights.shape[0]
+        self._plans: dict[tuple[Any, ...], tuple[Prepared, mx.array]] = {}
+
+    def __call__(self, x: mx.array, way: Way | None = None) -> mx.array:
+        """[..., N] for x [..., K] of 1 to 32 rows, of the dtype of the scales; sums are float32.
+
+        way: which kernel; by default what suits the number of rows.
+        """
+        key = x.shape, x.dtype, way
+        if key not in self._plans:
+            self._plans[key] = self._plan(x, way)
+        run, sizes = self._plans[key]
+        return run([x, *self.arrays, sizes])[0]
+
+    def way(self, rows: int) -> Way:
+        """The kernel by which so many rows are multiplied."""
+        if self.columns < TILE or not may_use_matrices():
+            return "scalar"
+        return "matrix" if self.packing.invariant or rows > FEW_ROWS else "scalar"
+
+    def _plan(self, x: mx.array, way: Way | None) -> tuple[Prepared, mx.array]:
+        check_array("x", x, (*x.shape[:-1], self.depth), (self.arrays[1].dtype,))
+        rows = math.prod(x.shape[:-1])
+        check_range("the rows of x", rows, 1, MAX_ROWS)
+        plan = self._matrix if (way or self.way(rows)) == "matrix" else self._scalar
+        return plan(rows, (*x.shape[:-1], self.columns), x.dtype)
+
+    def _scalar(
+        self, rows: int, shape: tuple[int, ...], dtype: mx.Dtype
+    ) -> tuple[Prepared, mx.array]:
+        held = _columns_held(rows)
+        parts = _parts(
+            self.columns, self.depth, _columns_held(1) if self.packing.invariant else held
+        )
+        sizes = [rows, self.depth, self.columns, self.packing.group.bit_length() - 1, parts]
+        plan = Launch(
+            grid=(_threads(self.columns, SIMD_GROUPS // parts * held), 1, 1),
+            threadgroup=(SIMD_GROUPS * 32, 1, 1),
+            output_shapes=(shape,),
+            output_dtypes=(dtype,),
+            template=(("T", dtype), ("BITS", self.packing.bits), ("COLS", held)),
+        )
+        return Prepared(SCALAR, plan), mx.array(sizes)
+
+    def _matrix(
+        self, rows: int, shape: tuple[int, ...], dtype: mx.Dtype
+    ) -> tuple[Prepared, mx.array]:
+        """As many parts for every number of rows, so that all are summed in one order."""
+        tiles, group = -(-rows // TILE), self.packing.group
+        parts = _matrix_parts(self.columns, self.depth // group)
+        across = 4 if tiles <= 2 and self.columns * parts >= WANTED * 16 else 2
+        sizes = [rows, self.depth, self.columns, parts]
+        plan = Launch(
+            grid=(_threads(self.columns, SIMD_GROUPS // parts * across * TILE), 1, 1),
+            threadgroup=(SIMD_GROUPS * 32, 1, 1),
+            output_shapes=(shape,),
+            output_dtypes=(dtype,),
+            template=(
+                ("T", dtype),
+                ("BITS", self.packing.bits),
+                ("GROUP", group),
+                ("TILES", tiles),
+                ("COLS", across),
+            ),
+        )
+        return Prepared(MATRIX, plan), mx.array(sizes)
+
+
+def verify_qmm(  # noqa: PLR0913  # the arrays of a quantised layer, and two choices
+    x: mx.array,
+    weights: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    packing: Packing,
+    way: Way | None = None,
+) -> mx.array:
+    """Rows x [..., K] times the transposed dequantised weights: [..., N]; see `Product`."""
+    return Product(weights, scales, biases, packing)(x, way)
 
 
 def verify_qmm_reference(
@@ -80,6 +162,11 @@ def verify_qmm_reference(
     return mx.concatenate([product(x[i : i + 1]) for i in range(x.shape[0])])
 
 
+def _threads(columns: int, held: int) -> int:
+    """For threadgroups that take `held` columns each."""
+    return -(-columns // held) * SIMD_GROUPS * 32
+
+
 def _columns_held(rows: int) -> int:
     """Columns of one SIMD-group: rows times columns are sums in registers."""
     return 4 if rows <= 8 else 2 if rows <= 16 else 1
@@ -93,26 +180,49 @@ def _parts(columns: int, depth: int, each: int) -> int:
     return parts
 
 
+def _matrix_parts(columns: int, groups: int) -> int:
+    """The same for two tiles of columns: no fewer than one quantisation group for each part."""
+    parts = 1
+    while parts < SIMD_GROUPS and columns * parts < WANTED * 2 * TILE and parts * 2 <= groups:
+        parts *= 2
+    return parts
+
+
 def check_arguments(
     x: mx.array, weights: mx.array, scales: mx.array, biases: mx.array, packing: Packing
 ) -> None:
     """Raise ValueError for arguments the kernel does not take."""
-    check_array("x", x, (None, None))
-    check_range("the rows of x", x.shape[0], 1, MAX_ROWS)
-    depth = x.shape[1]
-    check(depth % packing.group == 0, "the columns of x", depth, f"a multiple of {packing.group}")
-    check_array("weights", weights, (None, depth * packing.bits // 32), (mx.uint32,))
-    check_contiguous("weights", weights)
-    for name, array in (("scales", scales), ("biases", biases)):
-        check_array(name, array, (weights.shape[0], depth // packing.group), (x.dtype,))
-        check_contiguous(name, array)
+    Product(weights, scales, biases, packing)._plan(x, None)
 
 
 def _case(
     x: mx.array, weights: mx.array, scales: mx.array, biases: mx.array, packing: Packing
 ) -> Case:
-    shape = (x.shape[1], weights.shape[0], packing.group, int(packing.invariant))
-    return case_of(x.shape[0], shape, [x, scales, biases], packing.bits)
+    shape = (x.shape[-1], weights.shape[0], packing.group, int(packing.invariant))
+    return case_of(math.prod(x.shape[:-1]), shape, [x, scales, biases], packing.bits)
+
+
+def _ways(x: mx.array, *rest: Any) -> tuple[Way, ...]:
+    """Both kernels, where sums may be in either order and matrices can be used."""
+    product = Product(*rest)
+    if product.packing.invariant or product.columns < TILE or not may_use_matrices():
+        return (product.way(math.prod(x.shape[:-1])),)
+    return "scalar", "matrix"
+
+
+def _after(y: mx.array, x: mx.array, *rest: Any) -> tuple[Any, ...]:
+    """X that depends on y, by one small kernel."""
+    return mx.minimum(x, y[..., :1]), *rest
+
+
+def _tried(x: mx.array, *rest: Any) -> tuple[str, list[dict[str, int]]]:
+    """Every variant of both kernels for these bits, groups and dtype."""
+    packing = rest[3]
+    same = {"bits": packing.bits, "group": packing.group}
+    shapes = [(rows, 1024, 520) for rows in (1, 9, 17, 25, 32)] + [(16, 128, 16384)]
+    names = ("rows", "depth", "columns")
+    sizes = [{**dict(zip(names, shape, strict=True)), **same} for shape in shapes]
+    return f"{packing.bits}/{packing.group}", sizes
 
 
 def _arguments(draw: Draw) -> tuple[Any, ...]:
@@ -134,7 +244,10 @@ VERIFY_QMM = Operation(
     reference=verify_qmm_reference,
     check=check_arguments,
     case=_case,
-    kernels=(KERNEL,),
+    kernels=(SCALAR, MATRIX),
     arguments=_arguments,
     defaults={"rows": 8, "depth": 1024, "columns": 256, "bits": 4, "group": 64},
+    ways=_ways,
+    after=_after,
+    tried=_tried,
 )

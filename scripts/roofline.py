@@ -35,9 +35,8 @@ BITS = (4, 8, 16)
 GROUP = 64
 BANDWIDTH_SHARE = 0.82  # reached, and
 LAYER_SECONDS = 45e-6  # spent beside it: both fitted to the published plain speeds
-COMPUTE_SHARE = 0.5  # reached: assumed
-DEQUANTISE = 4  # instructions for each weight of verify_qmm: shift, mask, convert, multiply-add
-MAX_ROWS = 32  # of verify_qmm; stock MLX beyond
+SCALAR_SHARE, MATRIX_SHARE = 0.30, 0.66  # of the arithmetic peak: what others measured
+FEW_ROWS, MAX_ROWS = 5, 32  # of the scalar verify_qmm, and of either; stock MLX beyond
 
 
 @dataclass(frozen=True)
@@ -106,17 +105,16 @@ def weight_bytes(numbers: float, bits: int) -> float:
     return numbers * (bits + (32 / GROUP if bits < 16 else 0)) / 8
 
 
-def instructions(rows: int, bits: int) -> float:
-    """Of one weight against all rows.
+def multiply_adds(machine: Machine, rows: int, bits: int) -> float:
+    """Of one weight against all rows, as many as fit into the time at the arithmetic peak.
 
-    verify_qmm, counted in its source: the weight is unpacked once, and a column's four
-    multiply-adds share a load and four conversions of x with the other columns that a SIMD-group
-    holds. Stock MLX, with 16 bits or more rows: a multiply-add for each row, and unpacking.
+    verify_qmm_matrix computes whole tiles of eight rows; the fewest rows, and all on an M5, go
+    through the scalar verify_qmm; 16 bits and more rows through MLX's own products, by matrices.
     """
-    if bits == 16:
-        return rows
-    columns = 4 if rows <= 8 else 2 if rows <= 16 else 1
-    return DEQUANTISE + rows * (1 + (1.25 / columns if rows <= MAX_ROWS else 0))
+    packed = bits < 16 and rows <= MAX_ROWS
+    if packed and (rows <= FEW_ROWS or machine.name.startswith("M5")):
+        return rows / SCALAR_SHARE
+    return (-(-rows // 8) * 8 if packed else rows) / MATRIX_SHARE
 
 
 def pass_time(
@@ -134,10 +132,10 @@ def pass_time(
     memory = weight_bytes(numbers, bits) * factor + target.layers * (keys + splits)
     memory += 2 * 2.0 * rows * target.vocabulary  # logits, written and read
     attention = 2.0 * target.layers * target.heads * target.dim * rows * (CONTEXT + rows)
-    compute = numbers * instructions(rows, bits) + attention if rows > 1 else 0.0
+    compute = numbers * multiply_adds(machine, rows, bits) + attention / MATRIX_SHARE
     return Pass(
         memory / (machine.bandwidth * 1e9 * BANDWIDTH_SHARE),
-        compute / (machine.tflops * 1e12 / 2 * COMPUTE_SHARE),
+        compute / (machine.tflops * 1e12 / 2) if rows > 1 else 0.0,
         target.layers * LAYER_SECONDS,
     )
 
@@ -229,8 +227,24 @@ def break_even(machine: Machine, target: Target, bits: int, rows: int, traffic: 
     return 1 / speedup(machine, target, bits, tree, traffic)
 
 
+def attention_bytes(target: Target, rows: int) -> tuple[int, int]:
+    """Of one layer: keys and values, and what the splits write and the next kernel reads.
+
+    By the kernel's own plan; a test compares it with what the emulator counts.
+    """
+    from kernels_metal.cascade_attention import layout
+
+    shared = target.heads // target.kv_heads * rows
+    plan = layout(shared, CONTEXT + rows, target.kv_heads, target.dim, 2)
+    keys = 2 * plan.sets * target.kv_heads * target.dim * 2 * (CONTEXT + rows)
+    results = 4 * rows * target.heads * plan.splits
+    if plan.splits == 1:  # finished at once, and only the sums are left over
+        return keys, results * 2
+    return keys, 2 * results * (target.dim + 2)
+
+
 def measure() -> dict[str, object]:
-    """Run the kernels in the emulator at every target's shape and keep what they moved."""
+    """Run the product in the emulator, plan the attention of every target, keep what they move."""
     import mlx.core as mx
 
     from kernels_metal.catalog import CATALOG
@@ -243,23 +257,15 @@ def measure() -> dict[str, object]:
 
     def weights(bits: int, rows: int) -> float:
         shape = {"rows": rows, "depth": 1024, "columns": 128, "bits": bits, "group": GROUP}
-        (counters,) = run("verify_qmm", **shape).of("verify_qmm")
+        (counters,) = run("verify_qmm", **shape).counters
         stored = [counters.buffers[name] for name in ("weights", "scales", "biases")]
         return sum(b.fetched for b in stored) / sum(b.size for b in stored)
-
-    def attention(target: Target, rows: int) -> tuple[int, int]:
-        shape = {"heads": target.heads, "kv_heads": target.kv_heads, "dim": target.dim}
-        counted = run("cascade_attention", rows=rows, prefix=CONTEXT, **shape)
-        (split,), (merge,) = counted.of("cascade_attention"), counted.of("cascade_merge")
-        keys = split.buffers["keys"].fetched + split.buffers["values"].fetched
-        passed = [split.buffers[n].written + merge.buffers[n].fetched for n in ("partial", "sums")]
-        return keys, sum(passed)
 
     return {
         "context": CONTEXT,
         "weights": {bits: {r: weights(bits, r) for r in ROWS if r <= MAX_ROWS} for bits in (4, 8)},
         "attention": {
-            name: {r: attention(target, r) for r in ROWS} for name, target in TARGETS.items()
+            name: {r: attention_bytes(target, r) for r in ROWS} for name, target in TARGETS.items()
         },
     }
 

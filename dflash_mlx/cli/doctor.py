@@ -32,8 +32,9 @@ from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.report import check_named, lines
 from dflash_mlx.system.machine import describe_machine, describe_versions, model_of
 from dflash_mlx.target.pass_times import read_times
-from dflash_mlx.target.routing import kernel_choices
-from kernels_metal.dispatch import Choice, Dispatch, gpu_family
+from dflash_mlx.target.routing import kernel_choices, trial_verdicts
+from kernels_metal.dispatch import Choice, Dispatch
+from kernels_metal.gpu import gpu_family
 from kernels_metal.sweep import Trial, error, trials
 
 PROGRAM = "dflash_mlx.doctor"
@@ -192,6 +193,8 @@ def _stored_choices(folder: Path) -> list[str]:
     for model, choices in kernel_choices(folder).items():
         lines.append(f"  {model}")
         lines += [f"  {_choice_line(choice, case)}" for case, choice in choices.items()]
+    for case, verdict in trial_verdicts(folder).items():
+        lines.append(f"  {'safe' if verdict.safe else 'unsafe':<7} {verdict.reason}  ({case})")
     return lines or ["  none: the first answer of a model on Metal makes them"]
 
 
@@ -234,7 +237,7 @@ def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
     kernels = Dispatch() if metal else None
     with nullcontext() if metal else _emulated():
         for trial in tqdm(list(trials(seed, each)), desc="kernels", leave=False, disable=None):
-            choice = kernels.choose(trial.operation, *trial.arguments) if kernels else None
+            choice = kernels.choose(trial.operation, trial.arguments) if kernels else None
             try:
                 yield Result(trial, error(trial), choice=choice)
             except (RuntimeError, ValueError) as fault:  # the emulator, Metal or the GPU refuses it

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_mlx.core.tree import Tree
-from kernels_metal.cascade_attention import Visibility
+from kernels_metal.visibility import Visibility
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.target.routing import Kernels
 from dflash_mlx.target.saved import Saved
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
-from kernels_metal.cascade_attention import CASCADE_ATTENTION, MAX_LOCAL, MAX_ROWS, Visibility
+from kernels_metal.cascade_attention import CASCADE_ATTENTION, Packed
+from kernels_metal.visibility import MAX_LOCAL, MAX_ROWS, Visibility
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
 _NO_ROWS = Block(0)
@@ -54,6 +55,8 @@ class LayerCache:
         self.block = Block(0)
         self._start = 0
         self._asks_kernels = False
+        # Quantised keys and values of the pass: unpacked, and as they are stored
+        self._latest: tuple[mx.array, mx.array, Packed, Packed] | None = None
         self._stored: list[mx.array] = []  # of the keys, then as many of the values
 
     @property
@@ -87,6 +90,7 @@ class LayerCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the block's rows after the committed ones; return all that its rows may see."""
         rows, bits = keys.shape[2], self.kv_bits
+        self._latest = None  # views, behind which the cache would be copied to be written to
         parts = [keys, values] if bits is None else [*pack(keys, bits), *pack(values, bits)]
         self._reserve(rows, parts)
         at, first = self._end - self._start, self._first - self._start
@@ -95,8 +99,10 @@ class LayerCache:
         seen = [stored[..., first : at + rows, :] for stored in self._stored]
         if bits is None:
             return seen[0], seen[1]
-        half = len(seen) // 2
-        return unpack(seen[:half], bits), unpack(seen[half:], bits)
+        keys, values = unpack(seen[:3], bits), unpack(seen[3:], bits)
+        if self._asks_kernels:
+            self._latest = keys, values, Packed(*seen[:3]), Packed(*seen[3:])
+        return keys, values
 
     def make_mask(
         self, rows: int, window_size: int | None = None, return_array: bool = False
@@ -147,16 +153,42 @@ class LayerCache:
             seen = self.block.seen(mask, keys.shape[2])
             if seen is None:
                 kernels.note(CASCADE_ATTENTION.name, "some layers make masks of their own")
-            else:
-                given = (queries, keys, values, seen, scale, sinks)
-                if (out := kernels.run(CASCADE_ATTENTION, *given)) is not None:
-                    return out  # type: ignore[no-any-return]
+            elif (
+                out := self._through(kernels, seen, queries, keys, values, scale, sinks)
+            ) is not None:
+                return out
         if cpu_math.pays(queries.shape[1] * queries.shape[2] * keys.shape[2]):
             attend = partial(cpu_math.attention, scale=scale, mask=mask, sinks=sinks)
             return attend(queries, keys, values)
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
+
+    def _through(  # noqa: PLR0913  # those of attention
+        self,
+        kernels: Kernels,
+        seen: Visibility,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """What the kernel gives, if it is chosen; the layers of a pass share the choice.
+
+        Quantised keys and values it reads as they are stored, and what was unpacked of them for
+        stock MLX is never computed.
+        """
+        given: tuple[Any, ...] = (queries, keys, values)
+        latest = self._latest
+        if latest is not None and keys is latest[0] and values is latest[1]:
+            given = queries, *latest[2:]
+        key = id(kernels.running()), queries.shape, queries.dtype, keys.shape, len(given[1])
+        if key not in seen.plans:
+            choice = kernels.chosen(CASCADE_ATTENTION, (*given, seen, scale, sinks))
+            seen.plans[key] = choice and CASCADE_ATTENTION.by(choice.way)
+        kernel = seen.plans[key]
+        return None if kernel is None else kernel(*given, seen, scale, sinks)
 
     def lengthen(self, rows: int) -> None:
         """Commit `rows` more positions that are all like the last one, to time long contexts."""
@@ -170,7 +202,7 @@ class LayerCache:
 
     def discard(self) -> None:
         """Drop the block's rows."""
-        self.block = _NO_ROWS
+        self.block, self._latest = _NO_ROWS, None
 
     def can_trim(self, length: int) -> bool:
         """Whether the positions that a query at `length` sees are still stored."""
@@ -236,6 +268,8 @@ class LayerCache:
 
 def commit_layers(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
     """Keep the rows in `path`, which increases, at consecutive slots of all layers; no others."""
+    for layer in layers:
+        layer._latest = None
     arrays = [array for layer in layers for array in layer._stored]
     first = [layer.length - layer._start for layer in layers for _ in layer._stored]
     kernels = layers[0].kernels

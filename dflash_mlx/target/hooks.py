@@ -18,9 +18,10 @@ import mlx.nn as nn
 from dflash_mlx.system import cpu_math
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.forest import JoinedLayer
+from dflash_mlx.target.fusion import Group, groups_in
 from dflash_mlx.target.routing import Kernels
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
-from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing
+from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing, Product
 
 _ROUTE = "_routed_through"  # in the class of a hooked module: what its calls go through
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
@@ -103,6 +104,7 @@ class KernelHooks:
 
     def __init__(self, model: Any, kernels: Kernels) -> None:
         self._originals: list[tuple[Any, type]] = []
+        self._alike: dict[tuple[Any, ...], list[Any]] = {}
         for layer in model.layers:
             attending = [m for m in layer.modules() if m is not layer and _attends(m)]
             for module in attending:
@@ -112,6 +114,7 @@ class KernelHooks:
                 family = type(layer).__module__.rpartition(".")[2]
                 reason = f"{family} computes the attention of some layers itself"
                 kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
+        groups = list(groups_in(model))
         for module in model.modules():
             if cpu_math.applies() and _SWIGLU in _names_in(module):
                 stock = type(module).__call__.__globals__[_SWIGLU]
@@ -119,10 +122,13 @@ class KernelHooks:
                 self._replace(module, "__call__", _rebound(type(module).__call__, names))
             if type(module) in _PRODUCTS:
                 self._product(module, _PRODUCTS[type(module)], kernels)
+        alike: dict[tuple[Any, ...], list[Group]] = {}
+        for members in groups:
+            self._group(members, kernels, alike)
 
     def remove(self) -> None:
         """Give every module its own class back."""
-        for module, original in self._originals:
+        for module, original in reversed(self._originals):
             module.__class__ = original
         self._originals.clear()
 
@@ -139,7 +145,37 @@ class KernelHooks:
             kernels.note(f"{VERIFY_QMM.name} of {module.bits} bits", str(error))
             return
         stock = getattr(type(module), name)
-        self._replace(module, name, _few_rows(stock, kernels, packing))
+        alike = self._alike.setdefault((module["weight"].shape, packing), [])
+        alike.append(module)
+        self._replace(module, name, _few_rows(stock, kernels, packing, alike))
+
+    def _group(
+        self,
+        members: Sequence[Any],
+        kernels: Kernels,
+        alike: dict[tuple[Any, ...], list[Group]],
+    ) -> None:
+        try:
+            Packing(members[0].bits, members[0].group_size)
+        except ValueError:  # which the products have noted
+            return
+
+        def hook(whole: Any) -> None:
+            self._product(whole, "__call__", kernels)
+
+        shapes = tuple(member["weight"].shape for member in members)
+        group = Group(members, kernels, hook, alike.setdefault(shapes, []))
+        for i, member in enumerate(members):
+            stock = type(member).__call__
+            self._replace(member, "__call__", _part_of(group, i, stock))
+
+
+def _part_of(group: Group, i: int, stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def product(self: Any, x: mx.array) -> mx.array:
+        part = group.part(i, x)
+        return stock(self, x) if part is None else part
+
+    return product
 
 
 def subclass(original: type, name: str, method: Callable[..., Any]) -> type:
@@ -205,16 +241,53 @@ def _stock_attention() -> Callable[..., mx.array]:
 
 
 def _few_rows(
-    stock: Callable[..., mx.array], kernels: Kernels, packing: Packing
+    stock: Callable[..., mx.array], kernels: Kernels, packing: Packing, alike: list[Any]
 ) -> Callable[..., mx.array]:
+    """The product of one module: what is chosen for a shape is kept with the weights it is for.
+
+    alike: the modules of this shape, itself among them.
+    """
+    known: object = None
+    scales: mx.array | None = None  # whoever changes weights or their dtype changes these
+    chosen: dict[tuple[Any, ...], Callable[[mx.array], mx.array] | None] = {}
+
     def product(self: Any, x: mx.array) -> mx.array:
-        if not kernels.active or x.size > MAX_ROWS * x.shape[-1]:
+        nonlocal known, scales
+        running = kernels.running()
+        if running is None:
             return stock(self, x)
-        rows = x.reshape(-1, x.shape[-1])
-        y = kernels.run(VERIFY_QMM, rows, self["weight"], self["scales"], self["biases"], packing)
-        if y is None:
-            return stock(self, x)
-        y = y.reshape(*x.shape[:-1], -1)
-        return y + self["bias"] if "bias" in self else y  # type: ignore[no-any-return]
+        if running is not known or self["scales"] is not scales:
+            known, scales = running, self["scales"]
+            chosen.clear()
+        key = x.shape, x.dtype
+        try:
+            multiply = chosen[key]
+        except KeyError:
+            if x.size > MAX_ROWS * x.shape[-1]:
+                return stock(self, x)
+            calls = [(x, *_arrays(module), packing) for module in (self, *alike)]
+            multiply = chosen[key] = _product_of(self, calls, kernels)
+        return stock(self, x) if multiply is None else multiply(x)
 
     return product
+
+
+def _product_of(
+    module: Any, calls: Sequence[tuple[Any, ...]], kernels: Kernels
+) -> Callable[[mx.array], mx.array] | None:
+    """The chosen kernel with this module's weights, None for stock MLX.
+
+    calls: the arguments of this module, then those of its like in other layers.
+    """
+    choice = kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
+    if choice is None:
+        return None
+    product = Product(*calls[0][1:])
+    multiply = partial(product, way=choice.way or None)  # type: ignore[arg-type]  # one of its own
+    if "bias" not in module:
+        return multiply
+    return lambda x: multiply(x) + module["bias"]
+
+
+def _arrays(module: Any) -> tuple[mx.array, ...]:
+    return module["weight"], module["scales"], module["biases"]

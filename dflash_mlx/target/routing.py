@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +21,10 @@ import platformdirs
 
 from dflash_mlx.system.files import keep_text
 from dflash_mlx.system.machine import model_key
-from kernels_metal.dispatch import Choice, Dispatch, Mode, table_from_json
+from kernels_metal.dispatch import Arguments, Choice, Dispatch, Mode, table_from_json
 from kernels_metal.factory import Executor, executor, metal
 from kernels_metal.operation import Operation
+from kernels_metal.watchdog import Verdict, Watchdog, read_verdicts
 
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -45,7 +46,8 @@ class Kernels:
     ) -> None:
         self._name, self._parameters, self._folder = name, parameters, folder or default_folder()
         self._clock = clock
-        self._known: dict[Any, bool] = {}
+        self._watchdog: Watchdog | None = None
+        self._known: dict[Any, Choice | None] = {}
         self._notes: dict[str, Choice] = {}
         self.switch("off")
 
@@ -61,7 +63,7 @@ class Kernels:
 
     def switch(self, mode: Mode) -> None:
         """Auto: as probe and race say; on: wherever one can run; off: never. ValueError else."""
-        self._dispatch = Dispatch(mode, clock=self._clock)
+        self._dispatch = Dispatch(mode, self._clock, self._refusal)
         self._runs_on: Executor | None = None
         self._notes.clear()
         self.mode = mode
@@ -70,32 +72,58 @@ class Kernels:
         """Show among the choices why no kernel is used for `subject`."""
         self._notes[subject] = Choice(False, reason)
 
-    def run(self, operation: Operation, *args: Any) -> Any | None:
-        """The kernel's result, or None where the caller is to use stock MLX."""
+    def running(self) -> object | None:
+        """What stands for the choices that hold now; None where no kernel can run.
+
+        Whoever keeps a choice for quick calls asks anew when this is another object.
+        """
         runs_on = executor()
         if self.mode == "off" or runs_on is None:
             return None
         if runs_on is not self._runs_on:
             self._start(runs_on)
+        return self._known
+
+    def chosen(
+        self, operation: Operation, args: Arguments, layers: Sequence[Arguments] = ()
+    ) -> Choice | None:
+        """The choice of a kernel for these arguments, None where stock MLX is to be used.
+
+        layers: the same call in other layers, for a race.
+        """
+        if self.running() is None:
+            return None
         key = operation.name, operation.case(*args)
         if key not in self._known:
-            self._known[key] = self._choose(operation, args)
-        return operation.kernel(*args) if self._known[key] else None
+            self._known[key] = self._choose(operation, args, layers)
+        return self._known[key]
+
+    def run(self, operation: Operation, *args: Any) -> Any | None:
+        """The kernel's result, or None where the caller is to use stock MLX."""
+        choice = self.chosen(operation, args)
+        return None if choice is None else operation.by(choice.way)(*args)
 
     def _start(self, runs_on: Executor) -> None:
         self._runs_on = runs_on
-        self._known.clear()
+        self._known = {}
         if runs_on is metal and self.mode == "auto":
             with suppress(*_DAMAGED):
                 self._dispatch.table.update(_read(self._file)[1])
 
-    def _choose(self, operation: Operation, args: tuple[Any, ...]) -> bool:
+    def _choose(
+        self, operation: Operation, args: Arguments, layers: Sequence[Arguments]
+    ) -> Choice | None:
         before = len(self._dispatch.table)
-        chosen = self._dispatch.choose(operation, *args)
+        chosen = self._dispatch.choose(operation, args, layers)
         if len(self._dispatch.table) > before:
             made = {"model": self._name, **self._dispatch.to_json()}
             keep_text(self._file, json.dumps(made, indent=1))
-        return chosen.kernel
+        return chosen if chosen.kernel else None
+
+    def _refusal(self, operation: Operation, args: Arguments) -> str:
+        if self._watchdog is None:
+            self._watchdog = Watchdog(self._folder)
+        return self._watchdog.refusal(operation, args)
 
     @cached_property
     def _file(self) -> Path:
@@ -115,6 +143,14 @@ def kernel_choices(folder: Path | None = None) -> dict[str, dict[str, Choice]]:
             continue
         if choices:
             found.setdefault(name, {}).update(choices)
+    return found
+
+
+def trial_verdicts(folder: Path | None = None) -> dict[str, Verdict]:
+    """What came of trying kernels in processes of their own, by operation, variant and dtype."""
+    found: dict[str, Verdict] = {}
+    for file in sorted(((folder or default_folder()) / "tried").glob("*.json")):
+        found |= read_verdicts(file)
     return found
 
 

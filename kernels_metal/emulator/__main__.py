@@ -75,8 +75,10 @@ def describe(counters: Counters) -> str:
     lines = [
         f"\n{c.kernel}: {c.threadgroups} threadgroups, {c.threads} threads, "
         f"{c.threadgroup_bytes} bytes of threadgroup memory",
-        f"{c.simd_operations} SIMD-group operations, {c.barriers} threadgroup barriers, "
-        f"{c.simdgroup_barriers} SIMD-group barriers",
+        f"{c.simd_operations} SIMD-group operations, {c.matrix_products} of them matrix products, "
+        f"{c.barriers} threadgroup barriers, {c.simdgroup_barriers} SIMD-group barriers",
+        f"{c.device_accesses} loads and stores in device memory, "
+        f"{c.threadgroup_accesses} in threadgroup memory",
         _row(HEADINGS),
     ]
     for name, traffic in c.buffers.items():

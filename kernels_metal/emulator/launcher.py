@@ -70,6 +70,9 @@ _COUNTERS = (
     "barriers",
     "simdgroup_barriers",
     "threadgroup_bytes",
+    "matrix_products",
+    "device_accesses",
+    "threadgroup_accesses",
 )
 
 
@@ -122,8 +125,9 @@ class Traffic:
 class Counters:
     """What a launch did.
 
-    SIMD operations count once for a SIMD-group, barriers once for a threadgroup;
-    `threadgroup_bytes` is the threadgroup memory of one threadgroup.
+    SIMD operations, matrix products among them, count once for a SIMD-group, barriers once for a
+    threadgroup, accesses (a vector is one) for every thread; `threadgroup_bytes` is the threadgroup
+    memory of one threadgroup.
     """
 
     kernel: str
@@ -133,6 +137,9 @@ class Counters:
     barriers: int
     simdgroup_barriers: int
     threadgroup_bytes: int
+    matrix_products: int
+    device_accesses: int
+    threadgroup_accesses: int
     buffers: dict[str, Traffic]
 
 

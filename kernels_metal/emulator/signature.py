@@ -90,12 +90,13 @@ class Signature:
 def signature(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> str:
     """All that MLX would compile: header, generated signature, body and instantiation."""
     pieces = generate(kernel, inputs, plan)
-    return kernel.header_text + pieces.head + kernel.body + pieces.tail
+    header, body = kernel.sent
+    return header + pieces.head + body + pieces.tail
 
 
 def generate(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> Signature:
     """The pieces around the body."""
-    body = kernel.body
+    body = kernel.sent[1]  # names in comments do not count
     arguments = ", ".join(_value_text(value) for _, value in plan.template)
     function = _function_name(kernel, inputs, plan, arguments)
     parameters = (*_input_parameters(kernel, inputs, body), *_output_parameters(kernel, plan))

@@ -1,157 +1,229 @@
 // All query rows against one split of the keys, which is read once for all of them.
 //
-// A threadgroup takes one key/value head and one split, tile by tile through threadgroup memory.
-// Each SIMD-group keeps ROWS query rows in registers: largest score, sum, weighted values. Where the
-// rows of all heads are more than the threadgroup keeps, the wrapper makes a split one tile long, and
-// the rows pass over the tile one set after the other.
+// A threadgroup takes one key/value head, one split and eight rows for each of its SIMD-groups. Keys
+// and values come tile by tile through threadgroup memory, where quantised ones are unpacked. A
+// SIMD-group holds its rows, their largest score, sum and weighted values in registers, and
+// multiplies through 8x8 matrices: a lane has two keys of one row.
 //
-// queries: [1, heads * G, R, D]. keys, values: [1, heads, slots, D], any strides.
+// Which dimension stands where in a matrix is free as long as both factors agree: a lane's are
+// 2 * STEPS in a run of each block, for queries, values and the result.
+//
+// queries: [1, heads * G, R, D], any strides. keys, values: [1, heads, slots, D], any strides; with
+// BITS [1, heads, slots, D * BITS / 32] uint, and scales and biases [1, heads, slots, D / GROUP].
 // visible: [>= R, 1 + words]: first key of the prefix a row sees, then a bit for each local key.
-// sizes: R, G, first key, keys of the prefix, keys in all, keys in a split, words.
-// partial: [splits, heads * G * R, D]. sums: [splits, heads * G * R, 2]: largest score, sum.
+// sizes: R, G, first key, first key from which on all rows see the prefix, keys of the prefix, keys in
+// all, keys in a split, words. sinks: [>= heads * G], see cascade_merge.
+// result: [splits, heads * G * R, D]: weighted values; where there is one split, all done.
+// sums: [splits, heads * G * R, 2]: largest score in powers of two, sum.
 
-constexpr int SIMD_GROUPS = 8;
-constexpr int THREADS = SIMD_GROUPS * 32;
-constexpr int HELD = (D + 31) / 32;  // dimensions of the result in one lane
-constexpr int SHARES = 32 / KEYS;    // lanes that share the dot product of one key
-constexpr int SHARE = D / SHARES;
-constexpr int FOURS = D / 4;
-constexpr int STRIDE = FOURS + 1;    // so that the lanes' keys begin in different banks
-threadgroup vec<T, 4> tile_keys[KEYS * STRIDE];
-threadgroup vec<T, 4> tile_values[KEYS * FOURS];
-threadgroup float4 tile_weights[SIMD_GROUPS * ROWS * KEYS / 4];
-const threadgroup T* value = (const threadgroup T*)tile_values;
-threadgroup float* weights = (threadgroup float*)tile_weights;
+constexpr int STEPS = D % 32 == 0 ? 4 : 2;  // matrix products for one block of dimensions
+constexpr int BLOCK = 8 * STEPS;
+constexpr int BLOCKS = D / BLOCK;
+constexpr int EIGHTS = D / 8;               // lanes that load one key
+constexpr int AT_ONCE = 32 / EIGHTS;        // keys that a SIMD-group loads at a time
+constexpr int STRIDE = D + 8;               // so that keys begin in different banks
+constexpr int PAIRS = KEYS / 8;             // of keys in one lane
+constexpr uint MASK = (1u << BITS) - 1;
+constexpr float NOTHING = -1e30f;           // the score of a key that a row does not see
+threadgroup vec<T, 4> tile_keys[KEYS * STRIDE / 4];
+threadgroup vec<T, 4> tile_values[KEYS * STRIDE / 4];
+const threadgroup T* shared_keys = (const threadgroup T*)tile_keys;
 
-const int thread_id = thread_index_in_threadgroup;
 const int lane = thread_index_in_simdgroup;
 const int group = simdgroup_index_in_threadgroup;
+const int groups = simdgroups_per_threadgroup;
 const int64_t head = threadgroup_position_in_grid.x;
 const int split = threadgroup_position_in_grid.y;
 const int rows = sizes[0] * sizes[1];
-const int prefix = sizes[3];
-const int words = sizes[6];
-const int begin = sizes[2] + split * sizes[5];
-const int end = min(begin + sizes[5], sizes[4]);
-const int key = lane % KEYS;
-const int share = lane / KEYS * SHARE;
+const int clear = sizes[3];
+const int prefix = sizes[4];
+const int words = sizes[7];
+const int begin = sizes[2] + split * sizes[6];
+const int end = min(begin + sizes[6], sizes[5]);
+const bool runs = keys_strides[3] == 1 && values_strides[3] == 1 &&
+    (keys_strides[1] | keys_strides[2] | values_strides[1] | values_strides[2]) % 4 == 0;
+const int r = matrix_row(lane);
+const int c = matrix_column(lane);
+const int lane_key = lane / EIGHTS;
+const int eight = lane % EIGHTS;
 
-float peak[ROWS];
-float total[ROWS];
-float held[ROWS * HELD];
+// Rows behind the last are computed as copies of it, and not stored.
+const int first = (threadgroup_position_in_grid.z * groups + group) * 8;
+const bool busy = first < rows;
+const int row = min(first + r, rows - 1);
+const int64_t query_head = head * sizes[1] + row / sizes[0];
+const int seen = row % sizes[0] * (1 + words);
+const int window = visible[seen];
+
+T query[D / 4];
+float2 held[EIGHTS];
+float peak = NOTHING;
+float total = 0.0f;
+#pragma clang loop unroll(full)
+for (int b = 0; b < BLOCKS; ++b) {
+  #pragma clang loop unroll(full)
+  for (int i = 0; i < 2 * STEPS; ++i) {
+    const int64_t d = b * BLOCK + STEPS * c + i;
+    query[b * 2 * STEPS + i] =
+        queries[query_head * queries_strides[1] + row % sizes[0] * queries_strides[2] +
+                d * queries_strides[3]];
+  }
+}
+#pragma clang loop unroll(full)
+for (int i = 0; i < EIGHTS; ++i) {
+  held[i] = float2(0.0f);
+}
+const float unit = scale[0] * 1.44269504f;  // scores are powers of two
+
 for (int tile = begin; tile < end; tile += KEYS) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = thread_id; i < KEYS * FOURS; i += THREADS) {
-    const int64_t slot = tile + i / FOURS;
-    const int64_t d = i % FOURS * 4;
-    vec<T, 4> k = vec<T, 4>(T(0));
-    vec<T, 4> v = vec<T, 4>(T(0));
-    if (slot < end) {
-      for (int j = 0; j < 4; ++j) {
-        k[j] = keys[head * keys_strides[1] + slot * keys_strides[2] + (d + j) * keys_strides[3]];
-        v[j] =
-            values[head * values_strides[1] + slot * values_strides[2] + (d + j) * values_strides[3]];
+  for (int k = group * AT_ONCE + lane_key; k < KEYS; k += groups * AT_ONCE) {
+    const int64_t slot = tile + k;
+    const int64_t key = head * keys_strides[1] + slot * keys_strides[2];
+    const int64_t value = head * values_strides[1] + slot * values_strides[2];
+    const int at = (k * STRIDE + eight * 8) / 4;
+    vec<T, 4> four_keys[2] = {vec<T, 4>(T(0)), vec<T, 4>(T(0))};
+    vec<T, 4> four_values[2] = {vec<T, 4>(T(0)), vec<T, 4>(T(0))};
+    if (lane_key < AT_ONCE && slot < end) {
+      if (BITS != 0) {
+        const int64_t key_group = head * key_scales_strides[1] + slot * key_scales_strides[2] +
+            eight * 8 / GROUP * key_scales_strides[3];
+        const int64_t value_group = head * value_scales_strides[1] +
+            slot * value_scales_strides[2] + eight * 8 / GROUP * value_scales_strides[3];
+        const float2 scales =
+            float2(float(key_scales[key_group]), float(value_scales[value_group]));
+        const float2 biases =
+            float2(float(key_biases[key_group]), float(value_biases[value_group]));
+        uint2 packed = uint2(0u);
+        #pragma clang loop unroll(full)
+        for (int i = 0; i < 8; ++i) {
+          if (i * BITS % 32 == 0) {
+            const int64_t word = (eight * 8 + i) * BITS / 32;
+            packed[0] = uint(keys[key + word * keys_strides[3]]);
+            packed[1] = uint(values[value + word * values_strides[3]]);
+          }
+          const float2 numbers = float2(float(packed[0] & MASK), float(packed[1] & MASK));
+          const float2 whole = fma(numbers, scales, biases);
+          four_keys[i / 4][i % 4] = T(whole[0]);
+          four_values[i / 4][i % 4] = T(whole[1]);
+          packed = packed >> BITS;
+        }
+      } else if (runs) {
+        #pragma clang loop unroll(full)
+        for (int i = 0; i < 2; ++i) {
+          four_keys[i] = *(const device vec<T, 4>*)(keys + key + eight * 8 + i * 4);
+          four_values[i] = *(const device vec<T, 4>*)(values + value + eight * 8 + i * 4);
+        }
+      } else {
+        #pragma clang loop unroll(full)
+        for (int i = 0; i < 8; ++i) {
+          four_keys[i / 4][i % 4] = T(keys[key + (eight * 8 + i) * keys_strides[3]]);
+          four_values[i / 4][i % 4] = T(values[value + (eight * 8 + i) * values_strides[3]]);
+        }
       }
     }
-    tile_keys[i / FOURS * STRIDE + i % FOURS] = k;
-    tile_values[i] = v;
+    if (lane_key < AT_ONCE) {
+      tile_keys[at] = four_keys[0];
+      tile_keys[at + 1] = four_keys[1];
+      tile_values[at] = four_values[0];
+      tile_values[at + 1] = four_values[1];
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (!busy) {
+    continue;
+  }
 
-  for (int block = 0; block < rows; block += SIMD_GROUPS * ROWS) {
-    // This SIMD-group's rows are first, first + SIMD_GROUPS, ...
-    const int first = block + group;
-    const int count = clamp((rows - first + SIMD_GROUPS - 1) / SIMD_GROUPS, 0, ROWS);
-    float scores[ROWS];
-    for (int i = 0; i < ROWS; ++i) {
-      scores[i] = 0.0f;
-      if (tile == begin) {
-        peak[i] = -INFINITY;
-        total[i] = 0.0f;
-        for (int j = 0; j < HELD; ++j) {
-          held[i * HELD + j] = 0.0f;
-        }
+  float2 scores[PAIRS];
+  #pragma clang loop unroll(full)
+  for (int p = 0; p < PAIRS; ++p) {
+    scores[p] = float2(0.0f);
+    #pragma clang loop unroll(full)
+    for (int b = 0; b < BLOCKS; ++b) {
+      const threadgroup T* from = shared_keys + (p * 8 + c) * STRIDE + b * BLOCK + STEPS * r;
+      const vec<T, STEPS> one = *(const threadgroup vec<T, STEPS>*)from;
+      const vec<T, STEPS> two = *(const threadgroup vec<T, STEPS>*)(from + STRIDE);
+      #pragma clang loop unroll(full)
+      for (int s = 0; s < STEPS; ++s) {
+        const vec<T, 2> left = {query[b * 2 * STEPS + s], query[b * 2 * STEPS + STEPS + s]};
+        const vec<T, 2> right = {one[s], two[s]};
+        scores[p] = multiply_add<T>(left, right, scores[p]);
       }
     }
-    for (int d = share; d < share + SHARE; d += 4) {
-      const float4 k = widen<T>(tile_keys[key * STRIDE + d / 4]);
-      for (int i = 0; i < ROWS; ++i) {
-        if (i < count) {
-          const device T* row = queries + (head * rows + first + i * SIMD_GROUPS) * D;
-          scores[i] += dot(widen<T>(*(const device vec<T, 4>*)(row + d)), k);
-        }
-      }
-    }
+    scores[p] *= unit;
+  }
 
-    for (int i = 0; i < ROWS; ++i) {
-      if (i < count) {
-        float score = scores[i];
-        for (int apart = KEYS; apart < 32; apart *= 2) {
-          score += simd_shuffle_xor(score, apart);
-        }
-        const int seen = (first + i * SIMD_GROUPS) % sizes[0] * (1 + words);
-        const int slot = tile + key;
-        bool shown = false;
-        if (slot < min(prefix, end)) {
-          shown = slot >= int(visible[seen]);
-        } else if (slot < end) {
-          const int local = slot - prefix;
-          shown = (visible[seen + 1 + local / 32] >> (local % 32)) & 1;
-        }
-        score = shown ? score * scale[0] : -INFINITY;
-        const float top = max(peak[i], simd_max(score));
-        const float keep = peak[i] == top ? 1.0f : exp(peak[i] - top);
-        const float weight = shown ? exp(score - top) : 0.0f;
-        if (lane < KEYS) {
-          weights[(group * ROWS + i) * KEYS + key] = weight;
-        }
-        total[i] = total[i] * keep + simd_sum(lane < KEYS ? weight : 0.0f);
-        peak[i] = top;
-        for (int j = 0; j < HELD; ++j) {
-          held[i * HELD + j] *= keep;
-        }
+  if (tile < clear || tile + KEYS > min(prefix, end)) {
+    #pragma clang loop unroll(full)
+    for (int i = 0; i < 2 * PAIRS; ++i) {
+      const int slot = tile + i / 2 * 8 + c + i % 2;
+      bool shown = false;
+      if (slot < min(prefix, end)) {
+        shown = slot >= window;
+      } else if (slot < end) {
+        const uint local = slot - prefix;
+        shown = (visible[seen + 1 + local / 32] >> (local % 32)) & 1;
+      }
+      if (!shown) {
+        scores[i / 2][i % 2] = NOTHING;
       }
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
 
-    for (int k = 0; k < KEYS; k += 4) {
-      float4 weight[ROWS];
-      for (int i = 0; i < ROWS; ++i) {
-        if (i < count) {
-          weight[i] = tile_weights[((group * ROWS + i) * KEYS + k) / 4];
-        }
-      }
-      for (int j = 0; j < HELD; ++j) {
-        const int d = lane + 32 * j;
-        if (d < D) {
-          const threadgroup T* v = value + k * D + d;
-          const float4 four = float4(float(v[0]), float(v[D]), float(v[2 * D]), float(v[3 * D]));
-          for (int i = 0; i < ROWS; ++i) {
-            if (i < count) {
-              held[i * HELD + j] += dot(weight[i], four);
-            }
-          }
-        }
+  // A row's keys are in the four lanes that differ in bits 0 and 3.
+  float top = peak;
+  #pragma clang loop unroll(full)
+  for (int p = 0; p < PAIRS; ++p) {
+    top = max(top, max(scores[p][0], scores[p][1]));
+  }
+  top = max(top, simd_shuffle_xor(top, 1));
+  top = max(top, simd_shuffle_xor(top, 8));
+  const float base = top == NOTHING ? 0.0f : top;
+  const float keep = fast::exp2(peak - base);
+  peak = top;
+  total *= keep;
+  #pragma clang loop unroll(full)
+  for (int i = 0; i < EIGHTS; ++i) {
+    held[i] *= keep;
+  }
+  #pragma clang loop unroll(full)
+  for (int p = 0; p < PAIRS; ++p) {
+    const float2 weights = float2(fast::exp2(scores[p][0] - base), fast::exp2(scores[p][1] - base));
+    total += weights[0] + weights[1];
+    #pragma clang loop unroll(full)
+    for (int b = 0; b < BLOCKS; ++b) {
+      const int at = ((p * 8 + r) * STRIDE + b * BLOCK + STEPS * c) / 4;
+      #pragma clang loop unroll(full)
+      for (int i = 0; i < STEPS / 2; ++i) {
+        const float4 four = widen<T>(tile_values[at + i]);
+        const int two = b * STEPS + i * 2;
+        held[two] = multiply_add<float>(weights, float2(four[0], four[1]), held[two]);
+        held[two + 1] = multiply_add<float>(weights, float2(four[2], four[3]), held[two + 1]);
       }
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
 
-    if (tile + KEYS >= end) {
-      for (int i = 0; i < ROWS; ++i) {
-        if (i < count) {
-          const int64_t row = first + i * SIMD_GROUPS;
-          const int64_t place = (int64_t(split) * threadgroups_per_grid.x + head) * rows + row;
-          for (int j = 0; j < HELD; ++j) {
-            if (lane + 32 * j < D) {
-              partial[place * D + lane + 32 * j] = held[i * HELD + j];
-            }
-          }
-          if (lane == 0) {
-            sums[place * 2] = peak[i];
-            sums[place * 2 + 1] = total[i];
-          }
-        }
-      }
-    }
+if (!busy) {
+  return;
+}
+total += simd_shuffle_xor(total, 1);
+total += simd_shuffle_xor(total, 8);
+const bool last = threadgroups_per_grid.y == 1;
+const float sink = last ? sinks[query_head] * 1.44269504f : -INFINITY;
+const float top = max(peak, sink);
+const float whole = total * exp2(peak - top) + exp2(sink - top);
+const float factor = last ? exp2(peak - top) / whole : 1.0f;
+const int64_t place = (int64_t(split) * threadgroups_per_grid.x + head) * rows + row;
+if (first + r < rows) {
+  #pragma clang loop unroll(full)
+  for (int i = 0; i < EIGHTS; ++i) {
+    const int d = i / STEPS * BLOCK + STEPS * c + i % STEPS * 2;
+    result[place * D + d] = O(held[i][0] * factor);
+    result[place * D + d + 1] = O(held[i][1] * factor);
+  }
+  if (c == 0) {
+    sums[place * 2] = peak;
+    sums[place * 2 + 1] = total;
   }
 }

@@ -21,8 +21,11 @@ from dflash_mlx.models.source import Source
 from dflash_mlx.target.pass_times import DEEP_ROWS, ROWS, PassTimes
 from kernels_metal import sweep
 from kernels_metal.dispatch import Choice, Dispatch
+from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import EmulatorError, emulated
+from kernels_metal.watchdog import Watchdog
 from support.families import make_model
+from support.kernels import arguments
 from support.models import write_drafter, write_model
 from support.recurrent_families import UNSUPPORTED
 
@@ -87,6 +90,14 @@ def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
         "  tiny",
         "    stock   not faster  (draft_head/8/32000x4/16/float16/g15s)",
     ]
+    call = arguments(DRAFT_HEAD)
+    for wrong in ("", "hangs"):
+        Watchdog(tmp_path / "kernels", lambda given, wrong=wrong: wrong).refusal(DRAFT_HEAD, call)
+        (tried,) = (tmp_path / "kernels" / "tried").iterdir()
+        (line,) = doctor.about(tmp_path)[-1:]
+        assert line.startswith("  unsafe  hangs" if wrong else "  safe    ran, and agreed")
+        assert line.endswith("  (draft_head/float32)")
+        tried.unlink()
 
 
 def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):

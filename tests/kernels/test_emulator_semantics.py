@@ -192,7 +192,7 @@ def test_matrices_multiply_and_add(dtype):
     output, counters = run(body, a, b, template=(("T", dtype),), outputs=(((8, 8), mx.float32),))
     np.testing.assert_allclose(exact(output), exact(a) @ exact(b).T + 1, rtol=1e-5, atol=1e-5)
     assert counters.buffers["a"].read == 64 * dtype.size
-    assert counters.simd_operations == 4
+    assert (counters.simd_operations, counters.matrix_products) == (4, 1)
 
 
 # Constant or device
@@ -289,6 +289,7 @@ def test_operations_count_once_for_the_threads_that_take_part():
     )
     assert (counters.threads, counters.threadgroups, counters.threadgroup_bytes) == (128, 2, 256)
     assert (counters.simd_operations, counters.barriers, counters.simdgroup_barriers) == (4, 2, 4)
+    assert (counters.device_accesses, counters.threadgroup_accesses) == (2 * 128, 2 * 128)
 
 
 # The block

@@ -72,6 +72,18 @@ def test_both_sides_of_the_limit_of_constant_inputs_and_scalars(same_as_mlx, tmp
     same_as_mlx(sample)
 
 
+def test_mlx_gets_the_source_without_comments_and_indentation_but_line_by_line(
+    same_as_mlx, tmp_path
+):
+    body = "#pragma unroll\n  for (int i = 0; i < 1; ++i) {  // a_strides\n\n    o[i] = 0;\n  }"
+    sample = tiny(tmp_path, body, mx.zeros((9,)), header="  // one\nconstant int x = 1;\n")
+    header, sent = sample[0].sent
+    assert header == "constant int x = 1;\n"
+    assert sent == "#pragma unroll\nfor (int i = 0; i < 1; ++i) {\no[i] = 0;\n}\n"
+    assert "a_strides" not in signature(*sample)
+    same_as_mlx(sample)
+
+
 @pytest.mark.parametrize("header", ["", "// one\nconstant int x = 1;\n"])
 def test_each_attribute_that_the_body_names_and_all_of_them(header, same_as_mlx, tmp_path):
     for body in (*ATTRIBUTES, " ".join(ATTRIBUTES)):

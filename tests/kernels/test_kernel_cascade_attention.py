@@ -4,14 +4,22 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kernels_metal import cascade_attention as module
 from kernels_metal.cascade_attention import (
+    BITS,
     CASCADE_ATTENTION,
     HEAD_DIMS,
-    Visibility,
+    SHARE,
+    WAYS,
+    Packed,
     cascade_attention,
     cascade_attention_reference,
+    layout,
+    unpacked,
 )
 from kernels_metal.emulator import emulated
+from kernels_metal.factory import executing
+from kernels_metal.visibility import Visibility
 from support.kernels import (
     arguments,
     assert_close,
@@ -25,13 +33,15 @@ from support.kernels import (
 
 
 def made(dim, heads, kv_heads, rows, prefix, dtype=mx.float32, **features):
-    """The arguments of a call behind a causal block; features: window, sinks, slack."""
+    """The arguments of a call behind a causal block; features: window, sinks, slack, kv_bits."""
     sizes = {"dim": dim, "heads": heads, "kv_heads": kv_heads, "rows": rows, "prefix": prefix}
     return arguments(CASCADE_ATTENTION, dtype, seed=rows, **sizes, **features)
 
 
 def attend(queries, keys, values, seen: Visibility, scale: float, sinks=None) -> np.ndarray:
     """Softmax attention, one query row at a time."""
+    width = queries.shape[-1]
+    keys, values = (unpacked(a, width) if isinstance(a, Packed) else a for a in (keys, values))
     q, k, v = exact(queries)[0], exact(keys)[0], exact(values)[0]
     out = np.zeros_like(q)
     for head in range(q.shape[0]):
@@ -50,25 +60,31 @@ def attend(queries, keys, values, seen: Visibility, scale: float, sinks=None) ->
 
 
 def test_random_calls_lie_on_both_sides_of_every_branch():
-    splits, sets, words, tiles, sunk = (set() for _ in range(5))
-    for queries, keys, values, seen, scale, sinks in random_calls(CASCADE_ATTENTION):
-        _, _, plan = launches(CASCADE_ATTENTION, queries, keys, values, seen, scale, sinks)[0]
+    splits, sets, words, tiles, sunk, bits = (set() for _ in range(6))
+    for call in random_calls(CASCADE_ATTENTION):
+        plan = launches(CASCADE_ATTENTION, *call)[0][2]
         template = dict(plan.template)
         splits.add(plan.grid[1])
-        sets.add(-(-seen.rows * queries.shape[1] // keys.shape[1] // (8 * template["ROWS"])))
-        words.add(seen.bits.shape[1] - 1)
+        sets.add(plan.grid[2])
+        words.add(call[3].bits.shape[1] - 1)
         tiles.add((template["D"], template["KEYS"]))
-        sunk.add(sinks is not None)
-    assert 1 in splits and max(splits) > 32  # more than the lanes of the SIMD-group that joins them
-    assert {1, 2} < sets  # rows in one go, in two, and in more
+        bits.add(template["BITS"])
+        sunk.add(call[5] is not None)
+    assert {1, 2} < splits and max(splits) > 2  # with no merge, and with one
+    assert {1, 2} < sets  # rows in one threadgroup, in two, and in more
     assert words == {1, 2, 3}
     assert sunk == {False, True}
-    assert len(tiles) == 2 * len(HEAD_DIMS) - 1  # of D = 64 the same for float32 and half types
+    assert bits == {0, *BITS}
+    assert {dim for dim, _ in tiles} == set(HEAD_DIMS) and {keys for _, keys in tiles} == {
+        8,
+        16,
+        32,
+    }
 
 
 def test_the_reference_is_a_softmax_over_what_each_row_sees():
     kinds = set()
-    for call in random_calls(CASCADE_ATTENTION):
+    for call in [*random_calls(CASCADE_ATTENTION), made(64, 4, 2, 5, 33, window=1, sinks=1)]:
         queries, _, _, seen, _, sinks = call
         if queries.dtype == mx.float32 and queries.shape[1] * seen.rows < 100:
             kinds |= {(seen.first is None, sinks is None)}
@@ -103,15 +119,99 @@ def test_hidden_keys_do_not_matter_however_large_their_scores():
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 96])
-def test_the_prefix_is_read_once_for_all_rows(rows):
+def test_the_prefix_is_read_once_for_128_rows_of_a_key_value_head(rows):
     queries, keys, values, seen, *rest = made(64, 4, 2, rows, 130, mx.float16, slack=9)
     with emulated() as run:
         cascade_attention(queries, keys, values, seen, *rest)
-    used = keys[:, :, : seen.keys].nbytes
+    used = keys[:, :, : seen.keys].nbytes * -(-rows * 2 // 128)
     for name in ("keys", "values"):
         assert bytes_read(run, "cascade_attention", name) == used
-    partial = run.of("cascade_attention")[0].buffers["partial"]
-    assert partial.written == partial.size
+    result = run.of("cascade_attention")[0].buffers["result"]
+    assert result.written == result.size
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_packed_keys_and_values_are_read_packed_and_once(bits):
+    queries, keys, values, *rest = made(64, 4, 2, 7, 130, mx.float16, slack=9, kv_bits=bits)
+    with emulated() as run:
+        cascade_attention(queries, keys, values, *rest)
+    for name, rows in (("keys", keys), ("values", values)):
+        assert bytes_read(run, "cascade_attention", name) == rows.words[:, :, :137].nbytes
+    assert keys.words.nbytes == keys.words.shape[1] * keys.words.shape[2] * 64 * bits // 8
+
+
+def test_behind_4096_keys_32_rows_of_four_heads_read_them_once_and_write_no_third_split():
+    """Qwen3-4B's shape, by the plan alone: 8 key/value heads, 4 query heads for each."""
+    found = layout(rows=4 * 32, keys=4096 + 32, kv_heads=8, width=128, itemsize=2)
+    assert (found.sets, found.splits) == (1, 2)
+    assert found.groups * 8 == 4 * 32
+
+
+@pytest.mark.parametrize("keys", [1, 40, 1000, 4096, 32768])
+@pytest.mark.parametrize("rows", [1, 4, 32, 128, 129, 768])
+@pytest.mark.parametrize("width", HEAD_DIMS)
+def test_splits_write_twice_the_results_at_most_or_a_sixteenth_of_what_they_read(rows, keys, width):
+    for kv_heads in (1, 2, 8):
+        found = layout(rows, keys, kv_heads, width, 2)
+        written = found.splits * rows * (width + 2) * 4
+        assert found.splits <= 2 or written * SHARE <= 2 * keys * width * 2
+        assert (found.splits - 1) * found.length < keys <= found.splits * found.length
+        assert found.length % found.tile == 0
+        assert found.sets * found.groups * 8 >= rows
+        assert (found.sets - 1) * found.groups * 8 < rows
+
+
+def test_rows_apart_give_the_same_and_read_the_keys_once_for_every_32_of_them():
+    call = made(64, 4, 2, 40, 130, mx.float32)  # 80 rows of each key/value head
+    with emulated() as run:
+        assert_close(cascade_attention(*call, way="apart"), attend(*call))
+    keys = run.of("cascade_attention")[0].buffers["keys"]
+    assert keys.read == 3 * call[1].nbytes
+    assert CASCADE_ATTENTION.ways(*call) == tuple(WAYS)
+    assert CASCADE_ATTENTION.ways(*made(64, 4, 2, 16, 130)) == ("once",)
+
+
+def test_one_split_is_finished_without_a_second_launch():
+    for sinks in (False, True):
+        call = made(64, 4, 2, 3, 20, sinks=sinks)
+        assert [kernel.name for kernel, _, _ in launches(CASCADE_ATTENTION, *call)] == [
+            "cascade_attention"
+        ]
+        with emulated():
+            assert_close(cascade_attention(*call), attend(*call))
+
+
+def test_the_layers_of_a_pass_share_one_plan():
+    queries, keys, values, seen, *rest = made(64, 4, 2, 3, 20)
+    with emulated():
+        for _ in range(3):
+            cascade_attention(queries, keys + 1, values, seen, *rest)
+        assert len(seen.plans) == 1
+        halves = (a.astype(mx.float16) for a in (queries, keys, values))
+        cascade_attention(*halves, seen, *rest)
+    assert len(seen.plans) == 2
+
+
+def test_a_layer_after_the_first_checks_nothing_and_makes_no_array(monkeypatch):
+    call, given = made(64, 4, 2, 3, 20), []
+
+    def record(kernel, inputs, plan):
+        given.append((inputs, plan))
+        return [mx.zeros(shape) for shape in plan.output_shapes]
+
+    with executing(record):
+        cascade_attention(*call)
+        for name in ("check_arguments", "layout", "Launch", "Prepared"):
+            monkeypatch.setattr(module, name, None)
+        cascade_attention(*call)
+    (first, plan), (second, again) = given
+    assert plan is again and all(a is b for a, b in zip(first, second, strict=True))
+
+
+def test_without_safe_matrices_it_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "may_use_matrices", lambda: False)
+    with refused("the GPU is one without safe 8x8 matrices"):
+        cascade_attention(*made(64, 4, 2, 3, 20))
 
 
 def test_keys_that_no_window_reaches_are_not_read():
@@ -123,40 +223,10 @@ def test_keys_that_no_window_reaches_are_not_read():
     assert bytes_read(run, "cascade_attention", "keys") == used
 
 
-# What each row sees: its mask, its bits, and what is refused
+# What is refused
 
 
-def test_visibility_takes_the_cheapest_mask_that_says_the_same():
-    everything, causal = np.ones((3, 3), bool), np.tri(3, dtype=bool)
-    assert Visibility(5, everything).mask is None
-    assert Visibility(5, causal).mask == "causal"
-    wider = np.tri(3, 4, dtype=bool)  # MLX would align its last column with the last row
-    assert Visibility(5, wider).mask.tolist() == np.hstack([np.ones((3, 5), bool), wider]).tolist()
-    windowed = Visibility(2, causal, (0, 1, 2)).mask.tolist()
-    assert windowed[2] == [False, False, True, True, True]
-
-
-def test_bits_hold_the_first_key_and_one_bit_for_each_local_key():
-    local = np.zeros((2, 40), bool)
-    local[0, [0, 5, 31]] = local[1, [32, 39]] = True
-    bits = Visibility(9, local, (4, 0)).bits
-    assert bits.shape == (8, 3)
-    assert bits[:2].tolist() == [[4, 1 | 1 << 5 | 1 << 31, 0], [0, 0, 1 | 1 << 7]]
-
-
-@pytest.mark.parametrize(
-    ("local", "first", "message"),
-    [
-        (np.ones((2, 2), np.int32), None, r"local is int32 \[2, 2\], but must be bool \[R, N\]"),
-        (np.ones(3, bool), None, r"local is bool \[3\], but must be bool \[R, N\]"),
-        (np.ones((2, 2), bool), (0,), "length of first is 1, but must be 2"),
-        (np.ones((2, 2), bool), (0, 11), r"first\[1\] is 11, but must be 0 to 10"),
-        (np.zeros((2, 2), bool), (0, 10), r"local\[1\] is all False, .* nothing"),
-    ],
-)
-def test_visibility_refuses(local, first, message):
-    with refused(message):
-        Visibility(10, local, first)
+PACKED = Packed(*mx.quantize(mx.zeros((1, 2, 25, 64)), group_size=64, bits=4))
 
 
 def call(dim=64, heads=4, rows=5, prefix=20, dtype=mx.float32, **changed):
@@ -188,6 +258,13 @@ def call(dim=64, heads=4, rows=5, prefix=20, dtype=mx.float32, **changed):
         ({"keys": mx.zeros((2, 25, 64))}, r"of keys is \[2, 25, 64\], but .* \[1, any, any, 64"),
         ({"sinks": mx.zeros(3)}, r"shape of sinks is \[3\], but must be \[4\]"),
         ({"scale": float("inf")}, "scale is inf, but must be finite"),
+        ({"keys": PACKED}, "values is an array, but must be packed, as keys are"),
+        ({"values": PACKED}, "values is packed, but must be an array, as keys are"),
+        ({"keys": PACKED._replace(words=PACKED.words[..., :6])}, "bits of keys is 3, .* 4, 8"),
+        (
+            {"keys": PACKED, "values": PACKED._replace(biases=PACKED.scales[..., :0])},
+            r"biases of values is \[1, 2, 25, 0\], but must be \[1, 2, 25, 1\]",
+        ),
     ],
 )
 def test_what_it_refuses(changes, message):
@@ -195,12 +272,15 @@ def test_what_it_refuses(changes, message):
         call(**changes)
 
 
-def attending(*sizes, transposed=False, **features):
+def attending(*sizes, stored=None, **features):
+    """stored: an order of axes; the slots are then a view of a cache that is stored so."""
+
     def compare():
         queries, keys, values, *rest = made(*sizes, **features)
-        if transposed:  # the first slots of a cache that is stored as [slots, heads, D]
+        if stored:
+            back = np.argsort(stored).tolist()
             keys, values = (
-                mx.contiguous(cache.swapaxes(1, 2)).swapaxes(1, 2) for cache in (keys, values)
+                mx.contiguous(cache.transpose(stored)).transpose(back) for cache in (keys, values)
             )
         given = queries, keys, values, *rest
         return [(exact(cascade_attention(*given)), attend(*given))]
@@ -211,8 +291,20 @@ def attending(*sizes, transposed=False, **features):
 BLOCK = attending(64, 4, 2, 9, 70)
 MANY_ROWS = attending(64, 1, 1, 65, 70)
 WIDE = attending(256, 2, 1, 5, 20)
+ODD = attending(80, 2, 1, 5, 40)
 WINDOW = attending(64, 2, 1, 4, 600, window=1, sinks=1)
-SLICE = attending(64, 2, 2, 3, 40, slack=35, transposed=True)
+SLICE = attending(64, 2, 2, 3, 40, slack=35, stored=(0, 2, 1, 3))
+TURNED = attending(64, 2, 2, 3, 40, slack=35, stored=(0, 1, 3, 2))
+PACKED_IN_4 = attending(128, 2, 2, 3, 40, slack=35, kv_bits=4)
+PACKED_IN_8 = attending(96, 2, 2, 3, 40, slack=35, kv_bits=8)
+
+
+@pytest.mark.parametrize("run", [SLICE, TURNED, ODD, WIDE, PACKED_IN_4, PACKED_IN_8])
+def test_caches_of_any_order_width_and_packing_are_read_right(run):
+    with emulated():
+        for ours, wanted in run():
+            np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-4)
+
 
 # By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
@@ -222,59 +314,73 @@ test_a_fault_is_found = each_is_found(
             "tile += KEYS) {\n  threadgroup_barrier(mem_flags::mem_threadgroup);",
             "tile += KEYS) {", "race"),
         "no barrier after the tile is loaded": (
-            "  threadgroup_barrier(mem_flags::mem_threadgroup);\n\n  for (int block",
-            "  for (int block", "uninitialised"),
+            "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  if (!busy",
+            "  if (!busy", "uninitialised or race"),
         "barrier for the wrong memory": (
-            "threadgroup_barrier(mem_flags::mem_threadgroup);\n\n  for (int block",
-            "threadgroup_barrier(mem_flags::mem_device);\n\n  for (int block", "race"),
+            "threadgroup_barrier(mem_flags::mem_threadgroup);\n  if (!busy",
+            "threadgroup_barrier(mem_flags::mem_device);\n  if (!busy", "race"),
         "barrier of the SIMD-group instead of the threadgroup": (
-            "  threadgroup_barrier(mem_flags::mem_threadgroup);\n\n  for (int block",
-            "  simdgroup_barrier(mem_flags::mem_threadgroup);\n"
-            "\n"
-            "  for (int block", "uninitialised"),
-        "no barrier between weights and their use": (
-            "    simdgroup_barrier(mem_flags::mem_threadgroup);\n\n    for (int k",
-            "    for (int k", "uninitialised or race"),
-        "a lane stays away from the maximum": ("if (i < count) {\n        float score",
-            "if (i < count && lane < 31) {\n        float score", "divergence"),
-        "one key too many": ("if (slot < end) {\n      for",
-            "if (slot <= end) {\n      for", "bounds"),
-        "the sum of weights starts anywhere": ("        total[i] = 0.0f;\n", "", "uninitialised"),
-        "nobody writes the largest scores": ("          if (lane == 0) {",
-            "          if (lane == 32) {", "unwritten"),
-        "a query pointer into threadgroup memory": ("const device T* row",
-            "const threadgroup T* row", "address space"),
+            "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  if (!busy",
+            "  simdgroup_barrier(mem_flags::mem_threadgroup);\n  if (!busy",
+            "uninitialised or race"),
+        "a lane stays away from the maximum": (
+            "  top = max(top, simd_shuffle_xor(top, 1));\n",
+            "  if (lane < 31) {\n    top = max(top, simd_shuffle_xor(top, 1));\n  }\n",
+            "divergence"),
+        "half of the keys do not count for the maximum": (
+            "  top = max(top, simd_shuffle_xor(top, 8));\n", "", "result"),
+        "half of the keys do not count for the sum": (
+            "total += simd_shuffle_xor(total, 8);\n", "", "result"),
+        "one key too many": ("slot < end) {\n      if (BITS",
+            "slot <= end) {\n      if (BITS", "bounds"),
+        "the sum of weights starts anywhere": ("float total = 0.0f;\n", "float total;\n",
+            "uninitialised"),
+        "nobody writes the largest scores": ("  if (c == 0) {", "  if (c == 1) {", "unwritten"),
+        "a key pointer into device memory": ("const threadgroup T* from",
+            "const device T* from", "address space"),
         "the wrong bit of the mask": (">> (local % 32)", ">> (31 - local % 32)", "result"),
-        "the mask of the next row": ("% sizes[0] * (1 + words)",
-            "% sizes[0] * words", "result or bounds"),
-        "old sums are not scaled": ("total[i] = total[i] * keep +",
-            "total[i] = total[i] +", "result"),
+        "the mask of the next row": ("row % sizes[0] * (1 + words)",
+            "row % sizes[0] * words", "result or bounds"),
+        "old sums are not scaled": ("  total *= keep;\n", "", "result"),
+        "keys behind the last are seen": ("tile + KEYS > min(prefix, end)",
+            "tile + KEYS > end + KEYS", "result"),
+        "dimensions of queries in another order": ("b * BLOCK + STEPS * c + i;",
+            "b * BLOCK + STEPS * (6 - c) + i;", "result"),
     }),
     ("cascade_attention", MANY_ROWS, {
-        "no barrier before the weights of the next rows": (
-            "    simdgroup_barrier(mem_flags::mem_threadgroup);\n\n    if (tile",
-            "    if (tile", "race"),
+        "a row behind the last is written": ("if (first + r < rows)",
+            "if (first + r <= rows)", "race or bounds"),
     }),
     ("cascade_attention", WINDOW, {
         "two splits write one place": ("(int64_t(split) * threadgroups_per_grid.x + head)",
             "(int64_t(0) + head)", "race"),
-        "the window begins one key late": ("slot >= int(visible[seen])",
-            "slot > int(visible[seen])", "result"),
+        "the window begins one key late": ("slot >= window", "slot > window", "result"),
+        "windows count in the last tiles only": ("if (tile < clear || ", "if (", "result"),
     }),
     ("cascade_attention", SLICE, {
         "one slot too far in a slice": ("+ slot * keys_strides[2]",
             "+ (slot + 30) * keys_strides[2]", "bounds or result"),
     }),
+    ("cascade_attention", TURNED, {
+        "numbers of a key that lie apart are read in a run": ("if (runs)", "if (true)",
+            "bounds or result or alignment"),
+    }),
+    ("cascade_attention", PACKED_IN_4, {
+        "the first number of a word eight times": ("packed = packed >> BITS;", "", "result"),
+        "the scale of the first group for all": ("eight * 8 / GROUP * key_scales_strides[3]",
+            "0 * key_scales_strides[3]", "result"),
+    }),
+    ("cascade_attention", PACKED_IN_8, {
+        "the first word of two twice": ("(eight * 8 + i) * BITS / 32", "eight * 8 * BITS / 32",
+            "result"),
+    }),
     ("cascade_merge", WINDOW, {
         "one split too many": ("split < splits; ++split", "split <= splits; ++split", "bounds"),
-        "sinks do not count": ("simd_sum(total) + exp(sink - top)", "simd_sum(total)", "result"),
+        "sinks do not count": ("simd_sum(total) + exp2(sink - top)", "simd_sum(total)", "result"),
     }),
-    ("cascade_merge", BLOCK, {
+    ("cascade_merge", WINDOW, {
         "half of the head dim is never written": ("d < width; d += 32",
             "d < width / 2; d += 32", "unwritten"),
-    }),
-    ("cascade_attention", WIDE, {
-        "a shuffle too few": ("int apart = KEYS;", "int apart = 2 * KEYS;", "result"),
     }),
 )
 # fmt: on

@@ -9,15 +9,17 @@ import pytest
 
 from kernels_metal import dispatch, factory
 from kernels_metal.catalog import OPERATIONS
-from kernels_metal.dispatch import Choice, Dispatch, table_from_json
+from kernels_metal.dispatch import CALLS, Choice, Dispatch, table_from_json
 from kernels_metal.emulator import emulated
+from kernels_metal.gpu import gpu_family
 from kernels_metal.operation import Operation, bucket, case_of
 from support.kernels import arguments
 
 
-def operation(kernel=lambda x: x + 1, check=lambda x: None):
+def operation(kernel=lambda x: x + 1, check=lambda x: None, **fields):
     """An operation on one array whose reference adds 1."""
     return Operation(
+        **fields,
         name="add",
         kernel=kernel,
         reference=lambda x: x + 1,
@@ -30,8 +32,9 @@ def operation(kernel=lambda x: x + 1, check=lambda x: None):
 
 
 def clock(*steps):
-    """Moves on by the next of `steps` between every two looks, in all runs of a race."""
+    """For each step all runs of a side, which takes so many milliseconds for every call."""
     moves = (move for step in steps for _ in range(dispatch.RUNS) for move in (0.0, step))
+    moves = (move * CALLS * 1e-3 for move in moves)
     return partial(next, accumulate(moves))
 
 
@@ -45,7 +48,7 @@ def choose(mode="auto", steps=(1.0, 2.0), made=None, x=None, table=None):
     kernels = Dispatch(mode, clock=clock(*steps))
     kernels.table.update(table or {})
     x = mx.ones(3) if x is None else x
-    return kernels, kernels.choose(operation() if made is None else made, x)
+    return kernels, kernels.choose(operation() if made is None else made, (x,))
 
 
 def refused(kind, words):
@@ -58,7 +61,7 @@ def refused(kind, words):
 @pytest.mark.usefixtures("on_metal")
 @pytest.mark.parametrize(("steps", "faster"), [((1.0, 2.0), True), ((2.0, 1.0), False)])
 def test_the_faster_side_wins_the_race_and_the_times_are_the_reason(steps, faster):
-    words = "faster: 1000000 us against 2000000 us" if faster else "not faster: 2000000 us against"
+    words = "faster: 1000 us against 2000 us" if faster else "not faster: 2000 us against"
     choice = choose(steps=steps)[1]
     assert choice.kernel is faster and choice.reason.startswith(words)
 
@@ -90,13 +93,89 @@ def test_an_unsupported_case_takes_the_reference_with_the_refusal_as_reason(mode
 
 @pytest.mark.usefixtures("on_metal")
 def test_a_case_is_raced_once_and_the_table_survives_as_json():
-    kernels, first = choose()
-    assert kernels.choose(operation(), mx.zeros(4)) is first  # as many rows, rounded up
-    assert list(kernels.table) == [f"add/4//32/float32/{dispatch.gpu_family()}"]
+    kernels, first = choose(x=mx.ones(60))
+    assert kernels.choose(operation(), (mx.zeros(64),)) is first  # as many rows, rounded up
+    assert list(kernels.table) == [f"add/64//32/float32/{gpu_family()}"]
     saved = table_from_json(json.loads(json.dumps(kernels.to_json())))
-    assert choose(steps=(), table=saved)[1] == first
+    assert choose(steps=(), table=saved, x=mx.ones(50))[1] == first
     with pytest.raises(StopIteration):  # this one has to race again, and its clock has no steps
         choose(steps=(), table=saved, x=mx.ones(5))
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_up_to_32_rows_every_number_of_them_is_raced_by_itself():
+    kernels, _ = choose(steps=(1.0, 2.0) * 4, x=mx.ones(5))
+    for rows in (6, 31, 32):
+        kernels.choose(operation(), (mx.ones(rows),))
+    assert [key.split("/")[1] for key in kernels.table] == ["5", "6", "31", "32"]
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_a_race_is_a_chain_through_the_layers_in_which_each_call_waits_for_the_last():
+    seen, links = [], []
+
+    def kernel(x):
+        seen.append(x)
+        return x + 1
+
+    def after(out, x):
+        links.append((out, x))
+        return (mx.minimum(x, out),)
+
+    layers = [(mx.full(3, float(i)),) for i in range(5)]
+    made = operation(kernel, after=after)
+    Dispatch("auto", clock(1.0, 2.0)).choose(made, (mx.ones(3),), layers)
+    chains = seen[1:]  # after the probe
+    assert len(chains) == dispatch.RUNS * CALLS
+    assert len(links) == 2 * dispatch.RUNS * (CALLS - 1)  # the stock path is chained likewise
+    assert [x.tolist()[0] for _, x in links[:6]] == [1, 2, 3, 4, 0, 1]
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_copies_of_large_arrays_make_a_chain_where_no_layers_are_given():
+    copies = []
+
+    def copied(x):
+        copies.append(x + 0)
+        return (copies[-1],), [copies[-1]]
+
+    assert choose(made=operation(copied=copied))[1].kernel
+    assert len(copies) == 1 + CALLS  # one tells the size
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_a_side_that_is_slow_is_timed_once_and_no_more():
+    looks = []
+
+    def slow():
+        looks.append(len(looks) * 1.0)
+        return looks[-1]
+
+    choice = Dispatch("auto", slow).choose(operation(), (mx.ones(3),))
+    assert not choice.kernel and len(looks) == 4
+
+
+def by_way(wrong=""):
+    """An operation with two kernels, of which one may be wrong."""
+    return operation(lambda x, way: x + 1 + (way == wrong), ways=lambda x: ("one", "two"))
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_of_several_kernels_the_fastest_that_is_right_is_chosen_by_its_name():
+    choice = choose(made=by_way(), steps=(2.0, 1.0, 4.0))[1]
+    assert (choice.kernel, choice.way) == (True, "two")
+    assert choice.reason.startswith("faster: one 2000 us and two 1000 us against 4000 us")
+    choice = choose(made=by_way(wrong="two"), steps=(2.0, 4.0))[1]
+    assert (choice.kernel, choice.way) == (True, "one")
+    choice = choose(made=by_way(), steps=(2.0, 1.0, 0.5))[1]
+    assert (choice.kernel, choice.way) == (False, "")
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_a_refusal_is_asked_for_before_a_kernel_runs():
+    kernels = Dispatch("auto", refusal=lambda made, args: f"{made.name} hangs")
+    made = operation(refused(AssertionError, "it ran"))
+    assert kernels.choose(made, (mx.ones(3),)) == Choice(False, "add hangs")
 
 
 @pytest.mark.usefixtures("on_metal")
@@ -143,7 +222,7 @@ CASES = {
     "cascade_attention": "16/8x2x64x64x1024x0/16/float16",
     "draft_head": "8/32000x8/16/float16",
     "tree_walk": "64//32/int32",
-    "cache_commit": "8/8x2x64/16/float16",
+    "cache_commit": "5/8x2x64/16/float16",
     "verify_qmm": "8/1024x256x64x0/4/float16",
 }
 
@@ -152,8 +231,8 @@ CASES = {
 def test_an_operation_is_chosen_and_names_its_case(made):
     kernels = Dispatch("auto")
     with emulated():
-        assert kernels.choose(made, *arguments(made, mx.float16)).kernel
-    assert list(kernels.choices) == [f"{made.name}/{CASES[made.name]}/{dispatch.gpu_family()}"]
+        assert kernels.choose(made, arguments(made, mx.float16)).kernel
+    assert list(kernels.choices) == [f"{made.name}/{CASES[made.name]}/{gpu_family()}"]
 
 
 @pytest.mark.parametrize(("i", "changed"), [(0, 1), (0, 2), (2, 1), (2, 2), (4, 2), (4, 3)])

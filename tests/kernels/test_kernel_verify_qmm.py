@@ -1,16 +1,20 @@
-"""verify_qmm: the kernel in the emulator against its reference, and that against NumPy."""
+"""verify_qmm: both kernels in the emulator against their reference, and that against NumPy."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from kernels_metal import factory, gpu
+from kernels_metal import verify_qmm as module
 from kernels_metal.checks import FLOATS
 from kernels_metal.emulator import emulated
 from kernels_metal.verify_qmm import (
     BITS,
+    FEW_ROWS,
     GROUPS,
     VERIFY_QMM,
     Packing,
+    Product,
     verify_qmm,
     verify_qmm_reference,
 )
@@ -55,48 +59,208 @@ def test_rows_of_the_invariant_reference_are_those_of_single_rows():
         assert mx.array_equal(together[i : i + 1], verify_qmm_reference(x[i : i + 1], *weights))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bits", BITS)
-def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(bits, dtype):
+@pytest.fixture
+def no_matrices(monkeypatch):
+    """As on a GPU whose 8x8 matrices are not used."""
+    monkeypatch.setattr(module, "may_use_matrices", lambda: False)
+
+
+def assert_rows_alike(bits: int, dtype: mx.Dtype, kernel: str) -> None:
+    """Products of every width have the bits of single rows."""
     x, *weights = product(32, 1088, 9, bits, 64, dtype, invariant=True)
-    with emulated():
+    with emulated() as run:
         single = mx.concatenate([verify_qmm(x[i : i + 1], *weights) for i in range(32)])
         for width in range(2, 33):
             assert mx.array_equal(verify_qmm(x[:width], *weights), single[:width]), width
+    assert {counters.kernel for counters in run.counters} == {kernel}
 
 
-def test_invariant_rows_split_their_sums_as_single_rows_do():
-    """With so many columns that a fast product of 32 rows does not split them."""
-    parts = []
-    for rows, invariant in ((1, False), (1, True), (32, True), (32, False)):
-        given = product(rows, 1088, 1100, 4, 64, invariant=invariant)
-        ((_, (*_, sizes), _),) = launches(VERIFY_QMM, *given)
-        parts.append(sizes[-1].item())
-    assert parts == [4, 4, 4, 1]
-
-
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("invariant", [False, True])
-def test_each_weight_is_read_once_for_all_rows(rows, bits, invariant):
-    given = product(rows, 1024, 37, bits, 32, mx.float16, invariant)
+def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(bits, dtype):
+    assert_rows_alike(bits, dtype, "verify_qmm_matrix")
+
+
+@pytest.mark.usefixtures("no_matrices")
+@pytest.mark.parametrize("bits", BITS)
+def test_without_matrices_invariant_rows_have_the_bits_of_single_rows_too(bits):
+    assert_rows_alike(bits, mx.float16, "verify_qmm")
+
+
+def split(rows: int, columns: int, invariant: bool = False) -> int:
+    """How many SIMD-groups share the sum over K of 1,088 weights."""
+    given = product(rows, 1088, columns, 4, 64, invariant=invariant)
+    ((_, (*_, sizes), _),) = launches(VERIFY_QMM, *given)
+    return sizes.tolist()[-1]
+
+
+@pytest.mark.usefixtures("no_matrices")
+def test_invariant_rows_split_their_sums_as_single_rows_do():
+    """With so many columns that a fast scalar product of 32 rows does not split them."""
+    kinds = ((1, False), (1, True), (32, True), (32, False))
+    assert [split(rows, 1100, invariant) for rows, invariant in kinds] == [4, 4, 4, 1]
+
+
+def test_through_matrices_sums_are_split_alike_for_all_numbers_of_rows():
+    for columns, parts in ((9, 8), (2600, 8), (5000, 4), (17000, 1)):
+        assert {split(rows, columns) for rows in range(FEW_ROWS + 1, 33)} == {parts}
+
+
+# By rows, columns, and whether matrices may be used: the kernel
+WAYS = {
+    (FEW_ROWS, 64, True): "scalar",
+    (FEW_ROWS + 1, 64, True): "matrix",
+    (32, 64, True): "matrix",
+    (32, 7, True): "scalar",
+    (32, 64, False): "scalar",
+}
+
+
+@pytest.mark.parametrize(("rows", "columns", "matrices"), WAYS)
+def test_few_rows_and_gpus_without_safe_matrices_take_the_scalar_kernel(
+    monkeypatch, rows, columns, matrices
+):
+    monkeypatch.setattr(module, "may_use_matrices", lambda: matrices)
+    _, *weights = product(1, 64, columns, 4, 64)
+    assert Product(*weights).way(rows) == WAYS[rows, columns, matrices]
+
+
+@pytest.mark.parametrize(
+    ("family", "safe"),
+    [
+        ("applegpu_g13g", True),
+        ("applegpu_g16s", True),
+        ("applegpu_g17s", False),  # an M5, on which such kernels have hung
+        ("applegpu_g18p", False),
+        ("applegpu_g12p", False),
+        ("none", False),
+        ("some other GPU", False),
+    ],
+)
+def test_matrices_are_used_on_an_m1_to_m4_only(monkeypatch, family, safe):
+    assert gpu.has_matrices(family) is safe
+    monkeypatch.setattr(gpu, "gpu_family", lambda: family)
+    monkeypatch.setattr(gpu, "executor", lambda: factory.metal)
+    assert gpu.may_use_matrices() is safe
+
+
+# What is read and written
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("way", ["scalar", "matrix"])
+def test_each_weight_is_read_once_for_all_rows(rows, bits, way):
+    given = product(rows, 1024, 32, bits, 32, mx.float16)
     with emulated() as run:
-        verify_qmm(*given)
-    assert bytes_read(run, "verify_qmm", "weights") == given[1].nbytes
+        verify_qmm(*given, way)
+    name = "verify_qmm" if way == "scalar" else "verify_qmm_matrix"
+    assert bytes_read(run, name, "weights") == given[1].nbytes
+    y = run.counters[0].buffers["y"]
+    assert y.written == y.size == rows * 32 * 2
     if rows == 8:  # the control: row by row they are read eight times
         with emulated() as run:
             for i in range(rows):
-                verify_qmm(given[0][i : i + 1], *given[1:])
-        assert bytes_read(run, "verify_qmm", "weights") == 8 * given[1].nbytes
+                verify_qmm(given[0][i : i + 1], *given[1:], way)
+        assert bytes_read(run, name, "weights") == 8 * given[1].nbytes
+
+
+@pytest.mark.parametrize("columns", [33, 100])
+def test_columns_behind_the_last_cost_less_than_a_tile_for_each_simd_group(columns):
+    given = product(16, 1024, columns, 4, 64, mx.float16)
+    with emulated() as run:
+        verify_qmm(*given)
+    each = given[1].nbytes // columns
+    read = bytes_read(run, "verify_qmm_matrix", "weights")
+    assert columns * each < read <= -(-columns // 16) * 16 * each
+
+
+@pytest.mark.parametrize("rows", [6, 8, 16, 17, 32])
+def test_x_is_read_once_for_sixteen_columns_or_more_in_tiles_of_eight_rows(rows):
+    given = product(rows, 512, 64, 4, 64, mx.float16)
+    with emulated() as run:
+        verify_qmm(*given)
+    tiles = -(-rows // 8) * 8
+    assert bytes_read(run, "verify_qmm_matrix", "x") == 64 // 16 * tiles * 512 * 2
+
+
+def test_wide_products_read_x_once_for_32_columns():
+    given = product(8, 64, 16384, 4, 64, mx.float16)
+    ((_, _, plan),) = launches(VERIFY_QMM, *given)
+    assert dict(plan.template)["COLS"] == 4
+
+
+# Words are unpacked without shifts, so every bit of every word has to arrive where it belongs
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_bit_of_every_word_counts_for_its_weight_and_no_other(bits, group, dtype):
+    words = group * bits // 32
+    single = np.zeros((words * 32, words), np.uint32)  # in each column one bit
+    for bit in range(words * 32):
+        single[bit, bit // 32] = 1 << bit % 32
+    ones, zeros = (mx.full((words * 32, 1), value, dtype) for value in (1, 0))
+    wanted = np.zeros((group, words * 32))
+    for bit in range(words * 32):
+        wanted[bit // bits, bit] = 2 ** (bit % bits)
+    weights = Product(mx.array(single), ones, zeros, Packing(bits, group))
+    x = mx.eye(group).astype(dtype)
+    with emulated():
+        found = [weights(x[at : at + 32], "matrix") for at in range(0, group, 32)]
+    np.testing.assert_array_equal(exact(mx.concatenate(found)), wanted)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_value_of_a_weight_is_exact_at_every_place_of_its_word(bits):
+    values = np.arange(2**bits, dtype=np.uint64)
+    repeated = sum(values << np.uint64(bits * i) for i in range(32 // bits)).astype(np.uint32)
+    words = np.repeat(repeated[:, None], bits, axis=1)  # [values, words of a group of 32]
+    ones, zeros = (mx.full((2**bits, 1), value) for value in (1.0, 0.0))
+    weights = Product(mx.array(words), ones, zeros, Packing(bits, 32))
+    with emulated():
+        found = weights(mx.eye(32), "matrix")
+    np.testing.assert_array_equal(exact(found), np.broadcast_to(values, (32, 2**bits)))
+
+
+def test_a_product_is_planned_once_for_each_shape_and_takes_leading_dimensions():
+    x, *weights = product(6, 128, 40, 4, 64)
+    planned = Product(*weights)
+    with emulated() as run:
+        flat = planned(x)
+        assert mx.array_equal(planned(x[None]), flat[None])
+        plans = dict(planned._plans)
+        planned(x + 1)
+    assert len(run.counters) == 3
+    assert planned._plans == plans and len(plans) == 2
+
+
+def test_a_second_call_of_a_shape_checks_nothing_and_makes_no_array(monkeypatch):
+    x, *weights = product(6, 128, 40, 4, 64)
+    planned, given = Product(*weights), []
+
+    def record(kernel, inputs, plan):
+        given.append((inputs, plan))
+        return [x]
+
+    with factory.executing(record):
+        planned(x)
+        for name in ("check_array", "check_range", "Launch", "Prepared"):
+            monkeypatch.setattr(module, name, None)
+        planned(x)
+    (first, plan), (second, again) = given
+    assert plan is again and all(a is b for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"x": mx.zeros((33, 128))}, "rows of x is 33, but must be 1 to 32"),
-        ({"x": mx.zeros((4, 100))}, "columns of x is 100, but must be a multiple of 32"),
-        ({"x": mx.zeros((4, 160))}, r"shape of weights is \[6, 16\], but must be \[any, 20\]"),
-        ({"x": mx.zeros((4, 128), mx.float16)}, "dtype of scales is float32, but must be float16"),
+        ({"x": mx.zeros((4, 100))}, r"shape of x is \[4, 100\], but must be \[4, 128\]"),
+        ({"x": mx.zeros((2, 17, 128))}, "rows of x is 34, but must be 1 to 32"),
+        ({"x": mx.zeros((4, 128), mx.float16)}, "dtype of x is float16, but must be float32"),
+        ({"weights": mx.zeros((6, 15), mx.uint32)}, "weights are for is 120, .* multiple of 32"),
         ({"weights": mx.zeros((6, 16), mx.int32)}, "dtype of weights is int32, but must be uint32"),
         ({"biases": mx.zeros((6, 5))}, r"shape of biases is \[6, 5\], but must be \[6, 4\]"),
         ({"weights": mx.zeros((16, 6), mx.uint32).T}, r"strides is \(4, 24\), .* contiguous"),
@@ -117,6 +281,12 @@ def test_what_it_refuses(changes, message):
 def multiplying():
     given = product(5, 4160, 11, 4, 32)  # eight SIMD-groups share a sum over K
     return [(exact(verify_qmm(*given)), multiply(*given))]
+
+
+def through_matrices():
+    given = product(11, 640, 43, 4, 32)
+    wide = product(9, 128, 9, 8, 64)
+    return [(exact(verify_qmm(*call)), multiply(*call)) for call in (given, wide)]
 
 
 # By what is wrong: the source, what becomes of it, and what is found
@@ -142,8 +312,33 @@ test_a_fault_is_found = each_is_found(
             "((1u << BITS) - 2)", "result"),
         "part of K is left out": ("k < depth;", "k < depth / 2;", "result"),
     }),
-    ("widen", multiplying, {
+    ("verify_qmm_matrix", through_matrices, {
+        "no barrier between the groups' sums": (
+            "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "uninitialised or race"),
+        "all SIMD-groups write one sum": ("(group * WIDTH + i", "(i", "race"),
+        "sums start anywhere": ("  totals[i] = float2(0.0f);\n", "", "uninitialised"),
+        "the sum of x starts anywhere": ("    x_sums[t] = float2(0.0f);\n", "", "uninitialised"),
+        "a row behind the last": ("c + i % 2, rows - 1)", "c + i % 2, rows)", "bounds"),
+        "weights behind the last column": ("+ r, columns - 1)", "+ r, columns)", "bounds"),
+        "a result behind the last column": ("if (begin + n < columns)",
+            "if (begin + n <= columns)", "bounds or race"),
+        "some lanes leave out the last group": ("g < groups;",
+            "g < groups - lane / 31;", "divergence"),
+        "the first of two numbers twice": ("float2(float(first), float(second))",
+            "float2(float(first), float(first))", "result"),
+        "bits of the neighbour": ("constexpr uint MASK = (1u << BITS) - 1;",
+            "constexpr uint MASK = (2u << BITS) - 1;", "result"),
+        "x is not scaled for the upper half": ("1.0f / 65536.0f", "1.0f / 32768.0f", "result"),
+        "the bias does not count": ("fma(bias, x_sums[t], fma(scale",
+            "fma(bias * 0.0f, x_sums[t], fma(scale", "result"),
+        "too few sums": ("partial[SIMD_GROUPS * WIDTH * ROWS]",
+            "partial[SIMD_GROUPS * WIDTH * 8]", "bounds"),
+        "a part is left out": ("p < parts;", "p < parts - 1;", "result"),
+        "x of the next eight": ("r % 2 * 4;", "r % 2 * 8;", "result or bounds"),
+    }),
+    ("lanes", through_matrices, {
         "one of four numbers is taken twice": ("float(x[3])", "float(x[2])", "result"),
+        "rows of a matrix in another order": ("+ lane / 2 % 4", "+ 3 - lane / 2 % 4", "result"),
     }),
 )
 # fmt: on

@@ -44,7 +44,7 @@ def test_stored_traffic_is_what_the_emulator_counts():
         mx.eval(CATALOG["cascade_attention"].run(rows=8, prefix=roofline.CONTEXT, **shape))
     (split,), (merge,) = run.of("cascade_attention"), run.of("cascade_merge")
     keys = split.buffers["keys"].fetched + split.buffers["values"].fetched
-    written = split.buffers["partial"].written + split.buffers["sums"].written
+    written = split.buffers["result"].written + split.buffers["sums"].written
     fetched = merge.buffers["partial"].fetched + merge.buffers["sums"].fetched
     assert TRAFFIC.attention[target.name][8] == (keys, written + fetched)
     assert keys == 2 * target.kv_heads * target.dim * 2 * (roofline.CONTEXT + 8)

@@ -253,6 +253,11 @@ def test_the_attention_kernel_takes_what_is_stored_and_the_commit_says_why_it_ca
         mx.eval(ours)
         sequence.commit([0, 2])
     assert run.of("cascade_attention") and not run.of("cache_commit")
+    heads, slots = 2, 20 + len(tree)
+    for counters in run.of("cascade_attention"):  # half a byte for each number
+        assert {counters.buffers[name].read for name in ("keys", "values")} == {
+            heads * slots * 64 // 2
+        }
     assert mx.abs(ours - stock).max() < 1e-4
     assert target.kernels.choices["cache_commit"].reason == "keys and values are quantised"
 

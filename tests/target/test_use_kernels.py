@@ -88,7 +88,8 @@ def test_quantised_layers_with_and_without_bias_and_a_tied_head_go_through_their
     assert isinstance(target.embedding(), nn.QuantizedEmbedding)
     stock = pass_over(target)
     ours, run = through_kernels(target)
-    assert len(run.of("verify_qmm")) == 2 * (7 * target.num_layers + 1)
+    fused = 4 * target.num_layers + 1  # q, k and v are one product, and so are gate and up
+    assert len(run.of("verify_qmm_matrix")) == 2 * fused
     assert mx.abs(ours - stock).max().item() < 1e-4
 
 
@@ -124,11 +125,32 @@ def test_models_of_half_precision_go_through_every_kernel(monkeypatch, dtype):
     exact.model.set_dtype(mx.float32)
     logits = pass_over(exact)
     ours, run = through_kernels(target)
-    assert {"cascade_attention", "verify_qmm"} <= {counters.kernel for counters in run.counters}
+    assert {"cascade_attention", "verify_qmm_matrix"} <= {
+        counters.kernel for counters in run.counters
+    }
     assert all(choice.kernel for choice in target.kernels.choices.values())
     assert ours.dtype == dtype
     error, stock_error = (mx.abs(found - logits).max().item() for found in (ours, stock))
     assert error < 2 * stock_error
+
+
+def test_a_pass_asks_once_for_all_layers_and_for_what_it_knows_not_at_all(monkeypatch):
+    target, asked = make_target(monkeypatch, "llama", bits=4), []
+    target.use_kernels("on")
+    chosen = target.kernels.chosen
+
+    def spy(operation: Any, *rest: Any) -> Any:
+        asked.append(operation.name)
+        return chosen(operation, *rest)
+
+    monkeypatch.setattr(target.kernels, "chosen", spy)
+    with emulated() as run:
+        pass_over(target)  # the prompt and a tree
+        assert {"cascade_attention", "shared_input", "verify_qmm"} == set(asked)
+        asked.clear()
+        pass_over(target)
+    assert asked == ["cascade_attention"] * 2
+    assert len(run.of("cascade_attention")) == 4 * target.num_layers
 
 
 def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkeypatch):
@@ -171,7 +193,7 @@ def test_two_models_of_one_family_have_settings_of_their_own(monkeypatch):
     before = [getattr(owner, name) for owner, name in names]
     on, off = (make_target(monkeypatch, "llama", bits=4) for _ in "12")
     found = {counters.kernel for counters in through_kernels(on)[1].counters}
-    assert found == {"cascade_attention", "cascade_merge", "verify_qmm"}
+    assert found == {"cascade_attention", "verify_qmm_matrix"}
     assert through_kernels(off, "off")[1].counters == []
     assert on.kernels.choices and not off.kernels.choices
     assert [getattr(owner, name) for owner, name in names] == before

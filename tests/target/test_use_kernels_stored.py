@@ -15,17 +15,17 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.target.routing import Kernels, kernel_choices
 from kernels_metal import dispatch
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
-from kernels_metal.dispatch import RUNS, Choice
+from kernels_metal.dispatch import CALLS, RUNS, Choice
 from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import Run, emulated
 from support.families import make_model
 
-FASTER = Choice(True, "faster: 1000000 us against 2000000 us")
+FASTER = Choice(True, f"faster: 1000 us against 2000 us, in chains of {CALLS}")
 CASE = "draft_head/2/9x3/32/float32/"
 
 
 class Clock:
-    """A second for a kernel, others for stock MLX; `stopped` for a session that must not race."""
+    """A millisecond a call for a kernel, `stock` for MLX's; `stopped` where no race must be."""
 
     def __init__(self, stopped: bool = False, stock: float = 2.0) -> None:
         self.looks, self.now, self.stopped, self.stock = 0, 0.0, stopped, stock
@@ -34,13 +34,24 @@ class Clock:
         assert not self.stopped, "raced again"
         race, ends = self.looks // 2 // RUNS, self.looks % 2
         self.looks += 1
-        self.now += ends * (self.stock if race % 2 else 1.0)
+        self.now += ends * CALLS * (self.stock if race % 2 else 1.0) * 1e-3
         return self.now
+
+
+class Safe:
+    """A watchdog that lets everything pass, or refuses with this reason."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason
+
+    def refusal(self, operation, args) -> str:
+        return self.reason
 
 
 @pytest.fixture(autouse=True)
 def metal(monkeypatch) -> Iterator[Run]:
-    """As if MLX ran kernels here: the emulator stands for Metal."""
+    """As if MLX ran kernels here: the emulator stands for Metal; nothing is tried in a child."""
+    monkeypatch.setattr(routing, "Watchdog", lambda folder: Safe())
     with emulated() as run:
         monkeypatch.setattr(routing, "metal", run)
         monkeypatch.setattr(dispatch, "metal", run)
@@ -90,6 +101,12 @@ def test_a_slower_kernel_is_not_taken_by_the_next_session_either(tmp_path):
     assert not ask(session(tmp_path, stopped=True))
     (choice,) = stored(tmp_path).values()
     assert choice.reason.startswith("not faster: ")
+
+
+def test_what_a_trial_process_refused_is_not_taken_with_its_words_as_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(routing, "Watchdog", lambda folder: Safe("hangs"))
+    assert not ask(session(tmp_path, stopped=True))
+    assert list(stored(tmp_path).values()) == [Choice(False, "hangs")]
 
 
 def test_models_share_no_choices(tmp_path):

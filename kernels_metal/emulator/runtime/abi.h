@@ -38,6 +38,8 @@ struct Line {
 struct Counters {
     uint64_t threads, threadgroups, simd_operations, barriers, simdgroup_barriers;
     uint64_t threadgroup_bytes;
+    uint64_t matrix_products;                          // among the SIMD-group operations
+    uint64_t device_accesses, threadgroup_accesses;    // loads and stores of single threads
 };
 
 struct Error {

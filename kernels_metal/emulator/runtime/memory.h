@@ -190,6 +190,8 @@ inline void access(uint64_t address, uint32_t size, bool write, const void* pc) 
     Region& region = regions[slot];
     uint64_t at = check_bounds(region, address, size, write, pc);
     (write ? region.written : region.read) += size;
+    if (region.kind != METADATA)
+        ++(region.space == DEVICE_SPACE ? launch->counters.device_accesses : launch->counters.threadgroup_accesses);
     if (size == 0) return;
     uint64_t first = at >> region.shift, last = (at + size - 1) >> region.shift;
     if (region.kind == INPUT && !write) return fetch(region, first, last, pc);

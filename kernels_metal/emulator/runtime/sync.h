@@ -46,6 +46,7 @@ EXPORT void emulator_simd(const char* operation, void* value, uint32_t size, Com
     if (simd.waiting == simd.members) {
         combine(simd.slots, simd.arguments, simd.members);
         ++launch->counters.simd_operations;
+        if (strcmp(operation, "simdgroup_multiply_accumulate") == 0) ++launch->counters.matrix_products;
         release(simd);
     } else {
         self->state = AT_SIMD;

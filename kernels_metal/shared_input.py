@@ -1,0 +1,106 @@
+"""Quantised products of one input as one product: queries, keys and values, or gate and up.
+
+There is no kernel of its own: what is weighed is one launch over weights side by side against one
+launch each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kernels_metal.checks import check
+from kernels_metal.operation import Case, Draw, Operation, case_of
+from kernels_metal.verify_qmm import BITS, GROUPS, Packing
+
+Matrix = tuple[mx.array, mx.array, mx.array]  # weights, scales and biases
+
+
+def together(
+    x: mx.array, whole: Matrix, parts: Sequence[Matrix], packing: Packing
+) -> list[mx.array]:
+    """The products of x and each of `parts` transposed, in one by `whole`, all parts in a row.
+
+    x: [..., K]. whole: as `verify_qmm` takes it, [N, K]. parts: [N_i, K], whose N_i add up to N.
+    """
+    ends = _ends(parts)
+    return list(mx.split(_product(x, whole, packing), ends[:-1], axis=-1))
+
+
+def apart(x: mx.array, whole: Matrix, parts: Sequence[Matrix], packing: Packing) -> list[mx.array]:
+    """As `together`, one product for each part."""
+    return [_product(x, part, packing) for part in parts]
+
+
+def side_by_side(parts: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
+    """One matrix of all parts, and the parts as views of it, so that memory stays what it was."""
+    weights, scales, biases = (mx.concatenate(list(each)) for each in zip(*parts, strict=True))
+    whole = weights, scales, biases
+    ends = _ends(parts)
+    pieces = [mx.split(array, ends[:-1]) for array in whole]
+    mx.eval(whole, pieces)
+    return whole, list(zip(*pieces, strict=True))
+
+
+def _ends(parts: Sequence[Matrix]) -> list[int]:
+    ends, end = [], 0
+    for weights, _, _ in parts:
+        end += weights.shape[0]
+        ends.append(end)
+    return ends
+
+
+def _product(x: mx.array, matrix: Matrix, packing: Packing) -> mx.array:
+    return mx.quantized_matmul(x, *matrix, group_size=packing.group, bits=packing.bits)
+
+
+def check_arguments(x: mx.array, whole: Matrix, parts: Sequence[Matrix], packing: Packing) -> None:
+    """Raise ValueError for parts that are not of one width and dtype."""
+    rows = sum(part[0].shape[0] for part in parts)
+    check(rows == whole[0].shape[0], "the rows of parts", rows, f"{whole[0].shape[0]}, as of all")
+
+
+def _case(x: mx.array, whole: Matrix, parts: Sequence[Matrix], packing: Packing) -> Case:
+    rows = math.prod(x.shape[:-1])
+    shape = (x.shape[-1], *(part[0].shape[0] for part in parts), packing.group)
+    return case_of(rows, shape, [x, *whole[1:]], packing.bits)
+
+
+def _after(out: list[mx.array], x: mx.array, *rest: Any) -> tuple[Any, ...]:
+    """X that depends on all products."""
+    for y in out:
+        x = mx.minimum(x, y[..., :1])
+    return x, *rest
+
+
+def _arguments(draw: Draw) -> tuple[Any, ...]:
+    packing = Packing(draw.size("bits", BITS), draw.size("group", GROUPS))
+    rows, count = draw.size("rows", range(1, 33)), draw.size("parts", (2, 3))
+    depth = draw.size("depth", range(packing.group, 5 * packing.group, packing.group))
+    x, parts = draw.normal(rows, depth), []
+    for part in range(count):
+        columns = draw.size("columns", (8, 32, 64)) * (1 + part % 2)
+        words = mx.random.randint(
+            0, 2**32, (columns, depth * packing.bits // 32), mx.uint32, key=draw.key()
+        )
+        scales, biases = (draw.normal(columns, depth // packing.group) for _ in range(2))
+        parts.append((words, scales * 2.0**-packing.bits, biases))
+    whole, views = side_by_side(parts)
+    return x, whole, views, packing
+
+
+SHARED_INPUT = Operation(
+    name="shared_input",
+    kernel=together,
+    reference=apart,
+    check=check_arguments,
+    case=_case,
+    kernels=(),
+    arguments=_arguments,
+    defaults={"rows": 8, "depth": 256, "columns": 32, "parts": 3, "bits": 4, "group": 64},
+    compared=lambda out, *args: out,
+    after=_after,
+)
