@@ -173,7 +173,7 @@ def use(temperature, acceptance="match", **filters):
     return DecodeConfig("dflash", acceptance=acceptance, sampling=sampling)
 
 
-def distance(made, pattern, config, draws=400):
+def distance(made, pattern, config, draws=300):
     """Of answers from the law that is enumerated with `toy_allowed`, in standard deviations."""
     target = ToyTarget(VOCABULARY)
     law = enumerated_law(target, config.sampling, toy_allowed(pattern))
@@ -201,7 +201,7 @@ def test_drafted_answers_are_the_plain_ones_of_their_seeds(name, pattern, temper
     target, config = ToyTarget(VOCABULARY), use(temperature, repetition_penalty=1.3)
 
     def said(made):
-        return answers_of(target, made, 20, config, lambda: toy_constraint(pattern))
+        return answers_of(target, made, 8, config, lambda: toy_constraint(pattern))
 
     assert said(MADE[name]) == said(MADE["none"])
 
