@@ -95,6 +95,7 @@ class Place:
     last: Accepted | None = None
     paused: float = 0.0
     delayed: bool = False
+    constraint: None = None
 
     @property
     def tokens(self) -> list[int]:
