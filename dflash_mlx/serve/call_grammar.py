@@ -55,9 +55,9 @@ def _learn(pair: Pair) -> CallForm | None:
     text = inside.strip()
     if not right or name != "name" or text != _object(_PROBE, key) + json.dumps(_GIVEN) + "}":
         return None
-    terms = [_term(tag, pair.tokenizer) for tag in tags]
+    start, end = (_term(tag, pair.tokenizer) for tag in tags)
     before, _, after = inside.partition(text)
-    return CallForm(*terms, tags[0], before, after, key)
+    return CallForm(start, end, tags[0], before, after, key)
 
 
 def _written(pair: Pair, start: str, end: str) -> str:

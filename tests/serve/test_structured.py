@@ -14,6 +14,7 @@ from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.engine.grammar import check_structure, constraint_of
 from dflash_mlx.serve import call_grammar
 from dflash_mlx.serve.call_grammar import CallForm
+from dflash_mlx.serve.structure import OPENAI, Wanted, structure_of
 from support.schemas import conforms
 from support.serving import MODEL, TEMPLATE, actor_pair, chat_body, post, serving, user
 
@@ -49,13 +50,16 @@ ADD = {"type": "function", "function": {"name": "add"}}
 
 
 def act(prompt):
+    """ "long" has an end token nowhere, so that what is chosen by a grammar is chosen evenly."""
+    if prompt.endswith("long"):
+        return "x" * 3000
     return f"Well. {FREE} So." if prompt.endswith("call") else WORDS
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     pair = actor_pair(tmp_path_factory.mktemp("structured"), act, CALLS)
-    usual = DecodeConfig("ngram", max_tokens=300)  # drafts what is certain, too
+    usual = DecodeConfig("none", max_tokens=300)
     with serving(pair, usual) as server:
         yield server
 
@@ -136,7 +140,7 @@ def test_several_calls_may_come_where_one_must(client):
     numbers = set()
     for seed in range(8):
         more = {"tools": TOOLS, "tool_choice": "required", "temperature": 2.0, "seed": seed}
-        message = ask(client, max_tokens=2000, **more).choices[0].message
+        message = ask(client, "long", max_tokens=2000, **more).choices[0].message
         assert not message.content
         numbers.add(len(message.tool_calls))
     assert max(numbers) > 1
@@ -165,7 +169,8 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(client):
 def test_with_tools_and_a_schema_an_answer_is_a_call_or_follows_the_schema(client):
     kinds = set()
     for seed in range(12):
-        more = {"tools": TOOLS, "response_format": form(COUNT), "parallel_tool_calls": False}
+        strict = [tool("add", COUNT, strict=True), tool("pick", COLOUR, strict=True)]
+        more = {"tools": strict, "response_format": form(COUNT), "parallel_tool_calls": False}
         message = ask(client, temperature=2.0, seed=seed, **more).choices[0].message
         kinds.add(bool(message.tool_calls))
         assert bool(message.tool_calls) != bool(message.content)
@@ -250,7 +255,15 @@ def test_the_other_api_refuses_by_its_own_fields(server, more, field):
     assert found.json()["error"]["message"].startswith(field), found.text
 
 
-def test_without_llguidance_the_extra_is_named(server, monkeypatch):
+@pytest.fixture
+def bare(tmp_path):
+    """Without a grammar that was compiled before."""
+    with serving(actor_pair(tmp_path, act, CALLS)) as server:
+        yield server
+
+
+def test_without_llguidance_the_extra_is_named(bare, monkeypatch):
+    server = bare
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for more in ({"response_format": {"type": "json_object"}},
                  {"tools": TOOLS, "tool_choice": "required"}):  # fmt: skip
@@ -297,9 +310,8 @@ def test_tags_that_are_one_token_are_that_token_in_grammars():
 TOOLS_OF = [each | {"type": "function"} for each in TOOLS]
 
 
-def test_a_grammar_is_ready_before_the_thread_that_decodes_asks_for_it(tmp_path, server):
-    kept = constraint_of(server.pair, DecodeConfig("none"), 0)
-    assert kept is None
-    post(server, CHAT, chat_body(response_format=form(COUNT)))
-    grammars = server.pair.learned[("grammars",)]
-    assert StructureConfig(json_schema=json.dumps(COUNT)) in grammars._kept
+def test_a_grammar_is_ready_before_the_thread_that_decodes_asks_for_it(bare, monkeypatch):
+    structure = structure_of(bare.pair, Wanted(COUNT), OPENAI)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llguidance", None)  # nothing can be compiled any more
+        assert constraint_of(bare.pair, DecodeConfig(structure=structure), 0) is not None
