@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections import OrderedDict
 from typing import Any
 
@@ -15,7 +16,7 @@ _MOST_KEPT = 32  # compiled grammars
 _LONGEST = 300  # characters of what llguidance says
 # One way to write a text is enough: a weak model finds no way into endless spaces, and what stands
 # between two values is forced. `x-guidance` in a schema may say otherwise.
-_AS_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+AS_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _WORDS = {
     "json_schema": "a JSON schema",
     "json_object": "a JSON object",
@@ -46,6 +47,8 @@ def check_structure(structure: StructureConfig) -> None:
 class Grammars:
     """Grammars compiled for one tokenizer; those that were asked for last are kept.
 
+    Several threads may ask, so that one can compile ahead while another decodes.
+
     tokenizer: mlx-lm's, around one of Hugging Face's. name: of its model, for people.
     """
 
@@ -53,15 +56,19 @@ class Grammars:
         self._tokenizer, self._name = tokenizer, name
         self._prepared: Any = None
         self._kept: OrderedDict[StructureConfig, Any] = OrderedDict()
+        self._lock = threading.Lock()  # of what is kept; not held while something compiles
 
     def matcher(self, structure: StructureConfig) -> Any:
         """A new LLMatcher at the beginning of an answer; DFlashError for what is refused."""
-        if structure not in self._kept:
-            self._kept[structure] = self._compiled(structure)
+        with self._lock:
+            found = self._kept.get(structure)
+        found = self._compiled(structure) if found is None else found
+        with self._lock:
+            self._kept[structure] = found
+            self._kept.move_to_end(structure)
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(structure)
-        return self._kept[structure].deep_copy()
+            return found.deep_copy()
 
     def _compiled(self, structure: StructureConfig) -> Any:
         library = _llguidance(structure)
@@ -103,7 +110,7 @@ def _llguidance(structure: StructureConfig) -> Any:
         import llguidance
     except ImportError:
         what = f"{structure.kind} needs llguidance"
-        step = "install it: pip install llguidance"
+        step = "install the extra `structured`, or: pip install llguidance"
         raise DFlashError(what, step, structure.kind) from None
     return llguidance
 
@@ -122,7 +129,7 @@ def _source(structure: StructureConfig) -> str:
         return str(matcher.grammar_from_lark(structure.grammar))
     schema = (structure.json_schema or '{"type": "object"}').removeprefix("\ufeff")
     try:
-        return str(matcher.grammar_from_json_schema(schema, defaults=_AS_JSON))
+        return str(matcher.grammar_from_json_schema(schema, defaults=AS_JSON))
     except ValueError as error:
         raise _refused(structure, str(error)) from None
 

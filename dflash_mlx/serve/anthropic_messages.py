@@ -15,14 +15,15 @@ from dflash_mlx.serve.anthropic_prompt import chat_of
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
 from dflash_mlx.serve.errors import ANTHROPIC, ApiError, body_of, encoded
 from dflash_mlx.serve.fields import decoding
-from dflash_mlx.serve.prompts import spaced
-from dflash_mlx.serve.reading import AnswerReader, Call, Part, Said, Thought
+from dflash_mlx.serve.prompts import Prompt, spaced
+from dflash_mlx.serve.reading import Call, Part, Said, Thought
 from dflash_mlx.serve.replies import (
     TOOLS,
     End,
     EventStream,
     Replies,
     merged,
+    reader_of,
     unless_gone,
     unspaced,
 )
@@ -36,7 +37,7 @@ _NAMES = {"stop": "stop_sequences"}
 
 async def count_tokens(service: Service, body: Counted, request: Request) -> Response:
     """How many tokens a prompt has."""
-    prompt = await unless_gone(request, service.read(chat_of(service, body)))
+    prompt = await unless_gone(request, _read(service, body))
     told = {"input_tokens": len(prompt.tokens)}
     return Response(encoded(told), media_type="application/json")
 
@@ -54,14 +55,20 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     return Response(encoded(value), media_type="application/json")
 
 
+async def _read(service: Service, body: Counted) -> Prompt:
+    chat = await service.prepare(lambda: chat_of(service, body))
+    return await service.read(chat)
+
+
 async def _begin(service: Service, body: MessagesRequest) -> Replies:
-    chat = chat_of(service, body)
-    config = decoding(service.usual, body, body.max_tokens, body.stop_sequences or [], _NAMES)
+    chat = await service.prepare(lambda: chat_of(service, body))
+    stops = body.stop_sequences or []
+    config = decoding(service.usual, body, body.max_tokens, stops, _NAMES, chat.structure)
     prompt = await service.read(chat)
     ticket = await service.ask([prompt], [config], None)
     choice = body.tool_choice
     one_call = bool(choice and choice.disable_parallel_tool_use)
-    reader = AnswerReader(service.pair.tokenizer, chat.tools, prompt.in_thought, one_call)
+    reader = reader_of(service.pair, chat, prompt, one_call)
     return Replies(ticket, [reader], partial(spaced, service.pair) if chat.go_on else unspaced)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,10 @@ from dflash_mlx.serve.anthropic_requests import (
     UserMessage,
 )
 from dflash_mlx.serve.errors import refusal
+from dflash_mlx.serve.fields import only
 from dflash_mlx.serve.prompts import Chat, Message, call_of, check_arguments, check_tools
 from dflash_mlx.serve.service import Service
-from dflash_mlx.serve.structure import check_structure
+from dflash_mlx.serve.structure import ANTHROPIC, Wanted, structure_of, without_thoughts
 
 Json = dict[str, Any]
 
@@ -39,7 +39,16 @@ def chat_of(service: Service, body: Counted) -> Chat:
     if go_on and messages[-1].get("tool_calls"):
         step = "send the result of the call behind it"
         raise refusal("messages", "end with a call of a tool", step)
-    return Chat(messages, _tools(service, body), _arguments(service, body), go_on)
+    wanted, arguments = _wanted(service, body), _arguments(service, body)
+    if wanted.asks:
+        if go_on:
+            step = "end with the user's, or leave the form of the answer to the model"
+            raise refusal("messages", "end with the assistant's words", step)
+        asking = body.thinking is not None and body.thinking.type == "enabled"
+        field = "thinking" if asking else "chat_template_kwargs.enable_thinking"
+        arguments = without_thoughts(service.pair, arguments, field)
+    structure = structure_of(service.pair, wanted, ANTHROPIC)
+    return Chat(messages, wanted.tools, arguments, go_on, structure)
 
 
 def text_of(content: str | Sequence[Text] | None) -> str:
@@ -80,20 +89,24 @@ def _result(block: ToolResult) -> Message:
     return {"role": "tool", "content": told, "tool_call_id": block.tool_use_id}
 
 
-def _tools(service: Service, body: Counted) -> list[Json]:
-    """The tools that the model is told of, in OpenAI's words."""
-    tools = [_tool(each) for each in body.tools or []]
-    choice, wanted = body.tool_choice, None
-    required = None
+def _wanted(service: Service, body: Counted) -> Wanted:
+    """The tools that the model is told of, in OpenAI's words, and what the answer has to be."""
+    tools, choice, required = [_tool(each) for each in body.tools or []], body.tool_choice, None
     if choice is not None and choice.type in ("any", "tool"):
-        required = choice.name or ""
-    if body.output_config is not None:
-        wanted = _wanted(body.output_config)
-    check_structure(wanted, tools, required, ("output_config.format", "tool_choice"))
-    if not tools or (choice is not None and choice.type == "none"):
-        return []
-    check_tools(service.pair)
-    return tools
+        if choice.type == "tool" and not choice.name:
+            raise refusal("tool_choice", "of type tool names none", "send its name")
+        if not tools:
+            raise refusal("tool_choice", "is given without tools", "leave it out, or send tools")
+        required = (choice.name if choice.type == "tool" else None) or ""
+    if choice is not None and choice.type == "none":
+        tools = []
+    if tools:
+        check_tools(service.pair)
+    output = body.output_config
+    if output is not None:
+        only("output_config.effort", output.effort)
+    schema = output.format.schema_ if output is not None and output.format is not None else None
+    return Wanted(schema, tools, required, bool(choice and choice.disable_parallel_tool_use))
 
 
 def _tool(tool: Tool) -> Json:
@@ -103,18 +116,6 @@ def _tool(tool: Tool) -> Json:
     if tool.strict:
         function["strict"] = True
     return {"type": "function", "function": function}
-
-
-def _wanted(config: Json) -> Json | None:
-    """The format that an answer has to have; ApiError for anything else that is asked of it."""
-    for name in config.keys() - {"format"}:
-        what = "is nothing that this server can do"
-        raise refusal(f"output_config.{name[:80]}", what, "leave it out")
-    given = config.get("format")
-    if given is not None and not isinstance(given, dict):
-        shown = json.dumps(given)[:80]
-        raise refusal("output_config.format", f"is {shown}, no object", "leave it out")
-    return given
 
 
 def _arguments(service: Service, body: Counted) -> Json:

@@ -114,6 +114,20 @@ class ThinkingChoice(Strict):
     display: str | None = None
 
 
+class OutputFormat(Strict):
+    """The schema of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Json, Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    """What the answer has to be."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
 class Metadata(Strict):
     """Who asks."""
 
@@ -129,7 +143,7 @@ class Counted(Strict):
     tools: Annotated[list[Tool], Field(max_length=1000)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
-    output_config: Json | None = None
+    output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     chat_template_kwargs: Json | None = None
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import LARGEST
 from dflash_mlx.serve.errors import ApiError, of_settings, refusal
@@ -51,11 +51,12 @@ def decoding(
     max_tokens: int | None,
     stop: Sequence[str],
     names: Mapping[str, str],
+    structure: StructureConfig | None = None,
 ) -> DecodeConfig:
     """The settings of an answer: those of the server with what a request says on top.
 
-    names: of fields by setting, where the API has other ones. ApiError for what does not go
-    together.
+    names: of fields by setting, where the API has other ones. structure: what the answer has to be,
+    if a request says that. ApiError for what does not go together.
     """
     for i, text in enumerate(stop):
         if not is_text(text):
@@ -66,7 +67,9 @@ def decoding(
     try:
         sampling = replace(usual.sampling, **asked)
         most = usual.max_tokens if max_tokens is None else max_tokens
-        return replace(usual, sampling=sampling, max_tokens=most, stop=(*usual.stop, *stop))
+        kept = structure if structure is not None and structure.kind else usual.structure
+        told = replace(usual, sampling=sampling, max_tokens=most, structure=kept)
+        return replace(told, stop=(*usual.stop, *stop))
     except DFlashError as error:
         raise of_settings(error, names) from None
 

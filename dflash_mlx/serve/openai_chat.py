@@ -24,13 +24,14 @@ from dflash_mlx.serve.openai_requests import (
     Common,
     Content,
     NamedTool,
+    ResponseFormat,
     ToolMessage,
 )
 from dflash_mlx.serve.prompts import Chat, Message, call_of, check_arguments, check_tools
-from dflash_mlx.serve.reading import AnswerReader, Call, Part, Said, Thought
-from dflash_mlx.serve.replies import End, EventStream, Replies, Step, unless_gone
+from dflash_mlx.serve.reading import Call, Part, Said, Thought
+from dflash_mlx.serve.replies import End, EventStream, Replies, Step, reader_of, unless_gone
 from dflash_mlx.serve.service import Service
-from dflash_mlx.serve.structure import check_structure
+from dflash_mlx.serve.structure import OPENAI, Wanted, structure_of, without_thoughts
 from dflash_mlx.session.laws import TokenLaw
 
 Json = dict[str, Any]
@@ -55,17 +56,15 @@ async def _begin(service: Service, body: ChatRequest) -> Replies:
     service.check_model(body.model)
     check_common(body)
     _check(body, service.config.messages)
-    tools = _tools(service, body)
+    asked = await service.prepare(lambda: _chat_of(service, body))
     most = body.max_tokens or body.max_completion_tokens
     names = {"max_tokens": "max_completion_tokens" if body.max_completion_tokens else "max_tokens"}
-    config = decoding(service.usual, body, most, stops_of(body), names)
-    asked = Chat([_message(each) for each in body.messages], tools, _arguments(service, body))
+    config = decoding(service.usual, body, most, stops_of(body), names, asked.structure)
     prompt = await service.read(asked)
     tops = (body.top_logprobs or 0) if body.logprobs else None
     ticket = await service.ask([prompt], with_seeds(config, body.n or 1), tops)
     one_call = body.parallel_tool_calls is False
-    tokenizer = service.pair.tokenizer
-    readers = [AnswerReader(tokenizer, tools, prompt.in_thought, one_call) for _ in ticket.asked]
+    readers = [reader_of(service.pair, asked, prompt, one_call) for _ in ticket.asked]
     return Replies(ticket, readers)
 
 
@@ -99,21 +98,39 @@ def _check(body: ChatRequest, messages: int) -> None:
     only("service_tier", body.service_tier, "auto", "default")
 
 
-def _tools(service: Service, body: ChatRequest) -> list[Json]:
-    """The tools that the model is told of."""
+def _chat_of(service: Service, body: ChatRequest) -> Chat:
+    """The conversation of a request; ApiError for what the model or this server cannot do."""
+    pair, arguments = service.pair, _arguments(service, body)
     tools = [each.model_dump(exclude_none=True) for each in body.tools or []]
-    required = None
+    tools = [] if body.tool_choice == "none" else tools
+    if tools:
+        check_tools(pair)
+    required, one = _required(body), body.parallel_tool_calls is False
+    wanted = Wanted(_schema(body.response_format), tools, required, one)
+    if wanted.asks:
+        arguments = without_thoughts(pair, arguments, "chat_template_kwargs.enable_thinking")
+    structure = structure_of(pair, wanted, OPENAI)
+    messages = [_message(each) for each in body.messages]
+    return Chat(messages, tools, arguments, structure=structure)
+
+
+def _required(body: ChatRequest) -> str | None:
+    """The tool that has to be called, "" for any."""
     if isinstance(body.tool_choice, NamedTool):
-        required = body.tool_choice.function.name
-    elif body.tool_choice == "required":
-        required = ""
-    wanted = body.response_format
-    given = None if wanted is None else wanted.model_dump(exclude_none=True)
-    check_structure(given, tools, required)
-    if not tools or body.tool_choice == "none":
-        return []
-    check_tools(service.pair)
-    return tools
+        return body.tool_choice.function.name
+    return "" if body.tool_choice == "required" else None
+
+
+def _schema(wanted: ResponseFormat | None) -> Json | None:
+    """The schema that an answer has to follow."""
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "object"}
+    if wanted.json_schema is None:
+        raise refusal("response_format.json_schema", "is missing", "send it")
+    given = wanted.json_schema.schema_
+    return {"type": "object"} if given is None else given
 
 
 def _arguments(service: Service, body: ChatRequest) -> Json:

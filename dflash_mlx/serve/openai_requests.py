@@ -118,11 +118,20 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchema(Strict):
+    """The schema of the answer; it is followed, strict or not."""
+
+    name: Name
+    description: str | None = None
+    schema_: Annotated[Json | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Strict):
     """What the answer has to be."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Json | None = None
+    json_schema: JsonSchema | None = None
 
 
 class Common(Sampled):

@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from dflash_mlx.core.config import StructureConfig
 from dflash_mlx.core.template import reserved
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.tokens import unread_arguments
@@ -18,7 +19,14 @@ from dflash_mlx.session.text import BEGIN
 Message = dict[str, Any]
 
 _MOST_PER_TOKEN = 128  # characters; longer texts than that allows are not even read
-_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+TEMPLATE_FAULTS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True)
@@ -26,13 +34,14 @@ class Chat:
     """A conversation in the words of OpenAI, the form that chat templates read.
 
     tools: that the model may call. arguments: of the chat template. go_on: whether the last
-    message is the beginning of the answer.
+    message is the beginning of the answer. structure: what the answer has to be.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     go_on: bool = False
+    structure: StructureConfig = StructureConfig()
 
 
 @dataclass(frozen=True)
@@ -60,11 +69,15 @@ def render(pair: Pair, chat: Chat) -> Prompt:
             list(chat.messages), tokenize=False, **begin, **arguments
         )
         text.encode("utf-8")
-    except _FAULTS as error:
+    except TEMPLATE_FAULTS as error:
         what = f"messages are not what the model's chat template takes ({_short(error)})"
         raise ApiError(400, f"{what}; let user and assistant take turns", "messages") from None
     tokens = _encoded(pair, text, "messages", add_special_tokens=False)
-    return Prompt(tokens, text.rstrip().endswith(BEGIN))
+    in_thought = text.rstrip().endswith(BEGIN)
+    if in_thought and chat.structure.kind:
+        what = f"{pair.target.name} thinks first, and an answer whose form is given has no room"
+        raise ApiError(400, f"{what} for thoughts; leave the form to the model")
+    return Prompt(tokens, in_thought)
 
 
 def encode(pair: Pair, text: str) -> Prompt:

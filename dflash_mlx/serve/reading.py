@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from dflash_mlx.session.text import ThinkingReader, begun
 
-_FAULTS = (ValueError, LookupError, SyntaxError, TypeError, AttributeError, RecursionError)
+PARSER_FAULTS = (ValueError, LookupError, SyntaxError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class AnswerReader:
         try:
             found = self._parse(inside, self._tools) if self._parse is not None else []
             calls = [_call(each) for each in (found if isinstance(found, list) else [found])]
-        except _FAULTS:  # of mlx-lm's parsers, for what is no call
+        except PARSER_FAULTS:  # of mlx-lm's parsers, for what is no call
             yield from self._plain(whole)
             return
         for call in calls[:1] if self._one_call else calls:

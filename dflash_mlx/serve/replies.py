@@ -12,8 +12,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.desk import Ticket
-from dflash_mlx.serve.reading import Part, Reader
+from dflash_mlx.serve.prompts import Chat, Prompt
+from dflash_mlx.serve.reading import AnswerReader, Part, Reader, TextReader
 from dflash_mlx.serve.stepper import Piece
 from dflash_mlx.session.laws import TokenLaw
 
@@ -56,6 +58,13 @@ class Step:
 def unspaced(token: int) -> bool:
     """An answer that begins by itself needs no space before it."""
     return False
+
+
+def reader_of(pair: Pair, chat: Chat, prompt: Prompt, one_call: bool) -> Reader:
+    """What reads an answer to `chat`; JSON is taken as it is, whatever its strings look like."""
+    if chat.structure.kind and not chat.tools:
+        return TextReader()
+    return AnswerReader(pair.tokenizer, chat.tools, prompt.in_thought, one_call)
 
 
 @dataclass

@@ -93,7 +93,7 @@ def test_a_model_is_not_told_of_tools_that_it_must_not_use(client):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_a_call_that_must_come_is_refused_by_name(client, choice):
+def test_a_call_that_must_come_is_refused_where_calls_are_no_json(client, choice):
     with pytest.raises(openai.BadRequestError) as found:
         ask(client, "two", tool_choice=choice)
     assert found.value.param == "tool_choice"
