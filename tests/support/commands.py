@@ -9,16 +9,17 @@ COMMANDS = ("generate", "dflash-chat", "convert", "doctor", "corpus", "train", "
 
 def words_of(command: str, model: Path, place: Path) -> list[object]:
     """What Python is started with. place: holds `dflash-chat` and prompts.jsonl, gets `out`."""
-    chosen = ["--model", model]
+    chosen: list[object] = ["--model", model]
+    prompts = [*chosen, "--prompts", "prompts.jsonl"]
     answer = [*chosen, "--prompt", "hello", "--method", "none", "--max-tokens", "3000"]
     options: dict[str, list[object]] = {
         "generate": answer,
         "dflash-chat": answer,
         "convert": [model, place / "out", "--bits", "4", "--group-size", "32"],
         "doctor": chosen,
-        "corpus": [*chosen, "--prompts", "prompts.jsonl", "--out", place / "out"],
+        "corpus": [*prompts, "--out", place / "out", "--method", "none"],
         "train": [*chosen, "--corpus", "prompts.jsonl", "--out", place / "out", "--steps", "9"],
-        "benchmark": [*chosen, "--prompts", "prompts.jsonl", "--methods", "none"],
+        "benchmark": [*prompts, "--methods", "none"],
     }
     start = [place / command] if command == "dflash-chat" else ["-m", f"dflash_mlx.{command}"]
     return [*start, *options[command]]
