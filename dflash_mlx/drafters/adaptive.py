@@ -17,13 +17,12 @@ import numpy as np
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.crowd import Crowd, Cut, Cutting
-from dflash_mlx.drafters.experience import GUESSED_ROWS, Arm, Average, Experience
+from dflash_mlx.drafters.experience import GUESSED_ROWS, Arm, Average, Experience, Instead
 from dflash_mlx.drafters.growth.reliability import (
     Reliability,
     Seconds,
     Sizes,
     never,
-    promised,
     reach,
     worth_keeping,
 )
@@ -48,13 +47,15 @@ MOST_NODES = 48  # of a tree that the budget then cuts
 class _Asked:
     """A round that was proposed: which arm, when, what, and the seconds that it should take.
 
-    start: without what the answer had to wait for its reader until then.
+    start: without what the answer had to wait for its reader until then. instead: without the
+    second pass, if there was one.
     """
 
     arm: Arm
     start: float
     tree: Tree
     planned: float
+    instead: Instead | None
 
 
 @dataclass(frozen=True)
@@ -186,21 +187,13 @@ class Adaptive:
             more = drafter.go_on(states, begun, counts)
             second.times.took(self.clock() - start, position, sum(counts))
             spent = float(second.times.of(position, sum(counts)))
-            more = self._looked_up(more, states, share)
-            both = cut(more, before + spent)
-            dearer = both.seconds - spent - best.seconds
-            gain = both.tokens - self._promised(best.parts, more) - rate * dearer
-            second.learn(begun, counts, gain)
-            best = replace(both, sizes=both.sizes.dearer(spent), continued=True)
+            both = cut(self._looked_up(more, states, share), before + spent)
+            trees, dearer = [part.tree for part in best.parts], both.seconds - spent - best.seconds
+            instead = Instead.of(trees, begun, counts, rate * dearer)
+            best = replace(both, sizes=both.sizes.dearer(spent), instead=instead)
             usual = usual if tried else best
         arm.expect(usual.tokens, usual.seconds, usual.sizes)
         return best
-
-    def _promised(self, parts: Sequence[Proposal], more: Sequence[Proposal]) -> float:
-        """Tokens of the first drafts' parts, going by what second drafts say of them."""
-        trees = [(part.tree, draft.tree) for part, draft in zip(parts, more, strict=True)]
-        chances = self.experience.reliability.chances
-        return sum(promised(tree, better, reach(better, chances(better))) for tree, better in trees)
 
     def _begin(self, drafter: Drafter, states: Sequence[State], share: int) -> list[Proposal]:
         """What the drafter proposes, of two passes the first."""
@@ -238,8 +231,9 @@ class Adaptive:
         else:
             best = self.draft(arm, [state], share, rate, cutting)
         (proposal,) = best.parts
-        why = Reason(arm is not plain, best.drafts, again, rates, best.continued)
-        self._asked[state] = _Asked(arm, now, proposal.tree, best.seconds)
+        continued = best.instead is not None
+        why = Reason(arm is not plain, best.drafts, again, rates, continued)
+        self._asked[state] = _Asked(arm, now, proposal.tree, best.seconds, best.instead)
         slower = self.experience.machine.mean * plain.bias.mean
         return Proposal(proposal.tree, proposal.q, why, float(seconds(1)) * slower)
 
@@ -276,6 +270,8 @@ class Adaptive:
         drafted = len(last.tree) > 1
         if drafted:
             self.experience.reliability.learn(state.last)
+        if last.instead is not None:
+            self.experience.second.learn(last.instead, [state.last])
         if not state.delayed:
             self.experience.spent(last.arm, last.planned, now - last.start, drafted)
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.experience import Arm, Experience
+from dflash_mlx.drafters.experience import Arm, Experience, Instead
 from dflash_mlx.drafters.growth.reliability import Seconds, Sizes, reach
 from dflash_mlx.engine.drafter import Proposal, Reason
 from dflash_mlx.engine.state import State
@@ -24,14 +24,14 @@ class Cut:
     """The parts of proposals, one for each sequence, that promise most tokens per second together.
 
     tokens, seconds: that a round with them should bring and take. sizes: what other numbers of
-    nodes promise. continued: whether a second pass made the drafts.
+    nodes promise. instead: what would be verified without the second pass, where there was one.
     """
 
     parts: list[Proposal]
     tokens: float
     seconds: float
     sizes: Sizes
-    continued: bool = False
+    instead: Instead | None = None
 
     @property
     def drafts(self) -> bool:
@@ -74,7 +74,7 @@ class Crowd:
         arms = [self._arm_like(arm) for arm in one.arms]
         self.experience = Experience(arms, one.reliability, one.second)
         self._last: WeakKeyDictionary[State, Tree] = WeakKeyDictionary()
-        self._asked: tuple[Arm, float, float, bool] | None = None  # arm, planned, start, drafted
+        self._asked: tuple[Arm, Cut, float] | None = None  # and when
 
     def _arm_like(self, arm: Arm) -> Arm:
         one_row = float(self._chooser.times.of(1))
@@ -89,13 +89,13 @@ class Crowd:
         seconds = partial(self._chooser.times.of, contexts=[s.position for s in states])
         cutting, rate = partial(self._cut, seconds, budget), self.experience.rate
         cut = self._chooser.draft(arm, states, budget // len(states), rate, cutting)
-        self._asked = arm, cut.seconds, now, cut.drafts
+        self._asked = arm, cut, now
         pairs = zip(states, cut.parts, strict=True)
         self._last = WeakKeyDictionary((state, proposal.tree) for state, proposal in pairs)
         plain = self.experience.arms[0]
         slower = self.experience.machine.mean * plain.bias.mean
         plain_seconds = float(seconds(len(states))) * slower
-        why = Reason(arm is not plain, cut.drafts, again, rates, cut.continued)
+        why = Reason(arm is not plain, cut.drafts, again, rates, cut.instead is not None)
         return [replace(part, why=why, plain_seconds=plain_seconds) for part in cut.parts]
 
     def _cut(
@@ -136,9 +136,13 @@ class Crowd:
             if state.last is not None and len(state.last.tree) > 1:
                 self.experience.reliability.learn(state.last)
         all_here = len(known) == len(states) == len(self._last)
-        if self._asked is not None and all_here and not any(s.delayed for s in states):
-            arm, planned, start, drafted = self._asked
-            self.experience.spent(arm, planned, now - start, drafted)
+        if self._asked is not None and all_here:
+            arm, cut, start = self._asked
+            if cut.instead is not None:
+                last = [state.last for state in self._last if state.last is not None]
+                self.experience.second.learn(cut.instead, last)
+            if not any(s.delayed for s in states):
+                self.experience.spent(arm, cut.seconds, now - start, cut.drafts)
         self._asked = None
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from dflash_mlx.core.accept import Accepted
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.reliability import Reliability, Sizes
 from dflash_mlx.drafters.two_pass import FirstDraft
 from dflash_mlx.target.pass_times import PassTimes
@@ -21,6 +23,7 @@ _MACHINE_MEMORY = 6  # rounds: whatever else the machine does can change within 
 _PROBES = 0.01  # of the time may go into rounds that try what looks slower
 _RECENT = 16  # drafts whose time and whose promises are remembered
 _GAIN = 0.5  # tokens that a second pass is first believed to bring where a draft fails
+_PAIRED = 64  # second passes that are remembered: most bring nothing, some a whole branch
 _OUTLIER = 2.0  # a round that took so many times as long waited for something else
 _CONTRADICTION = 1.5  # times that plain and drafted rounds may differ in how wrong their times are
 _ENOUGH = 16  # rounds of each, to say so
@@ -73,17 +76,55 @@ class DraftTimes:
         self._slower.append(seconds / float(self.timed.of(branches, (position,))))
 
 
+@dataclass(frozen=True)
+class Instead:
+    """What would have been verified without the second pass that was made.
+
+    trees: of each sequence. mass: the posterior of failing where the pass went on. rows: tokens
+    that its tree's further rows, if any, cost in time.
+    """
+
+    trees: Sequence[Tree]
+    mass: float
+    rows: float
+
+    @classmethod
+    def of(
+        cls, trees: Sequence[Tree], drafts: Sequence[FirstDraft], counts: Sequence[int], rows: float
+    ) -> Instead:
+        """Where so many branches of each draft were gone on with."""
+        pairs = zip(drafts, counts, strict=True)
+        mass = sum(sum([*draft.branches.values()][:count]) for draft, count in pairs)
+        return cls(trees, mass, rows)
+
+    def gain(self, accepted: Sequence[Accepted]) -> float:
+        """Tokens that were accepted beyond those of these trees, as far as the text is known."""
+        pairs = zip(self.trees, accepted, strict=True)
+        return sum(len(each.tokens) - brought(tree, each.tokens) for tree, each in pairs)
+
+
+def brought(tree: Tree, text: Sequence[int]) -> int:
+    """Tokens of a round that verifies a tree where the target says `text`, of what is known."""
+    node: int | None = 0
+    for count, token in enumerate(text):
+        assert node is not None
+        if (node := tree.child(node, token)) is None:
+            return count + 1
+    return len(text) + 1
+
+
 class SecondPass:
     """What a second draft pass has brought, and whether it pays behind a first draft.
 
-    times: of such passes. gain, mass: tokens that a pass brought, beyond those of the first draft's
-    tree as both drafts see it and what more rows cost, and the posterior of failing where it went
-    on; so what it brings of one unit is a ratio of means. waited: seconds since the last one.
+    times: of such passes. gain, mass: tokens that a pass brought, beyond those that the first
+    drafts would have had in the same place and what more rows cost, and the posterior of failing
+    where it went on; so what it brings of one unit is a ratio of means. What was brought counts
+    here, as luck is the same for both trees. waited: seconds since the last one.
     """
 
     def __init__(self) -> None:
         self.times = DraftTimes()
-        self.gain, self.mass = Average(_GAIN), Average(1.0)
+        self.gain, self.mass = Average(_GAIN, _PAIRED), Average(1.0, _PAIRED)
         self.waited = 0.0
 
     def branches(
@@ -104,15 +145,14 @@ class SecondPass:
             saved = self.gain.mean / self.mass.mean * mass / rate - seconds
             most = int(saved.argmax())
             if saved[most] > 0 or self.waited * _PROBES >= -saved[most]:
+                self.waited = 0.0
                 chosen, tried = [i for _, i in found[: most + 1]], tried or bool(saved[most] <= 0)
         return [chosen.count(i) for i in range(len(drafts))], tried
 
-    def learn(self, drafts: Sequence[FirstDraft], counts: Sequence[int], gain: float) -> None:
-        """Take in what a pass over so many branches of each draft has brought."""
-        pairs = zip(drafts, counts, strict=True)
-        self.mass.add(sum(sum([*draft.branches.values()][:n]) for draft, n in pairs))
-        self.gain.add(gain)
-        self.waited = 0.0
+    def learn(self, instead: Instead, accepted: Sequence[Accepted]) -> None:
+        """Take in what a pass has brought."""
+        self.gain.add(instead.gain(accepted) - instead.rows)
+        self.mass.add(instead.mass)
 
 
 class Arm:

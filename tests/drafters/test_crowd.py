@@ -7,12 +7,13 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
+from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import Adaptive, Scope
 from dflash_mlx.drafters.crowd import Crowd
-from dflash_mlx.drafters.experience import Average, SecondPass
+from dflash_mlx.drafters.experience import Average, Instead, SecondPass
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.decode import make_rule
@@ -201,8 +202,23 @@ def test_a_second_pass_is_tried_now_and_then_where_it_has_not_paid():
         second.waited = waited
         counts, tried = second.branches(drafts, 1.0, 0)
         assert counts == expected and tried == any(counts)
-    second.learn(drafts, [1], 0.0)
     assert second.branches(drafts, 1.0, 0)[0] == [0]
+
+
+def test_what_a_second_pass_brought_is_told_from_the_same_text():
+    """The first trees would have had two tokens, three at least, and one."""
+    trees = [Tree((1, 5), (-1, 0, 1)), Tree((7, 8), (-1, 0, 1)), Tree((9,), (-1, 0))]
+    texts = [((1, 2, 3), 4), ((7,), 8), ((), 3)]
+    accepted = [
+        Accepted(Tree.chain(drafts), tuple(range(len(drafts) + 1)), token)
+        for drafts, token in texts
+    ]
+    instead = Instead.of(trees, drafts_of([0.5, 0.3], [0.2], [0.1]), [1, 1, 0], 0.25)
+    assert instead.gain(accepted) == (4 - 2) + (2 - 3) + (1 - 1)
+    second = SecondPass()
+    for _ in range(500):
+        second.learn(instead, accepted)
+    assert (second.gain.mean, second.mass.mean) == pytest.approx((0.75, 0.7), rel=0.02)
 
 
 class InTwo(TwoPass):

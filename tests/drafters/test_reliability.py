@@ -12,7 +12,6 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.reliability import (
     Reliability,
     never,
-    promised,
     reach,
     worth_keeping,
 )
@@ -145,12 +144,3 @@ def test_a_source_that_breaks_its_word_is_doubted_where_it_was_not_tried_yet():
     for _ in range(30):
         reliability.learn(Accepted(promise(0.75, "first"), (0, 1), 5))
     assert trust(reliability, promise(0.35, "first")) == pytest.approx(0.35, rel=0.3)
-
-
-def test_what_a_tree_brings_as_a_better_informed_one_sees_it():
-    better = Tree((1, 2, 5, 3), (-1, 0, 1, 1, 0))
-    reached = np.array([1.0, 0.6, 0.4, 0.1, 0.3])
-    assert promised(better, better, reached) == pytest.approx(2.4)
-    assert promised(Tree((3, 1, 2), (-1, 0, 0, 2)), better, reached) == pytest.approx(2.3)
-    unknown = Tree((4, 2, 1, 9), (-1, 0, 1, 0, 3))  # 4, 2 and 1, 9: only 1 is believed in
-    assert promised(unknown, better, reached) == pytest.approx(1.6)

@@ -81,18 +81,6 @@ def reach(tree: Tree, chances: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return result
 
 
-def promised(tree: Tree, better: Tree, reached: npt.NDArray[Any]) -> float:
-    """Tokens that a tree brings as a better informed one sees it, the target's own included.
-
-    reached: of the nodes of `better`; what it lacks is not believed in.
-    """
-    places: list[int | None] = [0]
-    for token, parent in zip(tree.drafted, tree.parents[1:], strict=True):
-        above = places[parent]
-        places.append(None if above is None else better.child(above, token))
-    return float(sum(reached[place] for place in places if place is not None))
-
-
 @dataclass(frozen=True)
 class Sizes:
     """The best part of a tree for every number of nodes.
