@@ -67,11 +67,12 @@ async def test_settings_show_every_option_and_apply_together(app, pilot, backend
     assert "keep the k most likely tokens" in texts
     screen.query_one("#set-max_tokens", Input).value = "many"
     await pilot.press("ctrl+s")
-    assert "Longest answer is 'many'; type a whole number" in screen_text(app)
+    wanted = "Longest answer is 'many'; type a whole number"
+    await until(lambda: wanted in screen_text(app), pilot)
     screen.query_one("#set-max_tokens", Input).value = "7"
     screen.query_one("#set-top_p", Input).value = "3"
     await pilot.press("ctrl+s")
-    assert "(top-p) is 3.0" in screen_text(app)
+    await until(lambda: "(top-p) is 3.0" in screen_text(app), pilot)
     screen.query_one("#set-top_p", Input).value = "0.9"
     screen.query_one("#set-stop", Input).value = "END, ###"
     await pilot.press("ctrl+s")
