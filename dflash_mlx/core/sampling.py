@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from dflash_mlx.core.config import SamplingConfig
 
 DRAFT, KEEP = 1, 2  # streams of randomness beside the target's own
-_TAIL = 12.0  # nats below the likeliest token; nearly always more than top-p keeps
-_ROUNDING = 1e-6  # of a mass, in float32
 
 
 class Sampler:
@@ -88,33 +85,14 @@ def filter_logprobs(logits: mx.array, config: SamplingConfig) -> mx.array:
 
     Same filters in the same order as `mlx_lm.sample_utils.make_sampler`.
     """
-    from mlx_lm.sample_utils import apply_min_p, apply_top_k
+    from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
     logits = logits.astype(mx.float32)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     if config.top_p < 1:
-        logprobs = _top_p(logprobs, config.top_p)
+        logprobs = apply_top_p(logprobs, config.top_p)
     if config.min_p > 0:
         logprobs = apply_min_p(logprobs, config.min_p)
     if 0 < config.top_k < logprobs.shape[-1]:
         logprobs = apply_top_k(logprobs, config.top_k)
     return logprobs
-
-
-def _top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """Log-probabilities [..., V], -inf outside the smallest set of likeliest tokens of that mass.
-
-    As mlx-lm's, which sorts all: for one row on a CPU that takes two thirds of a draw.
-    """
-    from mlx_lm.sample_utils import apply_top_p
-
-    if logprobs.ndim > 1 or mx.default_device() != mx.Device(mx.cpu):
-        return apply_top_p(logprobs, top_p)
-    row = np.array(logprobs)
-    likely = row[row > row.max() - _TAIL]
-    if np.exp(likely).sum() < top_p:
-        likely = row
-    likely = -np.sort(-likely)
-    mass = np.exp(likely, dtype=np.float64).cumsum()
-    least = likely[min(int(np.searchsorted(mass, top_p - _ROUNDING)), len(likely) - 1)]
-    return mx.where(logprobs < least, -mx.inf, logprobs)

@@ -56,7 +56,12 @@ class Engine:
         self._sizes: WeakKeyDictionary[Drafter, list[int]] = WeakKeyDictionary()
 
     def add(self, sequence: Running) -> None:
-        """Take in a sequence. DFlashError for one that alone would not fit into the memory."""
+        """Take in a sequence; raises as `check` does."""
+        self.check(sequence)
+        self.waiting.append(sequence)
+
+    def check(self, sequence: Running) -> None:
+        """Raise DFlashError for a sequence that alone would not fit into the memory."""
         tokens = sequence.state.end + 1
         if (
             self.memory is not None
@@ -67,7 +72,6 @@ class Engine:
                 f"more than the limit of {amount(self.memory)}",
                 "ask for a shorter one, shorten the prompt, or raise the limit",
             )
-        self.waiting.append(sequence)
 
     def cancel(self, sequence: Running) -> None:
         """Give up a sequence, wherever it is; the others do not notice. What it read is kept."""
@@ -76,10 +80,11 @@ class Engine:
 
     def _remove(self, sequence: Running) -> bool:
         """Whether it was still here."""
-        before = len(self.waiting) + len(self.running)
-        self.waiting = deque(each for each in self.waiting if each is not sequence)
-        self.running = [each for each in self.running if each is not sequence]
-        return len(self.waiting) + len(self.running) < before
+        for place in (self.waiting, self.running):
+            if sequence in place:
+                place.remove(sequence)
+                return True
+        return False
 
     def step(self) -> list[tuple[Running, Outcome]]:
         """One pass; what became of every sequence in it.

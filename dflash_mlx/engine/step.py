@@ -193,13 +193,13 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
     they would be without it.
     """
     begin = time.perf_counter()
-    outcomes: dict[int, Outcome] = {id(each): _guarded(each.open) for each in running if each.opens}
-    passing = [each for each in running if id(each) not in outcomes]
+    outcomes: dict[Running, Outcome] = {e: _guarded(e.open) for e in running if e.opens}
+    passing = [each for each in running if each not in outcomes]
     parts: list[_Tree | _Chunk] = []
     decoding = [each for each in passing if not each.is_reading]
     for each, proposal in propose(decoding, observer):
         if isinstance(proposal, Exception):
-            outcomes[id(each)] = proposal
+            outcomes[each] = proposal
         else:
             parts.append(_Tree(each, proposal))
     trees = [part.proposal.tree for part in parts if isinstance(part, _Tree)]
@@ -220,10 +220,10 @@ def step(target: Target, running: Sequence[Running], observer: Observer) -> list
     for part, found in zip(parts, passes, strict=True):
         given = found, target.kernels, len(joined) > 1, observer
         finish: Callable[[], Round | None] = partial(part.finish, *given)
-        outcomes[id(part.sequence)] = _guarded(finish)
+        outcomes[part.sequence] = _guarded(finish)
         if isinstance(part, _Tree) and part.proposal.certain:
             part.sequence.state.paused += time.perf_counter() - begin
-    return [outcomes[id(each)] for each in running]
+    return [outcomes[each] for each in running]
 
 
 def alone(outcomes: Sequence[Outcome]) -> Round | None:

@@ -102,6 +102,11 @@ class Answering:
         return self._text.found
 
     @property
+    def is_unread(self) -> bool:
+        """Whether the prompt is not read whole yet."""
+        return not self.statistics.generated_tokens
+
+    @property
     def length(self) -> int:
         """Tokens of the conversation, the answer included."""
         return self.statistics.prompt_tokens + self.statistics.generated_tokens

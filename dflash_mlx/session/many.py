@@ -12,6 +12,7 @@ from dflash_mlx.drafters.methods import drafting_of, make_drafter, settle
 from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.engine import Engine
+from dflash_mlx.engine.exact import noise_of
 from dflash_mlx.engine.grammar import constraint_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
@@ -39,8 +40,8 @@ class Conversations:
     ) -> None:
         self.pair, self.engine = pair, Engine(pair.target, memory, observer, prefixes, most=most)
         self._drafters: dict[Hashable, Drafter] = {}
-        self._answers: list[tuple[Running, Answering]] = []
-        self._behind: dict[int, list[Running]] = {}  # by the answer whose prompt they share
+        self._answers: dict[Answering, Running] = {}
+        self._behind: dict[Answering, list[Running]] = {}  # by the answer whose prompt they share
 
     def __len__(self) -> int:
         """Answers that are not finished, those that wait included."""
@@ -58,6 +59,8 @@ class Conversations:
         pair, target, config = self.pair, self.pair.target, settle(config, self.pair.means)
         check_length(target, tokens)
         constraint = constraint_of(pair, config, len(tokens))
+        if config.exact:
+            noise_of(target)  # now, not in the others' time
         drafter, sampler = self._drafter(config), Sampler(config.sampling)
         state = State(target.new_cache(), drafter.new_context())
         state.constraint = constraint
@@ -71,46 +74,40 @@ class Conversations:
             exact=config.exact,
         )
         answering = Answering(pair, config, drafter.name, tokens)
-        if self.engine.prefixes is not None and behind is not None and self._reads(behind):
-            self._behind.setdefault(id(behind), []).append(running)
+        self.engine.check(running)
+        if behind in self._answers and self.engine.prefixes is not None and behind.is_unread:
+            self._behind.setdefault(behind, []).append(running)
         else:
             self.engine.add(running)
-        self._answers.append((running, answering))
+        self._answers[answering] = running
         return answering
-
-    def _reads(self, answering: Answering) -> bool:
-        """Whether the prompt of an answer is not read yet."""
-        unread = not answering.statistics.generated_tokens
-        return unread and any(each is answering for _, each in self._answers)
 
     def _let_go(self, answering: Answering) -> None:
         """Begin those that waited for an answer's prompt."""
-        for running in self._behind.pop(id(answering), ()):
+        for running in self._behind.pop(answering, ()):
             self.engine.add(running)
 
     def cancel(self, answering: Answering) -> None:
         """Give up an answer, finished or not; the others do not notice."""
-        for running, each in self._answers:
-            if each is answering:
-                self.engine.cancel(running)
-                for waiting in self._behind.values():
-                    waiting[:] = [other for other in waiting if other is not running]
+        if (running := self._answers.pop(answering, None)) is not None:
+            self.engine.cancel(running)
+            for waiting in self._behind.values():
+                waiting[:] = [each for each in waiting if each is not running]
         self._let_go(answering)
-        self._answers = [pair for pair in self._answers if pair[1] is not answering]
 
     def step(self) -> list[tuple[Answering, TextDelta | Exception]]:
         """One pass; what became of every answer that it brought on.
 
         Those with a finish reason, and those that failed, are over.
         """
-        outcomes = {id(running): outcome for running, outcome in self.engine.step()}
+        outcomes = dict(self.engine.step())
         news: list[tuple[Answering, TextDelta | Exception]] = []
-        for running, answering in self._answers:
-            outcome = outcomes.get(id(running))
+        for answering, running in self._answers.items():
+            outcome = outcomes.get(running)
             if isinstance(outcome, Exception):
                 news.append((answering, outcome))
             elif outcome is not None:
-                if not answering.statistics.generated_tokens:
+                if answering.is_unread:
                     answering.end_prompt(running.reused)
                     self._share(running, answering)
                 news.append((answering, answering.take(outcome)))
@@ -125,7 +122,7 @@ class Conversations:
     def _share(self, running: Running, answering: Answering) -> None:
         """Let others go on from a prompt that has just been read."""
         prefixes = self.engine.prefixes
-        if prefixes is not None and id(answering) in self._behind and not running.exact:
+        if prefixes is not None and answering in self._behind and not running.exact:
             prefixes.put(running.state, self.pair.target, running.drafter)
         self._let_go(answering)
 
@@ -133,7 +130,7 @@ class Conversations:
         """One for all that draft alike; of those that nobody uses, the newest few are kept."""
         key = drafting_of(config)
         drafter = self._drafters.pop(key, None) or make_drafter(self.pair, config)
-        used = {id(running.drafter) for running, _ in self._answers}
+        used = {id(running.drafter) for running in self._answers.values()}
         unused = [k for k, kept in self._drafters.items() if id(kept) not in used]
         for oldest in unused[: max(0, len(unused) - UNUSED)]:
             del self._drafters[oldest]

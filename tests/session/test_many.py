@@ -153,7 +153,7 @@ def test_a_cancelled_answer_is_over(pair):
 def test_one_that_fails_says_so_and_is_over(pair):
     conversations = Conversations(pair)
     failing, other = (conversations.begin(p, configs()[1]) for p in PROMPTS[:2])
-    running, _ = conversations._answers[0]
+    running = conversations._answers[failing]
     running.make_rule = lambda: 1 / 0
     said = finish(conversations)
     assert isinstance(said[failing][-1], ZeroDivisionError)
@@ -196,3 +196,13 @@ def test_those_that_wait_for_a_prompt_do_not_wait_for_one_that_was_given_up(pair
     left = behind if given_up == "the first" else [first]
     assert set(said) == set(left) and not conversations._behind
     assert all(len(collect(iter(said[each])).tokens) == 12 for each in left)
+
+
+def test_one_that_does_not_fit_the_memory_is_refused_at_once_though_it_would_wait(pair):
+    conversations = Conversations(pair, prefixes=PrefixCache(1 << 30))
+    first = conversations.begin(PROMPTS[0], configs()[1])
+    drafter = conversations.engine.waiting[0].drafter
+    conversations.engine.memory = conversations.engine.bytes_of(drafter, len(PROMPTS[0]) + 13)
+    with pytest.raises(DFlashError, match="more than the limit"):
+        conversations.begin(PROMPTS[0], replace(configs()[1], method="dflash"), first)
+    assert [*finish(conversations)] == [first]
