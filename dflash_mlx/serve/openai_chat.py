@@ -108,10 +108,11 @@ def _chat_of(service: Service, body: ChatRequest) -> Chat:
     required, one = _required(body), body.parallel_tool_calls is False
     wanted = Wanted(_schema(body.response_format), tools, required, one)
     if wanted.asks:
-        arguments = without_thoughts(pair, arguments, "chat_template_kwargs.enable_thinking")
+        fields = {"reasoning_effort": "reasoning_effort"} if body.reasoning_effort else {}
+        arguments = without_thoughts(pair, arguments, fields)
     structure = structure_of(pair, wanted, OPENAI)
     messages = [_message(each) for each in body.messages]
-    return Chat(messages, tools, arguments, structure=structure)
+    return Chat(messages, wanted.told, arguments, structure=structure)
 
 
 def _required(body: ChatRequest) -> str | None:

@@ -322,6 +322,33 @@ def test_a_template_that_always_opens_a_thought_refuses_forms(tmp_path):
     assert found.status_code == 400 and "thinks first" in found.json()["error"]["message"]
 
 
+def test_effort_is_refused_where_a_form_is_given(tmp_path):
+    reads = CALLS + "{{ reasoning_effort }}"
+    with serving(actor_pair(tmp_path, act, reads), DecodeConfig("none", max_tokens=300)) as server:
+        for more, field in (
+            ({"reasoning_effort": "high"}, "reasoning_effort"),
+            ({"chat_template_kwargs": {"reasoning_effort": "high"}},
+             "chat_template_kwargs.reasoning_effort"),
+        ):  # fmt: skip
+            found = post(server, CHAT, chat_body(response_format=form(COUNT), **more))
+            assert (found.status_code, found.json()["error"]["param"]) == (400, field)
+            assert post(server, CHAT, chat_body(**more)).status_code == 200
+        none = chat_body(response_format=form(COUNT), reasoning_effort="none")
+        assert post(server, CHAT, none).status_code == 200
+
+
+def test_a_model_is_not_told_that_a_tool_is_strict(tmp_path):
+    shown = CALLS.replace("{{ t.function.name }}", "{{ t | tojson }}")
+    told = actor_pair(tmp_path, lambda prompt: "so" if "strict" in prompt else "not so", shown)
+    with serving(told) as server:
+        found = post(server, CHAT, chat_body(tools=[tool("add", COUNT, strict=True)]))
+        theirs = [{"name": "add", "input_schema": COUNT, "strict": True}]
+        body = {"model": MODEL, "max_tokens": 30, "messages": user("a"), "tools": theirs}
+        other = post(server, MESSAGES, body)
+    assert found.json()["choices"][0]["message"]["content"] == "not so"
+    assert other.json()["content"][0]["text"] == "not so"
+
+
 def test_tags_that_are_one_token_are_that_token_in_grammars():
     form = CallForm("<[5]>", "<[6]>", "<tool_call>", "\n", "\n", "arguments")
     for make in (call_grammar.calls_only, call_grammar.words_and_calls):
