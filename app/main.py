@@ -102,7 +102,7 @@ def _talk(
             )
     from dflash_chat.backend import Backend
     from dflash_chat.chat_app import ChatApp
-    from dflash_chat.terminal import caught_stderr, end_program
+    from dflash_chat.terminal import caught_stderr
 
     backend = Backend(partial(prefix_cache, prefixes))
     app, output = ChatApp(pair_config, config, chat, backend), deque[str](maxlen=200)
@@ -118,4 +118,4 @@ def _talk(
         raise RuntimeError("the chat broke off\n" + "".join(output))
     for problem in filter(None, (app.left, backend.problem)):
         cli.say(f"{PROGRAM}: {problem}")
-    end_program(128 + signal.SIGINT if app.interrupted else cli.BAD_INPUT if app.left else 0)
+    cli.end_program(128 + signal.SIGINT if app.interrupted else cli.BAD_INPUT if app.left else 0)

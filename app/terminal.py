@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -69,17 +68,6 @@ def when_hung_up(leave: Callable[[], object]) -> None:
         os._exit(128 + signal.SIGHUP)
 
     threading.Thread(target=watch, name="terminal", daemon=True).start()
-
-
-def end_program(code: int) -> NoReturn:
-    """Leave without waiting for threads: for a pass that still runs, or for those of Textual.
-
-    A terminal that is closed, or a program that is stopped and goes on, starts these anew.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
 
 
 @contextmanager

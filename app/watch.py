@@ -13,7 +13,7 @@ from textual.widgets import Digits, Footer, Static
 
 from dflash_chat.figures import counted, sparkline, speed
 from dflash_chat.served import Look, Served
-from dflash_chat.terminal import Harmless, end_program, when_hung_up
+from dflash_chat.terminal import Harmless, when_hung_up
 from dflash_chat.themes import DARK, LIGHT
 from dflash_mlx import amount
 from dflash_mlx.cli import options as cli
@@ -33,7 +33,7 @@ def watch(argv: Sequence[str]) -> None:
     code = served.process.wait()
     for line in list(served.lines)[-3:] if code else ():
         cli.say(line)
-    end_program(code)
+    cli.end_program(code)
 
 
 class WatchApp(App[None]):

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -116,10 +117,15 @@ def open_pair(arguments: argparse.Namespace, *uses: DecodeConfig) -> Pair:
     return pair
 
 
-def run(main: Callable[[Sequence[str]], None], program: str) -> NoReturn:
+def run(
+    main: Callable[[Sequence[str]], None],
+    program: str,
+    leave: Callable[[int], NoReturn] = sys.exit,
+) -> NoReturn:
     """Run a command line and leave: 0, 2 for bad input, 130 for Ctrl+C, 1 for a fault of ours.
 
     Every failure is one sentence on stderr; a fault's traceback goes to a file that it names.
+    leave: is given the code; `end_program` where another thread may still work.
     """
     startup.open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -133,7 +139,19 @@ def run(main: Callable[[Sequence[str]], None], program: str) -> NoReturn:
         startup.leave_on_interrupt()
         say("")
         code = startup.INTERRUPTED
-    sys.exit(code)
+    leave(code)
+
+
+def end_program(code: int) -> NoReturn:
+    """Leave without waiting for other threads, those of MLX or of Textual.
+
+    A pass that still runs would abort the interpreter's own end. A terminal that is closed, or a
+    program that is stopped and goes on, starts Textual's anew.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _outcome(main: Callable[[Sequence[str]], None], program: str) -> int:

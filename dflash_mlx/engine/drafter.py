@@ -38,7 +38,7 @@ class Proposal:
     @property
     def mode(self) -> str:
         """What was chosen, "plain", "chain" or "tree"; "" where nothing chooses."""
-        if self.why is None:
+        if self.why is None or self.certain:
             return ""
         return "plain" if len(self.tree) == 1 else "chain" if self.tree.is_chain else "tree"
 

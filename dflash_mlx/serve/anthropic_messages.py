@@ -13,17 +13,17 @@ from starlette.responses import Response
 
 from dflash_mlx.serve.anthropic_prompt import chat_of
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
-from dflash_mlx.serve.errors import ANTHROPIC, ApiError, body_of, encoded
+from dflash_mlx.serve.errors import ANTHROPIC, ApiError, as_json, body_of, encoded
 from dflash_mlx.serve.fields import decoding
 from dflash_mlx.serve.prompts import Prompt, spaced
 from dflash_mlx.serve.reading import Call, Part, Said, Thought
 from dflash_mlx.serve.replies import (
     TOOLS,
     End,
-    EventStream,
     Replies,
     merged,
     reader_of,
+    respond,
     unless_gone,
     unspaced,
 )
@@ -38,21 +38,15 @@ _NAMES = {"stop": "stop_sequences"}
 async def count_tokens(service: Service, body: Counted, request: Request) -> Response:
     """How many tokens a prompt has."""
     prompt = await unless_gone(request, _read(service, body))
-    told = {"input_tokens": len(prompt.tokens)}
-    return Response(encoded(told), media_type="application/json")
+    return as_json({"input_tokens": len(prompt.tokens)})
 
 
 async def messages(service: Service, body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     replies = await unless_gone(request, _begin(service, body))
     writer = Writer(body.model, replies)
-    if body.stream:
-        return EventStream(writer.events(), replies.close)
-    try:
-        value = await unless_gone(request, writer.whole())
-    finally:
-        replies.close()
-    return Response(encoded(value), media_type="application/json")
+    streamed = writer.events() if body.stream else None
+    return await respond(request, replies, streamed, writer.whole)
 
 
 async def _read(service: Service, body: Counted) -> Prompt:

@@ -45,10 +45,10 @@ def chat_of(service: Service, body: Counted) -> Chat:
             step = "end with the user's, or leave the form of the answer to the model"
             raise refusal("messages", "end with the assistant's words", step)
         asking = body.thinking is not None and body.thinking.type == "enabled"
-        field = "thinking" if asking else "chat_template_kwargs.enable_thinking"
-        arguments = without_thoughts(service.pair, arguments, field)
+        fields = {"enable_thinking": "thinking"} if asking else {}
+        arguments = without_thoughts(service.pair, arguments, fields)
     structure = structure_of(service.pair, wanted, ANTHROPIC)
-    return Chat(messages, wanted.tools, arguments, go_on, structure)
+    return Chat(messages, wanted.told, arguments, go_on, structure)
 
 
 def text_of(content: str | Sequence[Text] | None) -> str:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from dflash_mlx.serve import anthropic_messages, openai_chat, openai_completions
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
-from dflash_mlx.serve.errors import ApiError, encoded, response_of
+from dflash_mlx.serve.errors import ApiError, as_json, response_of
 from dflash_mlx.serve.figures import CONTENT_TYPE
 from dflash_mlx.serve.guard import HEALTH, BodyLimits, Callers, Edge, Gate, Key
 from dflash_mlx.serve.openai_requests import ChatRequest, CompletionRequest
@@ -88,16 +88,16 @@ def _add_figures(api: FastAPI, service: Service) -> None:
     async def models() -> Response:
         found = [_model(service, name) for name in service.names]
         ends = {"has_more": False, "first_id": service.names[0], "last_id": service.names[-1]}
-        return _json({"object": "list", "data": found, **ends})
+        return as_json({"object": "list", "data": found, **ends})
 
     @api.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_model(name)
-        return _json(_model(service, name))
+        return as_json(_model(service, name))
 
     @api.get(HEALTH)
     async def health() -> Response:
-        return _json({"status": "ok"})
+        return as_json({"status": "ok"})
 
     @api.get("/metrics")
     async def metrics() -> Response:
@@ -170,7 +170,3 @@ def _model(service: Service, name: str) -> Json:
 
 def _iso(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")
-
-
-def _json(value: Json) -> Response:
-    return Response(encoded(value), media_type="application/json")

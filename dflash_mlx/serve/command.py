@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -37,8 +36,6 @@ def main(argv: Sequence[str]) -> None:
 
     load, named = partial(cli.open_pair, arguments, config), names(pair_config, serve)
     run(load, place, serve, config, kept, named)
-    sys.stderr.flush()
-    os._exit(0)  # MLX's thread may still be ending, and would abort the interpreter's own end
 
 
 def parser() -> argparse.ArgumentParser:

@@ -67,8 +67,12 @@ def body_of(error: ApiError, path: str) -> dict[str, Any]:
 
 def response_of(error: ApiError, path: str) -> Response:
     """The response that says so."""
-    body = encoded(body_of(error, path))
-    return Response(body, error.status, error.headers, "application/json")
+    return as_json(body_of(error, path), error.status, error.headers)
+
+
+def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response with this value."""
+    return Response(encoded(value), status, headers, "application/json")
 
 
 def encoded(value: Any) -> bytes:

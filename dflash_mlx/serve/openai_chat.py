@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.serve.errors import encoded, refusal
+from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import decoding, only, with_seeds
 from dflash_mlx.serve.openai_format import (
     Header,
@@ -29,7 +29,7 @@ from dflash_mlx.serve.openai_requests import (
 )
 from dflash_mlx.serve.prompts import Chat, Message, call_of, check_arguments, check_tools
 from dflash_mlx.serve.reading import Call, Part, Said, Thought
-from dflash_mlx.serve.replies import End, EventStream, Replies, Step, reader_of, unless_gone
+from dflash_mlx.serve.replies import End, Replies, Step, reader_of, respond, unless_gone
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.structure import OPENAI, Wanted, structure_of, without_thoughts
 from dflash_mlx.session.laws import TokenLaw
@@ -43,13 +43,8 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
     """Answer a conversation, streamed or whole."""
     replies = await unless_gone(request, _begin(service, body))
     writer = Writer(service, body, replies)
-    if body.stream:
-        return EventStream(events(replies, writer.chunks, writer.last_chunks), replies.close)
-    try:
-        value = await unless_gone(request, writer.whole())
-    finally:
-        replies.close()
-    return Response(encoded(value), media_type="application/json")
+    streamed = events(replies, writer.chunks, writer.last_chunks) if body.stream else None
+    return await respond(request, replies, streamed, writer.whole)
 
 
 async def _begin(service: Service, body: ChatRequest) -> Replies:
@@ -108,10 +103,11 @@ def _chat_of(service: Service, body: ChatRequest) -> Chat:
     required, one = _required(body), body.parallel_tool_calls is False
     wanted = Wanted(_schema(body.response_format), tools, required, one)
     if wanted.asks:
-        arguments = without_thoughts(pair, arguments, "chat_template_kwargs.enable_thinking")
+        fields = {"reasoning_effort": "reasoning_effort"} if body.reasoning_effort else {}
+        arguments = without_thoughts(pair, arguments, fields)
     structure = structure_of(pair, wanted, OPENAI)
     messages = [_message(each) for each in body.messages]
-    return Chat(messages, tools, arguments, structure=structure)
+    return Chat(messages, wanted.told, arguments, structure=structure)
 
 
 def _required(body: ChatRequest) -> str | None:

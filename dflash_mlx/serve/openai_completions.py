@@ -9,14 +9,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.serve.errors import encoded, refusal
+from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import decoding, only, with_seeds
 from dflash_mlx.serve.openai_chat import check_common, stops_of
 from dflash_mlx.serve.openai_format import Header, events, finish_reason, totals
 from dflash_mlx.serve.openai_requests import CompletionRequest
 from dflash_mlx.serve.prompts import Prompt, check_tokens, encode, spaced
 from dflash_mlx.serve.reading import Said, TextReader
-from dflash_mlx.serve.replies import End, EventStream, Replies, Step, unless_gone
+from dflash_mlx.serve.replies import End, Replies, Step, respond, unless_gone
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import MOST_ANSWERS
 from dflash_mlx.session.laws import TokenLaw
@@ -28,13 +28,8 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     """Go on with one text or several, streamed or whole."""
     prompts, replies = await unless_gone(request, _begin(service, body))
     writer = Writer(service, body, replies, prompts)
-    if body.stream:
-        return EventStream(events(replies, writer.chunks, writer.last_chunks), replies.close)
-    try:
-        value = await unless_gone(request, writer.whole())
-    finally:
-        replies.close()
-    return Response(encoded(value), media_type="application/json")
+    streamed = events(replies, writer.chunks, writer.last_chunks) if body.stream else None
+    return await respond(request, replies, streamed, writer.whole)
 
 
 async def _begin(service: Service, body: CompletionRequest) -> tuple[int, Replies]:

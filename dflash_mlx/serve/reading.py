@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dflash_mlx.session.text import ThinkingReader, begun
+from dflash_mlx.session.text import BEGIN, END, begun
 
 PARSER_FAULTS = (ValueError, LookupError, SyntaxError, TypeError, AttributeError, RecursionError)
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -87,60 +89,68 @@ class AnswerReader:
     ) -> None:
         self.called = False
         self.is_over = False
-        self._thinking = ThinkingReader(in_thought)
         self._tools, self._one_call = list(tools), one_call
         self._start: str = tokenizer.tool_call_start if tools else ""
         self._end: str = tokenizer.tool_call_end if tools else ""
         self._parse = tokenizer.tool_parser if tools else None
-        self._held, self._in_call = "", False
+        self._held, self._in_call, self._in_thought = "", False, in_thought
         self._thought, self._said = False, False
+        self._looked = 0  # characters of a call that its end does not begin with
 
     def feed(self, text: str) -> list[Part]:
         """What is certain by now."""
-        if self.is_over:
-            return []
-        split = self._thinking.feed(text)
-        return [*self._thoughts(split.thought), *self._words(split.answer)]
+        self._held += text
+        return [*self._read()]
 
     def finish(self) -> list[Part]:
         """What was held back; a call that was cut off is words."""
         if self.is_over:
             return []
-        split = self._thinking.finish()
-        parts = [*self._thoughts(split.thought), *self._words(split.answer)]
+        parts = [*self._read(finished=True)]
         held, self._held = self._held, ""
         if self._in_call:
-            parts += self._calls(held, self._start + held)
-        elif held:
-            parts += self._plain(held)
-        return parts
+            return [*parts, *self._calls(held, self._start + held)]
+        return [*parts, *self._told(held)]
+
+    def _read(self, finished: bool = False) -> Iterator[Part]:
+        """Take what is certain from what is held, up to the next mark and beyond."""
+        while not self.is_over:
+            if self._in_call:
+                at = self._end_of_call()
+                if at < 0 and finished and self._end:  # of a string that has no end
+                    at = self._held.find(self._end)
+                if at < 0:
+                    return
+                inside, self._held = self._held[:at], self._held[at + len(self._end) :]
+                self._in_call, self._looked = False, 0
+                yield from self._calls(inside, self._start + inside + self._end)
+                continue
+            marks = (END,) if self._in_thought else tuple(filter(None, (BEGIN, self._start)))
+            places = [(self._held.find(mark), mark) for mark in marks]
+            at, mark = min((place for place in places if place[0] >= 0), default=(-1, ""))
+            certain = at if mark else len(self._held) - begun(self._held, marks)
+            text, self._held = self._held[:certain], self._held[certain + len(mark) :]
+            yield from self._told(text)
+            if not mark:
+                return
+            self._in_thought, self._in_call = mark == BEGIN, mark == self._start
+
+    def _end_of_call(self) -> int:
+        """Where its last tag begins, -1 where that did not come; in a JSON string it is text."""
+        while self._end and (at := self._held.find(self._end, self._looked)) >= 0:
+            if not _in_string(self._held[:at]):
+                return at
+            self._looked = at + 1
+        return -1
+
+    def _told(self, text: str) -> Iterator[Part]:
+        return self._thoughts(text) if self._in_thought else self._plain(text)
 
     def _thoughts(self, text: str) -> Iterator[Part]:
         text = text if self._thought else text.lstrip("\n")
         if text:
             self._thought = True
             yield Thought(text)
-
-    def _words(self, text: str) -> Iterator[Part]:
-        self._held += text
-        while self._start and self._held and not self.is_over:
-            if self._in_call:
-                inside, found, after = self._held.partition(self._end) if self._end else ("",) * 3
-                if not found:
-                    return
-                self._held, self._in_call = after, False
-                yield from self._calls(inside, self._start + inside + self._end)
-            else:
-                before, found, after = self._held.partition(self._start)
-                certain = before if found else before[: len(before) - begun(before, (self._start,))]
-                yield from self._plain(certain)
-                self._held = after if found else self._held[len(certain) :]
-                self._in_call = bool(found)
-                if not found:
-                    return
-        if not self._start:
-            held, self._held = self._held, ""
-            yield from self._plain(held)
 
     def _plain(self, text: str) -> Iterator[Part]:
         """Words; line breaks between a thought or a call and the words behind it are neither."""
@@ -162,6 +172,11 @@ class AnswerReader:
             self.called, self._said = True, False
             yield call
         self.is_over = self._one_call
+
+
+def _in_string(text: str) -> bool:
+    """Whether a JSON object that begins so is in the middle of a string."""
+    return text.lstrip().startswith("{") and _ESCAPED.sub("", text).count('"') % 2 == 1
 
 
 def _call(parsed: Mapping[str, Any]) -> Call:

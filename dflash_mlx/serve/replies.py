@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.desk import Ticket
+from dflash_mlx.serve.errors import as_json
 from dflash_mlx.serve.prompts import Chat, Prompt
 from dflash_mlx.serve.reading import AnswerReader, Part, Reader, TextReader
 from dflash_mlx.serve.stepper import Piece
@@ -154,6 +155,22 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def respond(
+    request: Request,
+    replies: Replies,
+    events: AsyncIterator[bytes] | None,
+    whole: Callable[[], Awaitable[Any]],
+) -> Response:
+    """The response to a request: streamed where there are `events`, else the one object."""
+    if events is not None:
+        return EventStream(events, replies.close)
+    try:
+        value = await unless_gone(request, whole())
+    finally:
+        replies.close()
+    return as_json(value)
 
 
 async def gone(receive: Receive) -> None:

@@ -71,6 +71,14 @@ class Wanted:
         return self.schema is not None or self.required is not None or self.is_strict
 
     @property
+    def told(self) -> list[Json]:
+        """The tools as the model is told of them: how they are kept is not its matter."""
+        return [
+            {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
+            for tool in self.tools
+        ]
+
+    @property
     def is_strict(self) -> bool:
         """Whether calls of some tool have to follow its schema."""
         return any(tool["function"].get("strict") for tool in self.tools)
@@ -96,16 +104,19 @@ def structure_of(pair: Pair, wanted: Wanted, fields: Fields) -> StructureConfig:
     return _compiled(pair, StructureConfig(grammar=grammar), field)
 
 
-def without_thoughts(pair: Pair, arguments: Mapping[str, Any], field: str) -> Json:
+def without_thoughts(pair: Pair, arguments: Mapping[str, Any], fields: Mapping[str, str]) -> Json:
     """Arguments of the chat template for an answer that a grammar holds: nothing is thought first.
 
-    field: what asked for thoughts, if they were; ApiError then.
+    fields: in which the arguments came that are not in `chat_template_kwargs`. ApiError where one
+    asks for thoughts.
     """
+    for name, without in (("enable_thinking", False), ("reasoning_effort", "none")):
+        if arguments.get(name, without) not in (None, without):
+            field = fields.get(name, f"chat_template_kwargs.{name}")
+            what = "asks for thoughts, and an answer whose form is given has no room for them"
+            raise refusal(field, what, "turn them off, or leave the form to the model")
     if unread_arguments(pair.tokenizer, ["enable_thinking"]):
         return dict(arguments)
-    if arguments.get("enable_thinking"):
-        what = "asks for thoughts, and an answer whose form is given has no room for them"
-        raise refusal(field, what, "turn them off, or leave the form to the model")
     return {**arguments, "enable_thinking": False}
 
 

@@ -107,6 +107,32 @@ def process(model: Path, folder: Path, *argv: str) -> Iterator[tuple[subprocess.
         running.wait(20)
 
 
+INTERRUPTED = """import os, runpy, signal, sys
+from dflash_mlx.serve import command
+import mlx.core as mx
+
+def load(*_):
+    x = mx.ones((64, 64))
+    mx.eval(x @ x)
+    os.kill(os.getpid(), signal.SIGINT)
+    while True:
+        mx.eval(x @ x)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+command.cli.open_pair = load
+sys.argv[1:] = ["--port", "0", "--model", sys.argv[1]]
+runpy.run_module("dflash_mlx.serve", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_the_model_is_loaded_is_130_and_no_more(model):
+    path = os.pathsep.join(map(str, (ROOT, *filter(None, sys.path))))
+    words = [sys.executable, "-c", INTERRUPTED, str(model)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (130, "")
+
+
 def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp_path):
     body = chat_body("a" * 2000, model="endless", stream=True, max_tokens=50_000)
     for last in (signal.SIGKILL, signal.SIGTERM):

@@ -15,6 +15,9 @@ from dflash_mlx.serve.reading import AnswerReader, Call, Said, TextReader, Thoug
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>"}}</tool_call>'
 
+# Arguments in which there is every tag, a quote and a backslash.
+TAGS = CALL.replace('"<tool_call>"', r'"</tool_call><think>\"</tool_call>\\"')
+
 
 def tokenizer(parser=json_tools):
     return SimpleNamespace(
@@ -51,6 +54,9 @@ def read(text: str, sizes=(3,), parser=json_tools, **more):
         ("<tool_call>[]</tool_call>so", "", "so", 0),
         ("a < b <tool", "", "a < b <tool", 0),
         ("<tool_call>{", "", "<tool_call>{", 0),
+        (f"{TAGS}so{TAGS}", "", "so", 2),
+        (f"<think>a</think>{TAGS}<think>b</think>c", "ab", "c", 1),
+        (f'<tool_call>{{"x</tool_call>{CALL}so', "", '<tool_call>{"x</tool_call>so', 1),
     ],
 )
 def test_parts_are_told_apart_however_the_text_is_cut(text, thought, words, calls):
@@ -64,6 +70,11 @@ def test_a_call_has_a_name_arguments_and_an_identity_of_its_own():
     first, second = read(CALL + CALL)[2]
     assert (first.name, json.loads(first.arguments)) == ("add", {"a": "<tool_call>"})
     assert first.identity != second.identity
+
+
+def test_tags_in_arguments_are_text():
+    (call,) = read(TAGS)[2]
+    assert json.loads(call.arguments) == {"a": '</tool_call><think>"</tool_call>\\'}
 
 
 def test_a_form_without_an_end_is_read_at_the_end():
@@ -80,7 +91,7 @@ def test_a_thought_may_have_begun_in_the_prompt():
     assert read("hm</think>so", in_thought=True) == ("hm", "so", [])
 
 
-@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", "a", "<", "\n"])),
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"', "a", "<", "\n"])),
        st.lists(st.integers(1, 7), min_size=1))  # fmt: skip
 def test_no_word_is_lost_where_nothing_is_a_call(parts, sizes):
     text = "".join(parts)

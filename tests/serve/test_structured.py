@@ -203,6 +203,30 @@ def test_the_other_api_has_schemas_and_forced_tools_too(other, stream):
         assert conforms(call.input, {"add": COUNT, "pick": COLOUR}[call.name])
 
 
+def test_drafts_and_grammars_go_together_in_both_apis(tmp_path):
+    """Lookups draft what the conversation says; behind it the grammar draws the line."""
+    said = '{"name": "abcde", "ok": true}'
+    last = '{"count": 30}'  # whose end is forced
+    pair = actor_pair(tmp_path, lambda prompt: said if said in prompt else last, CALLS)
+    asked, tools = f"say {said}", [{"name": "pick", "input_schema": COLOUR}]
+    with serving(pair, DecodeConfig("auto", max_tokens=300)) as server:
+        whole = post(server, CHAT, chat_body(asked, response_format=form(NAME))).json()
+        free = post(server, CHAT, chat_body(asked)).json()
+        ends = post(server, CHAT, chat_body(response_format=form(COUNT))).json()
+        body = {"model": MODEL, "max_tokens": 300, "messages": user(asked)}
+        wanted = {"format": {"type": "json_schema", "schema": NAME}}
+        other = post(server, MESSAGES, {**body, "output_config": wanted}).json()
+        call = post(server, MESSAGES, {**body, "tools": tools, "tool_choice": {"type": "any"}})
+    assert whole["choices"][0]["message"]["content"] == other["content"][0]["text"] == said
+    assert free["choices"][0]["message"]["content"] == said
+    assert ends["choices"][0]["message"]["content"] == last
+    assert conforms(call.json()["content"][0]["input"], COLOUR)
+    for answer in (whole, free, other, call.json(), ends):
+        figures = answer["dflash"]
+        assert (figures["method"], figures["acceptance_length"] > 1) == ("ngram", True)
+        assert "no choice" not in (figures["parked"] or "")  # what is forced was not parked
+
+
 CHAT_REFUSED = [
     ({"response_format": form(BAD)}, "response_format.json_schema.schema", "numbre"),
     ({"response_format": form({"type": "array", "uniqueItems": True})},
@@ -296,6 +320,33 @@ def test_a_template_that_always_opens_a_thought_refuses_forms(tmp_path):
     with serving(actor_pair(tmp_path, act, thinks)) as server:
         found = post(server, CHAT, chat_body(response_format=form(COUNT)))
     assert found.status_code == 400 and "thinks first" in found.json()["error"]["message"]
+
+
+def test_effort_is_refused_where_a_form_is_given(tmp_path):
+    reads = CALLS + "{{ reasoning_effort }}"
+    with serving(actor_pair(tmp_path, act, reads), DecodeConfig("none", max_tokens=300)) as server:
+        for more, field in (
+            ({"reasoning_effort": "high"}, "reasoning_effort"),
+            ({"chat_template_kwargs": {"reasoning_effort": "high"}},
+             "chat_template_kwargs.reasoning_effort"),
+        ):  # fmt: skip
+            found = post(server, CHAT, chat_body(response_format=form(COUNT), **more))
+            assert (found.status_code, found.json()["error"]["param"]) == (400, field)
+            assert post(server, CHAT, chat_body(**more)).status_code == 200
+        none = chat_body(response_format=form(COUNT), reasoning_effort="none")
+        assert post(server, CHAT, none).status_code == 200
+
+
+def test_a_model_is_not_told_that_a_tool_is_strict(tmp_path):
+    shown = CALLS.replace("{{ t.function.name }}", "{{ t | tojson }}")
+    told = actor_pair(tmp_path, lambda prompt: "so" if "strict" in prompt else "not so", shown)
+    with serving(told) as server:
+        found = post(server, CHAT, chat_body(tools=[tool("add", COUNT, strict=True)]))
+        theirs = [{"name": "add", "input_schema": COUNT, "strict": True}]
+        body = {"model": MODEL, "max_tokens": 30, "messages": user("a"), "tools": theirs}
+        other = post(server, MESSAGES, body)
+    assert found.json()["choices"][0]["message"]["content"] == "not so"
+    assert other.json()["content"][0]["text"] == "not so"
 
 
 def test_tags_that_are_one_token_are_that_token_in_grammars():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-COMMANDS = ("generate", "dflash-chat", "convert", "doctor", "corpus", "train", "benchmark")
+COMMANDS = ("generate", "dflash-chat", "convert", "doctor", "corpus", "train", "benchmark", "serve")
 
 
 def words_of(command: str, model: Path, place: Path) -> list[object]:
@@ -20,6 +20,7 @@ def words_of(command: str, model: Path, place: Path) -> list[object]:
         "corpus": [*prompts, "--out", place / "out", "--method", "none"],
         "train": [*chosen, "--corpus", "prompts.jsonl", "--out", place / "out", "--steps", "9"],
         "benchmark": [*prompts, "--methods", "none"],
+        "serve": [*chosen, "--method", "none", "--port", "0"],
     }
     start = [place / command] if command == "dflash-chat" else ["-m", f"dflash_mlx.{command}"]
     return [*start, *options[command]]

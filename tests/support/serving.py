@@ -26,6 +26,7 @@ from dflash_mlx.serve.running import Stop, conversations_of, serve
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.target.block import Block
+from dflash_mlx.target.pass_times import PassTimes
 from support.models import EOS, write_tokenizer
 from support.toys import ToyCache, ToyTarget
 
@@ -56,7 +57,7 @@ class Actor(ToyTarget):
     not set, passes wait.
     """
 
-    name, pass_times, noise = MODEL, None, None
+    name, pass_times, noise = MODEL, PassTimes((1, 96), (1.0, 1.5)), None
     vocab_size = 97
 
     def __init__(self, tokenizer: Any, act: Act, context_length: int = 4000) -> None:

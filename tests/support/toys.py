@@ -13,6 +13,7 @@ from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.target.block import Block
+from dflash_mlx.target.routing import Kernels
 from support.family_configs import VOCAB_SIZE
 
 
@@ -82,7 +83,7 @@ class ToyTarget:
     """Logits for the next token depend on the last two: `table` [V, V, V]."""
 
     name = "toy"
-    kernels = None
+    kernels = Kernels("toy", lambda: ())  # off
     takes_trees = True
 
     def __init__(self, vocabulary: int, context_length: int = 64, seed: int = 0) -> None:
