@@ -322,7 +322,7 @@ def _tried(
     width = queries.shape[3]
     bits = _bits(keys, width) if isinstance(keys, Packed) else 0
     same = {"dim": width, "heads": 8, "kv_heads": 2, "kv_bits": bits}
-    shapes = ((1, 40), (8, 1000), (32, 1000), (96, 100))
+    shapes = ((1, 8), (8, 1000), (32, 1000), (96, 100))
     return f"{width}/{bits}", [{"rows": rows, "prefix": prefix, **same} for rows, prefix in shapes]
 
 

@@ -83,9 +83,19 @@ class Dispatch:
         rows, shape, bits, dtype = operation.case(*args)
         sizes = "x".join(map(str, shape))
         key = f"{operation.name}/{rows}/{sizes}/{bits}/{dtype}/{self._family}"
-        if key not in choices:
-            choices[key] = self._decide(operation, args, layers, raced)
-        return choices[key]
+        if key in choices:
+            return choices[key]
+        try:
+            operation.check(*args)
+        except ValueError as error:
+            found = Choice(False, str(error))
+        else:
+            if raced and (why := self._refusal(operation, args)):  # until it is tried again
+                choices, found = self._unraced, Choice(False, why)
+            else:
+                found = self._decide(operation, args, layers, raced)
+        choices[key] = found
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """The table as plain values, without what was not raced; see `table_from_json`."""
@@ -95,15 +105,9 @@ class Dispatch:
     def _decide(
         self, operation: Operation, args: Arguments, layers: Sequence[Arguments], raced: bool
     ) -> Choice:
-        try:
-            operation.check(*args)
-        except ValueError as error:
-            return Choice(False, str(error))
         if not raced:
             on = self.mode == "on"
             return Choice(True, "kernels are switched on" if on else "not on Metal, so not raced")
-        if why := self._refusal(operation, args):
-            return Choice(False, why)
         problems = {way: _problem(operation, way, args) for way in operation.ways(*args)}
         fit = [way for way, problem in problems.items() if not problem]
         if not fit:

@@ -21,7 +21,7 @@ def gpu_family() -> str:
 def has_matrices(family: str) -> bool:
     """Whether `simdgroup_matrix` is there and safe on a GPU of this name."""
     found = re.fullmatch(r"applegpu_g(\d+)\w*", family)
-    return bool(found) and _FIRST <= int(found[1]) <= _LAST if found else False
+    return found is not None and _FIRST <= int(found[1]) <= _LAST
 
 
 def may_use_matrices() -> bool:

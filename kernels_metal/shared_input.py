@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -26,8 +27,7 @@ def together(
 
     x: [..., K]. whole: as `verify_qmm` takes it, [N, K]. parts: [N_i, K], whose N_i add up to N.
     """
-    ends = _ends(parts)
-    return list(mx.split(_product(x, whole, packing), ends[:-1], axis=-1))
+    return mx.split(_product(x, whole, packing), bounds(parts), axis=-1)  # type: ignore[return-value]
 
 
 def apart(x: mx.array, whole: Matrix, parts: Sequence[Matrix], packing: Packing) -> list[mx.array]:
@@ -39,18 +39,14 @@ def side_by_side(parts: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
     """One matrix of all parts, and the parts as views of it, so that memory stays what it was."""
     weights, scales, biases = (mx.concatenate(list(each)) for each in zip(*parts, strict=True))
     whole = weights, scales, biases
-    ends = _ends(parts)
-    pieces = [mx.split(array, ends[:-1]) for array in whole]
+    pieces = [mx.split(array, bounds(parts)) for array in whole]
     mx.eval(whole, pieces)
     return whole, list(zip(*pieces, strict=True))
 
 
-def _ends(parts: Sequence[Matrix]) -> list[int]:
-    ends, end = [], 0
-    for weights, _, _ in parts:
-        end += weights.shape[0]
-        ends.append(end)
-    return ends
+def bounds(parts: Sequence[Matrix]) -> list[int]:
+    """Where a part ends and the next begins."""
+    return [*accumulate(weights.shape[0] for weights, _, _ in parts)][:-1]
 
 
 def _product(x: mx.array, matrix: Matrix, packing: Packing) -> mx.array:

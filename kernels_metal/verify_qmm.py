@@ -219,7 +219,8 @@ def _tried(x: mx.array, *rest: Any) -> tuple[str, list[dict[str, int]]]:
     """Every variant of both kernels for these bits, groups and dtype."""
     packing = rest[3]
     same = {"bits": packing.bits, "group": packing.group}
-    shapes = [(rows, 1024, 520) for rows in (1, 9, 17, 25, 32)] + [(16, 128, 16384)]
+    shapes = [(rows, 1024, 520) for rows in (1, 9, 17, 25)]
+    shapes += [(rows, 128, 16384) for rows in (8, 16)]
     names = ("rows", "depth", "columns")
     sizes = [{**dict(zip(names, shape, strict=True)), **same} for shape in shapes]
     return f"{packing.bits}/{packing.group}", sizes

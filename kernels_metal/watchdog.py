@@ -1,11 +1,12 @@
 """Kernels are tried in a child process first, and what came of it is remembered.
 
 A verdict holds for a machine, these sources and this MLX. A try that never ended, as one that took
-the machine down with it, counts as a refusal.
+the machine down with it, counts as a refusal; one that was interrupted counts for nothing.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import subprocess
 import sys
@@ -20,9 +21,9 @@ from kernels_metal.gpu import gpu_family
 from kernels_metal.operation import Operation
 
 SECONDS = 30.0  # for a try: half a minute on a slow machine is already a hang
-_UNENDED = "a try of it never ended; delete this file to try again"
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 Run = Callable[[str], str]  # of what to try, as JSON: what is wrong with it, "" for nothing
+Keep = Callable[[Path, str], None]  # writes a text to a file, whole and down to the disk, or not
 
 
 @dataclass(frozen=True)
@@ -34,34 +35,42 @@ class Verdict:
 
 
 def in_child(given: str, seconds: float = SECONDS, command: Sequence[str] = ()) -> str:
-    """Try kernels in a process of its own. Returns what is wrong, "" for nothing."""
+    """Try kernels in a process of its own. Returns what is wrong, "" for nothing.
+
+    The terminal's Ctrl+C does not reach the child, whose end would count as the kernel's fault.
+    """
     start = command or (sys.executable, "-m", "kernels_metal.trial")
     try:
         child = subprocess.Popen(
-            [*start, given], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*start, given],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
         )
     except OSError as error:
         return f"could not be tried: {error}"
     try:
-        said = child.communicate(timeout=seconds)[0]
+        said, complained = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        child.kill()
+        return f"hangs: a try of it did not end within {seconds:.0f} s"
+    finally:
+        child.kill()  # one that has ended is left alone
         with suppress(subprocess.TimeoutExpired):  # one that waits for the GPU may not end
             child.communicate(timeout=1)
-        return f"hangs: a try of it did not end within {seconds:.0f} s"
-    last = said.strip().splitlines()[-1:] or [""]
-    if child.returncode:
-        return f"ends the process with {child.returncode}: {last[0]}"
-    return last[0]
+    last = (complained if child.returncode else said).strip().rpartition("\n")[2]
+    return f"ends the process with {child.returncode}: {last}" if child.returncode else last
 
 
 class Watchdog:
     """The verdicts of one machine, kept in `folder`; one that cannot be kept holds for now."""
 
-    def __init__(self, folder: Path, run: Run = in_child) -> None:
-        self._file = folder / "tried" / f"{gpu_family()}-{fingerprint()}.json"
-        self._run = run
-        self.verdicts = read_verdicts(self._file)
+    def __init__(self, folder: Path, keep: Keep, run: Run = in_child) -> None:
+        self._file = file_of(folder)
+        self._write, self._run = keep, run
+        self._found: dict[str, Verdict] = {}  # here; others may add to the file meanwhile
 
     def refusal(self, operation: Operation, args: Arguments) -> str:
         """Why the operation's kernels are not to run here with such arguments, "" if they may."""
@@ -70,20 +79,41 @@ class Watchdog:
         variant, sizes = operation.tried(*args)
         dtype = operation.case(*args)[3].partition("+")[0]
         key = "/".join(part for part in (operation.name, variant, dtype) if part)
-        if key not in self.verdicts:
-            self._keep(key, Verdict(False, _UNENDED))
+        if key not in self._found:
+            kept = read_verdicts(self._file).get(key)
             given = {"operation": operation.name, "dtype": dtype, "sizes": sizes}
-            wrong = self._run(json.dumps(given))
-            self._keep(key, Verdict(not wrong, wrong or "ran, and agreed with the reference"))
-        verdict = self.verdicts[key]
+            self._found[key] = kept or self._try(key, json.dumps(given))
+        verdict = self._found[key]
         return "" if verdict.safe else f"in a trial process: {verdict.reason}"
 
-    def _keep(self, key: str, verdict: Verdict) -> None:
-        self.verdicts[key] = verdict
-        plain = {key: asdict(verdict) for key, verdict in self.verdicts.items()}
-        with suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(json.dumps(plain, indent=1), encoding="utf-8")
+    def _try(self, key: str, given: str) -> Verdict:
+        """Beforehand it is noted that it never ended, and taken back where it was interrupted."""
+        why = f"a try of it never ended; delete {self._file} to try again"
+        self._keep(key, Verdict(False, why))
+        atexit.register(self._keep, key, None)  # a program may end around the thread that waits
+        try:
+            wrong = self._run(given)
+        except BaseException:
+            self._keep(key, None)
+            raise
+        finally:
+            atexit.unregister(self._keep)
+        verdict = Verdict(not wrong, wrong or "ran, and agreed with the reference")
+        self._keep(key, verdict)
+        return verdict
+
+    def _keep(self, key: str, verdict: Verdict | None) -> None:
+        """Note it among those that other programs have noted by now; None: nothing is known."""
+        verdicts = {k: v for k, v in read_verdicts(self._file).items() if k != key}
+        if verdict is not None:
+            verdicts[key] = verdict
+        plain = {key: asdict(verdict) for key, verdict in verdicts.items()}
+        self._write(self._file, json.dumps(plain, indent=1))
+
+
+def file_of(folder: Path) -> Path:
+    """Where the verdicts are that hold here."""
+    return folder / "tried" / f"{gpu_family()}-{fingerprint()}.json"
 
 
 def read_verdicts(file: Path) -> dict[str, Verdict]:

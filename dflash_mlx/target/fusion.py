@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.target.routing import Kernels
-from kernels_metal.shared_input import SHARED_INPUT, side_by_side
+from kernels_metal.shared_input import SHARED_INPUT, bounds, side_by_side
 from kernels_metal.verify_qmm import MAX_ROWS, Packing
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -58,6 +58,7 @@ class Group:
         self.packing = Packing(members[0].bits, members[0].group_size)
         self._whole: Any = None
         self._views: list[Any] = []
+        self._bounds: list[int] = []
         self._known: object = None
         self._pays: dict[tuple[Any, ...], bool] = {}
         self._x: mx.array | None = None
@@ -80,9 +81,8 @@ class Group:
             return None
         if not self._pays_for(x, running):
             return None
-        ends = [member["weight"].shape[0] for member in self.members]
-        at = [sum(ends[: j + 1]) for j in range(len(ends) - 1)]
-        self._x, self._parts = x, dict(enumerate(mx.split(self._whole(x), at, axis=-1)))
+        self._x = x
+        self._parts = dict(enumerate(mx.split(self._whole(x), self._bounds, axis=-1)))
         return self._parts.pop(i)
 
     def _pays_for(self, x: mx.array, running: object) -> bool:
@@ -93,9 +93,11 @@ class Group:
         if key not in self._pays:
             if x.size > MAX_ROWS * x.shape[-1]:
                 return False
-            for group in self._alike:
-                if not group._joined:
-                    group._join()
+            apart = [group for group in self._alike if not group._joined]
+            for group in apart:
+                group._join()
+            if apart:
+                mx.clear_cache()  # of the weights' old places, which no new array would fit
             calls = [group.call(x) for group in self._alike]
             self._pays[key] = self._kernels.chosen(SHARED_INPUT, self.call(x), calls) is not None
         return self._pays[key]
@@ -128,4 +130,4 @@ class Group:
             whole["bias"] = mx.concatenate([member["bias"] for member in self.members])
         whole.freeze()
         self._hook(whole)
-        self._whole, self._views = whole, views
+        self._whole, self._views, self._bounds = whole, views, bounds(views)

@@ -160,9 +160,7 @@ class KernelHooks:
         except ValueError:  # which the products have noted
             return
 
-        def hook(whole: Any) -> None:
-            self._product(whole, "__call__", kernels)
-
+        hook = partial(self._product, name="__call__", kernels=kernels)
         shapes = tuple(member["weight"].shape for member in members)
         group = Group(members, kernels, hook, alike.setdefault(shapes, []))
         for i, member in enumerate(members):
@@ -257,7 +255,7 @@ def _few_rows(
         if running is None:
             return stock(self, x)
         if running is not known or self["scales"] is not scales:
-            known, scales = running, self["scales"]
+            known, scales = running, None  # nothing is held of weights that nothing was chosen for
             chosen.clear()
         key = x.shape, x.dtype
         try:
@@ -265,6 +263,7 @@ def _few_rows(
         except KeyError:
             if x.size > MAX_ROWS * x.shape[-1]:
                 return stock(self, x)
+            scales = self["scales"]
             calls = [(x, *_arrays(module), packing) for module in (self, *alike)]
             multiply = chosen[key] = _product_of(self, calls, kernels)
         return stock(self, x) if multiply is None else multiply(x)

@@ -24,7 +24,7 @@ from dflash_mlx.system.machine import model_key
 from kernels_metal.dispatch import Arguments, Choice, Dispatch, Mode, table_from_json
 from kernels_metal.factory import Executor, executor, metal
 from kernels_metal.operation import Operation
-from kernels_metal.watchdog import Verdict, Watchdog, read_verdicts
+from kernels_metal.watchdog import Verdict, Watchdog, file_of, read_verdicts
 
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -122,7 +122,7 @@ class Kernels:
 
     def _refusal(self, operation: Operation, args: Arguments) -> str:
         if self._watchdog is None:
-            self._watchdog = Watchdog(self._folder)
+            self._watchdog = Watchdog(self._folder, keep_text)
         return self._watchdog.refusal(operation, args)
 
     @cached_property
@@ -147,11 +147,8 @@ def kernel_choices(folder: Path | None = None) -> dict[str, dict[str, Choice]]:
 
 
 def trial_verdicts(folder: Path | None = None) -> dict[str, Verdict]:
-    """What came of trying kernels in processes of their own, by operation, variant and dtype."""
-    found: dict[str, Verdict] = {}
-    for file in sorted(((folder or default_folder()) / "tried").glob("*.json")):
-        found |= read_verdicts(file)
-    return found
+    """What came of trying these kernels in processes of their own, by operation, variant, dtype."""
+    return read_verdicts(file_of(folder or default_folder()))
 
 
 def default_folder() -> Path:

@@ -18,6 +18,7 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import report as pair_report
 from dflash_mlx.models.source import Source
+from dflash_mlx.system.files import keep_text
 from dflash_mlx.target.pass_times import DEEP_ROWS, ROWS, PassTimes
 from kernels_metal import sweep
 from kernels_metal.dispatch import Choice, Dispatch
@@ -92,7 +93,8 @@ def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
     ]
     call = arguments(DRAFT_HEAD)
     for wrong in ("", "hangs"):
-        Watchdog(tmp_path / "kernels", lambda given, wrong=wrong: wrong).refusal(DRAFT_HEAD, call)
+        dog = Watchdog(tmp_path / "kernels", keep_text, lambda given, wrong=wrong: wrong)
+        dog.refusal(DRAFT_HEAD, call)
         (tried,) = (tmp_path / "kernels" / "tried").iterdir()
         (line,) = doctor.about(tmp_path)[-1:]
         assert line.startswith("  unsafe  hangs" if wrong else "  safe    ran, and agreed")

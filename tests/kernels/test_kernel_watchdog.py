@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from dflash_mlx.system.files import keep_text
 from kernels_metal import trial, watchdog
+from kernels_metal.cascade_attention import CASCADE_ATTENTION, HEAD_DIMS
 from kernels_metal.catalog import OPERATIONS
 from kernels_metal.emulator import emulated
-from kernels_metal.operation import dtype_name
+from kernels_metal.factory import Kernel, Launch, executing
+from kernels_metal.operation import Operation, dtype_name
 from kernels_metal.tree_walk import TREE_WALK
-from kernels_metal.verify_qmm import VERIFY_QMM
+from kernels_metal.verify_qmm import GROUPS, VERIFY_QMM
 from kernels_metal.watchdog import Watchdog, in_child, read_verdicts
 from support.kernels import arguments
 
@@ -36,11 +42,11 @@ def test_a_variant_is_tried_once_on_a_machine_and_the_verdict_is_remembered(
         asked.append(json.loads(given))
         return wrong
 
-    dog = Watchdog(tmp_path, run)
+    dog = Watchdog(tmp_path, keep_text, run)
     wider = arguments(VERIFY_QMM, mx.float16, rows=31, depth=64, columns=9)
     for call in (CALL, wider):  # other sizes, the same variants
         assert dog.refusal(VERIFY_QMM, call) == refusal
-    assert Watchdog(tmp_path, run).refusal(VERIFY_QMM, CALL) == refusal
+    assert Watchdog(tmp_path, keep_text, run).refusal(VERIFY_QMM, CALL) == refusal
     assert len(asked) == 1
     assert (asked[0]["operation"], asked[0]["dtype"]) == ("verify_qmm", "float16")
     dog.refusal(VERIFY_QMM, arguments(VERIFY_QMM, mx.float16, bits=8))
@@ -53,40 +59,88 @@ def test_a_variant_is_tried_once_on_a_machine_and_the_verdict_is_remembered(
 
 
 def test_a_try_that_took_the_machine_down_is_a_refusal_next_time(tmp_path):
+    left = []
+
     def run(given: str) -> str:
-        raise KeyboardInterrupt  # what is written by then is all that is left
+        left.append(stored(tmp_path).read_text())  # all that is there if nothing follows
+        return ""
+
+    Watchdog(tmp_path, keep_text, run).refusal(VERIFY_QMM, CALL)
+    stored(tmp_path).write_text(left[0])
+    asked: list[str] = []
+    refusal = Watchdog(tmp_path, keep_text, asked.append).refusal(VERIFY_QMM, CALL)  # type: ignore[arg-type]
+    assert "never ended" in refusal and str(stored(tmp_path)) in refusal and not asked
+
+
+def test_a_try_that_was_interrupted_counts_for_nothing(tmp_path):
+    def run(given: str) -> str:
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Watchdog(tmp_path, run).refusal(VERIFY_QMM, CALL)
-    asked: list[str] = []
-    refusal = Watchdog(tmp_path, asked.append).refusal(VERIFY_QMM, CALL)  # type: ignore[arg-type]
-    assert "never ended" in refusal and not asked
+        Watchdog(tmp_path, keep_text, run).refusal(VERIFY_QMM, CALL)
+    assert read_verdicts(stored(tmp_path)) == {}
+    assert Watchdog(tmp_path, keep_text, lambda given: "").refusal(VERIFY_QMM, CALL) == ""
+
+
+LEAVING = """
+import random, sys, threading
+from pathlib import Path
+from dflash_mlx.system.files import keep_text
+from kernels_metal.operation import Draw
+from kernels_metal.tree_walk import TREE_WALK
+from kernels_metal.watchdog import Watchdog
+
+begun, never = threading.Event(), threading.Event()
+dog = Watchdog(Path(sys.argv[1]), keep_text, lambda given: begun.set() or never.wait())
+call = TREE_WALK.arguments(Draw(random.Random(0), given=TREE_WALK.defaults))
+threading.Thread(target=dog.refusal, args=(TREE_WALK, call), daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_program_that_ends_while_its_thread_waits_for_a_try_takes_it_back(tmp_path):
+    subprocess.run([sys.executable, "-c", LEAVING, str(tmp_path)], check=True, timeout=60)
+    assert read_verdicts(stored(tmp_path)) == {}
+
+
+def test_what_two_programs_find_out_at_once_is_kept_of_both(tmp_path):
+    def first(given: str) -> str:
+        other = Watchdog(tmp_path, keep_text, lambda given: "bad")
+        other.refusal(TREE_WALK, arguments(TREE_WALK))
+        return ""
+
+    Watchdog(tmp_path, keep_text, first).refusal(VERIFY_QMM, CALL)
+    found = read_verdicts(stored(tmp_path))
+    assert {key: verdict.safe for key, verdict in found.items()} == {
+        "verify_qmm/4/64/float16": True,
+        "tree_walk/int32": False,
+    }
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"safe": 1, "reason": 2}}'])
 def test_a_damaged_file_of_verdicts_counts_for_nothing(tmp_path, text):
-    Watchdog(tmp_path, lambda given: "bad").refusal(VERIFY_QMM, CALL)
+    Watchdog(tmp_path, keep_text, lambda given: "bad").refusal(VERIFY_QMM, CALL)
     stored(tmp_path).write_text(text)
-    assert Watchdog(tmp_path, lambda given: "").refusal(VERIFY_QMM, CALL) == ""
+    assert Watchdog(tmp_path, keep_text, lambda given: "").refusal(VERIFY_QMM, CALL) == ""
 
 
 def test_verdicts_that_cannot_be_kept_hold_for_the_session(tmp_path):
     (tmp_path / "tried").write_text("no folder")
     asked: list[str] = []
-    dog = Watchdog(tmp_path, lambda given: asked.append(given) or "bad")
+    dog = Watchdog(tmp_path, keep_text, lambda given: asked.append(given) or "bad")
     assert all("bad" in dog.refusal(VERIFY_QMM, CALL) for _ in range(2))
     assert len(asked) == 1
 
 
 def test_a_verdict_of_other_sources_does_not_hold(tmp_path, monkeypatch):
-    Watchdog(tmp_path, lambda given: "bad").refusal(VERIFY_QMM, CALL)
+    Watchdog(tmp_path, keep_text, lambda given: "bad").refusal(VERIFY_QMM, CALL)
     monkeypatch.setattr(watchdog, "fingerprint", lambda: "other")
-    assert Watchdog(tmp_path, lambda given: "").refusal(VERIFY_QMM, CALL) == ""
+    assert Watchdog(tmp_path, keep_text, lambda given: "").refusal(VERIFY_QMM, CALL) == ""
 
 
 # The child
 
-SAYS = "import sys; print('a line'); print('differs'); sys.exit({})"
+SAYS = "import sys; print('a line'); print('differs', file=sys.{}); sys.exit({})"
 ENDLESS = "while True: pass"
 
 
@@ -95,13 +149,26 @@ def child(script: str, seconds: float = 20) -> str:
 
 
 def test_what_a_child_says_last_is_what_is_wrong():
-    assert child(SAYS.format(0)) == "differs"
+    assert child(SAYS.format("stdout", 0)) == "differs"
     assert child("") == ""
-    assert child(SAYS.format(3)) == "ends the process with 3: differs"
+    assert child(SAYS.format("stderr", 3)) == "ends the process with 3: differs"
 
 
-def test_a_child_that_does_not_end_is_ended_and_hangs():
-    assert child(ENDLESS, seconds=0.2).startswith("hangs: ")
+def test_warnings_of_a_child_are_no_fault_and_nor_are_bytes_that_are_no_text():
+    assert child("import sys; print(); print('Validation is enabled', file=sys.stderr)") == ""
+    assert child(r"import os; os.write(1, b'it is \xff')") == "it is \ufffd"
+
+
+def test_a_child_that_does_not_end_is_ended_and_hangs(tmp_path):
+    file = tmp_path / "process"
+    script = f"import os; open({str(file)!r}, 'w').write(str(os.getpid())); {{}}"
+    assert child(script.format("\n" + ENDLESS), seconds=3).startswith("hangs: ")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
+
+
+def test_the_interrupt_of_a_terminal_does_not_reach_a_child():
+    assert child("import os; print(os.getpgrp() == os.getpid())") == "True"
 
 
 def test_a_child_that_cannot_be_started_is_a_reason():
@@ -124,6 +191,50 @@ def test_every_operation_names_tries_that_run_its_kernels(made):
     with emulated() as run:
         assert trial.tried(made.name, dtype, small) == ""
     assert {kernel.name for kernel in made.kernels} <= {c.kernel for c in run.counters}
+
+
+def variants(made: Operation, sizes: list[dict[str, int]]) -> set[Any]:
+    """The kernels that calls of these sizes launch, with their templates."""
+    found = set()
+
+    def launched(kernel: Kernel, inputs: Any, plan: Launch) -> list[mx.array]:
+        found.add((kernel.name, plan.template))
+        return [
+            mx.zeros(*each) for each in zip(plan.output_shapes, plan.output_dtypes, strict=True)
+        ]
+
+    with executing(launched):
+        for given in sizes:
+            call = arguments(made, mx.float16, **given)
+            for way in made.ways(*call):
+                made.by(way)(*call)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("made", "same", "others"),
+    [
+        *((VERIFY_QMM, {"bits": 4, "group": g}, {"depth": 128}) for g in GROUPS),
+        *((CASCADE_ATTENTION, {"dim": dim}, {"heads": 8, "kv_heads": 2}) for dim in HEAD_DIMS),
+    ],
+)
+def test_no_variant_of_a_kernel_runs_untried(made, same, others):
+    _, sizes = made.tried(*arguments(made, mx.float16, **same))
+    if made is VERIFY_QMM:
+        more = [{"columns": columns} for columns in (64, 20_000)]
+    else:
+        more = [{"prefix": prefix} for prefix in (1, 60, 500)]
+    rows = (1, 8, 9, 16, 17, 24, 25, 32)
+    calls = [{**same, **others, **each, "rows": count} for each in more for count in rows]
+    assert variants(made, calls) <= variants(made, sizes)
+
+
+def test_a_way_that_this_gpu_has_no_registers_for_is_left_to_the_probe(monkeypatch):
+    def refused(call: object) -> float:
+        raise ValueError("Thread group size (512) is greater than the maximum")
+
+    monkeypatch.setattr(trial, "error", refused)
+    assert trial.tried("tree_walk", "int32", [{"nodes": 3}]) == ""
 
 
 def test_a_try_says_what_is_wrong_with_a_kernel(monkeypatch):

@@ -51,7 +51,7 @@ class Safe:
 @pytest.fixture(autouse=True)
 def metal(monkeypatch) -> Iterator[Run]:
     """As if MLX ran kernels here: the emulator stands for Metal; nothing is tried in a child."""
-    monkeypatch.setattr(routing, "Watchdog", lambda folder: Safe())
+    monkeypatch.setattr(routing, "Watchdog", lambda folder, keep: Safe())
     with emulated() as run:
         monkeypatch.setattr(routing, "metal", run)
         monkeypatch.setattr(dispatch, "metal", run)
@@ -103,10 +103,14 @@ def test_a_slower_kernel_is_not_taken_by_the_next_session_either(tmp_path):
     assert choice.reason.startswith("not faster: ")
 
 
-def test_what_a_trial_process_refused_is_not_taken_with_its_words_as_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(routing, "Watchdog", lambda folder: Safe("hangs"))
-    assert not ask(session(tmp_path, stopped=True))
-    assert list(stored(tmp_path).values()) == [Choice(False, "hangs")]
+def test_what_a_trial_process_refused_is_not_taken_until_that_is_forgotten(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(routing, "Watchdog", lambda folder, keep: Safe("hangs"))
+        kernels = session(tmp_path, stopped=True)
+        assert not ask(kernels)
+        assert list(kernels.choices.values()) == [Choice(False, "hangs")]
+    assert kernel_choices(tmp_path) == {}
+    assert ask(session(tmp_path))
 
 
 def test_models_share_no_choices(tmp_path):
