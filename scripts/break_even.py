@@ -107,19 +107,29 @@ def terms_of(name: str, bits: int, traffic: Traffic) -> tuple[Terms, float]:
     return Terms(PassTimes(ROWS, tuple(passes)), first, None), second
 
 
+def read_counts(file: Path) -> dict[str, dict[int, float]]:
+    """Tokens per round by method and budget; DFlashError for a file that has none."""
+    tokens: dict[str, dict[int, float]] = {"ddtree": {1: 1.0}, "d2sd": {}}
+    try:
+        for walk, figures in json.loads(file.read_text(encoding="utf-8")).items():
+            method, _, budget = walk.partition(":budget=")
+            if method in tokens and budget.isdecimal():
+                tokens[method][int(budget)] = figures["all"]["mean_accepted"]
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        what = f"{file} holds no counts ({error})"
+        raise DFlashError(what, "name a file of simulate_trees.py --json") from None
+    if min(map(len, tokens.values())) < 2:
+        raise DFlashError(f"{file} lacks ddtree:budget=N or d2sd:budget=N", "simulate them")
+    return tokens
+
+
 def by_counts(counts: Path) -> str:
     """The cost at which both methods are as fast, for each target and width, in Markdown.
 
     With n rows of a tree of both drafts, and alpha(n) tokens, a round is as good as one of DDTree's
     best when it takes alpha(n) times what they take for a token.
     """
-    tokens: dict[str, dict[int, float]] = {"ddtree": {1: 1.0}, "d2sd": {}}
-    for walk, figures in json.loads(counts.read_text(encoding="utf-8")).items():
-        method, _, budget = walk.partition(":budget=")
-        if method in tokens and budget.isdecimal():
-            tokens[method][int(budget)] = figures["all"]["tokens_per_round"]
-    if min(map(len, tokens.values())) < 2:
-        raise DFlashError(f"{counts} lacks ddtree:budget=N or d2sd:budget=N", "simulate them")
+    tokens = read_counts(counts)
     lines = []
     for name in SIZES:
         for bits in BITS:
@@ -187,6 +197,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--every", type=int, default=1, help="use only every N-th answer")
     cli.add_options(parser, PairConfig)
     arguments: argparse.Namespace = parser.parse_args(argv)
+    simulate_trees.check_every(arguments.every)
     if arguments.counts is not None:
         print(by_counts(arguments.counts))
         return

@@ -13,7 +13,7 @@ import argparse
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +25,13 @@ import mlx.core as mx
 
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.many import Conversations
 from dflash_mlx.session.templates import prompt_tokens
+
+PROGRAM = "compare_many.py"
 
 Prompts = list[list[int]]
 
@@ -107,14 +110,15 @@ WAYS: dict[str, tuple[Callable[..., tuple[int, float]], str]] = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Print a table."""
-    asked = parser().parse_args()
-    pair = load_pair(PairConfig(), DecodeConfig())
-    rng = random.Random(0)
+    asked = parser().parse_args(argv)
     texts = read_prompts(asked.prompts, None)
     if max(asked.counts) > len(texts):
-        raise SystemExit(f"{asked.prompts} has only {len(texts)} prompts; ask for so many at most")
+        what = f"{asked.prompts} has only {len(texts)} prompts"
+        raise DFlashError(what, "ask for so many at most", "counts")
+    pair = load_pair(PairConfig(), DecodeConfig())
+    rng = random.Random(0)
     rng.shuffle(texts)
     prompts = [prompt_tokens(pair.tokenizer, text["messages"], None) for text in texts]
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -142,9 +146,9 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = cli.Parser(description="Requests at once against one after the other.")
+    result = cli.Parser(prog=PROGRAM, description="Requests at once against one after the other.")
     result.add_argument("--prompts", type=Path, required=True, help="as for dflash_mlx.benchmark")
-    result.add_argument("--counts", type=int, nargs="*", default=[1, 2, 4, 8])
+    result.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8])
     result.add_argument("--max-tokens", type=int, default=64)
     result.add_argument("--runs", type=int, default=5)
     result.add_argument("--long", type=int, default=4000, help="tokens of the long prompt")
@@ -152,4 +156,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main, PROGRAM)

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS before MLX
 
 import simulate_trees
 
@@ -22,7 +25,8 @@ from dflash_mlx.benchmark.__main__ import main as benchmark
 from dflash_mlx.benchmark.figures import groups
 from dflash_mlx.benchmark.report import FINISHED
 from dflash_mlx.benchmark.selection import read_methods
-from dflash_mlx.core.config import PLAIN, DecodeConfig
+from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.core.config import ALL_BUT_MODEL, PLAIN, DecodeConfig, PairConfig
 from dflash_mlx.train.corpus.collect import main as collect
 
 METHODS = {
@@ -48,12 +52,14 @@ COLUMNS = ("method", "tokens/round", "draft ms", "verify ms", "speed-up")
 SEED = "1"
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Measure what is missing, and print the tables."""
-    asked = parser().parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
+    asked = parser().parse_args(argv)
     methods = asked.methods or list(METHODS)
     walked = fixed(methods)
+    read_prompts(asked.prompts, None)
+    cli.check_folder(asked.out)
+    asked.out.mkdir(exist_ok=True)
     for temperature in asked.temperatures:
         speed = timed(asked, methods, temperature)
         walks = walk(asked, walked, temperature) if walked else {}
@@ -86,10 +92,24 @@ def walk(asked: argparse.Namespace, methods: list[str], temperature: str) -> Any
         greedy = "1" if temperature == "0" else "0"
         given = ["--prompts", str(asked.prompts), "--out", str(answers), "--greedy-share", greedy]
         given += ["--max-tokens", str(asked.max_tokens), "--seed", SEED, "--top-p", "1"]
+        given += of_the_model(asked.options)
         collect(given if greedy == "1" else [*given, "--temperature", temperature])
         given = ["--corpus", str(answers), "--methods", ",".join(methods), "--json", str(file)]
         simulate_trees.main([*given, *asked.options])
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def of_the_model(options: Sequence[str]) -> list[str]:
+    """The benchmark's options that decide whose answers are collected, and what helps with them."""
+    others = [name for name in ALL_BUT_MODEL if name not in ("drafter", "template")]
+    known = cli.Parser(add_help=False)
+    cli.add_options(known, PairConfig, without=others)
+    given, _ = known.parse_known_args(options)
+    words = []
+    for name, value in vars(given).items():
+        for each in value if isinstance(value, list) else [value]:
+            words += [cli.option_name(name), each]
+    return words
 
 
 def table(speed: dict[str, Any], walks: dict[str, Any]) -> str:
@@ -120,7 +140,7 @@ def _within(figures: dict[str, Any], name: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line; what follows -- goes to every benchmark and every walk."""
-    result = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    result = cli.Parser(prog="compare_methods.py", description=__doc__.splitlines()[0])
     result.add_argument("--prompts", type=Path, required=True, help="as for dflash_mlx.benchmark")
     result.add_argument("--out", type=Path, required=True, help="folder of the reports")
     result.add_argument("--methods", nargs="*", help="as for dflash_mlx.benchmark (default: all)")
@@ -132,4 +152,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main, "compare_methods.py")

@@ -7,20 +7,17 @@ of its request alone, or part from it at a near-tie. Prints what was otherwise; 
 anything was.
 """
 
-import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from dflash_mlx.system import blas  # noqa: E402
-
-blas.preload()
-
 from tqdm import tqdm  # noqa: E402
 
+from dflash_mlx.cli import options as cli  # noqa: E402  # loads the BLAS before MLX
 from support.schedules import (  # noqa: E402
     TOYS,
     problems,
@@ -31,13 +28,16 @@ from support.schedules import (  # noqa: E402
     toy_prompt,
 )
 
+PROGRAM = "schedules.py"
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+
+def main(argv: Sequence[str]) -> None:
+    """Print what was otherwise, and how much happened."""
+    parser = cli.Parser(prog=PROGRAM, description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=64, help="on tiny targets")
     parser.add_argument("--real", type=int, default=4, help="on the default pair")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    asked = parser.parse_args(argv)
     seeds = range(asked.seed, asked.seed + asked.schedules)
     counts = dict.fromkeys(
         ("answers", "tokens", "left early", "dropped caches", "reused", "wrong"), 0
@@ -61,8 +61,9 @@ def main() -> int:
             counts["reused"] += sum(each.reused > 0 for each in ended)
             counts["wrong"] += len(found)
     print(", ".join(f"{count} {name}" for name, count in counts.items()))
-    return 1 if counts["wrong"] else 0
+    if counts["wrong"]:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.run(main, PROGRAM)

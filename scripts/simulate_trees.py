@@ -253,12 +253,17 @@ def read_answers(file: Path, vocab_size: int) -> list[CorpusRow]:
     return rows
 
 
+def check_every(number: int) -> None:
+    """Raise DFlashError for a share of the answers that cannot be taken."""
+    if number < 1:
+        raise DFlashError(f"--every is {number}", "choose 1 or more")
+
+
 def main(argv: Sequence[str]) -> None:
     arguments = parser().parse_args(argv)
     cli.check_output(arguments.json)
     methods = simulated(arguments.methods, cli.read_decode_config(arguments))
-    if arguments.every < 1:
-        raise DFlashError(f"--every is {arguments.every}", "choose 1 or more")
+    check_every(arguments.every)
     pair = load_pair(cli.read_pair_config(arguments), NEEDS_TREES)
     rows = read_answers(arguments.corpus, vocabulary_size(pair.target))[:: arguments.every]
     with remembering() as memory:

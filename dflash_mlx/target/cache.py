@@ -154,7 +154,7 @@ class LayerCache:
             if seen is None:
                 kernels.note(CASCADE_ATTENTION.name, "some layers make masks of their own")
             elif (
-                out := self._through(seen, queries, keys, values, scale, sinks)
+                out := self._through(kernels, seen, queries, keys, values, scale, sinks)
             ) is not None:
                 return out
         if cpu_math.pays(queries.shape[1] * queries.shape[2] * keys.shape[2]):
@@ -164,8 +164,9 @@ class LayerCache:
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
 
-    def _through(
+    def _through(  # noqa: PLR0913  # those of attention
         self,
+        kernels: Kernels,
         seen: Visibility,
         queries: mx.array,
         keys: mx.array,

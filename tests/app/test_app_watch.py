@@ -11,6 +11,7 @@ from textual.widgets import Static
 
 from dflash_chat.served import Look, Served, reachable, read_metrics
 from dflash_chat.watch import WatchApp, rows
+from support.app_scripts import until
 
 PAGE = """# HELP dflash_tokens_total Tokens of answers
 # TYPE dflash_tokens_total counter
@@ -86,10 +87,10 @@ def test_the_view_shows_a_server_and_ends_it(served, monkeypatch):
     async def look_and_leave():
         app = WatchApp(served)
         async with app.run_test() as pilot:
-            await until(pilot, lambda: "tokens per round" in shown(app, "#figures"))
+            await until(lambda: "tokens per round" in shown(app, "#figures"), pilot)
             assert "http://127.0.0.1:8" in shown(app, "#name")
             await pilot.press("ctrl+q")
-            await until(pilot, lambda: served.process.poll() is not None)
+            await until(lambda: served.process.poll() is not None, pilot)
 
     asyncio.run(look_and_leave())
     assert served.process.returncode == -15
@@ -97,11 +98,3 @@ def test_the_view_shows_a_server_and_ends_it(served, monkeypatch):
 
 def shown(app, name: str) -> str:
     return str(app.query_one(name, Static).content)
-
-
-async def until(pilot, holds) -> None:
-    for _ in range(2000):
-        if holds():
-            return
-        await pilot.pause(0.01)
-    raise AssertionError("it never came to that")

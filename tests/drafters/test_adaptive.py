@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +13,9 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters import adaptive
 from dflash_mlx.drafters.adaptive import Adaptive, Arm, Scope, within_budget
-from dflash_mlx.drafters.growth.grow import rejection_boundaries
 from dflash_mlx.drafters.growth.reliability import never, reach, worth_keeping
-from dflash_mlx.drafters.none import NoContext, NoDraft
-from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
-from dflash_mlx.engine.decode import answer as answer_of
-from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.target import pass_times
@@ -27,68 +23,10 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
 from support import decoding
 from support.families import make_model
-from support.toys import ToyTarget
+from support.timed import FLAT, VOCABULARY, Case, Clock, Honest, TimedTarget
 
-VOCABULARY = 14
-FLAT = PassTimes((1, 96), (1.0, 1.0))
 STEEP = PassTimes((1, 2, 3, 4, 5, 96), (1.0, 1.05, 1.1, 1.15, 2.0, 90.0))
 RISING = PassTimes((1, 16, 96), (1.0, 1.6, 9.0))
-
-
-@dataclass
-class Clock:
-    """Time that passes only when somebody says so."""
-
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class TimedTarget(ToyTarget):
-    """A toy target whose passes take what `times` says, and `more`."""
-
-    def __init__(self, clock: Clock, times: PassTimes, more: float = 0.0) -> None:
-        super().__init__(VOCABULARY, context_length=2000)
-        self.clock, self.times, self.more = clock, times, more
-
-    def forward(self, tokens, cache, block, taps=()):
-        self.clock.now += float(self.times.of(block.rows)) + self.more
-        if block.tree is not None:
-            self.clock.now += float(self.times.branching(np.array([block.rows]))[0])
-        return super().forward(tokens, cache, block, taps)
-
-
-class Honest(EachAlone):
-    """Knows the next token with probability `sure(position)`, says so, and offers siblings.
-
-    Its clock, its name and the answer that it knows come from the case that it is in.
-    """
-
-    name, taps, rounds_ahead = "draft", (), 0
-
-    def __init__(self, seconds: float, sure: Callable[[int], float], width=1, seed=1) -> None:
-        self.seconds, self.sure, self.width = seconds, sure, width
-        self.rng = np.random.default_rng(seed)
-
-    def new_context(self) -> NoContext:
-        return NoContext()
-
-    def draft(self, state: State, room: int) -> Proposal:
-        self.clock.now += self.seconds
-        done = len(state.tokens) - 3
-        tokens, parents, logprobs, parent = [], [-1], [0.0], 0
-        for i in range(done, min(done + 7, len(self.plain), done + room - 1)):
-            right, first = self.plain[i], len(parents)
-            guesses = [(right + k) % VOCABULARY for k in range(self.width)]
-            if self.rng.random() > self.sure(i):
-                guesses = [(guess + 5) % VOCABULARY for guess in guesses]
-            guesses = self.rng.permutation(guesses).tolist()
-            tokens += guesses
-            parents += [parent] * self.width
-            logprobs += [float(np.log(max(self.sure(i), 1e-3) / self.width))] * self.width
-            parent = first + (guesses.index(right) if right in guesses else 0)
-        return Proposal(Tree(tuple(tokens), tuple(parents), tuple(logprobs)))
 
 
 class Unlucky(Honest):
@@ -104,79 +42,6 @@ class Unlucky(Honest):
             return proposal
         drafts = tuple((token + 5) % VOCABULARY for token in proposal.tree.drafted)
         return Proposal(replace(proposal.tree, drafts=drafts))
-
-
-class InTwo(TwoPass):
-    """Two drafters one after the other: the second knows more where the first is not sure.
-
-    asked: branches of every second pass.
-    """
-
-    taps, rounds_ahead = (), 0
-
-    def __init__(self, first: Honest, second: Honest, by_branch: float = 0.0) -> None:
-        self.passes = first, second
-        self.by_branch, self.begun, self.asked = by_branch, 0, []
-
-    def new_context(self) -> NoContext:
-        return NoContext()
-
-    def begin(self, states, rooms):
-        self.begun += 1
-        trees = [self.passes[0].draft(*each).tree for each in zip(states, rooms, strict=True)]
-        return [FirstDraft(tree, branches=boundaries(tree)) for tree in trees]
-
-    def go_on(self, states, drafts, counts):
-        self.asked.append(sum(counts))
-        self.passes[1].clock.now += self.by_branch * sum(counts)
-        return [self.passes[1].draft(state, state.room) for state in states]
-
-
-def boundaries(tree):
-    """As of the published tree, of a chain."""
-    sure = np.exp(np.array(tree.logprobs[1:]))
-    return {tree.drafted[:i]: r for i, r in enumerate(rejection_boundaries(sure).tolist())}
-
-
-class Case:
-    """Plain decoding and a choice of drafters on one toy target, in simulated time."""
-
-    def __init__(self, target, drafters, tokens=400, looks_up=False, chains=False, second=None):
-        self.target, self.clock = target, target.clock
-        self.plain = decoding.answer(target, NoDraft(), [1, 2, 3], DecodeConfig(max_tokens=tokens))
-        self.plain_seconds = self.clock.now
-        for name, drafter in drafters.items():
-            drafter.name = name
-            for part in getattr(drafter, "passes", [drafter]):
-                part.plain, part.clock = self.plain, self.clock
-        last = list(drafters.values())[-1]
-        self.drafter = Adaptive(
-            last, drafters, target.times, Scope((), looks_up, chains), self.clock
-        )
-        self.drafter.experience.second.times.timed = second
-        self.rounds = self.run(tokens)
-        self.seconds = self.clock.now - self.plain_seconds
-
-    def run(self, tokens):
-        """The rounds of another answer, which is plain decoding's."""
-        config = DecodeConfig(max_tokens=tokens)
-        rounds = list(answer_of(self.target, self.drafter, [1, 2, 3], config))
-        assert decoding.tokens_in(r.accepted for r in rounds) == self.plain[:tokens]
-        _, *chosen = rounds
-        assert all(r.proposal.mode and r.proposal.reason for r in chosen)
-        return chosen
-
-    def start(self, tokens):
-        """A config of so many tokens, and a state behind the prompt."""
-        config = DecodeConfig(max_tokens=tokens)
-        return config, decoding.start(self.target, self.drafter, [1, 2, 3], config)
-
-    @property
-    def modes(self):
-        """The share of each mode in the second half, when all is known."""
-        half = self.rounds[len(self.rounds) // 2 :]
-        counts = Counter(r.proposal.mode for r in half)
-        return {mode: count / len(half) for mode, count in counts.items()}
 
 
 def case_of(times, *drafter, tokens=400):
@@ -286,69 +151,6 @@ def test_the_second_draft_is_made_where_it_pays_and_only_there():
     case = Case(TimedTarget(Clock(), FLAT), useless)
     chosen = Counter(r.proposal.reason.split(":")[-1].split()[0] for r in case.rounds[50:])
     assert chosen.most_common(1)[0][0] == "first"
-
-
-def in_two(first, second, seconds, tokens=600, by_branch=0.0):
-    """A case with a second pass of so many seconds, and whether each round went on to it."""
-    drafter = InTwo(Honest(0.1, first), Honest(seconds, second, seed=2), by_branch)
-    timed = PassTimes((1, 7), tuple(max(seconds + by_branch * n, 1e-6) for n in (1, 7)))
-    case = Case(TimedTarget(Clock(), FLAT), {"draft": drafter}, tokens, second=timed)
-    continued = np.array([r.proposal.why.continued for r in case.rounds])
-    assert case.modes.get("plain", 0) < 0.1
-    assert drafter.begun >= len(drafter.asked) == continued.sum(), "no pass is made twice"
-    assert drafter.begun <= len(case.rounds)
-    return case, continued
-
-
-def begins(rounds):
-    """The position in the answer at which each round's drafts begin."""
-    return np.cumsum([1, *(len(r.accepted.tokens) for r in rounds[:-1])])
-
-
-def by_stretch(position: int) -> float:
-    """Sure in every other stretch of 40 tokens."""
-    return 0.95 if position // 40 % 2 else 0.15
-
-
-def test_a_second_pass_is_made_in_the_rounds_that_need_it():
-    case, continued = in_two(by_stretch, lambda i: 0.9, 0.5)
-    starts = begins(case.rounds)
-    here, ahead = (np.array([by_stretch(i + k) > 0.5 for i in starts]) for k in (0, 6))
-    late = starts > 200
-    assert continued[late & ~here].mean() > 0.8 and continued[late & here & ahead].mean() < 0.2
-    always, never = (
-        Case(TimedTarget(Clock(), FLAT), {"draft": Honest(seconds, sure)}, 600).seconds
-        for seconds, sure in ((0.6, lambda i: max(0.9, by_stretch(i))), (0.1, by_stretch))
-    )
-    assert case.seconds < 0.95 * min(always, never)
-
-
-@pytest.mark.parametrize("seconds", [3.0, 30.0])
-def test_a_second_pass_that_costs_too_much_is_hardly_ever_made(seconds):
-    case, continued = in_two(lambda i: 0.6, lambda i: 0.9, seconds)
-    alone = Case(TimedTarget(Clock(), FLAT), {"draft": Honest(0.1, lambda i: 0.6)}, 600)
-    assert continued.mean() < 0.03
-    assert case.seconds < 1.1 * alone.seconds
-
-
-def test_a_second_pass_that_costs_nothing_is_made_wherever_it_may_help():
-    _, continued = in_two(lambda i: 0.5, lambda i: 0.9, 0.0)
-    assert continued.mean() > 0.95
-
-
-def test_no_more_branches_are_asked_for_than_are_worth_their_time():
-    """r = 0.4, 0.24, 0.14, ...: what each brings is worth that share of about two tokens."""
-    case, _ = in_two(lambda i: 0.6, lambda i: 0.95, 0.1, by_branch=0.15)
-    asked = case.drafter._drafters["draft"].asked
-    assert 1 < np.mean(asked[20:]) < 6
-
-
-def test_a_second_pass_that_begins_to_help_is_noticed_and_costs_little_before():
-    case, continued = in_two(lambda i: 0.3, lambda i: 0.9 if i > 900 else 0.3, 0.3, 1800)
-    starts = begins(case.rounds)
-    before = (starts > 100) & (starts < 900)
-    assert 0 < continued[before].mean() < 0.1
-    assert continued[starts > 1400].mean() > 0.8
 
 
 def test_it_notices_when_the_text_becomes_easy_and_when_it_becomes_hard():

@@ -188,8 +188,9 @@ def test_exact_answers_neither_use_nor_leave_anything(tmp_path):
     prompt = prompt_of(22, 40)
     said_by(Session(pair, config_of("ngram"), prefixes), prompt)
     before = prefixes.nbytes
-    _, reused = said_by(Session(pair, config_of("ngram", exact=True), prefixes), prompt)
-    assert reused == 0 and prefixes.nbytes == before
+    for asked in (prompt, prompt_of(23, 40)):
+        _, reused = said_by(Session(pair, config_of("ngram", exact=True), prefixes), asked)
+        assert reused == 0 and prefixes.nbytes == before
 
 
 # The engine

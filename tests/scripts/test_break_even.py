@@ -9,6 +9,7 @@ import pytest
 import simulate_trees
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.pair import Pair
@@ -51,16 +52,14 @@ def test_the_clock_counts_every_pass_once(pair, second):
 
 def test_at_the_cost_that_it_names_both_methods_are_as_fast(tmp_path):
     tokens = {"ddtree": {4: 2.2, 8: 2.9, 16: 3.3}, "d2sd": {4: 2.3, 8: 3.1, 16: 3.6}}
+    report = {}
+    for method, known in tokens.items():
+        for n, found in known.items():
+            count = simulate_trees.Count()
+            count.add("math", [(round(100 * found), n), *[(0, n)] * 99])
+            report[f"{method}:budget={n}"] = count.figures()
     counts = tmp_path / "counts.json"
-    counts.write_text(
-        json.dumps(
-            {
-                f"{method}:budget={n}": {"all": {"tokens_per_round": found}}
-                for method, known in tokens.items()
-                for n, found in known.items()
-            }
-        )
-    )
+    counts.write_text(json.dumps(report))
     *_, row = (line for line in break_even.by_counts(counts).splitlines() if "8B | 8" in line)
     terms, _ = break_even.terms_of("Qwen3-8B", 8, break_even.Traffic.read())
     plain = terms.passes.seconds[0]
@@ -73,6 +72,15 @@ def test_at_the_cost_that_it_names_both_methods_are_as_fast(tmp_path):
     first = terms.first
     assert speed("ddtree", first) > 1 / plain, "or it would be compared with plain decoding"
     assert speed("d2sd", first + even) == pytest.approx(speed("ddtree", first), rel=0.01)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"d2sd:budget=8": {}}', '{"d2sd": {}}'])
+def test_a_file_without_counts_is_named(tmp_path, text):
+    counts = tmp_path / "counts.json"
+    if text is not None:
+        counts.write_text(text)
+    with pytest.raises(DFlashError, match=r"counts\.json"):
+        break_even.by_counts(counts)
 
 
 def test_a_second_draft_over_four_blocks_is_dearer_than_the_first():

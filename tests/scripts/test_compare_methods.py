@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import compare_methods
+import pytest
+
+from dflash_mlx.core.errors import DFlashError
 
 
 def figures(accepted: float, speedup: list[float], draft: float = 0.0) -> dict[str, Any]:
@@ -44,3 +47,39 @@ def test_methods_whose_trees_times_decide_are_not_walked():
     methods = list(compare_methods.METHODS)
     left = set(methods) - {*compare_methods.fixed(methods)}
     assert left == {"none", "ngram", "ddtree", "d2sd"}
+
+
+def test_the_walked_answers_are_those_of_the_model_that_is_timed(tmp_path, monkeypatch):
+    """Options that a collection of answers has no use for are left to the benchmark."""
+    asked: dict[str, list[str]] = {}
+
+    def keep(name):
+        def main(argv):
+            asked[name] = argv
+            (tmp_path / "walks-0.json").write_text("{}")
+
+        return main
+
+    monkeypatch.setattr(compare_methods, "collect", keep("collect"))
+    monkeypatch.setattr(compare_methods.simulate_trees, "main", keep("walk"))
+    options = ["--kv-bits", "8", "--model", "m", "--template", "a=1", "--template", "b=2"]
+    given = compare_methods.parser().parse_args(
+        ["--prompts", "p.jsonl", "--out", str(tmp_path), "--", *options]
+    )
+    compare_methods.walk(given, ["dflash:8"], "0")
+    assert asked["walk"][-len(options) :] == options
+    assert asked["collect"][-6:] == ["--model", "m", "--template", "a=1", "--template", "b=2"]
+    assert "--kv-bits" not in asked["collect"]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [([], "absent"), (["--methods", "eagle4"], "eagle4")],
+    ids=["file", "method"],
+)
+def test_what_cannot_be_measured_is_said_before_anything_is(tmp_path, given, named):
+    with pytest.raises(DFlashError, match=named):
+        compare_methods.main(
+            ["--prompts", str(tmp_path / "absent"), "--out", str(tmp_path / "out"), *given]
+        )
+    assert not (tmp_path / "out").exists()

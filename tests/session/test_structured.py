@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.adaptive import Adaptive
-from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.engine.constraint import FORCED
 from dflash_mlx.engine.pair import Pair
@@ -20,14 +19,12 @@ from dflash_mlx.session.answer import collect
 from dflash_mlx.session.many import Conversations
 from dflash_mlx.session.stream import Session
 from dflash_mlx.target.model import Target
-from support import masked_formats
 from support.decoding import Strict
 from support.drafter_formats import drafter_folder
 from support.families import make_model
 from support.grammars import tiny_tokenizer
 from support.models import EOS
-from support.reference_dflash import write_drafter_folder
-from support.reference_eagle3 import FORMATS
+from support.pairs import full_pair
 from support.toys import Letters, prompt_of
 
 SCHEMA = {
@@ -69,12 +66,7 @@ PROMPT = prompt_of(3, 12) * 2
 def pair(tmp_path_factory):
     new = tmp_path_factory.mktemp
     target = Target(make_model("llama"), 200, "tiny")
-    first = drafter_folder(new("first"), [0, 2], 1, target)
-    second = drafter_folder(new("second"), [1], 2, target)
-    masked = masked_formats.load(masked_formats.folder(new("masked")), target)
-    folder = write_drafter_folder(new("eagle"), *FORMATS["raw"])
-    eagle = checkpoint.load(folder, checkpoint.read_drafter(folder).config, target, PairConfig())
-    return Pair(target, tiny_tokenizer(new("words")), (first, second, masked, eagle), "tiny")
+    return full_pair(new("pair"), target, tiny_tokenizer(new("words")))
 
 
 def config_of(method="none", structure="schema", temperature=0.0, **options):
@@ -275,16 +267,12 @@ def refused(pair, **structure):
     return str(raised.value)
 
 
-def test_a_tokenizer_that_cannot_be_used_is_named(pair):
+def test_a_tokenizer_that_cannot_be_used_is_named(pair, monkeypatch):
     other = replace(pair, tokenizer=Letters(), learned={})
     assert "tokenizer of tiny (it is none of" in refused(other, json_object=True)
-    endless = tiny = pair.tokenizer
-    ends, tiny.eos_token_ids = tiny.eos_token_ids, {9999}
-    try:
-        said = refused(replace(pair, tokenizer=endless, learned={}), json_object=True)
-        assert "no token that ends an answer" in said
-    finally:
-        tiny.eos_token_ids = ends
+    monkeypatch.setattr(pair.tokenizer, "eos_token_ids", {9999})
+    said = refused(replace(pair, learned={}), json_object=True)
+    assert "no token that ends an answer" in said
 
 
 def test_a_grammar_with_a_token_that_the_model_lacks_is_refused(pair):

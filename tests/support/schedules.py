@@ -12,10 +12,9 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.cli.prompts import read_prompts
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import Sampler, penalise, tempered
 from dflash_mlx.drafters.adaptive import Adaptive
-from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.decode import make_rule
@@ -31,11 +30,9 @@ from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
-from support import masked_formats, reference_eagle3
 from support.decoding import Strict, answer
-from support.drafter_formats import drafter_folder
 from support.families import make_model
-from support.reference_dflash import write_drafter_folder
+from support.pairs import full_pair
 from support.toys import foretold, prompt_of
 
 TOYS = ("llama", "llama_sliding", "qwen3_5", "gemma3_text", "gemma2", "lfm2")  # gemma2 takes turns
@@ -114,13 +111,7 @@ def toy_pair(name: str, folder: Path) -> Pair:
     """A tiny target of a family, with drafters of all kinds, whose files go to `folder`."""
     target = Target(make_model(name), 1000, name)
     target.pass_times = PassTimes((1, 96), (1.0, 3.0))
-    first = drafter_folder(folder / "first", [0, 2], 1, target)
-    second = drafter_folder(folder / "second", [1], 2, target)
-    masked = masked_formats.load(masked_formats.folder(folder / "masked"), target)
-    written = write_drafter_folder(folder / "eagle", *reference_eagle3.FORMATS["raw"])
-    read = checkpoint.read_drafter(written).config
-    eagle = checkpoint.load(written, read, target, PairConfig())
-    return Pair(target, None, (first, second, masked, eagle), "tiny")
+    return full_pair(folder, target)
 
 
 def toy_prompt(rng: np.random.Generator) -> list[int]:

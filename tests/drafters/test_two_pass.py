@@ -1,0 +1,107 @@
+"""A second draft pass is made in the rounds in which it pays, over the branches that pay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dflash_mlx.drafters.growth.grow import rejection_boundaries
+from dflash_mlx.drafters.none import NoContext
+from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
+from dflash_mlx.target.pass_times import PassTimes
+from support.timed import FLAT, Case, Clock, Honest, TimedTarget
+
+
+class InTwo(TwoPass):
+    """Two drafters one after the other: the second knows more where the first is not sure.
+
+    asked: branches of every second pass.
+    """
+
+    taps, rounds_ahead = (), 0
+
+    def __init__(self, first: Honest, second: Honest, by_branch: float = 0.0) -> None:
+        self.passes = first, second
+        self.by_branch, self.begun, self.asked = by_branch, 0, []
+
+    def new_context(self) -> NoContext:
+        return NoContext()
+
+    def begin(self, states, rooms):
+        self.begun += 1
+        trees = [self.passes[0].draft(*each).tree for each in zip(states, rooms, strict=True)]
+        return [FirstDraft(tree, branches=boundaries(tree)) for tree in trees]
+
+    def go_on(self, states, drafts, counts):
+        self.asked.append(sum(counts))
+        self.passes[1].clock.now += self.by_branch * sum(counts)
+        return [self.passes[1].draft(state, state.room) for state in states]
+
+
+def boundaries(tree):
+    """As of the published tree, of a chain."""
+    sure = np.exp(np.array(tree.logprobs[1:]))
+    return {tree.drafted[:i]: r for i, r in enumerate(rejection_boundaries(sure).tolist())}
+
+
+def in_two(first, second, seconds, tokens=600, by_branch=0.0):
+    """A case with a second pass of so many seconds, and whether each round went on to it."""
+    drafter = InTwo(Honest(0.1, first), Honest(seconds, second, seed=2), by_branch)
+    timed = PassTimes((1, 7), tuple(max(seconds + by_branch * n, 1e-6) for n in (1, 7)))
+    case = Case(TimedTarget(Clock(), FLAT), {"draft": drafter}, tokens, second=timed)
+    continued = np.array([r.proposal.why.continued for r in case.rounds])
+    assert case.modes.get("plain", 0) < 0.1
+    assert drafter.begun >= len(drafter.asked) == continued.sum(), "no pass is made twice"
+    assert drafter.begun <= len(case.rounds)
+    return case, continued
+
+
+def begins(rounds):
+    """The position in the answer at which each round's drafts begin."""
+    return np.cumsum([1, *(len(r.accepted.tokens) for r in rounds[:-1])])
+
+
+def by_stretch(position: int) -> float:
+    """Sure in every other stretch of 40 tokens."""
+    return 0.95 if position // 40 % 2 else 0.15
+
+
+def test_a_second_pass_is_made_in_the_rounds_that_need_it():
+    case, continued = in_two(by_stretch, lambda i: 0.9, 0.5)
+    starts = begins(case.rounds)
+    here, ahead = (np.array([by_stretch(i + k) > 0.5 for i in starts]) for k in (0, 6))
+    late = starts > 200
+    assert continued[late & ~here].mean() > 0.8 and continued[late & here & ahead].mean() < 0.2
+    always, never = (
+        Case(TimedTarget(Clock(), FLAT), {"draft": Honest(seconds, sure)}, 600).seconds
+        for seconds, sure in ((0.6, lambda i: max(0.9, by_stretch(i))), (0.1, by_stretch))
+    )
+    assert case.seconds < 0.95 * min(always, never)
+
+
+@pytest.mark.parametrize("seconds", [3.0, 30.0])
+def test_a_second_pass_that_costs_too_much_is_hardly_ever_made(seconds):
+    case, continued = in_two(lambda i: 0.6, lambda i: 0.9, seconds)
+    alone = Case(TimedTarget(Clock(), FLAT), {"draft": Honest(0.1, lambda i: 0.6)}, 600)
+    assert continued.mean() < 0.03
+    assert case.seconds < 1.1 * alone.seconds
+
+
+def test_a_second_pass_that_costs_nothing_is_made_wherever_it_may_help():
+    _, continued = in_two(lambda i: 0.5, lambda i: 0.9, 0.0)
+    assert continued.mean() > 0.95
+
+
+def test_no_more_branches_are_asked_for_than_are_worth_their_time():
+    """r = 0.4, 0.24, 0.14, ...: what each brings is worth that share of about two tokens."""
+    case, _ = in_two(lambda i: 0.6, lambda i: 0.95, 0.1, by_branch=0.15)
+    asked = case.drafter._drafters["draft"].asked
+    assert 1 < np.mean(asked[20:]) < 6
+
+
+def test_a_second_pass_that_begins_to_help_is_noticed_and_costs_little_before():
+    case, continued = in_two(lambda i: 0.3, lambda i: 0.9 if i > 900 else 0.3, 0.3, 1800)
+    starts = begins(case.rounds)
+    before = (starts > 100) & (starts < 900)
+    assert 0 < continued[before].mean() < 0.1
+    assert continued[starts > 1400].mean() > 0.8

@@ -1,0 +1,120 @@
+"""Drafters and targets in simulated time, whose passes take what a test says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.adaptive import Adaptive, Scope
+from dflash_mlx.drafters.none import NoContext, NoDraft
+from dflash_mlx.engine.decode import answer as answer_of
+from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.state import State
+from dflash_mlx.target.pass_times import PassTimes
+from support import decoding
+from support.toys import ToyTarget
+
+VOCABULARY = 14
+FLAT = PassTimes((1, 96), (1.0, 1.0))
+
+
+@dataclass
+class Clock:
+    """Time that passes only when somebody says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedTarget(ToyTarget):
+    """A toy target whose passes take what `times` says, and `more`."""
+
+    def __init__(self, clock: Clock, times: PassTimes, more: float = 0.0) -> None:
+        super().__init__(VOCABULARY, context_length=2000)
+        self.clock, self.times, self.more = clock, times, more
+
+    def forward(self, tokens, cache, block, taps=()):
+        self.clock.now += float(self.times.of(block.rows)) + self.more
+        if block.tree is not None:
+            self.clock.now += float(self.times.branching(np.array([block.rows]))[0])
+        return super().forward(tokens, cache, block, taps)
+
+
+class Honest(EachAlone):
+    """Knows the next token with probability `sure(position)`, says so, and offers siblings.
+
+    Its clock, its name and the answer that it knows come from the case that it is in.
+    """
+
+    name, taps, rounds_ahead = "draft", (), 0
+
+    def __init__(self, seconds: float, sure: Callable[[int], float], width=1, seed=1) -> None:
+        self.seconds, self.sure, self.width = seconds, sure, width
+        self.rng = np.random.default_rng(seed)
+
+    def new_context(self) -> NoContext:
+        return NoContext()
+
+    def draft(self, state: State, room: int) -> Proposal:
+        self.clock.now += self.seconds
+        done = len(state.tokens) - 3
+        tokens, parents, logprobs, parent = [], [-1], [0.0], 0
+        for i in range(done, min(done + 7, len(self.plain), done + room - 1)):
+            right, first = self.plain[i], len(parents)
+            guesses = [(right + k) % VOCABULARY for k in range(self.width)]
+            if self.rng.random() > self.sure(i):
+                guesses = [(guess + 5) % VOCABULARY for guess in guesses]
+            guesses = self.rng.permutation(guesses).tolist()
+            tokens += guesses
+            parents += [parent] * self.width
+            logprobs += [float(np.log(max(self.sure(i), 1e-3) / self.width))] * self.width
+            parent = first + (guesses.index(right) if right in guesses else 0)
+        return Proposal(Tree(tuple(tokens), tuple(parents), tuple(logprobs)))
+
+
+class Case:
+    """Plain decoding and a choice of drafters on one toy target, in simulated time."""
+
+    def __init__(self, target, drafters, tokens=400, looks_up=False, chains=False, second=None):
+        self.target, self.clock = target, target.clock
+        self.plain = decoding.answer(target, NoDraft(), [1, 2, 3], DecodeConfig(max_tokens=tokens))
+        self.plain_seconds = self.clock.now
+        for name, drafter in drafters.items():
+            drafter.name = name
+            for part in getattr(drafter, "passes", [drafter]):
+                part.plain, part.clock = self.plain, self.clock
+        last = list(drafters.values())[-1]
+        self.drafter = Adaptive(
+            last, drafters, target.times, Scope((), looks_up, chains), self.clock
+        )
+        self.drafter.experience.second.times.timed = second
+        self.rounds = self.run(tokens)
+        self.seconds = self.clock.now - self.plain_seconds
+
+    def run(self, tokens):
+        """The rounds of another answer, which is plain decoding's."""
+        config = DecodeConfig(max_tokens=tokens)
+        rounds = list(answer_of(self.target, self.drafter, [1, 2, 3], config))
+        assert decoding.tokens_in(r.accepted for r in rounds) == self.plain[:tokens]
+        _, *chosen = rounds
+        assert all(r.proposal.mode and r.proposal.reason for r in chosen)
+        return chosen
+
+    def start(self, tokens):
+        """A config of so many tokens, and a state behind the prompt."""
+        config = DecodeConfig(max_tokens=tokens)
+        return config, decoding.start(self.target, self.drafter, [1, 2, 3], config)
+
+    @property
+    def modes(self):
+        """The share of each mode in the second half, when all is known."""
+        half = self.rounds[len(self.rounds) // 2 :]
+        counts = Counter(r.proposal.mode for r in half)
+        return {mode: count / len(half) for mode, count in counts.items()}
