@@ -2,9 +2,10 @@
 
     .venv/bin/python scripts/compare_many.py --prompts PROMPTS.jsonl
 
-Total tokens per second of 1, 2, 4 and 8 greedy answers, with and without drafts, each the median of
-several runs that take turns; and how long three answers pause while a long prompt is read. Let
-nothing else run meanwhile.
+Tokens per second of 1, 2, 4 and 8 greedy answers, all together and (in brackets) of the median
+answer from the moment it was asked for, with and without drafts, each the median of several runs
+that take turns; and how long three answers pause while a long prompt is read. Let nothing else run
+meanwhile.
 """
 
 from __future__ import annotations
@@ -34,42 +35,47 @@ from dflash_mlx.session.templates import prompt_tokens
 PROGRAM = "compare_many.py"
 
 Prompts = list[list[int]]
+Ends = list[tuple[int, float]]  # tokens of each answer, and the seconds until it had ended
 
 
-def together(pair: Pair, prompts: Prompts, method: str, tokens: int) -> tuple[int, float]:
-    """Tokens of all answers, and the seconds that they took, their prompts included."""
-    conversations = Conversations(pair)
-    for prompt in prompts:
-        conversations.begin(prompt, DecodeConfig(method, max_tokens=tokens))
-    said, begin = 0, time.perf_counter()
+def together(pair: Pair, prompts: Prompts, method: str, tokens: int) -> Ends:
+    """What came of all answers at once, their prompts included."""
+    conversations, begin = Conversations(pair), time.perf_counter()
+    config = DecodeConfig(method, max_tokens=tokens)
+    ends = {conversations.begin(prompt, config): (0, 0.0) for prompt in prompts}
     while conversations:
-        for _, delta in conversations.step():
+        for answering, delta in conversations.step():
             if isinstance(delta, Exception):
                 raise delta
-            said += len(delta.tokens)
-    return said, time.perf_counter() - begin
+            said = ends[answering][0] + len(delta.tokens)
+            ends[answering] = said, time.perf_counter() - begin
+    return [*ends.values()]
 
 
-def in_turn(pair: Pair, prompts: Prompts, method: str, tokens: int) -> tuple[int, float]:
-    """The same, one answer after the other."""
-    runs = [together(pair, [prompt], method, tokens) for prompt in prompts]
-    return sum(said for said, _ in runs), sum(seconds for _, seconds in runs)
+def in_turn(pair: Pair, prompts: Prompts, method: str, tokens: int) -> Ends:
+    """The same, one answer after the other; all are asked for at once."""
+    ends, begin = [], 0.0
+    for prompt in prompts:
+        ((said, seconds),) = together(pair, [prompt], method, tokens)
+        begin += seconds
+        ends.append((said, begin))
+    return ends
 
 
-def batched(pair: Pair, prompts: Prompts, method: str, tokens: int) -> tuple[int, float]:
+def batched(pair: Pair, prompts: Prompts, method: str, tokens: int) -> Ends:
     """The same by mlx-lm's generator, which has no drafts."""
     from mlx_lm.generate import BatchGenerator
 
     stops = [[token] for token in pair.tokenizer.eos_token_ids]
     generator = BatchGenerator(pair.target.model, max_tokens=tokens, stop_tokens=stops)
     begin = time.perf_counter()
-    generator.insert(prompts)
-    said, left = 0, len(prompts)
+    ends = {uid: (0, 0.0) for uid in generator.insert(prompts)}
+    left = len(prompts)
     while left:
         for response in generator.next_generated():
-            said += 1
+            ends[response.uid] = ends[response.uid][0] + 1, time.perf_counter() - begin
             left -= response.finish_reason is not None
-    return said, time.perf_counter() - begin
+    return [*ends.values()]
 
 
 def pauses(pair: Pair, prompts: Prompts, tokens: int, chunked: bool) -> tuple[float, float]:
@@ -101,7 +107,7 @@ def _seconds(conversations: Conversations) -> float:
     return time.perf_counter() - begin
 
 
-WAYS: dict[str, tuple[Callable[..., tuple[int, float]], str]] = {
+WAYS: dict[str, tuple[Callable[..., Ends], str]] = {
     "in turn, plain": (in_turn, "none"),
     "in turn, drafts": (in_turn, "auto"),
     "together, plain": (together, "none"),
@@ -121,20 +127,22 @@ def main(argv: Sequence[str]) -> None:
     rng = random.Random(0)
     rng.shuffle(texts)
     prompts = [prompt_tokens(pair.tokenizer, text["messages"], None) for text in texts]
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for run in range(asked.runs + 1):  # the first warms up, and measures passes
         cases = [(way, n) for way in WAYS for n in asked.counts]
         rng.shuffle(cases)
         for way, n in cases:
             call, method = WAYS[way]
             begin = (run * n) % (len(prompts) - n + 1)
-            said, seconds = call(pair, prompts[begin : begin + n], method, asked.max_tokens)
+            ends = call(pair, prompts[begin : begin + n], method, asked.max_tokens)
             mx.clear_cache()
             if run:
-                found[way, n].append(said / seconds)
-    print("tokens per second".ljust(20), *(f"{n:>8}" for n in asked.counts))
+                total = sum(said for said, _ in ends) / max(seconds for _, seconds in ends)
+                found[way, n].append((total, median(said / seconds for said, seconds in ends)))
+    print("tokens per second".ljust(20), *(f"{n:>14}" for n in asked.counts))
     for way in WAYS:
-        print(way.ljust(20), *(f"{median(found[way, n]):8.1f}" for n in asked.counts))
+        rates = [map(median, zip(*found[way, n], strict=True)) for n in asked.counts]
+        print(way.ljust(20), *("{:6.1f} ({:5.1f})".format(*rate) for rate in rates))
     for chunked in (False, True):
         longest, usual = pauses(pair, prompts, asked.long, chunked)
         how = "in chunks" if chunked else "as alone"
