@@ -14,6 +14,7 @@ from textual.widgets import Static
 
 from dflash_chat.figures import counted
 from dflash_chat.naming import TARGET, legend, source_shape, source_style
+from dflash_chat.terminal import assembled
 from dflash_chat.tree_view import (
     ACCEPTED,
     END,
@@ -221,7 +222,7 @@ def _legend(delta: TextDelta) -> list[Line]:
 def styled(lines: Sequence[Line], shapes: bool = False) -> Content:
     """Segments in the colours of the theme. shapes: underlined and slanted, too, as `NO_COLOR`."""
     return Content("\n").join(
-        Content.assemble(*((text, style_of(kind, shapes)) for text, kind in line)) for line in lines
+        assembled((text, style_of(kind, shapes)) for text, kind in line) for line in lines
     )
 
 

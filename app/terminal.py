@@ -9,12 +9,13 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from textual.color import Color
+from textual.content import Content
 from textual.filter import LineFilter
 
 from dflash_mlx import for_terminal
@@ -68,6 +69,14 @@ def when_hung_up(leave: Callable[[], object]) -> None:
         os._exit(128 + signal.SIGHUP)
 
     threading.Thread(target=watch, name="terminal", daemon=True).start()
+
+
+def assembled(parts: Iterable[tuple[str, str]]) -> Content:
+    """Texts and their styles, side by side.
+
+    Textual leaves control characters out when it has counted them: styles would lie behind the end.
+    """
+    return Content.assemble(*((for_terminal(text), style) for text, style in parts))
 
 
 @contextmanager

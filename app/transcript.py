@@ -14,7 +14,7 @@ from textual.widgets.markdown import MarkdownStream
 from dflash_chat.conversation import ENDINGS, Turn
 from dflash_chat.welcome import Welcome
 from dflash_chat.window import Window
-from dflash_mlx import SplitText, ThinkingReader, split_thinking
+from dflash_mlx import SplitText, ThinkingReader, for_terminal, split_thinking
 
 SHOWN = 4000  # characters of a question or a notice that are shown
 MOST_NOTICES = 8
@@ -54,7 +54,7 @@ class Reply(Vertical):
     def compose(self) -> ComposeResult:
         with Collapsible(title=self._thought_title, classes="thought"):
             yield Static(self._shown.thought, markup=False, classes="thought-text")
-        yield Markdown(self._shown.answer, open_links=False)
+        yield Markdown(for_terminal(self._shown.answer), open_links=False)
         yield self._tokens
         yield Static(ENDINGS.get(self._ending, ""), classes="ending")
 
@@ -78,7 +78,7 @@ class Reply(Vertical):
         if new := now.answer[len(before.answer) :]:
             if self._stream is None:
                 self._stream = Markdown.get_stream(self.query_one(Markdown))
-            await self._stream.write(new)
+            await self._stream.write(for_terminal(new))
 
     def show_tokens(self, tokens: Content | None) -> None:
         """Show the answer's tokens as they came to be in place of its text; None for the text."""

@@ -14,6 +14,7 @@ from dflash_chat.figures import counted, speed
 from dflash_chat.naming import method_name, target_name
 from dflash_chat.prompt import Prompt
 from dflash_chat.speeds import Earlier, SpeedLog, Timing
+from dflash_chat.terminal import assembled
 from dflash_mlx import DecodeConfig, Pair, amount, settle
 
 QUESTIONS = (
@@ -101,8 +102,8 @@ class Welcome(Asks, Vertical):
         """Lines of a name and what is known, "" for nothing."""
         self._facts = facts
         lines = [
-            Content.assemble(
-                (f"{name:<8}", "$secondary"), (said, "bold $text-primary" * (name == SPEED))
+            assembled(
+                [(f"{name:<8}", "$secondary"), (said, "bold $text-primary" * (name == SPEED))]
             )
             for name, said in facts.items()
             if said

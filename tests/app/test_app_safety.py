@@ -14,10 +14,10 @@ from dflash_chat.labels import label_of
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.problems import describe
 from dflash_chat.store import Store
-from dflash_chat.terminal import Harmless
+from dflash_chat.terminal import Harmless, assembled
 from dflash_mlx import DecodeConfig, DFlashError
 from support.app_hostile import EACH, torment
-from support.app_scripts import in_chat, notices, say, screen_text, until
+from support.app_scripts import answered, in_chat, notices, say, screen_text, until
 from support.hostile import SEQUENCES, commands_in
 
 
@@ -33,6 +33,22 @@ def test_a_line_keeps_its_width_and_loses_its_commands(text):
     (after,) = Harmless().apply([before], Color(0, 0, 0))
     assert commands_in(after.text) == [] and "\n" not in after.text and "\t" not in after.text
     assert after.cell_length == before.cell_length
+
+
+@in_chat()
+async def test_styles_behind_characters_that_are_left_out_stay_where_their_words_are(
+    app, pilot, backend
+):
+    """Textual counts control characters that it leaves out, and its styles fall off the end."""
+    rung = ["\x07" * 30 + "[x](http://y)", "\x07" * 30 + "`code`"]
+    turns = [Turn("user", "?"), Turn("assistant", rung[0])]
+    await app.show_conversation(Conversation(turns=turns))
+    backend.answers = [rung[1]]
+    await answered(app, pilot, "and?")
+    await until(lambda: "code" in screen_text(app), pilot)
+    assert "x" in screen_text(app).split()
+    content = assembled([("\x07\x07\x07", "bold"), ("b", "italic")])
+    assert [(span.start, span.end) for span in content.spans][-1] == (0, 1)
 
 
 def test_a_line_without_commands_stays_the_same_object():
