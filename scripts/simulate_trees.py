@@ -8,8 +8,8 @@ An answer decides which drafts are right, so the target reads every answer once,
 together, and a draft that several of them ask for is made once. Counts are those of decoding,
 near-ties of the target apart: drafts are kept as far as they match what the target chose or drew
 (`--acceptance match`), and what it draws does not depend on them.
-Methods are written as in `dflash_mlx.benchmark`; times are not simulated, so an automatic budget
-has no place here.
+Methods and sweeps are written as in `dflash_mlx.benchmark`, and `--plot FILE` draws a sweep; times
+are not simulated, so an automatic budget has no place here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from dflash_mlx.benchmark.figures import interval, tokens_a_round
-from dflash_mlx.benchmark.selection import PLAIN, read_methods
+from dflash_mlx.benchmark.plots import draw_sweep
+from dflash_mlx.benchmark.selection import PLAIN, expand, read_methods
 from dflash_mlx.core.accept import Accepted, Choose, accept
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
@@ -197,17 +198,18 @@ def continuing(text: list[int], anchor: int) -> Choose:
 
 def read(pair: Pair, drafters: dict[str, Drafter], text: list[int]) -> dict[str, Reading]:
     """What each drafter reads of a text; those of the DFlash family read it together."""
-    taps = tuple(sorted({tap for drafter in drafters.values() for tap in drafter.taps}))
+    shared = [name for name, drafter in drafters.items() if shares(drafter)]
+    both = [make_drafter(pair, NEEDS_TREES)] if shared else []
+    taps = tuple(sorted({tap for drafter in (*drafters.values(), *both) for tap in drafter.taps}))
     layers = dict(zip(taps, read_layers(pair, text, taps), strict=True))
 
     def reading(drafter: Drafter) -> Reading:
         own = [layers[tap] for tap in drafter.taps]
         return Reading(drafter.new_context(), text, mx.concatenate(own, axis=-1) if own else None)
 
-    shared = [name for name, drafter in drafters.items() if shares(drafter)]
-    together = reading(make_drafter(pair, NEEDS_TREES)) if shared else None
+    together = [*map(reading, both)]
     return {
-        name: together if together and name in shared else reading(drafter)
+        name: together[0] if name in shared else reading(drafter)
         for name, drafter in drafters.items()
     }
 
@@ -261,8 +263,13 @@ def check_every(number: int) -> None:
 
 def main(argv: Sequence[str]) -> None:
     arguments = parser().parse_args(argv)
-    cli.check_output(arguments.json)
-    methods = simulated(arguments.methods, cli.read_decode_config(arguments))
+    for file in (arguments.json, arguments.plot):
+        cli.check_output(file)
+    if arguments.plot is not None and arguments.sweep is None:
+        raise DFlashError("--plot draws a sweep", "add --sweep, as in --sweep budget=4,8,16")
+    methods, sweep = simulated(
+        arguments.methods, cli.read_decode_config(arguments), arguments.sweep
+    )
     check_every(arguments.every)
     pair = load_pair(cli.read_pair_config(arguments), NEEDS_TREES)
     rows = read_answers(arguments.corpus, vocabulary_size(pair.target))[:: arguments.every]
@@ -273,21 +280,31 @@ def main(argv: Sequence[str]) -> None:
     print_table(report)
     if arguments.json is not None:
         write_report(arguments.json, json.dumps(report, indent=1) + "\n")
+    if arguments.plot is not None:
+        draw_sweep(
+            sweep, {name: figures["all"] for name, figures in report.items()}, arguments.plot
+        )
 
 
-def simulated(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
-    """The methods to walk with; DFlashError where times would decide, or none is left."""
-    methods = read_methods(names, config)
+def simulated(
+    names: str, config: DecodeConfig, swept: str | None = None
+) -> tuple[dict[str, DecodeConfig], dict[str, Any]]:
+    """The methods to walk with, and what is swept; DFlashError where times would decide."""
+    methods, sweep = read_methods(names, config), {}
     del methods[PLAIN]
     if not methods:
         raise DFlashError(f"there is nothing to simulate in {names!r}", "name a drafting method")
+    if swept is not None:
+        if "=" not in swept:
+            raise DFlashError(f"--sweep {swept} has no values", "add some, as in budget=4,8,16")
+        methods, sweep = expand(swept, methods, lambda _: 0)  # which only usual values ask
     if config.draws_drafts:
         raise DFlashError("the acceptance of drawn drafts is no walk", "add --acceptance match")
     for name, method in methods.items():
         if lacks := by_times(method):
             what, example = lacks
             raise DFlashError(f"the {what} of {name!r} depends on times", f"try {name}:{example}")
-    return methods
+    return methods, sweep
 
 
 def by_times(config: DecodeConfig) -> tuple[str, str] | None:
@@ -324,7 +341,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--corpus", type=Path, required=True, help="answers of one temperature")
     result.add_argument("--methods", required=True, help="as in dflash_mlx.benchmark")
     result.add_argument("--every", type=int, default=1, help="use only every N-th answer")
+    result.add_argument("--sweep", help="as in dflash_mlx.benchmark, as in budget=4,8,16")
     result.add_argument("--json", type=Path, help="write the figures here")
+    result.add_argument("--plot", type=Path, help="draw the sweep here (PNG)")
     cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, without=["method"])
     return result
 

@@ -47,6 +47,12 @@ def draw_speed(report: dict[str, Any], file: Path) -> None:
     _draw(_speed(groups(report)), file)
 
 
+def draw_sweep(sweep: dict[str, Any], methods: dict[str, Figures], file: Path) -> None:
+    """Save tokens per round over the swept setting alone; DFlashError without matplotlib."""
+    key, title = _TOKENS
+    _draw({f"{title} over {sweep['setting']}": _swept(sweep["lines"], methods, key)}, file)
+
+
 def _speed(every: dict[str, dict[str, Figures]]) -> dict[str, Lines]:
     return {title: _by_category(every, key) for key, title in (_SPEEDUP, _TOKENS)}
 

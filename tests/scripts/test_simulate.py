@@ -7,20 +7,16 @@ from dataclasses import replace
 import pytest
 import simulate_trees as script
 
+from dflash_mlx.benchmark import plots
 from dflash_mlx.benchmark.selection import read_methods
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.decode import answer
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.rows import CorpusRow
-from support import masked_formats
-from support.drafter_formats import drafter_folder
 from support.families import make_model
-from support.reference_dflash import write_drafter_folder
-from support.reference_eagle3 import FORMATS
+from support.pairs import full_pair
 
 METHODS = (
     "dflash:8,dflash:3,d2sd:growth=paper,d2sd:budget=12,ddtree:budget=7,ngram:16,"
@@ -32,15 +28,7 @@ PROMPT = [5, 9, 5, 9, 5, 3]
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     target = Target(make_model("llama"), 200, "tiny")
-    first, second = (
-        drafter_folder(tmp_path_factory.mktemp("drafter"), [0, 2], seed, target) for seed in (1, 2)
-    )
-    masked = masked_formats.load(masked_formats.folder(tmp_path_factory.mktemp("masked")), target)
-    raw, tensors = FORMATS["raw"]
-    folder = write_drafter_folder(tmp_path_factory.mktemp("eagle"), raw, tensors)
-    config = checkpoint.parse_config(raw, "tiny", checkpoint.files.read_headers(folder))
-    eagle = checkpoint.load(folder, config, target, PairConfig())
-    return Pair(target, None, (first, second, masked, eagle), "x")
+    return full_pair(tmp_path_factory.mktemp("pair"), target)
 
 
 def decoded(pair, config):
@@ -82,6 +70,24 @@ def test_drawn_answers_are_walked_as_decoding_draws_them(pair):
     assert (count, nodes) == (len(rounds), sum(rows for _, rows in rounds))
 
 
+def test_a_sweep_is_drawn_over_its_values_with_level_lines_for_the_rest(
+    pair, tmp_path, monkeypatch
+):
+    drawn = {}
+    monkeypatch.setattr(plots, "_draw", lambda panels, file: drawn.update({file: panels}))
+    monkeypatch.setattr(script, "load_pair", lambda *settings: pair)
+    row = CorpusRow("a", "math", tuple(PROMPT), (3, 4, 5, 6) * 5, 0.0)
+    (tmp_path / "answers").write_text(row.as_line())
+    given = ["--corpus", tmp_path / "answers", "--methods", "specdiff:steps=1,dflash:4"]
+    file = tmp_path / "plot.png"
+    script.main([*map(str, given), "--sweep", "budget=5,3", "--plot", str(file)])
+    ((title, lines),) = drawn[file].items()
+    assert title == "tokens per round over budget"
+    assert list(lines) == ["specdiff:steps=1", "dflash:4"]
+    assert lines["specdiff:steps=1"][0] == (3, 5) and lines["dflash:4"][0] == ()
+    assert min(*lines["specdiff:steps=1"][1], lines["dflash:4"][1]) >= 1
+
+
 def test_answers_of_several_temperatures_are_no_sample_of_one(tmp_path):
     file, row = tmp_path / "answers.jsonl", CorpusRow("a", "math", (1, 2), (3,), 1.0)
     file.write_text("\n".join(each.as_line() for each in (row, replace(row, id="b"))))
@@ -100,6 +106,9 @@ def test_answers_of_several_temperatures_are_no_sample_of_one(tmp_path):
         (["--methods", "ddtree:4"], "'ddtree:4'"),
         (["--methods", "dflash:8", "--every", "0"], "--every is 0"),
         (["--methods", "dflash:8", "--temperature", "1"], "--acceptance match"),
+        (["--methods", "specdiff", "--sweep", "steps"], "--sweep steps has no values"),
+        (["--methods", "specdiff", "--sweep", "steps=1,2"], "'specdiff:steps=1'"),
+        (["--methods", "ddtree:4", "--plot", "a.png"], "add --sweep"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(options, value):
