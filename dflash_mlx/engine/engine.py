@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
-import numpy as np
 
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.origin import Origin
 from dflash_mlx.engine.prefixes import PrefixCache
-from dflash_mlx.engine.state import State
+from dflash_mlx.engine.state import State, shared_by
 from dflash_mlx.engine.step import Outcome, Running, step
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import STEP
 from dflash_mlx.target.model import Target
 
 LONGEST = 2.0  # times a step without prompts that one with a chunk of a prompt may take
-_LEAST_CHUNK, _UNTIMED_CHUNK = 16, 64  # rows
+_LEAST_CHUNK, _UNTIMED_CHUNK = 8, 64  # rows
+_WORTH_SHARING = 64  # tokens that two prompts begin with
 
 
 class Engine:
@@ -132,16 +134,29 @@ class Engine:
             if limit is not None and self.used + self._reserved(first) > limit:
                 return
             self.running.append(self.waiting.popleft())
-            self._begin(first)
+            self._give_way()
 
-    def _begin(self, sequence: Running) -> None:
-        """Let it go on from what another has read, if any has."""
-        if self.prefixes is None:
-            return
-        if not (sequence.exact or sequence.state.position):
-            found = self.prefixes.take(sequence.prompt, self.target, sequence.drafter)
-            sequence.go_on_from(found)
+    def _begin(self, sequence: Running, older: Sequence[Running]) -> bool:
+        """Let it go on from what others have read. False: it waits for what an older one reads."""
+        if self.prefixes is None or sequence.exact or sequence.state.position:
+            return True
+        origin = Origin.of(self.target, sequence.drafter, sequence.state)
+        alike = [
+            each
+            for each in older
+            if not each.exact and Origin.of(self.target, each.drafter, each.state) == origin
+        ]
+        recurrent = sequence.state.cache.is_recurrent  # whose ways back are few
+        if not recurrent and any(_reads_for(each, sequence.prompt) for each in alike):
+            return False
+        usable = {each: each.state.usable(sequence.prompt) for each in alike}
+        best = max(usable, key=usable.__getitem__, default=None)
+        if best is not None and usable[best] >= _WORTH_SHARING:
+            self.prefixes.put(best.state, self.target, best.drafter)
+        found = self.prefixes.take(sequence.prompt, self.target, sequence.drafter)
+        sequence.go_on_from(found)
         self._give_way()
+        return True
 
     def _give_way(self) -> None:
         if self.prefixes is not None and self.memory is not None:
@@ -157,20 +172,30 @@ class Engine:
     def _share_chunks(self) -> None:
         """Let prompts ride along, the oldest first, as far as the others' answers can bear it."""
         decoding = [each for each in self.running if not each.is_reading]
-        left = self._bearable(decoding) if decoding and self.fair else sys.maxsize
-        for each in self.running:
+        reading = [each for each in self.running if each.is_reading]
+        left = sys.maxsize
+        if reading and decoding and self.fair:
+            left = self._bearable(decoding, reading[0].state.position)
+        for i, each in enumerate(self.running):
             if each.is_reading:
-                each.allowed = left
-                left -= min(left, each.chunk, len(each.prompt) - each.state.position)
+                each.allowed = left if self._begin(each, self.running[:i]) else 0
+                left -= min(each.allowed, each.chunk, len(each.prompt) - each.state.position)
 
-    def _bearable(self, decoding: Sequence[Running]) -> int:
-        """Rows of prompts with which a step takes at most `LONGEST` times what it takes without."""
-        times = self.target.pass_times
+    def _bearable(self, decoding: Sequence[Running], position: int) -> int:
+        """Rows of a prompt with which a step takes at most `LONGEST` times what it takes without.
+
+        position: where they begin; with their own context they count as often as they are rows.
+        """
+        times, trees = self.target.pass_times, self._rows
         if times is None:
             return _UNTIMED_CHUNK
-        contexts, rows = [each.state.position for each in decoding], np.arange(1024)
-        alone = float(times.of(self._rows, contexts))
-        most = int((times.of(self._rows + rows, contexts) <= LONGEST * alone).sum()) - 1
+        usual = sum(each.state.position for each in decoding) / len(decoding)
+
+        def seconds(rows: int) -> float:
+            context = (trees * usual + rows * position) / (trees + rows)
+            return float(times.of(trees + rows, [context]))
+
+        most = bisect_right(range(1, 1024), LONGEST * seconds(0), key=seconds)
         return max(most, _LEAST_CHUNK)
 
     def _make_room(self) -> None:
@@ -184,3 +209,10 @@ class Engine:
             self._remove(youngest)
             youngest.drop(self.target)
             self.waiting.appendleft(youngest)
+
+
+def _reads_for(sequence: Running, prompt: Sequence[int]) -> bool:
+    """Whether it is about to read more of what `prompt` begins with, and that is worth a wait."""
+    if not sequence.is_reading:
+        return False
+    return shared_by(sequence.prompt, prompt) >= sequence.state.position + _WORTH_SHARING

@@ -48,7 +48,7 @@ class PassTimes:
     deeper: tuple[PassTimes, ...] = ()
     trees: PassTimes | None = None
 
-    def of(self, rows: npt.NDArray[Any] | int, contexts: Sequence[int] = ()) -> npt.NDArray[Any]:
+    def of(self, rows: npt.NDArray[Any] | int, contexts: Sequence[float] = ()) -> npt.NDArray[Any]:
         """T(rows, contexts): interpolated, and never less for more rows or a longer context.
 
         contexts: committed tokens of the sequences in the pass; behind the longest that was

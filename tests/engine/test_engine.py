@@ -276,5 +276,23 @@ def test_a_long_prompt_rides_along_in_chunks_that_the_others_bear(target, monkey
             engine.cancel(first)
             engine.step()
             break
-    assert set(np.diff(positions)) == {16}, "the least that is worth a pass"
+    assert set(np.diff(positions)) == {11}, "with which a step takes twice its time"
     assert not second.is_reading, "and nobody has to bear the rest"
+
+
+def test_chunks_are_shorter_where_a_row_of_the_prompt_takes_longer(target, monkeypatch):
+    """A row behind 600 tokens takes three times what one takes behind none."""
+    near, far = (10.0, 10.5, 42.0), (10.0, 11.5, 106.0)
+    deep = PassTimes((1, 2, 65), far, 600)
+    monkeypatch.setattr(target, "pass_times", PassTimes((1, 2, 65), near, 0, (deep,)))
+    engine, chunks = Engine(target, observer=Strict()), []
+    first, second = (running(target, 5, prompt_of(i, n), NoDraft()) for i, n in ((1, 5), (0, 600)))
+    second.chunk = 512
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    while second.is_reading and not chunks[19:]:
+        before = second.state.position
+        engine.step()
+        chunks.append(second.state.position - before)
+    assert chunks[0] == 19 and chunks == sorted(chunks, reverse=True) and 8 < chunks[-1] < 15

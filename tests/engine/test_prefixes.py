@@ -232,6 +232,34 @@ def test_requests_that_begin_alike_read_their_beginning_once(name):
     assert all(each.reused >= least for each in everyone)
 
 
+@pytest.mark.parametrize("name", TARGETS)
+def test_requests_that_come_at_once_and_begin_alike_wait_for_the_first_to_read_it(name):
+    target, system = target_of(name), prompt_of(23, 200)
+    prompts = [[*system, *prompt_of(24 + i, 10 + i)] for i in range(4)] + [prompt_of(29, 90)]
+    alone = [run(Engine(target), [running(target, p, i)])[0] for i, p in enumerate(prompts)]
+    engine = Engine(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
+    everyone = [running(target, p, i) for i, p in enumerate(prompts)]
+    assert run(engine, everyone) == alone
+    least = 0 if name == "falcon_h1" else 3 * 64  # chunks; recurrent states have few ways back
+    assert [each.reused >= least for each in everyone[1:4]] == [True] * 3
+    assert everyone[0].reused == everyone[4].reused == 0
+
+
+def test_who_waited_for_one_that_is_cancelled_goes_on_from_what_that_had_read():
+    target, system = target_of("llama"), prompt_of(23, 200)
+    first, second = (running(target, [*system, i], i) for i in range(2))
+    alone = run(Engine(target), [running(target, second.prompt, 1)])
+    engine = Engine(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
+    for each in (first, second):
+        engine.add(each)
+    engine.step()
+    assert (first.state.position, second.state.position) == (64, 0)
+    engine.cancel(first)
+    outcomes = [outcome for _ in range(15) for _, outcome in engine.step()]
+    assert [t for each in outcomes if each for t in each.accepted.tokens] == alone[0]
+    assert second.reused == 64 and not engine.running
+
+
 def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
     target, prompt = target_of("llama"), prompt_of(28, 100)
     engine = Engine(target, prefixes=PrefixCache(PLENTY))
