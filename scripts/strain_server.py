@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Strains a server on this machine: `scripts/strain_server.py schema|crowd|speed`.
+"""Strains a server on this machine: `scripts/strain_server.py schema|crowd|kills|speed`.
 
 schema: requests made from the served schema, 10,000 of them, to a toy model: none may be a 5xx.
 crowd: 200 connections for 5 minutes, half of which vanish at random: finished answers are compared
-with those of generate, and memory, connections and caches with what they were before. speed: time
-per token through the server against generate, and what 1, 2, 4 and 8 clients get together, with the
-default pair. Exit code 1 where something is wrong.
+with those of generate, and memory, connections and caches with what they were before. kills: kill
+-9 while it loads, reads, answers, idles and leaves; started again on the same folder, it has to
+answer as ever. speed: time per token through the server against generate, and what 1, 2, 4 and 8
+clients get together, with the default pair. Exit code 1 where something is wrong.
 """
 
 import argparse
@@ -28,9 +29,12 @@ import httpx2 as httpx  # noqa: E402
 from dflash_mlx import DecodeConfig, Pair, generate, load  # noqa: E402
 from dflash_mlx.session.responder import Responder  # noqa: E402
 from support.fuzzed_api import attack, fuzzed_server  # noqa: E402
-from support.serving import Server, actor_pair, serving, user  # noqa: E402
+from support.models import write_endless_model  # noqa: E402
+from support.serving import Server, actor_pair, command_of, serving, spawn, user  # noqa: E402
 
 CHAT = "/v1/chat/completions"
+PHASES = ("loading", "reading", "answering", "idle", "leaving")
+QUESTION = "Which rivers meet in Koblenz, and which of them is longer? " * 6
 PROMPTS = (
     "Write a Python function that says whether a number is prime.",
     "Why is the sky blue?",
@@ -107,6 +111,64 @@ def crowd(number: int, seed: int, seconds: float) -> bool:
     return clean and grown < 50e6 and not counted["wrong"] and not counted["broken"]
 
 
+def kills(number: int, seed: int) -> bool:
+    """Whether a server that was killed answers as ever when it is started again."""
+    draw, counted = random.Random(seed), {"kills": 0, "reused": 0, "wrong": 0}
+    kept = ("--prefix-gb", "0.000001", "--prefix-disk-gb", "1", "--grace", "5")
+    with tempfile.TemporaryDirectory() as base:
+        model, folder = write_endless_model(Path(base) / "endless"), Path(base) / "files"
+        folder.mkdir()
+        with command_of(model, folder, *kept) as (_, url):
+            expected, _ = said_by(url, QUESTION)
+        for i in range(number):
+            phase = PHASES[i % len(PHASES)]
+            kill_in(phase, draw, model, folder, kept)
+            with command_of(model, folder, *kept) as (_, url):
+                said, reused = said_by(url, QUESTION)
+            counted["kills"] += 1
+            counted["reused"] += reused > 0
+            if said != expected:
+                counted["wrong"] += 1
+                print(f"killed while {phase}: {said!r}, not {expected!r}")
+    print(counted)
+    return not counted["wrong"]
+
+
+def kill_in(
+    phase: str, draw: random.Random, model: Path, folder: Path, argv: Sequence[str]
+) -> None:
+    """Start a server and kill it at a random moment of a phase."""
+    if phase == "loading":
+        process = spawn(model, folder, *argv)
+        time.sleep(draw.uniform(0.0, 4.0))
+        process.kill()
+        process.wait(20)
+        return
+    with command_of(model, folder, *argv) as (process, url):
+        body = {"model": "endless", "messages": user(f"{draw.random()} " * 300), "stream": True}
+        if phase in ("idle", "leaving"):
+            said_by(url, QUESTION)
+            said_by(url, f"{draw.random()} " * 100)
+        if phase in ("reading", "answering", "leaving"):
+            with httpx.stream("POST", url + CHAT, json=body, timeout=60) as response:
+                lines = response.iter_lines()
+                for _ in range(4 if phase != "reading" else 0):
+                    next(lines)
+                time.sleep(draw.uniform(0.0, 0.3))
+                if phase == "leaving":
+                    process.terminate()
+                    time.sleep(draw.uniform(0.0, 0.5))
+                process.kill()
+
+
+def said_by(url: str, question: str) -> tuple[str, int]:
+    """A short answer, and how many tokens of its prompt were read before."""
+    body = {"model": "endless", "messages": user(question), "max_tokens": 30, "temperature": 0}
+    found = httpx.post(url + CHAT, json=body, timeout=60).json()
+    reused = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"]["content"], reused
+
+
 def held(server: Server) -> dict[str, float]:
     """What a server holds while nobody asks."""
 
@@ -180,8 +242,8 @@ async def several(server: Server, name: str, clients: int) -> tuple[int, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("work", choices=("schema", "crowd", "speed"))
-    parser.add_argument("--number", type=int, help="requests, connections or repeats")
+    parser.add_argument("work", choices=("schema", "crowd", "kills", "speed"))
+    parser.add_argument("--number", type=int, help="of requests, connections, kills or repeats")
     parser.add_argument("--seconds", type=float, default=300.0, help="of the crowd")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer whose speed is taken")
     parser.add_argument("--seed", type=int, default=0)
@@ -190,6 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         good = schema(arguments.number or 10_000, arguments.seed)
     elif arguments.work == "crowd":
         good = crowd(arguments.number or 200, arguments.seed, arguments.seconds)
+    elif arguments.work == "kills":
+        good = kills(arguments.number or 50, arguments.seed)
     else:
         good = speed(arguments.number or 9, arguments.tokens)
     print("as it should be" if good else "NOT as it should be")

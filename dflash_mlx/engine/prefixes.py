@@ -57,7 +57,8 @@ class PrefixCache:
     def take(self, prompt: Sequence[int], target: Target, drafter: Drafter) -> State:
         """The state from which `State.reuse` keeps most of `prompt`, an empty one for want of any.
 
-        It is the caller's. The cache keeps what it is from, unless both would not have room.
+        It is the caller's. The cache keeps what it is from; where both would not have room, the
+        caller has it all, or it goes to the disk where that would be a waste.
         """
 
         def empty() -> State:
@@ -74,11 +75,14 @@ class PrefixCache:
             self._shrink(self.limit)
             return state
         self._entries = [entry for entry in self._entries if entry is not best]
-        stays = best.nbytes + best.nbytes * length // best.state.position <= self.limit
+        position = best.state.position
+        fits = best.nbytes + best.nbytes * length // position <= self.limit
+        stays = fits or 2 * length < position
         if stays:
             self._entries.append(best)
+        state = best.state.fork() if stays else best.state
         self._shrink(self.limit)
-        return best.state.fork() if stays else best.state
+        return state
 
     def put(self, state: State, target: Target, drafter: Drafter) -> None:
         """Keep what a sequence has committed; its owner may go on with `state`."""

@@ -102,6 +102,16 @@ def test_what_leaves_memory_goes_to_the_disk_and_comes_back(tmp_path):
         assert prefixes.take([*prompt, 1], target, NoDraft()).position == 40
 
 
+def test_a_greeting_in_common_does_not_take_a_long_conversation_from_memory_unsaved(tmp_path):
+    target, prefixes = llama(), PrefixCache(0, PrefixFiles(tmp_path, LIMIT, worth=8))
+    prompt = prompt_of(3, 40)
+    prefixes.put(start(target, NoDraft(), prompt), target, NoDraft())
+    other = [*prompt[:6], *prompt_of(9, 30)]
+    assert prefixes.take(other, target, NoDraft()).reuse(other) == 6 and prefixes.nbytes == 0
+    again = prefixes.take([*prompt, 1], target, NoDraft())
+    assert again.reuse([*prompt, 1]) == len(prompt)
+
+
 def test_only_its_owner_may_read_what_was_said(tmp_path):
     folder = tmp_path / "cache" / "prefixes"
     kept(folder, llama())

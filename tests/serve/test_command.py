@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2 as httpx
@@ -18,7 +16,7 @@ import pytest
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.serve import command
 from support.models import write_endless_model
-from support.serving import chat_body
+from support.serving import chat_body, command_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,34 +77,6 @@ def test_clients_do_not_learn_where_the_files_are(model):
     assert command.names(PairConfig(), ServeConfig()) == ("SmolLM2-135M-Instruct",)
 
 
-@contextmanager
-def process(model: Path, folder: Path, *argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command, and the address that it says."""
-    cache = folder / "cache"
-    timing = {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1"}
-    path = os.pathsep.join(map(str, (ROOT, *filter(None, sys.path))))
-    words = ["-m", "dflash_mlx.serve", "--model", str(model), "--method", "none", "--port", "0"]
-    running = subprocess.Popen(
-        [sys.executable, *words, *argv],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env={**os.environ, **timing, "PYTHONPATH": path},
-    )
-    try:
-        assert running.stderr is not None
-        said = ""
-        while not (found := re.search(r"http://\S+:\d+", said)):
-            line = running.stderr.readline()
-            assert line, said
-            said += line
-        yield running, found[0]
-    finally:
-        running.kill()
-        running.wait(20)
-
-
 INTERRUPTED = """import os, runpy, signal, sys
 from dflash_mlx.serve import command
 import mlx.core as mx
@@ -136,7 +106,7 @@ def test_ctrl_c_while_the_model_is_loaded_is_130_and_no_more(model):
 def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp_path):
     body = chat_body("a" * 2000, model="endless", stream=True, max_tokens=50_000)
     for last in (signal.SIGKILL, signal.SIGTERM):
-        with process(model, tmp_path, "--grace", "0.5") as (running, url):
+        with command_of(model, tmp_path, "--grace", "0.5") as (running, url):
             assert httpx.get(url + "/health").json() == {"status": "ok"}
             ask = httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=30)
             with ask as response:
@@ -148,6 +118,6 @@ def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp
             assert running.wait(20) == (0 if last == signal.SIGTERM else -signal.SIGKILL)
             assert running.stderr.read() == ""
     assert [*(tmp_path / "cache").glob("dflash-chat/prefixes/*")]  # for the next start
-    with process(model, tmp_path, "--watched") as (running, _):
+    with command_of(model, tmp_path, "--watched") as (running, _):
         running.stdin.close()
         assert running.wait(20) == 0

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +34,7 @@ from dflash_mlx.target.pass_times import PassTimes
 from support.models import EOS, write_tokenizer
 from support.toys import ToyCache, ToyTarget
 
+ROOT = Path(__file__).parents[2]
 MODEL = "actor"
 USUAL = DecodeConfig("none", max_tokens=200)
 ROLE = "[assistant]"
@@ -187,3 +192,37 @@ def user(text: str) -> list[dict[str, str]]:
 def chat_body(text: str = "hello", **more: Any) -> dict[str, Any]:
     """A small request for a chat completion."""
     return {"model": MODEL, "messages": user(text), **more}
+
+
+def spawn(model: Path, folder: Path, *argv: str) -> subprocess.Popen[str]:
+    """`dflash-serve` without drafts in a process of its own, whose files are in `folder`."""
+    own = {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(map(str, (ROOT, *filter(None, sys.path))))
+    words = ["-m", "dflash_mlx.serve", "--model", str(model), "--method", "none", "--port", "0"]
+    return subprocess.Popen(
+        [sys.executable, *words, *argv],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **own, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": path},
+    )
+
+
+@contextmanager
+def command_of(
+    model: Path, folder: Path, *argv: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The same when it listens, and the address that it says; killed in the end."""
+    running = spawn(model, folder, *argv)
+    try:
+        assert running.stderr is not None
+        said = ""
+        while not (found := re.search(r"http://\S+:\d+", said)):
+            line = running.stderr.readline()
+            assert line, said
+            said += line
+        yield running, found[0]
+    finally:
+        running.kill()
+        running.wait(20)

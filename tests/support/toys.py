@@ -43,7 +43,7 @@ class ToyCache:
     """Stores tokens where a model's cache stores keys and values."""
 
     arrays: list[mx.array] = []
-    tail = 0
+    tail, is_recurrent = 0, False
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
