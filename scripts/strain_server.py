@@ -51,6 +51,7 @@ def schema(number: int, seed: int) -> bool:
             found = attack(server, 100, seed + round_)
             counted = {k: counted.get(k, 0) + found[k] for k in {*counted, *found}}
             round_ += 1
+            print(counted, file=sys.stderr)
         print(counted, f"{time.monotonic() - begin:.0f} s")
     return True
 
