@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -14,8 +15,9 @@ from dflash_mlx.drafters import adaptive
 from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
-from support import decoding
+from support import decoding, reference_dflash2
 from support.decoding import feed, paths_of, start, tokens_in
+from support.drafter_formats import drafter_folder, written
 from support.families import POSITION_DEPENDENT, make_model
 from support.pairs import full_pair
 from support.toys import prompt_of
@@ -124,6 +126,21 @@ def test_the_published_tree_has_a_branch_for_every_prefix(pair):
     leaves = set(range(len(tree))) - set(tree.parents)
     assert 2 <= len(leaves) <= 5
     assert all(tree.depths[leaf] == BLOCK - 1 for leaf in leaves)
+
+
+def test_a_second_block_may_be_longer_than_a_first_one_with_a_selector(pair, tmp_path):
+    """Behind the whole first draft the second one goes on, past the first's last position."""
+    raw = reference_dflash2.tiny_config()  # blocks of 6
+    first = written(tmp_path / "a", raw, reference_dflash2.random_tensors(raw), pair.target)
+    second = drafter_folder(tmp_path / "b", [1], 2, pair.target, block_size=9)
+    pair = replace(pair, drafters=(first, second))
+    config = DecodeConfig("d2sd", max_tokens=40, growth="paper")
+    drafter, plain = make_drafter(pair, config), make_drafter(pair, DecodeConfig("none"))
+    begin = partial(start, pair.target, prompt=PROMPT, config=config)
+    found = list(decoding.rounds(pair.target, drafter, begin(drafter=drafter), config))
+    usual = list(decoding.rounds(pair.target, plain, begin(drafter=plain), config))
+    assert tokens_in(found) == tokens_in(usual)
+    assert max(max(each.tree.depths) for each in found) > first.block_size - 1
 
 
 def test_the_second_drafter_reads_its_own_layers(pair):

@@ -16,7 +16,7 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
-from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
 from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow, walk
 from dflash_mlx.drafters.growth.links import Linked, conditional, follow_links
 from dflash_mlx.drafters.growth.rank import rank
@@ -116,7 +116,15 @@ def test_behind_a_token_that_is_no_candidate_the_drafts_stand_unlinked():
     linked = Linked(ranked, np.array([[[0.0, 0.0]] * 2, [[-9.0, 9.0]] * 2]))
     choices = follow_links(linked, 1)
     assert choices((2,))[0] == [4] and choices((9,)) == ([3], [math.log(0.6)])
-    assert choices((9, 9)) is None
+    assert choices((9, 9)) is None and choices((9, 9, 9)) is None  # a longer second draft asks
+
+
+def test_a_longer_second_draft_goes_on_behind_all_that_is_linked():
+    ranked = Ranked(np.array([[1, 2], [3, 4]]), np.log(np.array([[0.9, 0.1], [0.8, 0.1]])))
+    first = follow_links(Linked(ranked, np.zeros((2, 2, 2))))
+    longer = Ranked(np.array([[5, 6], [7, 8]]), np.log(np.array([[0.9, 0.1], [0.9, 0.1]])))
+    tree = JointGrowth(branches=2, nodes=5).tree(first, {(1, 3): follow(longer)})
+    assert tree.drafted == (1, 3, 5, 7) and tree.is_chain
 
 
 # Trees

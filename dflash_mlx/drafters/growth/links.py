@@ -79,7 +79,7 @@ def follow_links(linked: Linked, width: int | None = None) -> Choices:
 
     def choices(path: Path) -> Offers | None:
         depth = len(path)
-        if depth == len(ranked):
+        if depth >= len(ranked):
             return None
         before = places[depth - 1].get(path[-1]) if path else 0
         if before is None:
