@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dflash_mlx.models.tokens import unread_arguments
 from dflash_mlx.serve.anthropic_requests import (
     AssistantMessage,
     Counted,
@@ -17,7 +18,6 @@ from dflash_mlx.serve.anthropic_requests import (
     UserMessage,
 )
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import only
 from dflash_mlx.serve.prompts import Chat, Message, call_of, check_arguments, check_tools
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.structure import ANTHROPIC, Wanted, structure_of, without_thoughts
@@ -47,6 +47,8 @@ def chat_of(service: Service, body: Counted) -> Chat:
         asking = body.thinking is not None and body.thinking.type == "enabled"
         fields = {"enable_thinking": "thinking"} if asking else {}
         arguments = without_thoughts(service.pair, arguments, fields)
+    else:
+        arguments = {**_effort(service, body), **arguments}
     structure = structure_of(service.pair, wanted, ANTHROPIC)
     return Chat(messages, wanted.told, arguments, go_on, structure)
 
@@ -103,8 +105,6 @@ def _wanted(service: Service, body: Counted) -> Wanted:
     if tools:
         check_tools(service.pair)
     output = body.output_config
-    if output is not None:
-        only("output_config.effort", output.effort)
     schema = output.format.schema_ if output is not None and output.format is not None else None
     return Wanted(schema, tools, required, bool(choice and choice.disable_parallel_tool_use))
 
@@ -116,6 +116,13 @@ def _tool(tool: Tool) -> Json:
     if tool.strict:
         function["strict"] = True
     return {"type": "function", "function": function}
+
+
+def _effort(service: Service, body: Counted) -> Json:
+    """How hard the model is to try, which its template may read or not: it is for it to say."""
+    effort = body.output_config.effort if body.output_config is not None else None
+    reads = not unread_arguments(service.pair.tokenizer, ["reasoning_effort"])
+    return {"reasoning_effort": effort} if effort is not None and reads else {}
 
 
 def _arguments(service: Service, body: Counted) -> Json:

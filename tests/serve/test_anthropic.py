@@ -6,7 +6,7 @@ import anthropic
 import httpx2 as httpx
 import pytest
 
-from support.serving import MODEL, ROLE, actor_pair, post, serving, user
+from support.serving import MODEL, ROLE, TEMPLATE, actor_pair, post, serving, user
 
 WORDS = "Once upon a time there was an answer."
 THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
@@ -113,10 +113,19 @@ def test_blocks_reach_the_template_as_its_messages(tmp_path):
     assert seen[0] == f"[system]be short[user]a[assistant]{call}[tool]Error: no[user]go on"
 
 
+@pytest.mark.parametrize(("reads", "shown"), [("{{ reasoning_effort }}", "high"), ("", "")])
+def test_effort_goes_to_a_template_that_reads_it_and_is_no_error_elsewhere(tmp_path, reads, shown):
+    seen = []
+    pair = actor_pair(tmp_path, lambda prompt: seen.append(prompt) or "so", reads + TEMPLATE)
+    body = {"model": MODEL, "max_tokens": 9, "messages": user("a")}
+    with serving(pair) as server:
+        found = post(server, "/v1/messages", {**body, "output_config": {"effort": "high"}})
+    assert found.status_code == 200 and seen[0] == f"{shown}[user]a"
+
+
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"output_config": {"effort": "high"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
