@@ -1,12 +1,11 @@
 """Kernels are tried in a child process first, and what came of it is remembered.
 
-A verdict holds for a machine, these sources and this MLX. A try that never ended, as one that took
-the machine down with it, counts as a refusal; one that was interrupted counts for nothing.
+A verdict holds for a machine, these sources and this MLX. A try that never ended may have been left
+with its program, or have taken the machine down: it is made once more, and no third time.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from kernels_metal.gpu import gpu_family
 from kernels_metal.operation import Operation
 
 SECONDS = 30.0  # for a try: half a minute on a slow machine is already a hang
+_BEGUN = "a try of it has begun"
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 Run = Callable[[str], str]  # of what to try, as JSON: what is wrong with it, "" for nothing
 Keep = Callable[[Path, str], None]  # writes a text to a file, whole and down to the disk, or not
@@ -82,22 +82,20 @@ class Watchdog:
         if key not in self._found:
             kept = read_verdicts(self._file).get(key)
             given = {"operation": operation.name, "dtype": dtype, "sizes": sizes}
-            self._found[key] = kept or self._try(key, json.dumps(given))
+            settled = kept is not None and kept.reason != _BEGUN
+            self._found[key] = kept if kept and settled else self._try(key, json.dumps(given), kept)
         verdict = self._found[key]
         return "" if verdict.safe else f"in a trial process: {verdict.reason}"
 
-    def _try(self, key: str, given: str) -> Verdict:
-        """Beforehand it is noted that it never ended, and taken back where it was interrupted."""
-        why = f"a try of it never ended; delete {self._file} to try again"
-        self._keep(key, Verdict(False, why))
-        atexit.register(self._keep, key, None)  # a program may end around the thread that waits
+    def _try(self, key: str, given: str, before: Verdict | None) -> Verdict:
+        """Beforehand it is noted that it has begun: who finds that twice tries no third time."""
+        twice = f"two tries of it never ended; delete {self._file} to try again"
+        self._keep(key, Verdict(False, _BEGUN if before is None else twice))
         try:
             wrong = self._run(given)
         except BaseException:
-            self._keep(key, None)
+            self._keep(key, before)
             raise
-        finally:
-            atexit.unregister(self._keep)
         verdict = Verdict(not wrong, wrong or "ran, and agreed with the reference")
         self._keep(key, verdict)
         return verdict

@@ -32,6 +32,7 @@ from tqdm import tqdm
 from dflash_mlx.benchmark.figures import interval, tokens_a_round
 from dflash_mlx.benchmark.plots import draw_sweep
 from dflash_mlx.benchmark.selection import PLAIN, expand, read_methods
+from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.accept import Accepted, Choose, accept
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
@@ -267,6 +268,8 @@ def main(argv: Sequence[str]) -> None:
         cli.check_output(file)
     if arguments.plot is not None and arguments.sweep is None:
         raise DFlashError("--plot draws a sweep", "add --sweep, as in --sweep budget=4,8,16")
+    if arguments.plot is not None:
+        import_pyplot()  # or say that it is missing
     methods, sweep = simulated(
         arguments.methods, cli.read_decode_config(arguments), arguments.sweep
     )

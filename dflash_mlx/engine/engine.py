@@ -16,7 +16,7 @@ from dflash_mlx.core.observer import Observer
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.origin import Origin
 from dflash_mlx.engine.prefixes import PrefixCache
-from dflash_mlx.engine.state import State, shared_by
+from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Outcome, Running, step
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import STEP
@@ -54,7 +54,7 @@ class Engine:
         self.running: list[Running] = []
         self._observer = observer or Observer()
         self._rows = 1  # of trees in the last step
-        # By drafter: bytes of 1 token, and of STEP more.
+        # By drafter: bytes of STEP tokens, and of twice as many.
         self._sizes: WeakKeyDictionary[Drafter, list[int]] = WeakKeyDictionary()
 
     def add(self, sequence: Running) -> None:
@@ -113,10 +113,10 @@ class Engine:
         return sum(map(self._reserved, self.running))
 
     def bytes_of(self, drafter: Drafter, tokens: int) -> int:
-        """About what a sequence of so many tokens takes, by two short passes per drafter."""
+        """What a sequence of so many tokens takes, by two short passes per drafter."""
         if drafter not in self._sizes:
             state, sizes = State(self.target.new_cache(), drafter.new_context()), []
-            for rows in (1, STEP):
+            for rows in (STEP, STEP):
                 ids = mx.zeros(rows, mx.int32)
                 _, features = self.target.forward(ids, state.cache, Block(rows), drafter.taps)
                 state.cache.commit(range(rows))
@@ -134,11 +134,12 @@ class Engine:
             if limit is not None and self.used + self._reserved(first) > limit:
                 return
             self.running.append(self.waiting.popleft())
-            self._give_way()
 
     def _begin(self, sequence: Running, older: Sequence[Running]) -> bool:
         """Let it go on from what others have read. False: it waits for what an older one reads."""
-        if self.prefixes is None or sequence.exact or sequence.state.position:
+        if self.prefixes is None or sequence.exact or sequence.has_looked:
+            return True
+        if sequence.state.position:  # whoever made it has read that
             return True
         origin = Origin.of(self.target, sequence.drafter, sequence.state)
         alike = [
@@ -149,13 +150,9 @@ class Engine:
         recurrent = sequence.state.cache.is_recurrent  # whose ways back are few
         if not recurrent and any(_reads_for(each, sequence.prompt) for each in alike):
             return False
-        usable = {each: each.state.usable(sequence.prompt) for each in alike}
-        best = max(usable, key=usable.__getitem__, default=None)
-        if best is not None and usable[best] >= _WORTH_SHARING:
-            self.prefixes.put(best.state, self.target, best.drafter)
-        found = self.prefixes.take(sequence.prompt, self.target, sequence.drafter)
+        shared = [e.state for e in alike if e.state.usable(sequence.prompt) >= _WORTH_SHARING]
+        found = self.prefixes.take(sequence.prompt, self.target, sequence.drafter, shared)
         sequence.go_on_from(found)
-        self._give_way()
         return True
 
     def _give_way(self) -> None:
@@ -167,24 +164,27 @@ class Engine:
         now = sequence.state.nbytes
         if self.memory is None or not sequence.is_reading:
             return now
-        return max(now, self.bytes_of(sequence.drafter, len(sequence.prompt) + 1))
+        return max(now, sequence.took, self.bytes_of(sequence.drafter, len(sequence.prompt) + 1))
 
     def _share_chunks(self) -> None:
         """Let prompts ride along, the oldest first, as far as the others' answers can bear it."""
         decoding = [each for each in self.running if not each.is_reading]
-        reading = [each for each in self.running if each.is_reading]
-        left = sys.maxsize
-        if reading and decoding and self.fair:
-            left = self._bearable(decoding, reading[0].state.position)
+        left = None if decoding and self.fair else sys.maxsize
         for i, each in enumerate(self.running):
             if each.is_reading:
-                each.allowed = left if self._begin(each, self.running[:i]) else 0
-                left -= min(each.allowed, each.chunk, len(each.prompt) - each.state.position)
+                may = self._begin(each, self.running[:i])
+                if may and left is None:
+                    left = self._bearable(decoding, each.state.position)
+                each.allowed = left if may and left is not None else 0
+                left_of_it = len(each.prompt) - each.state.position
+                left = left and left - min(each.allowed, each.chunk, left_of_it)
+        self._give_way()
 
     def _bearable(self, decoding: Sequence[Running], position: int) -> int:
         """Rows of a prompt with which a step takes at most `LONGEST` times what it takes without.
 
-        position: where they begin; with their own context they count as often as they are rows.
+        position: where they begin. What is read of all contexts together counts by rows, and no
+        answer's for less than it is long.
         """
         times, trees = self.target.pass_times, self._rows
         if times is None:
@@ -192,8 +192,8 @@ class Engine:
         usual = sum(each.state.position for each in decoding) / len(decoding)
 
         def seconds(rows: int) -> float:
-            context = (trees * usual + rows * position) / (trees + rows)
-            return float(times.of(trees + rows, [context]))
+            mean = (trees * usual + rows * position) / (trees + rows)
+            return float(times.of(trees + rows, [max(usual, mean)]))
 
         most = bisect_right(range(1, 1024), LONGEST * seconds(0), key=seconds)
         return max(most, _LEAST_CHUNK)
@@ -207,12 +207,13 @@ class Engine:
                 return
             youngest = again[-1]
             self._remove(youngest)
+            youngest.took = youngest.state.nbytes
             youngest.drop(self.target)
             self.waiting.appendleft(youngest)
 
 
 def _reads_for(sequence: Running, prompt: Sequence[int]) -> bool:
     """Whether it is about to read more of what `prompt` begins with, and that is worth a wait."""
-    if not sequence.is_reading:
-        return False
-    return shared_by(sequence.prompt, prompt) >= sequence.state.position + _WORTH_SHARING
+    end = sequence.state.position + _WORTH_SHARING
+    alike = len(prompt) > end and [*sequence.prompt[:end]] == [*prompt[:end]]
+    return sequence.is_reading and alike

@@ -54,11 +54,18 @@ class PrefixCache:
         """A sentence about why nothing can be kept on the disk, "" where it can."""
         return "" if self.files is None else self.files.problem
 
-    def take(self, prompt: Sequence[int], target: Target, drafter: Drafter) -> State:
+    def take(
+        self,
+        prompt: Sequence[int],
+        target: Target,
+        drafter: Drafter,
+        running: Sequence[State] = (),
+    ) -> State:
         """The state from which `State.reuse` keeps most of `prompt`, an empty one for want of any.
 
         It is the caller's. The cache keeps what it is from; where both would not have room, the
-        caller has it all, or it goes to the disk where that would be a waste.
+        caller has it all, or it leaves the memory as others do where that would be a waste.
+        running: states of sequences of the same origin that are not over, which go on, too.
         """
 
         def empty() -> State:
@@ -66,6 +73,10 @@ class PrefixCache:
 
         origin = Origin.of(target, drafter, state := empty())
         best, length = self._best(origin, prompt)
+        source = max(running, key=lambda each: each.usable(prompt), default=state)
+        if source.usable(prompt) > length:
+            mx.eval(source.cache.arrays, source.context.arrays)
+            return source.fork()
         found = None
         if self.files is not None:
             found = self.files.find(origin, prompt, length, empty)

@@ -181,7 +181,8 @@ class State:
 
     def shared(self, prompt: Sequence[int]) -> int:
         """Committed tokens that `prompt` begins with, its last one left out."""
-        return shared_by(self.tokens[: self.position], prompt)
+        known = zip(self.tokens[: self.position], prompt[:-1], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], known))
 
     def nearest(self, length: int) -> int:
         """The most tokens up to `length` that all caches can go back to."""
@@ -223,9 +224,3 @@ class State:
         self.cache.restore(cache)
         self.context.restore(context, tokens)
         self._tokens = tokens.tolist()  # type: ignore[assignment]
-
-
-def shared_by(tokens: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many `tokens` a prompt begins with, its last one left out."""
-    pairs = zip(tokens, prompt[:-1], strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

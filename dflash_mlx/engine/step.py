@@ -50,7 +50,8 @@ class Running:
     Without either nothing but the prompt is asked for. allowed: most of the prompt's tokens that
     the next pass reads. exact: whether its prompt is read by the passes that would read it alone,
     since the keys and values of others differ in the last bits. reused: tokens of the prompt that
-    another has read, none where exact.
+    another has read, none where exact. has_looked: whether it had the chance to. took: bytes when
+    its caches had to be dropped.
     """
 
     state: State
@@ -62,6 +63,8 @@ class Running:
     allowed: int = sys.maxsize
     exact: bool = False
     reused: int = 0
+    has_looked: bool = False
+    took: int = 0
     _left_at: Accepted | None = None  # the newest token, where the caches were dropped behind it
 
     @property
@@ -84,7 +87,7 @@ class Running:
 
     def go_on_from(self, other: State) -> None:
         """Reuse what another sequence has read; `other` is then of no more use."""
-        length = other.reuse(self.prompt)
+        self.has_looked, length = True, other.reuse(self.prompt)
         self.state.go_on_from(other)
         if self._left_at is None:
             self.reused = length
@@ -95,6 +98,7 @@ class Running:
             *self.prompt, newest = self.state.tokens
             self._left_at = Accepted(Tree.chain(), (0,), newest)
         self.state.restart(target.new_cache(), self.drafter.new_context())
+        self.has_looked = False
 
     def end_prompt(self, logits: mx.array) -> Round | None:
         """Take in the logits after a prompt; an answer that had begun goes on where it was."""

@@ -107,6 +107,8 @@ class AnswerReader:
         if self.is_over:
             return []
         parts = [*self._read(finished=True)]
+        if self.is_over:
+            return parts
         held, self._held = self._held, ""
         if self._in_call:
             return [*parts, *self._calls(held, self._start + held)]
@@ -136,10 +138,18 @@ class AnswerReader:
             self._in_thought, self._in_call = mark == BEGIN, mark == self._start
 
     def _end_of_call(self) -> int:
-        """Where its last tag begins, -1 where that did not come; in a JSON string it is text."""
+        """Where its last tag begins, -1 where that did not come; in a JSON string it is text.
+
+        A string has no raw line break: where one follows before the next quote, it had no end.
+        """
         while self._end and (at := self._held.find(self._end, self._looked)) >= 0:
             if not _in_string(self._held[:at]):
                 return at
+            string, quote, _ = self._held[at + len(self._end) :].partition('"')
+            if "\n" in string:
+                return at
+            if not quote:
+                break
             self._looked = at + 1
         return -1
 
