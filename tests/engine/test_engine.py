@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -296,3 +297,12 @@ def test_chunks_are_shorter_where_a_row_of_the_prompt_takes_longer(target, monke
         engine.step()
         chunks.append(second.state.position - before)
     assert chunks[0] == 19 and chunks == sorted(chunks, reverse=True) and 8 < chunks[-1] < 15
+
+
+def test_answers_with_long_contexts_count_them_whole(target, monkeypatch):
+    """A new prompt's rows take nothing from what is read of the others' contexts."""
+    deep = PassTimes((1, 101), (40.0, 50.0), 30_000)
+    monkeypatch.setattr(target, "pass_times", PassTimes((1, 101), (10.0, 20.0), 0, (deep,)))
+    engine = Engine(target)
+    old = SimpleNamespace(state=SimpleNamespace(position=30_000))
+    assert engine._bearable([old], 0) == 400  # of a pass that takes 40.0 alone, and 0.1 a row

@@ -11,6 +11,7 @@ from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.engine import Engine
+from dflash_mlx.engine.origin import Origin
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
@@ -298,3 +299,38 @@ def test_prefixes_give_way_before_any_sequence_has_to():
 
     assert run(engine, [running(target, p, i, 60) for i, p in enumerate(prompts)], look) == alone
     assert min(least) < full
+
+
+@pytest.mark.parametrize("tokens", [100, 1500, 3000])
+def test_the_bytes_of_a_sequence_are_known_before_it_is_read(tokens):
+    target = target_of("llama")
+    state = start(target, NoDraft(), prompt_of(3, tokens))
+    assert Engine(target).bytes_of(NoDraft(), tokens) == state.nbytes
+
+
+def test_who_goes_on_takes_what_is_kept_before_that_gives_way_to_him():
+    target, prefixes = target_of("llama"), PrefixCache(PLENTY)
+    prompt = put(prefixes, target, 15, 3 * STEP)
+    again = running(target, [*prompt, *prompt_of(16, STEP)], 0)
+    engine = Engine(target, observer=Strict(), prefixes=prefixes)
+    engine.memory = engine.bytes_of(again.drafter, 5 * STEP)  # not for both
+    engine.add(again)
+    engine.step()
+    assert again.reused == len(prompt)
+
+
+def test_who_begins_like_a_running_one_throws_no_other_out():
+    target, prefixes = target_of("llama"), PrefixCache(0)
+    kept = put(prefixes, target, 15, STEP)
+    engine = Engine(target, observer=Strict(), prefixes=prefixes)
+    first = running(target, prompt_of(17, 2 * STEP), 0, 60)
+    engine.add(first)
+    while first.is_reading:
+        engine.step()
+    put(prefixes, target, 15, STEP)
+    second = running(target, [*first.prompt[:100], *prompt_of(18, 9)], 0)
+    engine.add(second)
+    engine.step()
+    assert second.reused == 100 and prefixes._best(
+        Origin.of(target, NoDraft(), first.state), [*kept, 1]
+    )[1] == len(kept)

@@ -77,6 +77,21 @@ def test_tags_in_arguments_are_text():
     assert json.loads(call.arguments) == {"a": '</tool_call><think>"</tool_call>\\'}
 
 
+OPEN = '<tool_call>{"name": "add", "arguments": {"a": "5}}</tool_call>'
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1000,)])
+def test_a_string_without_an_end_takes_no_later_call_with_it(sizes):
+    _, words, calls = read(f'{OPEN}\nThe 5" pipe: {CALL}', sizes)
+    assert words == f'{OPEN}\nThe 5" pipe: ' and [each.name for each in calls] == ["add"]
+
+
+def test_nothing_is_said_behind_the_one_call_of_an_answer():
+    text = f'<tool_call>{{"x</tool_call>{CALL}so'
+    words, calls = read(text, one_call=True)[1:]
+    assert len(calls) == 1 and words == '<tool_call>{"x</tool_call>'
+
+
 def test_a_form_without_an_end_is_read_at_the_end():
     text = 'So: [TOOL_CALLS]add[ARGS]{"a": 1}add[ARGS]{"a": 2}'
     _, words, calls = read(text, parser=mistral)
