@@ -207,7 +207,7 @@ def calls() -> None:
 
     def work() -> None:
         product(x)
-        ((run, sizes),) = product._plans.values()
+        ((run, sizes),) = product._settled.values()
         inputs, settled = [x, weights, scales, scales, sizes], run._arguments
         bare = many(lambda: run._call(inputs=inputs, **settled))
         mine = many(lambda: product(x))

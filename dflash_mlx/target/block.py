@@ -29,6 +29,7 @@ class Block:
     last_only: bool = False
     before: int = 0
     _positions: dict[int, mx.array] = field(default_factory=dict, init=False, compare=False)
+    _places: dict[int, mx.array] = field(default_factory=dict, init=False, compare=False)
     _meanings: dict[object, tuple[mx.array | str | None, Visibility]] = field(
         default_factory=dict, init=False, compare=False
     )
@@ -53,6 +54,14 @@ class Block:
         if first not in self._positions:
             self._positions[first] = mx.array(self.depths + first)
         return self._positions[first]
+
+    def places(self, first: int) -> mx.array:
+        """The position of each row, as `norm_rope` takes them: int32 [rows], or [8] of fewer."""
+        if first not in self._places:
+            places = np.zeros(max(self.rows, 8), np.int32)
+            places[: self.rows] = self.depths + first
+            self._places[first] = mx.array(places)
+        return self._places[first]
 
     @cached_property
     def all_depths(self) -> npt.NDArray[np.int32]:
@@ -92,7 +101,7 @@ class Block:
             known = self._meanings.get(id(mask))
             return known[1] if known is not None and known[1].keys == keys else None
         if (mask, keys) not in self._meanings:
-            local = np.tri(self.rows, dtype=np.bool_) if mask == "causal" else np.True_
-            local = np.broadcast_to(local, (self.rows, self.rows))
+            shape = self.rows, self.rows
+            local = np.tri(*shape, dtype=np.bool_) if mask == "causal" else np.ones(shape, np.bool_)
             self._meanings[mask, keys] = mask, Visibility(keys - self.rows, local)
         return self._meanings[mask, keys][1]

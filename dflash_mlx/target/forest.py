@@ -17,6 +17,7 @@ import numpy as np
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.sequence import SequenceCache
+from kernels_metal.norm_rope import padded
 
 Mask = mx.array | str | None
 
@@ -85,6 +86,11 @@ class JoinedLayer:
         """[N] the position of each row."""
         positions = (layer.block.depths + layer.length for layer in self.parts)
         return mx.array(np.concatenate(list(positions)))
+
+    @property
+    def places(self) -> mx.array:
+        """The same, as of `Block.places`."""
+        return padded(self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Hand each sequence its rows; what each sees of them and before waits for `attend`."""
