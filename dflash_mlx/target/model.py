@@ -117,6 +117,11 @@ class Target:
             override(self.model.layers[i], partial(self._keep_output, i))
         self._tapped.update(layers)
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose outputs are kept."""
+        return tuple(sorted(self._tapped))
+
     def forward(
         self, tokens: mx.array, cache: SequenceCache, block: Block, taps: tuple[int, ...] = ()
     ) -> tuple[mx.array, mx.array | None]:
