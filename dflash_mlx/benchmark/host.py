@@ -54,10 +54,12 @@ def passes_of(
     return build, sequence.fork
 
 
-def fastest(build: Callable[[Any], object], prepare: Callable[[], Any]) -> float:
+def fastest(
+    build: Callable[[Any], object], prepare: Callable[[], Any], repeats: int = REPEATS
+) -> float:
     """Microseconds of `build`, of what `prepare` gives."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         given = prepare()
         begin = time.perf_counter()
         made = build(given)

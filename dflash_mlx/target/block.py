@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_mlx.core.tree import Tree
-from kernels_metal.visibility import Visibility
+from kernels_metal.visibility import MAX_LOCAL, MAX_ROWS, Visibility
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Block:
     def is_run(self) -> bool:
         """Whether the rows are consecutive tokens."""
         return self.tree is None and self.branches == 1
+
+    @cached_property
+    def fits_kernels(self) -> bool:
+        """Whether attention's kernel takes so many rows."""
+        return self.rows <= MAX_ROWS and self.before + self.rows <= MAX_LOCAL
 
     def positions(self, first: int) -> int | mx.array:
         """The position of the first row, or [rows] of each where they are not consecutive.

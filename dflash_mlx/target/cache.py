@@ -25,7 +25,7 @@ from dflash_mlx.target.routing import Kernels
 from dflash_mlx.target.saved import Saved
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, AttentionPlan, Packed
-from kernels_metal.visibility import MAX_LOCAL, MAX_ROWS, Visibility
+from kernels_metal.visibility import Visibility
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
 _NO_ROWS = Block(0)
@@ -89,8 +89,7 @@ class LayerCache:
     def begin(self, block: Block, asks_kernels: bool = False) -> None:
         """Announce the rows of the next pass. asks_kernels: whether a kernel could run."""
         self.block, self.offset = block, block.positions(self.length)
-        fits = block.rows <= MAX_ROWS and block.before + block.rows <= MAX_LOCAL
-        self._asks_kernels = asks_kernels and fits
+        self._asks_kernels = asks_kernels and block.fits_kernels
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the block's rows after the committed ones; return all that its rows may see."""
