@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -33,10 +32,11 @@ def scaled_dot_product_attention(  # noqa: PLR0913  # mlx-lm's name and signatur
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's attention, which one of our caches computes itself."""
+    how: dict[str, Any] = {"scale": scale, "mask": mask, "sinks": sinks}
     ours = isinstance(cache, LayerCache) and cache.kernels is not None
-    ours = isinstance(cache, JoinedLayer) or (ours and cache.kernels.mode != "off")
-    attend = cache.attend if ours else partial(stock_attention(), cache=cache)
-    return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    if (ours and cache.kernels.mode != "off") or isinstance(cache, JoinedLayer):
+        return cache.attend(queries, keys, values, **how)
+    return stock_attention()(queries, keys, values, cache=cache, **how)
 
 
 def stock_attention() -> Call:

@@ -17,11 +17,12 @@ from mlx_lm.generate import generate_step
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.exact import lead
 from dflash_mlx.target import recurrent
+from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.hooks import override
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import recurrent_sources
-from support.decoding import start
+from support.decoding import ids_of, start, tree_of
 from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.hybrids import (
     difference,
@@ -314,19 +315,21 @@ def test_a_hook_leaves_parameters_and_other_modules_alone():
     from mlx.utils import tree_flatten
 
     hooked, other = make_model("qwen3_5"), make_model("qwen3_5")
-    Target(hooked, 512, "hooked").tap((0,))
+    target = Target(hooked, 512, "hooked")
+    target.tap((0,))
     names = [[name for name, _ in tree_flatten(m.parameters())] for m in (hooked, other)]
     assert names[0] == names[1]
-    changed = {
-        name
-        for (name, ours), (_, theirs) in zip(
-            hooked.named_modules(), other.named_modules(), strict=True
-        )
-        if type(ours) is not type(theirs)
-    }
+
+    def changed() -> set[str]:
+        pairs = zip(hooked.named_modules(), other.named_modules(), strict=True)
+        return {name for (name, a), (_, b) in pairs if type(a) is not type(b)}
+
     mixers = {f"language_model.model.layers.{i}.linear_attn" for i in (0, 2)}
     tapped = "language_model.model.layers.0"
-    assert changed == {*mixers, tapped, "language_model.model.layers.1.self_attn.rope"}
+    assert changed() == {*mixers, tapped}
+    tree = tree_of([1, 2, 3], [-1, 0, 0])
+    target.forward(ids_of(tree), target.new_cache(), Block.of(tree))
+    assert changed() == {*mixers, tapped, "language_model.model.layers.1.self_attn.rope"}
 
 
 def test_a_model_is_used_as_before_outside_the_target():
