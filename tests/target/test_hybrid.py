@@ -4,6 +4,8 @@ mx.compile is off but for one test: on a CPU it would first build every family's
 C++ compiler.
 """
 
+import io
+import re
 from itertools import islice
 
 import mlx.core as mx
@@ -309,6 +311,41 @@ def test_caches_of_other_kinds_are_refused_with_the_layer_and_their_class(monkey
     monkeypatch.setattr(type(model), "make_cache", lambda m: [ChunkedKVCache(8)], raising=False)
     with pytest.raises(DFlashError, match="layer 0 of llama keeps its state in a ChunkedKVCache"):
         Target(model, 512, "llama")
+
+
+def products_in(arrays: list[mx.array]) -> int:
+    """Matrix products that have yet to be computed for these arrays."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    return len(re.findall(r'label ="(?:Matmul|AddMM|QuantizedMatmul)"', graph.getvalue()))
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, 0, 0, 2)])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_rows_that_stay_are_run_again_without_their_products(name, parents, bits):
+    model = make_model(name)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    target = Target(model, 200, name)
+    path = [0, 1] if parents[2] == 1 else [0, 2, 3]
+    states, left = [], []
+    for forget in (False, True):
+        sequence = target.new_cache()
+        target.forward(mx.arange(5), sequence, Block(5))
+        sequence.commit(range(5))
+        tree = tree_of([1, 2, 3, 4], list(parents))
+        mx.eval(target.forward(ids_of(tree), sequence, Block.of(tree))[0])
+        running = sequence._recurrent._running
+        for call in running.calls if forget else ():
+            call.noted.clear()
+        sequence.commit(path)
+        left.append(products_in(sequence._recurrent.arrays))
+        states.append(sequence._recurrent.arrays)
+        assert not any(call.noted for call in running.calls)  # nothing of a pass is kept
+    assert left[0] == 0 < left[1]
+    for ours, again in zip(*states, strict=True):
+        assert mx.abs(ours - again).max().item() < 1e-4
 
 
 def test_a_hook_leaves_parameters_and_other_modules_alone():
