@@ -40,7 +40,7 @@ from kernels_metal.factory import Prepared
 from kernels_metal.verify_qmm import Packing, Product
 from kernels_metal.visibility import Visibility
 
-ROUNDS = 40  # the fastest pass counts
+ROUNDS = 60  # the fastest pass counts
 CALLS = 100
 # By what decodes: rows of a pass, and tokens a round as measured with the default pair
 # (docs/lab/2026-11-22-methods.md)
@@ -59,7 +59,7 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 _FAST = ("rms_norm", "rope", "scaled_dot_product_attention")
-LAYERS, FEW = 36, (2, 8)
+LAYERS, FEW = 36, (4, 16)
 TAPS = (0, 1)
 
 

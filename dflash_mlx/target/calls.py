@@ -35,7 +35,7 @@ def scaled_dot_product_attention(  # noqa: PLR0913  # mlx-lm's name and signatur
     how: dict[str, Any] = {"scale": scale, "mask": mask, "sinks": sinks}
     ours = isinstance(cache, LayerCache) and cache.kernels is not None
     if (ours and cache.kernels.mode != "off") or isinstance(cache, JoinedLayer):
-        return cache.attend(queries, keys, values, **how)
+        return cache.attend(queries, keys, values, **how)  # type: ignore[no-any-return]
     return stock_attention()(queries, keys, values, cache=cache, **how)
 
 
