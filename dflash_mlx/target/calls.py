@@ -94,12 +94,14 @@ def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call
     heads = _Heads(kernels)
 
     def attend(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        turn = heads.turn(self, x, cache)
-        if turn is None:
+        if not heads.may_turn(self, x, cache):
             return stock(self, x, mask, cache)
         rows = x.shape[1]
         products = None if group is None else group.products(x)
         queries, keys, values = products or (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        turn = heads.turn(self, queries, keys, cache)
+        if turn is None:
+            return stock(self, x, mask, cache)
         queries, keys = turn(queries, keys, cache.places)
         values = values.reshape(1, rows, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
         keys, values = cache.update_and_fetch(keys, values)
@@ -115,31 +117,36 @@ class _Heads:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._known: object = None
-        self._weight: mx.array | None = None  # whoever changes weights or their dtype changes this
-        self._chosen: dict[tuple[Any, ...], NormRope | None] = {}
+        self._weights: tuple[Any, Any] = (None, None)  # with them their dtype
+        self._chosen: dict[int, NormRope | None] = {}  # by the rows of a pass
 
-    def turn(self, module: Any, x: mx.array, cache: Any) -> NormRope | None:
-        """The kernel for rows x [1, R, d], None where the module's own steps are to be taken."""
+    def may_turn(self, module: Any, x: mx.array, cache: Any) -> bool:
+        """Whether rows x [1, R, d] of a pass can go through the kernel, by all that is known."""
         running = self._kernels.running()
-        if running is None or x.shape[0] > 1 or not isinstance(cache, (LayerCache, JoinedLayer)):
-            return None
-        key, weight = (x.shape, x.dtype), module.q_norm["weight"]
-        if running is not self._known or weight is not self._weight:
-            self._known, self._weight = running, weight
+        if running is None or x.shape[0] > 1 or x.shape[1] > MAX_ROWS:
+            return False
+        first, second = module.q_norm["weight"], module.k_norm["weight"]
+        same = first is self._weights[0] and second is self._weights[1]
+        if running is not self._known or not same:
+            self._known, self._weights = running, (first, second)
             self._chosen.clear()
-        if key not in self._chosen:
-            self._chosen[key] = self._choose(module, x, cache)
-        return self._chosen[key]
+        ours = isinstance(cache, (LayerCache, JoinedLayer))
+        return ours and self._chosen.get(x.shape[1], True) is not None
 
-    def _choose(self, module: Any, x: mx.array, cache: Any) -> NormRope | None:
-        if x.shape[1] > MAX_ROWS:
-            return None
+    def turn(self, module: Any, queries: mx.array, keys: mx.array, cache: Any) -> NormRope | None:
+        """The kernel for queries and keys [1, R, heads * D], None where it is not chosen."""
+        rows = queries.shape[1]
+        if rows not in self._chosen:
+            self._chosen[rows] = self._choose(module, queries, keys, cache.places[:rows])
+        return self._chosen[rows]
+
+    def _choose(
+        self, module: Any, queries: mx.array, keys: mx.array, places: mx.array
+    ) -> NormRope | None:
         rope, norm = module.rope, module.q_norm
         steps = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
         periods = rope.base**steps / rope.scale
         how = HeadNorm(norm["weight"], module.k_norm["weight"], periods, norm.eps)
-        queries, keys, _ = module.q_proj(x), module.k_proj(x), module.v_proj(x)
-        places = cache.places[: x.shape[1]]
         if self._kernels.chosen(NORM_ROPE, (queries, keys, places, how)) is None:
             return None
         return NormRope(queries, keys, how)

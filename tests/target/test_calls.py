@@ -129,11 +129,12 @@ def test_other_heads_and_scaled_positions(monkeypatch, changes):
     assert mx.abs(ours - stock).max().item() < 2e-4
 
 
-def test_norms_that_were_changed_under_the_hooks_count(monkeypatch):
+@pytest.mark.parametrize("which", ["q_norm", "k_norm"])
+def test_norms_that_were_changed_under_the_hooks_count(monkeypatch, which):
     target = make_target(monkeypatch, "qwen3")
     target.use_kernels("on")
     before, _ = pass_over(target, *BLOCKS["chain"])
-    norm = target.model.layers[0].self_attn.q_norm
+    norm = target.model.layers[0].self_attn[which]
     norm.weight = 3 * norm.weight
     ours, _ = pass_over(target, *BLOCKS["chain"])
     target.use_kernels("off")

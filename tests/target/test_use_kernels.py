@@ -177,7 +177,7 @@ def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkey
     def classes() -> list[type]:
         return [type(module) for module in target.model.modules()]
 
-    before, stock = classes(), pass_over(target)
+    stock, before = pass_over(target), classes()  # a tree's pass hooks ropes, and for good
     target.use_kernels("on")
     target.use_kernels("auto")  # hooks once more, and no second time
     assert classes() != before
