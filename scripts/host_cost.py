@@ -40,7 +40,7 @@ from kernels_metal.factory import Prepared
 from kernels_metal.verify_qmm import Packing, Product
 from kernels_metal.visibility import Visibility
 
-ROUNDS = 60  # the fastest pass counts
+ROUNDS = 40  # the fastest pass counts
 CALLS = 100
 # By what decodes: rows of a pass, and tokens a round as measured with the default pair
 # (docs/lab/2026-11-22-methods.md)
