@@ -82,12 +82,8 @@ def cascade_attention(  # noqa: PLR0913  # those of MLX's attention, and a choic
     each head that joins the sum and has no value. way: one of WAYS.
     Raises ValueError for other shapes and dtypes, and for a prefix longer than the cache.
     """
-    key = (queries.shape, queries.dtype, _form(keys), _form(values), scale, sinks is None, way)
-    plan = seen.plans.get(key)
-    if plan is None:
-        check_arguments(queries, keys, values, seen, scale, sinks)
-        plan = seen.plans[key] = _Plan(queries, keys, seen, scale, WAYS[way])
-    return plan(queries, keys, values, sinks)
+    check_arguments(queries, keys, values, seen, scale, sinks)
+    return AttentionPlan(queries, keys, seen, scale, way)(queries, keys, values, sinks)
 
 
 def cascade_attention_reference(
@@ -142,8 +138,11 @@ def layout(  # noqa: PLR0913  # a call's sizes
     return Layout(groups, sets, tile, length, -(-keys // length))
 
 
-class _Plan:
-    """A call for arrays of these shapes, settled but for the arrays; a pass's layers share it."""
+class AttentionPlan:
+    """A call for arrays of these shapes, settled but for the arrays; a pass's layers share it.
+
+    Arguments as of `cascade_attention`, which are not checked again.
+    """
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class _Plan:
         keys: mx.array | Packed,
         seen: Visibility,
         scale: float,
-        together: int,
+        way: str = "once",
     ) -> None:
         heads, rows, width = queries.shape[1:]
         stored = keys.words if isinstance(keys, Packed) else keys
@@ -160,7 +159,7 @@ class _Plan:
         group = width // keys.scales.shape[-1] if isinstance(keys, Packed) else 64
         shared = heads // kv_heads * rows
         size = queries.itemsize
-        plan = layout(shared, seen.keys - seen.low, kv_heads, width, size, together)
+        plan = layout(shared, seen.keys - seen.low, kv_heads, width, size, WAYS[way])
         alone = plan.splits == 1
         partial = queries.shape if alone else (plan.splits, heads * rows, width)
         threads = plan.groups * 32
@@ -197,6 +196,7 @@ class _Plan:
         values: mx.array | Packed,
         sinks: mx.array | None,
     ) -> mx.array:
+        """As `cascade_attention`."""
         key_words, *of_keys = keys if isinstance(keys, Packed) else (keys, *self._unused)
         value_words, *of_values = values if isinstance(values, Packed) else (values, *self._unused)
         scores = self._no_sinks if sinks is None else sinks.astype(mx.float32)
@@ -218,12 +218,6 @@ def _unused() -> list[mx.array]:
 @functools.cache
 def _no_sinks(count: int) -> mx.array:
     return mx.array(np.full(count, -np.inf, np.float32))
-
-
-def _form(rows: mx.array | Packed) -> tuple[Any, ...]:
-    if isinstance(rows, Packed):
-        return rows.words.shape, rows.scales.shape, rows.scales.dtype
-    return rows.shape, rows.dtype
 
 
 def _bits(rows: Packed, width: int) -> int:

@@ -17,8 +17,23 @@ import mlx.core as mx
 
 SOURCE = Path(__file__).parent / "source"
 
-TemplateValue = mx.Dtype | int | bool
+Setting = tuple[str, mx.Dtype | int | bool]
 Dimensions = tuple[int, int, int]
+TYPES = {  # as MLX's text names them
+    mx.bool_: "bool",
+    mx.uint8: "uint8_t",
+    mx.uint16: "uint16_t",
+    mx.uint32: "uint32_t",
+    mx.uint64: "uint64_t",
+    mx.int8: "int8_t",
+    mx.int16: "int16_t",
+    mx.int32: "int32_t",
+    mx.int64: "int64_t",
+    mx.float16: "float16_t",
+    mx.bfloat16: "bfloat16_t",
+    mx.float32: "float",
+    mx.complex64: "complex64_t",
+}
 
 
 @dataclass(frozen=True)
@@ -68,14 +83,28 @@ class Kernel:
 class Launch:
     """How a kernel is launched: the arguments of MLX's custom kernels, less the inputs.
 
-    `grid` counts threads, not threadgroups. `template` gives the body's types and constants.
+    `grid` counts threads, not threadgroups. `template` gives the body's types and constants, which
+    become its first lines: MLX would work templates of its own out again in every call.
     """
 
     grid: Dimensions
     threadgroup: Dimensions
     output_shapes: tuple[tuple[int, ...], ...]
     output_dtypes: tuple[mx.Dtype, ...]
-    template: tuple[tuple[str, TemplateValue], ...] = ()
+    template: tuple[Setting, ...] = ()
+
+
+def settled(kernel: Kernel, template: tuple[Setting, ...]) -> tuple[str, str]:
+    """The name of the kernel with these types and constants, and the lines that define them."""
+    names, lines = [kernel.name], []
+    for word, value in template:
+        if isinstance(value, mx.Dtype):
+            names.append(TYPES[value])
+            lines.append(f"using {word} = {TYPES[value]};\n")
+        else:
+            names.append(f"{value:d}".replace("-", "_"))
+            lines.append(f"constexpr {type(value).__name__} {word} = {value:d};\n")
+    return "_".join(names), "".join(lines)
 
 
 # Runs a kernel; the outputs have the shapes and dtypes of the plan.
@@ -126,9 +155,8 @@ def metal(
 
     verbose: print the text it generates; in a traced graph it does so even without Metal.
     """
-    outputs: list[mx.array] = _compiled(kernel)(
+    outputs: list[mx.array] = _compiled(kernel, plan.template)(
         inputs=list(inputs),
-        template=list(plan.template),
         grid=plan.grid,
         threadgroup=plan.threadgroup,
         output_shapes=list(plan.output_shapes),
@@ -147,7 +175,6 @@ class Prepared:
     def __init__(self, kernel: Kernel, plan: Launch) -> None:
         self.kernel, self.plan = kernel, plan
         self._arguments = {
-            "template": list(plan.template),
             "grid": plan.grid,
             "threadgroup": plan.threadgroup,
             "output_shapes": list(plan.output_shapes),
@@ -166,17 +193,20 @@ class Prepared:
     def _call(self) -> Callable[..., list[mx.array]]:
         if executor() is None:
             raise _nobody(self.kernel)
-        return _compiled(self.kernel)  # type: ignore[no-any-return]
+        return _compiled(self.kernel, self.plan.template)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _compiled(kernel: Kernel):  # type: ignore[no-untyped-def]  # MLX gives it the type object
+def _compiled(  # type: ignore[no-untyped-def]  # MLX gives it the type object
+    kernel: Kernel, template: tuple[Setting, ...]
+):
     header, body = kernel.sent
+    name, definitions = settled(kernel, template)
     return mx.fast.metal_kernel(
-        name=kernel.name,
+        name=name,
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        source=body,
+        source=definitions + body,
         header=header,
         ensure_row_contiguous=kernel.ensure_row_contiguous,
     )

@@ -7,7 +7,9 @@ Two kernels: `verify_qmm` adds in single lanes and is for the fewest rows, and f
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -28,6 +30,7 @@ _INPUTS = ("x", "weights", "scales", "biases", "sizes")
 SCALAR = Kernel("verify_qmm", inputs=_INPUTS, outputs=("y",), header="lanes")
 MATRIX = Kernel("verify_qmm_matrix", inputs=_INPUTS, outputs=("y",), header="lanes")
 Way = Literal["scalar", "matrix"]
+Multiply = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,15 @@ class Packing:
     """Affine quantisation: 4 or 8 bits, one scale and bias for 32, 64 or 128 weights along K.
 
     invariant: sum every row as if it were alone, so that n rows give the bits of n single rows.
-    Otherwise the kernel, and with it the order of the sum, is what suits the number of rows.
+    Otherwise the kernel, and with it the order of the sum, is what suits the number of rows. gated:
+    the matrix is two, of which the first gives gates for the second: y = silu(x A^T) * (x B^T), as
+    in most MLPs (SwiGLU, arXiv 2002.05202).
     """
 
     bits: int
     group: int
     invariant: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
         check_choice("bits", self.bits, BITS)
@@ -68,18 +74,27 @@ class Product:
             check_contiguous(name, array)
         self.arrays = [weights, scales, biases]
         self.packing, self.depth, self.columns = packing, depth, weights.shape[0]
-        self._plans: dict[tuple[Any, ...], tuple[Prepared, mx.array]] = {}
+        self.halves = 2 if packing.gated else 1
+        even = self.columns % self.halves == 0
+        check(even, "the rows of weights", self.columns, "even, where they are gated")
+        self._settled: dict[tuple[Any, ...], Multiply] = {}
 
     def __call__(self, x: mx.array, way: Way | None = None) -> mx.array:
         """[..., N] for x [..., K] of 1 to 32 rows, of the dtype of the scales; sums are float32.
 
-        way: which kernel; by default what suits the number of rows.
+        N / 2 columns where gated, and 16 rows at most by the scalar kernel. way: which kernel; by
+        default what suits the number of rows.
         """
         key = x.shape, x.dtype, way
-        if key not in self._plans:
-            self._plans[key] = self._plan(x, way)
-        run, sizes = self._plans[key]
-        return run([x, *self.arrays, sizes])[0]
+        if key not in self._settled:
+            self._settled[key] = self.settled(x, way)
+        return self._settled[key](x)
+
+    def settled(self, x: mx.array, way: Way | None = None) -> Multiply:
+        """The same for every x of this shape and dtype, with nothing left to look up."""
+        run, sizes = self._plan(x, way)
+        rest = *self.arrays, sizes
+        return lambda x: run([x, *rest])[0]
 
     def way(self, rows: int) -> Way:
         """The kernel by which so many rows are multiplied."""
@@ -92,22 +107,26 @@ class Product:
         rows = math.prod(x.shape[:-1])
         check_range("the rows of x", rows, 1, MAX_ROWS)
         plan = self._matrix if (way or self.way(rows)) == "matrix" else self._scalar
-        return plan(rows, (*x.shape[:-1], self.columns), x.dtype)
+        return plan(rows, (*x.shape[:-1], self.columns // self.halves), x.dtype)
 
     def _scalar(
         self, rows: int, shape: tuple[int, ...], dtype: mx.Dtype
     ) -> tuple[Prepared, mx.array]:
         held = _columns_held(rows)
+        check_range("the rows of x", rows, 1, MAX_ROWS // self.halves)
         parts = _parts(
             self.columns, self.depth, _columns_held(1) if self.packing.invariant else held
         )
-        sizes = [rows, self.depth, self.columns, self.packing.group.bit_length() - 1, parts]
+        sizes = [rows, self.depth, shape[-1], self.packing.group.bit_length() - 1, parts]
         plan = Launch(
-            grid=(_threads(self.columns, SIMD_GROUPS // parts * held), 1, 1),
+            grid=(_threads(shape[-1], SIMD_GROUPS // parts * held // self.halves), 1, 1),
             threadgroup=(SIMD_GROUPS * 32, 1, 1),
             output_shapes=(shape,),
             output_dtypes=(dtype,),
-            template=(("T", dtype), ("BITS", self.packing.bits), ("COLS", held)),
+            template=(
+                *(("T", dtype), ("BITS", self.packing.bits), ("COLS", held)),
+                ("GATED", self.packing.gated),
+            ),
         )
         return Prepared(SCALAR, plan), mx.array(sizes)
 
@@ -118,18 +137,16 @@ class Product:
         tiles, group = -(-rows // TILE), self.packing.group
         parts = _matrix_parts(self.columns, self.depth // group)
         across = 4 if tiles <= 2 and self.columns * parts >= WANTED * 16 else 2
-        sizes = [rows, self.depth, self.columns, parts]
+        sizes = [rows, self.depth, shape[-1], parts]
+        held = across * TILE // self.halves
         plan = Launch(
-            grid=(_threads(self.columns, SIMD_GROUPS // parts * across * TILE), 1, 1),
+            grid=(_threads(shape[-1], SIMD_GROUPS // parts * held), 1, 1),
             threadgroup=(SIMD_GROUPS * 32, 1, 1),
             output_shapes=(shape,),
             output_dtypes=(dtype,),
             template=(
-                ("T", dtype),
-                ("BITS", self.packing.bits),
-                ("GROUP", group),
-                ("TILES", tiles),
-                ("COLS", across),
+                *(("T", dtype), ("BITS", self.packing.bits), ("GROUP", group)),
+                *(("TILES", tiles), ("COLS", across), ("GATED", self.packing.gated)),
             ),
         )
         return Prepared(MATRIX, plan), mx.array(sizes)
@@ -153,13 +170,20 @@ def verify_qmm_reference(
     """As `verify_qmm`, by MLX's own product; row by row where the rows must not mind each other."""
 
     def product(rows: mx.array) -> mx.array:
-        return mx.quantized_matmul(
+        y = mx.quantized_matmul(
             rows, weights, scales, biases, group_size=packing.group, bits=packing.bits
         )
+        return swiglu(*mx.split(y, 2, axis=-1)) if packing.gated else y
 
     if not packing.invariant or x.shape[0] == 1:
         return product(x)
     return mx.concatenate([product(x[i : i + 1]) for i in range(x.shape[0])])
+
+
+@partial(mx.compile, shapeless=True)
+def swiglu(gates: mx.array, x: mx.array) -> mx.array:
+    """silu(gates) * x, in one launch as of mlx-lm."""
+    return gates * mx.sigmoid(gates) * x
 
 
 def _threads(columns: int, held: int) -> int:
@@ -198,16 +222,17 @@ def check_arguments(
 def _case(
     x: mx.array, weights: mx.array, scales: mx.array, biases: mx.array, packing: Packing
 ) -> Case:
-    shape = (x.shape[-1], weights.shape[0], packing.group, int(packing.invariant))
+    kind = int(packing.invariant) + 2 * int(packing.gated)
+    shape = (x.shape[-1], weights.shape[0], packing.group, kind)
     return case_of(math.prod(x.shape[:-1]), shape, [x, scales, biases], packing.bits)
 
 
 def _ways(x: mx.array, *rest: Any) -> tuple[Way, ...]:
     """Both kernels, where sums may be in either order and matrices can be used."""
-    product = Product(*rest)
+    product, rows = Product(*rest), math.prod(x.shape[:-1])
     if product.packing.invariant or product.columns < TILE or not may_use_matrices():
-        return (product.way(math.prod(x.shape[:-1])),)
-    return "scalar", "matrix"
+        return (product.way(rows),)
+    return ("scalar", "matrix") if rows <= MAX_ROWS // product.halves else ("matrix",)
 
 
 def _after(y: mx.array, x: mx.array, *rest: Any) -> tuple[Any, ...]:
@@ -218,12 +243,13 @@ def _after(y: mx.array, x: mx.array, *rest: Any) -> tuple[Any, ...]:
 def _tried(x: mx.array, *rest: Any) -> tuple[str, list[dict[str, int]]]:
     """Every variant of both kernels for these bits, groups and dtype."""
     packing = rest[3]
-    same = {"bits": packing.bits, "group": packing.group}
+    same = {"bits": packing.bits, "group": packing.group, "gated": int(packing.gated)}
     shapes = [(rows, 1024, 520) for rows in (1, 9, 17, 25)]
     shapes += [(rows, 128, 16384) for rows in (8, 16)]
     names = ("rows", "depth", "columns")
     sizes = [{**dict(zip(names, shape, strict=True)), **same} for shape in shapes]
-    return f"{packing.bits}/{packing.group}", sizes
+    kind = "/gated" if packing.gated else ""
+    return f"{packing.bits}/{packing.group}{kind}", sizes
 
 
 def _arguments(draw: Draw) -> tuple[Any, ...]:
@@ -231,11 +257,12 @@ def _arguments(draw: Draw) -> tuple[Any, ...]:
     rows = draw.size("rows", range(1, MAX_ROWS + 1))
     depth = draw.size("depth", range(packing.group, 21 * packing.group, packing.group))
     columns = draw.size("columns", (5, 8, 31, 33, 64, 100, 257))
+    columns *= 2 if (gated := draw.chance("gated", 0.5)) else 1
     words = (columns, depth * packing.bits // 32)
     weights = mx.random.randint(0, 2**32, words, mx.uint32, key=draw.key())
     scales, biases = (draw.normal(columns, depth // packing.group) for _ in range(2))
     x = draw.normal(rows, depth)
-    packing = replace(packing, invariant=draw.chance("invariant", 0.5))
+    packing = replace(packing, invariant=draw.chance("invariant", 0.5), gated=gated)
     return x, weights, scales * 2.0**-packing.bits, biases, packing
 
 

@@ -37,6 +37,8 @@ class Visibility:
             check(False, "local", kind, "bool [R, N]")
         check_range("the rows of local", self.rows, 1, MAX_ROWS)
         check_range("the columns of local", self.columns, 1, MAX_LOCAL)
+        if self.first is None and self.prefix > 0:
+            return  # every row sees all of it
         count = len(self.starts)
         check(count == self.rows, "the length of first", count, f"{self.rows}, the rows")
         starts = np.array(self.starts)

@@ -2,8 +2,10 @@
 
 Nothing is computed: graphs are built and dropped, on random models with Qwen3-4B's layers, but
 narrow and few, inside the trace of an exported function, where custom Metal kernels can be called
-without Metal. On Linux MLX builds norms, rope and attention of several nodes each, on a Mac of one,
-so what is to be compared here is the columns with each other.
+without Metal. A norm, a rotation, attention and SwiGLU are one node each on a Mac and several
+elsewhere, so something of one node stands in their places (`as_on_a_mac`): the nodes are those of a
+Mac, the microseconds those of this processor. All programs take turns, and the fastest of their
+passes counts. z-lab's is there if its package `dflash` can be imported (PYTHONPATH).
 
     .venv/bin/python scripts/host_cost.py                # a pass of Qwen3-4B at 4 bits
     .venv/bin/python scripts/host_cost.py --calls        # single calls, against MLX's own
@@ -12,35 +14,37 @@ so what is to be compared here is the columns with each other.
 from __future__ import annotations
 
 import argparse
-import functools
-import io
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
-from dflash_mlx.target.block import Block  # isort: skip  # loads the BLAS
+# First, since it loads the BLAS
+from dflash_mlx.benchmark.host import BEFORE, HostCost, fastest, nodes_of, passes_of  # isort: skip
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import cache, qwen3
+from mlx_lm.models import activations, cache, qwen3
 
+from dflash_mlx.system import cpu_math
 from dflash_mlx.target.model import Target
-from dflash_mlx.target.sequence import SequenceCache
 from kernels_metal import factory, gpu
-from kernels_metal.cascade_attention import cascade_attention
+from kernels_metal.cascade_attention import AttentionPlan
+from kernels_metal.factory import Prepared
 from kernels_metal.verify_qmm import Packing, Product
 from kernels_metal.visibility import Visibility
 
-BEFORE = 4  # tokens in the caches
-REPEATS = 40  # the fastest counts
+ROUNDS = 40  # the fastest pass counts
 CALLS = 100
-ROWS = (1, 4, 8, 16)
+# By what decodes: rows of a pass, and tokens a round as measured with the default pair
+# (docs/lab/2026-11-22-methods.md)
+METHODS = {"plain": (1, 1.0), "chain of 4": (4, 2.26), "chain of 8": (8, 2.53)}
 SHAPE = {
     "model_type": "qwen3",
     "hidden_size": 256,  # widths do not matter to the host
@@ -54,21 +58,20 @@ SHAPE = {
     "rope_theta": 1e6,
     "tie_word_embeddings": True,
 }
-LAYERS = 36
+_FAST = ("rms_norm", "rope", "scaled_dot_product_attention")
+LAYERS, FEW = 36, (4, 16)
 TAPS = (0, 1)
 
 
-class Cost(NamedTuple):
-    """Of one pass with all layers."""
+class Builder(NamedTuple):
+    """Builds one pass behind a cache that `fork` makes."""
 
-    microseconds: float
-    nodes: int
-    launches: int
+    build: Callable[[Any], list[mx.array]]
+    fork: Callable[[], Any]
 
 
-@functools.cache
-def model_of(layers: int, user: str = "") -> nn.Module:
-    """A random 4-bit model, one for each user."""
+def model_of(layers: int) -> nn.Module:
+    """A random 4-bit model."""
     model = qwen3.Model(qwen3.ModelArgs.from_dict({**SHAPE, "num_hidden_layers": layers}))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, group_size=64, bits=4)
@@ -76,9 +79,28 @@ def model_of(layers: int, user: str = "") -> nn.Module:
     return model
 
 
+@contextmanager
+def as_on_a_mac() -> Iterator[None]:
+    """Within it what MLX has one node for on a Mac is built as one node."""
+
+    def like_first(*given: Any, **more: Any) -> mx.array:
+        arrays = [array for array in (*given, *more.values()) if isinstance(array, mx.array)]
+        return mx.depends(arrays[0], arrays)  # type: ignore[return-value]
+
+    places: list[tuple[Any, str, Any]] = [
+        *((mx.fast, name, like_first) for name in _FAST),
+        *((place, "swiglu", like_first) for place in (activations, qwen3)),
+        (cpu_math, "applies", lambda: False),  # products of the CPU's own
+        (gpu, "gpu_family", lambda: "applegpu_g16s"),  # an M4 Max
+    ]
+    with ExitStack() as stack:
+        for place, name, other in places:
+            stack.enter_context(mock.patch.object(place, name, other))
+        yield
+
+
 def traced(work: Callable[[], object]) -> None:
     """Run `work` inside a trace, where kernels of Metal can be called everywhere."""
-    gpu.gpu_family = lambda: "applegpu_g16s"  # what may be used is decided as on an M4 Max
 
     def function(x: mx.array) -> list[mx.array]:
         with factory.executing(factory.metal):
@@ -89,63 +111,19 @@ def traced(work: Callable[[], object]) -> None:
         mx.export_function(str(Path(folder) / "traced.mlxfn"), function, mx.zeros(1))
 
 
-def nodes_of(*outputs: mx.array) -> tuple[int, int]:
-    """Operations in the graph of arrays that are not computed, and custom kernels among them."""
-    text = io.StringIO()
-    mx.export_to_dot(text, *outputs)
-    made = [line for line in text.getvalue().splitlines() if "shape=rectangle" in line]
-    return len(made), sum("CustomKernel" in line for line in made)
-
-
-def fastest(work: Callable[..., object], prepare: Callable[[], object] | None = None) -> float:
-    """Microseconds of `work`, of what `prepare` gives if there is one."""
-    times = []
-    for _ in range(REPEATS):
-        given = () if prepare is None else (prepare(),)
-        begin = time.perf_counter()
-        made = work(*given)
-        times.append(time.perf_counter() - begin)
-        del made  # a graph is taken apart when nobody waits for it
-    return min(times) * 1e6
-
-
-def cost_of(one: Callable[..., list[mx.array]], fork: Callable[[], object]) -> Cost:
-    """Of building what `one` returns behind caches that `fork` copies."""
-    found = Cost(0, 0, 0)
-
-    def work() -> None:
-        nonlocal found
-        one(fork())
-        found = Cost(fastest(one, fork), *nodes_of(*one(fork())))
-
-    traced(work)
-    return found
-
-
-def ours(rows: int, mode: str, layers: int) -> Cost:
-    """A pass over a chain of `rows`, behind a few tokens, with the features a drafter reads."""
+def ours(rows: int, mode: str, layers: int) -> Builder:
+    """A pass over a chain of `rows`, with the features a drafter reads."""
     target = Target(model_of(layers), 4096, "random")
     taps = TAPS if rows > 1 else ()
     target.tap(taps)
-    sequence = target.new_cache()
-    target.forward(mx.zeros(BEFORE, mx.int32), sequence, Block(BEFORE))
-    mx.eval([array for layer in sequence.layers for array in layer.arrays])
-    sequence.commit(range(BEFORE))
+    build, fork = passes_of(target, rows, taps)
     target.use_kernels(mode)  # type: ignore[arg-type]
-    tokens = mx.zeros(rows, mx.int32)
-
-    def one(behind: SequenceCache) -> list[mx.array]:
-        logits, features = target.forward(tokens, behind, Block(rows), taps)
-        return [mx.argmax(logits, axis=-1), *([] if features is None else [features])]
-
-    cost = cost_of(one, sequence.fork)
-    target.use_kernels("off")  # the model is used again
-    return cost
+    return Builder(build, fork)
 
 
-def theirs(rows: int, name: str, layers: int) -> Cost:
-    """The same as mlx-lm does it, or z-lab's `dflash` if it is installed: with hooks and taps."""
-    model = model_of(layers, name)
+def theirs(rows: int, name: str, layers: int) -> Builder:
+    """The same as mlx-lm does it, or z-lab's `dflash`: with hooks and taps."""
+    model = model_of(layers)
     if name == "z-lab":
         from dflash import model_mlx  # a published package, not one of ours
 
@@ -155,7 +133,7 @@ def theirs(rows: int, name: str, layers: int) -> Cost:
     mx.eval([layer.state for layer in caches])
     tokens = mx.zeros((1, rows), mx.int32)
 
-    def one(behind: list[cache.KVCache]) -> list[mx.array]:
+    def build(behind: list[cache.KVCache]) -> list[mx.array]:
         chosen = mx.argmax(model(tokens, cache=behind), axis=-1)
         tapped = [mx.concatenate(model._hidden_states, axis=-1)] if name == "z-lab" else []
         return [chosen, *tapped]
@@ -166,23 +144,47 @@ def theirs(rows: int, name: str, layers: int) -> Cost:
             layer.keys, layer.values = mx.array(layer.keys), mx.array(layer.values)
         return copies
 
-    return cost_of(one, fork)
+    return Builder(build, fork)
+
+
+def measured(builders: dict[Any, Builder]) -> dict[Any, HostCost]:
+    """The cost of each; they take turns, so that a busy machine is unfair to none."""
+    found: dict[Any, HostCost] = {}
+
+    def work() -> None:
+        for key, (build, fork) in builders.items():
+            build(fork())  # what is chosen or settled at the first pass of a shape
+            found[key] = HostCost(float("inf"), *nodes_of(*build(fork())))
+        for _ in range(ROUNDS):
+            for key, (build, fork) in builders.items():
+                least = min(fastest(build, fork, 1), found[key].microseconds)
+                found[key] = found[key]._replace(microseconds=least)
+
+    traced(work)
+    return found
 
 
 def passes() -> None:
     """The table of passes."""
-    print(f"one pass, {LAYERS} layers: microseconds of Python, nodes, custom launches")
-    for rows in ROWS:
-        kinds = {name: partial(theirs, rows, name) for name in ("mlx-lm", "z-lab")}
-        kinds |= {f"ours, {mode}": partial(ours, rows, mode) for mode in ("off", "on")}
-        if find_spec("dflash") is None:
-            del kinds["z-lab"]
-        for name, make in kinds.items():
-            few, more = make(2), make(8)  # what a layer adds, for all of them
-            pairs = zip(few, more, strict=True)
-            cost = Cost(*(a + (b - a) / 6 * (LAYERS - 2) for a, b in pairs))
-            numbers = f"{cost.microseconds:7.0f} us {cost.nodes:6.0f} nodes {cost.launches:4.0f}"
-            print(f"  {rows:3d} rows  {name:<10} {numbers}", flush=True)
+    programs = {name: partial(theirs, name=name) for name in ("mlx-lm", "z-lab")}
+    programs |= {f"ours, {mode}": partial(ours, mode=mode) for mode in ("off", "on")}
+    if find_spec("dflash") is None:
+        print("z-lab's package dflash cannot be imported, so it is left out")
+        del programs["z-lab"]
+    print(f"one pass of {LAYERS} layers, built as on a Mac and not computed")
+    print("| method | program | graph nodes | custom kernels | us a pass | us a token |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    few, more = FEW
+    for method, (rows, tokens) in METHODS.items():
+        made = {(name, n): make(rows, layers=n) for name, make in programs.items() for n in FEW}
+        costs = measured(made)
+        for name in programs:  # what a layer adds, for all of them
+            pairs = zip(costs[name, few], costs[name, more], strict=True)
+            cost = HostCost(*(a + (b - a) / (more - few) * (LAYERS - few) for a, b in pairs))
+            numbers = f"{cost.nodes:.0f} | {cost.launches:.0f} | {cost.microseconds:.0f}"
+            print(
+                f"| {method} | {name} | {numbers} | {cost.microseconds / tokens:.0f} |", flush=True
+            )
 
 
 def calls() -> None:
@@ -192,43 +194,41 @@ def calls() -> None:
     scales = mx.zeros((512, 16), half)
     queries, keys = mx.zeros((1, 32, 8, 128), half), mx.zeros((1, 8, 1024, 128), half)
     seen = Visibility(1000, np.tri(8, dtype=np.bool_))
-    product = Product(weights, scales, scales, Packing(4, 64))
 
-    def many(call: Callable[[], object]) -> float:
-        def calls() -> None:
+    def many(call: Callable[..., object]) -> float:
+        def calls(_: None) -> None:
             for _ in range(CALLS):
                 call()
 
-        return fastest(calls) / CALLS
+        return fastest(calls, lambda: None) / CALLS
 
-    def show(name: str, bare: float, mine: float, stock: float) -> None:
+    def show(name: str, ours: Callable[[], object], stock: Callable[[], object]) -> None:
+        """Ours, what of it are the bare calls of MLX's custom kernels, and MLX's own operation."""
+        launches: list[Callable[[], object]] = []
+        made = Prepared.__call__
+
+        def noted(prepared: Prepared, inputs: list[mx.array]) -> list[mx.array]:
+            bare = partial(prepared._call, inputs=inputs, **prepared._arguments)
+            launches.append(bare)
+            return made(prepared, inputs)
+
+        with mock.patch.object(Prepared, "__call__", noted):
+            ours()
+        bare, mine = sum(map(many, launches)), many(ours)
         ratio = mine / bare
-        print(f"{name}: bare {bare:.1f} us, ours {mine:.1f} ({ratio:.2f}), MLX's {stock:.1f}")
+        print(f"{name}: bare {bare:.1f} us, ours {mine:.1f} ({ratio:.2f}), MLX's {many(stock):.1f}")
 
     def work() -> None:
-        product(x)
-        ((run, sizes),) = product._plans.values()
-        inputs, settled = [x, weights, scales, scales, sizes], run._arguments
-        bare = many(lambda: run._call(inputs=inputs, **settled))
-        mine = many(lambda: product(x))
-        stock = many(lambda: mx.quantized_matmul(x, weights, scales, scales))
-        show("verify_qmm", bare, mine, stock)
-        cascade_attention(queries, keys, keys, seen, 0.1)
-        (plan,) = seen.plans.values()
-        unused, settled = plan._unused, plan._attend._arguments
-        inputs = [queries, keys, keys, *unused, *unused, *plan._settled, plan._no_sinks]
-        joined = mx.zeros(plan._attend.plan.output_shapes[0]), mx.zeros((2, 256, 2))
-        merging = [*joined, plan._no_sinks, plan._rows]
-
-        def bare_attention() -> None:
-            plan._attend._call(inputs=inputs, **settled)
-            if plan._merge is not None:
-                plan._merge._call(inputs=merging, **plan._merge._arguments)
-
-        bare = many(bare_attention)
-        mine = many(lambda: cascade_attention(queries, keys, keys, seen, 0.1))
-        stock = many(lambda: mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=0.1))
-        show("attention", bare, mine, stock)
+        product = Product(weights, scales, scales, Packing(4, 64)).settled(x)
+        plan = AttentionPlan(queries, keys, seen, 0.1)
+        attend = mx.fast.scaled_dot_product_attention
+        matrix = weights, scales, scales
+        show("verify_qmm", lambda: product(x), lambda: mx.quantized_matmul(x, *matrix))
+        show(
+            "attention",
+            lambda: plan(queries, keys, keys, None),
+            lambda: attend(queries, keys, keys, scale=0.1),
+        )
 
     traced(work)
 
@@ -237,7 +237,8 @@ def main() -> None:
     """Print one of the tables."""
     parser = argparse.ArgumentParser(description="What the host spends on a pass.")
     parser.add_argument("--calls", action="store_true", help="single calls instead of passes")
-    calls() if parser.parse_args().calls else passes()
+    with as_on_a_mac():
+        calls() if parser.parse_args().calls else passes()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from dflash_mlx.benchmark import host
 from dflash_mlx.benchmark.figures import summarise
 from dflash_mlx.benchmark.measure import Run, run_all, separate_rows
 from dflash_mlx.benchmark.plots import draw_all
@@ -92,7 +93,8 @@ def measure(
             bar.update(bool(some))
             if some and file is not None:
                 save(file, report | summarise(runs, times), runs)
-    return report | summarise(runs, times)
+    found = report | summarise(runs, times)
+    return found | {"host": host.by_method(pair.target, found["methods"])}
 
 
 def read_before(arguments: argparse.Namespace) -> Report | None:

@@ -37,6 +37,7 @@ def format_report(report: dict[str, Any]) -> str:
         _reliability(methods),
         _merging(methods),
         _guard(methods),
+        _host(report.get("host", {})),
     ]
     if "sweep" in report:
         sections.append(_sweep(report, **report["sweep"]))
@@ -140,6 +141,17 @@ def _guard(methods: dict[str, Figures]) -> str:
         return ""
     keys = [key.removeprefix("guard_").replace("_", " ") for key in figures["guard"]]
     return _table("Near-tie guard, over all answers", ["method", "tokens", *keys], rows)
+
+
+def _host(found: dict[str, dict[str, float]]) -> str:
+    """What the host spends on the target's passes."""
+    rows = []
+    for name, cost in found.items():
+        counts = (str(cost[key]) for key in ("rows", "nodes", "launches"))
+        rows.append([name, *counts, *(f"{cost[key]:.0f}" for key in ("us_a_pass", "us_a_token"))])
+    header = ["method", "rows", "graph nodes", "custom kernels", "us/pass", "us/token"]
+    title = "Python of a target pass of about so many rows, built and not computed"
+    return _table(title, header, rows)
 
 
 def _sweep(report: dict[str, Any], setting: str, lines: dict[str, dict[str, str]]) -> str:

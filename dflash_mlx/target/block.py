@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_mlx.core.tree import Tree
-from kernels_metal.visibility import Visibility
+from kernels_metal.visibility import MAX_LOCAL, MAX_ROWS, Visibility
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Block:
     last_only: bool = False
     before: int = 0
     _positions: dict[int, mx.array] = field(default_factory=dict, init=False, compare=False)
+    _places: dict[int, mx.array] = field(default_factory=dict, init=False, compare=False)
     _meanings: dict[object, tuple[mx.array | str | None, Visibility]] = field(
         default_factory=dict, init=False, compare=False
     )
@@ -43,6 +44,11 @@ class Block:
         """Whether the rows are consecutive tokens."""
         return self.tree is None and self.branches == 1
 
+    @cached_property
+    def fits_kernels(self) -> bool:
+        """Whether attention's kernel takes so many rows."""
+        return self.rows <= MAX_ROWS and self.before + self.rows <= MAX_LOCAL
+
     def positions(self, first: int) -> int | mx.array:
         """The position of the first row, or [rows] of each where they are not consecutive.
 
@@ -53,6 +59,14 @@ class Block:
         if first not in self._positions:
             self._positions[first] = mx.array(self.depths + first)
         return self._positions[first]
+
+    def places(self, first: int) -> mx.array:
+        """The position of each row, as `norm_rope` takes them: int32 [rows], or [8] of fewer."""
+        if first not in self._places:
+            places = np.zeros(max(self.rows, 8), np.int32)
+            places[: self.rows] = self.depths + first
+            self._places[first] = mx.array(places)
+        return self._places[first]
 
     @cached_property
     def all_depths(self) -> npt.NDArray[np.int32]:
@@ -92,7 +106,7 @@ class Block:
             known = self._meanings.get(id(mask))
             return known[1] if known is not None and known[1].keys == keys else None
         if (mask, keys) not in self._meanings:
-            local = np.tri(self.rows, dtype=np.bool_) if mask == "causal" else np.True_
-            local = np.broadcast_to(local, (self.rows, self.rows))
+            shape = self.rows, self.rows
+            local = np.tri(*shape, dtype=np.bool_) if mask == "causal" else np.ones(shape, np.bool_)
             self._meanings[mask, keys] = mask, Visibility(keys - self.rows, local)
         return self._meanings[mask, keys][1]

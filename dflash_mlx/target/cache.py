@@ -24,8 +24,8 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.target.routing import Kernels
 from dflash_mlx.target.saved import Saved
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
-from kernels_metal.cascade_attention import CASCADE_ATTENTION, Packed
-from kernels_metal.visibility import MAX_LOCAL, MAX_ROWS, Visibility
+from kernels_metal.cascade_attention import CASCADE_ATTENTION, AttentionPlan, Packed
+from kernels_metal.visibility import Visibility
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
 _NO_ROWS = Block(0)
@@ -70,6 +70,11 @@ class LayerCache:
         return sum(stored.nbytes for stored in self._stored)
 
     @property
+    def places(self) -> mx.array:
+        """The position of each row of the pass, see `Block.places`."""
+        return self.block.places(self.length)
+
+    @property
     def _end(self) -> int:
         """Where the pass's rows go: behind the committed ones, and those of passes before it."""
         return self.length + self.block.before
@@ -84,8 +89,7 @@ class LayerCache:
     def begin(self, block: Block, asks_kernels: bool = False) -> None:
         """Announce the rows of the next pass. asks_kernels: whether a kernel could run."""
         self.block, self.offset = block, block.positions(self.length)
-        fits = block.rows <= MAX_ROWS and block.before + block.rows <= MAX_LOCAL
-        self._asks_kernels = asks_kernels and fits
+        self._asks_kernels = asks_kernels and block.fits_kernels
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the block's rows after the committed ones; return all that its rows may see."""
@@ -94,9 +98,10 @@ class LayerCache:
         parts = [keys, values] if bits is None else [*pack(keys, bits), *pack(values, bits)]
         self._reserve(rows, parts)
         at, first = self._end - self._start, self._first - self._start
+        end = at + rows
         for stored, part in zip(self._stored, parts, strict=True):
-            stored[..., at : at + rows, :] = part
-        seen = [stored[..., first : at + rows, :] for stored in self._stored]
+            stored[:, :, at:end] = part  # MLX takes longer to read an index with an ellipsis
+        seen = [stored[:, :, first:end] for stored in self._stored]
         if bits is None:
             return seen[0], seen[1]
         keys, values = unpack(seen[:3], bits), unpack(seen[3:], bits)
@@ -183,12 +188,16 @@ class LayerCache:
         latest = self._latest
         if latest is not None and keys is latest[0] and values is latest[1]:
             given = queries, *latest[2:]
-        key = id(kernels.running()), queries.shape, queries.dtype, keys.shape, len(given[1])
-        if key not in seen.plans:
+        shapes = queries.shape, queries.dtype, keys.shape, values.shape
+        key = id(kernels.running()), *shapes, scale, sinks is None
+        try:
+            plan = seen.plans[key]
+        except KeyError:
             choice = kernels.chosen(CASCADE_ATTENTION, (*given, seen, scale, sinks))
-            seen.plans[key] = choice and CASCADE_ATTENTION.by(choice.way)
-        kernel = seen.plans[key]
-        return None if kernel is None else kernel(*given, seen, scale, sinks)
+            way = choice and choice.way or "once"
+            plan = choice and AttentionPlan(queries, given[1], seen, scale, way)
+            seen.plans[key] = plan
+        return None if plan is None else plan(*given, sinks)
 
     def lengthen(self, rows: int) -> None:
         """Commit `rows` more positions that are all like the last one, to time long contexts."""

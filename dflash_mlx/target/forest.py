@@ -7,7 +7,6 @@ attention goes sequence by sequence. So nothing but the layers' caches knows of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.sequence import SequenceCache
+from kernels_metal.norm_rope import padded
 
 Mask = mx.array | str | None
 
@@ -32,7 +32,8 @@ class Rows(NamedTuple):
 class Forest:
     """A pass over blocks of rows, each behind what a cache holds.
 
-    layers: the caches as the model takes them.
+    layers: the caches as the model takes them. positions: [N] of each row; places: the same, as of
+    `Block.places`.
     """
 
     def __init__(self, blocks: Sequence[tuple[SequenceCache, Block]]) -> None:
@@ -41,6 +42,9 @@ class Forest:
         self._masks: dict[int, tuple[mx.array, list[Mask]]] = {}
         for cache, block in blocks:
             cache.extend(block)
+        positions = [block.depths + cache.length for cache, block in blocks]
+        self.positions = mx.array(np.concatenate(positions))
+        self.places = padded(self.positions)
         of_each = zip(*(cache.layers for cache, _ in blocks), strict=True)
         self.layers = [self._joined(layers) for layers in of_each]
 
@@ -78,13 +82,8 @@ class JoinedLayer:
 
     def __init__(self, layers: Sequence[LayerCache], forest: Forest) -> None:
         self.parts, self.window, self._forest = layers, layers[0].window, forest
+        self.offset, self.places = forest.positions, forest.places
         self._seen: list[tuple[mx.array, mx.array]] = []
-
-    @cached_property
-    def offset(self) -> mx.array:
-        """[N] the position of each row."""
-        positions = (layer.block.depths + layer.length for layer in self.parts)
-        return mx.array(np.concatenate(list(positions)))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Hand each sequence its rows; what each sees of them and before waits for `attend`."""

@@ -9,6 +9,7 @@ kernel could run for the first time; the modules then hold views of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -16,19 +17,19 @@ import mlx.nn as nn
 
 from dflash_mlx.target.routing import Kernels
 from kernels_metal.shared_input import SHARED_INPUT, bounds, side_by_side
-from kernels_metal.verify_qmm import MAX_ROWS, Packing
+from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Multiply, Packing, Product
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ARRAYS = ("weight", "scales", "biases")
 
 
-def groups_in(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """The modules of each group whose weights can stand side by side."""
+def groups_in(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Modules, and in them the members of a group whose weights can stand side by side."""
     for module in model.modules():
         for names in GROUPS:
             members = [module.get(name) for name in names]
             if all(type(member) is nn.QuantizedLinear for member in members) and _alike(members):
-                yield members
+                yield module, members
 
 
 def _alike(members: Sequence[Any]) -> bool:
@@ -61,6 +62,7 @@ class Group:
         self._bounds: list[int] = []
         self._known: object = None
         self._pays: dict[tuple[Any, ...], bool] = {}
+        self._gates: dict[tuple[Any, ...], Multiply | None] = {}
         self._x: mx.array | None = None
         self._parts: dict[int, mx.array] = {}
         self._broken = False
@@ -73,45 +75,82 @@ class Group:
             if not self._parts:
                 self._x = None  # nothing of a pass is kept behind it
             return found
-        running = self._kernels.running()
-        if running is None or self._broken:
+        if self._broken:
             return None
         if self._parts:  # somebody calls only some of them
             self._broken, self._x, self._parts = True, None, {}
             return None
-        if not self._pays_for(x, running):
+        products = self.products(x)
+        if products is None:
             return None
-        self._x = x
-        self._parts = dict(enumerate(mx.split(self._whole(x), self._bounds, axis=-1)))
+        self._x, self._parts = x, dict(enumerate(products))
         return self._parts.pop(i)
 
-    def _pays_for(self, x: mx.array, running: object) -> bool:
-        if running is not self._known or not self._joined:
-            self._known = running
-            self._pays.clear()
+    def products(self, x: mx.array) -> list[mx.array] | None:
+        """Of all members, by one, None where each is to be computed by itself."""
+        running = self._kernels.running()
+        if running is None:
+            return None
+        self._follow(running)
         key = x.shape, x.dtype
         if key not in self._pays:
             if x.size > MAX_ROWS * x.shape[-1]:
-                return False
-            apart = [group for group in self._alike if not group._joined]
-            for group in apart:
-                group._join()
-            if apart:
-                mx.clear_cache()  # of the weights' old places, which no new array would fit
+                return None
+            self._join_alike()
             calls = [group.call(x) for group in self._alike]
             self._pays[key] = self._kernels.chosen(SHARED_INPUT, self.call(x), calls) is not None
-        return self._pays[key]
+        if not self._pays[key]:
+            return None
+        return mx.split(self._whole(x), self._bounds, axis=-1)  # type: ignore[return-value]
+
+    def gated(self, x: mx.array) -> mx.array | None:
+        """Of gate and up: silu(gate x) * up x in one product, None where it is to be by parts."""
+        running = self._kernels.running()
+        if running is None or x.size > MAX_ROWS * x.shape[-1] or "bias" in self.members[0]:
+            return None
+        self._follow(running)
+        key = x.shape, x.dtype
+        if key not in self._gates:
+            self._gates[key] = self._gate_for(x)
+        multiply = self._gates[key]
+        return None if multiply is None else multiply(x)
+
+    def _gate_for(self, x: mx.array) -> Multiply | None:
+        self._join_alike()
+        packing = replace(self.packing, gated=True)
+        calls = [(x, *group.call(x)[1], packing) for group in (self, *self._alike)]
+        choice = self._kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
+        if choice is None:
+            return None
+        return Product(*calls[0][1:]).settled(x, choice.way or None)  # type: ignore[arg-type]
+
+    def _follow(self, running: object) -> None:
+        """Forget what was chosen, where other choices hold now or the weights were changed."""
+        if running is not self._known or not self._joined:
+            self._known = running
+            self._pays.clear()
+            self._gates.clear()
 
     @property
     def _joined(self) -> bool:
         """Whether the members hold views of what is side by side, and nobody changed them since."""
-        pairs = zip(self.members, self._views, strict=False)
-        return bool(self._views) and all(m["scales"] is view[1] for m, view in pairs)
+        for member, view in zip(self.members, self._views, strict=False):
+            if member["scales"] is not view[1]:
+                return False
+        return bool(self._views)
 
     def call(self, x: mx.array) -> tuple[Any, ...]:
         """The arguments of SHARED_INPUT."""
         parts = [tuple(member[name] for name in _ARRAYS) for member in self.members]
         return x, tuple(self._whole[name] for name in _ARRAYS), parts, self.packing
+
+    def _join_alike(self) -> None:
+        """Put the weights of all groups of this shape side by side."""
+        apart = [group for group in self._alike if not group._joined]
+        for group in apart:
+            group._join()
+        if apart:
+            mx.clear_cache()  # of the weights' old places, which no new array would fit
 
     def _join(self) -> None:
         """Put the weights side by side; the members keep views."""

@@ -16,8 +16,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.system import cpu_math
-from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.forest import JoinedLayer
+from dflash_mlx.target.calls import (
+    gated_mlp,
+    is_gated_mlp,
+    is_normed_attention,
+    normed_attention,
+    scaled_dot_product_attention,
+    stock_attention,
+)
 from dflash_mlx.target.fusion import Group, groups_in
 from dflash_mlx.target.routing import Kernels
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
@@ -60,8 +66,8 @@ def rotate_by_row(rope: nn.Module) -> None:
 
     def __call__(self: Any, x: mx.array, offset: Any = 0, **kwargs: Any) -> mx.array:
         if not isinstance(offset, mx.array) or offset.size == 1 or x.shape[0] > 1:
-            return forward(self, x, offset=offset, **kwargs)  # type: ignore[no-any-return]
-        turned = forward(self, x.swapaxes(0, 2), offset=offset, **kwargs)
+            return forward(self, x, offset, **kwargs)  # type: ignore[no-any-return]
+        turned = forward(self, x.swapaxes(0, 2), offset, **kwargs)
         return turned.swapaxes(0, 2)  # type: ignore[no-any-return]
 
     _replace(rope, "__call__", __call__)
@@ -92,9 +98,11 @@ def route_attention(model: Any) -> bool:
         if not attending and _keeps_keys(layer):
             return False
         for module in attending:
-            if type(module).__call__.__globals__[_ATTENTION] is not _attention:
+            if type(module).__call__.__globals__[_ATTENTION] is not scaled_dot_product_attention:
                 _replace(
-                    module, "__call__", _rebound(type(module).__call__, {_ATTENTION: _attention})
+                    module,
+                    "__call__",
+                    _rebound(type(module).__call__, {_ATTENTION: scaled_dot_product_attention}),
                 )
     return True
 
@@ -105,15 +113,8 @@ class KernelHooks:
     def __init__(self, model: Any, kernels: Kernels) -> None:
         self._originals: list[tuple[Any, type]] = []
         self._alike: dict[tuple[Any, ...], list[Any]] = {}
-        for layer in model.layers:
-            attending = [m for m in layer.modules() if m is not layer and _attends(m)]
-            for module in attending:
-                names = {_ATTENTION: _attention}
-                self._replace(module, "__call__", _rebound(type(module).__call__, names))
-            if not attending and _keeps_keys(layer):
-                family = type(layer).__module__.rpartition(".")[2]
-                reason = f"{family} computes the attention of some layers itself"
-                kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
+        gated = [module for module in model.modules() if is_gated_mlp(module)]
+        normed = self._route(model, kernels)
         groups = list(groups_in(model))
         for module in model.modules():
             if cpu_math.applies() and _SWIGLU in _names_in(module):
@@ -123,8 +124,28 @@ class KernelHooks:
             if type(module) in _PRODUCTS:
                 self._product(module, _PRODUCTS[type(module)], kernels)
         alike: dict[tuple[Any, ...], list[Group]] = {}
-        for members in groups:
-            self._group(members, kernels, alike)
+        made = {id(module): self._group(members, kernels, alike) for module, members in groups}
+        for module in gated:
+            if (group := made.get(id(module))) is not None:
+                self._replace(module, "__call__", gated_mlp(type(module).__call__, group))
+        for module in normed:
+            call = normed_attention(type(module).__call__, kernels, made.get(id(module)))
+            self._replace(module, "__call__", call)
+
+    def _route(self, model: Any, kernels: Kernels) -> list[Any]:
+        """Let our caches compute attention; the modules that have a call of their own for it."""
+        normed = []
+        for layer in model.layers:
+            attending = [m for m in layer.modules() if m is not layer and _attends(m)]
+            normed += [module for module in attending if is_normed_attention(module)]
+            for module in attending:
+                names = {_ATTENTION: scaled_dot_product_attention}
+                self._replace(module, "__call__", _rebound(type(module).__call__, names))
+            if not attending and _keeps_keys(layer):
+                family = type(layer).__module__.rpartition(".")[2]
+                reason = f"{family} computes the attention of some layers itself"
+                kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
+        return normed
 
     def remove(self) -> None:
         """Give every module its own class back."""
@@ -154,11 +175,11 @@ class KernelHooks:
         members: Sequence[Any],
         kernels: Kernels,
         alike: dict[tuple[Any, ...], list[Group]],
-    ) -> None:
+    ) -> Group | None:
         try:
             Packing(members[0].bits, members[0].group_size)
         except ValueError:  # which the products have noted
-            return
+            return None
 
         hook = partial(self._product, name="__call__", kernels=kernels)
         shapes = tuple(member["weight"].shape for member in members)
@@ -166,6 +187,7 @@ class KernelHooks:
         for i, member in enumerate(members):
             stock = type(member).__call__
             self._replace(member, "__call__", _part_of(group, i, stock))
+        return group
 
 
 def _part_of(group: Group, i: int, stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -190,7 +212,10 @@ def _attends(module: Any) -> bool:
     """Whether a module's own call is Python that calls mlx-lm's attention by its usual name."""
     if _ATTENTION not in _names_in(module):
         return False
-    return type(module).__call__.__globals__.get(_ATTENTION) in (_stock_attention(), _attention)
+    return type(module).__call__.__globals__.get(_ATTENTION) in (
+        stock_attention(),
+        scaled_dot_product_attention,
+    )
 
 
 def _keeps_keys(layer: nn.Module) -> bool:
@@ -214,28 +239,6 @@ def _rebound(call: Any, meanings: dict[str, Any]) -> FunctionType:
 
 def _swiglu(stock: Callable[..., mx.array], gate: mx.array, x: mx.array) -> mx.array:
     return cpu_math.swiglu(gate, x) if cpu_math.pays(gate.size) else stock(gate, x)
-
-
-def _attention(  # noqa: PLR0913  # the signature of mlx-lm's
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    cache: Any,
-    scale: float,
-    mask: mx.array | str | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """mlx-lm's attention, which one of our caches computes itself."""
-    ours = isinstance(cache, LayerCache) and cache.kernels is not None
-    ours = isinstance(cache, JoinedLayer) or (ours and cache.kernels.mode != "off")
-    attend = cache.attend if ours else partial(_stock_attention(), cache=cache)
-    return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-
-
-def _stock_attention() -> Callable[..., mx.array]:
-    from mlx_lm.models import base  # not before a model is loaded: it takes seconds
-
-    return base.scaled_dot_product_attention
 
 
 def _few_rows(
@@ -281,8 +284,8 @@ def _product_of(
     choice = kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
     if choice is None:
         return None
-    product = Product(*calls[0][1:])
-    multiply = partial(product, way=choice.way or None)  # type: ignore[arg-type]  # one of its own
+    x, *arrays = calls[0]
+    multiply = Product(*arrays).settled(x, choice.way or None)  # type: ignore[arg-type]  # its own
     if "bias" not in module:
         return multiply
     return lambda x: multiply(x) + module["bias"]

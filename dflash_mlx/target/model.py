@@ -58,7 +58,9 @@ class Target:
         self.name = name
         self._tapped: set[int] = set()
         self._outputs: dict[int, mx.array] = {}
-        self._ropes = 0
+        ropes = (module.get("rope") for module in model.modules())
+        self._ropes = [rope for rope in ropes if isinstance(rope, nn.Module)]
+        self._turns_rows = False
         self._threads = threads()
         self.pass_times: Any = None  # measured when a budget needs them, see `pass_times.py`
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
@@ -67,10 +69,6 @@ class Target:
         self._hooks: KernelHooks | None = None
         self.is_recurrent = self.new_cache().is_recurrent
         self._mixers: frozenset[str] = frozenset()
-        for module in model.modules():
-            if isinstance(rope := module.get("rope"), nn.Module):
-                rotate_by_row(rope)
-                self._ropes += 1
         if self.is_recurrent:
             from dflash_mlx.target.recurrent import hook_mixers  # needs mlx-lm: it takes seconds
 
@@ -117,6 +115,11 @@ class Target:
             override(self.model.layers[i], partial(self._keep_output, i))
         self._tapped.update(layers)
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose outputs are kept."""
+        return tuple(sorted(self._tapped))
+
     def forward(
         self, tokens: mx.array, cache: SequenceCache, block: Block, taps: tuple[int, ...] = ()
     ) -> tuple[mx.array, mx.array | None]:
@@ -129,6 +132,8 @@ class Target:
         """
         if block.tree is not None and self.is_recurrent and not self.takes_trees:
             self.check_trees()
+        if not block.is_run:
+            self._turn_rows()
         self._threads.tick()
         cache.extend(block)
         self._outputs.clear()
@@ -155,6 +160,7 @@ class Target:
         self, sequences: Sequence[Rows], taps: tuple[int, ...]
     ) -> list[tuple[mx.array, mx.array | None]]:
         self._threads.tick()
+        self._turn_rows()
         forest = Forest([(each.cache, each.block) for each in sequences])
         self._outputs.clear()
         asked = [
@@ -173,6 +179,13 @@ class Target:
         if taps:
             features = forest.split(self._features(taps), axis=0)
         return list(zip(of_each, features, strict=True))
+
+    def _turn_rows(self) -> None:
+        """Let ropes take a position for each row; passes over chains alone go without the hook."""
+        if not self._turns_rows:
+            for rope in self._ropes:
+                rotate_by_row(rope)
+            self._turns_rows = True
 
     def _features(self, taps: tuple[int, ...]) -> mx.array:
         return mx.concatenate([self._outputs[i][0] for i in taps], axis=-1)
@@ -209,7 +222,7 @@ class Target:
         """Raise DFlashError for a model whose rows cannot each follow a path of their own."""
         kind = type(self.model).__module__.rpartition(".")[2]
         ropes = {base.__name__ for m in self.model.modules() for base in type(m).__mro__}
-        has_positions = self._ropes > 0 or self.is_recurrent
+        has_positions = bool(self._ropes) or self.is_recurrent
         if unknown := sorted(self._mixers - TREE_MIXERS):
             why = f"has recurrent layers ({', '.join(unknown)}) that were never tried on branches"
         elif not has_positions or kind in ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ import mlx.core as mx
 from dflash_mlx.core.tree import rows_on
 
 if TYPE_CHECKING:
+    from dflash_mlx.target.paths import Noted, Products
     from dflash_mlx.target.recurrent import RecurrentLayer
 
 STATE = object()  # stands for the layer's state among the arguments of a kept call
@@ -19,12 +20,17 @@ _CHUNKS = 4  # parts of prompts whose beginnings are kept; states can be large
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a mixer in a pass: `run(*args, **kwargs)`, the state of layer `layer` in it."""
+    """One call of a mixer in a pass: `run(*args, **kwargs)`, the state of layer `layer` in it.
+
+    products: of the mixer. noted: what they gave in the pass, until its rows are committed.
+    """
 
     layer: int
     run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    products: Products
+    noted: Noted = field(default_factory=dict)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -32,7 +38,11 @@ class Call:
         return [arg for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, mx.array)]
 
     def again(self, state: RecurrentLayer, rows: int, path: Sequence[int]) -> None:
-        """Run it over those of its `rows` rows that are on `path`; what it returns is dropped."""
+        """Run it over those of its `rows` rows that are on `path`; what it returns is dropped.
+
+        A row on a path has the same rows before it as in the pass, so what products gave for it
+        holds: only convolutions and the recurrence itself are computed again.
+        """
         kept = rows_on(path)
 
         def part(arg: Any) -> Any:
@@ -40,7 +50,8 @@ class Call:
                 return arg[:, kept]
             return state if arg is STATE else arg
 
-        self.on(part)
+        with self.products.given_again(self.noted, rows, kept):
+            self.on(part)
 
     def on(self, change: Callable[[Any], Any]) -> Any:
         """Run it with its arguments changed, the state's place among them."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.target.hooks import subclass
+from dflash_mlx.target.passes import own
 
 # Sources in mlx-lm whose mixers take a batch of paths, and whose layers give every row a position
 # of its own. Only what the tests try is here.
@@ -70,8 +71,15 @@ class Paths:
         return [a if a is None else mx.broadcast_to(a, (paths, *a.shape[1:])) for a in state]
 
 
+Noted = dict[int, list[mx.array]]  # by a module's id: what it gave in a pass, [1, rows, d] each
+
+
 class Products:
-    """The linear modules of one mixer, which can be given the places of paths and see nodes."""
+    """The linear modules of one mixer, which read most of its weights.
+
+    They can be given the places of paths and see nodes; and what they gave in a pass can be given
+    again for some of its rows, with no weight read a second time.
+    """
 
     def __init__(self, mixer: nn.Module) -> None:
         kinds = nn.Linear, nn.QuantizedLinear
@@ -79,30 +87,69 @@ class Products:
         self._classes: list[type] = []
         self._hooked: list[type] = []
         self._paths: Paths | None = None
+        self._noted: Noted | None = None
+        self._known: Noted = {}
 
     @contextmanager
-    def once_per_node(self, paths: Paths) -> Iterator[None]:
-        """Within it their rows [B, L, d] stand for nodes, of which each is computed once."""
-        classes, self._paths = [type(module) for module in self._modules], paths
+    def noted_in(self, noted: Noted, paths: Paths | None) -> Iterator[None]:
+        """Within it what they give is noted.
+
+        paths: their rows [B, L, d] stand for nodes, of which each is computed once.
+        """
+        self._noted, self._paths = noted, paths
+        try:
+            with self._in_their_places():
+                yield
+        finally:
+            self._noted = self._paths = None
+
+    @contextmanager
+    def given_again(self, noted: Noted, rows: int, kept: slice | mx.array) -> Iterator[None]:
+        """Within it they give the rows `kept` of what was noted of `rows`, and compute nothing."""
+        of_rows = {
+            key: given
+            for key, given in noted.items()
+            if all(y.shape[:2] == (1, rows) for y in given)
+        }
+        self._known = {key: [y[:, kept] for y in given] for key, given in of_rows.items()}
+        try:
+            with self._in_their_places():
+                yield
+        finally:
+            self._known = {}
+
+    @contextmanager
+    def _in_their_places(self) -> Iterator[None]:
+        classes = [type(module) for module in self._modules]
         if classes != self._classes:  # kernels come and go; making a class takes its time
-            self._classes, self._hooked = classes, [self._on_nodes(kind) for kind in classes]
-        for module, hooked in zip(self._modules, self._hooked, strict=True):
-            module.__class__ = hooked
+            self._classes, self._hooked = classes, [self._hook(kind) for kind in classes]
+        _become(self._modules, self._hooked)
         try:
             yield
         finally:
-            self._paths = None
-            for module, original in zip(self._modules, classes, strict=True):
-                module.__class__ = original
+            _become(self._modules, classes)
 
-    def _on_nodes(self, original: type) -> type:
+    def _hook(self, original: type) -> type:
         forward: Callable[..., mx.array] = original.__call__
 
         def __call__(module: nn.Module, x: mx.array) -> mx.array:
+            if known := self._known.get(id(module)):
+                return known.pop(0)
             paths = self._paths
             if paths is None or x.ndim != 3 or x.shape[:2] != paths.nodes.shape:
-                return forward(module, x)
-            nodes: mx.array = paths.spread(forward(module, paths.collect(x)))
+                return self._note(module, forward(module, x))
+            nodes: mx.array = paths.spread(self._note(module, forward(module, paths.collect(x))))
             return nodes
 
         return subclass(original, "__call__", __call__)
+
+    def _note(self, module: nn.Module, y: mx.array) -> mx.array:
+        if self._noted is not None:
+            self._noted.setdefault(id(module), []).append(own(y))
+        return y
+
+
+def _become(modules: Sequence[nn.Module], classes: Sequence[type]) -> None:
+    """Give each its class, past `nn.Module.__setattr__`, which takes ten times as long."""
+    for module, kind in zip(modules, classes, strict=True):
+        object.__setattr__(module, "__class__", kind)

@@ -2,9 +2,10 @@
 
 MLX arrays are immutable, so a state from before a pass is kept by keeping references. In a pass of
 a few rows the calls of the recurrent mixers (gated delta nets, Mamba, short convolutions) are kept
-as well. Where only some rows stay, the state from before is put back and those mixers alone run
-again over these rows; their outputs are never computed, since nothing asks for them. The mixers
-of a tree's pass run along its paths (see `paths.py`) and leave the states as they were.
+as well, with what their matrix products gave. Where only some rows stay, the state from before is
+put back and those mixers alone run again over these rows, without their products; their outputs are
+never computed, since nothing asks for them. The mixers of a tree's pass run along its paths (see
+`paths.py`) and leave the states as they were.
 """
 
 from __future__ import annotations
@@ -47,11 +48,17 @@ class RecurrentLayer(ArraysCache):
         self.calls: list[Call] | None = None
         self.paths: Paths | None = None
 
-    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def call(
+        self,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        products: Products,
+    ) -> Call:
         """A call with this layer's state, without a reference to it; kept where calls are."""
         given = tuple(STATE if arg is self else own(arg) for arg in args)
         named = {key: STATE if arg is self else own(arg) for key, arg in kwargs.items()}
-        call = Call(self.index, run, given, named)
+        call = Call(self.index, run, given, named, products)
         if self.calls is not None:
             self.calls.append(call)
         return call
@@ -152,6 +159,8 @@ class RecurrentStates:
             self._go_to(kept)
         for layer in self.layers:
             layer.calls = layer.paths = None
+        for call in running.calls or ():
+            call.noted.clear()  # they are larger than what the mixers were given
         self._running = None
         self.length += len(path)
         if path:
@@ -288,10 +297,10 @@ class MixerCall:
             return state.one_by_one(partial(self, mixer, forward), *args, **kwargs)
         if not isinstance(state, RecurrentLayer) or state.calls is None:
             return forward(mixer, *args, **kwargs)
-        call = state.call(partial(forward, mixer), args, kwargs)
-        if state.paths is None:
-            return forward(mixer, *args, **kwargs)
-        with self.products.once_per_node(state.paths):
+        call = state.call(partial(forward, mixer), args, kwargs, self.products)
+        with self.products.noted_in(call.noted, state.paths):
+            if state.paths is None:
+                return forward(mixer, *args, **kwargs)
             return state.along(state.paths, call)
 
 

@@ -5,31 +5,14 @@ A test compares it with what MLX prints for every kernel of the catalog, so it c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kernels_metal.factory import Kernel, Launch, TemplateValue
+from kernels_metal.factory import TYPES, Kernel, Launch, settled
 
 CONSTANT_BELOW = 8  # elements: smaller inputs come as `constant`
-
-TYPES = {
-    mx.bool_: "bool",
-    mx.uint8: "uint8_t",
-    mx.uint16: "uint16_t",
-    mx.uint32: "uint32_t",
-    mx.uint64: "uint64_t",
-    mx.int8: "int8_t",
-    mx.int16: "int16_t",
-    mx.int32: "int32_t",
-    mx.int64: "int64_t",
-    mx.float16: "float16_t",
-    mx.bfloat16: "bfloat16_t",
-    mx.float32: "float",
-    mx.complex64: "complex64_t",
-}
 
 # Given to the kernel when its body mentions the name; in MLX's order.
 ATTRIBUTES = {
@@ -80,7 +63,6 @@ class Signature:
     """MLX's text in pieces; `head`, body and `tail` follow each other."""
 
     function: str
-    template_arguments: str
     parameters: tuple[Parameter, ...]
     attributes: tuple[str, ...]
     head: str
@@ -88,7 +70,7 @@ class Signature:
 
 
 def signature(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> str:
-    """All that MLX would compile: header, generated signature, body and instantiation."""
+    """All that MLX would compile: header, generated signature and body."""
     pieces = generate(kernel, inputs, plan)
     header, body = kernel.sent
     return header + pieces.head + body + pieces.tail
@@ -97,43 +79,18 @@ def signature(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> str:
 def generate(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> Signature:
     """The pieces around the body."""
     body = kernel.sent[1]  # names in comments do not count
-    arguments = ", ".join(_value_text(value) for _, value in plan.template)
-    function = _function_name(kernel, inputs, plan, arguments)
+    name, definitions = settled(kernel, plan.template)
+    function = _function_name(name, inputs, plan)
     parameters = (*_input_parameters(kernel, inputs, body), *_output_parameters(kernel, plan))
     attributes = tuple(name for name in ATTRIBUTES if name in body)
     declared = [f"  {p.declaration} [[buffer({i})]]" for i, p in enumerate(parameters)]
     declared += [f"  {ATTRIBUTES[name]} {name} [[{name}]]" for name in attributes]
-    template = _template_text(plan)
-    head = f"{template}[[kernel]] void {function}(\n" + ",\n".join(declared) + ") {\n"
-    tail = "\n}\n"
-    if plan.template:
-        tail += (
-            f'\ntemplate [[host_name("{function}")]] [[kernel]] '
-            f"decltype({function}<{arguments}>) {function}<{arguments}>;\n"
-        )
-    return Signature(function, arguments, parameters, attributes, head, tail)
+    head = f"[[kernel]] void {function}(\n" + ",\n".join(declared) + ") {\n" + definitions
+    return Signature(function, parameters, attributes, head, "\n}\n")
 
 
-def _value_text(value: TemplateValue) -> str:
-    return TYPES[value] if isinstance(value, mx.Dtype) else str(int(value))
-
-
-def _template_text(plan: Launch) -> str:
-    if not plan.template:
-        return ""
-    return f"template <{', '.join(f'{_kind(v)} {name}' for name, v in plan.template)}>\n"
-
-
-def _kind(value: TemplateValue) -> str:
-    if isinstance(value, mx.Dtype):
-        return "typename"
-    return "bool" if isinstance(value, bool) else "int"
-
-
-def _function_name(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch, arguments: str) -> str:
-    name = f"custom_kernel_{kernel.name}"
-    if plan.template:
-        name += "_" + re.sub(r", |[<-]", "_", f"<{arguments}")
+def _function_name(name: str, inputs: Sequence[mx.array], plan: Launch) -> str:
+    name = f"custom_kernel_{name}"
     name += "".join(f"_{TYPES[x.dtype]}{_storage_letter(x)}" for x in inputs)
     return name + "".join(f"_{TYPES[dtype]}" for dtype in plan.output_dtypes)
 

@@ -35,7 +35,7 @@ def translate(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> str:
         parts += [_line(kernel.header_path.name), _constructors(header, aliases), "\n"]
     parts += ['#line 1 "signature"\n', pieces.head, _line(kernel.path.name)]
     parts += [_constructors(_variables(body), aliases), "\n}\n"]
-    return "".join([*parts, _entry(pieces, plan)])
+    return "".join([*parts, _entry(pieces)])
 
 
 def _line(name: str) -> str:
@@ -95,13 +95,12 @@ def _type_and_rest(declaration: str) -> tuple[str, str]:
     return declaration[match.start(1) : position], declaration[position:]
 
 
-def _entry(pieces: Signature, plan: Launch) -> str:
-    values = f"<{pieces.template_arguments}>" if plan.template else ""
+def _entry(pieces: Signature) -> str:
     arguments = [_argument(p, i) for i, p in enumerate(pieces.parameters)]
     arguments += [f"emulator_attributes()->{name}" for name in pieces.attributes]
     return (
         '\n#line 1 "entry"\nextern "C" EMULATOR_UNCHECKED void emulator_entry'
-        f"(void* const* buffers) {{ {pieces.function}{values}({', '.join(arguments)}); }}\n"
+        f"(void* const* buffers) {{ {pieces.function}({', '.join(arguments)}); }}\n"
     )
 
 

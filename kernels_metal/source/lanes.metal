@@ -6,6 +6,11 @@ inline float4 widen(vec<T, 4> x) {
   return float4(float(x[0]), float(x[1]), float(x[2]), float(x[3]));
 }
 
+// x * sigmoid(x)
+inline float swish(float x) {
+  return x / (1.0f + exp(-x));
+}
+
 // Of an 8x8 matrix a lane holds two neighbouring numbers of one row, in this order on Apple's GPUs.
 inline int matrix_row(int lane) {
   return (lane / 4 & 4) + lane / 2 % 4;

@@ -4,11 +4,16 @@
 // consecutive weights per lane. A row's sums do not depend on how many rows there are: each lane adds
 // in order of k, then the lanes, then the parts.
 //
+// If GATED, half of the columns are gates for the other half: y is silu(x @ first) * (x @ second), and
+// a SIMD-group takes half of its columns from each.
+//
 // x: [M, K], M * COLS <= 32. weights: [N, K * BITS / 32] uint. scales, biases: [N, K / group].
-// sizes: M, K, N, log2(group), parts (1, 2, 4 or 8). y: [M, N].
+// sizes: M, K, columns of y, log2(group), parts (1, 2, 4 or 8). y: [M, N], or [M, N / 2] if GATED.
 
 constexpr int SIMD_GROUPS = 8;
 constexpr int ROWS = 32 / COLS;
+constexpr int HALVES = GATED ? 2 : 1;
+constexpr int HELD = COLS / HALVES;           // columns of y of one SIMD-group
 constexpr int PER_WORD = 32 / BITS;
 constexpr int WORDS = 8 / PER_WORD;           // of one lane
 threadgroup float group_sums[SIMD_GROUPS * 32];
@@ -21,8 +26,8 @@ const int columns = sizes[2];
 const int group_shift = sizes[3];
 const int parts = sizes[4];
 const int part = group % parts;
-const int begin = threadgroup_position_in_grid.x * (SIMD_GROUPS / parts) * COLS;
-const int column = begin + group / parts * COLS;
+const int begin = threadgroup_position_in_grid.x * (SIMD_GROUPS / parts) * HELD;
+const int column = begin + group / parts * HELD;
 
 float sums[ROWS * COLS];
 for (int i = 0; i < ROWS * COLS; ++i) {
@@ -34,8 +39,8 @@ for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
     w[i] = 0.0f;
   }
   for (int c = 0; c < COLS; ++c) {
-    if (column + c < columns) {
-      const int64_t n = column + c;
+    if (column + c % HELD < columns) {
+      const int64_t n = column + c % HELD + c / HELD * columns;
       const int64_t place = n * (depth >> group_shift) + (k >> group_shift);
       const float scale = float(scales[place]);
       const float bias = float(biases[place]);
@@ -74,15 +79,19 @@ for (int m = 0; m < ROWS; ++m) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-const int width = SIMD_GROUPS / parts * COLS;
+const int width = SIMD_GROUPS / parts * HELD;
 for (int i = thread_index_in_threadgroup; i < width * rows; i += SIMD_GROUPS * 32) {
   const int m = i / width;
   const int n = i % width;
   if (begin + n < columns) {
-    float sum = 0.0f;
-    for (int p = 0; p < parts; ++p) {
-      sum += group_sums[(n / COLS * parts + p) * 32 + m * COLS + n % COLS];
+    float both[HALVES];
+    #pragma clang loop unroll(full)
+    for (int h = 0; h < HALVES; ++h) {
+      both[h] = 0.0f;
+      for (int p = 0; p < parts; ++p) {
+        both[h] += group_sums[(n / HELD * parts + p) * 32 + m * COLS + h * HELD + n % HELD];
+      }
     }
-    y[m * columns + begin + n] = T(sum);
+    y[m * columns + begin + n] = T(GATED ? swish(both[0]) * both[HALVES - 1] : both[0]);
   }
 }

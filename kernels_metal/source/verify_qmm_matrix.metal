@@ -9,12 +9,17 @@
 // The order along K inside a tile is free. A lane's first number of step s in its e-th eight is
 // weight 8e + s of its quarter of the group, its second 8e + 4 + s, so that words and x are read in runs.
 //
+// If GATED, half of the columns are gates for the other half: y is silu(x @ first) * (x @ second), and
+// a SIMD-group takes half of its tiles from each.
+//
 // x: [M, K]. weights: [N, K * BITS / 32] uint. scales, biases: [N, K / GROUP].
-// sizes: M, K, N, parts (1, 2, 4 or 8). y: [M, N].
+// sizes: M, K, columns of y, parts (1, 2, 4 or 8). y: [M, N], or [M, N / 2] if GATED.
 
 constexpr int SIMD_GROUPS = 8;
 constexpr int ROWS = TILES * 8;
 constexpr int WIDTH = COLS * 8;             // columns of a SIMD-group
+constexpr int HALVES = GATED ? 2 : 1;
+constexpr int HELD = WIDTH / HALVES;        // columns of y of a SIMD-group
 constexpr int WORDS = GROUP * BITS / 128;   // of one lane: a quarter of a quantisation group
 constexpr int EIGHTS = GROUP / 32;          // weights of one lane, by eight
 constexpr int SECOND = BITS == 4 ? 0 : 1;   // words from a lane's first number to its second
@@ -31,7 +36,7 @@ const int columns = sizes[2];
 const int parts = sizes[3];
 const int groups = depth / GROUP;
 const int part = group % parts;
-const int begin = threadgroup_position_in_grid.x * (SIMD_GROUPS / parts) * WIDTH;
+const int begin = threadgroup_position_in_grid.x * (SIMD_GROUPS / parts) * HELD;
 const int r = matrix_row(lane);
 const int c = matrix_column(lane);
 
@@ -39,7 +44,8 @@ const int c = matrix_column(lane);
 uint places[COLS];
 #pragma clang loop unroll(full)
 for (int j = 0; j < COLS; ++j) {
-  places[j] = min(begin + group / parts * WIDTH + j * 8 + r, columns - 1) * groups;
+  const int n = min(begin + group / parts * HELD + j * 8 % HELD + r, columns - 1);
+  places[j] = (n + j * 8 / HELD * columns) * groups;
 }
 int x_at[TILES * 2];
 #pragma clang loop unroll(full)
@@ -137,15 +143,20 @@ for (int i = 0; i < COLS * TILES; ++i) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-const int width = SIMD_GROUPS / parts * WIDTH;
+const int width = SIMD_GROUPS / parts * HELD;
 for (int i = thread_index_in_threadgroup; i < width * rows; i += SIMD_GROUPS * 32) {
   const int m = i / width;
   const int n = i % width;
   if (begin + n < columns) {
-    float sum = 0.0f;
-    for (int p = 0; p < parts; ++p) {
-      sum += partial[((n / WIDTH * parts + p) * WIDTH + n % WIDTH) * ROWS + m];
+    float both[HALVES];
+    #pragma clang loop unroll(full)
+    for (int h = 0; h < HALVES; ++h) {
+      both[h] = 0.0f;
+      for (int p = 0; p < parts; ++p) {
+        const int column = (n / HELD * parts + p) * WIDTH + h * HELD + n % HELD;
+        both[h] += partial[column * ROWS + m];
+      }
     }
-    y[m * columns + begin + n] = T(sum);
+    y[m * columns + begin + n] = T(GATED ? swish(both[0]) * both[HALVES - 1] : both[0]);
   }
 }

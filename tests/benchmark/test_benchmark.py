@@ -69,7 +69,7 @@ def measured(folders: Path) -> dict[str, Any]:
 
 
 def test_the_report_says_what_was_measured_on_what(measured, folders):
-    said = {"machine", "versions", "pair", "settings", "methods", "categories", "finished"}
+    said = {"machine", "versions", "pair", "settings", "methods", "categories", "host", "finished"}
     assert measured.keys() == said and measured["finished"] is True
     assert measured["machine"].keys() >= {"processor", "system", "device", "cores", "memory_bytes"}
     assert measured["versions"].keys() >= {"python", "mlx", "mlx-lm"}
@@ -101,6 +101,18 @@ def test_every_method_has_every_figure_and_gives_the_plain_answers(measured):
     assert positions == [0, 3, 7]
     plain = measured["methods"]["none"]
     assert (plain["speedup"], plain["mean_accepted"], plain["acceptance_rate"]) == (1.0, 1.0, 0.0)
+
+
+def test_the_report_has_what_the_host_spends_on_a_pass_of_every_method(measured, folders):
+    host = measured["host"]
+    assert list(host) == METHODS
+    assert host["none"]["rows"] == 1 and 3 <= host["dflash:4"]["rows"] <= 4
+    for name, cost in host.items():
+        accepted = measured["methods"][name]["mean_accepted"]
+        assert cost["us_a_token"] == pytest.approx(cost["us_a_pass"] / accepted)
+        assert cost["us_a_pass"] > 0 and cost["launches"] == 0  # there is no Metal, so no kernel
+    plain, four = (host[name]["nodes"] for name in METHODS[:2])
+    assert 50 < plain < four  # which keeps the features too
 
 
 def test_a_limit_counts_per_category_and_none_is_always_run(folders, capsys):

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from kernels_metal.emulator import Counters, emulated
-from kernels_metal.emulator.signature import TYPES
-from kernels_metal.factory import Kernel, Launch, executor, launch
+from kernels_metal.factory import TYPES, Kernel, Launch, executor, launch
 from support.emulator_tiny import RAMP, array, assert_gives, fault, of_type, run
 from support.kernels import exact
 
@@ -95,6 +94,8 @@ MATHS = {
     "sqrt(x)": np.sqrt,
     "rsqrt(x + 1)": lambda x: 1 / np.sqrt(x + 1),
     "tanh(x)": np.tanh,
+    "sin(x)": np.sin,
+    "precise::cos(9 * x)": lambda x: np.cos(9 * x),
     "floor(x)": np.floor,
     "ceil(x)": np.ceil,
     "round(x)": lambda x: np.floor(x + 0.5),

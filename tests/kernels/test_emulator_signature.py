@@ -6,7 +6,8 @@ import pytest
 from kernels_metal import factory
 from kernels_metal.catalog import OPERATIONS
 from kernels_metal.checks import FLOATS
-from kernels_metal.emulator.signature import ATTRIBUTES, CONSTANT_BELOW, TYPES, signature
+from kernels_metal.emulator.signature import ATTRIBUTES, CONSTANT_BELOW, signature
+from kernels_metal.factory import TYPES
 from support.emulator_tiny import tiny
 from support.kernels import Sample, arguments, launches, random_calls
 

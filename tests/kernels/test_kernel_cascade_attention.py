@@ -11,6 +11,7 @@ from kernels_metal.cascade_attention import (
     HEAD_DIMS,
     SHARE,
     WAYS,
+    AttentionPlan,
     Packed,
     cascade_attention,
     cascade_attention_reference,
@@ -181,29 +182,31 @@ def test_one_split_is_finished_without_a_second_launch():
             assert_close(cascade_attention(*call), attend(*call))
 
 
-def test_the_layers_of_a_pass_share_one_plan():
-    queries, keys, values, seen, *rest = made(64, 4, 2, 3, 20)
+def test_a_plan_serves_every_layer_of_its_shapes():
+    queries, keys, values, seen, scale, _ = made(64, 4, 2, 3, 20)
+    plan = AttentionPlan(queries, keys, seen, scale)
     with emulated():
-        for _ in range(3):
-            cascade_attention(queries, keys + 1, values, seen, *rest)
-        assert len(seen.plans) == 1
-        halves = (a.astype(mx.float16) for a in (queries, keys, values))
-        cascade_attention(*halves, seen, *rest)
-    assert len(seen.plans) == 2
+        for layer in range(3):
+            ours = plan(queries, keys + layer, values, None)
+            assert mx.array_equal(
+                ours, cascade_attention(queries, keys + layer, values, seen, scale)
+            )
 
 
-def test_a_layer_after_the_first_checks_nothing_and_makes_no_array(monkeypatch):
-    call, given = made(64, 4, 2, 3, 20), []
+def test_a_layer_after_the_first_makes_no_array_and_no_launch(monkeypatch):
+    queries, keys, values, seen, scale, _ = made(64, 4, 2, 3, 20)
+    given = []
 
     def record(kernel, inputs, plan):
         given.append((inputs, plan))
         return [mx.zeros(shape) for shape in plan.output_shapes]
 
     with executing(record):
-        cascade_attention(*call)
-        for name in ("check_arguments", "layout", "Launch", "Prepared"):
+        planned = AttentionPlan(queries, keys, seen, scale)
+        planned(queries, keys, values, None)
+        for name in ("layout", "Launch", "Prepared"):
             monkeypatch.setattr(module, name, None)
-        cascade_attention(*call)
+        planned(queries, keys, values, None)
     (first, plan), (second, again) = given
     assert plan is again and all(a is b for a, b in zip(first, second, strict=True))
 

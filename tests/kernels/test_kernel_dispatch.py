@@ -224,6 +224,7 @@ CASES = {
     "tree_walk": "64//32/int32",
     "cache_commit": "5/8x2x64/16/float16",
     "verify_qmm": "8/1024x256x64x0/4/float16",
+    "norm_rope": "8/8x2x128/16/float16",
 }
 
 

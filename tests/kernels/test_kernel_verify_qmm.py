@@ -29,19 +29,23 @@ from support.kernels import (
 )
 
 
-def product(rows, depth, columns, bits, group, dtype=mx.float32, invariant=False):
-    """The arguments of a product."""
+def product(rows, depth, columns, bits, group, dtype=mx.float32, **kind):
+    """The arguments of a product; kind: invariant, gated (with so many columns of results)."""
     sizes = {"rows": rows, "depth": depth, "columns": columns, "bits": bits, "group": group}
-    return arguments(VERIFY_QMM, dtype, seed=rows, **sizes, invariant=invariant)
+    return arguments(VERIFY_QMM, dtype, seed=rows, **sizes, **kind)
 
 
 def multiply(x, weights, scales, biases, packing: Packing) -> np.ndarray:
-    """The product with every weight unpacked from its word."""
+    """The product with every weight unpacked from its word, and gated if it is."""
     words = np.array(weights)
     shifts = np.arange(0, 32, packing.bits, dtype=np.uint32)
     q = (words[:, :, None] >> shifts) & np.uint32(2**packing.bits - 1)
     spread = [np.repeat(exact(a), packing.group, axis=1) for a in (scales, biases)]
-    return exact(x) @ (spread[0] * q.reshape(len(words), -1) + spread[1]).T
+    y = exact(x) @ (spread[0] * q.reshape(len(words), -1) + spread[1]).T
+    if not packing.gated:
+        return y
+    gates, values = np.split(y, 2, axis=1)
+    return gates / (1 + np.exp(-gates)) * values
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -50,6 +54,37 @@ def multiply(x, weights, scales, biases, packing: Packing) -> np.ndarray:
 def test_the_reference_unpacks_the_weights_as_numpy_does(bits, group, invariant):
     given = product(5, 256, 12, bits, group, invariant=invariant)
     assert_close(verify_qmm_reference(*given), multiply(*given))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("rows", [1, 5, 8, 16, 17, 32])
+@pytest.mark.parametrize("columns", [5, 64])
+def test_gated_products_of_both_kernels_are_those_of_numpy(rows, columns, bits, dtype):
+    x, weights, scales, biases, packing = product(rows, 256, columns, bits, 64, dtype, gated=1)
+    small = scales / 16, biases / 16  # so that the gates are neither open nor closed
+    given = x, weights, *small, packing
+    assert weights.shape[0] == 2 * columns
+    ways = ["scalar", "matrix"] if rows <= 16 else ["matrix"]
+    assert VERIFY_QMM.ways(*given) == tuple(ways)
+    for way in ways:
+        with emulated() as run:
+            ours = verify_qmm(*given, way)
+        assert_close(ours, multiply(*given), dtype)
+        (counters,) = run.counters
+        assert counters.buffers["y"].written == ours.nbytes
+        assert columns == 5 or counters.buffers["weights"].read == weights.nbytes
+    if dtype == mx.float32:  # the reference rounds after every step
+        assert_close(verify_qmm_reference(*given), multiply(*given))
+
+
+def test_gated_products_of_more_rows_than_lanes_can_hold_are_refused(monkeypatch):
+    monkeypatch.setattr(module, "may_use_matrices", lambda: False)
+    given = product(17, 64, 8, 4, 64, gated=1)
+    with refused("rows of x is 17, but must be 1 to 16"):
+        verify_qmm(*given)
+    with refused("rows of weights is 15, but must be even"):
+        verify_qmm(given[0], *(array[:15] for array in given[1:4]), given[4])
 
 
 def test_rows_of_the_invariant_reference_are_those_of_single_rows():
@@ -230,10 +265,10 @@ def test_a_product_is_planned_once_for_each_shape_and_takes_leading_dimensions()
     with emulated() as run:
         flat = planned(x)
         assert mx.array_equal(planned(x[None]), flat[None])
-        plans = dict(planned._plans)
+        plans = dict(planned._settled)
         planned(x + 1)
     assert len(run.counters) == 3
-    assert planned._plans == plans and len(plans) == 2
+    assert planned._settled == plans and len(plans) == 2
 
 
 def test_a_second_call_of_a_shape_checks_nothing_and_makes_no_array(monkeypatch):
@@ -283,6 +318,18 @@ def multiplying():
     return [(exact(verify_qmm(*given)), multiply(*given))]
 
 
+def gating():
+    given = product(3, 320, 11, 4, 32, gated=1)
+    small = given[0] / 99, *given[1:]
+    return [(exact(verify_qmm(*small)), multiply(*small))]
+
+
+def gating_through_matrices():
+    given = product(11, 320, 43, 4, 32, gated=1)
+    small = given[0] / 99, *given[1:]
+    return [(exact(verify_qmm(*small)), multiply(*small))]
+
+
 def through_matrices():
     given = product(11, 640, 43, 4, 32)
     wide = product(9, 128, 9, 8, 64)
@@ -307,7 +354,8 @@ test_a_fault_is_found = each_is_found(
             "if (begin + n <= columns)", "bounds or race"),
         "too few sums": ("group_sums[SIMD_GROUPS * 32]", "group_sums[SIMD_GROUPS * 16]", "bounds"),
         "sums start anywhere": ("  sums[i] = 0.0f;\n", "", "uninitialised"),
-        "a sum in double precision": ("    float sum = 0.0f;", "    double sum = 0.0;", "lint"),
+        "a sum in double precision": ("    float both[HALVES];",
+            "    double both[HALVES];", "lint"),
         "the lowest bit of a weight is lost": ("((1u << BITS) - 1)",
             "((1u << BITS) - 2)", "result"),
         "part of K is left out": ("k < depth;", "k < depth / 2;", "result"),
@@ -335,6 +383,21 @@ test_a_fault_is_found = each_is_found(
             "partial[SIMD_GROUPS * WIDTH * 8]", "bounds"),
         "a part is left out": ("p < parts;", "p < parts - 1;", "result"),
         "x of the next eight": ("r % 2 * 4;", "r % 2 * 8;", "result or bounds"),
+    }),
+    ("verify_qmm", gating, {
+        "gates of the next column": ("c / HELD * columns", "c / HELD * (columns + 1)",
+            "result or bounds"),
+        "values are gates too": ("h * HELD + n % HELD]", "n % HELD]", "result"),
+        "values are not gated": ("swish(both[0])", "both[0]", "result"),
+    }),
+    ("verify_qmm_matrix", gating_through_matrices, {
+        "gates of the next column": ("j * 8 / HELD * columns", "j * 8 / HELD * (columns + 1)",
+            "result or bounds"),
+        "values are gates too": ("+ h * HELD + n % HELD;", "+ n % HELD;", "result"),
+        "values are not gated": ("swish(both[0])", "both[0]", "result"),
+    }),
+    ("lanes", gating, {
+        "a gate that grows": ("1.0f + exp(-x)", "1.0f + exp(x)", "result"),
     }),
     ("lanes", through_matrices, {
         "one of four numbers is taken twice": ("float(x[3])", "float(x[2])", "result"),

@@ -194,6 +194,7 @@ def variants(made: Operation, sizes: list[dict[str, int]]) -> set[Any]:
     ("made", "same", "others"),
     [
         *((VERIFY_QMM, {"bits": 4, "group": g}, {"depth": 128}) for g in GROUPS),
+        (VERIFY_QMM, {"bits": 4, "group": 64, "gated": 1}, {"depth": 128}),
         *((CASCADE_ATTENTION, {"dim": dim}, {"heads": 8, "kv_heads": 2}) for dim in HEAD_DIMS),
     ],
 )

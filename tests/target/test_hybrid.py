@@ -4,6 +4,8 @@ mx.compile is off but for one test: on a CPU it would first build every family's
 C++ compiler.
 """
 
+import io
+import re
 from itertools import islice
 
 import mlx.core as mx
@@ -17,11 +19,12 @@ from mlx_lm.generate import generate_step
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.exact import lead
 from dflash_mlx.target import recurrent
+from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
 from dflash_mlx.target.hooks import override
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import recurrent_sources
-from support.decoding import start
+from support.decoding import ids_of, start, tree_of
 from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.hybrids import (
     difference,
@@ -310,23 +313,60 @@ def test_caches_of_other_kinds_are_refused_with_the_layer_and_their_class(monkey
         Target(model, 512, "llama")
 
 
+def products_in(arrays: list[mx.array]) -> int:
+    """Matrix products that have yet to be computed for these arrays."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    return len(re.findall(r'label ="(?:Matmul|AddMM|QuantizedMatmul)"', graph.getvalue()))
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, 0, 0, 2)])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_rows_that_stay_are_run_again_without_their_products(name, parents, bits):
+    model = make_model(name)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    target = Target(model, 200, name)
+    path = [0, 1] if parents[2] == 1 else [0, 2, 3]
+    states, left = [], []
+    for forget in (False, True):
+        sequence = target.new_cache()
+        target.forward(mx.arange(5), sequence, Block(5))
+        sequence.commit(range(5))
+        tree = tree_of([1, 2, 3, 4], list(parents))
+        mx.eval(target.forward(ids_of(tree), sequence, Block.of(tree))[0])
+        running = sequence._recurrent._running
+        for call in running.calls if forget else ():
+            call.noted.clear()
+        sequence.commit(path)
+        left.append(products_in(sequence._recurrent.arrays))
+        states.append(sequence._recurrent.arrays)
+        assert not any(call.noted for call in running.calls)  # nothing of a pass is kept
+    assert left[0] == 0 < left[1]
+    for ours, again in zip(*states, strict=True):
+        assert mx.abs(ours - again).max().item() < 1e-4
+
+
 def test_a_hook_leaves_parameters_and_other_modules_alone():
     from mlx.utils import tree_flatten
 
     hooked, other = make_model("qwen3_5"), make_model("qwen3_5")
-    Target(hooked, 512, "hooked").tap((0,))
+    target = Target(hooked, 512, "hooked")
+    target.tap((0,))
     names = [[name for name, _ in tree_flatten(m.parameters())] for m in (hooked, other)]
     assert names[0] == names[1]
-    changed = {
-        name
-        for (name, ours), (_, theirs) in zip(
-            hooked.named_modules(), other.named_modules(), strict=True
-        )
-        if type(ours) is not type(theirs)
-    }
+
+    def changed() -> set[str]:
+        pairs = zip(hooked.named_modules(), other.named_modules(), strict=True)
+        return {name for (name, a), (_, b) in pairs if type(a) is not type(b)}
+
     mixers = {f"language_model.model.layers.{i}.linear_attn" for i in (0, 2)}
     tapped = "language_model.model.layers.0"
-    assert changed == {*mixers, tapped, "language_model.model.layers.1.self_attn.rope"}
+    assert changed() == {*mixers, tapped}
+    tree = tree_of([1, 2, 3], [-1, 0, 0])
+    target.forward(ids_of(tree), target.new_cache(), Block.of(tree))
+    assert changed() == {*mixers, tapped, "language_model.model.layers.1.self_attn.rope"}
 
 
 def test_a_model_is_used_as_before_outside_the_target():

@@ -180,7 +180,7 @@ def test_a_mixer_whose_products_are_computed_in_every_place_gives_the_same(monke
     target, prompt, tree = target_of("qwen3_next"), prompt_of(3, 12), of_shape(SHAPES["heap"])
     once, _, _ = verify(target, cache := fresh(target, prompt), tree)
     cache.discard()
-    monkeypatch.setattr(Products, "_on_nodes", lambda products, original: original)
+    monkeypatch.setattr(Products, "_hook", lambda products, original: original)
     each = Target(make_model("qwen3_next"), 512, "other")
     everywhere, _, _ = verify(each, fresh(each, prompt), tree)
     assert mx.abs(once - everywhere).max().item() < TOLERANCE
@@ -188,6 +188,7 @@ def test_a_mixer_whose_products_are_computed_in_every_place_gives_the_same(monke
 
 def test_modules_have_their_own_classes_again_after_a_tree_even_where_it_failed(monkeypatch):
     target = target_of("qwen3_5")
+    target._turn_rows()  # the one hook that stays
     classes = [type(module) for module in target.model.modules()]
     verify(target, fresh(target, [1, 2]), of_shape(SHAPES["wide"]))
     assert [type(module) for module in target.model.modules()] == classes

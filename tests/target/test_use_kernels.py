@@ -17,6 +17,7 @@ from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.engine.verify import WALK, Verdict
 from dflash_mlx.models.load import load_pair, load_target
 from dflash_mlx.system import cpu_math
+from dflash_mlx.target import cache as target_cache
 from dflash_mlx.target import routing
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import LayerCache
@@ -77,6 +78,22 @@ def test_families_attend_through_the_kernel_and_agree_with_stock_mlx(monkeypatch
     assert len(run.of("cascade_attention")) == 2 * target.num_layers
     assert mx.abs(ours - stock).max().item() < 1e-4
     assert all(choice.kernel for choice in target.kernels.choices.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_the_layers_of_a_pass_share_a_plan_of_attention_for_each_kind(monkeypatch, name):
+    target, plans = make_target(monkeypatch, name), []
+    real = target_cache.AttentionPlan
+
+    def planned(*given: Any) -> Any:
+        plans.append(real(*given))
+        return plans[-1]
+
+    monkeypatch.setattr(target_cache, "AttentionPlan", planned)
+    through_kernels(target)
+    kinds = len({layer.window for layer in target.new_cache().layers})
+    assert kinds == (2 if name == "gemma3_text" else 1) < target.num_layers
+    assert len(plans) == 2 * kinds  # of the prompt's pass and the tree's
 
 
 @pytest.mark.parametrize(("name", "bits"), [("llama", 8), ("qwen2", 4)])
@@ -160,7 +177,7 @@ def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkey
     def classes() -> list[type]:
         return [type(module) for module in target.model.modules()]
 
-    before, stock = classes(), pass_over(target)
+    stock, before = pass_over(target), classes()  # a tree's pass hooks ropes, and for good
     target.use_kernels("on")
     target.use_kernels("auto")  # hooks once more, and no second time
     assert classes() != before

@@ -117,6 +117,7 @@ def test_answers_through_emulated_kernels_are_those_of_stock_mlx(
     layers = LAYERS * target_passes + drafts
     expected_launches = {
         "cascade_attention": layers,
+        "norm_rope": LAYERS * target_passes,
         "verify_qmm": products if bits else 0,
         "draft_head": ranked,
         "draft_head_merge": ranked,

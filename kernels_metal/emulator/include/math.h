@@ -40,7 +40,9 @@ namespace metal {
     EMULATOR_UNARY(log2, __builtin_log2f(x)) \
     EMULATOR_UNARY(sqrt, __builtin_sqrtf(x)) \
     EMULATOR_UNARY(rsqrt, 1.0f / __builtin_sqrtf(x)) \
-    EMULATOR_UNARY(tanh, __builtin_tanhf(x))
+    EMULATOR_UNARY(tanh, __builtin_tanhf(x)) \
+    EMULATOR_UNARY(sin, __builtin_sinf(x)) \
+    EMULATOR_UNARY(cos, __builtin_cosf(x))
 EMULATOR_UNARIES
 namespace fast {
 EMULATOR_UNARIES

@@ -1,0 +1,166 @@
+"""Queries and keys, normalised head by head and turned to their positions, in one launch.
+
+Otherwise it takes four, and two copies where one product gave both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from kernels_metal.checks import check, check_array, check_choice, check_range
+from kernels_metal.factory import Kernel, Launch, Prepared
+from kernels_metal.operation import ROWS, Case, Draw, Operation, case_of
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+MAX_ROWS = 96
+KERNEL = Kernel(
+    "norm_rope",
+    inputs=(
+        *("queries", "keys", "query_weight", "key_weight"),
+        *("positions", "periods", "epsilon"),
+    ),
+    outputs=("turned_queries", "turned_keys"),
+    ensure_row_contiguous=False,
+)
+
+
+class HeadNorm(NamedTuple):
+    """How heads of D numbers are normalised and turned.
+
+    query_weight, key_weight: [D], of the RMS norms. periods: float32 [D / 2], positions a radian,
+    of the pairs i and i + D / 2. epsilon: added to the mean square.
+    """
+
+    query_weight: mx.array
+    key_weight: mx.array
+    periods: mx.array
+    epsilon: float
+
+
+class NormRope:
+    """A call for arrays of these shapes, settled but for the arrays; its arguments are checked."""
+
+    def __init__(self, queries: mx.array, keys: mx.array, norm: HeadNorm) -> None:
+        rows, width = queries.shape[1], norm.query_weight.size
+        heads, kv_heads = (array.shape[2] // width for array in (queries, keys))
+        plan = Launch(
+            grid=(32, heads + kv_heads, rows),
+            threadgroup=(32, 1, 1),
+            output_shapes=((1, heads, rows, width), (1, kv_heads, rows, width)),
+            output_dtypes=(queries.dtype,) * 2,
+            template=(("T", queries.dtype), ("D", width), ("HEADS", heads)),
+        )
+        self._run = Prepared(KERNEL, plan)
+        self._weights = [norm.query_weight, norm.key_weight]
+        self._rest = [norm.periods, mx.array([norm.epsilon])]
+
+    def __call__(self, queries: mx.array, keys: mx.array, positions: mx.array) -> list[mx.array]:
+        """As `norm_rope`; positions: of eight rows or more, see `padded`."""
+        return self._run([queries, keys, *self._weights, positions, *self._rest])
+
+
+def norm_rope(
+    queries: mx.array, keys: mx.array, positions: mx.array, norm: HeadNorm
+) -> list[mx.array]:
+    """Queries [1, heads, R, D] and keys [1, key/value heads, R, D], normalised and turned.
+
+    queries: [1, R, heads * D]. keys: [1, R, key/value heads * D]; rows at any stride. positions:
+    int32 [R] of each row. D 64, 80, 96, 128 or 256, R up to 96; queries, keys and weights float32,
+    float16 or bfloat16. Raises ValueError for other shapes and dtypes.
+    """
+    check_arguments(queries, keys, positions, norm)
+    return NormRope(queries, keys, norm)(queries, keys, padded(positions))
+
+
+def norm_rope_reference(
+    queries: mx.array, keys: mx.array, positions: mx.array, norm: HeadNorm
+) -> list[mx.array]:
+    """As `norm_rope`, by MLX's own norm and rotation, whose batch the rows are."""
+
+    def turned(x: mx.array, weight: mx.array) -> mx.array:
+        width = weight.size
+        heads = x.reshape(x.shape[1], -1, 1, width)
+        normed = mx.fast.rms_norm(heads, weight, norm.epsilon)
+        rotated = mx.fast.rope(
+            normed,
+            width,
+            traditional=False,
+            base=None,
+            scale=1.0,
+            offset=positions,
+            freqs=norm.periods,
+        )
+        return rotated.swapaxes(0, 2)
+
+    return [turned(queries, norm.query_weight), turned(keys, norm.key_weight)]
+
+
+def padded(positions: mx.array) -> mx.array:
+    """With eight places or more, so that they are in device memory."""
+    missing = 8 - positions.size
+    return positions if missing <= 0 else mx.pad(positions, (0, missing))
+
+
+def check_arguments(queries: mx.array, keys: mx.array, positions: mx.array, norm: HeadNorm) -> None:
+    """Raise ValueError for arguments the kernel does not take."""
+    width = norm.query_weight.size
+    check_choice("the head dim", width, HEAD_DIMS)
+    check_array("queries", queries, (1, None, None))
+    check_range("the rows of queries", queries.shape[1], 1, MAX_ROWS)
+    check_array("keys", keys, (1, queries.shape[1], None), (queries.dtype,))
+    for name, array in (("queries", queries), ("keys", keys)):
+        whole = array.shape[2] % width == 0
+        check(whole, f"the columns of {name}", array.shape[2], f"a multiple of {width}")
+    check_array("positions", positions, (queries.shape[1],), (mx.int32,))
+    for name, array in (("query_weight", norm.query_weight), ("key_weight", norm.key_weight)):
+        check_array(name, array, (width,), (queries.dtype,))
+    check_array("periods", norm.periods, (width // 2,), (mx.float32,))
+
+
+def _case(queries: mx.array, keys: mx.array, positions: mx.array, norm: HeadNorm) -> Case:
+    width = norm.query_weight.size
+    shape = (queries.shape[2] // width, keys.shape[2] // width, width)
+    return case_of(queries.shape[1], shape, [queries, keys, norm.query_weight, norm.key_weight])
+
+
+def _after(out: list[mx.array], queries: mx.array, *rest: Any) -> tuple[Any, ...]:
+    """Queries that depend on the result, by one small kernel."""
+    return mx.minimum(queries, out[1][:, 0, 0, :1]), *rest
+
+
+def _arguments(draw: Draw) -> tuple[Any, ...]:
+    """Queries and keys side by side, as one product gives them, in half of the calls."""
+    rows, dim = draw.size("rows", ROWS), draw.size("dim", HEAD_DIMS)
+    kv_heads = draw.size("kv_heads", (1, 2, 3))
+    heads = draw.size("heads", [kv_heads * group for group in (1, 2, 4)])
+    widths = heads * dim, kv_heads * dim
+    if draw.chance("together", 0.5):
+        queries, keys, _ = mx.split(
+            draw.normal(1, rows, sum(widths) + dim), np.cumsum(widths).tolist(), axis=-1
+        )
+    else:
+        queries, keys = (draw.normal(1, rows, width) for width in widths)
+    first = draw.extra("first", (0, 1, 100, 30_000))
+    positions = mx.array(
+        [first + (row if draw.given else draw.rng.randrange(9)) for row in range(rows)]
+    )
+    periods = 1e6 ** (mx.arange(0, dim, 2) / dim)
+    query_weight, key_weight = (1 + 0.1 * draw.normal(dim) for _ in range(2))
+    return queries, keys, positions, HeadNorm(query_weight, key_weight, periods, 1e-6)
+
+
+NORM_ROPE = Operation(
+    name="norm_rope",
+    kernel=norm_rope,
+    reference=norm_rope_reference,
+    check=check_arguments,
+    case=_case,
+    kernels=(KERNEL,),
+    arguments=_arguments,
+    defaults={"rows": 8, "dim": 128, "heads": 8, "kv_heads": 2},
+    compared=lambda out, *args: list(out),
+    after=_after,
+)
