@@ -23,7 +23,7 @@ from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.machine import describe_versions
 from dflash_mlx.system.ranks import BAD_INPUT, Ranks
 from dflash_mlx.target.model import Target
-from dflash_mlx.target.ranks import Leader, Orders, replay
+from dflash_mlx.target.ranks import Follower, Leader, Orders
 
 _HEADS = (
     "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads",
@@ -149,7 +149,7 @@ def follow(ranks: Ranks) -> NoReturn:
         ranks.hear()
         target, _ = _read_part(ranks, facts, Target)
         target.kv_bits = config.kv_bits
-        replay(target, ranks.hear)
+        Follower(target).replay(ranks.hear)
     except Exception as error:
         ranks.failed(error, BAD_INPUT if isinstance(error, DFlashError) else 1)
     raise AssertionError  # neither of them returns

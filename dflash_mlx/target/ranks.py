@@ -168,63 +168,60 @@ class Hears(Protocol):
         """Wait for it."""
 
 
-def replay(target: Target, hear: Hears) -> None:
-    """Do with this rank's part what the leader does with its own, for ever.
+class Follower:
+    """Does with its part of a target what the leader does. caches: by the leader's numbers."""
 
-    Raises what goes wrong here and not there.
-    """
-    caches: dict[int, SequenceCache] = {}
-    failed: Exception | None = None
-    while True:
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.caches: dict[int, SequenceCache] = {}
+
+    def replay(self, hear: Hears) -> None:
+        """Go on for ever; raises what goes wrong here and not on the leader."""
+        failed: Exception | None = None
+        while True:
+            try:
+                orders = hear(seconds=None if failed is None else _TAKEN_BACK)
+            except Empty:
+                assert failed is not None
+                raise failed from None
+            for name, *given in orders:
+                if failed is not None and name != "failed":
+                    raise failed
+                failed = self._pass(*given) if name == "pass" else self._do(name, *given)
+
+    def _pass(self, sequences: list[Any]) -> Exception | None:
+        """This rank's part of a pass, or why there is none; what it says is the leader's to ask."""
         try:
-            orders = hear(seconds=None if failed is None else _TAKEN_BACK)
-        except Empty:
-            assert failed is not None
-            raise failed from None
-        for name, *given in orders:
-            if failed is not None and name != "failed":
-                raise failed
-            failed = None
-            if name == "pass":
-                try:
-                    _pass(target, [_rows(caches, *rows) for rows in given[0]])
-                except Exception as error:
-                    failed = error
-            elif name != "failed":
-                _do(target, caches, name, *given)
+            rows = [self._rows(*each) for each in sequences]
+            if len(rows) == 1:
+                found = [self.target.forward(*rows[0])]
+            else:
+                found = self.target._together(rows, ())
+        except Exception as error:
+            return error
+        mx.eval([logits for logits, _ in found])
+        return None
 
+    def _rows(self, number: int, tokens: list[int], about: list[Any]) -> Rows:
+        rows, parents, branches, before = about
+        tree = None if parents is None else Tree((0,) * (len(parents) - 1), tuple(parents))
+        block = Block(rows, tree, branches, last_only=True, before=before)
+        return Rows(mx.array(tokens), self.caches[number], block)
 
-def _pass(target: Target, sequences: list[Rows]) -> None:
-    """This rank's part of a pass; what the model says is the leader's to ask."""
-    if len(sequences) == 1:
-        found = [target.forward(*sequences[0])]
-    else:
-        found = target._together(sequences, ())
-    mx.eval([logits for logits, _ in found])
-
-
-def _rows(
-    caches: dict[int, SequenceCache], number: int, tokens: list[int], about: list[Any]
-) -> Rows:
-    rows, parents, branches, before = about
-    tree = None if parents is None else Tree((0,) * (len(parents) - 1), tuple(parents))
-    return Rows(mx.array(tokens), caches[number], Block(rows, tree, branches, True, before))
-
-
-def _do(target: Target, caches: dict[int, SequenceCache], name: str, *given: Any) -> None:
-    """An order between passes."""
-    if name in _ON_CACHES:
-        number, *more = given
-        getattr(caches[number], name)(*more)
-    elif name == "new":
-        caches[given[0]] = target.new_cache()
-    elif name == "fork":
-        caches[given[1]] = caches[given[0]].fork()
-    elif name == "drop":
-        del caches[given[0]]
-    elif name == "use_kernels":
-        target.use_kernels(given[0])
-    elif name == "widen":
-        target.widen(getattr(mx, given[0]))
-    else:
-        raise ValueError(f"there is no order {name!r}")
+    def _do(self, name: str, *given: Any) -> None:
+        """An order between passes."""
+        if name in _ON_CACHES:
+            number, *more = given
+            getattr(self.caches[number], name)(*more)
+        elif name == "new":
+            self.caches[given[0]] = self.target.new_cache()
+        elif name == "fork":
+            self.caches[given[1]] = self.caches[given[0]].fork()
+        elif name == "drop":
+            del self.caches[given[0]]
+        elif name == "use_kernels":
+            self.target.use_kernels(given[0])
+        elif name == "widen":
+            self.target.widen(getattr(mx, given[0]))
+        elif name != "failed":
+            raise ValueError(f"there is no order {name!r}")
