@@ -94,9 +94,7 @@ def _talk(
 ) -> None:
     """The app, on a terminal; the program ends with it."""
     check_given(pair_config, config.method)
-    if cli.joined() is not None:
-        what = "several ranks were started, and the chat on a terminal is one"
-        raise DFlashError(what, "give a question with --prompt, or start dflash-serve on them")
+    cli.check_alone("the chat on a terminal")
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         if not stream.isatty():
             raise DFlashError(

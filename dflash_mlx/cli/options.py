@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from dflash_mlx.cli.ranks import check_alone as check_alone
 from dflash_mlx.cli.ranks import joined, take_part
 from dflash_mlx.core.config import (
     AUTO,

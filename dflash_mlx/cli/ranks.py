@@ -10,6 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.ranks import follow
 from dflash_mlx.system.ranks import BAD_INPUT, SILENCE, Ranks, meet
 
@@ -24,7 +25,7 @@ def joined() -> Ranks | None:
     Ends the program with a sentence where the others cannot be reached.
     """
     try:
-        return meet(_first_host(), sys.argv[1:], float(os.environ.get(LIMIT, SILENCE)))
+        return meet(_first_host, sys.argv[1:], float(os.environ.get(LIMIT, SILENCE)))
     except (OSError, RuntimeError, ValueError) as error:
         step = "see whether all of them were started, and their addresses"
         print(f"the other ranks cannot be reached ({error}); {step}", file=sys.stderr)
@@ -43,6 +44,13 @@ def take_part(everywhere: bool) -> Ranks | None:
         if not everywhere:
             follow(ranks)
     return ranks
+
+
+def check_alone(what: str) -> None:
+    """DFlashError for something that several ranks cannot do."""
+    if (ranks := joined()) is not None:
+        step = "start it by itself, without mlx.launch"
+        raise DFlashError(f"{what} takes one process, and these are {ranks.size} ranks", step)
 
 
 def _first_host() -> str:

@@ -16,7 +16,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -103,8 +103,8 @@ class Ranks:
 
         Of the first rank it returns otherwise, so that it can say so itself.
         """
-        if isinstance(error, RuntimeError):  # as MLX raises when a connection is lost
-            time.sleep(1)
+        if self.rank or isinstance(error, RuntimeError):  # as MLX's of a lost connection
+            time.sleep(1)  # the first rank may have the same to say, or a reader something better
         if self.rank:
             self.fault(f"rank {self.rank} of {self.size} failed: {error}", code)
 
@@ -152,11 +152,13 @@ class Ranks:
             time.sleep(self._silence / _BEATS)
 
 
-def meet(host: str, words: Sequence[str] = (), silence: float = SILENCE) -> Ranks | None:
+def meet(
+    host: Callable[[], str], words: Sequence[str] = (), silence: float = SILENCE
+) -> Ranks | None:
     """Connect to the ranks that were started together; None for a program that is alone.
 
-    host: the first rank's address for the others, which they learn from it. RuntimeError or OSError
-    where the others cannot be reached.
+    host: of the first rank, its address for the others, which learn it from there. RuntimeError or
+    OSError where the others cannot be reached.
     """
     group: Any = mx.distributed.init()
     if group.size() == 1:
@@ -166,13 +168,14 @@ def meet(host: str, words: Sequence[str] = (), silence: float = SILENCE) -> Rank
     alarm.daemon = True
     alarm.start()
     if group.rank() == 0:
-        with socket.create_server((host, 0), backlog=group.size()) as server:
+        own = host()
+        with socket.create_server((own, 0), backlog=group.size()) as server:
             secret = secrets.token_bytes(_SECRET)
-            _share(group, host, server.getsockname()[1], secret)
+            _share(group, own, server.getsockname()[1], secret)
             links = _await(server, group.size(), secret)
     else:
-        host, port, secret = _share(group)
-        link = _Link(0, socket.create_connection((host, port), timeout=silence))
+        first, port, secret = _share(group)
+        link = _Link(0, socket.create_connection((first, port), timeout=silence))
         link.socket.sendall(_frame({"rank": group.rank(), "secret": secret.hex()}))
         links = [link]
     alarm.cancel()

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.config import (
     ALL_BUT_MODEL,
     AUTO,
@@ -53,10 +54,9 @@ def main(argv: Sequence[str]) -> None:
     In several processes each answers every so manieth prompt, and the first one's file gets all.
     """
     arguments = parser().parse_args(argv)
-    config, ranks = read_config(arguments), cli.joined()
-    if ranks is not None and config.self_prompt is not None:
-        what = f"--self-prompt writes one turn after the other, and these are {ranks.size} ranks"
-        raise DFlashError(what, "run it in one process, or give --prompts")
+    config, ranks = read_config(arguments), joined()
+    if config.self_prompt is not None:
+        cli.check_alone("--self-prompt")
     prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts, None)
     with open_corpus(part_of(arguments.out, ranks)) as file:
         pair = open_pair(cli.read_pair_config(arguments), config.method)
