@@ -22,6 +22,7 @@ import mlx.core as mx
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.forest import Rows
+from dflash_mlx.target.hooks import route_attention
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.saved import Saved
 from dflash_mlx.target.sequence import SequenceCache
@@ -174,6 +175,7 @@ class Follower:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.caches: dict[int, SequenceCache] = {}
+        self._routed = False
 
     def replay(self, hear: Hears) -> None:
         """Go on for ever; raises what goes wrong here and not on the leader."""
@@ -196,11 +198,16 @@ class Follower:
             if len(rows) == 1:
                 found = [self.target.forward(*rows[0])]
             else:
-                found = self.target._together(rows, ())
+                found = self._together(rows)
         except Exception as error:
             return error
         mx.eval([logits for logits, _ in found])
         return None
+
+    def _together(self, rows: list[Rows]) -> list[tuple[mx.array, mx.array | None]]:
+        """As the leader, which has prepared its model when it found out whether it joins them."""
+        self._routed = self._routed or route_attention(self.target.model)
+        return self.target._together(rows, ())
 
     def _rows(self, number: int, tokens: list[int], about: list[Any]) -> Rows:
         rows, parents, branches, before = about
@@ -221,6 +228,7 @@ class Follower:
             del self.caches[given[0]]
         elif name == "use_kernels":
             self.target.use_kernels(given[0])
+            self._routed = False  # hooks were replaced
         elif name == "widen":
             self.target.widen(getattr(mx, given[0]))
         elif name != "failed":

@@ -126,7 +126,7 @@ def test_a_commit_travels_with_the_next_pass_and_a_dropped_cache_is_dropped():
 
 
 def test_a_pass_that_fails_on_both_is_taken_back():
-    leader, line, follower = pair_of("gpt2")
+    leader, line, follower = pair_of("ministral3")
     cache = leader.new_cache()
     for _ in range(2):
         with pytest.raises(Exception, match="cannot verify trees"):
