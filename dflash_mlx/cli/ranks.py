@@ -24,7 +24,10 @@ def joined() -> Ranks | None:
 
     Ends the program with a sentence where the others cannot be reached.
     """
+    hosts = os.environ.get(HOSTS)
     try:
+        if hosts and not Path(hosts).read_text(encoding="utf-8").strip():
+            return None  # as mlx.launch makes it for one process, and MLX cannot read
         return meet(_first_host, sys.argv[1:], float(os.environ.get(LIMIT, SILENCE)))
     except (OSError, RuntimeError, ValueError) as error:
         step = "see whether all of them were started, and their addresses"

@@ -139,6 +139,7 @@ class Ranks:
 
     def _gone(self, reason: str) -> None:
         if not self._over:
+            time.sleep(0.2)  # in which MLX says what it has to say, a part of a line at a time
             self.fault(reason)
 
     def _beat(self) -> None:

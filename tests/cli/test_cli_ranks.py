@@ -81,7 +81,7 @@ def test_a_rank_without_the_model_ends_all(tmp_path, model):
         said = ended(running)
     for each in said:
         (sentence,) = each.sentences
-        assert each.code == 2 and "rank 1" in sentence and "'model'" in sentence
+        assert each.code == 2 and "rank 1" in sentence and "model is no" in sentence
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
