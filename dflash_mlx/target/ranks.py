@@ -195,10 +195,7 @@ class Follower:
         """This rank's part of a pass, or why there is none; what it says is the leader's to ask."""
         try:
             rows = [self._rows(*each) for each in sequences]
-            if len(rows) == 1:
-                found = [self.target.forward(*rows[0])]
-            else:
-                found = self._together(rows)
+            found = [self.target.forward(*rows[0])] if len(rows) == 1 else self._together(rows)
         except Exception as error:
             return error
         mx.eval([logits for logits, _ in found])

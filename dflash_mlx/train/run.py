@@ -220,7 +220,8 @@ def share_state(trainer: Trainer) -> None:
     if trainer.crew.size == 1:
         return
     place = mx.array([trainer.step, trainer.tokens], mx.int64), mx.array(trainer.seconds)
-    place, arrays = trainer.crew.first((place, _arrays(trainer)))
+    arrays = dict(sorted(_arrays(trainer).items()))  # what was restored comes in another order
+    place, arrays = trainer.crew.first((place, arrays))
     _put(trainer, arrays)
     trainer.step, trainer.tokens = place[0].tolist()
     trainer.seconds = place[1].item()

@@ -168,6 +168,7 @@ def join_parts(ranks: Ranks, file: CorpusFile, header: CorpusHeader) -> list[Cor
             ranks.tell(line)
         ranks.hear()
         file.path.unlink()
+        ranks.tell("removed")
         return []
     known, joined = file.ids(), []
     for rank in ranks.followers:
@@ -177,6 +178,8 @@ def join_parts(ranks: Ranks, file: CorpusFile, header: CorpusHeader) -> list[Cor
                 file.append(row)
                 joined.append(row)
     ranks.tell("joined")
+    for rank in ranks.followers:
+        ranks.hear(rank)
     return joined
 
 
