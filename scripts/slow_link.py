@@ -41,13 +41,11 @@ class SlowLink:
             near, _ = server.accept()
             with suppress(OSError):
                 there = PORT.unpack(near.recv(PORT.size))[0] if port is None else port
-                far = socket.create_connection(("127.0.0.1", there))
+                far = _reach(there)
                 for each in (near, far):
                     each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._carry(near, far, name)
                 self._carry(far, near, name)
-                continue
-            near.close()  # nobody listens there yet: whoever asked tries again
 
     def _carry(self, source: socket.socket, sink: socket.socket, name: str) -> None:
         waiting: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
@@ -75,3 +73,15 @@ class SlowLink:
 
         for action in (read, write):
             threading.Thread(target=action, daemon=True).start()
+
+
+def _reach(port: int, seconds: float = 30.0) -> socket.socket:
+    """A connection to who listens there, as soon as somebody does."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)

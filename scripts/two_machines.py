@@ -43,6 +43,7 @@ from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.stream import Session
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.system import ranks as ranks_module
+from dflash_mlx.target.pass_times import forget_times
 from dflash_mlx.target.ranks import Leader
 from dflash_mlx.train.corpus.rows import read_rows
 
@@ -89,6 +90,8 @@ def work(argv: Sequence[str]) -> None:
     pair = load_pair(PairConfig(asked.model), *uses, ranks=ranks)
     prompts = _prompts(pair, asked.prompts, asked.limit)
     passes.watch(pair.target)
+    if ranks is not None:
+        forget_times(pair.target)  # which may be those of another link
     found: dict[str, Any] = {"size": _size(pair), "answers": {}}
     for use in uses:  # whatever is measured or chosen once
         _answer(pair, prompts[0], use)
@@ -212,13 +215,21 @@ def compare(asked: argparse.Namespace) -> None:
         more = {"TWO_MACHINES_LINK": str(link.anywhere)}
         running = start([*words, "--marks", "--out", str(many)], asked.ranks, folder, link, **more)
         marks = _marks(running[0], link)
-        codes = [process.wait(60) for process in running]
+        codes = [_code(process) for process in running]
         if any(codes):
             errors = "".join((folder / f"error-{i}").read_text() for i in range(asked.ranks))
             raise DFlashError(f"the ranks ended with {codes}: {errors}", "see what they say")
         alone = [sys.executable, *words, "--against", str(many), "--out", str(one)]
         subprocess.run(alone, check=True)
         _report(asked, json.loads(many.read_text()), json.loads(one.read_text()), marks)
+
+
+def _code(process: subprocess.Popen[str]) -> int:
+    try:
+        return process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _marks(leader: subprocess.Popen[str], link: SlowLink) -> list[dict[str, int]]:

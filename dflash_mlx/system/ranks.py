@@ -13,11 +13,12 @@ import os
 import secrets
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -27,11 +28,17 @@ import mlx.core as mx
 SILENCE = 20.0  # seconds without a sign of life after which a rank counts as gone
 BAD_INPUT = 2  # exit code, as of every command
 _BEATS = 4  # signs of life within that time
-_MEETING = 25.0  # seconds until all have to be connected; MLX has its own limit before that
+_MEETING = 28.0  # seconds until all have to be connected
 _HEAD = struct.Struct("!I")  # length of a message; 0 is a sign of life
 _MOST = 64 * 2**20  # bytes of a message
 _ADDRESS = 64  # characters at most
 _SECRET = 16  # bytes
+_ALARM = """
+import os, select, signal, sys
+if not select.select([0], [], [], float(sys.argv[1]))[0]:
+    os.write(2, sys.argv[2].encode())
+    os.kill(int(sys.argv[3]), signal.SIGKILL)
+"""
 
 
 @dataclass(eq=False)
@@ -154,20 +161,26 @@ class Ranks:
 
 
 def meet(
-    host: Callable[[], str], words: Sequence[str] = (), silence: float = SILENCE
+    host: Callable[[], str],
+    words: Sequence[str] = (),
+    silence: float = SILENCE,
+    expected: bool = True,
 ) -> Ranks | None:
     """Connect to the ranks that were started together; None for a program that is alone.
 
-    host: of the first rank, its address for the others, which learn it from there. RuntimeError or
-    OSError where the others cannot be reached.
+    host: of the first rank, its address for the others, which learn it from there. expected:
+    whether there are others by all that is known. RuntimeError or OSError where they cannot be
+    reached; ends the process where they do not come.
     """
-    group: Any = mx.distributed.init()
-    if group.size() == 1:
-        return None
-    late = f"not all of the {group.size()} ranks have come within {_MEETING:g} seconds"
-    alarm = threading.Timer(_MEETING, _leave, (f"{late}; this is rank {group.rank()}", 1))
-    alarm.daemon = True
-    alarm.start()
+    if not expected:
+        group: Any = mx.distributed.init()
+        return None if group.size() == 1 else _connect(group, host, words, silence)
+    with _within(_MEETING, "not all ranks have come"):
+        group = mx.distributed.init()
+        return None if group.size() == 1 else _connect(group, host, words, silence)
+
+
+def _connect(group: Any, host: Callable[[], str], words: Sequence[str], silence: float) -> Ranks:
     if group.rank() == 0:
         own = host()
         with socket.create_server((own, 0), backlog=group.size()) as server:
@@ -179,10 +192,22 @@ def meet(
         link = _Link(0, socket.create_connection((first, port), timeout=silence))
         link.socket.sendall(_frame({"rank": group.rank(), "secret": secret.hex()}))
         links = [link]
-    alarm.cancel()
     for each in links:
         each.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Ranks(group, links, silence, words)
+
+
+@contextmanager
+def _within(seconds: float, what: str) -> Iterator[None]:
+    """End this process where that takes longer; MLX lets no thread of ours run while it waits."""
+    sentence = f"{what} within {seconds:g} seconds; see whether all were started\n"
+    command = [sys.executable, "-S", "-c", _ALARM, str(seconds), sentence, str(os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as alarm:
+        try:
+            yield
+        finally:
+            assert alarm.stdin is not None
+            alarm.stdin.close()
 
 
 def _share(
@@ -191,8 +216,8 @@ def _share(
     """What the first rank gives, on all of them: a sum to which the others add nothing."""
     own = [port, *host.encode().ljust(_ADDRESS, b"\0"), *secret.ljust(_SECRET, b"\0")]
     numbers = mx.distributed.all_sum(mx.array(own, mx.int32), group=group, stream=mx.cpu)
-    port, *rest = numbers.tolist()  # type: ignore[misc]
-    text = bytes(rest)  # type: ignore[arg-type]
+    found: Any = numbers.tolist()
+    port, text = found[0], bytes(found[1:])
     return text[:_ADDRESS].rstrip(b"\0").decode(), port, text[_ADDRESS:]
 
 

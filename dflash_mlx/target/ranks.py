@@ -189,7 +189,11 @@ class Follower:
             for name, *given in orders:
                 if failed is not None and name != "failed":
                     raise failed
-                failed = self._pass(*given) if name == "pass" else self._do(name, *given)
+                failed = None
+                if name == "pass":
+                    failed = self._pass(*given)
+                elif name != "failed":
+                    self._do(name, *given)
 
     def _pass(self, sequences: list[Any]) -> Exception | None:
         """This rank's part of a pass, or why there is none; what it says is the leader's to ask."""
@@ -228,5 +232,5 @@ class Follower:
             self._routed = False  # hooks were replaced
         elif name == "widen":
             self.target.widen(getattr(mx, given[0]))
-        elif name != "failed":
+        else:
             raise ValueError(f"there is no order {name!r}")

@@ -40,8 +40,9 @@ class Crew:
             return blocks
         each = len(blocks.rows) // self.size
         part = slice(self.rank * each, (self.rank + 1) * each)
-        values = ((f.name, getattr(blocks, f.name)) for f in fields(blocks))
-        return replace(blocks, **{name: v if v is None else v[part] for name, v in values})
+        values = {f.name: getattr(blocks, f.name) for f in fields(blocks)}
+        own: dict[str, Any] = {k: v if v is None else v[part] for k, v in values.items()}
+        return replace(blocks, **own)
 
     def mean(self, number: mx.array) -> mx.array:
         """The mean of [] over all; no gradient flows through it."""
