@@ -147,7 +147,7 @@ def run(
         say("")
         code = startup.INTERRUPTED
     if ranks is not None:
-        ranks.end(code)
+        ranks.end()
     leave(code)
 
 

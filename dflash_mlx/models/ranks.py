@@ -94,7 +94,7 @@ def _units(config: Mapping[str, Any], group: int) -> Iterator[tuple[str, tuple[i
                 yield key, (value, group)
     heads = config.get("num_attention_heads")
     width = config.get("v_head_dim") or config.get("head_dim")
-    if isinstance(heads, int) and (width or "hidden_size" in config):
+    if group > 1 and isinstance(heads, int) and (width or "hidden_size" in config):
         yield "attention width", (heads * (width or config["hidden_size"] // heads), group)
 
 
