@@ -19,6 +19,7 @@ def main() -> None:
 def run(argv: Sequence[str]) -> None:
     """Serve; with --watch in a process of its own, beside the view."""
     if WATCH in argv:
+        cli.check_alone(WATCH)
         from dflash_chat.watch import watch
 
         watch([word for word in argv if word != WATCH])

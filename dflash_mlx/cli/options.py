@@ -15,6 +15,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from dflash_mlx.cli.ranks import check_alone as check_alone
+from dflash_mlx.cli.ranks import joined, take_part
 from dflash_mlx.core.config import (
     AUTO,
     DecodeConfig,
@@ -30,6 +32,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.answer import TextDelta
 from dflash_mlx.system import startup
+from dflash_mlx.system.ranks import Ranks
 from dflash_mlx.system.terminal import for_terminal, guard_terminal
 
 _Settings = TypeVar("_Settings")
@@ -107,7 +110,7 @@ def open_pair(arguments: argparse.Namespace, *uses: DecodeConfig) -> Pair:
     """The pair that the command line names, for `uses`; stderr says what loading had to change."""
     config = read_pair_config(arguments)
     check_given(config, *(use.method for use in uses))
-    pair = load_pair(config, *uses)
+    pair = load_pair(config, *uses, ranks=joined())
     notes = list(pair.notes)
     if pair.fallback and any(use.method == AUTO for use in uses):
         notes.append(f"{pair.fallback}; --drafter names a drafter")
@@ -121,24 +124,30 @@ def run(
     main: Callable[[Sequence[str]], None],
     program: str,
     leave: Callable[[int], NoReturn] = sys.exit,
+    everywhere: bool = False,
 ) -> NoReturn:
     """Run a command line and leave: 0, 2 for bad input, 130 for Ctrl+C, 1 for a fault of ours.
 
     Every failure is one sentence on stderr; a fault's traceback goes to a file that it names.
-    leave: is given the code; `end_program` where another thread may still work.
+    leave: is given the code; `end_program` where another thread may still work. everywhere: whether
+    all ranks that were started together do the same; else the others follow the first.
     """
     startup.open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     guard_terminal()
+    ranks = None
     try:
         startup.raise_on_interrupt()
-        code = _outcome(main, program)
+        ranks = take_part(everywhere)
+        code = _outcome(main, program, ranks)
         startup.leave_on_interrupt()
     except KeyboardInterrupt:
         startup.leave_on_interrupt()
         say("")
         code = startup.INTERRUPTED
+    if ranks is not None:
+        ranks.end()
     leave(code)
 
 
@@ -154,8 +163,10 @@ def end_program(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _outcome(main: Callable[[Sequence[str]], None], program: str) -> int:
-    """The exit code of `main`; why it is not 0 is said."""
+def _outcome(
+    main: Callable[[Sequence[str]], None], program: str, ranks: Ranks | None = None
+) -> int:
+    """The exit code of `main`; why it is not 0 is said, by the first of several ranks for all."""
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
@@ -163,6 +174,8 @@ def _outcome(main: Callable[[Sequence[str]], None], program: str) -> int:
     except Exception as error:
         if startup.is_behind(error):
             raise KeyboardInterrupt from None
+        if ranks is not None:
+            ranks.failed(error, BAD_INPUT if isinstance(error, DFlashError) else 1)
         return _failed(error, program)
 
 

@@ -8,11 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-import mlx.core as mx
-
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.formats import taps_of
 from dflash_mlx.drafters.methods import (
     check_uses,
@@ -28,29 +25,24 @@ from dflash_mlx.models.check import (
     ModelFacts,
     check_drafter,
     check_pair,
-    check_target,
-    describe_target,
     fetched,
-    loading,
 )
 from dflash_mlx.models.lineage import inherited
 from dflash_mlx.models.names import (
-    SHIPPED,
     Names,
     find_names,
     find_source,
-    gguf_file,
     target_names,
 )
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER
+from dflash_mlx.models.ranks import check_ranks, lead
+from dflash_mlx.models.targets import read_target, target_facts
 from dflash_mlx.models.tokens import draft_size, likely_tokens, unread_arguments
 from dflash_mlx.models.weight_files import Weights
-from dflash_mlx.system.cpu_math import applies as on_cpu
+from dflash_mlx.system.ranks import Ranks
 from dflash_mlx.target.model import Target
 from kernels_metal.dispatch import Mode
-
-EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
 
 
 def load(model: str | None = None, drafter: str | None = None) -> Pair:
@@ -65,16 +57,19 @@ def load(model: str | None = None, drafter: str | None = None) -> Pair:
     return load_pair(PairConfig(model, drafter))
 
 
-def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
+def load_pair(config: PairConfig, *uses: DecodeConfig, ranks: Ranks | None = None) -> Pair:
     """`load` from settings; whether all fits is checked before weights are read.
 
     On the hub it is checked before they are downloaded, by configurations and the heads of weight
     files, unless the hub does not answer such questions.
-    uses: settings that the pair will be used with; DFlashError where it cannot serve them.
+    uses: settings that the pair will be used with; DFlashError where it cannot serve them. ranks:
+    the processes that share the target, of which this is the first; drafters are here alone.
     """
     names = names_for(config, uses)
     facts, choice = find(names, uses)
     facts.raise_first()
+    if ranks is not None:
+        check_ranks(facts, ranks.size)
     drafters = list(choice.drafters.values())
     families = tuple(family_of(d.format) if d.format else None for d in drafters)
     means = Means(families, advice=names.advice)
@@ -83,7 +78,8 @@ def load_pair(config: PairConfig, *uses: DecodeConfig) -> Pair:
     chosen = set(choice.drafters)
     choice = choice.each(lambda _, drafter: fetched(drafter))  # the smaller ones first
     drafters = list(choice.drafters.values())
-    target, tokenizer = _read_target(fetched(facts))
+    facts = fetched(facts)
+    target, tokenizer = read_target(facts) if ranks is None else lead(ranks, config, facts)
     target.kv_bits = config.kv_bits
     notes = choice.notes + _on_packing(drafters, config)
     notes += (names.lineage,) * bool(names.lineage and drafters)
@@ -200,28 +196,7 @@ def load_target(name: str | None = None) -> Pair:
     """
     facts = target_facts(target_names(name))
     facts.raise_first()
-    return Pair(*_read_target(fetched(facts)))
-
-
-def target_facts(names: Names, update: bool = True) -> ModelFacts:
-    """What a target is, as far as that can be had without its weights.
-
-    Of the embedded one these are a few numbers. update: as of `find_source`. Raises DFlashError
-    where there is no such target.
-    """
-    if names.model is not None and (file := gguf_file(names.model)) is not None:
-        from dflash_mlx.models.formats.gguf_target import read_config as read_gguf  # takes seconds
-
-        return describe_target(read_gguf(file), names.shown, file)
-    if names.model is not None:
-        return check_target(find_source(names.model, update=update), names.shown)
-    drafter = read_config(SHIPPED / EMBEDDED_DRAFTER)
-    config = {
-        "hidden_size": drafter.hidden_size,
-        "vocab_size": drafter.vocab_size,
-        "num_hidden_layers": drafter.num_target_layers,
-    }
-    return describe_target(config, names.shown)
+    return Pair(*read_target(fetched(facts)))
 
 
 @dataclass(frozen=True)
@@ -318,32 +293,6 @@ def find(
     choice = _choose(names, uses).each(found)
     target = target_facts(names, update)
     return target, choice.each(fitting)
-
-
-def _read_target(facts: ModelFacts) -> tuple[Target, Any]:
-    """The target and its tokenizer; on a CPU its weights become float32, the fast path there.
-
-    DFlashError for what mlx-lm cannot load.
-    """
-    if facts.source is None:
-        from dflash_mlx.models.default_model import fetch
-        from dflash_mlx.models.formats.gguf_target import load_gguf
-
-        model, tokenizer, config = load_gguf(facts.file or fetch(), dequantize=on_cpu())
-        return Target(model, config["max_position_embeddings"], facts.name), tokenizer
-    from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
-
-    folder, no_code = facts.source.here, {"trust_remote_code": False}
-    with loading(facts.name):
-        model, config = load_model(folder)
-        tokenizer = load_tokenizer(folder, no_code, eos_token_ids=config.get("eos_token_id"))
-        mx.eval(model(mx.array([[0]])))  # here, where it can be said, and not in the first answer
-    if on_cpu():
-        model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
-        model = dequantize_model(model)
-        model.set_dtype(mx.float32)  # of formats whose scales are no floats
-        mx.eval(model.parameters())
-    return Target(model, facts.context_length, facts.name), tokenizer
 
 
 def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:

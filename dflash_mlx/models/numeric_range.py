@@ -31,7 +31,9 @@ def fit_target(target: Target, taps: Collection[int]) -> tuple[str, ...]:
     read = tuple(sorted(set(taps)))
     target.tap(read)
     step = "download it again, or choose another conversion of it"
-    return _widened(target.model, target.name, lambda: _fit(_pass(target, read)), step)
+    return _widened(
+        target.model, target.name, lambda: _fit(_pass(target, read)), target.widen, step
+    )
 
 
 def fit_drafter(model: DraftModel, target: Target) -> tuple[str, ...]:
@@ -45,12 +47,20 @@ def fit_drafter(model: DraftModel, target: Target) -> tuple[str, ...]:
         context.append(mx.zeros(_TOKENS, mx.int32), at_margin)
         return _fit([model.try_out(context)])
 
+    def widen(dtype: mx.Dtype) -> None:
+        model.module.set_dtype(dtype, lambda kind: kind == mx.float16)
+        mx.eval(model.module.parameters())
+
     step = "choose another one with --drafter, or use --method ngram"
-    return _widened(model.module, f"the drafter for {target.name}", fits, step)
+    return _widened(model.module, f"the drafter for {target.name}", fits, widen, step)
 
 
 def _widened(
-    module: nn.Module, name: str, fits: Callable[[], bool], next_step: str
+    module: nn.Module,
+    name: str,
+    fits: Callable[[], bool],
+    widen: Callable[[mx.Dtype], None],
+    next_step: str,
 ) -> tuple[str, ...]:
     """What was done so that a module's numbers fit, nothing where they do.
 
@@ -60,8 +70,7 @@ def _widened(
     if fits():
         return ()
     if (dtype := _trained_in(module)) is not None:
-        module.set_dtype(dtype, lambda kind: kind == mx.float16)
-        mx.eval(module.parameters())
+        widen(dtype)
     if dtype is None or not fits():
         raise DFlashError(f"{name} computes numbers that are infinite or no numbers", next_step)
     words = str(dtype).removeprefix("mlx.core.")

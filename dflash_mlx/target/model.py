@@ -109,6 +109,11 @@ class Target:
         self.pass_times = self.noise = None
         self.__dict__.pop("joins", None)  # hooks were replaced
 
+    def widen(self, dtype: mx.Dtype) -> None:
+        """Cast what is float16, whose numbers do not fit."""
+        self.model.set_dtype(dtype, lambda kind: kind == mx.float16)
+        mx.eval(self.model.parameters())
+
     def tap(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers (0-based) in every pass from now on."""
         for i in set(layers) - self._tapped:

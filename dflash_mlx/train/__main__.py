@@ -14,9 +14,10 @@ from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.models.load import load_target
 from dflash_mlx.train.config import TrainConfig
+from dflash_mlx.train.crew import Crew
 from dflash_mlx.train.data import DataConfig, read_texts
 from dflash_mlx.train.families import begin
-from dflash_mlx.train.run import Record, TrainingRun, check_out, plot_history
+from dflash_mlx.train.run import Record, TrainingRun, check_out, plot_history, share_state
 from dflash_mlx.train.trainer import Trainer
 
 PROGRAM = "dflash_mlx.train"
@@ -30,7 +31,10 @@ RECIPES = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train until the time or the steps are used up. Raises DFlashError for bad input."""
+    """Train until the time or the steps are used up. Raises DFlashError for bad input.
+
+    In several processes each has its sequences of every step, and the first one writes.
+    """
     reading = parser()
     reading.set_defaults(**RECIPES.get(reading.parse_args(argv).recipe, {}))
     arguments = reading.parse_args(argv)
@@ -38,14 +42,21 @@ def main(argv: Sequence[str]) -> None:
     data = cli.read_options(arguments, DataConfig)
     if arguments.plot is not None:
         import_pyplot()
-    config = cli.read_options(arguments, TrainConfig)
-    check_out(arguments.out)
+    config, crew = cli.read_options(arguments, TrainConfig), Crew.here()
+    if crew.rank == 0:
+        check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     trainee = begin(config, pair)
     texts = read_texts(data, pair, trainee.config.taps)
     train, held_out = texts.split(config.held_out)
-    trainer = Trainer(trainee, train, config)
+    trainer = Trainer(trainee, train, config, crew)
+    if crew.rank:
+        share_state(trainer)
+        for _ in trainer.losses():
+            pass
+        return
     run = TrainingRun(trainer, held_out, arguments.out, texts.name)
+    share_state(trainer)
     print(trainer.vocabulary.describe(), file=sys.stderr)
     for event in trainer.show(run):
         if isinstance(event, Record):
@@ -76,4 +87,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    cli.run(main, PROGRAM)
+    cli.run(main, PROGRAM, everywhere=True)

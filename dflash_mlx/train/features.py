@@ -80,12 +80,13 @@ class FeatureCache:
         """Compute what is missing; yields the tokens of every sequence that is done.
 
         Raises OSError when the disk is full; what is finished stays usable. Raises DFlashError
-        while another process is at it.
+        while another process is at it; those of one start wait for each other.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("wb") as locked:
             try:
-                fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = mx.distributed.init().size() == 1
+                fcntl.flock(locked, fcntl.LOCK_EX | (fcntl.LOCK_NB if alone else 0))
             except OSError:
                 raise DFlashError(
                     f"another process is computing the features in {self.folder}", "wait for it"

@@ -211,10 +211,26 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
     own = {name: array.shape for name, array in _arrays(trainer).items()}
     if own != {name: array.shape for name, array in arrays.items()}:
         raise DFlashError(f"the drafter in {file} has other shapes than this one", _NEXT_STEP)
+    _put(trainer, arrays)
+    trainer.step, trainer.seconds, trainer.tokens = step, seconds, tokens
+
+
+def share_state(trainer: Trainer) -> None:
+    """Put every process of a crew where the first one is."""
+    if trainer.crew.size == 1:
+        return
+    place = mx.array([trainer.step, trainer.tokens], mx.int64), mx.array(trainer.seconds)
+    arrays = dict(sorted(_arrays(trainer).items()))  # what was restored comes in another order
+    place, arrays = trainer.crew.first((place, arrays))
+    _put(trainer, arrays)
+    trainer.step, trainer.tokens = place[0].tolist()
+    trainer.seconds = place[1].item()
+
+
+def _put(trainer: Trainer, arrays: dict[str, mx.array]) -> None:
     trees: Any = tree_unflatten(list(arrays.items()))
     trainer.trainee.network.update(trees["network"])
     trainer.optimizer.state = trees["optimizer"]
-    trainer.step, trainer.seconds, trainer.tokens = step, seconds, tokens
     mx.eval(trainer.trainee.network.parameters(), trainer.optimizer.state)
 
 
@@ -222,7 +238,8 @@ def _identity(trainer: Trainer, data: str) -> dict[str, Any]:
     """What two runs must share for one to continue the other, as JSON has it."""
     settings = {k: v for k, v in asdict(trainer.config).items() if k not in _FREE_TO_CHANGE}
     drafter = {f"drafter's {k}": v for k, v in asdict(trainer.trainee.config).items()}
-    run: dict[str, Any] = json.loads(json.dumps({**settings, "data": data, **drafter}))
+    about = {**settings, "data": data, "processes": trainer.crew.size, **drafter}
+    run: dict[str, Any] = json.loads(json.dumps(about))
     return run
 
 
@@ -235,7 +252,7 @@ def _defaults(trainer: Trainer) -> dict[str, Any]:
         for field in fields(config)
         if field.default is not MISSING
     }
-    run: dict[str, Any] = json.loads(json.dumps(known))
+    run: dict[str, Any] = json.loads(json.dumps({"processes": 1, **known}))
     return run
 
 

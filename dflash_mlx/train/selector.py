@@ -123,7 +123,7 @@ class SelectorTrainer(Training):
         embedding = trainee.target.embedding()
         self.maps = MappedSelector(embedding, trainee.config.vocab_size, config.rank, config.seed)
         variable = trainee.raw["dflash_config"].get("training_mode") == "vp_drafter"
-        law = {"prefix_base": config.prefix_base} if variable else {}
+        law: dict[str, Any] = {"prefix_base": config.prefix_base} if variable else {}
         super().__init__(self.maps, trainee, texts, config, **law)
 
     def batch(self, blocks: Blocks) -> tuple[mx.array, ...]:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from dflash_mlx.train.blocks import SAMPLERS, Blocks
 from dflash_mlx.train.config import SelectorTraining, TrainConfig
+from dflash_mlx.train.crew import Crew
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.loss import (
     DraftVocabulary,
@@ -26,6 +27,7 @@ from dflash_mlx.train.loss import (
 )
 from dflash_mlx.train.trainee import Trainee
 
+ALONE = Crew()
 _FLOOR = 0.02  # of the peak, where the cosine ends
 _Event = TypeVar("_Event")
 
@@ -34,8 +36,9 @@ class Training(ABC):
     """Steps of AdamW, and where they are in the data: what every training has in common.
 
     module: what is trained, the trainee's network or a part beside it. law: further settings
-    of `BlockSampler`. step: steps done. seconds: spent in steps. tokens: in their blocks, anchors
-    included. All over all runs.
+    of `BlockSampler`. crew: the processes that share each step; each has `sequences` of its own.
+    step: steps done. seconds: spent in steps. tokens: in their blocks, anchors included. All over
+    all runs.
     """
 
     config: TrainConfig | SelectorTraining
@@ -46,15 +49,16 @@ class Training(ABC):
         trainee: Trainee,
         texts: Texts,
         config: TrainConfig | SelectorTraining,
+        crew: Crew = ALONE,
         **law: Any,
     ) -> None:
-        self.trainee, self.config = trainee, config
+        self.trainee, self.config, self.crew = trainee, config, crew
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self._module, self._texts = module, texts
         self._sampler = SAMPLERS[config.anchor_law](
             texts.texts,
             trainee.config.block_size,
-            (config.sequences, config.anchors),
+            (crew.size * config.sequences, config.anchors),
             config.seed,
             **law,
         )
@@ -95,14 +99,15 @@ class Training(ABC):
         """One step; returns its loss."""
         started = time.perf_counter()
         blocks = self._sampler.blocks(self.step)
-        loss, gradients = self._gradients(self.batch(blocks))
+        found = self._gradients(self.batch(self.crew.own(blocks)))
+        loss, gradients = self.crew.average(found)
         gradients, _ = optim.clip_grad_norm(gradients, self.config.clip)
         self.optimizer.learning_rate = self.learning_rate()
         self.optimizer.update(self._module, gradients)
         mx.eval(self._module.parameters(), self.optimizer.state, loss)
         self.step += 1
         self.tokens += blocks.tokens.size
-        self.seconds += time.perf_counter() - started
+        self.seconds += self.crew.seconds(time.perf_counter() - started)
         return float(loss)
 
     def losses(self) -> Iterator[float]:
@@ -126,13 +131,15 @@ class Trainer(Training):
 
     config: TrainConfig
 
-    def __init__(self, trainee: Trainee, texts: Texts, config: TrainConfig) -> None:
+    def __init__(
+        self, trainee: Trainee, texts: Texts, config: TrainConfig, crew: Crew = ALONE
+    ) -> None:
         law: dict[str, Any] = {"short_share": config.short_share}
         if config.mode == "variable-prefix":
             law |= {"prefix_base": config.prefix_base, "least_prefix": config.least_prefix}
         if config.mode == "specdiff":
             law["reveal_share"] = config.reveal_share
-        super().__init__(trainee.network, trainee, texts, config, **law)
+        super().__init__(trainee.network, trainee, texts, config, crew, **law)
 
     def batch(self, blocks: Blocks) -> tuple[mx.array, ...]:
         """What the loss takes; see there."""
@@ -163,4 +170,5 @@ class Trainer(Training):
             supervised = zeros.at[places].add(1.0).reshape(shape)
             weights = dpace_weights(dense, supervised > 0, self.config.alpha)
             weights = weights.reshape(-1)[places]
-        return (weights * losses).sum() / mx.maximum(weights.sum(), 1e-9)  # 0 / 0 without places
+        total = self.crew.mean(weights.sum())
+        return (weights * losses).sum() / mx.maximum(total, 1e-9)  # 0 / 0 without places

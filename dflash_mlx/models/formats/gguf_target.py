@@ -5,7 +5,7 @@ The tokenizer is a byte-level BPE.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,17 +56,22 @@ ROLES = {
 ENDS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
 
 
-def load_gguf(path: Path, dequantize: bool) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+def load_gguf(
+    path: Path, dequantize: bool, share: Callable[[nn.Module], None] | None = None
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """Return the model, the tokenizer and the Hugging Face style config of a GGUF file.
 
     `dequantize` makes every weight float32, the fast path on a CPU; otherwise quantised matrices
-    stay packed and all other weights take their dtype. Raises `DFlashError` for a file that is
-    missing, damaged, of another architecture, or made with a feature that is not supported.
+    stay packed and all other weights take their dtype. share: leaves a part of the model before its
+    weights are read. Raises `DFlashError` for a file that is missing, damaged, of another
+    architecture, or made with a feature that is not supported.
     """
     floating = mx.float32 if dequantize else None  # scales too, so that no product is rounded
     model, tokenizer, config = open_gguf(path, floating)
     if dequantize:
         model = dequantize_model(model)
+    if share is not None:
+        share(model)
     mx.eval(model.parameters())
     return model, tokenizer, config
 

@@ -9,7 +9,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.config import (
     ALL_BUT_MODEL,
     AUTO,
@@ -29,6 +31,7 @@ from dflash_mlx.drafters.methods import check_given
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.templates import prompt_tokens
+from dflash_mlx.system.ranks import Ranks
 from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus.answers import Answers, Done, Job
 from dflash_mlx.train.corpus.rows import (
@@ -36,6 +39,7 @@ from dflash_mlx.train.corpus.rows import (
     CorpusHeader,
     CorpusRow,
     open_corpus,
+    read_row,
     tokenizer_fingerprint,
 )
 from dflash_mlx.train.corpus.self_prompt import TurnWriter, lot, read_openings
@@ -45,19 +49,27 @@ _ONLY_HOW_MANY = ("batch_size", "method", "limit", "self_prompt")  # rows and ho
 
 
 def main(argv: Sequence[str]) -> None:
-    """Answer prompts until the file has all. Raises DFlashError for bad input."""
+    """Answer prompts until the file has all. Raises DFlashError for bad input.
+
+    In several processes each answers every so manieth prompt, and the first one's file gets all.
+    """
     arguments = parser().parse_args(argv)
-    config = read_config(arguments)
+    config, ranks = read_config(arguments), joined()
+    if config.self_prompt is not None:
+        cli.check_alone("--self-prompt")
     prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts, None)
-    with open_corpus(arguments.out) as file:
+    with open_corpus(part_of(arguments.out, ranks)) as file:
         pair = open_pair(cli.read_pair_config(arguments), config.method)
-        file.begin(make_header(pair, config))
+        file.begin(header := make_header(pair, config))
         collection = Collection(pair, config, file)
-        missing, begin = collection.ask(prompts), time.perf_counter()
+        share = Share() if ranks is None else share_with(ranks, file)
+        missing, begin = collection.ask(prompts, share), time.perf_counter()
         with tqdm(total=missing, unit="row", miniters=0) as bar:
             for rows in collection.run():
                 bar.set_postfix_str(collection.progress(time.perf_counter() - begin), refresh=False)
                 bar.update(rows)
+        if ranks is not None:
+            collection.finishes.update(row.finish for row in join_parts(ranks, file, header))
     print(collection.report())
 
 
@@ -118,6 +130,59 @@ def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:
     )
 
 
+@dataclass(frozen=True)
+class Share:
+    """Every `step`th prompt from number `first` on. done: ids that another file has."""
+
+    first: int = 0
+    step: int = 1
+    done: frozenset[str] = frozenset()
+
+
+WHOLE = Share()
+
+
+def part_of(out: Path, ranks: Ranks | None) -> Path:
+    """The file that this process writes: beside `out`, where it is not the first."""
+    if ranks is None or ranks.rank == 0:
+        return out
+    return out.with_name(f"{out.stem}.rank{ranks.rank}{out.suffix}")
+
+
+def share_with(ranks: Ranks, file: CorpusFile) -> Share:
+    """What of the prompts is this process's to answer."""
+    if ranks.rank == 0:
+        ranks.tell([row.id for row in file.rows])
+        return Share(0, ranks.size)
+    return Share(ranks.rank, ranks.size, frozenset(ranks.hear()))
+
+
+def join_parts(ranks: Ranks, file: CorpusFile, header: CorpusHeader) -> list[CorpusRow]:
+    """Append what the others have answered, rank by rank; returns it.
+
+    Their files are removed only when it is in the first one's.
+    """
+    if ranks.rank:
+        _, *lines = file.path.read_text(encoding="utf-8").splitlines()
+        for line in (*lines, ""):
+            ranks.tell(line)
+        ranks.hear()
+        file.path.unlink()
+        ranks.tell("removed")
+        return []
+    known, joined = file.ids(), []
+    for rank in ranks.followers:
+        for line in iter(partial(ranks.hear, rank), ""):
+            row = read_row(line, file.path, header.vocab_size)
+            if row.id not in known:
+                file.append(row)
+                joined.append(row)
+    ranks.tell("joined")
+    for rank in ranks.followers:
+        ranks.hear(rank)
+    return joined
+
+
 class Collection:
     """One run: answers go into `file` as they finish.
 
@@ -132,22 +197,22 @@ class Collection:
         self._pair, self._config, self._file = pair, config, file
         self._turns: TurnWriter | None = None  # where the model writes them itself
 
-    def ask(self, prompts: Sequence[dict[str, Any]]) -> int:
-        """Queue what `prompts` (rows of `read_prompts`) still lack; returns how many.
+    def ask(self, prompts: Sequence[dict[str, Any]], share: Share = WHOLE) -> int:
+        """Queue what `share` of `prompts` (rows of `read_prompts`) still lacks; returns how many.
 
         With `config.self_prompt` the model writes user turns until so many are answered. Raises
         DFlashError for an id that comes twice or was given to another prompt, and where no prompt
         fits the context.
         """
         if self._config.self_prompt is None:
-            jobs = [self._job(prompt) for prompt in self._missing(prompts)]
+            jobs = [self._job(prompt) for prompt in self._missing(prompts, share)]
         else:
             self._turns = TurnWriter(self._pair, self._config, self._file.rows)
             jobs = self._turns.start(max(self._config.self_prompt - len(self._file.rows), 0))
         self.answers.waiting.extend(jobs)
         return len(jobs)
 
-    def _missing(self, prompts: Sequence[dict[str, Any]]) -> list[CorpusRow]:
+    def _missing(self, prompts: Sequence[dict[str, Any]], share: Share) -> list[CorpusRow]:
         shuffled = list(prompts)
         random.Random(self._config.seed).shuffle(shuffled)
         asked = [self._prompt(row) for row in shuffled[: self._config.limit]]
@@ -169,7 +234,8 @@ class Collection:
                     f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}",
                     "give prompts ids of their own, or name another file with --out",
                 )
-        return [prompt for prompt in fitting if prompt.id not in done]
+        own = fitting[share.first :: share.step]
+        return [prompt for prompt in own if prompt.id not in done.keys() | share.done]
 
     def run(self) -> Iterator[int]:
         """Decode all that is queued; yields how many rows each step has put into the file."""

@@ -102,6 +102,11 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {  # by our name, of headers and row
 }
 
 
+def read_row(line: str, place: Path, vocab_size: int) -> CorpusRow:
+    """What another process has sent of its file `place`."""
+    return _row(place, 0, json.loads(line), vocab_size)
+
+
 def read_rows(path: Path, vocab_size: int | None = None, tokenizer: Any = None) -> list[CorpusRow]:
     """The rows of a corpus file, plain or gzip.
 
@@ -257,6 +262,10 @@ class CorpusFile:
         self._file.truncate(self._size)
         if self.header is None:
             self.append(header)
+
+    def ids(self) -> set[str]:
+        """Of all rows that are in the file by now."""
+        return {row.id for row in _parse(self.path, self.path.read_bytes())[1]}
 
     def append(self, line: CorpusHeader | CorpusRow) -> None:
         """Write a row at once; where that fails the file is left as it was."""

@@ -1,0 +1,266 @@
+"""The processes that share the work: how they meet, what they tell each other, how all end.
+
+MLX moves the numbers. Beside it every follower has a plain TCP connection to rank 0, for JSON and
+for signs of life. Nothing interrupts a collective operation that waits for a rank that is gone, so
+it is a thread that notices, says why, and ends the process.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+import mlx.core as mx
+
+SILENCE = 20.0  # seconds without a sign of life after which a rank counts as gone
+BAD_INPUT = 2  # exit code, as of every command
+_BEATS = 4  # signs of life within that time
+_MEETING = 28.0  # seconds until all have to be connected
+_HEAD = struct.Struct("!I")  # length of a message; 0 is a sign of life
+_MOST = 64 * 2**20  # bytes of a message
+_ADDRESS = 64  # characters at most
+_SECRET = 16  # bytes
+_ALARM = """
+import os, select, signal, sys
+if not select.select([0], [], [], float(sys.argv[1]))[0]:
+    os.write(2, sys.argv[2].encode())
+    os.kill(int(sys.argv[3]), signal.SIGKILL)
+"""
+
+
+@dataclass(eq=False)
+class _Link:
+    """The connection to one other rank, and what it has said."""
+
+    rank: int
+    socket: socket.socket
+    heard: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    reader: threading.Thread | None = None
+
+
+class Ranks:
+    """All processes of one start, seen from one of them.
+
+    group: MLX's. words: how this one was started. sent: bytes to all others, signs of life
+    excepted. A rank that ends, or is silent for `silence` seconds, ends all with one sentence on
+    stderr that names it.
+    """
+
+    def __init__(
+        self, group: Any, links: Sequence[_Link], silence: float, words: Sequence[str] = ()
+    ) -> None:
+        self.group, self.words, self.sent = group, [*words], 0
+        self.rank, self.size = int(group.rank()), int(group.size())
+        self._links = {link.rank: link for link in links}
+        self._silence, self._over = silence, False
+        self._ending = threading.Lock()
+        for link in links:
+            link.socket.settimeout(silence)
+            link.reader = threading.Thread(target=self._listen, args=(link,), daemon=True)
+            link.reader.start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @property
+    def followers(self) -> range:
+        """All ranks but the first."""
+        return range(1, self.size)
+
+    def tell(self, message: Any) -> None:
+        """Say it to everybody that this rank is connected to: the first to all, others to it."""
+        frame = _frame(message)
+        for link in self._links.values():
+            self.sent += len(frame)
+            try:
+                with link.sending:
+                    link.socket.sendall(frame)
+            except OSError as error:
+                time.sleep(1)  # whoever reads from it knows better what has become of it
+                self.fault(f"rank {link.rank} cannot be reached ({error})")
+
+    def hear(self, rank: int = 0, seconds: float | None = None) -> Any:
+        """The next that `rank` says. queue.Empty where it says nothing for so long."""
+        return self._links[rank].heard.get(timeout=seconds)
+
+    def fault(self, reason: str, code: int = 1) -> NoReturn:
+        """End all ranks with a sentence."""
+        if not self._ending.acquire(blocking=False):
+            time.sleep(_MEETING)  # another thread is at it
+        for link in self._links.values():
+            if link.sending.acquire(timeout=0.2):
+                with suppress(OSError):
+                    link.socket.send(_frame({"fault": reason, "code": code}), socket.MSG_DONTWAIT)
+        _leave(f"{reason}; all {self.size} ranks have ended", code)
+
+    def failed(self, error: Exception, code: int) -> None:
+        """What went wrong here. Where it only came of another rank's end, this never returns.
+
+        Of the first rank it returns otherwise, so that it can say so itself.
+        """
+        if self.rank or isinstance(error, RuntimeError):  # as MLX's of a lost connection
+            time.sleep(1)  # the first rank may have the same to say, or a reader something better
+        if self.rank:
+            self.fault(f"rank {self.rank} of {self.size} failed: {error}", code)
+
+    def end(self) -> None:
+        """The work is done: of the first rank, all others end with it; others wait for that."""
+        if self.rank:
+            threading.Event().wait()
+        self._over = True
+        for link in self._links.values():
+            with suppress(OSError), link.sending:
+                link.socket.sendall(_frame({"end": True}))
+        for link in self._links.values():
+            assert link.reader is not None
+            link.reader.join(2)
+
+    def _listen(self, link: _Link) -> None:
+        """Take in what a rank says, until it says no more."""
+        other = f"rank {link.rank} of {self.size}"
+        try:
+            while True:
+                message = _receive(link.socket)
+                if isinstance(message, dict) and "fault" in message:
+                    self.fault(str(message["fault"]), int(message["code"]))
+                if isinstance(message, dict) and "end" in message:
+                    os._exit(0)  # whatever the main thread waits for
+                if message is not None:
+                    link.heard.put(message)
+        except TimeoutError:
+            self._gone(f"{other} has given no sign of life for {self._silence:g} seconds")
+        except (OSError, ValueError):
+            self._gone(f"{other} has ended, or its connection has")
+
+    def _gone(self, reason: str) -> None:
+        if not self._over:
+            time.sleep(0.2)  # in which MLX says what it has to say, a part of a line at a time
+            self.fault(reason)
+
+    def _beat(self) -> None:
+        """Give signs of life."""
+        while not self._over:
+            for link in self._links.values():
+                if link.sending.acquire(blocking=False):
+                    with suppress(OSError):
+                        link.socket.send(_HEAD.pack(0), socket.MSG_DONTWAIT)
+                    link.sending.release()
+            time.sleep(self._silence / _BEATS)
+
+
+def meet(
+    host: Callable[[], str],
+    words: Sequence[str] = (),
+    silence: float = SILENCE,
+    expected: bool = True,
+) -> Ranks | None:
+    """Connect to the ranks that were started together; None for a program that is alone.
+
+    host: of the first rank, its address for the others, which learn it from there. expected:
+    whether there are others by all that is known. RuntimeError or OSError where they cannot be
+    reached; ends the process where they do not come.
+    """
+    if not expected:
+        group: Any = mx.distributed.init()
+        return None if group.size() == 1 else _connect(group, host, words, silence)
+    with _within(_MEETING, "not all ranks have come"):
+        group = mx.distributed.init()
+        return None if group.size() == 1 else _connect(group, host, words, silence)
+
+
+def _connect(group: Any, host: Callable[[], str], words: Sequence[str], silence: float) -> Ranks:
+    if group.rank() == 0:
+        own = host()
+        with socket.create_server((own, 0), backlog=group.size()) as server:
+            secret = secrets.token_bytes(_SECRET)
+            _share(group, own, server.getsockname()[1], secret)
+            links = _await(server, group.size(), secret)
+    else:
+        first, port, secret = _share(group)
+        link = _Link(0, socket.create_connection((first, port), timeout=silence))
+        link.socket.sendall(_frame({"rank": group.rank(), "secret": secret.hex()}))
+        links = [link]
+    for each in links:
+        each.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Ranks(group, links, silence, words)
+
+
+@contextmanager
+def _within(seconds: float, what: str) -> Iterator[None]:
+    """End this process where that takes longer; MLX lets no thread of ours run while it waits."""
+    sentence = f"{what} within {seconds:g} seconds; see whether all were started\n"
+    command = [sys.executable, "-S", "-c", _ALARM, str(seconds), sentence, str(os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as alarm:
+        try:
+            yield
+        finally:
+            assert alarm.stdin is not None
+            alarm.stdin.close()
+
+
+def _share(
+    group: Any, host: str = "", port: int = 0, secret: bytes = b""
+) -> tuple[str, int, bytes]:
+    """What the first rank gives, on all of them: a sum to which the others add nothing."""
+    own = [port, *host.encode().ljust(_ADDRESS, b"\0"), *secret.ljust(_SECRET, b"\0")]
+    numbers = mx.distributed.all_sum(mx.array(own, mx.int32), group=group, stream=mx.cpu)
+    found: Any = numbers.tolist()
+    port, text = found[0], bytes(found[1:])
+    return text[:_ADDRESS].rstrip(b"\0").decode(), port, text[_ADDRESS:]
+
+
+def _await(server: socket.socket, size: int, secret: bytes) -> list[_Link]:
+    """A connection from every other rank; those that do not know the secret are closed."""
+    links: dict[int, _Link] = {}
+    while len(links) < size - 1:
+        connection, _ = server.accept()
+        connection.settimeout(1)
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            hello = _receive(connection, most=1000)
+            if hmac.compare_digest(bytes.fromhex(hello["secret"]), secret):
+                links[int(hello["rank"])] = _Link(int(hello["rank"]), connection)
+                continue
+        connection.close()
+    return list(links.values())
+
+
+def _frame(message: Any) -> bytes:
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return _HEAD.pack(len(body)) + body
+
+
+def _receive(connection: socket.socket, most: int = _MOST) -> Any:
+    """The next message, None for a sign of life; OSError or ValueError where none can come."""
+    (length,) = _HEAD.unpack(_exactly(connection, _HEAD.size))
+    if length > most:
+        raise ValueError(f"a message of {length} bytes")
+    return json.loads(_exactly(connection, length)) if length else None
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = connection.recv(length - len(data))
+        if not part:
+            raise ConnectionResetError("closed")
+        data += part
+    return bytes(data)
+
+
+def _leave(sentence: str, code: int) -> NoReturn:
+    """Say it where the program began to, and end without waiting for any thread."""
+    with suppress(OSError, ValueError, AttributeError):
+        print(sentence, file=sys.__stderr__, flush=True)
+    os._exit(code)

@@ -1,0 +1,72 @@
+"""Several processes that train one network, each on its part of every step's sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from dflash_mlx.train.blocks import Blocks
+
+
+@dataclass(frozen=True)
+class Crew:
+    """All of them, seen from one. group: MLX's, None for a process that is alone."""
+
+    group: Any = None
+
+    @classmethod
+    def here(cls) -> Crew:
+        """Those that were started together."""
+        group: Any = mx.distributed.init()
+        return cls(group if group.size() > 1 else None)
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return 1 if self.group is None else int(self.group.size())
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is; the first one measures and writes."""
+        return 0 if self.group is None else int(self.group.rank())
+
+    def own(self, blocks: Blocks) -> Blocks:
+        """This process's sequences of all of a step's."""
+        if self.group is None:
+            return blocks
+        each = len(blocks.rows) // self.size
+        part = slice(self.rank * each, (self.rank + 1) * each)
+        values = {f.name: getattr(blocks, f.name) for f in fields(blocks)}
+        own: dict[str, Any] = {k: v if v is None else v[part] for k, v in values.items()}
+        return replace(blocks, **own)
+
+    def mean(self, number: mx.array) -> mx.array:
+        """The mean of [] over all; no gradient flows through it."""
+        if self.group is None:
+            return number
+        return mx.stop_gradient(mx.distributed.all_sum(number, group=self.group)) / self.size
+
+    def average(self, tree: Any) -> Any:
+        """The mean of every array over all."""
+        return tree if self.group is None else nn.average_gradients(tree, self.group)
+
+    def seconds(self, own: float) -> float:
+        """The first one's, so that all end at one step."""
+        return own if self.group is None else float(self.first(mx.array(own)))
+
+    def first(self, tree: Any) -> Any:
+        """The first one's arrays."""
+        if self.group is None:
+            return tree
+
+        def of_first(array: mx.array) -> mx.array:
+            own = array if self.rank == 0 else mx.zeros_like(array)
+            whole = mx.distributed.all_sum(own, group=self.group)
+            mx.eval(whole)  # one by one, so that all do it in one order
+            return whole
+
+        return tree_map(of_first, tree)

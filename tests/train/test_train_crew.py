@@ -1,0 +1,80 @@
+"""Several processes train as one does with all their sequences."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from dflash_mlx.train.corpus.rows import read_rows
+from support.ranks import on_ranks
+from support.tiny_training import CONTEXT, files
+
+MODES = ["dflash", "variable-prefix", "specdiff", "eagle3"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_are_one_with_twice_the_batch(place, mode, tmp_path):
+    settings = {"steps": 10, "mode": mode, "warmup": 2, "block_size": 4, "layers": 1}
+    settings["learning_rate"] = 4e-4  # Adam makes much of rounding where a gradient is nearly zero
+    words = place.words(**settings, out=tmp_path / "two", sequences=2)
+    said = on_ranks(tmp_path, 2, "-m", "dflash_mlx.train", *words, silence=20)
+    assert [each.code for each in said] == [0, 0], said
+    assert (said[1].out, said[1].error) == ("", "")
+    place.train(**settings, out=tmp_path / "one", sequences=4)
+    one, two = (state(tmp_path / name) for name in ("one", "two"))
+    assert one.keys() == two.keys() and any("network" in name for name in one)
+    for name, array in one.items():
+        np.testing.assert_allclose(array, two[name], atol=1e-5, err_msg=name)
+    first, second = (last_record(tmp_path / name) for name in ("one", "two"))
+    assert first["loss"] == pytest.approx(second["loss"], abs=1e-4)
+    assert first["step"] == second["step"] == 10
+
+
+def state(folder):
+    import mlx.core as mx
+
+    arrays = mx.load(str(folder / "state" / "state.safetensors"))
+    return {name: np.array(array) for name, array in arrays.items()}
+
+
+def last_record(folder):
+    return json.loads((folder / "history.jsonl").read_text().splitlines()[-1])
+
+
+def test_a_run_goes_on_on_all_ranks_and_with_as_many(place, tmp_path):
+    def train(count, **options):
+        words = place.words(**{"out": tmp_path / "out", "warmup": 2, **options})
+        return on_ranks(tmp_path, count, "-m", "dflash_mlx.train", *words, silence=20)
+
+    assert [each.code for each in train(2, steps=2)] == [0, 0]
+    assert [each.code for each in train(2, steps=4)] == [0, 0]
+    assert last_record(tmp_path / "out")["step"] == 4
+    before = files(tmp_path / "out")
+    (alone,) = train(1, steps=6)
+    assert alone.code == 2 and "processes 2, not 1" in alone.error
+    assert files(tmp_path / "out") == before
+
+
+def test_a_corpus_of_two_ranks_has_every_prompt_once(tmp_path, place):
+    rows = [{"id": f"q{i}", "category": "c", "prompt": f"hi {i}"} for i in range(7)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def collect(count, out):
+        words = ["--model", place.model, "--prompts", prompts, "--out", out, "--method", "none"]
+        words += ["--max-tokens", "6", "--greedy-share", "1"]
+        words = list(map(str, words))
+        return on_ranks(tmp_path, count, "-m", "dflash_mlx.corpus", *words, silence=20)
+
+    two, one = tmp_path / "two.jsonl", tmp_path / "one.jsonl"
+    said = collect(2, two)
+    assert [each.code for each in said] == [0, 0], said
+    assert "7 rows" in said[0].out and (said[1].out, said[1].error) == ("", "")
+    assert [each.code for each in collect(1, one)] == [0]
+    by_id = [{row.id: row for row in read_rows(file)} for file in (two, one)]
+    assert by_id[0] == by_id[1] and len(read_rows(two)) == 7
+    assert not list(tmp_path.glob("two.rank*")), "its rows are in the first one's file"
+    assert [each.code for each in collect(2, two)] == [0, 0]
+    assert len(read_rows(two)) == 7 < CONTEXT
