@@ -22,7 +22,7 @@ from dflash_mlx.target.block import Block
 from dflash_mlx.target.cache import STEP
 from dflash_mlx.target.model import Target
 
-LONGEST = 2.0  # times a step without prompts that one with a chunk of a prompt may take
+LONGEST = 1.75  # times a step without prompts that one with a chunk of a prompt may take
 _LEAST_CHUNK, _UNTIMED_CHUNK = 8, 64  # rows
 _WORTH_SHARING = 64  # tokens that two prompts begin with
 

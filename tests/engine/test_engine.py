@@ -257,7 +257,9 @@ def test_one_that_is_cancelled_leaves_the_others_as_they_were(target, alone):
 
 
 def test_a_long_prompt_rides_along_in_chunks_that_the_others_bear(target, monkeypatch):
-    seconds = tuple(10.0 + n for n in (1, 64, 512))  # so 11 more rows double a row's time
+    seconds = tuple(
+        10.0 + n for n in (1, 64, 512)
+    )  # so 8 more rows take a row up to 1.75 times its time
     monkeypatch.setattr(target, "pass_times", PassTimes((1, 64, 512), seconds))
     engine, prompt = Engine(target, observer=Strict()), prompt_of(0, 300)
     first, second = (
@@ -277,7 +279,7 @@ def test_a_long_prompt_rides_along_in_chunks_that_the_others_bear(target, monkey
             engine.cancel(first)
             engine.step()
             break
-    assert set(np.diff(positions)) == {11}, "with which a step takes twice its time"
+    assert set(np.diff(positions)) == {8}, "with which a step takes less than 1.75 times its time"
     assert not second.is_reading, "and nobody has to bear the rest"
 
 
@@ -296,7 +298,7 @@ def test_chunks_are_shorter_where_a_row_of_the_prompt_takes_longer(target, monke
         before = second.state.position
         engine.step()
         chunks.append(second.state.position - before)
-    assert chunks[0] == 19 and chunks == sorted(chunks, reverse=True) and 8 < chunks[-1] < 15
+    assert chunks[0] == 14 and chunks == sorted(chunks, reverse=True) and 8 <= chunks[-1] < 11
 
 
 def test_answers_with_long_contexts_count_them_whole(target, monkeypatch):
@@ -305,4 +307,4 @@ def test_answers_with_long_contexts_count_them_whole(target, monkeypatch):
     monkeypatch.setattr(target, "pass_times", PassTimes((1, 101), (10.0, 20.0), 0, (deep,)))
     engine = Engine(target)
     old = SimpleNamespace(state=SimpleNamespace(position=30_000))
-    assert engine._bearable([old], 0) == 400  # of a pass that takes 40.0 alone, and 0.1 a row
+    assert engine._bearable([old], 0) == 300  # of a pass that takes 40.0 alone, and 0.1 a row
