@@ -64,6 +64,7 @@ def is_normed_attention(module: Any) -> bool:
     rope = module.rope
     plain = nn.RoPE in type(rope).__mro__[:2] and not rope.traditional  # a hooked one is a subclass
     norms = type(module.q_norm) is type(module.k_norm) is nn.RMSNorm
+    norms = norms and module.q_norm.eps == module.k_norm.eps
     return norms and plain and rope.dims == module.q_norm["weight"].size
 
 

@@ -177,13 +177,13 @@ class KernelHooks:
         alike: dict[tuple[Any, ...], list[Group]],
     ) -> Group | None:
         try:
-            Packing(members[0].bits, members[0].group_size)
+            packing = Packing(members[0].bits, members[0].group_size)
         except ValueError:  # which the products have noted
             return None
 
         hook = partial(self._product, name="__call__", kernels=kernels)
         shapes = tuple(member["weight"].shape for member in members)
-        group = Group(members, kernels, hook, alike.setdefault(shapes, []))
+        group = Group(members, kernels, hook, alike.setdefault((shapes, packing), []))
         for i, member in enumerate(members):
             stock = type(member).__call__
             self._replace(member, "__call__", _part_of(group, i, stock))

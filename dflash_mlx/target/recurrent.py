@@ -47,6 +47,7 @@ class RecurrentLayer(ArraysCache):
         self.index = index
         self.calls: list[Call] | None = None
         self.paths: Paths | None = None
+        self.notes = False  # whether what products give is kept until the commit
 
     def call(
         self,
@@ -143,8 +144,9 @@ class RecurrentStates:
         before = tuple(tuple(map(own, layer.cache)) for layer in self.layers)
         self._running = Pass(self.length, parents, before, calls)
         paths = None if tree is None else Paths.of(tree)
+        notes = rows > 1 and not block.last_only  # of one row all stays, of a prompt nearly always
         for layer in self.layers:
-            layer.calls, layer.paths = calls, paths
+            layer.calls, layer.paths, layer.notes = calls, paths, notes
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the rows in `path`, each of which has to follow the one before in its pass.
@@ -159,8 +161,8 @@ class RecurrentStates:
             self._go_to(kept)
         for layer in self.layers:
             layer.calls = layer.paths = None
-        for call in running.calls or ():
-            call.noted.clear()  # they are larger than what the mixers were given
+        if kept.calls:  # without notes, which are larger than what the mixers were given
+            kept = replace(kept, calls=[replace(call, noted={}) for call in kept.calls])
         self._running = None
         self.length += len(path)
         if path:
@@ -298,6 +300,8 @@ class MixerCall:
         if not isinstance(state, RecurrentLayer) or state.calls is None:
             return forward(mixer, *args, **kwargs)
         call = state.call(partial(forward, mixer), args, kwargs, self.products)
+        if not state.notes:
+            return forward(mixer, *args, **kwargs)
         with self.products.noted_in(call.noted, state.paths):
             if state.paths is None:
                 return forward(mixer, *args, **kwargs)

@@ -339,13 +339,23 @@ def test_rows_that_stay_are_run_again_without_their_products(name, parents, bits
         running = sequence._recurrent._running
         for call in running.calls if forget else ():
             call.noted.clear()
+        sequence.fork().commit(path)  # which takes nothing from the others
         sequence.commit(path)
         left.append(products_in(sequence._recurrent.arrays))
         states.append(sequence._recurrent.arrays)
-        assert not any(call.noted for call in running.calls)  # nothing of a pass is kept
+        kept = sequence._recurrent._passes[-1].calls
+        assert kept and not any(call.noted for call in kept)  # nothing of a pass is kept
     assert left[0] == 0 < left[1]
     for ours, again in zip(*states, strict=True):
         assert mx.abs(ours - again).max().item() < 1e-4
+
+
+@pytest.mark.parametrize("block", [Block(1), Block(4, last_only=True)])
+def test_passes_that_stay_whole_keep_nothing_of_their_products(block):
+    sequence = (target := Target(make_model("qwen3_5"), 200, "x")).new_cache()
+    target.forward(mx.arange(block.rows), sequence, block)
+    calls = sequence._recurrent._running.calls
+    assert calls and not any(call.noted for call in calls)
 
 
 def test_a_hook_leaves_parameters_and_other_modules_alone():
