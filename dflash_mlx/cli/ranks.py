@@ -15,7 +15,6 @@ from dflash_mlx.models.ranks import follow
 from dflash_mlx.system.ranks import BAD_INPUT, SILENCE, Ranks, meet
 
 HOSTS, COORDINATOR = "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR"  # as MLX's launcher sets them
-RANK = "MLX_RANK"  # likewise, in every process
 LIMIT = "DFLASH_SILENCE"  # seconds without a sign of life after which a rank counts as gone
 
 
@@ -30,7 +29,7 @@ def joined() -> Ranks | None:
         if hosts and not Path(hosts).read_text(encoding="utf-8").strip():
             return None  # as mlx.launch makes it for one process, and MLX cannot read
         silence = float(os.environ.get(LIMIT, SILENCE))
-        return meet(_first_host, sys.argv[1:], silence, expected=RANK in os.environ)
+        return meet(_first_host, sys.argv[1:], silence)
     except (OSError, RuntimeError, ValueError) as error:
         step = "see whether all of them were started, and their addresses"
         print(f"the other ranks cannot be reached ({error}); {step}", file=sys.stderr)

@@ -206,10 +206,13 @@ def memory_needed(needs: int, there: int, about: str = "") -> str:
     return f"needs {about}{amount(needs)}, {fits}"
 
 
-def check_memory(config: PairConfig) -> None:
-    """Raise DFlashError for a pair that does not fit; nothing is downloaded."""
+def check_memory(config: PairConfig, machines: int = 1) -> None:
+    """Raise DFlashError for a pair that does not fit; nothing is downloaded.
+
+    machines: that share the target.
+    """
     names = find_names(config)
-    needs, there = needed_by(names), available_memory()
+    needs, there = needed_by(names, machines), available_memory()
     if needs > there:
         raise DFlashError(
             f"{names.shown} needs about {amount(needs)} of memory, and {amount(there)} are there",
@@ -217,19 +220,22 @@ def check_memory(config: PairConfig) -> None:
         )
 
 
-def needed_by(names: Names) -> int:
+def needed_by(names: Names, machines: int = 1) -> int:
     """Of a target with its drafters, without downloading; what is not known counts nothing.
 
-    Of what is not here the hub lists the sizes, and its name tells the bits of a weight.
+    Of what is not here the hub lists the sizes, and its name tells the bits of a weight. machines:
+    that share the target.
     """
     parts = (names.model, MODEL), (names.drafter, DRAFTER), (names.second_drafter, SECOND_DRAFTER)
     total = 0
     if names.model is None:
-        total = int(DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1))
+        whole = DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1)
+        total = int(whole / machines)
     for name, option in parts:
         with suppress(DFlashError):  # loading says what is wrong
             if name is not None:
-                total += needed(find_source(name, option, update=False))
+                part = needed(find_source(name, option, update=False))
+                total += part // machines if option == MODEL else part
     return total
 
 

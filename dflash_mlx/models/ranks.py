@@ -31,6 +31,7 @@ _HEADS = (
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _PACKAGES = ("dflash-chat", "mlx", "mlx-lm")  # whose versions have to be the same
 _SAMPLE = 2**20  # bytes at either end of a weight file that are compared
+_SPLIT = nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear
 _ONE_MACHINE = "run it on one machine, or choose another model"
 
 
@@ -134,7 +135,7 @@ def lead(ranks: Ranks, config: PairConfig, facts: ModelFacts) -> tuple[Target, A
                 differs = f"{key} is {its.get(key)} there and {own.get(key)} on rank 0"
                 ranks.fault(f"rank {rank} of {ranks.size} differs: {differs}", BAD_INPUT)
     ranks.tell({})
-    return _read_part(ranks, facts, partial(Leader, orders=Orders(ranks.tell)))
+    return _read_part(ranks, facts, partial(Leader, orders=Orders(ranks.tell, ranks.fault)))
 
 
 def follow(ranks: Ranks) -> NoReturn:
@@ -161,9 +162,13 @@ def _read_part(ranks: Ranks, facts: ModelFacts, make: Any) -> tuple[Target, Any]
     def share(model: nn.Module) -> None:
         try:
             model.shard(ranks.group)
-        except ValueError as error:
+        except (ValueError, AssertionError) as error:
             what = f"{facts.name} cannot be split over {ranks.size} ranks ({in_one_line(error)})"
             raise DFlashError(what, _ONE_MACHINE) from None
+        for name, module in model.named_modules():
+            if name.endswith("lm_head") and isinstance(module, _SPLIT):  # drafters need it whole
+                what = f"{facts.name} is a {type(model).__module__.rpartition('.')[2]}, whose head"
+                raise DFlashError(f"{what} mlx-lm splits, too", _ONE_MACHINE)
 
     target, tokenizer = read_target(facts, share, make)
     mx.eval(target.model(mx.array([[0]])))

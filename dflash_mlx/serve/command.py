@@ -10,6 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from dflash_mlx.cli import options as cli
+from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.config import DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.available import check_memory
@@ -31,7 +32,8 @@ def main(argv: Sequence[str]) -> None:
     pair_config = cli.read_pair_config(arguments)
     kept = cli.read_options(arguments, PrefixConfig)
     place = bind(serve.host, serve.port)
-    check_memory(pair_config)
+    ranks = joined()
+    check_memory(pair_config, 1 if ranks is None else ranks.size)
     from dflash_mlx.serve.running import run
 
     load, named = partial(cli.open_pair, arguments, config), names(pair_config, serve)

@@ -32,6 +32,7 @@ _MEETING = 28.0  # seconds until all have to be connected
 _HEAD = struct.Struct("!I")  # length of a message; 0 is a sign of life
 _MOST = 64 * 2**20  # bytes of a message
 _ADDRESS = 64  # characters at most
+_LAUNCHED = "MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"  # by MLX's launcher, by those of MPI
 _SECRET = 16  # bytes
 _ALARM = """
 import os, select, signal, sys
@@ -160,23 +161,26 @@ class Ranks:
             time.sleep(self._silence / _BEATS)
 
 
+def started_together() -> bool:
+    """Whether a launcher started this process as one of several; MLX is asked only then.
+
+    By itself MLX would look for MPI, and on some machines start it.
+    """
+    return any(name in os.environ for name in _LAUNCHED)
+
+
 def meet(
-    host: Callable[[], str],
-    words: Sequence[str] = (),
-    silence: float = SILENCE,
-    expected: bool = True,
+    host: Callable[[], str], words: Sequence[str] = (), silence: float = SILENCE
 ) -> Ranks | None:
     """Connect to the ranks that were started together; None for a program that is alone.
 
-    host: of the first rank, its address for the others, which learn it from there. expected:
-    whether there are others by all that is known. RuntimeError or OSError where they cannot be
-    reached; ends the process where they do not come.
+    host: of the first rank, its address for the others, which learn it from there. RuntimeError or
+    OSError where they cannot be reached; ends the process where they do not come.
     """
-    if not expected:
-        group: Any = mx.distributed.init()
-        return None if group.size() == 1 else _connect(group, host, words, silence)
+    if not started_together():
+        return None
     with _within(_MEETING, "not all ranks have come"):
-        group = mx.distributed.init()
+        group: Any = mx.distributed.init()
         return None if group.size() == 1 else _connect(group, host, words, silence)
 
 
@@ -190,7 +194,7 @@ def _connect(group: Any, host: Callable[[], str], words: Sequence[str], silence:
     else:
         first, port, secret = _share(group)
         link = _Link(0, socket.create_connection((first, port), timeout=silence))
-        link.socket.sendall(_frame({"rank": group.rank(), "secret": secret.hex()}))
+        link.socket.sendall(secret + _HEAD.pack(group.rank()))
         links = [link]
     for each in links:
         each.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -227,10 +231,11 @@ def _await(server: socket.socket, size: int, secret: bytes) -> list[_Link]:
     while len(links) < size - 1:
         connection, _ = server.accept()
         connection.settimeout(1)
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            hello = _receive(connection, most=1000)
-            if hmac.compare_digest(bytes.fromhex(hello["secret"]), secret):
-                links[int(hello["rank"])] = _Link(int(hello["rank"]), connection)
+        with suppress(OSError):
+            said = connection.recv(_SECRET + _HEAD.size, socket.MSG_WAITALL)  # or what has come
+            if hmac.compare_digest(said[:_SECRET], secret) and len(said) == _SECRET + _HEAD.size:
+                (rank,) = _HEAD.unpack(said[_SECRET:])
+                links[rank] = _Link(rank, connection)
                 continue
         connection.close()
     return list(links.values())

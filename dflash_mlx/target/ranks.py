@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from queue import Empty
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import mlx.core as mx
 
@@ -35,11 +35,11 @@ _ON_CACHES = ("commit", "lengthen", "discard", "mark", "mark_chunk", "trim")
 class Orders:
     """What the followers have not been told yet; it travels with the next pass.
 
-    tell: sends JSON to all of them.
+    tell: sends JSON to all of them. fault: ends all ranks with a sentence.
     """
 
-    def __init__(self, tell: Callable[[Any], None]) -> None:
-        self._tell, self._numbers = tell, count()
+    def __init__(self, tell: Callable[[Any], None], fault: Callable[[str], NoReturn]) -> None:
+        self._tell, self._fault, self._numbers = tell, fault, count()
         self._waiting: deque[tuple[Any, ...]] = deque()  # a cache may go on another thread
 
     def note(self, *order: Any) -> None:
@@ -50,6 +50,13 @@ class Orders:
         """One order and all before it, now."""
         self.note(*order)
         self._tell([self._waiting.popleft() for _ in range(len(self._waiting))])
+
+    def start(self, arrays: Sequence[mx.array | None]) -> None:
+        """Let a pass begin here. What then fails cannot be taken back: others wait for its sums."""
+        try:
+            mx.async_eval(*(array for array in arrays if array is not None))
+        except Exception as error:
+            self._fault(f"a pass failed on rank 0: {error}")
 
     def lead(self, cache: SequenceCache, *how: Any) -> LedCache:
         """`cache` as one of which all ranks have a part. how: the followers come by theirs."""
@@ -132,7 +139,7 @@ class Leader(Target):
         """A pass that begins at once, on every rank; waits for `tokens`."""
         with self._told([Rows(tokens, cache, block)]):
             found = super().forward(tokens, cache, block, taps)
-            mx.async_eval(*(array for array in found if array is not None))
+        self._orders.start(found)
         return found
 
     def _together(
@@ -140,7 +147,7 @@ class Leader(Target):
     ) -> list[tuple[mx.array, mx.array | None]]:
         with self._told(sequences):
             found = super()._together(sequences, taps)
-            mx.async_eval(*(array for pair in found for array in pair if array is not None))
+        self._orders.start([array for pair in found for array in pair])
         return found
 
     @contextmanager
@@ -187,12 +194,15 @@ class Follower:
                 assert failed is not None
                 raise failed from None
             for name, *given in orders:
-                if failed is not None and name != "failed":
+                if name == "failed":
+                    failed = None
+                elif name == "drop":  # which a collector may note at any moment
+                    self._do(name, *given)
+                elif failed is not None:
                     raise failed
-                failed = None
-                if name == "pass":
+                elif name == "pass":
                     failed = self._pass(*given)
-                elif name != "failed":
+                else:
                     self._do(name, *given)
 
     def _pass(self, sequences: list[Any]) -> Exception | None:

@@ -144,7 +144,7 @@ class RecurrentStates:
         before = tuple(tuple(map(own, layer.cache)) for layer in self.layers)
         self._running = Pass(self.length, parents, before, calls)
         paths = None if tree is None else Paths.of(tree)
-        notes = rows > 1 and not block.last_only  # of one row all stays, of a prompt nearly always
+        notes = rows > 1  # of one row all stays
         for layer in self.layers:
             layer.calls, layer.paths, layer.notes = calls, paths, notes
 

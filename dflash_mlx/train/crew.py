@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
+from dflash_mlx.system.ranks import started_together
 from dflash_mlx.train.blocks import Blocks
 
 
@@ -21,8 +22,8 @@ class Crew:
     @classmethod
     def here(cls) -> Crew:
         """Those that were started together."""
-        group: Any = mx.distributed.init()
-        return cls(group if group.size() > 1 else None)
+        group: Any = mx.distributed.init() if started_together() else None
+        return cls(group if group is not None and group.size() > 1 else None)
 
     @property
     def size(self) -> int:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import remove_partial, replace_safetensors
+from dflash_mlx.system.ranks import started_together
 from dflash_mlx.target.block import Block
 from dflash_mlx.target.model import Target
 
@@ -85,8 +86,8 @@ class FeatureCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("wb") as locked:
             try:
-                alone = mx.distributed.init().size() == 1
-                fcntl.flock(locked, fcntl.LOCK_EX | (fcntl.LOCK_NB if alone else 0))
+                wait = 0 if started_together() else fcntl.LOCK_NB
+                fcntl.flock(locked, fcntl.LOCK_EX | wait)
             except OSError:
                 raise DFlashError(
                     f"another process is computing the features in {self.folder}", "wait for it"

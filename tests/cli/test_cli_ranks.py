@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from dflash_mlx.cli.ranks import joined
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.available import check_memory, needed_by
+from dflash_mlx.models.names import find_names
+from dflash_mlx.train.crew import Crew
 from support.models import edit_config, write_endless_model, write_model
 from support.ranks import LIMIT, ended, on_ranks, started
 from support.ranks_answers import everything, pair_of
@@ -111,9 +116,16 @@ def test_ctrl_c_ends_all(tmp_path, endless):
     assert said[1].error == ""
 
 
-def test_a_program_that_is_alone_opens_no_connection(monkeypatch):
-    assert "MLX_HOSTFILE" not in os.environ
-    monkeypatch.setattr("socket.create_server", lambda *_, **__: pytest.fail("it listens"))
-    from dflash_mlx.cli.ranks import joined
+def test_a_program_that_is_alone_asks_mlx_for_no_others(monkeypatch):
+    monkeypatch.setattr("mlx.core.distributed.init", lambda *_, **__: pytest.fail("it looks"))
+    assert joined.__wrapped__() is None
+    assert Crew.here().group is None
 
-    assert joined() is None
+
+def test_a_server_needs_only_its_part_of_the_memory(monkeypatch):
+    names = find_names(PairConfig())
+    whole, part = needed_by(names), needed_by(names, 3)
+    monkeypatch.setattr("dflash_mlx.models.available.available_memory", lambda: (whole + part) // 2)
+    check_memory(PairConfig(), machines=3)
+    with pytest.raises(DFlashError, match="needs about"):
+        check_memory(PairConfig())

@@ -43,7 +43,7 @@ class Ended(Exception):
 
 def pair_of(family: str) -> tuple[Leader, Line, Follower]:
     line = Line()
-    leader = Leader(make_model(family), 200, family, Orders(line.tell))
+    leader = Leader(make_model(family), 200, family, Orders(line.tell, pytest.fail))
     return leader, line, Follower(Target(make_model(family), 200, family))
 
 
@@ -134,6 +134,31 @@ def test_a_pass_that_fails_on_both_is_taken_back():
     leader.forward(mx.array([1]), cache, Block(1))
     follow(follower, line)
     assert follower.caches[cache.number].arrays
+
+
+def test_a_cache_that_is_collected_during_a_pass_that_fails_changes_nothing():
+    leader, line, follower = pair_of("ministral3")
+    cache, other = leader.new_cache(), leader.new_cache()
+    with pytest.raises(Exception, match="mismatching"):
+        leader.forward(mx.array([1] * 6), cache, Block.of(TREE))
+    orders = json.loads(line.told.pop())
+    line.told.append(json.dumps([["drop", other.number], *orders]))
+    other._orders = Orders(lambda _: None, pytest.fail)
+    leader.forward(mx.array([1]), cache, Block(1))
+    follow(follower, line)
+    assert cache.number in follower.caches and other.number not in follower.caches
+
+
+def test_a_pass_that_fails_once_it_has_begun_ends_all_ranks(monkeypatch):
+    leader, _, _ = pair_of("llama")
+    leader._orders._fault = lambda reason: (_ for _ in ()).throw(SystemExit(reason))
+
+    def no_memory(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(mx, "async_eval", no_memory)
+    with pytest.raises(SystemExit, match="rank 0: no memory"):
+        leader.forward(mx.array([1]), leader.new_cache(), Block(1))
 
 
 def test_a_pass_that_fails_on_a_follower_alone_is_an_error(monkeypatch):
