@@ -146,8 +146,9 @@ def run(
         startup.leave_on_interrupt()
         say("")
         code = startup.INTERRUPTED
-    if ranks is not None:
-        ranks.end()
+    finally:
+        if ranks is not None:
+            ranks.end()
     leave(code)
 
 

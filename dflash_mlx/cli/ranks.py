@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.ranks import follow
+from dflash_mlx.models.ranks import check_same, follow
 from dflash_mlx.system.ranks import BAD_INPUT, SILENCE, Ranks, meet
 
 HOSTS, COORDINATOR = "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR"  # as MLX's launcher sets them
@@ -47,6 +47,8 @@ def take_part(everywhere: bool) -> Ranks | None:
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
         if not everywhere:
             follow(ranks)
+    if ranks is not None and everywhere:
+        check_same(ranks)
     return ranks
 
 

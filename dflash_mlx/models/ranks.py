@@ -101,15 +101,42 @@ def _units(config: Mapping[str, Any], group: int) -> Iterator[tuple[str, tuple[i
 
 def fingerprint(facts: ModelFacts, ranks: Ranks) -> dict[str, Any]:
     """What has to be the same on all ranks; of weight files the size and what is at their ends."""
-    versions = describe_versions()
-    same: dict[str, Any] = {package: versions.get(package) for package in _PACKAGES}
-    same["words of the command line"] = ranks.words
+    same = _start(ranks)
     if facts.source is None:
         files = [_file_of(facts)]
     else:
         folder = facts.source.here
         files = [folder / CONFIG, *sorted(folder.glob(facts.source.weights))]
     return same | {file.name: _digest(file) for file in files}
+
+
+def _start(ranks: Ranks) -> dict[str, Any]:
+    """Versions, and the words that this rank was started with."""
+    versions = describe_versions()
+    same: dict[str, Any] = {package: versions.get(package) for package in _PACKAGES}
+    return same | {"words of the command line": ranks.words}
+
+
+def check_same(ranks: Ranks) -> None:
+    """End all ranks where one was started otherwise, or has other files under its words' names."""
+    named = {word: Path(word) for word in ranks.words}
+    files = {word: _digest(file) for word, file in named.items() if file.is_file()}
+    own = _start(ranks) | files
+    if ranks.rank:
+        ranks.tell(own)
+        ranks.hear()
+        return
+    for rank in ranks.followers:
+        its = ranks.hear(rank)
+        _compare(ranks, rank, own, {key: its.get(key, own[key]) for key in own})
+    ranks.tell({})
+
+
+def _compare(ranks: Ranks, rank: int, own: Mapping[str, Any], its: Mapping[str, Any]) -> None:
+    for key in [*own, *its]:
+        if own.get(key) != its.get(key):
+            differs = f"{key} is {its.get(key)} there and {own.get(key)} on rank 0"
+            ranks.fault(f"rank {rank} of {ranks.size} differs: {differs}", BAD_INPUT)
 
 
 def _digest(file: Path) -> str:
@@ -129,11 +156,7 @@ def lead(ranks: Ranks, config: PairConfig, facts: ModelFacts) -> tuple[Target, A
     ranks.tell({"load": asdict(config)})
     own = fingerprint(facts, ranks)
     for rank in ranks.followers:
-        its = ranks.hear(rank)
-        for key in [*own, *its]:
-            if own.get(key) != its.get(key):
-                differs = f"{key} is {its.get(key)} there and {own.get(key)} on rank 0"
-                ranks.fault(f"rank {rank} of {ranks.size} differs: {differs}", BAD_INPUT)
+        _compare(ranks, rank, own, ranks.hear(rank))
     ranks.tell({})
     return _read_part(ranks, facts, partial(Leader, orders=Orders(ranks.tell, ranks.fault)))
 

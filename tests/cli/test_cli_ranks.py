@@ -116,6 +116,12 @@ def test_ctrl_c_ends_all(tmp_path, endless):
     assert said[1].error == ""
 
 
+def test_help_ends_all_without_a_word_of_the_others(tmp_path):
+    first, second = on_ranks(tmp_path, 2, "-m", "dflash_mlx.generate", "--help", silence=20)
+    assert (first.code, second.code) == (0, 0) and "--prompt" in first.out
+    assert first.error == second.error == second.out == ""
+
+
 def test_a_program_that_is_alone_asks_mlx_for_no_others(monkeypatch):
     monkeypatch.setattr("mlx.core.distributed.init", lambda *_, **__: pytest.fail("it looks"))
     assert joined.__wrapped__() is None

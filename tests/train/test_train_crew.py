@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.train.corpus.rows import read_rows
-from support.ranks import on_ranks
+from support.ranks import ended, on_ranks, started
 from support.tiny_training import CONTEXT, files
 
 MODES = ["dflash", "variable-prefix", "specdiff", "eagle3"]
@@ -55,6 +55,24 @@ def test_a_run_goes_on_on_all_ranks_and_with_as_many(place, tmp_path):
     (alone,) = train(1, steps=6)
     assert alone.code == 2 and "processes 2, not 1" in alone.error
     assert files(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("other", ["words", "file"])
+def test_ranks_that_would_train_otherwise_are_refused_by_name(place, tmp_path, other):
+    words = [["-m", "dflash_mlx.train", *place.words(steps=9, out=tmp_path / "out")]] * 2
+    places = [tmp_path / name for name in ("a", "b")]
+    for i, folder in enumerate(places):
+        folder.mkdir()
+        (folder / "corpus.jsonl").write_text("{}\n" * (1 + i * (other == "file")))
+    words[1] = [*words[1], *(["--seed", "9"] if other == "words" else [])]
+    words = [[*each, "--corpus", "corpus.jsonl"] for each in words]
+    with started(tmp_path, words, 20, places) as running:
+        said = ended(running)
+    for each in said:
+        (sentence,) = each.sentences
+        assert each.code == 2 and "rank 1 of 2 differs" in sentence
+        assert ("--seed" if other == "words" else "corpus.jsonl is 6 bytes") in sentence
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_corpus_of_two_ranks_has_every_prompt_once(tmp_path, place):
