@@ -79,7 +79,7 @@ def nodes_of(*outputs: mx.array) -> tuple[int, int]:
 def by_method(
     target: Target, methods: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """For each method's figures: the pass over as many rows as its rounds have in the middle.
+    """For each method's figures: the pass over a chain of as many rows as its rounds have.
 
     us_a_pass: microseconds, us_a_token: for each committed token. The draft's own pass is not
     counted. Features are taken as the pair's draft models ask, and with one row none.

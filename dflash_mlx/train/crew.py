@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from dflash_mlx.system.ranks import started_together
+from dflash_mlx.cli.ranks import joined
 from dflash_mlx.train.blocks import Blocks
 
 
@@ -22,8 +22,8 @@ class Crew:
     @classmethod
     def here(cls) -> Crew:
         """Those that were started together."""
-        group: Any = mx.distributed.init() if started_together() else None
-        return cls(group if group is not None and group.size() > 1 else None)
+        ranks = joined()
+        return cls(None if ranks is None else ranks.group)
 
     @property
     def size(self) -> int:

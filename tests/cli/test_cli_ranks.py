@@ -122,10 +122,15 @@ def test_help_ends_all_without_a_word_of_the_others(tmp_path):
     assert first.error == second.error == second.out == ""
 
 
-def test_a_program_that_is_alone_asks_mlx_for_no_others(monkeypatch):
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_program_that_is_alone_asks_mlx_for_no_others(monkeypatch, tmp_path, launched):
+    if launched:  # as mlx.launch starts one process
+        (tmp_path / "hosts").write_text("")
+        monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
+        monkeypatch.setenv("MLX_RANK", "0")
     monkeypatch.setattr("mlx.core.distributed.init", lambda *_, **__: pytest.fail("it looks"))
-    assert joined.__wrapped__() is None
-    assert Crew.here().group is None
+    joined.cache_clear()
+    assert joined() is None and Crew.here() == Crew()
 
 
 def test_a_server_needs_only_its_part_of_the_memory(monkeypatch):

@@ -51,7 +51,7 @@ _ONLY_HOW_MANY = ("batch_size", "method", "limit", "self_prompt")  # rows and ho
 def main(argv: Sequence[str]) -> None:
     """Answer prompts until the file has all. Raises DFlashError for bad input.
 
-    In several processes each answers every so manieth prompt, and the first one's file gets all.
+    In several processes each answers every n-th prompt of n, and the first one's file gets all.
     """
     arguments = parser().parse_args(argv)
     config, ranks = read_config(arguments), joined()
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
         pair = open_pair(cli.read_pair_config(arguments), config.method)
         file.begin(header := make_header(pair, config))
         collection = Collection(pair, config, file)
-        share = Share() if ranks is None else share_with(ranks, file)
+        share = WHOLE if ranks is None else share_with(ranks, file)
         missing, begin = collection.ask(prompts, share), time.perf_counter()
         with tqdm(total=missing, unit="row", miniters=0) as bar:
             for rows in collection.run():
