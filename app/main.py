@@ -94,7 +94,6 @@ def _talk(
 ) -> None:
     """The app, on a terminal; the program ends with it."""
     check_given(pair_config, config.method)
-    cli.check_alone("the chat on a terminal")
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         if not stream.isatty():
             raise DFlashError(

@@ -16,6 +16,7 @@ import mlx.core as mx
 import uvicorn
 
 from dflash_mlx.cli import options as cli
+from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PrefixConfig
 from dflash_mlx.drafters.methods import settle
@@ -211,7 +212,9 @@ class Faults:
         self._last: Exception | None = None
 
     def __call__(self, error: Exception) -> ApiError:
-        """Note it."""
+        """Note it; what only came of another rank's end is told by that."""
+        if (ranks := joined()) is not None:
+            ranks.failed(error, 1)
         what = f"something went wrong ({cli.in_short(error)})"
         if error is not self._last:
             self._last = error

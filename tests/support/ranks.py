@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 2.0  # seconds of silence until a rank counts as gone
+LIMIT = 5.0  # seconds of silence until a rank counts as gone, where one is to be
+PATIENT = 20.0
 
 
 @dataclass
@@ -50,7 +51,7 @@ def hosts_file(folder: Path, ranks: int) -> Path:
 def started(
     folder: Path,
     words: Sequence[Sequence[str]],
-    silence: float = LIMIT,
+    silence: float = PATIENT,
     places: Sequence[Path] = (),
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A process for each rank's words behind `python`, in its place; none is left at the end."""
@@ -92,7 +93,7 @@ def ended(running: Sequence[subprocess.Popen[str]], seconds: float = 120) -> lis
     return found
 
 
-def on_ranks(folder: Path, count: int, *words: str, silence: float = LIMIT) -> list[Said]:
+def on_ranks(folder: Path, count: int, *words: str) -> list[Said]:
     """The same words on so many ranks, to their end."""
-    with started(folder, [words] * count, silence) as running:
+    with started(folder, [words] * count) as running:
         return ended(running)

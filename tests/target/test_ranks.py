@@ -151,7 +151,7 @@ def test_a_cache_that_is_collected_during_a_pass_that_fails_changes_nothing():
 
 def test_a_pass_that_fails_once_it_has_begun_ends_all_ranks(monkeypatch):
     leader, _, _ = pair_of("llama")
-    leader._orders._fault = lambda reason: (_ for _ in ()).throw(SystemExit(reason))
+    leader._orders._stuck = lambda reason: (_ for _ in ()).throw(SystemExit(reason))
 
     def no_memory(*_):
         raise RuntimeError("no memory")

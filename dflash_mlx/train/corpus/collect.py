@@ -30,6 +30,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import check_given
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.ranks import check_alike
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.system.ranks import Ranks
 from dflash_mlx.train.config import CorpusConfig
@@ -43,6 +44,7 @@ from dflash_mlx.train.corpus.rows import (
     tokenizer_fingerprint,
 )
 from dflash_mlx.train.corpus.self_prompt import TurnWriter, lot, read_openings
+from dflash_mlx.train.features import target_fingerprint
 
 PROGRAM = "dflash_mlx.corpus"
 _ONLY_HOW_MANY = ("batch_size", "method", "limit", "self_prompt")  # rows and how fast, not which
@@ -60,7 +62,10 @@ def main(argv: Sequence[str]) -> None:
     prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts, None)
     with open_corpus(part_of(arguments.out, ranks)) as file:
         pair = open_pair(cli.read_pair_config(arguments), config.method)
-        file.begin(header := make_header(pair, config))
+        header = make_header(pair, config)
+        if ranks is not None:
+            check_alike(ranks, asdict(header) | {"target": target_fingerprint(pair.target)})
+        file.begin(header)
         collection = Collection(pair, config, file)
         share = WHOLE if ranks is None else share_with(ranks, file)
         missing, begin = collection.ask(prompts, share), time.perf_counter()
