@@ -290,7 +290,8 @@ def faults(asked: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as place:
         corpus = Path(place) / "corpus.jsonl"
         words = _collecting(asked, corpus)
-        subprocess.run([sys.executable, *words, "--max-tokens", "32"], check=True)
+        words += ["--max-tokens", "32", "--limit", "64"]
+        subprocess.run([sys.executable, *words], check=True)
         for number in range(asked.times):
             with tempfile.TemporaryDirectory() as own:
                 words = _works(asked, Path(own), corpus)[number % 3]
@@ -307,7 +308,7 @@ def _works(asked: argparse.Namespace, folder: Path, corpus: Path) -> list[list[s
     model = ["--model", asked.model] if asked.model else []
     answer = ["-m", "dflash_mlx.generate", "--prompt", "Count.", "--max-tokens", "1900"]
     train = ["-m", "dflash_mlx.train", "--corpus", str(corpus), "--out", str(folder / "out")]
-    train += ["--minutes", "9", "--evaluate-minutes", "0.02", "--layers", "1"]
+    train += ["--mode", "eagle3", "--layers", "1", "--minutes", "9", "--evaluate-minutes", "0.02"]
     return [[*answer, *model], _collecting(asked, folder / "corpus.jsonl"), [*train, *model]]
 
 
