@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -209,9 +210,11 @@ def _within(seconds: float, what: str) -> Iterator[None]:
     sentence = f"{what} within {seconds:g} seconds; see whether all were started\n"
     command = [sys.executable, "-S", "-c", _ALARM, str(seconds), sentence, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as alarm:
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # nor a handler
         try:
             yield
         finally:
+            signal.signal(signal.SIGINT, before)
             assert alarm.stdin is not None
             alarm.stdin.close()
 
