@@ -30,7 +30,7 @@ PROGRAM = "dflash-chat"
 
 def main() -> None:
     """The console script."""
-    cli.run(run, PROGRAM)
+    cli.run(run, PROGRAM, together=cli.Together.FOLLOW)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -94,6 +94,7 @@ def _talk(
 ) -> None:
     """The app, on a terminal; the program ends with it."""
     check_given(pair_config, config.method)
+    cli.check_alone("the chat on a terminal")
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         if not stream.isatty():
             raise DFlashError(

@@ -82,7 +82,9 @@ def check_alone(what: str) -> None:
 
 
 def _silence() -> float:
-    """As the environment has it."""
+    """As the first rank's environment has it; those of others do not count."""
+    if os.environ.get("MLX_RANK", "0") != "0":
+        return SILENCE
     text = os.environ.get(LIMIT, str(SILENCE))
     try:
         if 1 <= (seconds := float(text)) <= _LONGEST:

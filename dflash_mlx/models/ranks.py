@@ -152,7 +152,7 @@ def _heard(ranks: Ranks, rank: int) -> Any:
     """What a rank says next; who waits for long is told for whom."""
     with suppress(Empty):
         return ranks.hear(rank, _PATIENCE)
-    print(f"waiting for rank {rank}, which may be fetching the model", file=sys.stderr)
+    print(f"waiting for rank {rank}", file=sys.stderr)
     return ranks.hear(rank)
 
 

@@ -53,8 +53,7 @@ def read_target(
         from dflash_mlx.models.formats.gguf_target import load_gguf
 
         file = facts.file or fetch()
-        with loading(facts.name):
-            model, tokenizer, config = load_gguf(file, on_cpu(), share)
+        model, tokenizer, config = load_gguf(file, on_cpu(), share)
         return make(model, config["max_position_embeddings"], facts.name), tokenizer
     from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
 
@@ -64,11 +63,13 @@ def read_target(
         tokenizer = load_tokenizer(folder, no_code, eos_token_ids=config.get("eos_token_id"))
         if share is None:
             mx.eval(model(mx.array([[0]])))  # here, where it can be said, not in the first answer
-        if on_cpu():
-            model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
-            model = dequantize_model(model)
-            model.set_dtype(mx.float32)  # of formats whose scales are no floats
-        if share is not None:
-            share(model)
-        mx.eval(model.parameters())
+    if on_cpu():
+        model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
+        model = dequantize_model(model)
+        model.set_dtype(mx.float32)  # of formats whose scales are no floats
+    if share is not None:
+        share(model)
+        with loading(facts.name):  # read only now
+            mx.eval(model.parameters())
+    mx.eval(model.parameters())
     return make(model, facts.context_length, facts.name), tokenizer

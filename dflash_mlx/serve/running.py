@@ -213,10 +213,10 @@ class Faults:
 
     def __call__(self, error: Exception) -> ApiError:
         """Note it; what only came of another rank's end is told by that."""
-        if (ranks := joined()) is not None:
-            ranks.failed(error, 1)
         what = f"something went wrong ({cli.in_short(error)})"
         if error is not self._last:
             self._last = error
+            if (ranks := joined()) is not None:
+                ranks.failed(error, 1)
             cli.say(f"{PROGRAM}: {what}; report it with {cli.keep_traceback(error)}")
         return ApiError(500, what)

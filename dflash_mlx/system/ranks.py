@@ -279,7 +279,6 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
 
 def _leave(sentence: str, code: int) -> NoReturn:
     """Say it where the program began to, and end without waiting for any thread."""
-    with suppress(OSError, ValueError, AttributeError):
-        sys.__stderr__.write(f"{sentence}\n")  # at once, since MLX writes there, too
-        sys.__stderr__.flush()
+    with suppress(OSError, ValueError):
+        print(f"{sentence}\n", end="", file=sys.__stderr__, flush=True)  # at once: MLX writes, too
     os._exit(code)

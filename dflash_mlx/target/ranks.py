@@ -199,7 +199,7 @@ class Follower:
                 raise failed from None
             for name, *given in orders:
                 if name == "failed":
-                    if failed is None:  # what is waited for here is summed with another pass
+                    if failed is None:  # its sums were those of the leader's next pass
                         raise RuntimeError("it computes a pass that failed on rank 0 alone")
                     failed = None
                 elif name == "drop":  # which a collector may note at any moment
@@ -237,7 +237,8 @@ class Follower:
         if name in _ON_CACHES:
             number, *more = given
             getattr(self.caches[number], name)(*more)
-            mx.async_eval(self.caches[number].arrays)  # which nobody asks for here
+            if name in ("commit", "trim"):  # which nobody asks for here; no sum is left in it
+                mx.async_eval(self.caches[number].arrays)
         elif name == "new":
             self.caches[given[0]] = self.target.new_cache()
         elif name == "fork":

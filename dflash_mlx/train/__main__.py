@@ -17,7 +17,6 @@ from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.crew import Crew
 from dflash_mlx.train.data import DataConfig, read_texts
 from dflash_mlx.train.families import begin
-from dflash_mlx.train.features import target_fingerprint
 from dflash_mlx.train.run import (
     Record,
     TrainingRun,
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     texts = read_texts(data, pair, trainee.config.taps)
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(trainee, train, config, crew)
-    crew.check(identity(trainer, texts.name) | {"target": target_fingerprint(pair.target)})
+    crew.check(identity(trainer, texts.name))
     if crew.rank:
         share_state(trainer)
         for _ in trainer.losses():

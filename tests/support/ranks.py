@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LIMIT = 5.0  # seconds of silence until a rank counts as gone, where one is to be
 PATIENT = 20.0
+_OTHERS = "[ring]", "[transformers]", "waiting for"  # begin lines of libraries, and of no end
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Said:
     def sentences(self) -> list[str]:
         """Its stderr without what libraries say."""
         lines = self.error.splitlines()
-        return [line for line in lines if not line.startswith(("[ring]", "[transformers]"))]
+        return [line for line in lines if not line.startswith(_OTHERS)]
 
 
 def free_ports(count: int) -> list[int]:
@@ -51,7 +52,7 @@ def hosts_file(folder: Path, ranks: int) -> Path:
 def started(
     folder: Path,
     words: Sequence[Sequence[str]],
-    silence: float = PATIENT,
+    silence: float | Sequence[float] = PATIENT,
     places: Sequence[Path] = (),
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A process for each rank's words behind `python`, in its place; none is left at the end."""
@@ -63,7 +64,7 @@ def started(
                 "HF_HUB_OFFLINE": "1",
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path[1:]]),
                 **({"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} if len(words) > 1 else {}),
-                "DFLASH_SILENCE": str(silence),
+                "DFLASH_SILENCE": str(silence if isinstance(silence, float) else silence[rank]),
                 "XDG_CACHE_HOME": str(folder / "cache"),
             }
             running.append(

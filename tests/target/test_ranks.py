@@ -161,6 +161,14 @@ def test_a_pass_that_fails_once_it_has_begun_ends_all_ranks(monkeypatch):
         leader.forward(mx.array([1]), leader.new_cache(), Block(1))
 
 
+def test_a_pass_that_fails_on_the_leader_alone_is_an_error():
+    leader, line, follower = pair_of("llama")
+    leader.forward(mx.array([1]), leader.new_cache(), Block(1))
+    line.tell([["failed"]])
+    with pytest.raises(RuntimeError, match="rank 0 alone"):
+        follower.replay(line)
+
+
 def test_a_pass_that_fails_on_a_follower_alone_is_an_error(monkeypatch):
     leader, line, follower = pair_of("llama")
     leader.forward(mx.array([1]), leader.new_cache(), Block(1))

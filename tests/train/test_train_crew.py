@@ -75,6 +75,28 @@ def test_ranks_that_would_train_otherwise_are_refused_by_name(place, tmp_path, o
     assert not (tmp_path / "out").exists()
 
 
+def test_ranks_with_other_data_in_files_that_no_word_names_are_refused(place, tmp_path):
+    places = [tmp_path / name for name in ("a", "b")]
+    for i, folder in enumerate(places):
+        folder.mkdir()
+        lines = place.corpus.read_text().splitlines()
+        (folder / "corpus.jsonl").write_text("\n".join(lines[: len(lines) - i]) + "\n")
+        row = {"category": "c", "prompt": "hi" * (1 + i)}
+        (folder / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    train = place.words(corpus=None, out=tmp_path / "out")
+    corpus = ["--model", str(place.model), "--prompts=prompts.jsonl", "--out=found.jsonl"]
+    for words in (
+        ["-m", "dflash_mlx.train", "--corpus=corpus.jsonl", *train],
+        ["-m", "dflash_mlx.corpus", *corpus],
+    ):
+        with started(tmp_path, [words] * 2, places=places) as running:
+            said = ended(running)
+        for each in said:
+            assert each.code == 2 and "rank 1 of 2 differs: " in each.sentences[-1]
+    assert not (tmp_path / "out").exists()
+    assert (places[0] / "found.jsonl").read_text() == "", "and it goes on with such a file"
+
+
 def test_a_corpus_of_two_ranks_has_every_prompt_once(tmp_path, place):
     rows = [{"id": f"q{i}", "category": "c", "prompt": f"hi {i}"} for i in range(7)]
     prompts = tmp_path / "prompts.jsonl"

@@ -64,7 +64,9 @@ def main(argv: Sequence[str]) -> None:
         pair = open_pair(cli.read_pair_config(arguments), config.method)
         header = make_header(pair, config)
         if ranks is not None:
-            check_alike(ranks, asdict(header) | {"target": target_fingerprint(pair.target)})
+            asked = repr([question(pair, config, row) for row in prompts])
+            own = {"target": target_fingerprint(pair.target), "prompts": _digest(asked)}
+            check_alike(ranks, own | asdict(header))
         file.begin(header)
         collection = Collection(pair, config, file)
         share = WHOLE if ranks is None else share_with(ranks, file)
@@ -133,6 +135,18 @@ def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:
     return CorpusHeader(
         pair.target.name, vocab_size, tokenizer_fingerprint(pair.tokenizer), settings
     )
+
+
+def question(pair: Pair, config: CorpusConfig, row: dict[str, Any]) -> CorpusRow:
+    """A row of `read_prompts` as one without an answer."""
+    messages = row["messages"]
+    tokens = prompt_tokens(pair.tokenizer, messages, config.system, template=pair.template)
+    name = str(row.get("id", _digest(json.dumps(messages))))
+    return CorpusRow(name, row["category"], tuple(tokens))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -220,7 +234,8 @@ class Collection:
     def _missing(self, prompts: Sequence[dict[str, Any]], share: Share) -> list[CorpusRow]:
         shuffled = list(prompts)
         random.Random(self._config.seed).shuffle(shuffled)
-        asked = [self._prompt(row) for row in shuffled[: self._config.limit]]
+        limit = self._config.limit
+        asked = [question(self._pair, self._config, row) for row in shuffled[:limit]]
         repeated = [name for name, count in Counter(q.id for q in asked).items() if count > 1]
         if repeated:
             raise DFlashError(f"two prompts have the id {repeated[0]!r}", "give each its own")
@@ -272,14 +287,6 @@ class Collection:
             max_tokens=min(config.max_tokens, self._pair.target.context_length - len(asked.prompt)),
             sampling=SamplingConfig(heat, top_p, seed=seed),
         )
-
-    def _prompt(self, row: dict[str, Any]) -> CorpusRow:
-        messages = row["messages"]
-        digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
-        tokens = prompt_tokens(
-            self._pair.tokenizer, messages, self._config.system, template=self._pair.template
-        )
-        return CorpusRow(str(row.get("id", digest[:16])), row["category"], tuple(tokens))
 
     def progress(self, seconds: float) -> str:
         """What the run has come to by now, for its progress line."""
