@@ -30,7 +30,7 @@ PROGRAM = "dflash-chat"
 
 def main() -> None:
     """The console script."""
-    cli.run(run, PROGRAM)
+    cli.run(run, PROGRAM, together=cli.Together.FOLLOW)
 
 
 def run(argv: Sequence[str]) -> None:

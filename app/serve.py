@@ -13,7 +13,7 @@ WATCH = "--watch"
 
 def main() -> None:
     """The console script."""
-    cli.run(run, PROGRAM, cli.end_program)
+    cli.run(run, PROGRAM, cli.end_program, cli.Together.FOLLOW)
 
 
 def run(argv: Sequence[str]) -> None:

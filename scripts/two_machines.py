@@ -6,8 +6,8 @@
 *compare* answers prompts on several ranks, every connection between them delayed, and in one
 process, with every method: whether the tokens are the same, or the margin of the first that is not;
 bytes over the link against what docs/two-machines.md predicts; tokens per second with and without
-drafts. *faults* kills or stops a rank at a random moment, many times: whether all others end in
-time with one sentence, and whether the corpus that they wrote is whole.
+drafts. *faults* kills or stops a rank at a random moment of an answer, a corpus or a training, many
+times: whether all others end in time with one sentence, and whether what they wrote is whole.
 """
 
 from __future__ import annotations
@@ -287,25 +287,40 @@ def _speeds(answers: list[dict[str, Any]], plain: list[dict[str, Any]]) -> tuple
 def faults(asked: argparse.Namespace) -> None:
     """Print what became of every try; fail where one was not as it should be."""
     rng, wrong = random.Random(asked.seed), 0
-    for number in range(asked.times):
-        with tempfile.TemporaryDirectory() as place:
-            problem, told = _fault(asked, rng, Path(place), number)
-        wrong += bool(problem)
-        print(f"{number}: {told}{'; WRONG: ' + problem if problem else ''}", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        corpus = Path(place) / "corpus.jsonl"
+        words = _collecting(asked, corpus)
+        words += ["--max-tokens", "32", "--limit", "64"]
+        subprocess.run([sys.executable, *words], check=True)
+        for number in range(asked.times):
+            with tempfile.TemporaryDirectory() as own:
+                words = _works(asked, Path(own), corpus)[number % 3]
+                problem, told = _fault(asked, rng, Path(own), words)
+            wrong += bool(problem)
+            print(f"{number}: {told}{'; WRONG: ' + problem if problem else ''}", flush=True)
     print(f"{asked.times - wrong} of {asked.times} ended as they should")
     if wrong:
         raise DFlashError(f"{wrong} of {asked.times} did not end well", "see above")
 
 
+def _works(asked: argparse.Namespace, folder: Path, corpus: Path) -> list[list[str]]:
+    """Words of work that takes long, and writes into `folder` if it writes."""
+    model = ["--model", asked.model] if asked.model else []
+    answer = ["-m", "dflash_mlx.generate", "--prompt", "Count.", "--max-tokens", "1900"]
+    train = ["-m", "dflash_mlx.train", "--corpus", str(corpus), "--out", str(folder / "out")]
+    train += ["--mode", "eagle3", "--layers", "1", "--minutes", "9", "--evaluate-minutes", "0.02"]
+    return [[*answer, *model], _collecting(asked, folder / "corpus.jsonl"), [*train, *model]]
+
+
+def _collecting(asked: argparse.Namespace, out: Path) -> list[str]:
+    model = ["--model", asked.model] if asked.model else []
+    return ["-m", "dflash_mlx.corpus", "--prompts", str(asked.prompts), "--out", str(out), *model]
+
+
 def _fault(
-    asked: argparse.Namespace, rng: random.Random, folder: Path, number: int
+    asked: argparse.Namespace, rng: random.Random, folder: Path, words: list[str]
 ) -> tuple[str, str]:
     """What was wrong, "" for nothing, and what was done."""
-    model = ["--model", asked.model] if asked.model else []
-    out = folder / "corpus.jsonl"
-    corpus = ["-m", "dflash_mlx.corpus", "--prompts", str(asked.prompts), "--out", str(out)]
-    generate = ["-m", "dflash_mlx.generate", "--prompt", "Count to a thousand.", "--max-tokens"]
-    words = [*corpus, *model] if number % 3 == 0 else [*generate, "1900", *model]
     running = start(words, asked.ranks, folder, None, DFLASH_SILENCE=str(asked.silence))
     for process in running:
         assert process.stdin is not None
@@ -313,6 +328,7 @@ def _fault(
     moment, victim = rng.uniform(0, asked.within), rng.randrange(asked.ranks)
     how = rng.choice((signal.SIGKILL, signal.SIGSTOP))
     time.sleep(moment)
+    over = running[victim].poll() is not None
     running[victim].send_signal(how)
     begin, problems = time.monotonic(), []
     for rank, process in enumerate(running):
@@ -325,25 +341,46 @@ def _fault(
             process.kill()
             continue
         lines = (folder / f"error-{rank}").read_text().splitlines()
-        said = [line for line in lines if "all" in line and "ranks have ended" in line]
-        met = not any("cannot be reached" in line or "have come" in line for line in lines)
-        if code != 1 and met or len(said) != 1 and met:
+        if code != (0 if over else _expected(lines)):
             problems.append(f"rank {rank} ended with {code} and said {lines[-3:]}")
     seconds = time.monotonic() - begin
     running[victim].kill()
     for process in running:
         process.wait()
-    problems += [f"{f.name} is damaged" for f in folder.glob("corpus*") if not _whole(f)]
-    return "; ".join(problems), f"{how.name} of rank {victim} at {moment:.1f} s, {seconds:.1f} s"
+    problems += [f"{file.name} is damaged" for file in folder.rglob("*") if not _whole(file)]
+    name = words[1].rpartition(".")[2]
+    what = "was over" if over else f"{how.name} of rank {victim}"
+    return "; ".join(problems), f"{name}: {what} at {moment:.1f} s, {seconds:.1f} s"
+
+
+def _expected(lines: list[str]) -> int | None:
+    """The exit code that belongs to what a rank has said, None where it has said the wrong thing.
+
+    The meeting at the start ends otherwise: no thread runs there that could say more.
+    """
+    own = [line for line in lines if not line.startswith("[ring]")]
+    ended = [line for line in own if "ranks have ended" in line]
+    if ended:
+        return 1 if len(ended) == 1 else None
+    if any("the other ranks cannot be reached" in line for line in own):
+        return 2
+    return -signal.SIGKILL if any("not all ranks have come" in line for line in own) else None
 
 
 def _whole(file: Path) -> bool:
-    """Whether all its lines but the last, which a kill may cut, are rows."""
-    text = file.read_text()
+    """Whether it can be read; of rows all but the last, which a kill may cut."""
+    if file.name.startswith(".new-"):  # removed by the next run
+        return True
     try:
-        return text.count("\n") < 2 or bool(read_rows(file))
-    except DFlashError:
+        if file.name.startswith("corpus"):
+            return file.read_text().count("\n") < 2 or bool(read_rows(file))
+        if file.suffix == ".safetensors":
+            mx.eval(mx.load(str(file)))
+        if file.suffix == ".json":
+            json.loads(file.read_text())
+    except (DFlashError, RuntimeError, ValueError):
         return False
+    return True
 
 
 def parser() -> argparse.ArgumentParser:
@@ -381,5 +418,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["work"]:
         if link := os.environ.get("TWO_MACHINES_LINK"):
             _through(int(link))
-        cli.run(lambda argv: work(argv[1:]), PROGRAM)
+        cli.run(lambda argv: work(argv[1:]), PROGRAM, together=cli.Together.FOLLOW)
     cli.run(main, PROGRAM)

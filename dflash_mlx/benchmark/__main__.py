@@ -29,6 +29,7 @@ from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.cli.prompts import first_of_each, name_of
+from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
@@ -54,6 +55,8 @@ def main(argv: Sequence[str]) -> None:
         settle_all(methods, pair.means),
         describe(pair, cli.read_pair_config(arguments)),
     )
+    if (ranks := joined()) is not None:
+        report["pair"]["ranks"] = ranks.size
     if sweep is not None:
         methods, report["sweep"] = expand(sweep, methods, partial(largest_block, pair))
     asked = questions(pair.tokenizer, rows, contexts, source, pair.template)
@@ -94,6 +97,8 @@ def measure(
             if some and file is not None:
                 save(file, report | summarise(runs, times), runs)
     found = report | summarise(runs, times)
+    if "ranks" in report["pair"]:  # where no pass can be built without being computed
+        return found
     return found | {"host": host.by_method(pair.target, found["methods"])}
 
 
@@ -177,4 +182,4 @@ def check_outputs(prompts: Path, report: Path | None, pictures: Path | None) -> 
 
 
 if __name__ == "__main__":
-    cli.run(main, PROGRAM)
+    cli.run(main, PROGRAM, together=cli.Together.FOLLOW)

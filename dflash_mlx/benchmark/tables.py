@@ -72,7 +72,7 @@ def _notes(report: dict[str, Any]) -> str:
     notes = []
     settings, pair = report.get("settings", {}), report.get("pair", {})
     sampling = settings.get("sampling", {})
-    changed = [f"{name} {pair[name]}" for name in CHANGES if pair.get(name)]
+    changed = [f"{name} {pair[name]}" for name in (*CHANGES, "ranks") if pair.get(name)]
     if changed:
         notes.append(f"With {', '.join(changed)}.")
     if sampling.get("temperature", 0) > 0:

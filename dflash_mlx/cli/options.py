@@ -15,8 +15,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from dflash_mlx.cli.ranks import Together as Together
 from dflash_mlx.cli.ranks import check_alone as check_alone
-from dflash_mlx.cli.ranks import joined, take_part
+from dflash_mlx.cli.ranks import check_part, joined, take_part
 from dflash_mlx.core.config import (
     AUTO,
     DecodeConfig,
@@ -124,13 +125,13 @@ def run(
     main: Callable[[Sequence[str]], None],
     program: str,
     leave: Callable[[int], NoReturn] = sys.exit,
-    everywhere: bool = False,
+    together: Together = Together.NO,
 ) -> NoReturn:
     """Run a command line and leave: 0, 2 for bad input, 130 for Ctrl+C, 1 for a fault of ours.
 
     Every failure is one sentence on stderr; a fault's traceback goes to a file that it names.
-    leave: is given the code; `end_program` where another thread may still work. everywhere: whether
-    all ranks that were started together do the same; else the others follow the first.
+    leave: is given the code; `end_program` where another thread may still work. together: what
+    several ranks that were started together do.
     """
     startup.open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -139,8 +140,9 @@ def run(
     ranks = None
     try:
         startup.raise_on_interrupt()
-        ranks = take_part(everywhere)
-        code = _outcome(main, program, ranks)
+        if (ranks := take_part(together)) is not None:
+            leave = end_program  # a pass may be under way that others were to finish
+        code = _outcome(main, program, ranks, together)
         startup.leave_on_interrupt()
     except KeyboardInterrupt:
         startup.leave_on_interrupt()
@@ -165,10 +167,12 @@ def end_program(code: int) -> NoReturn:
 
 
 def _outcome(
-    main: Callable[[Sequence[str]], None], program: str, ranks: Ranks | None = None
+    main: Callable[[Sequence[str]], None], program: str, ranks: Ranks | None, together: Together
 ) -> int:
     """The exit code of `main`; why it is not 0 is said, by the first of several ranks for all."""
     try:
+        if ranks is not None:
+            check_part(ranks, together, program)
         main(sys.argv[1:])
         sys.stdout.flush()
         return 0
@@ -266,7 +270,11 @@ def _check_writable(folder: Path) -> None:
 
 
 def read_stdin() -> str:
-    """All of standard input as UTF-8; DFlashError when it is something else."""
+    """All of standard input as UTF-8; DFlashError when it is something else.
+
+    mlx.launch gives every rank one that never ends.
+    """
+    check_alone("standard input")
     data = sys.stdin.buffer.read()
     try:
         return data.decode("utf-8")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from queue import Empty
 from typing import Any, NoReturn
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
@@ -20,6 +23,7 @@ from dflash_mlx.models.names import target_names
 from dflash_mlx.models.source import CONFIG
 from dflash_mlx.models.targets import read_target, target_facts
 from dflash_mlx.system.cpu_math import applies as on_cpu
+from dflash_mlx.system.files import existing
 from dflash_mlx.system.machine import describe_versions
 from dflash_mlx.system.ranks import BAD_INPUT, Ranks
 from dflash_mlx.target.model import Target
@@ -31,7 +35,8 @@ _HEADS = (
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _PACKAGES = ("dflash-chat", "mlx", "mlx-lm")  # whose versions have to be the same
 _SAMPLE = 2**20  # bytes at either end of a weight file that are compared
-_SPLIT = nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear
+_PATIENCE = 5.0  # seconds
+_SECRET = "--key"  # of the server
 _ONE_MACHINE = "run it on one machine, or choose another model"
 
 
@@ -111,25 +116,44 @@ def fingerprint(facts: ModelFacts, ranks: Ranks) -> dict[str, Any]:
 
 
 def _start(ranks: Ranks) -> dict[str, Any]:
-    """Versions, and the words that this rank was started with."""
+    """Versions, and the words that this rank was started with, secrets hidden."""
     versions = describe_versions()
     same: dict[str, Any] = {package: versions.get(package) for package in _PACKAGES}
-    return same | {"words of the command line": ranks.words}
+    words = [
+        hashlib.sha256(word.encode(errors="replace")).hexdigest()[:8]
+        if before == _SECRET or word.startswith(f"{_SECRET}=")
+        else word
+        for before, word in zip(["", *ranks.words], ranks.words, strict=False)
+    ]
+    return same | {"words of the command line": words}
 
 
 def check_same(ranks: Ranks) -> None:
     """End all ranks where one was started otherwise, or has other files under its words' names."""
-    named = {word: Path(word) for word in ranks.words}
-    files = {word: _digest(file) for word, file in named.items() if file.is_file()}
-    own = _start(ranks) | files
+    named = {word: existing(word) for word in ranks.words}
+    files = {word: _digest(file) for word, file in named.items() if file and file.is_file()}
+    check_alike(ranks, _start(ranks) | files, missing=True)
+
+
+def check_alike(ranks: Ranks, own: Mapping[str, Any], missing: bool = False) -> None:
+    """End all ranks where one has something else, as JSON has it; missing: or, if not, nothing."""
     if ranks.rank:
         ranks.tell(own)
         ranks.hear()
         return
+    own = json.loads(json.dumps(own))
     for rank in ranks.followers:
-        its = ranks.hear(rank)
-        _compare(ranks, rank, own, {key: its.get(key, own[key]) for key in own})
+        its = _heard(ranks, rank)
+        _compare(ranks, rank, own, {key: its.get(key, own[key]) for key in own} if missing else its)
     ranks.tell({})
+
+
+def _heard(ranks: Ranks, rank: int) -> Any:
+    """What a rank says next; who waits for long is told for whom."""
+    with suppress(Empty):
+        return ranks.hear(rank, _PATIENCE)
+    print(f"waiting for rank {rank}", file=sys.stderr)
+    return ranks.hear(rank)
 
 
 def _compare(ranks: Ranks, rank: int, own: Mapping[str, Any], its: Mapping[str, Any]) -> None:
@@ -154,11 +178,8 @@ def lead(ranks: Ranks, config: PairConfig, facts: ModelFacts) -> tuple[Target, A
     facts: fetched. Ends all ranks where one has something else.
     """
     ranks.tell({"load": asdict(config)})
-    own = fingerprint(facts, ranks)
-    for rank in ranks.followers:
-        _compare(ranks, rank, own, ranks.hear(rank))
-    ranks.tell({})
-    return _read_part(ranks, facts, partial(Leader, orders=Orders(ranks.tell, ranks.fault)))
+    check_alike(ranks, fingerprint(facts, ranks))
+    return _read_part(ranks, facts, partial(Leader, orders=Orders(ranks.tell, ranks.stuck)))
 
 
 def follow(ranks: Ranks) -> NoReturn:
@@ -169,8 +190,7 @@ def follow(ranks: Ranks) -> NoReturn:
         facts = target_facts(target_names(config.model))
         facts.raise_first()
         facts = fetched(facts)
-        ranks.tell(fingerprint(facts, ranks))
-        ranks.hear()
+        check_alike(ranks, fingerprint(facts, ranks))
         target, _ = _read_part(ranks, facts, Target)
         target.kv_bits = config.kv_bits
         Follower(target).replay(ranks.hear)
@@ -179,20 +199,23 @@ def follow(ranks: Ranks) -> NoReturn:
     raise AssertionError  # neither of them returns
 
 
+def split(model: Any, group: Any, name: str) -> None:
+    """Leave of a model the part that this rank computes. DFlashError where mlx-lm cannot."""
+    modules: list[Any] = [module for _, module in model.named_modules()]
+    heads = [(module, module.lm_head) for module in modules if "lm_head" in module]
+    try:
+        model.shard(group)
+    except (ValueError, AssertionError) as error:
+        what = f"{name} cannot be split over {group.size()} ranks ({in_one_line(error)})"
+        raise DFlashError(what, _ONE_MACHINE) from None
+    for module, head in heads:  # which some families split, too, and draft models need whole
+        if module.lm_head is not head:
+            module.lm_head, module.sharding_group = head, None
+
+
 def _read_part(ranks: Ranks, facts: ModelFacts, make: Any) -> tuple[Target, Any]:
     """This rank's part of a target; one pass on all ranks shows whether it computes at all."""
-
-    def share(model: nn.Module) -> None:
-        try:
-            model.shard(ranks.group)
-        except (ValueError, AssertionError) as error:
-            what = f"{facts.name} cannot be split over {ranks.size} ranks ({in_one_line(error)})"
-            raise DFlashError(what, _ONE_MACHINE) from None
-        for name, module in model.named_modules():
-            if name.endswith("lm_head") and isinstance(module, _SPLIT):  # drafters need it whole
-                what = f"{facts.name} is a {type(model).__module__.rpartition('.')[2]}, whose head"
-                raise DFlashError(f"{what} mlx-lm splits, too", _ONE_MACHINE)
-
+    share = partial(split, group=ranks.group, name=facts.name)
     target, tokenizer = read_target(facts, share, make)
     mx.eval(target.model(mx.array([[0]])))
     return target, tokenizer

@@ -69,5 +69,7 @@ def read_target(
         model.set_dtype(mx.float32)  # of formats whose scales are no floats
     if share is not None:
         share(model)
+        with loading(facts.name):  # read only now
+            mx.eval(model.parameters())
     mx.eval(model.parameters())
     return make(model, facts.context_length, facts.name), tokenizer

@@ -6,6 +6,7 @@ import argparse
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -33,6 +34,8 @@ def main(argv: Sequence[str]) -> None:
     kept = cli.read_options(arguments, PrefixConfig)
     place = bind(serve.host, serve.port)
     ranks = joined()
+    if ranks is not None:
+        kept = in_memory(kept)
     check_memory(pair_config, 1 if ranks is None else ranks.size)
     from dflash_mlx.serve.running import run
 
@@ -58,6 +61,14 @@ def read_serve_config(arguments: argparse.Namespace) -> ServeConfig:
     if "key" not in given and KEY in os.environ:
         given["key"] = os.environ[KEY]
     return cli.read_options(arguments, ServeConfig)
+
+
+def in_memory(kept: PrefixConfig) -> PrefixConfig:
+    """What several ranks keep, each of which has only a part; DFlashError for files."""
+    if kept.prefix_disk_gb not in (0, PrefixConfig().prefix_disk_gb):
+        what = f"prefix_disk_gb is {kept.prefix_disk_gb}, and several ranks keep no files"
+        raise DFlashError(what, "leave it out", "prefix_disk_gb")
+    return replace(kept, prefix_disk_gb=0)
 
 
 def check_installed() -> None:

@@ -16,6 +16,7 @@ import mlx.core as mx
 import uvicorn
 
 from dflash_mlx.cli import options as cli
+from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PrefixConfig
 from dflash_mlx.drafters.methods import settle
@@ -211,9 +212,11 @@ class Faults:
         self._last: Exception | None = None
 
     def __call__(self, error: Exception) -> ApiError:
-        """Note it."""
+        """Note it; what only came of another rank's end is told by that."""
         what = f"something went wrong ({cli.in_short(error)})"
         if error is not self._last:
             self._last = error
+            if (ranks := joined()) is not None:
+                ranks.failed(error, 1)
             cli.say(f"{PROGRAM}: {what}; report it with {cli.keep_traceback(error)}")
         return ApiError(500, what)

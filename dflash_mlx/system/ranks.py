@@ -11,6 +11,8 @@ import hmac
 import json
 import os
 import secrets
+import select
+import signal
 import socket
 import struct
 import subprocess
@@ -24,6 +26,8 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import mlx.core as mx
+
+from dflash_mlx.core.findings import in_one_line
 
 SILENCE = 20.0  # seconds without a sign of life after which a rank counts as gone
 BAD_INPUT = 2  # exit code, as of every command
@@ -56,15 +60,14 @@ class _Link:
 class Ranks:
     """All processes of one start, seen from one of them.
 
-    group: MLX's. words: how this one was started. sent: bytes to all others, signs of life
-    excepted. A rank that ends, or is silent for `silence` seconds, ends all with one sentence on
-    stderr that names it.
+    group: MLX's. words: how this one was started. A rank that ends, or is silent for `silence`
+    seconds, ends all with one sentence on stderr that names it.
     """
 
     def __init__(
         self, group: Any, links: Sequence[_Link], silence: float, words: Sequence[str] = ()
     ) -> None:
-        self.group, self.words, self.sent = group, [*words], 0
+        self.group, self.words = group, [*words]
         self.rank, self.size = int(group.rank()), int(group.size())
         self._links = {link.rank: link for link in links}
         self._silence, self._over = silence, False
@@ -82,19 +85,22 @@ class Ranks:
 
     def tell(self, message: Any) -> None:
         """Say it to everybody that this rank is connected to: the first to all, others to it."""
-        frame = _frame(message)
+        frame = _frame({"say": message})
         for link in self._links.values():
-            self.sent += len(frame)
             try:
                 with link.sending:
                     link.socket.sendall(frame)
             except OSError as error:
-                time.sleep(1)  # whoever reads from it knows better what has become of it
-                self.fault(f"rank {link.rank} cannot be reached ({error})")
+                self.stuck(f"rank {link.rank} cannot be reached ({error})")
 
     def hear(self, rank: int = 0, seconds: float | None = None) -> Any:
         """The next that `rank` says. queue.Empty where it says nothing for so long."""
         return self._links[rank].heard.get(timeout=seconds)
+
+    def stuck(self, reason: str) -> NoReturn:
+        """End all ranks, unless a reader soon knows better what has become of one."""
+        time.sleep(1)
+        self.fault(reason)
 
     def fault(self, reason: str, code: int = 1) -> NoReturn:
         """End all ranks with a sentence."""
@@ -102,8 +108,7 @@ class Ranks:
             time.sleep(_MEETING)  # another thread is at it
         for link in self._links.values():
             if link.sending.acquire(timeout=0.2):
-                with suppress(OSError):
-                    link.socket.send(_frame({"fault": reason, "code": code}), socket.MSG_DONTWAIT)
+                _offer(link.socket, _frame({"fault": reason, "code": code}))
         _leave(f"{reason}; all {self.size} ranks have ended", code)
 
     def failed(self, error: Exception, code: int) -> None:
@@ -114,7 +119,8 @@ class Ranks:
         if self.rank or isinstance(error, RuntimeError):  # as MLX's of a lost connection
             time.sleep(1)  # the first rank may have the same to say, or a reader something better
         if self.rank:
-            self.fault(f"rank {self.rank} of {self.size} failed: {error}", code)
+            kind = "" if code == BAD_INPUT else f"{type(error).__name__}: "
+            self.fault(f"rank {self.rank} of {self.size} failed: {kind}{in_one_line(error)}", code)
 
     def end(self) -> None:
         """The work is done: of the first rank, all others end with it; others wait for that."""
@@ -134,12 +140,12 @@ class Ranks:
         try:
             while True:
                 message = _receive(link.socket)
-                if isinstance(message, dict) and "fault" in message:
+                if "fault" in message:
                     self.fault(str(message["fault"]), int(message["code"]))
-                if isinstance(message, dict) and "end" in message:
+                if "end" in message:
                     os._exit(0)  # whatever the main thread waits for
-                if message is not None:
-                    link.heard.put(message)
+                if "say" in message:
+                    link.heard.put(message["say"])
         except TimeoutError:
             self._gone(f"{other} has given no sign of life for {self._silence:g} seconds")
         except (OSError, ValueError):
@@ -155,8 +161,7 @@ class Ranks:
         while not self._over:
             for link in self._links.values():
                 if link.sending.acquire(blocking=False):
-                    with suppress(OSError):
-                        link.socket.send(_HEAD.pack(0), socket.MSG_DONTWAIT)
+                    _offer(link.socket, _HEAD.pack(0))
                     link.sending.release()
             time.sleep(self._silence / _BEATS)
 
@@ -177,8 +182,6 @@ def meet(
     host: of the first rank, its address for the others, which learn it from there. RuntimeError or
     OSError where they cannot be reached; ends the process where they do not come.
     """
-    if not started_together():
-        return None
     with _within(_MEETING, "not all ranks have come"):
         group: Any = mx.distributed.init()
         return None if group.size() == 1 else _connect(group, host, words, silence)
@@ -189,10 +192,10 @@ def _connect(group: Any, host: Callable[[], str], words: Sequence[str], silence:
         own = host()
         with socket.create_server((own, 0), backlog=group.size()) as server:
             secret = secrets.token_bytes(_SECRET)
-            _share(group, own, server.getsockname()[1], secret)
+            _share(group, own, server.getsockname()[1], secret, silence)
             links = _await(server, group.size(), secret)
     else:
-        first, port, secret = _share(group)
+        first, port, secret, silence = _share(group)
         link = _Link(0, socket.create_connection((first, port), timeout=silence))
         link.socket.sendall(secret + _HEAD.pack(group.rank()))
         links = [link]
@@ -206,23 +209,26 @@ def _within(seconds: float, what: str) -> Iterator[None]:
     """End this process where that takes longer; MLX lets no thread of ours run while it waits."""
     sentence = f"{what} within {seconds:g} seconds; see whether all were started\n"
     command = [sys.executable, "-S", "-c", _ALARM, str(seconds), sentence, str(os.getpid())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as alarm:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as alarm:
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # nor a handler
         try:
             yield
         finally:
+            signal.signal(signal.SIGINT, before)
             assert alarm.stdin is not None
             alarm.stdin.close()
 
 
 def _share(
-    group: Any, host: str = "", port: int = 0, secret: bytes = b""
-) -> tuple[str, int, bytes]:
+    group: Any, host: str = "", port: int = 0, secret: bytes = b"", silence: float = 0.0
+) -> tuple[str, int, bytes, float]:
     """What the first rank gives, on all of them: a sum to which the others add nothing."""
-    own = [port, *host.encode().ljust(_ADDRESS, b"\0"), *secret.ljust(_SECRET, b"\0")]
+    place = host.encode().ljust(_ADDRESS, b"\0"), secret.ljust(_SECRET, b"\0")
+    own = [port, round(1000 * silence), *b"".join(place)]
     numbers = mx.distributed.all_sum(mx.array(own, mx.int32), group=group, stream=mx.cpu)
     found: Any = numbers.tolist()
-    port, text = found[0], bytes(found[1:])
-    return text[:_ADDRESS].rstrip(b"\0").decode(), port, text[_ADDRESS:]
+    (port, silence), text = found[:2], bytes(found[2:])
+    return text[:_ADDRESS].rstrip(b"\0").decode(), port, text[_ADDRESS:], silence / 1000
 
 
 def _await(server: socket.socket, size: int, secret: bytes) -> list[_Link]:
@@ -246,12 +252,19 @@ def _frame(message: Any) -> bytes:
     return _HEAD.pack(len(body)) + body
 
 
-def _receive(connection: socket.socket, most: int = _MOST) -> Any:
-    """The next message, None for a sign of life; OSError or ValueError where none can come."""
+def _offer(connection: socket.socket, frame: bytes) -> None:
+    """Send it if that takes no waiting; with a time limit Python would wait, whatever the flag."""
+    with suppress(OSError):
+        if select.select([], [connection], [], 0)[1]:
+            connection.send(frame, socket.MSG_DONTWAIT)
+
+
+def _receive(connection: socket.socket) -> Any:
+    """The next message, {} for a sign of life; OSError or ValueError where none can come."""
     (length,) = _HEAD.unpack(_exactly(connection, _HEAD.size))
-    if length > most:
+    if length > _MOST:
         raise ValueError(f"a message of {length} bytes")
-    return json.loads(_exactly(connection, length)) if length else None
+    return json.loads(_exactly(connection, length)) if length else {}
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:
@@ -266,6 +279,6 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
 
 def _leave(sentence: str, code: int) -> NoReturn:
     """Say it where the program began to, and end without waiting for any thread."""
-    with suppress(OSError, ValueError, AttributeError):
-        print(sentence, file=sys.__stderr__, flush=True)
+    with suppress(OSError, ValueError):
+        print(f"{sentence}\n", end="", file=sys.__stderr__, flush=True)  # at once: MLX writes, too
     os._exit(code)

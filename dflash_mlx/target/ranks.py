@@ -35,11 +35,11 @@ _ON_CACHES = ("commit", "lengthen", "discard", "mark", "mark_chunk", "trim")
 class Orders:
     """What the followers have not been told yet; it travels with the next pass.
 
-    tell: sends JSON to all of them. fault: ends all ranks with a sentence.
+    tell: sends JSON to all of them. stuck: ends all ranks with a sentence.
     """
 
-    def __init__(self, tell: Callable[[Any], None], fault: Callable[[str], NoReturn]) -> None:
-        self._tell, self._fault, self._numbers = tell, fault, count()
+    def __init__(self, tell: Callable[[Any], None], stuck: Callable[[str], NoReturn]) -> None:
+        self._tell, self._stuck, self._numbers = tell, stuck, count()
         self._waiting: deque[tuple[Any, ...]] = deque()  # a cache may go on another thread
 
     def note(self, *order: Any) -> None:
@@ -56,7 +56,7 @@ class Orders:
         try:
             mx.async_eval(*(array for array in arrays if array is not None))
         except Exception as error:
-            self._fault(f"a pass failed on rank 0: {error}")
+            self._stuck(f"a pass failed on rank 0: {error}")
 
     def lead(self, cache: SequenceCache, *how: Any) -> LedCache:
         """`cache` as one of which all ranks have a part. how: the followers come by theirs."""
@@ -108,6 +108,10 @@ class LedCache(SequenceCache):
         return self._orders.lead(super().fork(), "fork", self.number)
 
     def saved(self) -> Saved:
+        """RuntimeError: a part of it is on other ranks."""
+        raise RuntimeError("its keys and values are on several machines")
+
+    def restore(self, saved: Saved) -> None:
         """RuntimeError: a part of it is on other ranks."""
         raise RuntimeError("its keys and values are on several machines")
 
@@ -195,6 +199,8 @@ class Follower:
                 raise failed from None
             for name, *given in orders:
                 if name == "failed":
+                    if failed is None:  # its sums were those of the leader's next pass
+                        raise RuntimeError("it computes a pass that failed on rank 0 alone")
                     failed = None
                 elif name == "drop":  # which a collector may note at any moment
                     self._do(name, *given)
@@ -231,6 +237,8 @@ class Follower:
         if name in _ON_CACHES:
             number, *more = given
             getattr(self.caches[number], name)(*more)
+            if name in ("commit", "trim"):  # which nobody asks for here; no sum is left in it
+                mx.async_eval(self.caches[number].arrays)
         elif name == "new":
             self.caches[given[0]] = self.target.new_cache()
         elif name == "fork":

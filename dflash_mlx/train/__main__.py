@@ -17,7 +17,14 @@ from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.crew import Crew
 from dflash_mlx.train.data import DataConfig, read_texts
 from dflash_mlx.train.families import begin
-from dflash_mlx.train.run import Record, TrainingRun, check_out, plot_history, share_state
+from dflash_mlx.train.run import (
+    Record,
+    TrainingRun,
+    check_out,
+    identity,
+    plot_history,
+    share_state,
+)
 from dflash_mlx.train.trainer import Trainer
 
 PROGRAM = "dflash_mlx.train"
@@ -38,18 +45,19 @@ def main(argv: Sequence[str]) -> None:
     reading = parser()
     reading.set_defaults(**RECIPES.get(reading.parse_args(argv).recipe, {}))
     arguments = reading.parse_args(argv)
-    cli.check_output(arguments.plot)
     data = cli.read_options(arguments, DataConfig)
-    if arguments.plot is not None:
-        import_pyplot()
     config, crew = cli.read_options(arguments, TrainConfig), Crew.here()
     if crew.rank == 0:
+        cli.check_output(arguments.plot)
+        if arguments.plot is not None:
+            import_pyplot()
         check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     trainee = begin(config, pair)
     texts = read_texts(data, pair, trainee.config.taps)
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(trainee, train, config, crew)
+    crew.check(identity(trainer, texts.name))
     if crew.rank:
         share_state(trainer)
         for _ in trainer.losses():
@@ -87,4 +95,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    cli.run(main, PROGRAM, everywhere=True)
+    cli.run(main, PROGRAM, together=cli.Together.ALL)

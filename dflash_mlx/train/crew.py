@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -10,30 +11,41 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from dflash_mlx.cli.ranks import joined
+from dflash_mlx.models.ranks import check_alike
+from dflash_mlx.system.ranks import Ranks
 from dflash_mlx.train.blocks import Blocks
 
 
 @dataclass(frozen=True)
 class Crew:
-    """All of them, seen from one. group: MLX's, None for a process that is alone."""
+    """All of them, seen from one. ranks: None for a process that is alone."""
 
-    group: Any = None
+    ranks: Ranks | None = None
 
     @classmethod
     def here(cls) -> Crew:
         """Those that were started together."""
-        ranks = joined()
-        return cls(None if ranks is None else ranks.group)
+        return cls(joined())
+
+    @property
+    def group(self) -> Any:
+        """MLX's, None for a process that is alone."""
+        return None if self.ranks is None else self.ranks.group
 
     @property
     def size(self) -> int:
         """How many."""
-        return 1 if self.group is None else int(self.group.size())
+        return 1 if self.ranks is None else self.ranks.size
 
     @property
     def rank(self) -> int:
         """Which of them this is; the first one measures and writes."""
-        return 0 if self.group is None else int(self.group.rank())
+        return 0 if self.ranks is None else self.ranks.rank
+
+    def check(self, own: Mapping[str, Any]) -> None:
+        """End all of them where one would train something else."""
+        if self.ranks is not None:
+            check_alike(self.ranks, own)
 
     def own(self, blocks: Blocks) -> Blocks:
         """This process's sequences of all of a step's."""

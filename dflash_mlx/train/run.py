@@ -182,7 +182,7 @@ def save_state(folder: Path, trainer: Trainer, data: str) -> None:
     file = folder / STATE
     file.parent.mkdir(parents=True, exist_ok=True)
     place = {"step": trainer.step, "seconds": trainer.seconds, "tokens": trainer.tokens}
-    about = {**place, "run": _identity(trainer, data)}
+    about = {**place, "run": identity(trainer, data)}
     replace_safetensors(file, _arrays(trainer), {"about": json.dumps(about)})
 
 
@@ -203,7 +203,7 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DFlashError(f"the state {file} cannot be read ({error})", again) from None
     before = {**_defaults(trainer), **before}  # it may be older than some of the settings
-    for name, now in _identity(trainer, data).items():
+    for name, now in identity(trainer, data).items():
         if before.get(name) != now:
             raise DFlashError(
                 f"the run in {file} has {name} {before.get(name)!r}, not {now!r}", _NEXT_STEP
@@ -234,7 +234,7 @@ def _put(trainer: Trainer, arrays: dict[str, mx.array]) -> None:
     mx.eval(trainer.trainee.network.parameters(), trainer.optimizer.state)
 
 
-def _identity(trainer: Trainer, data: str) -> dict[str, Any]:
+def identity(trainer: Trainer, data: str) -> dict[str, Any]:
     """What two runs must share for one to continue the other, as JSON has it."""
     settings = {k: v for k, v in asdict(trainer.config).items() if k not in _FREE_TO_CHANGE}
     drafter = {f"drafter's {k}": v for k, v in asdict(trainer.trainee.config).items()}
@@ -244,7 +244,7 @@ def _identity(trainer: Trainer, data: str) -> dict[str, Any]:
 
 
 def _defaults(trainer: Trainer) -> dict[str, Any]:
-    """As `_identity`, of what has a default."""
+    """As `identity`, of what has a default."""
     parts = (("", trainer.config), ("drafter's ", trainer.trainee.config))
     known = {
         f"{prefix}{field.name}": field.default

@@ -6,18 +6,22 @@ import json
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
 from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models import ranks
 from dflash_mlx.models.available import check_memory, needed_by
 from dflash_mlx.models.names import find_names
 from dflash_mlx.train.crew import Crew
 from support.models import edit_config, write_endless_model, write_model
 from support.ranks import LIMIT, ended, on_ranks, started
 from support.ranks_answers import everything, pair_of
+from support.ranks_families import CASES
 
 GENERATE = ["-m", "dflash_mlx.generate", "--method", "none", "--prompt", "hello"]
 
@@ -37,7 +41,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_two_ranks_say_what_one_says(tmp_path, model):
     out = tmp_path / "found.json"
     words = ["-m", "support.ranks_answers", str(model), str(tmp_path / "drafters"), str(out)]
-    said = on_ranks(tmp_path, 2, *words, silence=20)
+    said = on_ranks(tmp_path, 2, *words)
     assert [(each.code, each.out, each.sentences) for each in said] == [(0, "", [])] * 2
     found = json.loads(out.read_text())
     expected = json.loads(json.dumps(everything(pair_of(model, tmp_path / "alone"))))
@@ -51,6 +55,69 @@ def test_only_the_first_rank_prints_an_answer(tmp_path, model):
     (alone,) = on_ranks(tmp_path, 1, *words)
     assert (first.code, second.code, second.out, second.error) == (0, 0, "", "")
     assert json.loads(first.out)["tokens"] == json.loads(alone.out)["tokens"]
+
+
+def test_parts_of_many_families_say_what_whole_models_say(tmp_path):
+    out = tmp_path / "far.json"
+    said = on_ranks(tmp_path, 2, "-m", "support.ranks_families", str(out))
+    assert [(each.code, each.out) for each in said] == [(0, "")] * 2, said
+    far = json.loads(out.read_text())
+    assert [*far] == [*CASES] and max(far.values()) < 1e-4, far
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-m", "dflash_mlx.convert", "a", "b"], "dflash_mlx.convert takes one process"),
+        ([*GENERATE[:-1], "-"], "standard input takes one process"),
+    ],
+)
+def test_what_takes_one_process_is_refused_by_name(tmp_path, words, said):
+    first, second = on_ranks(tmp_path, 2, *words)
+    assert first.code == 2 and said in first.error and len(first.sentences) == 1
+    assert (second.code, second.out, second.error) == (0, "", "")
+
+
+class OtherRank:
+    """The first rank's side of a meeting with one that was started with other words."""
+
+    rank, size, followers = 0, 2, (1,)
+
+    def __init__(self, own: list[str], its: list[str]) -> None:
+        self.words, self._its = own, its
+
+    def hear(self, *_: object) -> dict[str, object]:
+        return ranks._start(SimpleNamespace(words=self._its))
+
+    def tell(self, message: object) -> None:
+        assert message == {}
+
+    def fault(self, reason: str, code: int) -> NoReturn:
+        raise DFlashError(reason, str(code))
+
+
+def test_words_that_can_be_no_files_are_compared_as_words():
+    ranks.check_same(OtherRank(["--system", "x" * 300], ["--system", "x" * 300]))
+    with pytest.raises(DFlashError, match="rank 1 of 2 differs: words"):
+        ranks.check_same(OtherRank(["--system", "x" * 300], ["--system", "y" * 300]))
+
+
+@pytest.mark.parametrize("how", [["--key", "secret"], ["--key=secret"]])
+def test_a_key_is_not_told_where_words_differ(how):
+    with pytest.raises(DFlashError, match="--port") as refused:
+        ranks.check_same(OtherRank([*how, "--port", "1"], [*how, "--port", "2"]))
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("silence", ["soon", "0", "inf"])
+def test_a_silence_that_is_none_is_refused(monkeypatch, capsys, silence):
+    monkeypatch.setenv("DFLASH_SILENCE", silence)
+    monkeypatch.setenv("MLX_RANK", "0")
+    joined.cache_clear()
+    with pytest.raises(SystemExit) as left:
+        joined()
+    assert left.value.code == 2
+    assert f"DFLASH_SILENCE is '{silence}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -92,7 +159,7 @@ def test_a_rank_without_the_model_ends_all(tmp_path, model):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_gone_ends_all_with_one_sentence(tmp_path, endless, victim, how):
-    with started(tmp_path, [endless] * 2) as running:
+    with started(tmp_path, [endless] * 2, (LIMIT, 60.0)) as running:  # the first rank's counts
         assert running[0].stdout.read(1), "it answers"
         running[victim].send_signal(how)
         begin = time.monotonic()
@@ -117,7 +184,7 @@ def test_ctrl_c_ends_all(tmp_path, endless):
 
 
 def test_help_ends_all_without_a_word_of_the_others(tmp_path):
-    first, second = on_ranks(tmp_path, 2, "-m", "dflash_mlx.generate", "--help", silence=20)
+    first, second = on_ranks(tmp_path, 2, "-m", "dflash_mlx.generate", "--help")
     assert (first.code, second.code) == (0, 0) and "--prompt" in first.out
     assert first.error == second.error == second.out == ""
 

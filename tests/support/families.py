@@ -158,13 +158,14 @@ _EMBEDDING_SHRINK = 4.0
 _LINEAR_GAIN = 1.5
 
 
-def make_model(name: str, seed: int = 0, layers: int | None = None) -> nn.Module:
+def make_model(name: str, seed: int = 0, layers: int | None = None, **more: Any) -> nn.Module:
     """Build the tiny model called `name` (a key of the tables above), in float32.
 
-    The same name and seed give the same weights. layers: how many, if not the table's. Skips the
-    test if the installed mlx-lm is too old to know the family; raises KeyError for an unknown name.
+    The same name and seed give the same weights. layers: how many, if not the table's; more: of
+    its settings. Skips the test if the installed mlx-lm is too old to know the family; raises
+    KeyError for an unknown name.
     """
-    settings = {**FAMILIES, **RECURRENT, **UNSUPPORTED}[name]
+    settings = {**FAMILIES, **RECURRENT, **UNSUPPORTED}[name] | more
     if layers is not None:
         settings = {**settings, "num_hidden_layers": layers}
     family = settings["model_type"]

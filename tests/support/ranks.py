@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 2.0  # seconds of silence until a rank counts as gone
+LIMIT = 5.0  # seconds of silence until a rank counts as gone, where one is to be
+PATIENT = 20.0
+_OTHERS = "[ring]", "[transformers]", "waiting for"  # begin lines of libraries, and of no end
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Said:
     def sentences(self) -> list[str]:
         """Its stderr without what libraries say."""
         lines = self.error.splitlines()
-        return [line for line in lines if not line.startswith(("[ring]", "[transformers]"))]
+        return [line for line in lines if not line.startswith(_OTHERS)]
 
 
 def free_ports(count: int) -> list[int]:
@@ -50,7 +52,7 @@ def hosts_file(folder: Path, ranks: int) -> Path:
 def started(
     folder: Path,
     words: Sequence[Sequence[str]],
-    silence: float = LIMIT,
+    silence: float | Sequence[float] = PATIENT,
     places: Sequence[Path] = (),
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A process for each rank's words behind `python`, in its place; none is left at the end."""
@@ -62,7 +64,7 @@ def started(
                 "HF_HUB_OFFLINE": "1",
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path[1:]]),
                 **({"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} if len(words) > 1 else {}),
-                "DFLASH_SILENCE": str(silence),
+                "DFLASH_SILENCE": str(silence if isinstance(silence, float) else silence[rank]),
                 "XDG_CACHE_HOME": str(folder / "cache"),
             }
             running.append(
@@ -92,7 +94,7 @@ def ended(running: Sequence[subprocess.Popen[str]], seconds: float = 120) -> lis
     return found
 
 
-def on_ranks(folder: Path, count: int, *words: str, silence: float = LIMIT) -> list[Said]:
+def on_ranks(folder: Path, count: int, *words: str) -> list[Said]:
     """The same words on so many ranks, to their end."""
-    with started(folder, [words] * count, silence) as running:
+    with started(folder, [words] * count) as running:
         return ended(running)

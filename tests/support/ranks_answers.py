@@ -68,4 +68,4 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, "ranks_answers")
+    cli.run(main, "ranks_answers", together=cli.Together.FOLLOW)

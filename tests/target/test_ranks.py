@@ -151,7 +151,7 @@ def test_a_cache_that_is_collected_during_a_pass_that_fails_changes_nothing():
 
 def test_a_pass_that_fails_once_it_has_begun_ends_all_ranks(monkeypatch):
     leader, _, _ = pair_of("llama")
-    leader._orders._fault = lambda reason: (_ for _ in ()).throw(SystemExit(reason))
+    leader._orders._stuck = lambda reason: (_ for _ in ()).throw(SystemExit(reason))
 
     def no_memory(*_):
         raise RuntimeError("no memory")
@@ -159,6 +159,14 @@ def test_a_pass_that_fails_once_it_has_begun_ends_all_ranks(monkeypatch):
     monkeypatch.setattr(mx, "async_eval", no_memory)
     with pytest.raises(SystemExit, match="rank 0: no memory"):
         leader.forward(mx.array([1]), leader.new_cache(), Block(1))
+
+
+def test_a_pass_that_fails_on_the_leader_alone_is_an_error():
+    leader, line, follower = pair_of("llama")
+    leader.forward(mx.array([1]), leader.new_cache(), Block(1))
+    line.tell([["failed"]])
+    with pytest.raises(RuntimeError, match="rank 0 alone"):
+        follower.replay(line)
 
 
 def test_a_pass_that_fails_on_a_follower_alone_is_an_error(monkeypatch):

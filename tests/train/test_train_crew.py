@@ -19,7 +19,7 @@ def test_two_processes_are_one_with_twice_the_batch(place, mode, tmp_path):
     settings = {"steps": 10, "mode": mode, "warmup": 2, "block_size": 4, "layers": 1}
     settings["learning_rate"] = 4e-4  # Adam makes much of rounding where a gradient is nearly zero
     words = place.words(**settings, out=tmp_path / "two", sequences=2)
-    said = on_ranks(tmp_path, 2, "-m", "dflash_mlx.train", *words, silence=20)
+    said = on_ranks(tmp_path, 2, "-m", "dflash_mlx.train", *words)
     assert [each.code for each in said] == [0, 0], said
     assert (said[1].out, said[1].error) == ("", "")
     place.train(**settings, out=tmp_path / "one", sequences=4)
@@ -46,7 +46,7 @@ def last_record(folder):
 def test_a_run_goes_on_on_all_ranks_and_with_as_many(place, tmp_path):
     def train(count, **options):
         words = place.words(**{"out": tmp_path / "out", "warmup": 2, **options})
-        return on_ranks(tmp_path, count, "-m", "dflash_mlx.train", *words, silence=20)
+        return on_ranks(tmp_path, count, "-m", "dflash_mlx.train", *words)
 
     assert [each.code for each in train(2, steps=2)] == [0, 0]
     assert [each.code for each in train(2, steps=4)] == [0, 0]
@@ -66,13 +66,35 @@ def test_ranks_that_would_train_otherwise_are_refused_by_name(place, tmp_path, o
         (folder / "corpus.jsonl").write_text("{}\n" * (1 + i * (other == "file")))
     words[1] = [*words[1], *(["--seed", "9"] if other == "words" else [])]
     words = [[*each, "--corpus", "corpus.jsonl"] for each in words]
-    with started(tmp_path, words, 20, places) as running:
+    with started(tmp_path, words, places=places) as running:
         said = ended(running)
     for each in said:
         (sentence,) = each.sentences
         assert each.code == 2 and "rank 1 of 2 differs" in sentence
         assert ("--seed" if other == "words" else "corpus.jsonl is 6 bytes") in sentence
     assert not (tmp_path / "out").exists()
+
+
+def test_ranks_with_other_data_in_files_that_no_word_names_are_refused(place, tmp_path):
+    places = [tmp_path / name for name in ("a", "b")]
+    for i, folder in enumerate(places):
+        folder.mkdir()
+        lines = place.corpus.read_text().splitlines()
+        (folder / "corpus.jsonl").write_text("\n".join(lines[: len(lines) - i]) + "\n")
+        row = {"category": "c", "prompt": "hi" * (1 + i)}
+        (folder / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    train = place.words(corpus=None, out=tmp_path / "out")
+    corpus = ["--model", str(place.model), "--prompts=prompts.jsonl", "--out=found.jsonl"]
+    for words in (
+        ["-m", "dflash_mlx.train", "--corpus=corpus.jsonl", *train],
+        ["-m", "dflash_mlx.corpus", *corpus],
+    ):
+        with started(tmp_path, [words] * 2, places=places) as running:
+            said = ended(running)
+        for each in said:
+            assert each.code == 2 and "rank 1 of 2 differs: " in each.sentences[-1]
+    assert not (tmp_path / "out").exists()
+    assert (places[0] / "found.jsonl").read_text() == "", "and it goes on with such a file"
 
 
 def test_a_corpus_of_two_ranks_has_every_prompt_once(tmp_path, place):
@@ -84,7 +106,7 @@ def test_a_corpus_of_two_ranks_has_every_prompt_once(tmp_path, place):
         words = ["--model", place.model, "--prompts", prompts, "--out", out, "--method", "none"]
         words += ["--max-tokens", "6", "--greedy-share", "1"]
         words = list(map(str, words))
-        return on_ranks(tmp_path, count, "-m", "dflash_mlx.corpus", *words, silence=20)
+        return on_ranks(tmp_path, count, "-m", "dflash_mlx.corpus", *words)
 
     two, one = tmp_path / "two.jsonl", tmp_path / "one.jsonl"
     said = collect(2, two)

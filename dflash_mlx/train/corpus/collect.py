@@ -30,6 +30,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import check_given
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.ranks import check_alike
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.system.ranks import Ranks
 from dflash_mlx.train.config import CorpusConfig
@@ -43,6 +44,7 @@ from dflash_mlx.train.corpus.rows import (
     tokenizer_fingerprint,
 )
 from dflash_mlx.train.corpus.self_prompt import TurnWriter, lot, read_openings
+from dflash_mlx.train.features import target_fingerprint
 
 PROGRAM = "dflash_mlx.corpus"
 _ONLY_HOW_MANY = ("batch_size", "method", "limit", "self_prompt")  # rows and how fast, not which
@@ -60,7 +62,12 @@ def main(argv: Sequence[str]) -> None:
     prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts, None)
     with open_corpus(part_of(arguments.out, ranks)) as file:
         pair = open_pair(cli.read_pair_config(arguments), config.method)
-        file.begin(header := make_header(pair, config))
+        header = make_header(pair, config)
+        if ranks is not None:
+            asked = repr([question(pair, config, row) for row in prompts])
+            own = {"target": target_fingerprint(pair.target), "prompts": _digest(asked)}
+            check_alike(ranks, own | asdict(header))
+        file.begin(header)
         collection = Collection(pair, config, file)
         share = WHOLE if ranks is None else share_with(ranks, file)
         missing, begin = collection.ask(prompts, share), time.perf_counter()
@@ -128,6 +135,18 @@ def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:
     return CorpusHeader(
         pair.target.name, vocab_size, tokenizer_fingerprint(pair.tokenizer), settings
     )
+
+
+def question(pair: Pair, config: CorpusConfig, row: dict[str, Any]) -> CorpusRow:
+    """A row of `read_prompts` as one without an answer."""
+    messages = row["messages"]
+    tokens = prompt_tokens(pair.tokenizer, messages, config.system, template=pair.template)
+    name = str(row.get("id", _digest(json.dumps(messages))))
+    return CorpusRow(name, row["category"], tuple(tokens))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -215,7 +234,8 @@ class Collection:
     def _missing(self, prompts: Sequence[dict[str, Any]], share: Share) -> list[CorpusRow]:
         shuffled = list(prompts)
         random.Random(self._config.seed).shuffle(shuffled)
-        asked = [self._prompt(row) for row in shuffled[: self._config.limit]]
+        limit = self._config.limit
+        asked = [question(self._pair, self._config, row) for row in shuffled[:limit]]
         repeated = [name for name, count in Counter(q.id for q in asked).items() if count > 1]
         if repeated:
             raise DFlashError(f"two prompts have the id {repeated[0]!r}", "give each its own")
@@ -267,14 +287,6 @@ class Collection:
             max_tokens=min(config.max_tokens, self._pair.target.context_length - len(asked.prompt)),
             sampling=SamplingConfig(heat, top_p, seed=seed),
         )
-
-    def _prompt(self, row: dict[str, Any]) -> CorpusRow:
-        messages = row["messages"]
-        digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
-        tokens = prompt_tokens(
-            self._pair.tokenizer, messages, self._config.system, template=self._pair.template
-        )
-        return CorpusRow(str(row.get("id", digest[:16])), row["category"], tuple(tokens))
 
     def progress(self, seconds: float) -> str:
         """What the run has come to by now, for its progress line."""

@@ -1,0 +1,95 @@
+"""Parts of many tiny models on several ranks: what they say, against the whole models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS before MLX
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.cli.ranks import joined
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.models.ranks import split
+from dflash_mlx.target.block import Block
+from dflash_mlx.target.forest import Rows
+from dflash_mlx.target.model import Target
+from dflash_mlx.target.ranks import Follower, Leader, Orders
+from support.families import make_model
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama in 4 bits": {"intermediate_size": 128},  # in whole groups on every rank
+    "llama_sliding": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "ministral3": {},
+    "deepseek_v3": {},
+    "qwen3_5": {},
+    "qwen3_5 with a head": {"tie_word_embeddings": False, "vocab_size": 98},
+}
+PROMPT = [7, 3, 9, 4, 4, 9, 7]
+TREE = Tree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1, 2))
+CONTEXT = 200
+
+
+def make(case: str) -> Any:
+    """The same model on all ranks."""
+    family, _, how = case.partition(" ")
+    model = make_model(family, **CASES[case])
+    if how == "in 4 bits":
+        nn.quantize(model, group_size=32, bits=4)
+    return model
+
+
+def said(target: Target) -> list[mx.array]:
+    """Logits of a prompt, of a tree behind it, and of two sequences at once."""
+    cache = target.new_cache()
+    found = [target.forward(mx.array(PROMPT), cache, Block(len(PROMPT)))[0]]
+    cache.commit(range(len(PROMPT)))
+    tree = TREE if target.takes_trees else Tree.chain(range(5, 10))
+    found.append(target.forward(mx.array(PROMPT[:6]), cache, Block.of(tree))[0])
+    cache.commit([0, 2, 5] if target.takes_trees else [0, 1])
+    rows = [Rows(mx.array([3, 4]), each, Block(2)) for each in (cache, cache.fork())]
+    found += [logits for logits, _ in target.forward_all(rows)]
+    mx.eval(found)
+    return found
+
+
+class Over(Exception):
+    """The leader is done with a model."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write how far off each is at most."""
+    ranks, far = joined(), {}
+    assert ranks is not None
+
+    def hear(*, seconds: float | None = None) -> Any:
+        if (orders := ranks.hear(seconds=seconds)) == "over":
+            raise Over
+        return orders
+
+    for case in CASES:
+        split(part := make(case), ranks.group, case)
+        if ranks.rank:
+            try:
+                Follower(Target(part, CONTEXT, case)).replay(hear)
+            except Over:
+                continue
+        parts = said(Leader(part, CONTEXT, case, Orders(ranks.tell, ranks.stuck)))
+        ranks.tell("over")
+        whole = said(Target(make(case), CONTEXT, case))
+        far[case] = max(mx.abs(a - b).max().item() for a, b in zip(parts, whole, strict=True))
+    if not ranks.rank:
+        Path(argv[0]).write_text(json.dumps(far))
+
+
+if __name__ == "__main__":
+    cli.run(main, "ranks_families", together=cli.Together.ALL)
