@@ -331,6 +331,8 @@ def _fault(
     over = running[victim].poll() is not None
     running[victim].send_signal(how)
     begin, problems = time.monotonic(), []
+    if over and running[victim].returncode:
+        problems.append(f"rank {victim} had ended with {running[victim].returncode}")
     for rank, process in enumerate(running):
         if rank == victim:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -69,7 +70,6 @@ def read_target(
         model.set_dtype(mx.float32)  # of formats whose scales are no floats
     if share is not None:
         share(model)
-        with loading(facts.name):  # read only now
-            mx.eval(model.parameters())
-    mx.eval(model.parameters())
+    with loading(facts.name) if share is not None else nullcontext():  # parts are read only now
+        mx.eval(model.parameters())
     return make(model, facts.context_length, facts.name), tokenizer
