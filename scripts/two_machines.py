@@ -343,7 +343,7 @@ def _fault(
             process.kill()
             continue
         lines = (folder / f"error-{rank}").read_text().splitlines()
-        if code != (0 if over else _expected(lines)):
+        if code != (0 if over else _expected(lines, victim)):
             problems.append(f"rank {rank} ended with {code} and said {lines[-3:]}")
     seconds = time.monotonic() - begin
     running[victim].kill()
@@ -355,15 +355,16 @@ def _fault(
     return "; ".join(problems), f"{name}: {what} at {moment:.1f} s, {seconds:.1f} s"
 
 
-def _expected(lines: list[str]) -> int | None:
+def _expected(lines: list[str], victim: int) -> int | None:
     """The exit code that belongs to what a rank has said, None where it has said the wrong thing.
 
-    The meeting at the start ends otherwise: no thread runs there that could say more.
+    That is one sentence which names the rank that is gone. The meeting at the start ends otherwise:
+    no thread runs there that could say more.
     """
     own = [line for line in lines if not line.startswith("[ring]")]
     ended = [line for line in own if "ranks have ended" in line]
     if ended:
-        return 1 if len(ended) == 1 else None
+        return 1 if len(ended) == 1 and ended[0].startswith(f"rank {victim} ") else None
     if any("the other ranks cannot be reached" in line for line in own):
         return 2
     return -signal.SIGKILL if any("not all ranks have come" in line for line in own) else None
