@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OPENBLAS_PACKAGE = "cmeel-openblas"
+_VERSION = "<0.3.30"  # 0.3.31 is built for AVX-512 alone, and ends the process elsewhere
 FORTRAN_PACKAGES = ("mlx-cpu", "numpy")  # wheels that bundle libgfortran, best choice first
 FORTRAN_SONAME = b"libgfortran.so.5"
 
@@ -126,7 +127,8 @@ def _load_openblas() -> Path:
     found = _files_of(OPENBLAS_PACKAGE, lambda name: name == "libopenblas.so")
     if not found:
         raise _UnusableError(
-            f"the package {OPENBLAS_PACKAGE} is not installed", f"pip install {OPENBLAS_PACKAGE}"
+            f"the package {OPENBLAS_PACKAGE} is not installed",
+            f"pip install '{OPENBLAS_PACKAGE}{_VERSION}'",
         )
     library = found[0]
     try:

@@ -104,7 +104,7 @@ with warnings.catch_warnings():
     ("before", "words"),
     [
         ("import mlx.core\n", ["import dflash_mlx first"]),
-        (hidden("cmeel-openblas"), ["50 times slower", "pip install cmeel-openblas"]),
+        (hidden("cmeel-openblas"), ["50 times slower", "pip install 'cmeel-openblas<"]),
         (hidden("mlx-cpu", "numpy") + DIRECT_LOADING_FAILS, ["libgfortran5"]),
     ],
     ids=["MLX comes first", "no package", "no libgfortran"],
