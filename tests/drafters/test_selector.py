@@ -242,9 +242,9 @@ def test_a_position_offers_the_selector_s_candidates_and_16_at_most(tmp_path, to
     ranked, edges = linked.ranked, linked.edges
     assert ranked.tokens.shape == (3, offered) and edges.shape == (3, offered, offered)
     assert (np.diff(ranked.logprobs) <= 0).all()
-    alone = np.broadcast_to(edges[0, 0], edges[0].shape)  # some BLAS rounds rows by their place
-    message = "before the first position there is the anchor alone"
-    np.testing.assert_allclose(edges[0], alone, atol=1e-5, err_msg=message)
+    spread = np.ptp(edges, axis=1).max(axis=1)  # over the tokens before; some BLAS rounds by place
+    assert spread[0] < 1e-6, "before the first position there is the anchor alone"
+    assert (spread[1:] > 1e-3).all(), "later ones go by the token before"
 
 
 @pytest.mark.parametrize("budget", [2, 12, 40])
