@@ -83,17 +83,17 @@ class Simulated(TwoPass):
         self.now += float(self._terms.passes.of(sum(len(each.tree) for each in found)))
         return found
 
-    def begin(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
+    def first_pass(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
         self.now += self._terms.first
-        drafts = self._both.begin(states, rooms)
+        drafts = self._both.first_pass(states, rooms)
         return drafts if self._terms.second else [replace(each, branches={}) for each in drafts]
 
-    def go_on(
+    def second_pass(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
     ) -> list[Proposal]:
         self.now += self._terms.second or 0.0
         self.continued += 1
-        return self._both.go_on(states, drafts, counts)
+        return self._both.second_pass(states, drafts, counts)
 
 
 def terms_of(name: str, bits: int, traffic: Traffic) -> tuple[Terms, float]:

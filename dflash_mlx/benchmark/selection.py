@@ -87,8 +87,10 @@ def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
         if _SETTINGS[key] in given:
             raise DFlashError(f"{name!r} sets the {key} twice", "give it once")
         given[_SETTINGS[key]] = _read_value(name, key, value)
-    if given.get("growth") == "paper" and given.get("budget") is not None:
-        raise DFlashError(f"{name!r} cuts the published tree", "leave the budget or the growth out")
+    if given.get("growth") == "paper":  # a budget for all methods is for others
+        if given.setdefault("budget", None) is not None:
+            what = f"{name!r} cuts the published tree"
+            raise DFlashError(what, "leave the budget or the growth out")
     try:
         return replace(config, **given)
     except DFlashError as error:  # of a setting that is written here, not as an option

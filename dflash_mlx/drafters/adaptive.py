@@ -136,7 +136,7 @@ class Adaptive:
                 first[label].append(PassTimes((1,), (self._time(begin),), context))
                 if isinstance(drafter, TwoPass):
                     drafts = drafter.begin([state], [MOST_NODES])
-                    counts = tuple(sorted({1, len(drafts[0].branches)}))
+                    counts = tuple(sorted({1, max(len(drafts[0].branches), 1)}))
                     goes_on = [partial(drafter.go_on, [state], drafts, [n]) for n in counts]
                     second.append(PassTimes(counts, tuple(map(self._time, goes_on)), context))
         for arm in arms:

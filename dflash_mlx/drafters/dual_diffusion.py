@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
 from dflash_mlx.drafters.dflash import checkpoint
@@ -70,7 +71,7 @@ class PaperGrowth:
         whole, logprobs, _ = chains[0]
         if len(whole) <= longest and whole not in second:
             chosen[whole] = math.exp(sum(logprobs))
-        return chosen
+        return likeliest(chosen, len(chosen))
 
     def tree(self, first: Choices, second: Drafts) -> Tree:
         """The first draft and its continuations, merged."""
@@ -102,13 +103,13 @@ class JointGrowth:
         self._branches, self._nodes = branches, nodes
 
     def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
-        """The paths after which a rejection is likeliest, the empty one among them."""
+        """The paths after which a rejection is likeliest; of several, the empty one is one."""
         both = self._both(first, second)
         found = likely_boundaries(both, self._branches, longest, known=second)
-        if second or () in found:
+        if second or () in found or self._branches == 1:
             return found
         root = likely_boundaries(both, 1, 0)
-        return root | likeliest(found, self._branches - 1)
+        return likeliest(root | likeliest(found, self._branches - 1), self._branches)
 
     def tree(self, first: Choices, second: Drafts) -> Tree:
         """The likeliest prefixes, each token as the best informed drafts see it."""
@@ -169,7 +170,7 @@ class DualDiffusion(TwoPass):
         contexts = tuple(model.new_context() for model in self._models)
         return DualContext(contexts, columns, len(self.taps))
 
-    def begin(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
+    def first_pass(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
         """First drafts of all, in one pass; roots alone where there is room for no more."""
         asks = [
             Ask(contexts_of(state)[0], state.anchor, min(self._sizes[0], room))
@@ -187,10 +188,13 @@ class DualDiffusion(TwoPass):
         return FirstDraft(tree, room=room, choices=choices, branches=branches)
 
     def _prefixes(self, first: Choices, second: Drafts, room: int) -> dict[Path, float]:
+        ahead, behind = (min(size, room) for size in self._sizes)
+        if len(self._models) == 1 and ahead == behind:
+            second = {(): first, **second}  # the same pass again would say the same
         rows = self._sizes[1] if self._extends else min(self._sizes)
         return self._growth.prefixes(first, second, min(rows, room) - 2)
 
-    def go_on(
+    def second_pass(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
     ) -> list[Proposal]:
         """The trees of both drafts."""
@@ -234,6 +238,9 @@ def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     models, branches = block_models(pair), config.branches or BRANCHES
     first, second = models[0], models[1] if len(models) > 1 else None
     if config.growth == "paper":
+        if config.budget is not None:
+            what = f"the published tree is never cut, but the budget is {config.budget}"
+            raise DFlashError(what, "leave the budget or the growth out", "budget")
         return DualDiffusion(first, second, config, PaperGrowth(branches))
     both = DualDiffusion(first, second, config, JointGrowth(branches, config.budget or MOST_NODES))
     if config.budget is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dflash_mlx.drafters.growth.grow import Choices, Path
-from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.drafter import EachAlone, Proposal, allowed
 from dflash_mlx.engine.state import State
 
 
@@ -16,8 +16,8 @@ class FirstDraft(Proposal):
     """The tree of a first pass, and what a second one could continue.
 
     room: nodes that a path may have. choices: what the pass offers behind each path, None where it
-    was not made for want of room. branches: prefixes in the order in which they would be continued,
-    with the posterior of being accepted exactly so far.
+    was not made for want of room. branches: prefixes that could be continued, likeliest first, with
+    the posterior of being accepted exactly so far.
     """
 
     room: int = 1
@@ -37,12 +37,35 @@ class TwoPass(EachAlone):
         drafts = self.begin(states, rooms)
         return self.go_on(states, drafts, [len(draft.branches) for draft in drafts])
 
-    @abstractmethod
     def begin(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
-        """The first pass over all sequences."""
+        """The first pass over all sequences, without what their grammars forbid."""
+        return [*map(_allowed, self.first_pass(states, rooms), states)]
 
-    @abstractmethod
     def go_on(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
     ) -> list[Proposal]:
-        """The second pass, over the first so many branches of each draft; without any it stays."""
+        """The second pass over the first so many branches of each draft; without any it stays."""
+        return [*map(allowed, self.second_pass(states, drafts, counts), states)]
+
+    @abstractmethod
+    def first_pass(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
+        """As `begin`, whatever grammars say."""
+
+    @abstractmethod
+    def second_pass(
+        self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
+    ) -> list[Proposal]:
+        """As `go_on`, whatever grammars say."""
+
+
+def _allowed(draft: FirstDraft, state: State) -> FirstDraft:
+    """Without the nodes and branches that the grammar of a sequence's answer forbids."""
+    if (constraint := state.constraint) is None:
+        return draft
+    branches = {
+        prefix: posterior
+        for prefix, posterior in draft.branches.items()
+        if constraint.run(state.tokens, prefix) == len(prefix)
+    }
+    tree = allowed(draft, state).tree
+    return replace(draft, tree=tree, branches=branches)

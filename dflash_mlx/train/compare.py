@@ -56,15 +56,17 @@ class Acceptance:
         """1 + the mean number of leading drafts that are right."""
         return 1 + float(self.hits.sum(axis=-1).mean())
 
-    def describe(self) -> str:
-        """One line for people."""
-        return in_words(self.tokens_per_round, self.by_position)
 
+def in_words(by_position: Iterable[float], by_prefix: Sequence[float]) -> str:
+    """Acceptance for people: 2.260 tokens/round | by position .763 .497 ...
 
-def in_words(tokens_per_round: float, by_position: Iterable[float]) -> str:
-    """Acceptance for people: 2.260 tokens/round | by position .763 .497 ..."""
+    by_prefix: mean number of right drafts after a kept prefix of 0, 1, ... tokens, told where there
+    are several.
+    """
     shares = " ".join(f"{share:.3f}".lstrip("0") for share in by_position)
-    return f"{tokens_per_round:.3f} tokens/round | by position {shares}"
+    told = f"{1 + by_prefix[0]:.3f} tokens/round | by position {shares}"
+    lengths = " ".join(f"{length:.2f}" for length in by_prefix)
+    return f"{told} | continuation by prefix {lengths}" if len(by_prefix) > 1 else told
 
 
 def hits_at(
@@ -95,6 +97,15 @@ def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Acceptance:
             parts.append(anchors[np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)])
         hits += list(hits_at(trainee, texts, chosen, np.stack(parts), prefix))
     return Acceptance(hits)
+
+
+def measure_drafts(
+    trainee: Trainee, texts: Texts, variable_prefix: bool
+) -> tuple[list[float], list[float]]:
+    """`by_position` without a prefix, and `by_prefix` as `in_words` has it, that of 0 at least."""
+    prefixes = range(trainee.config.block_size - 1 if variable_prefix else 1)
+    results = [measure(trainee, texts, prefix) for prefix in prefixes]
+    return results[0].by_position, [result.tokens_per_round - 1 for result in results]
 
 
 def walk(trainee: Trainee, texts: Texts) -> Acceptance:

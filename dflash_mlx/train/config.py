@@ -47,7 +47,9 @@ class TrainConfig:
     )
     layers: int | None = option(None, "layers of a new drafter (default: 3; eagle3: 1)", type=int)
     taps: int | None = option(None, "target layers it reads (default: 5; eagle3: 3)", type=int)
-    block_size: int = option(8, "tokens per block of a new drafter, the anchor included", type=int)
+    block_size: int | None = option(
+        None, "tokens per block, the anchor included (default: 8, or those of --init)", type=int
+    )
     minutes: float | None = option(None, "train for so long, over all runs together", type=float)
     steps: int | None = option(None, "train for so many steps, over all runs together", type=int)
     sequences: int = option(8, "sequences per step", type=int)
@@ -90,7 +92,7 @@ class TrainConfig:
         require_least(self, 1, "layers", "taps", "sequences", "anchors")
         require_least(self, 1, "steps", "draft_vocabulary")
         require_least(self, 2, "held_out")
-        block_ok = 2 <= self.block_size <= MOST_ROWS
+        block_ok = self.block_size is None or 2 <= self.block_size <= MOST_ROWS
         require(block_ok, "block_size", self.block_size, f"2 to {MOST_ROWS}")
         require_positive(self, "tau", "learning_rate", "clip", "evaluate_minutes", "prefix_base")
         endless_ok = self.minutes is None or self.minutes > 0

@@ -70,11 +70,13 @@ class DFlashTrainee(Trainee):
             raise DFlashError(f"{folder} holds a DFlash 2 drafter with convolutions", _START_FROM)
         return trainee
 
-    def prepared(self, mode: str) -> DFlashTrainee:
+    def prepared(self, mode: str, block_size: int | None = None) -> DFlashTrainee:
         """Without a selector, and with the mode in its config.json."""
-        trainee = self.without_selector()
+        trainee = super(DFlashTrainee, self.without_selector()).prepared(mode, block_size)
         method = trainee.raw["dflash_config"]
         method.pop("training_mode", None)
+        if block_size is not None:
+            method.pop("block_size", None)  # it would count
         if mode == "variable-prefix":
             method["training_mode"] = "vp_drafter"
         return trainee
@@ -90,6 +92,11 @@ class DFlashTrainee(Trainee):
         self.network.pop("candidate_selector")
         config = replace(self.config, convolution=None, selector=None)
         return DFlashTrainee(self.network, config, raw, self.target)
+
+    @property
+    def sees_prefixes(self) -> bool:
+        """Whether it is D2SD's variable-prefix drafter."""
+        return bool(self.raw["dflash_config"].get("training_mode") == "vp_drafter")
 
     @property
     def softcap(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dflash_mlx.core.errors import DFlashError
@@ -22,19 +23,23 @@ TRAINEES: dict[str, type[Trainee]] = {  # by `TrainConfig.mode`
     "eagle3": EagleTrainee,
 }
 
+BLOCK_SIZE = 8  # of a new drafter
+
 
 def begin(config: TrainConfig, pair: Pair) -> Trainee:
     """The drafter that a run starts from; its config.json says what it is trained to be."""
     kind = TRAINEES[config.mode]
     if config.init is not None:
         trainee = kind.read(resolve_folder(config.init, "init"), pair.target)
+        trainee = trainee.prepared(config.mode, config.block_size)
     else:
-        trainee = kind.new(config, pair)
+        new = replace(config, block_size=config.block_size or BLOCK_SIZE)
+        trainee = kind.new(new, pair).prepared(config.mode)
     most = trainee.config.block_size - 2
     if config.mode == "variable-prefix" and config.least_prefix > most:
         what = f"least_prefix is {config.least_prefix}, which leaves nothing to draft in blocks of "
         raise DFlashError(what + str(most + 2), f"choose up to {most}", "least_prefix")
-    return trainee.prepared(config.mode)
+    return trainee
 
 
 def read_trainee(folder: Path, target: Target) -> Trainee:

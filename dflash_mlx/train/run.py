@@ -21,15 +21,15 @@ from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.files import replace_safetensors, replace_text
 from dflash_mlx.system.safetensors_header import read_header
-from dflash_mlx.train.compare import in_words, measure
+from dflash_mlx.train.compare import in_words, measure_drafts
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.trainer import Trainer
 
 HISTORY = "history.jsonl"
 STATE = Path("state") / "state.safetensors"
 
-# The last three make a new drafter, whose own configuration has to be the same.
-_FREE_TO_CHANGE = ("minutes", "steps", "evaluate_minutes", "init", "layers", "taps")
+# The last four make the drafter, whose own configuration has to be the same.
+_FREE_TO_CHANGE = ("minutes", "steps", "evaluate_minutes", "init", "layers", "taps", "block_size")
 _NEXT_STEP = "repeat the settings it was started with, or choose another folder with --out"
 
 
@@ -55,14 +55,8 @@ class Record:
 
     def describe(self) -> str:
         """One line for people."""
-        parts = [
-            f"step {self.step}",
-            f"{self.minutes:.1f} min",
-            in_words(1 + self.by_prefix[0], self.by_position),
-        ]
-        if len(self.by_prefix) > 1:
-            prefixes = " ".join(f"{length:.2f}" for length in self.by_prefix)
-            parts.append(f"continuation by prefix {prefixes}")
+        found = in_words(self.by_position, self.by_prefix)
+        parts = [f"step {self.step}", f"{self.minutes:.1f} min", found]
         if self.loss is not None:
             parts += [f"loss {self.loss:.3f}", f"{self.tokens_per_second:.0f} block tokens/s"]
         return " | ".join(parts)
@@ -102,15 +96,14 @@ class TrainingRun:
         """Measure, keep the drafter if it is the best so far, and save the state."""
         trainer = self.trainer
         variable = trainer.config.mode == "variable-prefix"
-        prefixes = range(trainer.trainee.config.block_size - 1 if variable else 1)
-        results = [measure(trainer.trainee, self._held_out, prefix) for prefix in prefixes]
+        by_position, by_prefix = measure_drafts(trainer.trainee, self._held_out, variable)
         record = Record(
             step=trainer.step,
             minutes=round(trainer.seconds / 60, 2),
             loss=float(np.mean(losses)) if losses else None,
             tokens_per_second=round(speed, 1),
-            by_position=results[0].by_position,
-            by_prefix=[result.tokens_per_round - 1 for result in results],
+            by_position=by_position,
+            by_prefix=by_prefix,
         )
         if record.score > max((r.score for r in self.history), default=-1.0):
             trainer.trainee.save(self.folder)

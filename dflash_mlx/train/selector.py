@@ -28,7 +28,7 @@ from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.train.blocks import Blocks
-from dflash_mlx.train.compare import measure
+from dflash_mlx.train.compare import in_words, measure_drafts
 from dflash_mlx.train.config import SelectorTraining
 from dflash_mlx.train.data import DataConfig, Texts, read_texts
 from dflash_mlx.train.dflash import DFlashTrainee
@@ -122,8 +122,7 @@ class SelectorTrainer(Training):
     def __init__(self, trainee: DFlashTrainee, texts: Texts, config: SelectorTraining) -> None:
         embedding = trainee.target.embedding()
         self.maps = MappedSelector(embedding, trainee.config.vocab_size, config.rank, config.seed)
-        variable = trainee.raw["dflash_config"].get("training_mode") == "vp_drafter"
-        law: dict[str, Any] = {"prefix_base": config.prefix_base} if variable else {}
+        law: dict[str, Any] = {"prefix_base": config.prefix_base} if trainee.sees_prefixes else {}
         super().__init__(self.maps, trainee, texts, config, **law)
 
     def batch(self, blocks: Blocks) -> tuple[mx.array, ...]:
@@ -181,13 +180,17 @@ def main(argv: Sequence[str]) -> None:
     texts = read_texts(data, pair, trainee.config.taps)
     train, held_out = texts.split(config.held_out)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    print(f"without a selector: {measure(trainee, held_out).describe()}", file=sys.stderr)
+
+    def figures(drafter: DFlashTrainee) -> str:
+        return in_words(*measure_drafts(drafter, held_out, trainee.sees_prefixes))
+
+    print(f"without a selector: {figures(trainee)}", file=sys.stderr)
     trainer = SelectorTrainer(trainee, train, config)
     print(trainer.vocabulary.describe(), file=sys.stderr)
     for _ in trainer.show(trainer.losses()):
         pass
     selected = with_selector(trainee, trainer.maps, SelectorConfig(config.rank, config.top_k))
-    print(f"with one: {measure(selected, held_out).describe()}", file=sys.stderr)
+    print(f"with one: {figures(selected)}", file=sys.stderr)
     selected.save(arguments.out)
 
 

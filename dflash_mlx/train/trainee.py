@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -84,9 +84,12 @@ class Trainee(ABC):
         if config.quantization is not None:
             raise DFlashError(f"{folder} holds a quantised drafter", "choose one in full precision")
 
-    def prepared(self: _Trainee, mode: str) -> _Trainee:
-        """The same, to be trained in this mode."""
-        return self
+    def prepared(self: _Trainee, mode: str, block_size: int | None = None) -> _Trainee:
+        """The same, to be trained in this mode, in blocks of this size if one is given."""
+        if block_size is None:
+            return self
+        config = replace(self.config, block_size=block_size)
+        return replace(self, config=config, raw={**self.raw, "block_size": block_size})
 
     def save(self, folder: Path) -> None:
         """Write a drafter folder; OSError where the disk is full."""

@@ -26,6 +26,7 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
     assert (found["ddtree:budget=16"].budget, found["dflash:4"].budget) == (16, 9)
     last = found["d2sd:6:growth=paper:branches=2"]
     assert (last.block_size, last.growth, last.branches) == (6, "paper", 2)
+    assert last.budget is None, "nothing cuts the published tree"
     (_, masked) = methods("specdiff:8:steps=4:schedule=left-to-right").values()
     assert (masked.block_size, masked.steps, masked.schedule) == (8, 4, "left-to-right")
     assert methods("ddtree:budget=auto", budget=9)["ddtree:budget=auto"].budget is None

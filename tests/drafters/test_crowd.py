@@ -232,7 +232,7 @@ class InTwo(TwoPass):
     def new_context(self) -> NoContext:
         return NoContext()
 
-    def begin(self, states, rooms):
+    def first_pass(self, states, rooms):
         return [self.first(state, room) for state, room in zip(states, rooms, strict=True)]
 
     def first(self, state, room):
@@ -240,7 +240,7 @@ class InTwo(TwoPass):
             return FirstDraft(self.knowing.draft(state, room).tree, branches={(): 0.1})
         return FirstDraft(Tree((0,), (-1, 0), (0.0, np.log(0.05))), branches={(): 0.9})
 
-    def go_on(self, states, drafts, counts):
+    def second_pass(self, states, drafts, counts):
         self.asked.append(
             [n for _, n in sorted(zip([s.tokens[1] for s in states], counts, strict=True))]
         )

@@ -109,6 +109,14 @@ def test_a_draft_that_is_likely_to_be_right_to_its_end_is_continued_there():
     assert [*likely_boundaries(sure(0.9, 0.9), 1, 1)] == [()], "or not, without room for more"
 
 
+def test_joint_branches_are_in_the_order_in_which_a_second_pass_would_pay():
+    first = sure(0.97, 0.9, 0.5, 0.9)  # r = 0.03, 0.10, 0.44, 0.04
+    posteriors = JointGrowth(2, 8).prefixes(first, {}, 3)
+    assert [*posteriors] == [(0, 1), ()], "the empty prefix is one of several, not the first"
+    assert [*posteriors.values()] == pytest.approx([0.97 * 0.9 * 0.5, 0.03])
+    assert [*JointGrowth(1, 8).prefixes(first, {}, 3)] == [(0, 1)]
+
+
 def test_choices_come_from_the_draft_that_saw_most_of_the_path_and_from_the_first():
     first, second, third = ranked(1, 4), ranked(2, 3), ranked(3, 3)
     (a, b), short = walk(follow(first))[0][:2], ranked(4, 1)

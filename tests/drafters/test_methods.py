@@ -36,7 +36,12 @@ CASES = {
     "d2sd, published": {"growth": "paper"},
     "d2sd, published, alone": {"growth": "paper", "second": False},
     "d2sd, alone": {"second": False},
-    "d2sd, block of 2": {"block_size": 2},
+    "d2sd, block of 2": {"block_size": 2, "budget": 12},
+    "d2sd, shorter second": {"budget": 12, "second_block_size": 4},
+    "d2sd, third level": {"budget": 12, "levels": 3},
+    "d2sd, published, third level": {"growth": "paper", "levels": 3},
+    "d2sd, published, longer second": {"growth": "paper", "block_size": 4, "levels": 3},
+    "d2sd, published, not extended": {"growth": "paper", "block_size": 4, "extension": False},
     "specdiff, as many as pay": {},
     "specdiff, as many as pay, three passes": {"steps": 3, "schedule": "left-to-right"},
     "specdiff, a chain": {"block_size": 5},
@@ -110,9 +115,12 @@ def test_every_method_gives_the_answer_of_plain_decoding(pair, name, temperature
 @pytest.mark.parametrize("name", CASES)
 def test_no_tree_is_larger_or_deeper_than_allowed_or_has_equal_siblings(pair, name):
     config, left = config_of(name), 9
+    blocks = [config.block_size or 16]
+    if config.method == "d2sd":
+        blocks.append(config.second_block_size or BLOCK)
     for accepted in rounds(pair, name, PROMPT, max_tokens=9):
         tree = accepted.tree
-        deepest = 16 if "lookup" in tree.sources else (config.block_size or 16) - 1
+        deepest = 16 if "lookup" in tree.sources else max(blocks) - 1
         assert max(tree.depths) <= min(left - 1, deepest)
         if name in TREES and config.growth == "joint":
             assert len(tree) <= (config.budget or adaptive.MOST_NODES)
@@ -126,6 +134,11 @@ def test_the_published_tree_has_a_branch_for_every_prefix(pair):
     leaves = set(range(len(tree))) - set(tree.parents)
     assert 2 <= len(leaves) <= 5
     assert all(tree.depths[leaf] == BLOCK - 1 for leaf in leaves)
+
+
+def test_a_budget_for_the_published_tree_is_refused(pair):
+    with pytest.raises(DFlashError, match="never cut, but the budget is 8"):
+        make_drafter(pair, DecodeConfig("d2sd", growth="paper", budget=8))
 
 
 def test_a_second_block_may_be_longer_than_a_first_one_with_a_selector(pair, tmp_path):

@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
 from dflash_mlx.drafters.growth.grow import rejection_boundaries
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.target.pass_times import PassTimes
+from support.decoding import behind, paths_of
+from support.grammars import toy_constraint
+from support.law import ToyDrafter
 from support.timed import FLAT, Case, Clock, Honest, TimedTarget
 
 
@@ -27,15 +32,59 @@ class InTwo(TwoPass):
     def new_context(self) -> NoContext:
         return NoContext()
 
-    def begin(self, states, rooms):
+    def first_pass(self, states, rooms):
         self.begun += 1
         trees = [self.passes[0].draft(*each).tree for each in zip(states, rooms, strict=True)]
         return [FirstDraft(tree, branches=boundaries(tree)) for tree in trees]
 
-    def go_on(self, states, drafts, counts):
+    def second_pass(self, states, drafts, counts):
         self.asked.append(sum(counts))
         self.passes[1].clock.now += self.by_branch * sum(counts)
         return [self.passes[1].draft(state, state.room) for state in states]
+
+
+GROWTHS = [PaperGrowth(3), JointGrowth(3, 12)]
+
+
+@pytest.mark.parametrize("growth", GROWTHS, ids=["published", "joint"])
+def test_neither_pass_proposes_what_a_grammar_forbids(growth):
+    both, dropped = DualDiffusion(ToyDrafter(1), ToyDrafter(2), DecodeConfig(), growth), 0
+    for anchor in (0, 1):
+        state, trees = behind(both, anchor), []
+        for constraint in (None, toy_constraint("[ab]{9}", start=0)):
+            state.constraint = constraint
+            (draft,) = drafts = both.begin([state], [4])
+            (whole,) = both.go_on([state], drafts, [len(draft.branches)])
+            trees.append([draft.tree, whole.tree, [*draft.branches]])
+        free, bound = trees
+        for tree, other in zip(bound[:2], free[:2], strict=True):
+            assert {*tree.drafted} <= {0, 1}
+            dropped += len(other) - len(tree)
+        assert all({*prefix} <= {0, 1} for prefix in bound[2])
+        dropped += len(free[2]) - len(bound[2])
+    assert dropped > 4
+
+
+@pytest.mark.parametrize("growth", GROWTHS, ids=["published", "joint"])
+def test_a_drafter_that_continues_itself_does_not_repeat_its_first_pass(growth):
+    first, found = ToyDrafter(1), []
+    for size in (4, 3):
+        both = DualDiffusion(first, None, DecodeConfig(second_block_size=size), growth)
+        (draft,) = both.begin([behind(both, 0)], [4])
+        found.append(() in draft.branches)
+    assert found == [False, True], "a pass over another block is another pass"
+
+
+def test_a_longer_second_block_goes_on_behind_the_whole_first_draft():
+    """In the places that the law's answers have, see test_law.py; or not, where that is off."""
+    for extension in (True, False):
+        config = DecodeConfig(extension=extension)
+        both = DualDiffusion(ToyDrafter(1, 2), ToyDrafter(2), config, PaperGrowth(1))
+        state = behind(both, 0)
+        (draft,) = drafts = both.begin([state], [3])
+        (whole,) = both.go_on([state], drafts, [len(draft.branches)])
+        extended = [path for path in paths_of(whole.tree) if path[:1] == draft.tree.drafted]
+        assert max(map(len, extended)) == (2 if extension else 1)
 
 
 def boundaries(tree):

@@ -210,7 +210,7 @@ def test_auto_drafts_branches_for_a_recurrent_target_where_they_pay(pair):
     assert all(shapes[0]) and not all(shapes[1])
 
 
-@pytest.mark.parametrize("method", ["dflash", "ddtree"])
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "d2sd"])
 def test_exact_answers_are_plain_decodings_and_probes_leave_the_state_alone(pair, method):
     noise = measure_noise(pair.target)
     assert 0 < noise.cache <= noise.wide < 0.1

@@ -114,7 +114,7 @@ def dual(first, second, growth=GROWTH, **settings):
 
 
 FIRST, SECOND, MARKOV = ToyDrafter(1), ToyDrafter(2), ToyMarkov(3)
-SHORT = ToyDrafter(1, block_size=3)
+SHORT = ToyDrafter(1, block_size=2)  # so that the second goes on behind its end within an answer
 HALVES = ToyHalf(1), ToyHalf(2)
 MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)  # more in test_law_specdiff.py
 EAGLE = ToyEagle(1)
@@ -135,7 +135,9 @@ MADE = {
     "d2sd": lambda sampling: dual(FIRST, SECOND),
     "d2sd, as pays": lambda sampling: as_pays(dual(FIRST, SECOND), chains=False),
     "d2sd, path": lambda sampling: dual(ToyPaths(1), SECOND),
+    "d2sd, path second": lambda sampling: dual(FIRST, ToyPaths(2)),
     "d2sd, two paths": lambda sampling: dual(ToyPaths(1), ToyPaths(2)),
+    "d2sd, longer path second": lambda s: dual(ToyPaths(1, 2), ToyPaths(2), PaperGrowth(1)),
     "d2sd, longer second": lambda sampling: dual(SHORT, SECOND, levels=3),
     "d2sd, half the vocabulary": lambda sampling: dual(*HALVES),
     "d2sd, published": lambda sampling: dual(FIRST, SECOND, PaperGrowth(2)),

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.dflash.checkpoint import read_drafter
 from dflash_mlx.models.load import load_target
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.corpus.rows import CorpusRow
@@ -62,6 +63,19 @@ def test_a_recipe_gives_the_settings_of_its_paper_where_others_are_not_given(pla
     assert (config.prefix_base, config.least_prefix, config.soft) == (0.9, 1, 0.0)
 
 
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_blocks_of_a_drafter_that_is_trained_on_can_have_another_size(place, where):
+    """`dflash_config` may have it too, and would count."""
+    own = {"block_size": 6} if where == "outside" else {"dflash": {"block_size": 6}}
+    folder = place.drafter(num_hidden_layers=1, **own)
+    options = {"mode": "variable-prefix", "init": folder, "layers": None}
+    place.train(**options, out=place.root / "same", steps=1)
+    place.train(**options, block_size=10, steps=1)
+    same, other = (read_drafter(out).config for out in (place.root / "same", place.out))
+    assert (same.block_size, other.block_size) == (6, 10)
+    assert len(place.history()[-1]["by_prefix"]) == 9
+
+
 def test_prefixes_that_leave_nothing_to_draft_are_refused(place):
     with pytest.raises(DFlashError, match="least_prefix is 7, .* blocks of 8") as refused:
         place.train(mode="variable-prefix", least_prefix=7)
@@ -76,7 +90,7 @@ def test_the_drafter_is_kept_as_it_was_when_it_measured_best(place, monkeypatch)
         score = next(scores)
         return SimpleNamespace(tokens_per_round=1 + score, by_position=[score] * 7)
 
-    monkeypatch.setattr("dflash_mlx.train.run.measure", measure)
+    monkeypatch.setattr("dflash_mlx.train.compare.measure", measure)
     place.train(steps=3, evaluate_minutes=1e-9)
     assert [record["by_prefix"] for record in place.history()] == [[0.25], [0.75], [0.75], [0.5]]
     first, best, last = kept[1], kept[2], files(place.out)
