@@ -87,14 +87,19 @@ def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
         if _SETTINGS[key] in given:
             raise DFlashError(f"{name!r} sets the {key} twice", "give it once")
         given[_SETTINGS[key]] = _read_value(name, key, value)
-    if given.get("growth") == "paper":  # a budget for all methods is for others
-        if given.setdefault("budget", None) is not None:
-            what = f"{name!r} cuts the published tree"
-            raise DFlashError(what, "leave the budget or the growth out")
     try:
-        return replace(config, **given)
+        return replace(config, **given, **_uncut(name, config, given))
     except DFlashError as error:  # of a setting that is written here, not as an option
         raise DFlashError(f"{error.what} in {name!r}", error.next_step) from None
+
+
+def _uncut(name: str, config: DecodeConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """No budget for the published tree, which is never cut: one for all methods is the others'."""
+    if config.method != "d2sd" or given.get("growth", config.growth) != "paper":
+        return {}
+    if given.pop("budget", None) is not None:
+        raise DFlashError(f"{name!r} cuts the published tree", "leave the budget or the growth out")
+    return {"budget": None}
 
 
 def _read_value(source: str, key: str, value: str) -> Any:

@@ -256,7 +256,9 @@ class DecodeConfig:
         False, "time this machine again, to see what pays", action="store_true"
     )
     growth: str = option(
-        "joint", "d2sd: best-first over both drafts, or as published", choices=GROWTHS
+        "joint",
+        "d2sd: best-first over both drafts, or as published and whole",
+        choices=GROWTHS,
     )
     second_block_size: int | None = option(
         None,

@@ -37,7 +37,7 @@ from dflash_mlx.drafters.method import (
     check_block_size,
 )
 from dflash_mlx.drafters.one_draft import block_models, contexts_of
-from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
+from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass, legal
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -103,7 +103,10 @@ class JointGrowth:
         self._branches, self._nodes = branches, nodes
 
     def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
-        """The paths after which a rejection is likeliest; of several, the empty one is one."""
+        """The paths after which a rejection is likeliest.
+
+        Where there are several, the empty one is among them, unless it is known already.
+        """
         both = self._both(first, second)
         found = likely_boundaries(both, self._branches, longest, known=second)
         if second or () in found or self._branches == 1:
@@ -218,10 +221,10 @@ class DualDiffusion(TwoPass):
         for level in range(self._levels - 1):
             if level:
                 chosen = [
-                    [*self._prefixes(draft.choices, second, draft.room)]
+                    [*legal(self._prefixes(draft.choices, second, draft.room), state)]
                     if draft.choices and second
                     else []
-                    for draft, second in zip(drafts, known, strict=True)
+                    for draft, second, state in zip(drafts, known, states, strict=True)
                 ]
             asked = [i for i, prefixes in enumerate(chosen) if prefixes]
             asks = [self._ask(states[i], drafts[i], chosen[i]) for i in asked]

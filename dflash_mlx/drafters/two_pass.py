@@ -35,17 +35,21 @@ class TwoPass(EachAlone):
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
         """The trees of both passes, no deeper than `rooms` allow."""
         drafts = self.begin(states, rooms)
-        return self.go_on(states, drafts, [len(draft.branches) for draft in drafts])
+        return self.second_pass(states, drafts, [len(draft.branches) for draft in drafts])
 
     def begin(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
         """The first pass over all sequences, without what their grammars forbid."""
-        return [*map(_allowed, self.first_pass(states, rooms), states)]
+        return [
+            replace(draft, tree=allowed(draft, state).tree, branches=legal(draft.branches, state))
+            for draft, state in zip(self.first_pass(states, rooms), states, strict=True)
+        ]
 
     def go_on(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
     ) -> list[Proposal]:
         """The second pass over the first so many branches of each draft; without any it stays."""
-        return [*map(allowed, self.second_pass(states, drafts, counts), states)]
+        found = zip(self.second_pass(states, drafts, counts), states, strict=True)
+        return [allowed(proposal, state) for proposal, state in found]
 
     @abstractmethod
     def first_pass(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
@@ -58,14 +62,12 @@ class TwoPass(EachAlone):
         """As `go_on`, whatever grammars say."""
 
 
-def _allowed(draft: FirstDraft, state: State) -> FirstDraft:
-    """Without the nodes and branches that the grammar of a sequence's answer forbids."""
+def legal(branches: Mapping[Path, float], state: State) -> Mapping[Path, float]:
+    """Those that the grammar of an answer does not forbid; their posteriors are as without it."""
     if (constraint := state.constraint) is None:
-        return draft
-    branches = {
+        return branches
+    return {
         prefix: posterior
-        for prefix, posterior in draft.branches.items()
+        for prefix, posterior in branches.items()
         if constraint.run(state.tokens, prefix) == len(prefix)
     }
-    tree = allowed(draft, state).tree
-    return replace(draft, tree=tree, branches=branches)

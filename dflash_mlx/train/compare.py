@@ -102,7 +102,7 @@ def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Acceptance:
 def measure_drafts(
     trainee: Trainee, texts: Texts, variable_prefix: bool
 ) -> tuple[list[float], list[float]]:
-    """`by_position` without a prefix, and `by_prefix` as `in_words` has it, that of 0 at least."""
+    """`by_position` without a prefix, and `by_prefix` for every prefix, or for 0 alone."""
     prefixes = range(trainee.config.block_size - 1 if variable_prefix else 1)
     results = [measure(trainee, texts, prefix) for prefix in prefixes]
     return results[0].by_position, [result.tokens_per_round - 1 for result in results]

@@ -72,11 +72,12 @@ class DFlashTrainee(Trainee):
 
     def prepared(self, mode: str, block_size: int | None = None) -> DFlashTrainee:
         """Without a selector, and with the mode in its config.json."""
-        trainee = super(DFlashTrainee, self.without_selector()).prepared(mode, block_size)
+        plain = self.without_selector()
+        trainee = super(DFlashTrainee, plain).prepared(mode, block_size)
         method = trainee.raw["dflash_config"]
         method.pop("training_mode", None)
         if block_size is not None:
-            method.pop("block_size", None)  # it would count
+            method.pop("block_size", None)  # which wins over the one beside `dflash_config`
         if mode == "variable-prefix":
             method["training_mode"] = "vp_drafter"
         return trainee

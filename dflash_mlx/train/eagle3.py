@@ -26,7 +26,7 @@ from dflash_mlx.train.attention import BlockCache, TextCache, block_mask
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.start import check_taps, dense, like_target, spread_taps
+from dflash_mlx.train.start import BLOCK_SIZE, check_taps, dense, like_target, spread_taps
 from dflash_mlx.train.trainee import Trainee
 
 _START_FROM = "choose an EAGLE-3 drafter in full precision, or train a new one"
@@ -50,7 +50,7 @@ class EagleTrainee(Trainee):
             **like_target(pair.target, 1),
             "architectures": [RAW],
             "model_type": "llama",
-            "block_size": config.block_size,
+            "block_size": config.block_size or BLOCK_SIZE,
             "eagle_config": {LAYERS_READ: list(_taps(pair.target, config))},
             "num_target_layers": pair.target.num_layers,
         }

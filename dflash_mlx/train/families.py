@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from dflash_mlx.core.errors import DFlashError
@@ -23,8 +22,6 @@ TRAINEES: dict[str, type[Trainee]] = {  # by `TrainConfig.mode`
     "eagle3": EagleTrainee,
 }
 
-BLOCK_SIZE = 8  # of a new drafter
-
 
 def begin(config: TrainConfig, pair: Pair) -> Trainee:
     """The drafter that a run starts from; its config.json says what it is trained to be."""
@@ -33,8 +30,7 @@ def begin(config: TrainConfig, pair: Pair) -> Trainee:
         trainee = kind.read(resolve_folder(config.init, "init"), pair.target)
         trainee = trainee.prepared(config.mode, config.block_size)
     else:
-        new = replace(config, block_size=config.block_size or BLOCK_SIZE)
-        trainee = kind.new(new, pair).prepared(config.mode)
+        trainee = kind.new(config, pair).prepared(config.mode)
     most = trainee.config.block_size - 2
     if config.mode == "variable-prefix" and config.least_prefix > most:
         what = f"least_prefix is {config.least_prefix}, which leaves nothing to draft in blocks of "

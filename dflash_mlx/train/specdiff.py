@@ -23,7 +23,7 @@ from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.start import LAYERS, like_target, mask_token, take_layers
+from dflash_mlx.train.start import BLOCK_SIZE, LAYERS, like_target, mask_token, take_layers
 from dflash_mlx.train.trainee import Trainee
 
 
@@ -46,7 +46,7 @@ class SpecDiffTrainee(Trainee):
         raw = {
             **like_target(target, count),
             "architectures": [OURS],
-            "block_size": config.block_size,
+            "block_size": config.block_size or BLOCK_SIZE,
             "mask_token_id": mask_token(pair.tokenizer),
             "head_norms": "q_norm.weight" in names,
             "attention_bias": "q_proj.bias" in names,

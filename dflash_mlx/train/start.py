@@ -17,7 +17,7 @@ from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.features import hidden_width, vocabulary_size
 from dflash_mlx.train.trainee import Trainee
 
-LAYERS, TAPS = 3, 5  # of a new drafter, unless asked for others
+LAYERS, TAPS, BLOCK_SIZE = 3, 5, 8  # of a new drafter, unless asked for others
 
 
 def mask_token(tokenizer: Any) -> int:
@@ -75,7 +75,7 @@ def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[
         **shape,
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "block_size": config.block_size,
+        "block_size": config.block_size or BLOCK_SIZE,
         "dflash_config": {
             "mask_token_id": mask_token_id,
             "target_layer_ids": list(spread_taps(target.num_layers, config.taps or TAPS)),

@@ -72,6 +72,13 @@ def test_the_command_prints_both_figures_and_writes_a_folder(place, capsys):
     assert files(place.root / "drafter") == given
 
 
+def test_of_a_drafter_that_sees_prefixes_it_prints_what_follows_each(place, capsys):
+    place.drafter(block_size=6, dflash={"training_mode": "vp_drafter"})
+    run(place, top_k=16, draft_vocabulary=None)
+    for line in figures(capsys.readouterr().err):
+        assert len(line.partition("| continuation by prefix ")[2].split()) == 5
+
+
 def test_a_trained_folder_accepts_more_and_is_compared_with_the_drafter_it_was(trained, tmp_path):
     drafter, report = trained.root / "drafter", tmp_path / "figures.json"
     unwanted = dict.fromkeys(("out", "steps", "sequences", "anchors", "layers", "held_out"))
