@@ -15,7 +15,7 @@ from dflash_mlx.target.model import Target
 from dflash_mlx.target.sequence import SequenceCache
 from kernels_metal.emulator import Run, emulated
 from support.decoding import ids_of, tree_of
-from support.families import FAMILIES, make_model
+from support.families import FAMILIES, VOCAB_SIZE, make_model
 
 TREE = tree_of([3, 1, 4, 1, 5, 9], [-1, 0, 0, 1, 2, 2])
 PROMPT = mx.arange(11)
@@ -144,15 +144,15 @@ def test_norms_that_were_changed_under_the_hooks_count(monkeypatch, which):
 
 
 def test_a_prompt_and_a_batch_take_the_stock_steps(monkeypatch):
-    target = make_target(monkeypatch, "qwen3")
+    target, prompt = make_target(monkeypatch, "qwen3"), mx.arange(100) % VOCAB_SIZE
     target.use_kernels("on")
     with emulated() as run:
-        logits, _ = target.forward(mx.arange(100), target.new_cache(), Block(100))
+        logits, _ = target.forward(prompt, target.new_cache(), Block(100))
         batch = target.model(mx.arange(6).reshape(2, 3))
         mx.eval(logits, batch)
     assert run.of("norm_rope") == []
     target.use_kernels("off")
-    stock, _ = target.forward(mx.arange(100), target.new_cache(), Block(100))
+    stock, _ = target.forward(prompt, target.new_cache(), Block(100))
     assert mx.abs(logits - stock).max().item() < 1e-4
 
 
