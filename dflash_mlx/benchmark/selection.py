@@ -88,17 +88,18 @@ def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
             raise DFlashError(f"{name!r} sets the {key} twice", "give it once")
         given[_SETTINGS[key]] = _read_value(name, key, value)
     try:
-        return replace(config, **given, **_uncut(name, config, given))
+        return replace(config, **{**given, **_uncut(config, given)})
     except DFlashError as error:  # of a setting that is written here, not as an option
         raise DFlashError(f"{error.what} in {name!r}", error.next_step) from None
 
 
-def _uncut(name: str, config: DecodeConfig, given: dict[str, Any]) -> dict[str, Any]:
+def _uncut(config: DecodeConfig, given: dict[str, Any]) -> dict[str, Any]:
     """No budget for the published tree, which is never cut: one for all methods is the others'."""
     if config.method != "d2sd" or given.get("growth", config.growth) != "paper":
         return {}
-    if given.pop("budget", None) is not None:
-        raise DFlashError(f"{name!r} cuts the published tree", "leave the budget or the growth out")
+    if (budget := given.get("budget")) is not None:
+        what = f"a budget of {budget} cuts the published tree"
+        raise DFlashError(what, "leave the budget or the growth out")
     return {"budget": None}
 
 

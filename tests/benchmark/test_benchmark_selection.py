@@ -27,9 +27,11 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
     last = found["d2sd:6:growth=paper:branches=2"]
     assert (last.block_size, last.growth, last.branches) == (6, "paper", 2)
     assert last.budget is None, "nothing cuts the published tree"
+    (_, automatic) = methods("d2sd:growth=paper:budget=auto", budget=9).values()
+    assert automatic.budget is None
     both = methods("d2sd,ddtree", budget=9, growth="paper")
     assert (both["d2sd"].budget, both["ddtree"].budget) == (None, 9)
-    with pytest.raises(DFlashError, match="cuts the published tree"):
+    with pytest.raises(DFlashError, match="of 8 cuts the published tree in 'd2sd:budget=8'"):
         methods("d2sd:budget=8", growth="paper")
     (_, masked) = methods("specdiff:8:steps=4:schedule=left-to-right").values()
     assert (masked.block_size, masked.steps, masked.schedule) == (8, 4, "left-to-right")
