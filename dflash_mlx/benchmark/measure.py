@@ -62,7 +62,7 @@ def separate_rows(config: DecodeConfig, block: int) -> int | None:
     nothing to branch from.
     """
     branches = config.branches or BRANCHES
-    if config.method == "d2sd" and config.growth == "paper":
+    if config.method == "d2sd" and config.growth != "joint":
         branches = min(branches, block - 1)
     elif config.method != "resample":
         return None

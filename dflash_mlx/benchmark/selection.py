@@ -95,7 +95,7 @@ def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
 
 def _uncut(config: DecodeConfig, given: dict[str, Any]) -> dict[str, Any]:
     """No budget for the published tree, which is never cut: one for all methods is the others'."""
-    if config.method != "d2sd" or given.get("growth", config.growth) != "paper":
+    if config.method != "d2sd" or given.get("growth", config.growth) == "joint":
         return {}
     if (budget := given.get("budget")) is not None:
         what = f"a budget of {budget} cuts the published tree"
@@ -143,7 +143,7 @@ def expand(
     expanded: dict[str, DecodeConfig] = {}
     lines: dict[str, dict[str, str]] = {}
     for name, config in methods.items():
-        published = key == "budget" and config.growth == "paper"
+        published = key == "budget" and config.growth != "joint"
         if published or config.method not in takes or _SETTINGS[key] in _own(name):
             expanded[name] = config
         else:

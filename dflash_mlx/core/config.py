@@ -21,7 +21,7 @@ from dflash_mlx.core.schedule import SCHEDULES, check_schedule
 from dflash_mlx.core.template import parse_template
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
-GROWTHS = ("joint", "paper")
+GROWTHS = ("joint", "paper", "apart")
 ACCEPTANCES = ("auto", "match", "reject")
 KERNELS = ("auto", "off", "on")
 BITS = (4, 8)
@@ -257,7 +257,8 @@ class DecodeConfig:
     )
     growth: str = option(
         "joint",
-        "d2sd: best-first over both drafts, or as published and whole",
+        "d2sd: best-first over both drafts; as published, whole; or so with branches apart, which "
+        "begin with other tokens than the first draft has there",
         choices=GROWTHS,
     )
     second_block_size: int | None = option(

@@ -49,11 +49,13 @@ Chain = tuple[Path, list[float], str]  # tokens, their log-probabilities, whose 
 class PaperGrowth:
     """As published: K continuations of the first draft where it is likely to be rejected.
 
-    branches: K. Nothing is pruned; equal prefixes share their nodes.
+    branches: K. Nothing is pruned; equal prefixes share their nodes. apart: a branch is for the
+    case that the first draft fails behind its prefix, so it begins with another token than the
+    first draft has there, or another branch (not in the paper).
     """
 
-    def __init__(self, branches: int) -> None:
-        self._branches = branches
+    def __init__(self, branches: int, apart: bool = False) -> None:
+        self._branches, self._apart = branches, apart
 
     def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
         """Those with the largest rejection-boundary posterior r(i), and the whole first draft.
@@ -81,10 +83,13 @@ class PaperGrowth:
         """The first draft, then the branches, all from the root on."""
         chains: list[Chain] = [(*walk(first), FIRST)]
         for prefix, choices in second.items():
-            path, logprobs = walk(choices)
-            before = next(known for chain, known, _ in chains if chain[: len(prefix)] == prefix)
-            known = [*before[: len(prefix)], *logprobs]
-            chains.append(((*prefix, *path), known, SECOND))
+            if choices is first:  # a drafter that continues itself
+                continue
+            end = len(prefix)
+            beside = [(chain, known) for chain, known, _ in chains if chain[:end] == prefix]
+            taken = {chain[end] for chain, _ in beside if len(chain) > end}
+            path, logprobs = walk(choices, taken if self._apart else ())
+            chains.append(((*prefix, *path), [*beside[0][1][:end], *logprobs], SECOND))
         return chains
 
 
@@ -240,11 +245,12 @@ class DualDiffusion(TwoPass):
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     models, branches = block_models(pair), config.branches or BRANCHES
     first, second = models[0], models[1] if len(models) > 1 else None
-    if config.growth == "paper":
+    if config.growth != "joint":
         if config.budget is not None:
             what = f"the published tree is never cut, but the budget is {config.budget}"
             raise DFlashError(what, "leave the budget or the growth out", "budget")
-        return DualDiffusion(first, second, config, PaperGrowth(branches))
+        growth = PaperGrowth(branches, apart=config.growth == "apart")
+        return DualDiffusion(first, second, config, growth)
     both = DualDiffusion(first, second, config, JointGrowth(branches, config.budget or MOST_NODES))
     if config.budget is not None:
         return both

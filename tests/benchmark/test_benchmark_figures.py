@@ -96,6 +96,7 @@ def test_trees_without_confidences_have_no_checked_nodes_and_no_diagram():
         (replace(PAPER, branches=9), 8, 64),
         (DecodeConfig(method="resample", branches=4), 3, 15),
         (DecodeConfig(method="resample", branches=4), 1, 1),
+        (replace(PAPER, growth="apart"), 8, 40),
         (replace(PAPER, growth="joint"), 8, None),
         (DecodeConfig(method="dflash"), 8, None),
     ],

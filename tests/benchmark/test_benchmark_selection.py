@@ -54,6 +54,7 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
         ("ddtree,dflash,ddtree", "'ddtree' comes twice"),
         ("ddtree:budget=999", "budget is 999 in 'ddtree:budget=999'"),
         ("d2sd:growth=paper:budget=8", "cuts the published tree"),
+        ("d2sd:growth=apart:budget=8", "cuts the published tree"),
         ("d2sd:steps=2", "sets 'steps', which d2sd does not have"),
         ("specdiff:steps=2:schedule=any", "schedule is 'any'.*'specdiff:steps=2:schedule=any'"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import mlx.core as mx
@@ -73,6 +74,25 @@ def test_a_third_level_continues_the_second_s_branches_where_they_are_likely_to_
     first, second = sure(0.9, 0.2), follow(Ranked(np.array([[7], [8]]), np.log([[0.9], [0.1]])))
     # Behind (0,) the second goes on with 7, 8: r(0, 7) = 0.9 * 0.9 * 0.9
     assert [*PaperGrowth(1).prefixes(first, {(0,): second}, 2)] == [(0, 7), (0, 1)]
+
+
+def test_branches_apart_begin_with_other_tokens_than_what_is_drafted_beside_them():
+    first, growth = sure(0.9, 0.2, 0.5), PaperGrowth(2, apart=True)
+    law = np.log([[0.7, 0.3]])
+    second = {
+        (0,): follow(Ranked(np.array([[1, 7]]), law)),
+        (): follow(Ranked(np.array([[0, 8]]), law)),
+        (0, 1, 2): follow(Ranked(np.array([[1, 9]]), law)),
+        (0, 1): follow(Ranked(np.array([[2]]), np.zeros((1, 1)))),
+    }
+    tree = growth.tree(first, second)
+    ends = set(paths_of(tree)) - {path[:-1] for path in paths_of(tree)}
+    assert ends == {(0, 7), (8,), (0, 1, 2, 1)}, "(0, 1) has nothing left, the last one extends"
+    assert tree.logprobs[1 + tree.drafted.index(7)] == pytest.approx(math.log(0.3))
+    again = {**second, (0, 7): second[(0,)]}
+    assert (0, 7, 1) in paths_of(growth.tree(first, again)), "behind a branch"
+    alone = growth.prefixes(first, {(): first}, 3)
+    assert [*alone] == [(0,), (0, 1), (0, 1, 2)], "a drafter that continues itself knows its path"
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(0, 3))

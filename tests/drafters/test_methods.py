@@ -34,6 +34,9 @@ CASES = {
     "d2sd, many branches": {"budget": 40, "branches": 20},
     "d2sd, as many as pay": {},
     "d2sd, published": {"growth": "paper"},
+    "d2sd, apart": {"growth": "apart"},
+    "d2sd, apart, third level": {"growth": "apart", "levels": 3},
+    "d2sd, apart, alone": {"growth": "apart", "block_size": 4, "second": False, "levels": 3},
     "d2sd, published, alone": {"growth": "paper", "second": False},
     "d2sd, alone": {"second": False},
     "d2sd, block of 2": {"block_size": 2},
@@ -137,9 +140,16 @@ def test_the_published_tree_has_a_branch_for_every_prefix(pair):
     assert all(tree.depths[leaf] == BLOCK - 1 for leaf in leaves)
 
 
-def test_a_budget_for_the_published_tree_is_refused(pair):
+def test_every_branch_apart_leaves_the_first_draft(pair):
+    tree = rounds(pair, "d2sd, apart", PROMPT, max_tokens=30)[1].tree
+    leaves = set(range(len(tree))) - set(tree.parents)
+    assert [tree.depths[leaf] for leaf in leaves] == [BLOCK - 1] * 5, "the first draft and four"
+
+
+@pytest.mark.parametrize("growth", ["paper", "apart"])
+def test_a_budget_for_the_published_tree_is_refused(pair, growth):
     with pytest.raises(DFlashError, match="never cut, but the budget is 8"):
-        make_drafter(pair, DecodeConfig("d2sd", growth="paper", budget=8))
+        make_drafter(pair, DecodeConfig("d2sd", growth=growth, budget=8))
 
 
 def test_a_second_block_may_be_longer_than_a_first_one_with_a_selector(pair, tmp_path):

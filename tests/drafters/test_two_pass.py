@@ -43,10 +43,14 @@ class InTwo(TwoPass):
         return [self.passes[1].draft(state, state.room) for state in states]
 
 
-GROWTHS = [PaperGrowth(3), JointGrowth(3, 12)]
+GROWTHS = {
+    "published": PaperGrowth(3),
+    "apart": PaperGrowth(3, apart=True),
+    "joint": JointGrowth(3, 12),
+}
 
 
-@pytest.mark.parametrize("growth", GROWTHS, ids=["published", "joint"])
+@pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
 def test_neither_pass_proposes_what_a_grammar_forbids(growth):
     config, dropped = DecodeConfig(levels=3), [0, 0]
     both = DualDiffusion(ToyDrafter(1), ToyDrafter(2), config, growth)
@@ -66,7 +70,7 @@ def test_neither_pass_proposes_what_a_grammar_forbids(growth):
     assert min(dropped) > 0
 
 
-@pytest.mark.parametrize("growth", GROWTHS, ids=["published", "joint"])
+@pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
 def test_a_drafter_that_continues_itself_does_not_repeat_its_first_pass(growth):
     first, found = ToyDrafter(1), []
     for size in (4, 3):

@@ -141,6 +141,8 @@ MADE = {
     "d2sd, longer second": lambda sampling: dual(SHORT, SECOND, levels=3),
     "d2sd, half the vocabulary": lambda sampling: dual(*HALVES),
     "d2sd, published": lambda sampling: dual(FIRST, SECOND, PaperGrowth(2)),
+    "d2sd, apart": lambda sampling: dual(FIRST, SECOND, PaperGrowth(2, apart=True)),
+    "d2sd, apart, one drafter": lambda s: dual(FIRST, None, PaperGrowth(2, apart=True), levels=3),
     "d2sd, published, longer second": lambda s: dual(SHORT, SECOND, PaperGrowth(1), levels=3),
     "d2sd, one drafter, path": lambda sampling: dual(ToyPaths(1), None),
     "d2sd, one drafter": lambda sampling: dual(FIRST, None),

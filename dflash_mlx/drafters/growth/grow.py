@@ -138,13 +138,19 @@ def follow(ranked: Ranked) -> Choices:
     return lambda path: offers[len(path)] if len(path) < len(offers) else None
 
 
-def walk(choices: Choices) -> tuple[Path, list[float]]:
-    """The likeliest token after each other, and their log-probabilities."""
+def walk(choices: Choices, taken: Collection[int] = ()) -> tuple[Path, list[float]]:
+    """The likeliest token after each other, and their log-probabilities.
+
+    taken: tokens with which the path may not begin; it is empty where nothing else is offered.
+    """
     path: Path = ()
     logprobs: list[float] = []
     while (offers := choices(path)) is not None:
-        path = (*path, offers[0][0])
-        logprobs.append(offers[1][0])
+        rank = 0 if path else next((i for i, t in enumerate(offers[0]) if t not in taken), None)
+        if rank is None:
+            break
+        path = (*path, offers[0][rank])
+        logprobs.append(offers[1][rank])
     return path, logprobs
 
 
