@@ -94,11 +94,12 @@ def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
 
 
 def _uncut(config: DecodeConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """No budget for the published tree, which is never cut: one for all methods is the others'."""
-    if config.method != "d2sd" or given.get("growth", config.growth) == "joint":
+    """No budget for trees that are never cut: one for all methods is the others'."""
+    growth = given.get("growth", config.growth)
+    if config.method != "d2sd" or growth == "joint":
         return {}
     if (budget := given.get("budget")) is not None:
-        what = f"a budget of {budget} cuts the published tree"
+        what = f"growth={growth} never cuts its tree, but the budget is {budget}"
         raise DFlashError(what, "leave the budget or the growth out")
     return {"budget": None}
 
@@ -143,8 +144,8 @@ def expand(
     expanded: dict[str, DecodeConfig] = {}
     lines: dict[str, dict[str, str]] = {}
     for name, config in methods.items():
-        published = key == "budget" and config.growth != "joint"
-        if published or config.method not in takes or _SETTINGS[key] in _own(name):
+        uncut = key == "budget" and config.method == "d2sd" and config.growth != "joint"
+        if uncut or config.method not in takes or _SETTINGS[key] in _own(name):
             expanded[name] = config
         else:
             most = largest(config.method) if key == "block" and not equals else None

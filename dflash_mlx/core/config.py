@@ -257,8 +257,8 @@ class DecodeConfig:
     )
     growth: str = option(
         "joint",
-        "d2sd: best-first over both drafts; as published, whole; or so with branches apart, which "
-        "begin with other tokens than the first draft has there",
+        "d2sd: best-first over both drafts; as published and whole; or whole with branches that "
+        "begin apart from the draft which they leave",
         choices=GROWTHS,
     )
     second_block_size: int | None = option(

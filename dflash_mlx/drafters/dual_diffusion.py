@@ -50,8 +50,8 @@ class PaperGrowth:
     """As published: K continuations of the first draft where it is likely to be rejected.
 
     branches: K. Nothing is pruned; equal prefixes share their nodes. apart: a branch is for the
-    case that the first draft fails behind its prefix, so it begins with another token than the
-    first draft has there, or another branch (not in the paper).
+    case that the draft which it leaves fails there, so it begins with another token than that one
+    goes on with (not in the paper).
     """
 
     def __init__(self, branches: int, apart: bool = False) -> None:
@@ -86,10 +86,11 @@ class PaperGrowth:
             if choices is first:  # a drafter that continues itself
                 continue
             end = len(prefix)
-            beside = [(chain, known) for chain, known, _ in chains if chain[:end] == prefix]
-            taken = {chain[end] for chain, _ in beside if len(chain) > end}
-            path, logprobs = walk(choices, taken if self._apart else ())
-            chains.append(((*prefix, *path), [*beside[0][1][:end], *logprobs], SECOND))
+            left, known = next(
+                (chain, known) for chain, known, _ in chains if chain[:end] == prefix
+            )
+            path, logprobs = walk(choices, left[end : end + 1] if self._apart else ())
+            chains.append(((*prefix, *path), [*known[:end], *logprobs], SECOND))
         return chains
 
 
@@ -247,7 +248,7 @@ def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     first, second = models[0], models[1] if len(models) > 1 else None
     if config.growth != "joint":
         if config.budget is not None:
-            what = f"the published tree is never cut, but the budget is {config.budget}"
+            what = f"growth={config.growth} never cuts its tree, but the budget is {config.budget}"
             raise DFlashError(what, "leave the budget or the growth out", "budget")
         growth = PaperGrowth(branches, apart=config.growth == "apart")
         return DualDiffusion(first, second, config, growth)

@@ -53,8 +53,8 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
         ("dflash:budget=2:budget=3", "'dflash:budget=2"),
         ("ddtree,dflash,ddtree", "'ddtree' comes twice"),
         ("ddtree:budget=999", "budget is 999 in 'ddtree:budget=999'"),
-        ("d2sd:growth=paper:budget=8", "cuts the published tree"),
-        ("d2sd:growth=apart:budget=8", "cuts the published tree"),
+        ("d2sd:growth=paper:budget=8", "growth=paper never cuts its tree, but the budget is 8"),
+        ("d2sd:growth=apart:budget=8", "growth=apart never cuts its tree"),
         ("d2sd:steps=2", "sets 'steps', which d2sd does not have"),
         ("specdiff:steps=2:schedule=any", "schedule is 'any'.*'specdiff:steps=2:schedule=any'"),
     ],
@@ -91,6 +91,7 @@ def test_a_sweep_runs_every_value_of_the_methods_that_have_the_setting():
         ("block=4,8", "dflash", ["dflash:block=4", "dflash:block=8"]),
         ("block=4", "dflash:6,ddtree:budget=4", ["dflash:6", "ddtree:budget=4:block=4"]),
         ("budget=4", "d2sd:growth=paper,ddtree", ["d2sd:growth=paper", "ddtree:budget=4"]),
+        ("budget=4", "d2sd:growth=apart,ddtree", ["d2sd:growth=apart", "ddtree:budget=4"]),
         (
             "branches=2",
             "dflash,d2sd,d2sd:growth=paper,resample",
@@ -107,6 +108,12 @@ def test_a_sweep_runs_every_value_of_the_methods_that_have_the_setting():
 )
 def test_a_sweep_leaves_alone_what_has_no_such_setting_or_its_own_value(sweep, names, expected):
     assert list(expand(sweep, methods(names), BLOCKS.get)[0]) == ["none", *expected]
+
+
+@pytest.mark.parametrize("growth", ["paper", "apart"])
+def test_a_sweep_over_budgets_leaves_alone_the_trees_that_are_never_cut(growth):
+    swept = expand("budget=4", methods("d2sd,ddtree", growth=growth), BLOCKS.get)[0]
+    assert list(swept) == ["none", "d2sd", "ddtree:budget=4"]
 
 
 def test_the_largest_block_of_a_method_is_that_of_the_first_draft_model_that_it_runs():

@@ -76,23 +76,29 @@ def test_a_third_level_continues_the_second_s_branches_where_they_are_likely_to_
     assert [*PaperGrowth(1).prefixes(first, {(0,): second}, 2)] == [(0, 7), (0, 1)]
 
 
-def test_branches_apart_begin_with_other_tokens_than_what_is_drafted_beside_them():
+def test_branches_apart_begin_with_another_token_than_the_draft_that_they_leave():
     first, growth = sure(0.9, 0.2, 0.5), PaperGrowth(2, apart=True)
-    law = np.log([[0.7, 0.3]])
+
+    def offers(*tokens: int) -> Choices:
+        return follow(Ranked(np.array([tokens] * 2), np.log([[0.7, 0.3][: len(tokens)]] * 2)))
+
     second = {
-        (0,): follow(Ranked(np.array([[1, 7]]), law)),
-        (): follow(Ranked(np.array([[0, 8]]), law)),
-        (0, 1, 2): follow(Ranked(np.array([[1, 9]]), law)),
-        (0, 1): follow(Ranked(np.array([[2]]), np.zeros((1, 1)))),
+        (0,): offers(1, 7),
+        (): offers(0, 8),
+        (0, 1, 2): offers(1, 9),
+        (0, 1): offers(2),
+        (0, 7): offers(1, 5),
     }
     tree = growth.tree(first, second)
     ends = set(paths_of(tree)) - {path[:-1] for path in paths_of(tree)}
-    assert ends == {(0, 7), (8,), (0, 1, 2, 1)}, "(0, 1) has nothing left, the last one extends"
+    assert ends == {(0, 7, 1), (8, 0), (0, 1, 2, 1, 1), (0, 7, 5, 1)}
     assert tree.logprobs[1 + tree.drafted.index(7)] == pytest.approx(math.log(0.3))
-    again = {**second, (0, 7): second[(0,)]}
-    assert (0, 7, 1) in paths_of(growth.tree(first, again)), "behind a branch"
-    alone = growth.prefixes(first, {(): first}, 3)
-    assert [*alone] == [(0,), (0, 1), (0, 1, 2)], "a drafter that continues itself knows its path"
+
+
+def test_a_drafter_that_continues_itself_branches_off_its_own_draft():
+    first = follow(Ranked(np.array([[0, 5], [1, 6], [2, 7]]), np.log([[0.6, 0.4]] * 3)))
+    found = PaperGrowth(9, apart=True).prefixes(first, {(): first}, 3)
+    assert set(found) == {(0,), (0, 1), (0, 1, 2)}
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(0, 3))

@@ -12,6 +12,7 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import adaptive
+from dflash_mlx.drafters.growth.grow import SECOND
 from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.target.model import Target
 from dflash_mlx.target.pass_times import PassTimes
@@ -141,14 +142,22 @@ def test_the_published_tree_has_a_branch_for_every_prefix(pair):
 
 
 def test_every_branch_apart_leaves_the_first_draft(pair):
-    tree = rounds(pair, "d2sd, apart", PROMPT, max_tokens=30)[1].tree
-    leaves = set(range(len(tree))) - set(tree.parents)
-    assert [tree.depths[leaf] for leaf in leaves] == [BLOCK - 1] * 5, "the first draft and four"
+    for accepted in rounds(pair, "d2sd, apart", PROMPT, max_tokens=30)[1:3]:
+        tree, begins = accepted.tree, []
+        for node in range(BLOCK, len(tree)):
+            assert tree.sources[node] == SECOND
+            if tree.parents[node] < BLOCK:  # of the first draft, which comes first
+                begins.append(node)
+        assert len(begins) == 4 and len(tree) == BLOCK + sum(
+            BLOCK - tree.depths[node] for node in begins
+        )
 
 
 @pytest.mark.parametrize("growth", ["paper", "apart"])
 def test_a_budget_for_the_published_tree_is_refused(pair, growth):
-    with pytest.raises(DFlashError, match="never cut, but the budget is 8"):
+    with pytest.raises(
+        DFlashError, match=f"growth={growth} never cuts its tree, but the budget is 8"
+    ):
         make_drafter(pair, DecodeConfig("d2sd", growth=growth, budget=8))
 
 

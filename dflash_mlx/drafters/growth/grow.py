@@ -141,7 +141,7 @@ def follow(ranked: Ranked) -> Choices:
 def walk(choices: Choices, taken: Collection[int] = ()) -> tuple[Path, list[float]]:
     """The likeliest token after each other, and their log-probabilities.
 
-    taken: tokens with which the path may not begin; it is empty where nothing else is offered.
+    taken: tokens with which the path may not begin; the path is empty where no other is offered.
     """
     path: Path = ()
     logprobs: list[float] = []
