@@ -12,8 +12,8 @@ from dflash_chat.naming import method_name
 from dflash_mlx import (
     NO_DRAFTS,
     BenchStep,
+    Capabilities,
     DFlashError,
-    Means,
     Pair,
     PairConfig,
     SamplingConfig,
@@ -57,7 +57,7 @@ def run_bench(pair: Pair, asked: BenchRequest) -> Iterator[BenchStep | BenchResu
         if step.prompts:
             _save(step, asked.folder)
         raise
-    yield BenchResult(what_pays(step.report, pair.means), _save(step, asked.folder))
+    yield BenchResult(what_pays(step.report, pair.capabilities), _save(step, asked.folder))
 
 
 def _save(step: BenchStep, folder: Path) -> str:
@@ -69,11 +69,11 @@ def _save(step: BenchStep, folder: Path) -> str:
     return f"Saved as {' and '.join(map(str, files))}." + f" No picture: {why}." * bool(why)
 
 
-def table(report: dict[str, Any], means: Means, width: int) -> list[str]:
+def table(report: dict[str, Any], capabilities: Capabilities, width: int) -> list[str]:
     """A line for each method with a bar for its speed, then the fastest one's by kind of prompt.
 
-    All bars have one scale. width: of a line; without room for bars there are none. means: of
-    the pair, for names.
+    All bars have one scale. width: of a line; without room for bars there are none.
+    capabilities: of the pair, for names.
     """
     methods = report["methods"]
     best = max(methods, key=lambda name: methods[name]["speedup"])
@@ -84,14 +84,14 @@ def table(report: dict[str, Any], means: Means, width: int) -> list[str]:
         told = f"{label[:_LABEL]:<{_LABEL}}{_FIGURES.format(**figures)}"
         return told + wide_bar(figures["speedup"] / most, width - len(told))
 
-    lines = [_HEAD, *(line(_label(name, means), methods[name]) for name in methods)]
+    lines = [_HEAD, *(line(_label(name, capabilities), methods[name]) for name in methods)]
     if best != NO_DRAFTS:
-        lines += ["", f"{_label(best, means)} by kind of prompt"]
+        lines += ["", f"{_label(best, capabilities)} by kind of prompt"]
         lines += [line(f"  {kind}", kinds[kind]) for kind in kinds]
     return lines
 
 
-def _label(name: str, means: Means) -> str:
+def _label(name: str, capabilities: Capabilities) -> str:
     """A method in words, with the settings that were typed behind it."""
     method, colon, own = name.partition(":")
-    return f"{method_name(method, means)}{colon and ', '}{own}"
+    return f"{method_name(method, capabilities)}{colon and ', '}{own}"

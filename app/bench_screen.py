@@ -8,7 +8,7 @@ from textual.widgets import ProgressBar, Static
 
 from dflash_chat.bench import BenchResult, table
 from dflash_chat.screens import Comparison
-from dflash_mlx import BenchStep, Job, Means, Pair
+from dflash_mlx import BenchStep, Capabilities, Job, Pair
 
 
 class BenchScreen(Comparison):
@@ -16,7 +16,7 @@ class BenchScreen(Comparison):
 
     def __init__(self, job: Job, pair: Pair | None) -> None:
         super().__init__(job)
-        self._means = Means() if pair is None else pair.means
+        self._means = Capabilities() if pair is None else pair.capabilities
         self._step = BenchStep(0, 1)
         self._done = Static("warming up", markup=False)
         self._bar = ProgressBar(total=1.0, show_eta=False)

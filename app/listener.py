@@ -183,7 +183,7 @@ class Listener:
         again = app.config.recalibrate
         self.waiting.add(app.worker.submit(lambda job: app.backend.measure(again)))
         method = app.config.method
-        if needs_drafter(method) and not pair.means.count(find_method(method).family):
+        if needs_drafter(method) and not pair.capabilities.count(find_method(method).family):
             app.config = replace(app.config, method=AUTO)
         if app.config.method == AUTO and pair.fallback:
             await app.say(f"{pair.fallback}. /drafter name adds a drafter.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_mlx import DecodeConfig, Means, Pair, find_method, settle, token_sources
+from dflash_mlx import Capabilities, DecodeConfig, Pair, find_method, settle, token_sources
 
 TARGET = "target"  # the source of a token that the target chose itself
 ALONE = "not guessed"
@@ -15,9 +15,9 @@ ALONE = "not guessed"
 _SHAPES = ("underline", "underline italic", "italic", "bold")
 
 
-def method_name(method: str, means: Means) -> str:
-    """A method for people. means: of the pair."""
-    return find_method(method).called(means)
+def method_name(method: str, capabilities: Capabilities) -> str:
+    """A method for people. capabilities: of the pair."""
+    return find_method(method).called(capabilities)
 
 
 def source_style(name: str) -> str:
@@ -51,5 +51,5 @@ def pair_line(pair: Pair | None, config: DecodeConfig) -> str:
     """The pair in the head line, "" before a model is loaded."""
     if pair is None:
         return ""
-    method = settle(config, pair.means).method
-    return f"{target_name(pair)} <- {method_name(method, pair.means)}"
+    method = settle(config, pair.capabilities).method
+    return f"{target_name(pair)} <- {method_name(method, pair.capabilities)}"

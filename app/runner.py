@@ -60,7 +60,7 @@ class CommandRunner:
                 step = "change that in /settings, or choose another method"
                 raise DFlashError(error.what, step, error.setting) from None
             app.set_config(config)
-        here = "" if app.pair is None else settle(app.config, app.pair.means).method
+        here = "" if app.pair is None else settle(app.config, app.pair.capabilities).method
         chosen = f", which is {here} with this model" if here not in ("", app.config.method) else ""
         await app.say(f"The method is {app.config.method}{chosen}.")
 

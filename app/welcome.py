@@ -82,10 +82,10 @@ class Welcome(Asks, Vertical):
         if pair is None:
             self._say({"Model": "not loaded yet"})
             return
-        name, method = pair.target.name, settle(config, pair.means).method
+        name, method = pair.target.name, settle(config, pair.capabilities).method
         facts = {
             "Model": target_name(pair),
-            "Drafts": method_name(method, pair.means),
+            "Drafts": method_name(method, pair.capabilities),
             "Memory": f"{amount(self.memory)} in use" if self.memory else "",
             SPEED: self._facts.get(SPEED, ""),
         }

@@ -37,7 +37,7 @@ from dflash_mlx.drafters.methods import (  # noqa: E402
 )
 from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
 from dflash_mlx.drafters.methods import sources as token_sources  # noqa: E402
-from dflash_mlx.engine.pair import Means, Pair  # noqa: E402
+from dflash_mlx.engine.pair import Capabilities, Pair  # noqa: E402
 from dflash_mlx.engine.parity import Difference, first_difference  # noqa: E402
 from dflash_mlx.engine.prefixes import PrefixCache  # noqa: E402
 from dflash_mlx.models.available import (  # noqa: E402
@@ -67,6 +67,7 @@ __all__ = [
     "Answer",
     "AvailableModel",
     "BenchStep",
+    "Capabilities",
     "DFlashError",
     "DecodeConfig",
     "Difference",
@@ -75,7 +76,6 @@ __all__ = [
     "Failed",
     "Job",
     "Kept",
-    "Means",
     "NO_DRAFTS",
     "Observer",
     "Offer",

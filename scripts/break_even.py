@@ -38,8 +38,8 @@ from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context, State
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.target.pass_times import PassTimes
 from dflash_mlx.train.features import vocabulary_size
+from dflash_mlx.verifier.pass_times import PassTimes
 
 MACHINE = MACHINES["M4 Max"]
 SIZES = ("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
@@ -65,7 +65,7 @@ class Simulated(TwoPass):
     name, rounds_ahead = METHOD.name, 0
 
     def __init__(self, both: DualDiffusion, terms: Terms) -> None:
-        self.now, self.taps = 0.0, both.taps
+        self.now, self.aux_layers = 0.0, both.aux_layers
         self.continued = 0
         self._both, self._terms = both, terms
         scope = Scope(tuple(source.name for source in METHOD.sources))

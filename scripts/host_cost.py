@@ -33,7 +33,7 @@ import numpy as np
 from mlx_lm.models import activations, cache, qwen3
 
 from dflash_mlx.system import cpu_math
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from kernels_metal import factory, gpu
 from kernels_metal.cascade_attention import AttentionPlan
 from kernels_metal.factory import Prepared
@@ -114,9 +114,9 @@ def traced(work: Callable[[], object]) -> None:
 def ours(rows: int, mode: str, layers: int) -> Builder:
     """A pass over a chain of `rows`, with the features a drafter reads."""
     target = Target(model_of(layers), 4096, "random")
-    taps = TAPS if rows > 1 else ()
-    target.tap(taps)
-    build, fork = passes_of(target, rows, taps)
+    aux_layers = TAPS if rows > 1 else ()
+    target.tap(aux_layers)
+    build, fork = passes_of(target, rows, aux_layers)
     target.use_kernels(mode)  # type: ignore[arg-type]
     return Builder(build, fork)
 

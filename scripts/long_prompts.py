@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def behind_text(tokenizer: Any, question: Row, source: str, text: str, room: int) -> Row:
-    """The question behind the first `room` tokens of a package's text, in one message."""
+    """The question behind the first `remaining` tokens of a package's text, in one message."""
     *before, last = question["messages"]
     ids = tokenizer.encode(text, add_special_tokens=False)[: max(0, room)]
     content = f"{tokenizer.decode(ids)}\n\n{last['content']}"
@@ -79,7 +79,7 @@ def behind_text(tokenizer: Any, question: Row, source: str, text: str, room: int
 
 
 def behind_talk(tokenizer: Any, question: Row, talks: list[list[Any]], room: int) -> Row:
-    """The question behind as many answered ones as `room` tokens hold."""
+    """The question behind as many answered ones as `remaining` tokens hold."""
     before: list[Any] = []
     for talk in talks:
         room -= len(prompt_tokens(tokenizer, talk))

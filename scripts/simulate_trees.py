@@ -29,7 +29,7 @@ from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS befor
 import mlx.core as mx
 from tqdm import tqdm
 
-from dflash_mlx.benchmark.figures import interval, tokens_a_round
+from dflash_mlx.benchmark.method_stats import interval, tokens_a_round
 from dflash_mlx.benchmark.plots import draw_sweep
 from dflash_mlx.benchmark.selection import PLAIN, expand, read_methods
 from dflash_mlx.cli.plotting import import_pyplot
@@ -47,9 +47,9 @@ from dflash_mlx.engine.state import Context
 from dflash_mlx.engine.step import NO_LIMIT
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.system.files import write_report
-from dflash_mlx.target.block import Block
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.features import vocabulary_size
+from dflash_mlx.verifier.block import Block
 
 _CHOICES = BlockModel.choices
 NEEDS_TREES = DecodeConfig(method="d2sd", budget=2)
@@ -201,11 +201,13 @@ def read(pair: Pair, drafters: dict[str, Drafter], text: list[int]) -> dict[str,
     """What each drafter reads of a text; those of the DFlash family read it together."""
     shared = [name for name, drafter in drafters.items() if shares(drafter)]
     both = [make_drafter(pair, NEEDS_TREES)] if shared else []
-    taps = tuple(sorted({tap for drafter in (*drafters.values(), *both) for tap in drafter.taps}))
-    layers = dict(zip(taps, read_layers(pair, text, taps), strict=True))
+    aux_layers = tuple(
+        sorted({tap for drafter in (*drafters.values(), *both) for tap in drafter.aux_layers})
+    )
+    layers = dict(zip(aux_layers, read_layers(pair, text, aux_layers), strict=True))
 
     def reading(drafter: Drafter) -> Reading:
-        own = [layers[tap] for tap in drafter.taps]
+        own = [layers[tap] for tap in drafter.aux_layers]
         return Reading(drafter.new_context(), text, mx.concatenate(own, axis=-1) if own else None)
 
     together = [*map(reading, both)]
@@ -215,17 +217,17 @@ def read(pair: Pair, drafters: dict[str, Drafter], text: list[int]) -> dict[str,
     }
 
 
-def read_layers(pair: Pair, text: list[int], taps: tuple[int, ...]) -> list[mx.array]:
-    """The outputs [T, d] of the target's layers `taps` behind every token of a text."""
+def read_layers(pair: Pair, text: list[int], aux_layers: tuple[int, ...]) -> list[mx.array]:
+    """The outputs [T, d] of the target's layers `aux_layers` behind every token of a text."""
     cache, parts = pair.target.new_cache(), []
-    for start in range(0, len(text) if taps else 0, 512):
+    for start in range(0, len(text) if aux_layers else 0, 512):
         piece = mx.array(text[start : start + 512])
-        _, features = pair.target.forward(piece, cache, Block(piece.size), taps)
+        _, features = pair.target.forward(piece, cache, Block(piece.size), aux_layers)
         assert features is not None
         mx.eval(features, cache.arrays)
         parts.append(features)
         cache.commit(range(piece.size))
-    return mx.split(mx.concatenate(parts), len(taps), axis=-1) if taps else []
+    return mx.split(mx.concatenate(parts), len(aux_layers), axis=-1) if aux_layers else []
 
 
 def shares(drafter: Drafter) -> bool:

@@ -43,9 +43,9 @@ from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.stream import Session
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.system import ranks as ranks_module
-from dflash_mlx.target.pass_times import forget_times
-from dflash_mlx.target.ranks import Leader
 from dflash_mlx.train.corpus.rows import read_rows
+from dflash_mlx.verifier.pass_times import forget_times
+from dflash_mlx.verifier.ranks import Leader
 
 PROGRAM = "two_machines.py"
 METHODS = ("none", "ngram", "dflash", "ddtree", "d2sd")

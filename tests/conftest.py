@@ -34,7 +34,7 @@ def place(tmp_path: Path, tiny_model: Path) -> Any:
 def known_times(request: pytest.FixtureRequest) -> None:
     """No session times a machine, so nothing is written to the user's cache."""
     if "dflash_mlx.drafters.adaptive" in sys.modules:
-        from dflash_mlx.target.pass_times import PassTimes
+        from dflash_mlx.verifier.pass_times import PassTimes
 
         times = PassTimes((1, 96), (1.0, 3.0))
         patch = request.getfixturevalue("monkeypatch")

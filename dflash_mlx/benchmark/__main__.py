@@ -11,8 +11,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dflash_mlx.benchmark import host
-from dflash_mlx.benchmark.figures import summarise
 from dflash_mlx.benchmark.measure import Run, run_all, separate_rows
+from dflash_mlx.benchmark.method_stats import summarise
 from dflash_mlx.benchmark.plots import draw_all
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt, questions, read_contexts, read_rows
 from dflash_mlx.benchmark.report import (
@@ -33,7 +33,7 @@ from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.target.pass_times import PassTimes, stored_times
+from dflash_mlx.verifier.pass_times import PassTimes, stored_times
 
 PROGRAM = "dflash_mlx.benchmark"
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
     check_outputs(arguments.prompts, arguments.json, arguments.plots)
     pair = cli.open_pair(arguments, *checked.values())
     methods, report = (
-        settle_all(methods, pair.means),
+        settle_all(methods, pair.capabilities),
         describe(pair, cli.read_pair_config(arguments)),
     )
     if (ranks := joined()) is not None:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import SequenceCache
 
 BEFORE = 4  # tokens in the caches
 REPEATS = 20  # the fastest counts
@@ -30,15 +30,15 @@ class HostCost(NamedTuple):
     launches: int
 
 
-def host_cost(target: Target, rows: int, taps: tuple[int, ...] = ()) -> HostCost:
-    """Of a pass over a chain of `rows`, down to the greedy choices, with features of `taps`."""
-    build, fork = passes_of(target, rows, taps)
+def host_cost(target: Target, rows: int, aux_layers: tuple[int, ...] = ()) -> HostCost:
+    """Of a pass over a chain of `rows`, down to the greedy choices, with these features."""
+    build, fork = passes_of(target, rows, aux_layers)
     build(fork())  # what is chosen or settled at the first pass of this shape
     return HostCost(fastest(build, fork), *nodes_of(*build(fork())))
 
 
 def passes_of(
-    target: Target, rows: int, taps: tuple[int, ...] = ()
+    target: Target, rows: int, aux_layers: tuple[int, ...] = ()
 ) -> tuple[Callable[[SequenceCache], list[mx.array]], Callable[[], SequenceCache]]:
     """What builds a pass, and what makes a cache to build it behind."""
     sequence = target.new_cache()
@@ -48,7 +48,7 @@ def passes_of(
     tokens = mx.zeros(rows, mx.int32)
 
     def build(behind: SequenceCache) -> list[mx.array]:
-        logits, features = target.forward(tokens, behind, Block(rows), taps)
+        logits, features = target.forward(tokens, behind, Block(rows), aux_layers)
         return [mx.argmax(logits, axis=-1), *([] if features is None else [features])]
 
     return build, sequence.fork
@@ -89,7 +89,7 @@ def by_method(
     for name, figures in methods.items():
         rows = max(1, round(figures["rows_per_round"]))
         if rows not in costs:
-            costs[rows] = host_cost(target, rows, target.taps if rows > 1 else ())
+            costs[rows] = host_cost(target, rows, target.aux_layers if rows > 1 else ())
         microseconds, nodes, launches = costs[rows]
         tokens = figures["mean_accepted"] or 1
         found[name] = {

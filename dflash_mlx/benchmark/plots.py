@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.benchmark.figures import Figures, groups
+from dflash_mlx.benchmark.method_stats import MethodStats, groups
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import AUTO
 from dflash_mlx.system.files import replacing
@@ -47,13 +47,13 @@ def draw_speed(report: dict[str, Any], file: Path) -> None:
     _draw(_speed(groups(report)), file)
 
 
-def draw_sweep(sweep: dict[str, Any], methods: dict[str, Figures], file: Path) -> None:
+def draw_sweep(sweep: dict[str, Any], methods: dict[str, MethodStats], file: Path) -> None:
     """Save tokens per round over the swept setting alone; DFlashError without matplotlib."""
     key, title = _TOKENS
     _draw({f"{title} over {sweep['setting']}": _swept(sweep["lines"], methods, key)}, file)
 
 
-def _speed(every: dict[str, dict[str, Figures]]) -> dict[str, Lines]:
+def _speed(every: dict[str, dict[str, MethodStats]]) -> dict[str, Lines]:
     return {title: _by_category(every, key) for key, title in (_SPEEDUP, _TOKENS)}
 
 
@@ -80,12 +80,12 @@ def _draw(panels: dict[str, Lines], file: Path) -> None:
         pyplot.close(figure)
 
 
-def _by_category(every: dict[str, dict[str, Figures]], key: str) -> Lines:
+def _by_category(every: dict[str, dict[str, MethodStats]], key: str) -> Lines:
     names = every["all"]
     return {name: (list(every), [each[name][key] for each in every.values()]) for name in names}
 
 
-def _committed(methods: dict[str, Figures]) -> Lines:
+def _committed(methods: dict[str, MethodStats]) -> Lines:
     counts = {name: figures["committed"] for name, figures in methods.items()}
     return {
         name: ([int(n) for n in found], [n / sum(found.values()) for n in found.values()])
@@ -93,7 +93,7 @@ def _committed(methods: dict[str, Figures]) -> Lines:
     }
 
 
-def _reliability(methods: dict[str, Figures], depth: str) -> Lines:
+def _reliability(methods: dict[str, MethodStats], depth: str) -> Lines:
     found = {
         name: f["reliability"][depth]["bins"] for name, f in methods.items() if f["reliability"]
     }
@@ -104,7 +104,7 @@ def _reliability(methods: dict[str, Figures], depth: str) -> Lines:
     return {**lines, "as often right as sure": ([0, 1], [0, 1])} if lines else {}
 
 
-def _swept(sweep: dict[str, dict[str, str]], methods: dict[str, Figures], key: str) -> Lines:
+def _swept(sweep: dict[str, dict[str, str]], methods: dict[str, MethodStats], key: str) -> Lines:
     """Methods without the setting, and `auto`, are level lines."""
     values = {name: figures[key] for name, figures in methods.items()}
     lines: Lines = {}

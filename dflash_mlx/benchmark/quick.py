@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from dflash_mlx.benchmark.figures import Figures, summarise
 from dflash_mlx.benchmark.measure import Run, run_all
+from dflash_mlx.benchmark.method_stats import MethodStats, summarise
 from dflash_mlx.benchmark.plots import draw_speed
 from dflash_mlx.benchmark.prompts import questions
 from dflash_mlx.benchmark.report import Report, describe, save, settings
@@ -17,7 +17,7 @@ from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import find_method, serving
-from dflash_mlx.engine.pair import Means, Pair
+from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.models.names import SHIPPED
 
 PROMPTS = SHIPPED / "prompts.jsonl"
@@ -49,8 +49,8 @@ def bench(
     those that the pair does not serve.
     """
     base = DecodeConfig(max_tokens=TOKENS, sampling=sampling.with_seed())
-    named = read_methods(",".join(methods or serving(pair.means)), base)
-    settled = settle_all(named, pair.means)
+    named = read_methods(",".join(methods or serving(pair.capabilities)), base)
+    settled = settle_all(named, pair.capabilities)
     asked = questions(pair.tokenizer, read_prompts(PROMPTS, None), (), (), pair.template)
     report = describe(pair, config)
     report["settings"] = {"prompts_file": PROMPTS.name, "limit": None}
@@ -66,9 +66,9 @@ def bench(
         yield step
 
 
-def what_pays(report: Report, means: Means) -> str:
-    """One sentence on the fastest method. means: of the pair, for its name."""
-    methods: dict[str, Figures] = report["methods"]
+def what_pays(report: Report, capabilities: Capabilities) -> str:
+    """One sentence on the fastest method. capabilities: of the pair, for its name."""
+    methods: dict[str, MethodStats] = report["methods"]
     best: str = max(methods, key=lambda name: methods[name]["speedup"])
     figures, plain = methods[best], methods[PLAIN]["tokens_per_second"]
     if best == PLAIN or figures["speedup"] < PAYS:
@@ -76,8 +76,8 @@ def what_pays(report: Report, means: Means) -> str:
             f"Drafts do not pay on this machine: nothing was more than {PAYS:.2f} times as fast "
             f"as plain decoding, which writes {plain:.1f} tokens a second"
         )
-    label = find_method(best.partition(":")[0]).called(means)
-    by_kind: dict[str, dict[str, Figures]] = report["categories"]
+    label = find_method(best.partition(":")[0]).called(capabilities)
+    by_kind: dict[str, dict[str, MethodStats]] = report["categories"]
     kinds = {kind: float(found[best]["speedup"]) for kind, found in by_kind.items()}
     most, least = (pick(kinds, key=lambda kind: kinds[kind]) for pick in (max, min))
     text = (

@@ -48,7 +48,7 @@ def race(pair: Pair, request: Request) -> Iterator[RaceStep | RaceResult]:
             "the method is none, so both sides would decode plainly", "choose another --method"
         )
     sampling = request.config.sampling.with_seed()
-    config = settle(replace(request.config, sampling=sampling), pair.means)
+    config = settle(replace(request.config, sampling=sampling), pair.capabilities)
     if draws_drafts(config):
         raise DFlashError(
             "answers drawn by rejection differ from plain ones, by design",

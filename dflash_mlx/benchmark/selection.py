@@ -10,7 +10,7 @@ from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import check_given, find_method, settle, takers
 from dflash_mlx.drafters.ngram import DEFAULT_SIZE
-from dflash_mlx.engine.pair import Means, Pair
+from dflash_mlx.engine.pair import Capabilities, Pair
 
 _SWITCHES = [
     f.name for f in fields(DecodeConfig) if isinstance(f.default, bool) and f.name != "recalibrate"
@@ -51,9 +51,11 @@ def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
     return methods
 
 
-def settle_all(methods: dict[str, DecodeConfig], means: Means) -> dict[str, DecodeConfig]:
+def settle_all(
+    methods: dict[str, DecodeConfig], capabilities: Capabilities
+) -> dict[str, DecodeConfig]:
     """`methods` as they are with a pair: what `auto` is there goes by its own name."""
-    settled = {name: settle(config, means) for name, config in methods.items()}
+    settled = {name: settle(config, capabilities) for name, config in methods.items()}
     return {
         ":".join([config.method, *name.split(":")[1:]]): config for name, config in settled.items()
     }

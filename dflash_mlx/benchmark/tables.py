@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_mlx.benchmark.figures import BINS, Figures, groups
 from dflash_mlx.benchmark.measure import TERMS
+from dflash_mlx.benchmark.method_stats import BINS, MethodStats, groups
 
 CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair, in its own report
 # What stands in a column, by its heading.
@@ -53,7 +53,7 @@ def _rows(report: dict[str, Any], columns: dict[str, str]) -> list[list[str]]:
     ]
 
 
-def _readable(figures: Figures) -> Figures:
+def _readable(figures: MethodStats) -> MethodStats:
     """With intervals in words, "" where there is none."""
     found: dict[str, list[float]] = figures.get("intervals", {})
     words = {name: f"[{ends[0]:.2f}, {ends[1]:.2f}]" for name, ends in found.items() if ends}
@@ -92,14 +92,14 @@ def _notes(report: dict[str, Any]) -> str:
     return "\n".join(notes)
 
 
-def _histogram(methods: dict[str, Figures]) -> str:
+def _histogram(methods: dict[str, MethodStats]) -> str:
     counts: dict[str, dict[str, int]] = {name: f["committed"] for name, f in methods.items()}
     tokens = max(map(list, counts.values()), key=len)
     rows = [[name, *(str(found.get(n, 0)) for n in tokens)] for name, found in counts.items()]
     return _table("Rounds by tokens committed", ["method", *tokens], rows)
 
 
-def _reliability(methods: dict[str, Figures]) -> str:
+def _reliability(methods: dict[str, MethodStats]) -> str:
     """Share of drafted tokens accepted after their parent, by the drafter's confidence."""
     rows = [
         [name, depth, *_bins(diagram)]
@@ -118,7 +118,7 @@ def _bins(diagram: dict[str, Any]) -> list[str]:
     return [*cells, f"{diagram['calibration_error']:.3f}"]
 
 
-def _merging(methods: dict[str, Figures]) -> str:
+def _merging(methods: dict[str, MethodStats]) -> str:
     rows = []
     for name, figures in methods.items():
         if (found := figures["merging"]) is not None:
@@ -131,7 +131,7 @@ def _merging(methods: dict[str, Figures]) -> str:
     return _table(title, header, rows)
 
 
-def _guard(methods: dict[str, Figures]) -> str:
+def _guard(methods: dict[str, MethodStats]) -> str:
     """What the near-tie guard did, where it did anything."""
     rows = []
     for name, figures in methods.items():

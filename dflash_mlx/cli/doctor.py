@@ -31,8 +31,8 @@ from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.report import check_named, lines
 from dflash_mlx.system.machine import describe_machine, describe_versions, model_of
-from dflash_mlx.target.pass_times import read_times
-from dflash_mlx.target.routing import kernel_choices, trial_verdicts
+from dflash_mlx.verifier.pass_times import read_times
+from dflash_mlx.verifier.routing import kernel_choices, trial_verdicts
 from kernels_metal.dispatch import Choice, Dispatch
 from kernels_metal.gpu import gpu_family
 from kernels_metal.sweep import Trial, error, trials

@@ -115,7 +115,7 @@ def open_pair(arguments: argparse.Namespace, *uses: DecodeConfig) -> Pair:
     notes = list(pair.notes)
     if pair.fallback and any(use.method == AUTO for use in uses):
         notes.append(f"{pair.fallback}; --drafter names a drafter")
-    notes += [why for use in uses if (why := why_auto(use, pair.means))]
+    notes += [why for use in uses if (why := why_auto(use, pair.capabilities))]
     for note in notes:
         say(note)
     return pair

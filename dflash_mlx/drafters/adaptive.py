@@ -32,8 +32,8 @@ from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, Proposal, Reason
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context, State
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.pass_times import PassTimes, forget_times, stored_times
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.pass_times import PassTimes, forget_times, stored_times
 
 _PLAIN = "plain decoding"
 _BLIND = 8  # rounds of plain decoding that follow each other without a look at their tokens
@@ -97,7 +97,7 @@ class Adaptive:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model, self._drafters = model, drafters
-        self.name, self.taps = model.name, model.taps
+        self.name, self.aux_layers = model.name, model.aux_layers
         self._scope, self.times, self.clock = scope, times, clock
         self.only_chains = scope.chains
         self.branching_cost: Seconds | None = times.branching if times.trees else None
@@ -124,12 +124,12 @@ class Adaptive:
         arms = [arm for arm in self.experience.arms if arm.name in self._drafters]
         first: dict[str, list[PassTimes]] = {arm.name: [] for arm in arms}
         second: list[PassTimes] = []
-        width = target.embedding()(mx.array([0])).shape[-1] * len(self.taps)
+        width = target.embedding()(mx.array([0])).shape[-1] * len(self.aux_layers)
         for before, context in zip((0, *_CONTEXTS), _CONTEXTS, strict=False):
             if before and context >= target.context_length:
                 break
             rows = context - before
-            features = mx.zeros((rows, width), target.dtype) if self.taps else None
+            features = mx.zeros((rows, width), target.dtype) if self.aux_layers else None
             state.context.append(mx.zeros(rows, mx.int32), features)
             for label, drafter in self._drafters.items():
                 begin = partial(self._begin, drafter, [state], MOST_NODES)
@@ -198,7 +198,7 @@ class Adaptive:
     def _begin(self, drafter: Drafter, states: Sequence[State], share: int) -> list[Proposal]:
         """What the drafter proposes, of two passes the first."""
         if isinstance(drafter, TwoPass):
-            return [*drafter.begin(states, [min(state.room, share) for state in states])]
+            return [*drafter.begin(states, [min(state.remaining, share) for state in states])]
         return drafter.propose(states, share * len(states))
 
     def _looked_up(
@@ -207,7 +207,7 @@ class Adaptive:
         """The proposals with n-gram continuations, where these are wanted and nothing was drawn."""
         found = []
         for draft, state in zip(drafts, states, strict=True):
-            most = min(state.room - 1, share - 1, MOST_LOOKED_UP)
+            most = min(state.remaining - 1, share - 1, MOST_LOOKED_UP)
             wanted = self._scope.looks_up and draft.q is None
             if wanted and (seen := lookup(state.tokens, most)).tokens:
                 tokens, constraint = seen.tokens, state.constraint

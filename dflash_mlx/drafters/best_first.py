@@ -37,8 +37,8 @@ class BestFirst(OneDraft):
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
         """Trees of up to `nodes` nodes, from one pass over all blocks."""
         asks = [
-            Ask(contexts_of(state)[0], state.anchor, min(self.block_size, room))
-            for state, room in zip(states, rooms, strict=True)
+            Ask(contexts_of(state)[0], state.anchor, min(self.block_size, remaining))
+            for state, remaining in zip(states, rooms, strict=True)
         ]
         found = iter(self._model.choices([ask for ask in asks if ask.rows > 1], self._width))
         return [

@@ -16,7 +16,7 @@ from dflash_mlx.drafters.experience import Arm, Experience, Instead
 from dflash_mlx.drafters.growth.reliability import Seconds, Sizes, reach
 from dflash_mlx.engine.drafter import Proposal, Reason
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes
 
 
 @dataclass(frozen=True)

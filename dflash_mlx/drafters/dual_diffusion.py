@@ -165,7 +165,7 @@ class DualDiffusion(TwoPass):
             check_block_size(size, model.block_size, f"{option}block_size")
         known = (model.block_size for model in self._ends)
         self._sizes = [size or most for size, most in zip(asked, known, strict=True)]
-        self.taps = tuple(sorted({tap for model in self._models for tap in model.taps}))
+        self.aux_layers = tuple(sorted({tap for model in self._models for tap in model.aux_layers}))
         self._levels, self._extends, self._growth = config.levels, config.extension, growth
 
     @property
@@ -175,33 +175,35 @@ class DualDiffusion(TwoPass):
 
     def new_context(self) -> DualContext:
         """Empty contexts for one sequence; a lone drafter needs only one."""
-        columns = tuple(tuple(self.taps.index(tap) for tap in model.taps) for model in self._models)
+        columns = tuple(
+            tuple(self.aux_layers.index(tap) for tap in model.aux_layers) for model in self._models
+        )
         contexts = tuple(model.new_context() for model in self._models)
-        return DualContext(contexts, columns, len(self.taps))
+        return DualContext(contexts, columns, len(self.aux_layers))
 
     def first_pass(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
         """First drafts of all, in one pass; roots alone where there is room for no more."""
         asks = [
-            Ask(contexts_of(state)[0], state.anchor, min(self._sizes[0], room))
-            for state, room in zip(states, rooms, strict=True)
-            if room > 1
+            Ask(contexts_of(state)[0], state.anchor, min(self._sizes[0], remaining))
+            for state, remaining in zip(states, rooms, strict=True)
+            if remaining > 1
         ]
         found = iter(self._ends[0].choices(asks, TOP_K))
         return [
-            self._begun(next(found)[0], room) if room > 1 else FirstDraft(Tree.chain())
-            for room in rooms
+            self._begun(next(found)[0], remaining) if remaining > 1 else FirstDraft(Tree.chain())
+            for remaining in rooms
         ]
 
-    def _begun(self, choices: Choices, room: int) -> FirstDraft:
-        tree, branches = self._growth.tree(choices, {}), self._prefixes(choices, {}, room)
-        return FirstDraft(tree, room=room, choices=choices, branches=branches)
+    def _begun(self, choices: Choices, remaining: int) -> FirstDraft:
+        tree, branches = self._growth.tree(choices, {}), self._prefixes(choices, {}, remaining)
+        return FirstDraft(tree, remaining=remaining, choices=choices, branches=branches)
 
-    def _prefixes(self, first: Choices, second: Drafts, room: int) -> dict[Path, float]:
-        ahead, behind = (min(size, room) for size in self._sizes)
+    def _prefixes(self, first: Choices, second: Drafts, remaining: int) -> dict[Path, float]:
+        ahead, behind = (min(size, remaining) for size in self._sizes)
         if len(self._models) == 1 and ahead == behind:
             second = {(): first, **second}  # the same pass again would say the same
         rows = self._sizes[1] if self._extends else min(self._sizes)
-        return self._growth.prefixes(first, second, min(rows, room) - 2)
+        return self._growth.prefixes(first, second, min(rows, remaining) - 2)
 
     def second_pass(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
@@ -227,7 +229,7 @@ class DualDiffusion(TwoPass):
         for level in range(self._levels - 1):
             if level:
                 chosen = [
-                    [*legal(self._prefixes(draft.choices, second, draft.room), state)]
+                    [*legal(self._prefixes(draft.choices, second, draft.remaining), state)]
                     if draft.choices and second
                     else []
                     for draft, second, state in zip(drafts, known, states, strict=True)
@@ -239,7 +241,7 @@ class DualDiffusion(TwoPass):
         return known
 
     def _ask(self, state: State, draft: FirstDraft, prefixes: list[Path]) -> Ask:
-        rows = min(self._sizes[1], draft.room)
+        rows = min(self._sizes[1], draft.remaining)
         return Ask(contexts_of(state)[-1], state.anchor, rows, prefixes)
 
 

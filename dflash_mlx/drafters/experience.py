@@ -14,7 +14,7 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.reliability import Reliability, Sizes
 from dflash_mlx.drafters.two_pass import FirstDraft
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes
 
 _MEMORY = 24  # rounds that an average remembers
 _TRUST = 2.0  # rounds that the first guess weighs as much as

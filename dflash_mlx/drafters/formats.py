@@ -16,7 +16,7 @@ from dflash_mlx.core.findings import Finding
 from dflash_mlx.drafters.networks.tensors import DrafterFolder
 from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.system.safetensors_header import TensorHeader
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 
 CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
 
@@ -30,7 +30,7 @@ class FileFormat(Protocol):
     def parse_config(self, raw: Any, source: str, names: Collection[str] = (), /) -> Any:
         """The configuration in a config.json; DFlashError. names: of the tensors beside it.
 
-        It has block_size, the anchor included; vocab_size, its target's; taps, target layers
+        It has block_size, the anchor included; vocab_size, its target's; aux_layers, target layers
         (0-based) that are read, None for `usual_taps`;
         quantization, None or with `bits`; notes, what reading had to assume.
         """
@@ -90,11 +90,11 @@ def usual_taps(layers: int) -> tuple[int, int, int]:
     return 1, layers // 2 - 1, layers - 4
 
 
-def increase(taps: Sequence[int]) -> bool:
+def increase(aux_layers: Sequence[int]) -> bool:
     """Whether no layer is read twice or out of order."""
-    return all(low < high for low, high in pairwise(taps))
+    return all(low < high for low, high in pairwise(aux_layers))
 
 
-def taps_of(config: Any, layers: int) -> tuple[int, ...]:
+def aux_layers_of(config: Any, layers: int) -> tuple[int, ...]:
     """The layers that a drafter with this configuration reads of such a target."""
-    return usual_taps(layers) if config.taps is None else config.taps
+    return usual_taps(layers) if config.aux_layers is None else config.aux_layers

@@ -11,7 +11,7 @@ from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import FIRST, SECOND
 from dflash_mlx.engine.constraint import FORCED
 from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.pair import Means, Pair
+from dflash_mlx.engine.pair import Capabilities, Pair
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Method:
     preference: int = 0
     is_control: bool = False
 
-    def called(self, means: Means) -> str:
+    def called(self, capabilities: Capabilities) -> str:
         """The label with what a pair can draft with."""
-        lone = self.lone_label and means.count(self.family) == 1
+        lone = self.lone_label and capabilities.count(self.family) == 1
         return self.lone_label if lone else self.label
 
 

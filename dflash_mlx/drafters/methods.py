@@ -21,7 +21,7 @@ from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.method import GRAMMAR, Method, TokenSource, check_block_size
 from dflash_mlx.drafters.specdiff import method as specdiff
 from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.pair import Means, Pair
+from dflash_mlx.engine.pair import Capabilities, Pair
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -124,19 +124,19 @@ def _offered(setting: str) -> list[str]:
     return [name for name in takers(setting) if not METHODS[name].is_control]
 
 
-def settle(config: DecodeConfig, means: Means) -> DecodeConfig:
+def settle(config: DecodeConfig, capabilities: Capabilities) -> DecodeConfig:
     """`config` with a method in place of `auto`."""
-    method = _auto(config, means) if config.method == AUTO else find_method(config.method)
+    method = _auto(config, capabilities) if config.method == AUTO else find_method(config.method)
     return replace(config, method=method.name)
 
 
-def _auto(config: DecodeConfig, means: Means) -> Method:
+def _auto(config: DecodeConfig, capabilities: Capabilities) -> Method:
     """What the pair serves; of these, the one that a given setting belongs to; then the advice.
 
     Settings of several methods of a family choose none, and of several families that which `auto`
     prefers. One whose method cannot be had changes nothing.
     """
-    serving = [method for method in METHODS.values() if _serves(method, means)]
+    serving = [method for method in METHODS.values() if _serves(method, capabilities)]
     if config.acceptance == "reject" and config.sampling.temperature > 0:
         serving = [method for method in serving if method.draws] or serving
     for setting in given(config):
@@ -146,28 +146,28 @@ def _auto(config: DecodeConfig, means: Means) -> Method:
         if len(owners) == 1 and setting != "acceptance":
             serving = owners
     serving.sort(key=lambda method: -method.preference)
-    advised = [method for method in serving if method.name == means.advice.method]
-    full = [method for method in serving if method.best_with <= means.count(method.family)]
+    advised = [method for method in serving if method.name == capabilities.preset.method]
+    full = [method for method in serving if method.best_with <= capabilities.count(method.family)]
     return (advised or full or serving)[0]
 
 
-def _serves(method: Method, means: Means) -> bool:
+def _serves(method: Method, capabilities: Capabilities) -> bool:
     """Whether `auto` may be this method with such a pair."""
-    drafted = not method.family or means.count(method.family) > 0
-    return method.preference > 0 and drafted and (means.trees or not method.needs_trees)
+    drafted = not method.family or capabilities.count(method.family) > 0
+    return method.preference > 0 and drafted and (capabilities.trees or not method.needs_trees)
 
 
-def serving(means: Means) -> tuple[str, ...]:
+def serving(capabilities: Capabilities) -> tuple[str, ...]:
     """The methods that draft and that such a pair serves."""
-    return tuple(name for name, method in METHODS.items() if _serves(method, means))
+    return tuple(name for name, method in METHODS.items() if _serves(method, capabilities))
 
 
-def why_auto(config: DecodeConfig, means: Means) -> str:
+def why_auto(config: DecodeConfig, capabilities: Capabilities) -> str:
     """Which options chose what `auto` is, "" where they did not."""
     if config.method != AUTO or not (named := given(config)):
         return ""
     plain = DecodeConfig(sampling=config.sampling)
-    chosen, usual = _auto(config, means).name, _auto(plain, means).name
+    chosen, usual = _auto(config, capabilities).name, _auto(plain, capabilities).name
     asked = ", ".join("--" + name.replace("_", "-") for name in named)
     return "" if chosen == usual else f"auto is {chosen} here, for {asked}"
 
@@ -200,21 +200,24 @@ def drafting_of(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | No
 
 
 def check_uses(
-    uses: Sequence[DecodeConfig], block_sizes: Sequence[int], means: Means, missing: str
+    uses: Sequence[DecodeConfig],
+    block_sizes: Sequence[int],
+    capabilities: Capabilities,
+    missing: str,
 ) -> None:
     """Raise DFlashError for uses that need a draft model, or other blocks than there are.
 
     block_sizes: of the draft models in `means`. missing: why there is none.
     """
     for use in uses:
-        method = find_method(settle(use, means).method)
-        if needs_drafter(use.method) and not means.count(method.family):
-            known = ", ".join(dict.fromkeys(f for f in means.families if f))
+        method = find_method(settle(use, capabilities).method)
+        if needs_drafter(use.method) and not capabilities.count(method.family):
+            known = ", ".join(dict.fromkeys(f for f in capabilities.families if f))
             problem = f"{method.name} needs a drafter of its own family, and this one is of {known}"
             raise DFlashError(
                 problem if known else missing, "name one with --drafter, or use --method none"
             )
-        sizes = zip(means.families, block_sizes, strict=True)
+        sizes = zip(capabilities.families, block_sizes, strict=True)
         fitting = [most for family, most in sizes if family == method.family]
         options = ("block_size", "second_block_size")[: method.best_with]
         for option, most in zip(options, fitting, strict=False):
@@ -223,7 +226,7 @@ def check_uses(
 
 def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:
     """The drafter of `config.method`; DFlashError when the pair has none that fits."""
-    config = settle(config, pair.means)
+    config = settle(config, pair.capabilities)
     method = find_method(config.method)
     if method.needs_trees:
         pair.target.check_trees()

@@ -24,7 +24,7 @@ class NGram(EachAlone):
     """
 
     name = "ngram"
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     rounds_ahead = 0
 
     def __init__(self, block_size: int = DEFAULT_SIZE) -> None:
@@ -34,9 +34,11 @@ class NGram(EachAlone):
         """Prompt and answer are in the state already."""
         return NoContext()
 
-    def draft(self, state: State, room: int) -> Proposal:
+    def draft(self, state: State, remaining: int) -> Proposal:
         """A chain of up to min(block_size, room) nodes, the anchor alone where nothing matches."""
-        return Proposal(Tree.chain(lookup(state.tokens, min(self.block_size, room) - 1).tokens))
+        return Proposal(
+            Tree.chain(lookup(state.tokens, min(self.block_size, remaining) - 1).tokens)
+        )
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:

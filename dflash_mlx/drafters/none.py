@@ -12,7 +12,7 @@ from dflash_mlx.drafters.method import Method
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Kind, State
-from dflash_mlx.target.saved import Saved
+from dflash_mlx.verifier.saved import Saved
 
 
 class NoContext:
@@ -63,14 +63,14 @@ class NoDraft(EachAlone):
     """
 
     name = PLAIN
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     rounds_ahead = 1
 
     def new_context(self) -> NoContext:
         """No context."""
         return NoContext()
 
-    def draft(self, state: State, room: int) -> Proposal:
+    def draft(self, state: State, remaining: int) -> Proposal:
         """The anchor alone."""
         return Proposal(Tree.chain())
 

@@ -45,16 +45,16 @@ class OneDraft(EachAlone):
     def __init__(self, model: BlockModel, block_size: int | None = None) -> None:
         check_block_size(block_size, model.block_size)
         self.block_size = block_size or model.block_size
-        self.taps = model.taps
+        self.aux_layers = model.aux_layers
         self._model = model
 
     def new_context(self) -> FeatureContext:
         """An empty context for one sequence."""
         return self._model.new_context()
 
-    def draft(self, state: State, room: int) -> Proposal:
-        """A tree no deeper than the block and `room` allow; its root alone where that is 1."""
-        rows = min(self.block_size, room)
+    def draft(self, state: State, remaining: int) -> Proposal:
+        """A tree no deeper than the block and `remaining` allow; its root alone where that is 1."""
+        rows = min(self.block_size, remaining)
         if rows == 1:
             return Proposal(Tree.chain())
         return self.draft_block(state, contexts_of(state)[0], rows)

@@ -20,7 +20,7 @@ class FirstDraft(Proposal):
     the posterior of being accepted exactly so far.
     """
 
-    room: int = 1
+    remaining: int = 1
     choices: Choices | None = None
     branches: Mapping[Path, float] = field(default_factory=dict)
 
@@ -28,9 +28,9 @@ class FirstDraft(Proposal):
 class TwoPass(EachAlone):
     """A drafter that makes both passes, or goes on behind the first only where it is asked to."""
 
-    def draft(self, state: State, room: int) -> Proposal:
+    def draft(self, state: State, remaining: int) -> Proposal:
         """As `draft_all`, for one sequence."""
-        return self.draft_all([state], [room])[0]
+        return self.draft_all([state], [remaining])[0]
 
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
         """The trees of both passes, no deeper than `rooms` allow."""

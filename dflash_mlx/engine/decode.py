@@ -9,13 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.engine.acceptance import (
+    AcceptanceRule,
+    KeepLogits,
+    RejectionSampling,
+    TargetSampling,
+)
 from dflash_mlx.engine.constraint import Constraint, MaskedSampler
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
-from dflash_mlx.engine.rules import Match, Reject, Rule, WithLogits
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Round, Running, alone, step
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 
 
 def answer(
@@ -80,7 +85,7 @@ def decode(
 
 def make_rule(
     target: Target, state: State, sampler: Sampler, config: DecodeConfig, company: bool = False
-) -> Rule:
+) -> AcceptanceRule:
     """The acceptance rule that the settings ask for, for one answer, under its constraint.
 
     company: whether others may be in its passes; then plain decoding has ties to decide, too.
@@ -88,16 +93,16 @@ def make_rule(
     if state.constraint is not None:
         sampler = MaskedSampler(sampler, state.constraint)
     if config.guarded or (config.exact and company):
-        rule: Rule = NearTieGuard(target, state, sampler, noise_of(target))
+        rule: AcceptanceRule = NearTieGuard(target, state, sampler, noise_of(target))
     else:
-        rule = Reject(sampler) if config.draws_drafts else Match(sampler)
-    return WithLogits(rule) if config.logprobs else rule
+        rule = RejectionSampling(sampler) if config.draws_drafts else TargetSampling(sampler)
+    return KeepLogits(rule) if config.logprobs else rule
 
 
 def _rounds(target: Target, running: Running, observer: Observer) -> Iterator[Round]:
     """The loop itself; the first round takes no pass."""
     state = running.state
-    while not state.has_begun or state.room > 0:
+    while not state.has_begun or state.remaining > 0:
         round_ = alone(step(target, [running], observer))
         assert round_ is not None  # the prompt is read
         yield round_

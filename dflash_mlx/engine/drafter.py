@@ -90,7 +90,7 @@ class Drafter(Protocol):
         """As in `--method`."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Target layers whose output it reads, () for none."""
 
     @property
@@ -106,8 +106,8 @@ class Drafter(Protocol):
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
         """A tree for each sequence, behind its anchor.
 
-        The paths of a tree have at most `state.room` nodes. budget: rows that all trees may have
-        together, at least one for each.
+        The paths of a tree have at most `state.remaining` nodes. budget: rows that all trees may
+        have together, at least one for each.
         """
 
 
@@ -127,7 +127,7 @@ class EachAlone(ABC):
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
         """As `Drafter` has it."""
         share = budget // len(states)
-        drafts = self.draft_all(states, [min(state.room, share) for state in states])
+        drafts = self.draft_all(states, [min(state.remaining, share) for state in states])
         cut = [  # what is cut is matched: its q may be another's
             draft if len(draft.tree) <= share else Proposal(draft.tree.prune(range(share)))
             for draft in drafts
@@ -136,8 +136,10 @@ class EachAlone(ABC):
 
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
         """As `draft`, one after the other; or all at once, by drafters that can."""
-        return [self.draft(state, room) for state, room in zip(states, rooms, strict=True)]
+        return [
+            self.draft(state, remaining) for state, remaining in zip(states, rooms, strict=True)
+        ]
 
     @abstractmethod
-    def draft(self, state: State, room: int) -> Proposal:
-        """A tree whose paths have 1 to `room` nodes, the root included."""
+    def draft(self, state: State, remaining: int) -> Proposal:
+        """A tree whose paths have 1 to `remaining` nodes, the root included."""

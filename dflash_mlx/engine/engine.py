@@ -13,14 +13,14 @@ import mlx.core as mx
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
+from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.origin import Origin
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Outcome, Running, step
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.cache import STEP
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import STEP
+from dflash_mlx.verifier.model import Target
 
 LONGEST = 1.75  # times a step without prompts that one with a chunk of a prompt may take
 _LEAST_CHUNK, _UNTIMED_CHUNK = 8, 64  # rows
@@ -94,7 +94,7 @@ class Engine:
         Those that failed, or have no room for more tokens, are no longer running.
         """
         self._admit()
-        self._share_chunks()
+        self._schedule_prefill()
         running = [each for each in self.running if each.allowed or not each.is_reading]
         outcomes = list(zip(running, step(self.target, running, self._observer), strict=True))
         trees = [o.proposal.tree for _, o in outcomes if o and not isinstance(o, Exception)]
@@ -102,7 +102,7 @@ class Engine:
         for each, outcome in outcomes:
             if isinstance(outcome, Exception):
                 self._remove(each)  # nobody knows what it left behind
-            elif each.state.has_begun and each.state.room <= 0:
+            elif each.state.has_begun and each.state.remaining <= 0:
                 self.cancel(each)
         self._make_room()
         return outcomes
@@ -118,7 +118,7 @@ class Engine:
             state, sizes = State(self.target.new_cache(), drafter.new_context()), []
             for rows in (STEP, STEP):
                 ids = mx.zeros(rows, mx.int32)
-                _, features = self.target.forward(ids, state.cache, Block(rows), drafter.taps)
+                _, features = self.target.forward(ids, state.cache, Block(rows), drafter.aux_layers)
                 state.cache.commit(range(rows))
                 state.context.append(ids, features)
                 sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
@@ -141,18 +141,18 @@ class Engine:
             return True
         if sequence.state.position:  # whoever made it has read that
             return True
-        origin = Origin.of(self.target, sequence.drafter, sequence.state)
+        cache_key = CacheKey.of(self.target, sequence.drafter, sequence.state)
         alike = [
             each
             for each in older
-            if not each.exact and Origin.of(self.target, each.drafter, each.state) == origin
+            if not each.exact and CacheKey.of(self.target, each.drafter, each.state) == cache_key
         ]
         recurrent = sequence.state.cache.is_recurrent  # whose ways back are few
         if not recurrent and any(_reads_for(each, sequence.prompt) for each in alike):
             return False
-        shared = [e.state for e in alike if e.state.usable(sequence.prompt) >= _WORTH_SHARING]
+        shared = [e.state for e in alike if e.state.match_length(sequence.prompt) >= _WORTH_SHARING]
         found = self.prefixes.take(sequence.prompt, self.target, sequence.drafter, shared)
-        sequence.go_on_from(found)
+        sequence.restore_from(found)
         return True
 
     def _give_way(self) -> None:
@@ -166,7 +166,7 @@ class Engine:
             return now
         return max(now, sequence.took, self.bytes_of(sequence.drafter, len(sequence.prompt) + 1))
 
-    def _share_chunks(self) -> None:
+    def _schedule_prefill(self) -> None:
         """Let prompts ride along, the oldest first, as far as the others' answers can bear it."""
         decoding = [each for each in self.running if not each.is_reading]
         left = None if decoding and self.fair else sys.maxsize

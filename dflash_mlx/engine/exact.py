@@ -19,12 +19,12 @@ import mlx.core as mx
 from dflash_mlx.core.accept import Accepted, NearTies, accept
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.engine.rules import Match
+from dflash_mlx.engine.acceptance import TargetSampling
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import SequenceCache
 
 SAFETY = 2.0  # times the largest difference that was measured
 _TOKENS = 32  # of the prompt and of the answer that are measured
@@ -103,9 +103,9 @@ def _wide_passes(
     pass is committed.
     """
     at, last, number = 0, len(answer) - 1, 0
-    room = target.context_length - cache.length - last
+    remaining = target.context_length - cache.length - last
     while at < last:
-        width = min(_WIDTHS[number % len(_WIDTHS)], room)
+        width = min(_WIDTHS[number % len(_WIDTHS)], remaining)
         kept = min(max(1, width // 4), last - at)
         rows = [*answer[at : at + kept], *range(width - kept)]
         logits, _ = target.forward(mx.array(rows), cache, _block(target, kept, width))
@@ -148,11 +148,11 @@ class NearTieGuard:
     def __init__(self, target: Target, state: State, sampler: Sampler, noise: Noise) -> None:
         self.target, self.sampler, self.noise = target, sampler, noise
         self._twin = state.cache.fork()  # written by one-row passes alone since the prompt
-        self._match = Match(sampler)
+        self._match = TargetSampling(sampler)
         self._plain_rows = state.position
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
-        """As `Match`, with every near-tie decided as plain decoding decides it."""
+        """As `TargetSampling`, with every near-tie decided as plain decoding decides it."""
         untouched = state.position == self._plain_rows
         if untouched and verdict.is_plain:
             self._plain_rows += state.anchor.size  # none behind the prompt, which is committed

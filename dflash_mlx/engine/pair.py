@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.state import Context
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 
 _T = TypeVar("_T")
 
@@ -30,7 +30,7 @@ class DraftModel(Protocol):
         """The largest block that it was trained for, the anchor included."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Target layers (0-based) whose output it reads."""
 
     @property
@@ -51,7 +51,7 @@ class DraftModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Advice:
+class Preset:
     """How a pair is best used.
 
     method: what `auto` means, itself where that is open. template: arguments of the chat template,
@@ -63,16 +63,16 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Means:
+class Capabilities:
     """What a pair can draft with.
 
     families: of its draft models, None where it is not known yet. trees: whether the target can
-    verify them. advice: the registry's.
+    verify them. preset: the registry's.
     """
 
     families: tuple[str | None, ...] = ()
     trees: bool = True
-    advice: Advice = Advice()
+    preset: Preset = Preset()
 
     def count(self, family: str) -> int:
         """How many draft models are, or may be, of this family."""
@@ -86,7 +86,7 @@ class Pair:
     tokenizer: mlx-lm's TokenizerWrapper. drafters: D2SD's variable-prefix drafter is the second.
     drafter_name: where the first came from. drafter_names: where all came from, and those that
     `further` would load. undrafted: why there is none, where none was found.
-    advice: how the pair is best used. notes: what loading had to change, a sentence each.
+    preset: how the pair is best used. notes: what loading had to change, a sentence each.
     template: arguments of the chat template. further: loads the known drafters of a family that is
     not loaded, see `of`. learned: what sessions have learned about drafting; `recall` reads it.
     """
@@ -96,7 +96,7 @@ class Pair:
     drafters: tuple[DraftModel, ...] = ()
     drafter_name: str | None = None
     undrafted: str = ""
-    advice: Advice = Advice()
+    preset: Preset = Preset()
     notes: tuple[str, ...] = ()
     template: Mapping[str, Any] = field(default_factory=dict)
     further: Callable[[str], list[DraftModel]] = field(default=lambda _: [], repr=False)
@@ -109,10 +109,10 @@ class Pair:
         return f"{self.undrafted}, so drafts are n-gram lookups" if self.undrafted else ""
 
     @cached_property
-    def means(self) -> Means:
+    def capabilities(self) -> Capabilities:
         """What there is to draft with."""
         families = tuple(model.family for model in self.drafters)
-        return Means(families, self.target.takes_trees, self.advice)
+        return Capabilities(families, self.target.takes_trees, self.preset)
 
     def of(self, family: str, method: str = "") -> list[DraftModel]:
         """The draft models of a family, at least one; one that is known is loaded when asked for.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
 
 
 @dataclass(frozen=True)

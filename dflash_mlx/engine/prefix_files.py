@@ -21,7 +21,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.engine.origin import Origin
+from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.state import State
 from dflash_mlx.system.files import remove_abandoned, replace_safetensors
 from dflash_mlx.system.machine import describe_versions
@@ -46,7 +46,7 @@ class PrefixFiles:
     def __init__(self, folder: Path, limit: int, worth: int = WORTH) -> None:
         self.folder, self.limit, self.worth, self.problem = folder, limit, worth, ""
         self._known: dict[str, Ids] = {}  # the tokens of files by their names
-        self._keys: dict[Origin, str] = {}
+        self._keys: dict[CacheKey, str] = {}
         self._versions = json.dumps(describe_versions())
         with suppress(OSError):
             remove_abandoned(folder)
@@ -54,32 +54,32 @@ class PrefixFiles:
             self._check_versions(file)
 
     def find(
-        self, origin: Origin, prompt: Sequence[int], least: int, empty: Callable[[], State]
+        self, cache_key: CacheKey, prompt: Sequence[int], least: int, empty: Callable[[], State]
     ) -> State | None:
         """A state that can go on with more than `least` tokens of `prompt`; None for none.
 
         empty: makes one to read into. A file that is not whole, or not what its name says, goes.
         """
-        ids, key = np.array(prompt[:-1], np.int32), self._key(origin)
+        ids, key = np.array(prompt[:-1], np.int32), self._key(cache_key)
         known = [(file, _shared(self._known[file.name], ids)) for file in self._of(key)]
         for file, shared in sorted(known, key=lambda pair: -pair[1]):
             if shared < least + self.worth:
                 return None
             state = empty()
             try:
-                if self._read(file, key, state, lambda state: state.usable(prompt) > least):
+                if self._read(file, key, state, lambda state: state.match_length(prompt) > least):
                     os.utime(file)
                     return state
             except _DAMAGED:
                 self._remove(file)
         return None
 
-    def write(self, origin: Origin, state: State) -> bool:
+    def write(self, cache_key: CacheKey, state: State) -> bool:
         """Keep a state in place of those that it covers; whether it is there now."""
         if state.position < self.worth:
             return False
         try:
-            return self._write(origin, state)
+            return self._write(cache_key, state)
         except (OSError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or error
             self._refuse(f"{self.folder} cannot be written ({reason})")
@@ -90,7 +90,7 @@ class PrefixFiles:
         for file in self._files():
             self._remove(file)
 
-    def _write(self, origin: Origin, state: State) -> bool:
+    def _write(self, cache_key: CacheKey, state: State) -> bool:
         arrays, about = state.saved()
         size = sum(array.nbytes for array in arrays)
         if size > self.limit:
@@ -100,10 +100,10 @@ class PrefixFiles:
         if shutil.disk_usage(self.folder).free < size + SPARE:
             self._refuse(f"the disk of {self.folder} is nearly full")
             return False
-        key, tokens = self._key(origin), np.array(arrays[0])
+        key, tokens = self._key(cache_key), np.array(arrays[0])
         named = {str(i): array for i, array in enumerate(arrays)}
         metadata = {
-            "model": origin.target.name,
+            "model": cache_key.target.name,
             "versions": self._versions,
             "key": key,
             "about": json.dumps(about),
@@ -148,10 +148,10 @@ class PrefixFiles:
             except _DAMAGED:
                 self._remove(file)
 
-    def _key(self, origin: Origin) -> str:
-        if origin not in self._keys:
-            self._keys[origin] = origin.fingerprint()
-        return self._keys[origin]
+    def _key(self, cache_key: CacheKey) -> str:
+        if cache_key not in self._keys:
+            self._keys[cache_key] = cache_key.fingerprint()
+        return self._keys[cache_key]
 
     def _check_versions(self, file: Path) -> None:
         """Remove what another version has written; it cannot be of use again."""

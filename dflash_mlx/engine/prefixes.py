@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.origin import Origin
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 
 
 @dataclass
 class _Entry:
     """A state that nobody writes to."""
 
-    origin: Origin
+    cache_key: CacheKey
     state: State
     nbytes: int
     on_disk: bool = False
@@ -26,7 +26,7 @@ class _Entry:
     def covers(self, other: _Entry) -> bool:
         """Whether whatever could go on from the other can go on from this as well."""
         end = other.state.position
-        begins = self.origin == other.origin and end <= self.state.position
+        begins = self.cache_key == other.cache_key and end <= self.state.position
         if not begins or self.state.tokens[:end] != other.state.tokens[:end]:
             return False
         return self.state.nearest(end) == end
@@ -71,17 +71,17 @@ class PrefixCache:
         def empty() -> State:
             return State(target.new_cache(), drafter.new_context())
 
-        origin = Origin.of(target, drafter, state := empty())
-        best, length = self._best(origin, prompt)
-        source = max(running, key=lambda each: each.usable(prompt), default=state)
-        if source.usable(prompt) > length:
+        cache_key = CacheKey.of(target, drafter, state := empty())
+        best, length = self._best(cache_key, prompt)
+        source = max(running, key=lambda each: each.match_length(prompt), default=state)
+        if source.match_length(prompt) > length:
             mx.eval(source.cache.arrays, source.context.arrays)
             return source.fork()
         found = None
         if self.files is not None:
-            found = self.files.find(origin, prompt, length, empty)
+            found = self.files.find(cache_key, prompt, length, empty)
         if found is not None:
-            best, length = _Entry(origin, found, found.nbytes, True), found.usable(prompt)
+            best, length = _Entry(cache_key, found, found.nbytes, True), found.match_length(prompt)
         if best is None:
             self._shrink(self.limit)
             return state
@@ -101,7 +101,7 @@ class PrefixCache:
             return
         mx.eval(state.cache.arrays, state.context.arrays)
         kept = state.fork()
-        new = _Entry(Origin.of(target, drafter, kept), kept, kept.nbytes)
+        new = _Entry(CacheKey.of(target, drafter, kept), kept, kept.nbytes)
         if (known := next((old for old in self._entries if old.covers(new)), None)) is not None:
             new = known
         self._entries = [old for old in self._entries if not new.covers(old)]
@@ -123,11 +123,11 @@ class PrefixCache:
         if self.files is not None:
             self.files.clear()
 
-    def _best(self, origin: Origin, prompt: Sequence[int]) -> tuple[_Entry | None, int]:
+    def _best(self, cache_key: CacheKey, prompt: Sequence[int]) -> tuple[_Entry | None, int]:
         """The entry with the longest usable prefix, of several the last used, and its length."""
         best, most = None, 0
         for entry in reversed(self._entries):
-            if entry.origin == origin and (length := entry.state.usable(prompt)) > most:
+            if entry.cache_key == cache_key and (length := entry.state.match_length(prompt)) > most:
                 best, most = entry, length
         return best, most
 
@@ -138,4 +138,4 @@ class PrefixCache:
 
     def _save(self, entry: _Entry) -> None:
         if self.files is not None and not entry.on_disk:
-            entry.on_disk = self.files.write(entry.origin, entry.state)
+            entry.on_disk = self.files.write(entry.cache_key, entry.state)

@@ -12,8 +12,8 @@ import mlx.nn as nn
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import rows_on
 from dflash_mlx.engine.constraint import Constraint
-from dflash_mlx.target.saved import Saved, join, split
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.verifier.saved import Saved, join, split
+from dflash_mlx.verifier.sequence import SequenceCache
 
 Kind = tuple[tuple[nn.Module, ...], Hashable]  # networks, and settings of what they keep
 
@@ -30,9 +30,9 @@ class Context(Protocol):
         """What has to be evaluated for it to be up to date."""
 
     def append(self, tokens: mx.array, features: mx.array | None) -> None:
-        """Take in the next n committed tokens [n], and what the target's tapped layers say of them.
+        """Take in the next n committed tokens [n] and their auxiliary hidden states.
 
-        features: [n, m*d], None for a drafter that taps no layer. Either may be unevaluated.
+        features: [n, m*d], None for a drafter that reads none. Either may be unevaluated.
         """
 
     def refill_from(self, length: int) -> int:
@@ -87,7 +87,7 @@ class State:
         self.anchor = self.opening = mx.array([], dtype=mx.int32)
         self._tokens, self._unread = [], []
 
-    def go_on_from(self, other: State) -> None:
+    def restore_from(self, other: State) -> None:
         """Take over what another holds, which is then of no more use; `end` stays."""
         self.restart(other.cache, other.context)
         self._tokens = other.tokens
@@ -103,7 +103,7 @@ class State:
         return self.anchor.size > 0
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         """Tokens that this answer may still have."""
         return self.end - self.position
 
@@ -175,7 +175,7 @@ class State:
         self.trim(min(self.shared(prompt), self.context.length))
         return self.position
 
-    def usable(self, prompt: Sequence[int]) -> int:
+    def match_length(self, prompt: Sequence[int]) -> int:
         """What `reuse` would return."""
         return self.nearest(min(self.shared(prompt), self.context.length))
 

@@ -15,17 +15,17 @@ import mlx.core as mx
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.engine.acceptance import AcceptanceRule
 from dflash_mlx.engine.drafter import Drafter, Proposal
-from dflash_mlx.engine.rules import Rule
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.forest import Rows
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.routing import Kernels
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.forest import Rows
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.routing import Kernels
 
 T = TypeVar("T")
-Found = tuple[mx.array, mx.array | None]  # logits, and what the drafter taps
+Found = tuple[mx.array, mx.array | None]  # logits, and what the drafter reads
 
 NO_LIMIT = sys.maxsize  # rows of a step: what pays is the drafter's to say
 _FORCED = (
@@ -58,8 +58,8 @@ class Running:
     drafter: Drafter
     prompt: Sequence[int] = ()
     chunk: int = sys.maxsize
-    rule: Rule | None = None
-    make_rule: Callable[[], Rule] | None = None
+    rule: AcceptanceRule | None = None
+    make_rule: Callable[[], AcceptanceRule] | None = None
     allowed: int = sys.maxsize
     exact: bool = False
     reused: int = 0
@@ -85,10 +85,10 @@ class Running:
         tail = last - min(rows + 1, chunk) if rows else last
         return list(self.prompt[first : tail if first < tail < end else end])
 
-    def go_on_from(self, other: State) -> None:
+    def restore_from(self, other: State) -> None:
         """Reuse what another sequence has read; `other` is then of no more use."""
         self.has_looked, length = True, other.reuse(self.prompt)
-        self.state.go_on_from(other)
+        self.state.restore_from(other)
         if self._left_at is None:
             self.reused = length
 
@@ -266,7 +266,7 @@ def _certain(state: State) -> Proposal | None:
     """
     if state.constraint is None:
         return None
-    tree = state.constraint.certain(state.tokens, state.room - 1)
+    tree = state.constraint.certain(state.tokens, state.remaining - 1)
     return None if tree is None else Proposal(tree, why=lambda: _FORCED, certain=True)
 
 
@@ -310,22 +310,22 @@ def forward(
 
 
 def _forward(target: Target, parts: Sequence[_Tree | _Chunk]) -> list[Found]:
-    own = [part.sequence.drafter.taps for part in parts]
-    taps = own[0] if len({*own}) == 1 else tuple(sorted({*chain.from_iterable(own)}))
-    passes = target.forward_all([part.rows for part in parts], taps)
+    own = [part.sequence.drafter.aux_layers for part in parts]
+    aux_layers = own[0] if len({*own}) == 1 else tuple(sorted({*chain.from_iterable(own)}))
+    passes = target.forward_all([part.rows for part in parts], aux_layers)
     return [
-        (logits, _columns(features, taps, wanted))
+        (logits, _columns(features, aux_layers, wanted))
         for (logits, features), wanted in zip(passes, own, strict=True)
     ]
 
 
 def _columns(
-    features: mx.array | None, taps: tuple[int, ...], wanted: tuple[int, ...]
+    features: mx.array | None, aux_layers: tuple[int, ...], wanted: tuple[int, ...]
 ) -> mx.array | None:
     """Of features [N, m*d] the columns of the layers that one drafter reads."""
-    if features is None or wanted == taps:
+    if features is None or wanted == aux_layers:
         return features
     if not wanted:
         return None
-    layers = mx.split(features, len(taps), axis=-1)
-    return mx.concatenate([layers[taps.index(tap)] for tap in wanted], axis=-1)
+    layers = mx.split(features, len(aux_layers), axis=-1)
+    return mx.concatenate([layers[aux_layers.index(tap)] for tap in wanted], axis=-1)

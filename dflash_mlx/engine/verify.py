@@ -12,7 +12,7 @@ from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.routing import Kernels
+from dflash_mlx.verifier.routing import Kernels
 from kernels_metal.tree_walk import TREE_WALK
 
 

@@ -27,9 +27,9 @@ from dflash_mlx.models.weight_files import (
     too_large,
     wrong_number,
 )
-from dflash_mlx.target.model import ONE_OFFSET, Target
-from dflash_mlx.target.paths import TREE_MIXERS
-from dflash_mlx.target.sequence import recurrent_sources
+from dflash_mlx.verifier.model import ONE_OFFSET, Target
+from dflash_mlx.verifier.paths import TREE_MIXERS
+from dflash_mlx.verifier.sequence import recurrent_sources
 
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 TOKENIZER = "tokenizer.json"

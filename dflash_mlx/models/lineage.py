@@ -69,7 +69,7 @@ def _with_drafters_of(names: Names, parent: str, entry: Entry) -> Names:
         drafter=entry.drafter,
         second_drafter=names.second_drafter or entry.second_drafter,
         others=entry.others,
-        advice=entry.advice,
+        preset=entry.preset,
         lineage=f"{note}drafter {entry.drafter} is used",
     )
 

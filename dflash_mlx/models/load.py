@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.formats import taps_of
+from dflash_mlx.drafters.formats import aux_layers_of
 from dflash_mlx.drafters.methods import (
     check_uses,
     family_of,
@@ -20,7 +20,7 @@ from dflash_mlx.drafters.methods import (
     settle,
     wants_two,
 )
-from dflash_mlx.engine.pair import Advice, DraftModel, Means, Pair
+from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair, Preset
 from dflash_mlx.models.check import (
     ModelFacts,
     check_drafter,
@@ -41,7 +41,7 @@ from dflash_mlx.models.targets import read_target, target_facts
 from dflash_mlx.models.tokens import draft_size, likely_tokens, unread_arguments
 from dflash_mlx.models.weight_files import Weights
 from dflash_mlx.system.ranks import Ranks
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from kernels_metal.dispatch import Mode
 
 
@@ -72,8 +72,8 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, ranks: Ranks | None = Non
         check_ranks(facts, ranks.size)
     drafters = list(choice.drafters.values())
     families = tuple(family_of(d.format) if d.format else None for d in drafters)
-    means = Means(families, advice=names.advice)
-    check_uses(uses, [d.config.block_size for d in drafters], means, choice.missing)
+    capabilities = Capabilities(families, preset=names.preset)
+    check_uses(uses, [d.config.block_size for d in drafters], capabilities, choice.missing)
     sizes = [_draft_size(config, drafter) for drafter in drafters]
     chosen = set(choice.drafters)
     choice = choice.each(lambda _, drafter: fetched(drafter))  # the smaller ones first
@@ -84,7 +84,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, ranks: Ranks | None = Non
     notes = choice.notes + _on_packing(drafters, config)
     notes += (names.lineage,) * bool(names.lineage and drafters)
     layers = target.num_layers
-    notes += fit_target(target, [tap for d in drafters for tap in taps_of(d.config, layers)])
+    notes += fit_target(target, [tap for d in drafters for tap in aux_layers_of(d.config, layers)])
     models = [_read_drafter(drafter, target, config) for drafter in drafters]
     notes += tuple(note for model in models for note in fit_drafter(model, target))
     for model, drafter, size in zip(models, drafters, sizes, strict=False):
@@ -96,10 +96,10 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, ranks: Ranks | None = Non
     further = partial(_load_further, known, facts, config)
     target.use_kernels(cast(Mode, config.kernels))
     asked = config.template_arguments
-    notes += tuple(_on_template(tokenizer, target.name, asked, names.advice))
+    notes += tuple(_on_template(tokenizer, target.name, asked, names.preset))
     first = drafters[0].name if drafters else None
-    pair = Pair(target, tokenizer, tuple(models), first, choice.missing, names.advice, notes)
-    template = dict(names.advice.template) | asked
+    pair = Pair(target, tokenizer, tuple(models), first, choice.missing, names.preset, notes)
+    template = dict(names.preset.template) | asked
     all_names = tuple([drafter.name for drafter in drafters] + [name for _, name in known])
     pair = replace(pair, template=template, drafter_names=all_names)
     return replace(pair, further=lambda family: further(family, target, tokenizer))
@@ -142,7 +142,7 @@ def _load_further(
             continue
         check_pair(target_facts, facts).raise_first()
         size, facts = _draft_size(config, facts), fetched(facts)
-        if changed := fit_target(target, taps_of(facts.config, target.num_layers)):
+        if changed := fit_target(target, aux_layers_of(facts.config, target.num_layers)):
             raise DFlashError(changed[0], f"start again with --drafter {name}")
         models.append(_read_drafter(facts, target, config))
         fit_drafter(models[-1], target)
@@ -178,12 +178,12 @@ def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
 
 
 def _on_template(
-    tokenizer: Any, name: str, asked: Mapping[str, Any], advice: Advice
+    tokenizer: Any, name: str, asked: Mapping[str, Any], preset: Preset
 ) -> Iterator[str]:
     """What to know about arguments of a target's chat template, a sentence each."""
     for key in unread_arguments(tokenizer, asked):
         yield f"the chat template of {name} does not read {key}, so --template changes nothing"
-    for key, value in advice.template:
+    for key, value in preset.template:
         if key not in asked:
             said = f"the drafter was trained with {key}={json.dumps(value)}"
             yield f"{said}, so answers begin that way; --template {key}=... changes it"
@@ -240,7 +240,7 @@ class ChosenDrafters:
 
 def _choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
     """The drafters that `uses` need, all that are known where there is no use; none is read yet."""
-    unknown = Means((None, None), advice=names.advice)
+    unknown = Capabilities((None, None), preset=names.preset)
     methods = {settle(use, unknown).method for use in uses}
     if uses and not any(map(needs_drafter, methods)):
         return ChosenDrafters(

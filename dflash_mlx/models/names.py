@@ -9,10 +9,10 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dflash_mlx.core.config import PLAIN, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.engine.pair import Advice
+from dflash_mlx.engine.pair import Preset
 from dflash_mlx.models import pair_folder
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET, is_pair_folder
-from dflash_mlx.models.registry import advice_for, registered
+from dflash_mlx.models.registry import preset_for, registered
 from dflash_mlx.models.source import MODEL, Source, how_to_name
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.system.files import existing
@@ -36,7 +36,7 @@ class Names:
     drafter: str | None = None
     second_drafter: str | None = None
     others: tuple[tuple[str, str], ...] = ()
-    advice: Advice = Advice()
+    preset: Preset = Preset()
     asks_first: bool = False
     asks_second: bool = False
     made_from: str = ""
@@ -54,14 +54,14 @@ def find_names(config: PairConfig) -> Names:
     if config.drafter == PLAIN:
         found = replace(found, drafter=None, second_drafter=None, others=(), asks_first=True)
     elif config.drafter is not None:
-        advice = advice_for(found.made_from or found.shown, config.drafter)
-        found = replace(found, drafter=config.drafter, others=(), asks_first=True, advice=advice)
+        preset = preset_for(found.made_from or found.shown, config.drafter)
+        found = replace(found, drafter=config.drafter, others=(), asks_first=True, preset=preset)
     second = config.second_drafter
     if second == PLAIN:
         found = replace(found, second_drafter=None)
     elif second is not None:  # whoever asks for one wants it used
-        advice = replace(found.advice, method="d2sd")
-        found = replace(found, second_drafter=second, asks_second=True, advice=advice)
+        preset = replace(found.preset, method="d2sd")
+        found = replace(found, second_drafter=second, asks_second=True, preset=preset)
     if found.second_drafter is not None and found.drafter is None:
         raise DFlashError("a second drafter needs a first one", "name one with --drafter")
     for name, option in ((found.drafter, "drafter"), (found.second_drafter, "second-drafter")):
@@ -78,13 +78,13 @@ def target_names(model: str | None) -> Names:
     if folder is not None and is_pair_folder(folder):
         made_from = pair_folder.read(folder)
         parts = {part: str(folder / part) for part in made_from}
-        advice = advice_for(made_from[TARGET], made_from[DRAFTER])
+        preset = preset_for(made_from[TARGET], made_from[DRAFTER])
         drafters = parts[DRAFTER], parts.get(SECOND_DRAFTER)
-        return Names(parts[TARGET], shown, *drafters, (), advice, True, True, made_from[TARGET])
+        return Names(parts[TARGET], shown, *drafters, (), preset, True, True, made_from[TARGET])
     entry = registered(shown)
     if entry is None:
         return Names(model, shown)
-    return Names(model, shown, entry.drafter, entry.second_drafter, entry.others, entry.advice)
+    return Names(model, shown, entry.drafter, entry.second_drafter, entry.others, entry.preset)
 
 
 def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:

@@ -15,20 +15,20 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import DraftModel
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
 
 MARGIN = 2.0  # other tokens may have larger states than the few that are tried
 _TOKENS = 8
 
 
-def fit_target(target: Target, taps: Collection[int]) -> tuple[str, ...]:
-    """Widen a target where its numbers, those of the tapped layers among them, do not fit.
+def fit_target(target: Target, aux_layers: Collection[int]) -> tuple[str, ...]:
+    """Widen a target where its numbers, those of the auxiliary layers among them, do not fit.
 
     Returns a sentence where it was cast. Raises DFlashError where no type can hold its numbers, and
     for keys and values that cannot be quantised as asked for.
     """
-    read = tuple(sorted(set(taps)))
+    read = tuple(sorted(set(aux_layers)))
     target.tap(read)
     step = "download it again, or choose another conversion of it"
     return _widened(
@@ -38,7 +38,7 @@ def fit_target(target: Target, taps: Collection[int]) -> tuple[str, ...]:
 
 def fit_drafter(model: DraftModel, target: Target) -> tuple[str, ...]:
     """As `fit_target`, for a draft model of a target that fits."""
-    _, *features = _pass(target, model.taps)
+    _, *features = _pass(target, model.aux_layers)
     at_margin = MARGIN * features[0] if features else None
 
     def fits() -> bool:
@@ -77,14 +77,14 @@ def _widened(
     return (f"the numbers of {name} exceed float16, so it computes in {words}",)
 
 
-def _pass(target: Target, taps: tuple[int, ...]) -> list[mx.array]:
+def _pass(target: Target, aux_layers: tuple[int, ...]) -> list[mx.array]:
     """Logits and features of tokens from all over the vocabulary.
 
     Some families give certain tokens -inf whatever the input is; here those have 0.
     """
     vocabulary = target.forward(mx.zeros(1, mx.int32), target.new_cache(), Block(1))[0].shape[1]
     tokens = mx.arange(_TOKENS) * vocabulary // _TOKENS
-    logits, features = target.forward(tokens, target.new_cache(), Block(_TOKENS), taps)
+    logits, features = target.forward(tokens, target.new_cache(), Block(_TOKENS), aux_layers)
     logits = mx.where((logits == -mx.inf).all(axis=0), 0, logits)
     return [logits] if features is None else [logits, features]
 

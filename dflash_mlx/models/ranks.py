@@ -26,8 +26,8 @@ from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.files import existing
 from dflash_mlx.system.machine import describe_versions
 from dflash_mlx.system.ranks import BAD_INPUT, Ranks
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.ranks import Follower, Leader, Orders
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.ranks import Follower, Leader, Orders
 
 _HEADS = (
     "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads",

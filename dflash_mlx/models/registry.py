@@ -14,7 +14,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from dflash_mlx.engine.pair import Advice
+from dflash_mlx.engine.pair import Preset
 
 _FILE = Path(__file__).parent / "models.toml"
 _CACHED = re.compile(r"^models--.+--(?P<name>.+)$")  # a repository in the Hugging Face cache
@@ -53,9 +53,9 @@ class Entry:
         )
 
     @property
-    def advice(self) -> Advice:
+    def preset(self) -> Preset:
         """How the pair is best used."""
-        return Advice(self.method, self.template)
+        return Preset(self.method, self.template)
 
 
 @cache
@@ -100,11 +100,11 @@ def without_quantisation(name: str) -> str:
     return re.sub(_QUANTISED.pattern, "", name.rpartition("/")[2], flags=re.IGNORECASE)
 
 
-def advice_for(target: str, drafter: str) -> Advice:
+def preset_for(target: str, drafter: str) -> Preset:
     """For this pair, as far as it is known; names as of `registered`, of the drafter likewise."""
     entry = registered(target)
     is_its = entry is not None and _normalised(entry.drafter) == _normalised(drafter)
-    return entry.advice if entry is not None and is_its else Advice()
+    return entry.preset if entry is not None and is_its else Preset()
 
 
 def _normalised(name: str) -> str:

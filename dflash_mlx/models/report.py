@@ -77,8 +77,10 @@ def _in_words(facts: ModelFacts) -> str:
         words.append(str(facts.config.get("model_type", "")))
         last = f"context {facts.context_length}" if facts.context_length else ""
     elif facts.config is not None:
-        taps = ", ".join(map(str, facts.config.taps or ()))
-        last = f"blocks of {facts.config.block_size}" + f", reads layers {taps}" * bool(taps)
+        aux_layers = ", ".join(map(str, facts.config.aux_layers or ()))
+        last = f"blocks of {facts.config.block_size}" + f", reads layers {aux_layers}" * bool(
+            aux_layers
+        )
     if weights.tensors:
         words.append(f"{weights.parameters:,} parameters in {weights.dtype}")
     return ", ".join(word for word in (*words, weights.quantisation, last) if word)

@@ -13,7 +13,7 @@ from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.models.check import ModelFacts, check_target, describe_target, loading
 from dflash_mlx.models.names import SHIPPED, Names, find_source, gguf_file
 from dflash_mlx.system.cpu_math import applies as on_cpu
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 
 EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
 

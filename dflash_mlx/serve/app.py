@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 from dflash_mlx.serve import anthropic_messages, openai_chat, openai_completions
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
 from dflash_mlx.serve.errors import ApiError, as_json, response_of
-from dflash_mlx.serve.figures import CONTENT_TYPE
 from dflash_mlx.serve.guard import HEALTH, BodyLimits, Callers, Edge, Gate, Key
+from dflash_mlx.serve.metrics import CONTENT_TYPE
 from dflash_mlx.serve.openai_requests import ChatRequest, CompletionRequest
 from dflash_mlx.serve.replies import ClientGone
 from dflash_mlx.serve.service import Service
@@ -50,14 +50,14 @@ def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIAp
     _add_answers(api, service)
     _add_figures(api, service)
     _add_errors(api)
-    config, figures = service.config, service.figures
+    config, metrics = service.config, service.metrics
     app: ASGIApp = BodyLimits(api, config.body_bytes, config.idle)
     app = Gate(app, Key(config.key))
     if config.allow_origin:
         origins, all_of_them = config.allow_origin, ("*",)
         app = CORSMiddleware(app, origins, allow_methods=all_of_them, allow_headers=all_of_them)
     app = Gate(app, Callers((config.host, *config.allow_host), config.allow_origin))
-    return Edge(app, lambda path, code: figures.responded(_known(path), code), fault)
+    return Edge(app, lambda path, code: metrics.responded(_known(path), code), fault)
 
 
 def _known(path: str) -> str:
@@ -101,7 +101,7 @@ def _add_figures(api: FastAPI, service: Service) -> None:
 
     @api.get("/metrics")
     async def metrics() -> Response:
-        page = service.figures.page(service.desk.stepper.used)
+        page = service.metrics.page(service.queue.stepper.used)
         return Response(page, media_type=CONTENT_TYPE)
 
 

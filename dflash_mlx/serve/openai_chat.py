@@ -32,7 +32,7 @@ from dflash_mlx.serve.reading import Call, Part, Said, Thought
 from dflash_mlx.serve.replies import End, Replies, Step, reader_of, respond, unless_gone
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.structure import OPENAI, Wanted, structure_of, without_thoughts
-from dflash_mlx.session.laws import TokenLaw
+from dflash_mlx.session.logprobs import TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -170,7 +170,7 @@ class _Choice:
     thought: str = ""
     text: str = ""
     calls: list[Json] = field(default_factory=list)
-    laws: list[TokenLaw] = field(default_factory=list)
+    laws: list[TokenLogprobs] = field(default_factory=list)
     begun: bool = False
 
 
@@ -237,7 +237,7 @@ class Writer:
         choice.calls.append(call)
         return {"tool_calls": [{"index": len(choice.calls) - 1, **call}]}
 
-    def _own(self, laws: Sequence[TokenLaw]) -> list[TokenLaw]:
+    def _own(self, laws: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """Without a stop token, which is no part of the answer."""
         return [law for law in laws if law.token not in self._tokenizer.eos_token_ids]
 
@@ -261,7 +261,7 @@ class Writer:
         reason = finish_reason(end)
         return {"index": index, "message": message, "finish_reason": reason, "logprobs": laws}
 
-    def _logprobs(self, laws: Sequence[TokenLaw]) -> Json:
+    def _logprobs(self, laws: Sequence[TokenLogprobs]) -> Json:
         return chat_logprobs(laws, lambda token: str(self._tokenizer.decode([token])))
 
 

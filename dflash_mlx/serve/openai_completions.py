@@ -19,7 +19,7 @@ from dflash_mlx.serve.reading import Said, TextReader
 from dflash_mlx.serve.replies import End, Replies, Step, respond, unless_gone
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import MOST_ANSWERS
-from dflash_mlx.session.laws import TokenLaw
+from dflash_mlx.session.logprobs import TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -69,7 +69,7 @@ class _Choice:
 
     text: str = ""
     at: int = 0  # characters of tokens that log-probabilities were told of
-    laws: list[TokenLaw] = field(default_factory=list)
+    laws: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Writer:

@@ -13,12 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.desk import Ticket
 from dflash_mlx.serve.errors import as_json
 from dflash_mlx.serve.prompts import Chat, Prompt
 from dflash_mlx.serve.reading import AnswerReader, Part, Reader, TextReader
+from dflash_mlx.serve.request_queue import ResponseStream
 from dflash_mlx.serve.stepper import Piece
-from dflash_mlx.session.laws import TokenLaw
+from dflash_mlx.session.logprobs import TokenLogprobs
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Step:
 
     index: int
     parts: Sequence[Part] = ()
-    laws: tuple[TokenLaw, ...] = ()
+    laws: tuple[TokenLogprobs, ...] = ()
     end: End | None = None
 
 
@@ -76,7 +76,7 @@ class Replies:
     text; mlx-lm leaves that out of the beginning of a text.
     """
 
-    ticket: Ticket
+    ticket: ResponseStream
     readers: Sequence[Reader]
     spaced: Callable[[int], bool] = unspaced
     _leads: dict[int, str] = field(default_factory=dict)

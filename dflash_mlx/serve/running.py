@@ -24,10 +24,10 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.models.available import available_memory
 from dflash_mlx.serve.app import make_app
-from dflash_mlx.serve.desk import Desk
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.figures import Figures
+from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.protocol import limited
+from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.session.many import Conversations
@@ -51,22 +51,22 @@ def run(
     kept: how much of what was read stays for later conversations. place: bound, and listened on
     from the moment that everything is ready. Raises as `load`.
     """
-    figures, noted = Figures(), Faults()
-    desk = Desk(figures, config.parallel, config.queue, noted)
-    pair = desk.stepper.call(load).result()
-    method = settle(usual, pair.means).method
+    metrics, noted = Metrics(), Faults()
+    queue = RequestQueue(metrics, config.parallel, config.queue, noted)
+    pair = queue.stepper.call(load).result()
+    method = settle(usual, pair.capabilities).method
     if method != PLAIN:  # so that the first answer need not wait for it
-        desk.stepper.call(lambda: Responder(pair).time_passes()).result()
+        queue.stepper.call(lambda: Responder(pair).time_passes()).result()
     memory = memory_for(config)
     make = conversations_of(pair, config, memory, partial(prefix_cache, kept))
-    desk.stepper.serve(make).result()
-    service = Service(pair, usual, config, desk, figures, names)
+    queue.stepper.serve(make).result()
+    service = Service(pair, usual, config, queue, metrics, names)
     told = f"{method} drafts, {amount(memory)} for caches"
     told = f"{names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
     asyncio.run(_until_signal(service, place, noted, lambda: cli.say(f"{PROGRAM}: {told}")))
-    if problem := desk.stepper.call(desk.stepper.save).result():
+    if problem := queue.stepper.call(queue.stepper.save).result():
         cli.say(f"{PROGRAM}: {problem}")
-    desk.stepper.close(_LATE)
+    queue.stepper.close(_LATE)
     service.close()
 
 
@@ -130,7 +130,7 @@ async def serve(
     await _first(running, stop.asked.wait())
     if not running.done():
         server.stop_listening()
-        await _first(service.desk.drain(config.grace), stop.again.wait())
+        await _first(service.queue.drain(config.grace), stop.again.wait())
         server.force_exit = stop.again.is_set()
         server.should_exit = True
     await running

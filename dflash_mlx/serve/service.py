@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.desk import Desk, Ticket
 from dflash_mlx.serve.fields import unknown_model
-from dflash_mlx.serve.figures import Figures
+from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.prompts import Chat, Prompt, render
+from dflash_mlx.serve.request_queue import RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.serve.stepper import Asked
 
@@ -31,8 +31,8 @@ class Service:
     pair: Pair
     usual: DecodeConfig
     config: ServeConfig
-    desk: Desk
-    figures: Figures
+    queue: RequestQueue
+    metrics: Metrics
     names: tuple[str, ...]
     started: int = field(default_factory=lambda: int(time.time()))
     _readers: ThreadPoolExecutor = field(
@@ -54,7 +54,7 @@ class Service:
 
     async def ask(
         self, prompts: Sequence[Prompt], configs: Sequence[DecodeConfig], tops: int | None
-    ) -> Ticket:
+    ) -> ResponseStream:
         """Ask for an answer to each of `prompts` with each of `configs`; return when all are in.
 
         tops: likeliest tokens to tell with each token, None for no log-probabilities. ApiError for
@@ -66,7 +66,7 @@ class Service:
             first = Asked(each.tokens, told[0], tops or 0)
             others = [Asked(each.tokens, config, tops or 0, first) for config in told[1:]]
             asked += [first, *others]
-        ticket = self.desk.open(asked)
+        ticket = self.queue.open(asked)
         try:
             await ticket.begun()
         except BaseException:  # whatever ends the request, nobody reads these answers

@@ -12,7 +12,7 @@ from typing import TypeVar
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.session.answer import Answering, TextDelta
-from dflash_mlx.session.laws import TokenLaw, laws_of
+from dflash_mlx.session.logprobs import TokenLogprobs, logprobs_of
 from dflash_mlx.session.many import Conversations
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Piece:
 
     text: str
     tokens: tuple[int, ...]
-    laws: tuple[TokenLaw, ...]
+    laws: tuple[TokenLogprobs, ...]
     reason: str | None
     statistics: Statistics
     parked: Callable[[], str] | None
@@ -72,7 +72,7 @@ class _Open:
         return Piece(
             delta.text,
             delta.tokens,
-            laws_of(delta, self.asked.tops),
+            logprobs_of(delta, self.asked.tops),
             delta.finish_reason,
             delta.statistics,
             self.parked,

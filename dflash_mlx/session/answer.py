@@ -14,7 +14,7 @@ from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.step import Round
 from dflash_mlx.session.text import StopText
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 
 
 @dataclass(frozen=True)

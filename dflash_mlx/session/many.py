@@ -56,7 +56,7 @@ class Conversations:
         Raises DFlashError where it is empty or does not fit the context or the memory, and where
         the method or the grammar does not fit the pair.
         """
-        pair, target, config = self.pair, self.pair.target, settle(config, self.pair.means)
+        pair, target, config = self.pair, self.pair.target, settle(config, self.pair.capabilities)
         check_length(target, tokens)
         constraint = constraint_of(pair, config, len(tokens))
         if config.exact:

@@ -19,7 +19,7 @@ from dflash_mlx.session.answer import TextDelta
 from dflash_mlx.session.stream import Session
 from dflash_mlx.session.templates import Message, prompt_tokens
 from dflash_mlx.session.text import BEGIN, opens_thought
-from dflash_mlx.target.pass_times import stored_times, timing_day
+from dflash_mlx.verifier.pass_times import stored_times, timing_day
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Responder:
 
     def _session_for(self, config: DecodeConfig) -> Session:
         """The last session; a new one only where drafting itself has changed."""
-        config = settle(config, self.pair.means)
+        config = settle(config, self.pair.capabilities)
         if self._session is None or drafting_of(self._session.config) != drafting_of(config):
             self._session = Session(self.pair, config, self.prefixes)
         self._session.config = config

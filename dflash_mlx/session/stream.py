@@ -31,7 +31,7 @@ class Session:
     ) -> None:
         self.pair = pair
         self.prefixes = prefixes or PrefixCache()
-        self.config = settle(config or DecodeConfig(), pair.means)
+        self.config = settle(config or DecodeConfig(), pair.capabilities)
         constraint_of(pair, self.config, 0)
         self.drafter = make_drafter(pair, self.config)
         if self.config.guarded:

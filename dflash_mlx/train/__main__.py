@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
         check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     trainee = begin(config, pair)
-    texts = read_texts(data, pair, trainee.config.taps)
+    texts = read_texts(data, pair, trainee.config.aux_layers)
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(trainee, train, config, crew)
     crew.check(identity(trainer, texts.name))

@@ -139,10 +139,10 @@ def main(argv: Sequence[str]) -> None:
         name: read_trainee(resolve_folder(name, "drafter"), pair.target)
         for name in arguments.drafter
     }
-    taps = {drafter.config.taps for drafter in drafters.values()}
-    if len(taps) > 1:
+    aux_layers = {drafter.config.aux_layers for drafter in drafters.values()}
+    if len(aux_layers) > 1:
         raise DFlashError("the drafters read different layers", "compare them one by one")
-    texts = read_texts(data, pair, taps.pop())
+    texts = read_texts(data, pair, aux_layers.pop())
     if not arguments.all_rows:
         _, texts = texts.split(arguments.held_out)
     if not len(texts.greedy()):

@@ -110,13 +110,13 @@ class DataConfig:
             raise DFlashError(problem, "choose a number above 0", "cache_gb")
 
 
-def read_texts(config: DataConfig, pair: Pair, taps: tuple[int, ...]) -> Texts:
+def read_texts(config: DataConfig, pair: Pair, aux_layers: tuple[int, ...]) -> Texts:
     """Read corpora, and compute the features that are missing.
 
     Without taps there are none, and only greedy answers say what the target prefers. Raises
     DFlashError for a corpus of another tokenizer, or one that has no usable row.
     """
-    parts = [_read_file(path, config, pair, taps) for path in config.corpus]
+    parts = [_read_file(path, config, pair, aux_layers) for path in config.corpus]
     if not any(map(len, parts)):
         files = ", ".join(map(str, config.corpus))
         what = f"all rows of {files} are sampled, and only greedy answers teach this drafter"
@@ -125,7 +125,7 @@ def read_texts(config: DataConfig, pair: Pair, taps: tuple[int, ...]) -> Texts:
     return Texts(name, [text for part in parts for text in part.texts])
 
 
-def _read_file(path: Path, config: DataConfig, pair: Pair, taps: tuple[int, ...]) -> Texts:
+def _read_file(path: Path, config: DataConfig, pair: Pair, aux_layers: tuple[int, ...]) -> Texts:
     vocab_size, context = vocabulary_size(pair.target), pair.target.context_length
     rows = read_rows(path, vocab_size, pair.tokenizer)
     usable = [(i, r) for i, r in enumerate(rows) if len(r.prompt) + len(r.answer) <= context]
@@ -135,7 +135,7 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, taps: tuple[int, ...]
             "make the corpus again with shorter prompts",
         )
     _tell(path, len(rows) - len(usable), f"longer than the context of {context} tokens")
-    if not taps:
+    if not aux_layers:
         greedy = [Text.by_itself(row, i) for i, row in usable if row.temperature == 0]
         _tell(path, len(usable) - len(greedy), "sampled, and only greedy ones teach this drafter")
         name = f"{path.name}:{digest(greedy)}:{target_fingerprint(pair.target)[:12]}"
@@ -143,7 +143,7 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, taps: tuple[int, ...]
     tokens = [row.prompt + row.answer for _, row in usable]
     cache = config.cache or platformdirs.user_cache_path("dflash-chat") / "features"
     place, limit = cache / path.name.partition(".")[0], int(config.cache_gb * 1e9)
-    features = FeatureCache(place, tokens, pair.target, taps, limit)
+    features = FeatureCache(place, tokens, pair.target, aux_layers, limit)
     _tell(path, len(usable) - len(features), "no room for their features; --cache-gb gives more")
     if missing := features.missing:
         with tqdm(desc=f"features of {path.name}", total=len(missing), unit="row") as bar:

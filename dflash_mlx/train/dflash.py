@@ -20,7 +20,6 @@ from dflash_mlx.drafters.dflash.config_file import VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
 from dflash_mlx.drafters.networks.head import embedding_scale
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.config import TrainConfig
@@ -28,6 +27,7 @@ from dflash_mlx.train.data import Texts
 from dflash_mlx.train.ranking import rank_in_parts
 from dflash_mlx.train.start import mask_token, new_config, warm_start
 from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.verifier.model import Target
 
 _VERSION_2_FIELDS = ("conv_", "selector_", "block_size")
 _START_FROM = "choose a DFlash drafter of the first version, in full precision"

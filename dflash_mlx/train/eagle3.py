@@ -18,16 +18,16 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.eagle3.config_file import LAYERS_READ, RAW
 from dflash_mlx.drafters.eagle3.network import USUAL_TAPS, EagleConfig, Network
-from dflash_mlx.drafters.formats import increase, taps_of, usual_taps
+from dflash_mlx.drafters.formats import aux_layers_of, increase, usual_taps
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.start import BLOCK_SIZE, check_taps, dense, like_target, spread_taps
+from dflash_mlx.train.start import BLOCK_SIZE, check_taps, dense, like_target, spread_aux_layers
 from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.verifier.model import Target
 
 _START_FROM = "choose an EAGLE-3 drafter in full precision, or train a new one"
 
@@ -51,7 +51,7 @@ class EagleTrainee(Trainee):
             "architectures": [RAW],
             "model_type": "llama",
             "block_size": config.block_size or BLOCK_SIZE,
-            "eagle_config": {LAYERS_READ: list(_taps(pair.target, config))},
+            "eagle_config": {LAYERS_READ: list(_aux_layers(pair.target, config))},
             "num_target_layers": pair.target.num_layers,
         }
         trainee = cls.fresh(raw, pair.target, config.seed)
@@ -70,8 +70,8 @@ class EagleTrainee(Trainee):
     def read(cls, folder: Path, target: Target) -> EagleTrainee:
         """An existing drafter; raises as `Trainee.read` does."""
         found = super().read(folder, target)
-        taps = taps_of(found.config, target.num_layers)
-        return replace(found, config=replace(found.config, target_layer_ids=taps))
+        aux_layers = aux_layers_of(found.config, target.num_layers)
+        return replace(found, config=replace(found.config, target_layer_ids=aux_layers))
 
     def take_last_layer(self) -> None:
         """Begin as the target's last layer behind the last tap, deaf to the token.
@@ -153,7 +153,7 @@ def _ending_with(own: mx.array, given: mx.array) -> mx.array:
     return mx.concatenate([own[..., : own.shape[-1] - width], given], axis=-1)
 
 
-def _taps(target: Target, config: TrainConfig) -> tuple[int, ...]:
+def _aux_layers(target: Target, config: TrainConfig) -> tuple[int, ...]:
     """The usual ones, or as many as are asked for, evenly spread.
 
     Of a small target, where the usual ones are not three layers, as many as it has up to three.
@@ -161,6 +161,6 @@ def _taps(target: Target, config: TrainConfig) -> tuple[int, ...]:
     """
     check_taps(target, config)
     if config.taps is not None:
-        return spread_taps(target.num_layers, config.taps)
+        return spread_aux_layers(target.num_layers, config.taps)
     usual = usual_taps(target.num_layers)
-    return usual if increase(usual) else spread_taps(target.num_layers, USUAL_TAPS)
+    return usual if increase(usual) else spread_aux_layers(target.num_layers, USUAL_TAPS)

@@ -8,12 +8,12 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.tensors import read_json
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.names import resolve_folder
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.eagle3 import EagleTrainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.verifier.model import Target
 
 TRAINEES: dict[str, type[Trainee]] = {  # by `TrainConfig.mode`
     "dflash": DFlashTrainee,

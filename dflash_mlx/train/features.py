@@ -25,8 +25,8 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import remove_partial, replace_safetensors
 from dflash_mlx.system.ranks import started_together
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
 
 CHOICES = 8  # next tokens that are kept
 CHOICE = np.dtype([("token", "<u4"), ("probability", "<f4")])
@@ -42,8 +42,8 @@ class FeatureCache:
     """Features and most likely next tokens of sequences on disk.
 
     place: a folder, made when it is not there, whose name goes on with a digest of sequences,
-    target and taps. sequences: token ids. taps: target layers (0-based), m of them. limit: most
-    bytes of features; sequences from the first that does not fit on are left out. Raises
+    target and layers. sequences: token ids. aux_layers: target layers (0-based), m of them. limit:
+    most bytes of features; sequences from the first that does not fit on are left out. Raises
     DFlashError when that are all.
     """
 
@@ -52,19 +52,21 @@ class FeatureCache:
         place: Path,
         sequences: Sequence[Sequence[int]],
         target: Target,
-        taps: tuple[int, ...],
+        aux_layers: tuple[int, ...],
         limit: int,
     ) -> None:
-        self._target, self._taps = target, taps
+        self._target, self._aux_layers = target, aux_layers
         ends = np.cumsum([len(tokens) for tokens in sequences], dtype=np.int64)
-        bytes_each = len(taps) * hidden_width(target) * _BYTES
+        bytes_each = len(aux_layers) * hidden_width(target) * _BYTES
         self._sequences = sequences[: int((ends * bytes_each <= limit).sum())]
         if not len(self):
             raise DFlashError(
                 f"{limit} bytes have no room for the features of the first sequence",
                 "give more with --cache-gb",
             )
-        identity = repr((_VERSION, target_fingerprint(target), taps, list(map(list, sequences))))
+        identity = repr(
+            (_VERSION, target_fingerprint(target), aux_layers, list(map(list, sequences)))
+        )
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         self.folder = place.with_name(f"{place.name}-{digest}")
 
@@ -93,7 +95,7 @@ class FeatureCache:
                     f"another process is computing the features in {self.folder}", "wait for it"
                 ) from None
             remove_partial(self.folder)
-            self._target.tap(self._taps)
+            self._target.tap(self._aux_layers)
             for i in self.missing:
                 kept = self._compute(self._sequences[i])
                 sums = {name: _checksum(np.array(array)) for name, array in kept.items()}
@@ -129,9 +131,11 @@ class FeatureCache:
         with cpu_math.vectorised():
             for start in range(0, len(tokens), _CHUNK):
                 piece = mx.array(list(tokens[start : start + _CHUNK]))
-                logits, taps = self._target.forward(piece, cache, Block(piece.size), self._taps)
-                assert taps is not None
-                features.append(taps.astype(mx.bfloat16).view(mx.uint16))
+                logits, aux_layers = self._target.forward(
+                    piece, cache, Block(piece.size), self._aux_layers
+                )
+                assert aux_layers is not None
+                features.append(aux_layers.astype(mx.bfloat16).view(mx.uint16))
                 mx.eval(features[-1], cache.arrays)
                 choices.append(likeliest(np.array(logits.astype(mx.float32))))
                 cache.commit(range(piece.size))

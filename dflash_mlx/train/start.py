@@ -12,10 +12,10 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.tensors import parameters_of
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.features import hidden_width, vocabulary_size
 from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.verifier.model import Target
 
 LAYERS, TAPS, BLOCK_SIZE = 3, 5, 8  # of a new drafter, unless asked for others
 
@@ -40,7 +40,7 @@ def mask_token(tokenizer: Any) -> int:
     return int(unused[-1])
 
 
-def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
+def spread_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:
     """`count` layers from the second to the third last, evenly, as published drafters have them."""
     first, last = _readable(num_layers)
     if count == 1 or last <= first:
@@ -78,7 +78,7 @@ def new_config(target: Target, config: TrainConfig, mask_token_id: int) -> dict[
         "block_size": config.block_size or BLOCK_SIZE,
         "dflash_config": {
             "mask_token_id": mask_token_id,
-            "target_layer_ids": list(spread_taps(target.num_layers, config.taps or TAPS)),
+            "target_layer_ids": list(spread_aux_layers(target.num_layers, config.taps or TAPS)),
         },
         "layer_types": ["full_attention"] * layers,
         "num_target_layers": target.num_layers,

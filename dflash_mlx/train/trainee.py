@@ -14,11 +14,11 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.head import capped
 from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.features import hidden_width, vocabulary_size
+from dflash_mlx.verifier.model import Target
 
 _NOISE = 0.02  # standard deviation of fresh weights
 _Trainee = TypeVar("_Trainee", bound="Trainee")

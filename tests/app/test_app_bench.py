@@ -15,7 +15,7 @@ from dflash_chat.bench_screen import BenchScreen
 from dflash_chat.commands import parse
 from dflash_chat.figures import wide_bar
 from dflash_mlx import BenchStep, DFlashError, PairConfig, SamplingConfig
-from dflash_mlx.engine.pair import Means
+from dflash_mlx.engine.pair import Capabilities
 from support.app_scripts import ScriptedBackend, answered, in_chat, notices, say, screen_text, until
 
 
@@ -48,7 +48,7 @@ def test_a_bar_is_as_long_as_its_share_to_an_eighth_of_a_column(share, width, sh
 
 @pytest.mark.parametrize("width", [60, 76, 110])
 def test_the_table_has_a_line_and_a_bar_for_every_method_within_its_width(width):
-    lines = table(REPORT, Means(("dflash", "dflash")), width)
+    lines = table(REPORT, Capabilities(("dflash", "dflash")), width)
     head, plain, lookup, tree, _, title, code, chat = lines
     assert max(map(len, lines)) <= max(width, 66)
     assert "tok/s" in head and "x plain" in head
@@ -63,7 +63,7 @@ def test_the_table_has_a_line_and_a_bar_for_every_method_within_its_width(width)
 
 def test_where_plain_decoding_is_the_fastest_there_is_nothing_by_kind():
     report = {"methods": {"none": figures(1.0), "ngram": figures(0.5)}, "categories": {}}
-    assert len(table(report, Means(), 80)) == 3
+    assert len(table(report, Capabilities(), 80)) == 3
 
 
 @in_chat(lambda: ScriptedBackend(bench_steps=[*STEPS, RESULT]))
@@ -123,7 +123,7 @@ async def test_one_comparison_at_a_time(app, pilot, backend):
 
 
 def pair_and_request(folder: Path) -> tuple[Any, BenchRequest]:
-    pair = SimpleNamespace(means=Means(("dflash",) * 2))
+    pair = SimpleNamespace(capabilities=Capabilities(("dflash",) * 2))
     return pair, BenchRequest(PairConfig(), SamplingConfig(), (), folder)
 
 

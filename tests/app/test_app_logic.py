@@ -43,7 +43,7 @@ from dflash_chat.welcome import speed_here
 from dflash_chat.window import Window
 from dflash_mlx import DecodeConfig, SamplingConfig, Statistics
 from dflash_mlx.core.accept import Accepted
-from dflash_mlx.engine.pair import Means
+from dflash_mlx.engine.pair import Capabilities
 from support.app_scripts import ANSWER, WORDS, pair_of, rounds_of, statistics_of
 from support.decoding import tree_of
 
@@ -367,10 +367,10 @@ def test_every_token_is_visible_and_harmless(text, shown):
     ],
 )
 def test_the_head_line_names_the_pair(method, drafters, line):
-    config, means = DecodeConfig(method), Means(("dflash",) * drafters)
+    config, capabilities = DecodeConfig(method), Capabilities(("dflash",) * drafters)
     assert pair_line(None, config) == ""
     for name, shown in (("M", line), ("/some/where/M", line), ("owner/M", f"owner/{line}")):
-        assert pair_line(pair_of(name, means), config) == shown
+        assert pair_line(pair_of(name, capabilities), config) == shown
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from textual import events
 from textual.widgets import Collapsible
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig
-from dflash_mlx.engine.pair import Means
+from dflash_mlx.engine.pair import Capabilities
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
@@ -258,19 +258,22 @@ async def test_a_mistyped_model_offers_near_names_and_the_old_one_stays(
 UNDRAFTED = "no drafter is known for M, so drafts are n-gram lookups"
 
 
-@in_chat(lambda: ScriptedBackend(means=Means(), fallback=UNDRAFTED))
+@in_chat(lambda: ScriptedBackend(capabilities=Capabilities(), fallback=UNDRAFTED))
 async def test_a_model_without_a_drafter_looks_up_n_grams_and_says_so(app, pilot, backend):
     assert notices(app)[0].startswith(UNDRAFTED)
     assert "/drafter" in notices(app)[0]
     assert "n-gram lookup" in screen_text(app)
-    backend.means, backend.fallback = Means(("dflash",)), ""
+    backend.capabilities, backend.fallback = Capabilities(("dflash",)), ""
     await say(app, pilot, "/model with/drafter")
     await until(lambda: app.pair.target.name == "with/drafter", pilot)
     assert "DFlash tree" in screen_text(app), "drafts again where there are drafters"
     assert len(notices(app)) == 1
 
 
-@in_chat(lambda: ScriptedBackend(means=Means(), fallback=UNDRAFTED), decode=DecodeConfig("ngram"))
+@in_chat(
+    lambda: ScriptedBackend(capabilities=Capabilities(), fallback=UNDRAFTED),
+    decode=DecodeConfig("ngram"),
+)
 async def test_nothing_is_said_of_drafters_to_who_asked_for_none(app, pilot, backend):
     assert notices(app) == []
     assert app.config.method == "ngram"

@@ -13,7 +13,7 @@ from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.welcome import QUESTIONS
 from dflash_mlx import DecodeConfig, DFlashError, RaceResult
-from dflash_mlx.engine.pair import Advice, Means
+from dflash_mlx.engine.pair import Capabilities, Preset
 from support.app_scripts import (
     ANSWER,
     WORDS,
@@ -306,7 +306,7 @@ async def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(app, pi
 
 
 @in_chat(
-    lambda: ScriptedBackend(means=Means(("dflash",) * 2, advice=Advice("ddtree"))),
+    lambda: ScriptedBackend(capabilities=Capabilities(("dflash",) * 2, preset=Preset("ddtree"))),
     decode=DecodeConfig(),
 )
 async def test_the_method_says_what_auto_is_with_this_model(app, pilot, backend):

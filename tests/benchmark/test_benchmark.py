@@ -18,7 +18,7 @@ from dflash_mlx.benchmark.plots import draw_all
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import adaptive
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.models import write_drafter, write_model
 
 METHODS = ["none", "dflash:4", "dflash:8"]

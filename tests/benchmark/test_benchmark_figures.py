@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dflash_mlx.benchmark.figures import merging, reliability, summarise
 from dflash_mlx.benchmark.measure import (
     TERMS,
     CheckedNode,
@@ -20,13 +19,14 @@ from dflash_mlx.benchmark.measure import (
     Run,
     separate_rows,
 )
+from dflash_mlx.benchmark.method_stats import merging, reliability, summarise
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.core.accept import Accepted, NearTies
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.parity import Difference
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import tree_of
 
 #     0

@@ -10,7 +10,7 @@ import pytest
 from dflash_mlx.benchmark.selection import expand, largest_block, read_methods, settle_all
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.engine.pair import Means, Pair
+from dflash_mlx.engine.pair import Capabilities, Pair
 
 BLOCKS = {"dflash": 6, "specdiff": 3}  # the largest, by method
 
@@ -146,17 +146,17 @@ def test_a_sweep_that_makes_no_sense_is_refused(sweep, names, message):
 @pytest.mark.parametrize(
     ("means", "names"),
     [
-        (Means(), ["none", "ngram", "ngram:exact=on"]),
-        (Means(("dflash",)), ["none", "ddtree", "ddtree:exact=on", "ngram"]),
-        (Means(("dflash",), trees=False), ["none", "dflash", "dflash:exact=on", "ngram"]),
+        (Capabilities(), ["none", "ngram", "ngram:exact=on"]),
+        (Capabilities(("dflash",)), ["none", "ddtree", "ddtree:exact=on", "ngram"]),
+        (Capabilities(("dflash",), trees=False), ["none", "dflash", "dflash:exact=on", "ngram"]),
     ],
 )
-def test_auto_goes_by_the_name_of_what_it_is_with_the_pair(means, names):
-    settled = settle_all(methods("auto,auto:exact=on,ngram"), means)
+def test_auto_goes_by_the_name_of_what_it_is_with_the_pair(capabilities, names):
+    settled = settle_all(methods("auto,auto:exact=on,ngram"), capabilities)
     assert list(settled) == names
     assert [config.method for config in settled.values()] == [n.partition(":")[0] for n in names]
 
 
 def test_methods_that_were_chosen_keep_their_names_and_settings():
     chosen = methods("dflash:4,ddtree:budget=16,d2sd:8:growth=paper,resample")
-    assert settle_all(chosen, Means(("dflash",) * 2)) == chosen
+    assert settle_all(chosen, Capabilities(("dflash",) * 2)) == chosen

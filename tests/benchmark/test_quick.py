@@ -17,7 +17,7 @@ from dflash_mlx import what_pays as sentence
 from dflash_mlx.benchmark import quick
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.drafters.methods import serving
-from dflash_mlx.engine.pair import Means
+from dflash_mlx.engine.pair import Capabilities
 from support.models import write_drafter, write_model
 
 
@@ -41,9 +41,9 @@ def test_the_dozen_prompts_are_of_three_kinds_and_each_is_there_once():
 
 
 def test_by_default_every_method_takes_part_that_the_pair_serves():
-    assert set(serving(Means(("dflash",) * 2))) == {"ngram", "dflash", "ddtree", "d2sd"}
-    assert set(serving(Means(("dflash",), trees=False))) == {"ngram", "dflash"}
-    assert serving(Means()) == ("ngram",)
+    assert set(serving(Capabilities(("dflash",) * 2))) == {"ngram", "dflash", "ddtree", "d2sd"}
+    assert set(serving(Capabilities(("dflash",), trees=False))) == {"ngram", "dflash"}
+    assert serving(Capabilities()) == ("ngram",)
 
 
 def test_every_answer_is_a_step_and_finished_prompts_have_figures(steps):

@@ -19,7 +19,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import report as pair_report
 from dflash_mlx.models.source import Source
 from dflash_mlx.system.files import keep_text
-from dflash_mlx.target.pass_times import DEEP_ROWS, ROWS, PassTimes
+from dflash_mlx.verifier.pass_times import DEEP_ROWS, ROWS, PassTimes
 from kernels_metal import sweep
 from kernels_metal.catalog import OPERATIONS
 from kernels_metal.dispatch import Choice, Dispatch

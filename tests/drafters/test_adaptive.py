@@ -18,9 +18,9 @@ from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.target import pass_times
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier import pass_times
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.pass_times import PassTimes
 from support import decoding
 from support.families import make_model
 from support.timed import FLAT, VOCABULARY, Case, Clock, Honest, TimedTarget
@@ -36,8 +36,8 @@ class Unlucky(Honest):
         super().__init__(seconds, sure, seed=seed)
         self.wrong = wrong
 
-    def draft(self, state: State, room: int) -> Proposal:
-        proposal, self.wrong = super().draft(state, room), self.wrong - 1
+    def draft(self, state: State, remaining: int) -> Proposal:
+        proposal, self.wrong = super().draft(state, remaining), self.wrong - 1
         if self.wrong < 0:
             return proposal
         drafts = tuple((token + 5) % VOCABULARY for token in proposal.tree.drafted)

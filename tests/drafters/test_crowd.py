@@ -21,7 +21,7 @@ from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import Strict, answer
 from support.toys import ToyTarget
 
@@ -47,18 +47,18 @@ class Timed(ToyTarget):
         self.rows: list[list[int]] = []
         self.chains = chains
 
-    def forward_all(self, sequences, taps=()):
+    def forward_all(self, sequences, aux_layers=()):
         rows = [each.block.rows for each in sequences]
         assert not self.chains or all(each.block.tree is None for each in sequences)
         self.clock.now += float(self.times.of(sum(rows)))
         self.rows.append(rows)
-        return super().forward_all(sequences, taps)
+        return super().forward_all(sequences, aux_layers)
 
 
 class Knowing(EachAlone):
     """Drafts the right token, beside a wrong one, as surely as it says."""
 
-    name, taps, rounds_ahead = "draft", (), 0
+    name, aux_layers, rounds_ahead = "draft", (), 0
 
     def __init__(self, target: Timed, sure: float) -> None:
         self.target, self.sure = target, sure
@@ -67,11 +67,11 @@ class Knowing(EachAlone):
     def new_context(self) -> NoContext:
         return NoContext()
 
-    def draft(self, state: State, room: int) -> Proposal:
+    def draft(self, state: State, remaining: int) -> Proposal:
         self.target.clock.now += 0.05
         *_, before, last = [0, *state.tokens]
         tokens, parents, logprobs, parent = [], [-1], [0.0], 0
-        for _ in range(min(6, room - 1)):
+        for _ in range(min(6, remaining - 1)):
             right = int(self.target.table[before, last].argmax())
             pair = [right, (right + 1) % VOCABULARY]
             if self.rng.random() > self.sure:
@@ -224,7 +224,7 @@ def test_what_a_second_pass_brought_is_told_from_the_same_text():
 class InTwo(TwoPass):
     """Knows nothing of some sequences before its second pass."""
 
-    name, taps, rounds_ahead = "draft", (), 0
+    name, aux_layers, rounds_ahead = "draft", (), 0
 
     def __init__(self, target: Timed) -> None:
         self.knowing, self.asked = Knowing(target, 0.9), []
@@ -233,11 +233,13 @@ class InTwo(TwoPass):
         return NoContext()
 
     def first_pass(self, states, rooms):
-        return [self.first(state, room) for state, room in zip(states, rooms, strict=True)]
+        return [
+            self.first(state, remaining) for state, remaining in zip(states, rooms, strict=True)
+        ]
 
-    def first(self, state, room):
+    def first(self, state, remaining):
         if state.tokens[1] % 2:
-            return FirstDraft(self.knowing.draft(state, room).tree, branches={(): 0.1})
+            return FirstDraft(self.knowing.draft(state, remaining).tree, branches={(): 0.1})
         return FirstDraft(Tree((0,), (-1, 0), (0.0, np.log(0.05))), branches={(): 0.9})
 
     def second_pass(self, states, drafts, counts):
@@ -246,7 +248,7 @@ class InTwo(TwoPass):
         )
         self.knowing.target.clock.now += 0.05
         return [
-            self.knowing.draft(state, state.room) if n else draft
+            self.knowing.draft(state, state.remaining) if n else draft
             for state, draft, n in zip(states, drafts, counts, strict=True)
         ]
 

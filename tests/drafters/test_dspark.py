@@ -25,8 +25,8 @@ from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.check import check_drafter
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.dflash import DFlashTrainee
+from dflash_mlx.verifier.model import Target
 from support import reference_dspark
 from support.converted import convert
 from support.decoding import answer, behind, linked_of, paths_of
@@ -163,10 +163,10 @@ def test_paths_have_the_scores_and_confidences_of_the_reference(drafting, name):
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 50])
-def test_a_path_fits_the_room(drafting, room):
+def test_a_path_fits_the_room(drafting, remaining):
     model = drafting("dspark").model
-    tree = SelectedPath(model).draft(behind(model, 7, features_of(0)), room).tree
-    assert len(tree) == min(room, 6)
+    tree = SelectedPath(model).draft(behind(model, 7, features_of(0)), remaining).tree
+    assert len(tree) == min(remaining, 6)
 
 
 def test_a_conversation_s_own_tokens_are_drafted_with_a_part_of_the_target_s_head(tmp_path):

@@ -14,7 +14,7 @@ from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.eagle3.drafter import Chain, GrownTree
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from kernels_metal.emulator import emulated
 from support import reference_eagle3 as reference
 from support.decoding import answer, go_on, open_with, path_to, paths_of, run, start
@@ -173,11 +173,11 @@ def test_a_greedy_chain_takes_the_likeliest_token_at_every_step(drafting):
 @pytest.mark.parametrize(
     ("room", "size", "rows"), [(1, None, 1), (2, None, 2), (5, 3, 3), (9, 8, 8)]
 )
-def test_no_path_is_longer_than_the_block_or_the_room(drafting, room, size, rows):
+def test_no_path_is_longer_than_the_block_or_the_room(drafting, remaining, size, rows):
     subject, (tokens, features) = drafting("raw"), text(11)
     state = subject.state(tokens, features, 7)
     for drafter in (Chain(subject.model, size), GrownTree(subject.model, size, 2, 200)):
-        assert max(drafter.draft(state, room).tree.depths) == rows - 1
+        assert max(drafter.draft(state, remaining).tree.depths) == rows - 1
 
 
 @pytest.mark.parametrize("size", [1, 9])

@@ -20,7 +20,7 @@ from dflash_mlx.drafters.methods import family_of, format_of
 from dflash_mlx.drafters.networks.quantized import quantization_of
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models.check import check_drafter, check_pair, check_target
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.converted import config, convert, tensors
 from support.families import VOCAB_SIZE, make_model
 from support.models import write_model
@@ -158,7 +158,7 @@ def test_every_layout_is_recognised_and_checked_without_errors(tmp_path, name):
     given, stored = FORMATS[name]
     assert format_of(given) is checkpoint and family_of(checkpoint) == "eagle3"
     facts = check_drafter(write_drafter_folder(tmp_path, given, stored))
-    assert not facts.errors and facts.config.taps == tuple(TAPS)
+    assert not facts.errors and facts.config.aux_layers == tuple(TAPS)
     (note,) = [f.what for f in facts.findings if IDS in f.what] or [""]
     assert ("layers [0, 1, 2]" in note) == ("transformer_layer_config" in given)
 
@@ -169,9 +169,9 @@ def test_a_model_that_is_no_drafter_stays_a_target():
 
 
 def test_layers_are_numbered_as_the_field_that_names_them_does():
-    assert parse_config(eagle(**{IDS: [1, 17, 32]}), "it").taps == (1, 17, 32)
-    assert parse_config(speculators(**{IDS: [2, 18, 33]}), "it").taps == (1, 17, 32)
-    assert parse_config(without("eagle_config"), "it").taps is None
+    assert parse_config(eagle(**{IDS: [1, 17, 32]}), "it").aux_layers == (1, 17, 32)
+    assert parse_config(speculators(**{IDS: [2, 18, 33]}), "it").aux_layers == (1, 17, 32)
+    assert parse_config(without("eagle_config"), "it").aux_layers is None
     assert usual_taps(36) == (1, 17, 32), "the states before layers 2, 18 and 33"
 
 
@@ -211,7 +211,7 @@ def test_a_file_that_names_no_layers_reads_the_usual_ones(tmp_path):
     given = without("eagle_config")
     folder = write_drafter_folder(tmp_path / "drafter", given, random_tensors(given))
     pair = load_pair(PairConfig(str(model), str(folder)))
-    assert pair.drafters[0].taps == (1, 2, 3)
+    assert pair.drafters[0].aux_layers == (1, 2, 3)
     answers = [
         generate(pair, "hello", DecodeConfig(method, block_size=size, max_tokens=12)).tokens
         for method, size in (("none", None), ("eagle3", 5))

@@ -30,7 +30,7 @@ from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.models.check import check_drafter
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support import reference_dflash2
 from support.decoding import answer, feed, open_with, start
 from support.drafter_formats import (
@@ -154,8 +154,8 @@ def changed_part(tensors: dict[str, np.ndarray], part: str, conv: str, side: int
 @pytest.mark.parametrize("conv", ["attention_conv", "mlp_conv"])
 @pytest.mark.parametrize("part", ["nothing", "the row itself", "the row before", "the projection"])
 def test_only_convolutions_that_change_nothing_are_left_out(tmp_path, target, part, conv, side):
-    taps = 1 if part == "nothing" and side else 2
-    raw = reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": taps})
+    aux_layers = 1 if part == "nothing" and side else 2
+    raw = reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": aux_layers})
     tensors = reference_dflash2.idle_tensors(raw)
     if part != "nothing":
         changed_part(tensors, part, conv, side)

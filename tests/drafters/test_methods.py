@@ -14,8 +14,8 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import adaptive
 from dflash_mlx.drafters.growth.grow import SECOND
 from dflash_mlx.drafters.methods import METHODS, make_drafter
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.pass_times import PassTimes
 from support import decoding, reference_dflash2
 from support.decoding import feed, paths_of, start, tokens_in
 from support.drafter_formats import drafter_folder, written
@@ -179,7 +179,7 @@ def test_a_second_block_may_be_longer_than_a_first_one_with_a_selector(pair, tmp
 def test_the_second_drafter_reads_its_own_layers(pair):
     """Both drafters' contexts together equal those of each one alone."""
     drafter = drafter_of(pair, "d2sd")
-    assert drafter.taps == (0, 1, 2)
+    assert drafter.aux_layers == (0, 1, 2)
     features = mx.random.normal((7, 3 * 64), key=mx.random.key(0))
     together = drafter.new_context()
     feed(together, features)

@@ -17,7 +17,7 @@ from dflash_mlx.drafters.block_diffusion import BlockDiffusion
 from dflash_mlx.drafters.dflash.block_model import Ask
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.decoding import behind, feed, open_with, start
 from support.drafter_formats import TAPS, WIDTH, version_1, written
 from support.families import VOCAB_SIZE, make_model
@@ -174,11 +174,11 @@ def test_the_embedding_and_the_head_are_those_of_the_target(tmp_path):
     + [(100, 2, 2), (100, 3, 3), (100, 8, 8), (2, 3, 2)],
 )
 def test_a_chain_has_the_block_s_size_or_that_asked_for_and_fits_the_room(
-    drafting, room, size, rows
+    drafting, remaining, size, rows
 ):
     subject, features = drafting("full"), random_features(11)
     state = subject.state(features, [11], 7)
-    tree = BlockDiffusion(subject.model, size).draft(state, room).tree
+    tree = BlockDiffusion(subject.model, size).draft(state, remaining).tree
     assert tree.is_chain and len(tree) == rows
     expected = [] if rows == 1 else subject.reference(features, 7, rows).argmax(-1).tolist()
     assert tree.drafted == tuple(expected)

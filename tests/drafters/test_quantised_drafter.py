@@ -21,7 +21,7 @@ from dflash_mlx.drafters.dflash.checkpoint import (
 from dflash_mlx.drafters.dflash.network import Network
 from dflash_mlx.drafters.networks.quantized import Quantization, quantization_of, quantize_network
 from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support import reference_dflash2
 from support.decoding import feed
 from support.drafter_formats import DRAFT_IDS, WIDTH, own_tables, speculators, version_1

@@ -17,10 +17,10 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.selector import SelectorConfig
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.sequence import SequenceCache
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.selector import MappedSelector, with_selector
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import SequenceCache
 from support import reference_dflash2
 from support.decoding import feed, open_with
 from support.families import make_model

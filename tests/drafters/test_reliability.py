@@ -15,7 +15,7 @@ from dflash_mlx.drafters.growth.reliability import (
     reach,
     worth_keeping,
 )
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import path_to
 from support.toys import random_tree
 

@@ -25,7 +25,7 @@ from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support import reference_dflash2
 from support.decoding import answer, behind, linked_of, paths_of
 from support.drafter_formats import written
@@ -273,9 +273,9 @@ def test_the_greedy_walk_and_d2sd_s_first_draft_are_those_of_the_reference(small
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 50])
-def test_a_path_fits_the_room(small, room):
-    tree = SelectedPath(small.model).draft(behind(small.model, 7, features_of(0)), room).tree
-    assert len(tree) == min(room, BLOCK)
+def test_a_path_fits_the_room(small, remaining):
+    tree = SelectedPath(small.model).draft(behind(small.model, 7, features_of(0)), remaining).tree
+    assert len(tree) == min(remaining, BLOCK)
 
 
 # Drawn

@@ -26,7 +26,7 @@ from dflash_mlx.drafters.specdiff.method import likeliest, sampled
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.stream import Session
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support import decoding, masked_formats
 from support.decoding import go_on, open_with, paths_of, rounds, run, start
 from support.families import VOCAB_SIZE, make_model
@@ -106,10 +106,10 @@ def test_a_threshold_ends_as_soon_as_all_is_sure():
 # Drafts
 
 
-def state_of(drafter, anchor=2, room=9) -> State:
+def state_of(drafter, anchor=2, remaining=9) -> State:
     state = State(ToyCache(), drafter.new_context())
     open_with(state, anchor)
-    state.end = room
+    state.end = remaining
     return state
 
 
@@ -124,15 +124,15 @@ def toy(how=ONE_PASS, block_size=None, model=None, nodes=6, width=4):
 @pytest.mark.parametrize(("steps", "schedule"), ALL)
 @pytest.mark.parametrize("room", [1, 2, 4])
 def test_a_block_takes_as_many_passes_as_asked_for_and_room_for_one_token_none(
-    steps, schedule, room
+    steps, schedule, remaining
 ):
     model = ToyMasked(1)
     drafter = toy(Denoising(steps, schedule), model=model, width=1)
-    tree = drafter.draft(state_of(drafter), room).tree
-    assert model.calls <= min(steps, room - 1) and (model.calls > 0) == (room > 1)
+    tree = drafter.draft(state_of(drafter), remaining).tree
+    assert model.calls <= min(steps, remaining - 1) and (model.calls > 0) == (remaining > 1)
     if schedule != THRESHOLD:
-        assert model.calls == min(steps, room - 1)
-    assert max(tree.depths) == room - 1
+        assert model.calls == min(steps, remaining - 1)
+    assert max(tree.depths) == remaining - 1
     paths_of(tree)
 
 
@@ -266,7 +266,7 @@ REJECT = {"acceptance": "reject", "sampling": HOT}
 )
 def test_chains_are_drawn_where_they_can_be_and_no_tree_is_drafted(pair, given, kind):
     drafter = make_drafter(pair, DecodeConfig("specdiff", **given))
-    assert type(drafter) is kind and drafter.name == "specdiff" and drafter.taps == ()
+    assert type(drafter) is kind and drafter.name == "specdiff" and drafter.aux_layers == ()
     if given is REJECT:
         assert type(drafter._drafters["draft"]) is DrawnSpecDiff
 

@@ -18,7 +18,7 @@ from dflash_mlx.drafters.specdiff import checkpoint
 from dflash_mlx.drafters.specdiff.checkpoint import misfits, parse_config, read_drafter
 from dflash_mlx.models.check import check_drafter, check_pair, check_target
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.converted import config, convert, tensors
 from support.families import VOCAB_SIZE, make_model
 from support.masked_formats import (

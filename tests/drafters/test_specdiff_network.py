@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.drafters.specdiff.context import CHUNK, MOST_WAITING
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE, make_model
 from support.masked_formats import (
     FORMATS,

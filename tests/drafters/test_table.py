@@ -19,13 +19,17 @@ from dflash_mlx.drafters.methods import (
     takers,
     why_auto,
 )
-from dflash_mlx.engine.pair import Advice, Means
+from dflash_mlx.engine.pair import Capabilities, Preset
 
 WARM = SamplingConfig(temperature=0.7)
-TWO, ONE, NO = Means(("dflash",) * 2), Means(("dflash",)), Means()
-MASKED, EAGLE, UNKNOWN = Means(("specdiff",)), Means(("eagle3",)), Means((None, None))
-CHAINS = Means(("dflash",) * 2, trees=False)
-DDTREE = Means(("dflash",) * 2, advice=Advice("ddtree"))
+TWO, ONE, NO = Capabilities(("dflash",) * 2), Capabilities(("dflash",)), Capabilities()
+MASKED, EAGLE, UNKNOWN = (
+    Capabilities(("specdiff",)),
+    Capabilities(("eagle3",)),
+    Capabilities((None, None)),
+)
+CHAINS = Capabilities(("dflash",) * 2, trees=False)
+DDTREE = Capabilities(("dflash",) * 2, preset=Preset("ddtree"))
 
 
 @pytest.mark.parametrize(
@@ -36,14 +40,14 @@ DDTREE = Means(("dflash",) * 2, advice=Advice("ddtree"))
         ({}, NO, "ngram"),
         ({}, CHAINS, "dflash"),
         ({}, DDTREE, "ddtree"),
-        ({}, Means(("toy",)), "ngram"),
+        ({}, Capabilities(("toy",)), "ngram"),
         ({}, MASKED, "specdiff"),
-        ({}, Means(("specdiff",), trees=False), "specdiff"),
+        ({}, Capabilities(("specdiff",), trees=False), "specdiff"),
         ({"block_size": 4}, MASKED, "specdiff"),
         ({"branches": 4}, MASKED, "specdiff"),
         ({}, EAGLE, "eagle3"),
-        ({}, Means(("eagle3",), trees=False), "eagle3"),
-        ({}, Means(("dflash", "eagle3")), "ddtree"),
+        ({}, Capabilities(("eagle3",), trees=False), "eagle3"),
+        ({}, Capabilities(("dflash", "eagle3")), "ddtree"),
         ({"branches": 4}, EAGLE, "eagle3"),
         ({"branches": 4}, UNKNOWN, "d2sd"),
         ({"block_size": 4}, UNKNOWN, "d2sd"),
@@ -64,9 +68,9 @@ DDTREE = Means(("dflash",) * 2, advice=Advice("ddtree"))
     ],
 )
 def test_auto_is_what_the_pair_serves_the_settings_ask_for_and_the_registry_advises(
-    settings, means, method
+    settings, capabilities, method
 ):
-    assert settle(DecodeConfig(**settings), means).method == method
+    assert settle(DecodeConfig(**settings), capabilities).method == method
 
 
 def test_settings_of_one_method_are_given_when_they_are_not_the_default():
@@ -151,6 +155,6 @@ def test_what_a_method_says_of_itself_fits_together():
         assert all(hasattr(DecodeConfig(), setting) for setting in method.settings)
         assert needs_drafter(name) == bool(method.family) == (method.best_with > 0)
     assert len({source.name for source in sources()}) == len(sources())
-    d2sd, both = find_method("d2sd"), Means(("dflash", "dflash"))
-    assert d2sd.called(Means(("dflash",))) != d2sd.called(both)
-    assert d2sd.called(Means(("dflash", "eagle3"))) == d2sd.called(Means(("dflash",)))
+    d2sd, both = find_method("d2sd"), Capabilities(("dflash", "dflash"))
+    assert d2sd.called(Capabilities(("dflash",))) != d2sd.called(both)
+    assert d2sd.called(Capabilities(("dflash", "eagle3"))) == d2sd.called(Capabilities(("dflash",)))

@@ -28,12 +28,12 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.method import Method, TokenSource
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.engine.drafter import EachAlone, Proposal
-from dflash_mlx.engine.pair import Means, Pair
+from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.models import registry
 from dflash_mlx.models.registry import Entry
 from dflash_mlx.session.answer import collect
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE
 from support.models import write_drafter, write_model
 
@@ -86,7 +86,7 @@ class ToyModel:
     module: Bigrams
     family = "toy"
     block_size = 4
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def new_context(self) -> Seen:
         return Seen()
@@ -101,7 +101,7 @@ class ToyModel:
 class ToyDrafter(EachAlone):
     """Greedy bigrams behind the anchor."""
 
-    name, taps, rounds_ahead = "toy", (), 0
+    name, aux_layers, rounds_ahead = "toy", (), 0
 
     def __init__(self, model: ToyModel) -> None:
         self.model = model
@@ -109,10 +109,10 @@ class ToyDrafter(EachAlone):
     def new_context(self) -> Seen:
         return self.model.new_context()
 
-    def draft(self, state: State, room: int) -> Proposal:
+    def draft(self, state: State, remaining: int) -> Proposal:
         assert state.context.length == state.position
         token, drafts = state.anchor, []
-        for _ in range(min(self.model.block_size, room) - 1):
+        for _ in range(min(self.model.block_size, remaining) - 1):
             token = mx.argmax(self.model.module.after[token], axis=-1)
             drafts.append(token.item())
         return Proposal(Tree.chain(drafts))
@@ -125,7 +125,7 @@ class ToyDrafter(EachAlone):
 class ToyConfig:
     block_size: int = 4
     vocab_size: int = VOCAB_SIZE
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     quantization = None
     notes: tuple[str, ...] = ()
 
@@ -226,7 +226,7 @@ def test_the_benchmark_compares_it(folders, tmp_path, capsys):
 
 
 def test_the_chat_names_it_and_draws_its_tokens_in_its_colour():
-    assert method_name("toy", Means()) == "toy bigrams"
+    assert method_name("toy", Capabilities()) == "toy bigrams"
     assert ("bigram", "bigram") in legend()
     assert source_style("bigram") == "$text-secondary on $secondary-muted"
 

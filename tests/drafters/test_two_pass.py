@@ -10,7 +10,7 @@ from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, Paper
 from dflash_mlx.drafters.growth.grow import rejection_boundaries
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import behind, paths_of
 from support.grammars import toy_constraint
 from support.law import ToyDrafter
@@ -23,7 +23,7 @@ class InTwo(TwoPass):
     asked: branches of every second pass.
     """
 
-    taps, rounds_ahead = (), 0
+    aux_layers, rounds_ahead = (), 0
 
     def __init__(self, first: Honest, second: Honest, by_branch: float = 0.0) -> None:
         self.passes = first, second
@@ -40,7 +40,7 @@ class InTwo(TwoPass):
     def second_pass(self, states, drafts, counts):
         self.asked.append(sum(counts))
         self.passes[1].clock.now += self.by_branch * sum(counts)
-        return [self.passes[1].draft(state, state.room) for state in states]
+        return [self.passes[1].draft(state, state.remaining) for state in states]
 
 
 GROWTHS = {

@@ -157,7 +157,7 @@ SKEWED.table[:] = np.log([0.45, 0.05, 0.4, 0.1])
 def trees(seed):
     """Random trees, most nodes of which the grammar forbids."""
     rng = np.random.default_rng(seed)
-    return Scripted(lambda tokens, room: random_tree(rng, min(6, room - 1), VOCABULARY))
+    return Scripted(lambda tokens, remaining: random_tree(rng, min(6, remaining - 1), VOCABULARY))
 
 
 MADE = {

@@ -10,7 +10,7 @@ from dflash_mlx.core.observer import Observer, RoundTimer
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.decoding import answer, go_on, run, start, tokens_in
 from support.decoding import rounds as decode
 from support.families import VOCAB_SIZE, make_model
@@ -38,7 +38,9 @@ def test_right_drafts_save_rounds_and_an_observer_sees_every_term(targets):
     target, prompt = targets["llama"], prompt_of(1)
     config = DecodeConfig(max_tokens=40)
     plain = answer(target, NoDraft(), prompt, config)
-    drafter = Scripted(lambda tokens, room: chain(plain[len(tokens) - 20 :][: min(room - 1, 7)]))
+    drafter = Scripted(
+        lambda tokens, remaining: chain(plain[len(tokens) - 20 :][: min(remaining - 1, 7)])
+    )
     state = start(target, drafter, prompt, config)
     timer = RoundTimer()
     rounds = list(decode(target, drafter, state, config, timer))
@@ -117,11 +119,13 @@ def test_another_prompt_computes_only_what_is_new(targets, name, length, change,
 @settings(max_examples=60)
 def test_the_number_of_tokens_is_exact_however_wide_the_trees_are(max_tokens, nodes, seed):
     target, rng = ToyTarget(5), np.random.default_rng(seed)
-    drafter = Scripted(lambda tokens, room: random_tree(rng, min(nodes, room) - 1, 5))
+    drafter = Scripted(lambda tokens, remaining: random_tree(rng, min(nodes, remaining) - 1, 5))
     assert len(answer(target, drafter, [0, 1], DecodeConfig(max_tokens=max_tokens))) == max_tokens
 
 
-@pytest.mark.parametrize("drafter", [NoDraft(), Scripted(lambda t, room: chain([1] * (room - 1)))])
+@pytest.mark.parametrize(
+    "drafter", [NoDraft(), Scripted(lambda t, remaining: chain([1] * (remaining - 1)))]
+)
 @pytest.mark.parametrize(("length", "most"), [(20, 1000), (31, 1000), (30, 2), (20, 1), (1, 5)])
 def test_the_context_is_filled_and_never_overrun(drafter, length, most):
     target, prompt = ToyTarget(3, context_length=32), [0] * length
@@ -130,12 +134,12 @@ def test_the_context_is_filled_and_never_overrun(drafter, length, most):
     said = run(target, drafter, state, config)
     assert state.tokens == prompt + said
     assert len(said) == min(32 - length, most)
-    assert said == answer(target, Scripted(lambda t, room: ([], [])), prompt, config)
+    assert said == answer(target, Scripted(lambda t, remaining: ([], [])), prompt, config)
 
 
 def test_plain_decoding_runs_one_round_ahead_and_drafting_none():
     target, config = ToyTarget(5), DecodeConfig(max_tokens=8)
-    for drafter, ahead in [(NoDraft(), 1), (Scripted(lambda t, room: ([], [])), 0)]:
+    for drafter, ahead in [(NoDraft(), 1), (Scripted(lambda t, remaining: ([], [])), 0)]:
         state = start(target, drafter, [0, 1, 2], config)
         rounds = decode(target, drafter, state, config)
         next(rounds)
@@ -145,7 +149,7 @@ def test_plain_decoding_runs_one_round_ahead_and_drafting_none():
 def test_what_a_reader_takes_is_kept_apart_from_what_rounds_take(targets, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("dflash_mlx.engine.decode.time.perf_counter", lambda: now[0])
-    config, drafter = DecodeConfig(max_tokens=5), Scripted(lambda tokens, room: ([], []))
+    config, drafter = DecodeConfig(max_tokens=5), Scripted(lambda tokens, remaining: ([], []))
     state = start(targets["llama"], drafter, prompt_of(1), config)
     for _ in decode(targets["llama"], drafter, state, config):
         now[0] += 3.0

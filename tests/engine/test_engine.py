@@ -17,8 +17,8 @@ from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import Strict, answer
 from support.families import make_model
 from support.rounding import Rounding

@@ -17,7 +17,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.answer import TextDelta, collect
 from dflash_mlx.session.stream import Session
-from dflash_mlx.target.block import Block
+from dflash_mlx.verifier.block import Block
 from support import decoding
 from support.decoding import go_on, run, start, tokens_in, tree_of
 from support.rounding import (
@@ -131,7 +131,7 @@ def test_rounds_without_drafts_are_plain_decodings_until_the_first_wide_pass(tar
     noise_of(target)
     plain = plain_answer(target, 1)
     before = len(target.rows)
-    drafter = Scripted(lambda tokens, room: ([], []))
+    drafter = Scripted(lambda tokens, remaining: ([], []))
     tokens, statistics = counted(target, drafter, start(target, drafter, prompt_of(1)), EXACT)
     assert tokens == plain
     assert statistics.near_ties.checks == 0
@@ -144,7 +144,7 @@ def test_a_lone_root_behind_wide_rows_is_checked_too(target):
     for seed in SEEDS:
         plain = plain_answer(target, seed)
 
-        def script(tokens, room, plain=plain):
+        def script(tokens, remaining, plain=plain):
             ahead = plain[len(tokens) - 20 :][:4] if len(tokens) < 36 else []
             return ahead, list(range(len(ahead)))
 
@@ -205,10 +205,10 @@ def test_an_interrupt_inside_a_check_leaves_the_cache_as_it_was(target, monkeypa
     whole = [next(rounds), next(rounds)]
     forward = target.forward
 
-    def interrupted(tokens, cache, block, taps=()):
+    def interrupted(tokens, cache, block, aux_layers=()):
         if block.rows == 1:
             raise KeyboardInterrupt
-        return forward(tokens, cache, block, taps)
+        return forward(tokens, cache, block, aux_layers)
 
     monkeypatch.setattr(target, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):

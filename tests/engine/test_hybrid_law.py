@@ -8,8 +8,8 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.target import passes, recurrent
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier import passes, recurrent
+from dflash_mlx.verifier.model import Target
 from support.decoding import answer
 from support.families import make_model
 from support.hybrids import forward

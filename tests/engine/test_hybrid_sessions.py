@@ -17,11 +17,11 @@ from dflash_mlx.engine.exact import measure_noise
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.session.stream import Session
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.pass_times import PassTimes
-from dflash_mlx.target.sequence import TAIL
 from dflash_mlx.train.features import FeatureCache
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.pass_times import PassTimes
+from dflash_mlx.verifier.sequence import TAIL
 from support.decoding import go_on, start
 from support.drafter_formats import drafter_folder
 from support.families import VOCAB_SIZE, make_model
@@ -187,14 +187,14 @@ def test_branches_that_are_right_are_kept(target):
 def test_branches_are_refused_where_they_were_never_tried(tmp_path):
     target = Target(make_model("bailing_hybrid"), 1024, "bailing")
     pair = Pair(target, Letters(), (drafter_folder(tmp_path, [0], 1, target),), "tiny")
-    assert settle(DecodeConfig(), pair.means).method == "dflash"
+    assert settle(DecodeConfig(), pair.capabilities).method == "dflash"
     for method in ("ddtree", "resample", "d2sd"):
         with pytest.raises(DFlashError, match="bailing.*--method dflash or --method ngram"):
             Session(pair, DecodeConfig(method=method))
 
 
 def test_auto_drafts_branches_for_a_recurrent_target_where_they_pay(pair):
-    assert settle(DecodeConfig(), pair.means).method == "ddtree"
+    assert settle(DecodeConfig(), pair.capabilities).method == "ddtree"
     dear = PassTimes((1, 96), (1.0, 1.0), trees=PassTimes((1, 2, 96), (1.0, 9.0, 9.0)))
     prompt = prompt_of(20, 40)
     plain, shapes = plain_answer(pair.target, prompt, 24), []
@@ -238,11 +238,11 @@ def test_the_whole_of_an_exact_answer_can_be_decided_by_one_row_passes(pair):
 
 def test_training_features_are_those_of_one_pass_over_the_sequence(target, tmp_path, monkeypatch):
     monkeypatch.setattr("dflash_mlx.train.features._CHUNK", 7)
-    tokens, taps = prompt_of(13, 30), (0, 2)
-    cache = FeatureCache(tmp_path / "features", [tokens], target, taps, 10**6)
+    tokens, aux_layers = prompt_of(13, 30), (0, 2)
+    cache = FeatureCache(tmp_path / "features", [tokens], target, aux_layers, 10**6)
     assert list(cache.fill()) == [30]
-    target.tap(taps)
-    logits, features = target.forward(mx.array(tokens), target.new_cache(), Block(30), taps)
+    target.tap(aux_layers)
+    logits, features = target.forward(mx.array(tokens), target.new_cache(), Block(30), aux_layers)
     ours, scale = cache.features(0).astype(mx.float32), mx.abs(features).max()
     assert (mx.abs(ours - features).max() / scale).item() < 2**-7  # of bfloat16
     choices, p = cache.choices(0), mx.softmax(logits.astype(mx.float32), axis=-1)

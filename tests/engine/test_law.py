@@ -29,7 +29,7 @@ from dflash_mlx.drafters.resample import Resample
 from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff
 from dflash_mlx.drafters.specdiff.method import likeliest
 from dflash_mlx.engine import rules
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.law import VOCABULARY, ToyDrafter, ToyEagle, answers_of, law_distance
 from support.masked_toys import ToyMasked
 from support.toys import ToyTarget

@@ -16,7 +16,7 @@ from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecDiff
 from dflash_mlx.drafters.specdiff.method import likeliest, sampled
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.law import VOCABULARY, answers_of, law_distance
 from support.masked_toys import ToyMasked
 from support.toys import ToyTarget

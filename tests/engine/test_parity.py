@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.engine.parity import Difference, first_difference
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.families import make_model
 
 PROMPT = [5, 9, 30, 41, 7]

@@ -18,12 +18,12 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine import prefix_files
-from dflash_mlx.engine.origin import Origin, weights_digest
+from dflash_mlx.engine.cache_key import CacheKey, weights_digest
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.stream import Session, collect
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.decoding import start
 from support.families import make_model
 from support.hybrids import plain_answer
@@ -60,7 +60,7 @@ def kept(folder: Path, target: Target, seed: int = 0, length: int = 40, **more) 
     """A state that was written, and nothing else of it is in memory."""
     files = PrefixFiles(folder, LIMIT, worth=8, **more)
     state = start(target, NoDraft(), prompt_of(seed, length))
-    assert files.write(Origin.of(target, NoDraft(), state), state), files.problem
+    assert files.write(CacheKey.of(target, NoDraft(), state), state), files.problem
     return state
 
 
@@ -68,7 +68,7 @@ def found(files: PrefixFiles, target: Target, prompt: list[int]) -> State | None
     def empty() -> State:
         return State(target.new_cache(), NoDraft().new_context())
 
-    return files.find(Origin.of(target, NoDraft(), empty()), prompt, 0, empty)
+    return files.find(CacheKey.of(target, NoDraft(), empty()), prompt, 0, empty)
 
 
 @pytest.mark.parametrize(("name", "method"), RESTARTS)
@@ -169,7 +169,7 @@ def test_a_file_that_goes_by_the_name_of_another_models_is_not_used(tmp_path):
     (file,) = tmp_path.iterdir()
     files = PrefixFiles(tmp_path, LIMIT, worth=8)
     assert found(files, target, prompt) is None and file.exists()
-    key = files._key(Origin.of(target, NoDraft(), start(target, NoDraft(), [1])))
+    key = files._key(CacheKey.of(target, NoDraft(), start(target, NoDraft(), [1])))
     name = file.with_name(f"{key}-{file.name.partition('-')[2]}")
     file.rename(name)
     assert found(files, target, prompt) is None and not name.exists()
@@ -179,7 +179,7 @@ def test_a_file_that_goes_by_the_name_of_another_models_is_not_used(tmp_path):
 def test_no_other_model_has_the_same_fingerprint(change):
     def key(target: Target) -> str:
         state = State(target.new_cache(), NoDraft().new_context())
-        return Origin.of(target, NoDraft(), state).fingerprint()
+        return CacheKey.of(target, NoDraft(), state).fingerprint()
 
     target, same = llama(), llama()
     assert key(target) == key(same)
@@ -214,13 +214,13 @@ def test_the_disk_holds_no_more_than_the_limit_the_last_used_ones(tmp_path):
     for seed in range(1, 6):
         os.utime(file, (2e9, 2e9))  # it was used just now
         state = start(target, NoDraft(), prompt_of(seed, 40))
-        assert files.write(Origin.of(target, NoDraft(), state), state)
+        assert files.write(CacheKey.of(target, NoDraft(), state), state)
         for age, each in enumerate(sorted(set(tmp_path.iterdir()) - {file}, key=os.path.getmtime)):
             os.utime(each, (1e9 + age, 1e9 + age))
     there = [bool(found(files, target, [*prompt_of(seed, 40), 1])) for seed in range(6)]
     assert there == [True, False, False, False, True, True]
     assert not PrefixFiles(tmp_path, size // 2, worth=8).write(
-        Origin.of(target, NoDraft(), state), state
+        CacheKey.of(target, NoDraft(), state), state
     )
 
 
@@ -228,7 +228,7 @@ def test_two_programs_share_a_folder(tmp_path):
     target, prompt = llama(), [*prompt_of(0, 40), 1]
     ours, theirs = (PrefixFiles(tmp_path, LIMIT, worth=8) for _ in range(2))
     state = start(target, NoDraft(), prompt[:-1])
-    assert theirs.write(Origin.of(target, NoDraft(), state), state)
+    assert theirs.write(CacheKey.of(target, NoDraft(), state), state)
     assert found(ours, target, prompt).tokens == prompt[:-1]
     theirs.clear()
     assert found(ours, target, prompt) is None
@@ -239,11 +239,11 @@ import os, signal, sys
 from pathlib import Path
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine import prefix_files
-from dflash_mlx.engine.origin import Origin
+from dflash_mlx.engine.cache_key import Origin
 from support.decoding import start
 from support.families import make_model
 from support.toys import prompt_of
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 
 prefix_files.SPARE = 0
 target = Target(make_model("llama"), 4096, "llama")

@@ -9,16 +9,16 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.engine import Engine
-from dflash_mlx.engine.origin import Origin
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running
 from dflash_mlx.session.stream import Session, collect
-from dflash_mlx.target.cache import STEP
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.cache import STEP
+from dflash_mlx.verifier.model import Target
 from support.decoding import Strict, go_on, start
 from support.decoding import run as answer_of
 from support.families import make_model
@@ -121,7 +121,7 @@ def test_a_state_is_for_its_own_target_and_its_own_drafter_alone(tmp_path):
     said_by(Session(pair, config_of("dflash"), prefixes), prompt)
     for method, reused in [("dflash", 39), ("ddtree", 39), ("d2sd", 0), ("eagle3", 0), ("none", 0)]:
         session = Session(pair, config_of(method), prefixes)
-        assert session._begin(prompt).usable(prompt) == reused, method
+        assert session._begin(prompt).match_length(prompt) == reused, method
     target.kv_bits = 8
     assert not Session(pair, config_of("dflash"), prefixes)._begin(prompt).position
     other = full_pair(tmp_path / "other", Target(make_model("llama"), 4096, "llama"), Letters())
@@ -141,7 +141,7 @@ def test_what_was_used_least_recently_goes_first_and_the_limit_is_kept():
     first, second, third = (put(prefixes, target, seed) for seed in (11, 12, 13))
     assert prefixes.nbytes == 3 * one
     kept = prefixes.take([*first, 1], target, NoDraft())
-    assert kept.usable([*first, 1]) == 40
+    assert kept.match_length([*first, 1]) == 40
     put(prefixes, target, 14)
     assert prefixes.nbytes == 3 * one
     there = [prefixes.take([*p, 1], target, NoDraft()).position for p in (first, second, third)]
@@ -332,5 +332,5 @@ def test_who_begins_like_a_running_one_throws_no_other_out():
     engine.add(second)
     engine.step()
     assert second.reused == 100 and prefixes._best(
-        Origin.of(target, NoDraft(), first.state), [*kept, 1]
+        CacheKey.of(target, NoDraft(), first.state), [*kept, 1]
     )[1] == len(kept)

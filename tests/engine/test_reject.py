@@ -16,12 +16,12 @@ from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.drawn import DrawnBlock
 from dflash_mlx.drafters.methods import draws_drafts, make_drafter
+from dflash_mlx.engine.acceptance import RejectionSampling, kept, remainder
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.rules import Reject, kept, remainder
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.decoding import behind, go_on, rounds, run, start
 from support.drafter_formats import drafter_folder
 from support.families import make_model
@@ -77,7 +77,7 @@ def test_where_nothing_is_left_the_target_itself_is_drawn_from():
 
 def test_a_proposal_that_was_cut_to_its_share_is_matched_not_rejected():
     class Wide(EachAlone):
-        def draft(self, state, room):
+        def draft(self, state, remaining):
             return Proposal(Tree((1, 2), (-1, 0, 0)), mx.ones((2, 4)) / 4)
 
     state = State(ToyCache(), None)
@@ -101,13 +101,13 @@ def test_other_trees_are_matched():
     tree = Tree((1, 2), (-1, 0, 0))
     verdict = verdict_of(tree, logits)
     expected = accept(tree, verdict.choices(SAMPLER, HERE))
-    accepted = Reject(SAMPLER).accept(verdict, HERE)
+    accepted = RejectionSampling(SAMPLER).accept(verdict, HERE)
     assert (accepted.path, accepted.tokens) == (expected.path, expected.tokens)
 
 
-def drawn(seed, temperature=0.7, room=4, **filters):
+def drawn(seed, temperature=0.7, remaining=4, **filters):
     drafter = DrawnBlock(ToyDrafter(1), None, SamplingConfig(temperature, seed=seed, **filters))
-    return drafter.draft(behind(drafter, 2), room)
+    return drafter.draft(behind(drafter, 2), remaining)
 
 
 def test_an_answer_draws_anew_though_its_first_round_was_plain():
@@ -128,8 +128,8 @@ def test_drafts_pass_the_filters_that_the_target_uses():
 def test_one_seed_gives_one_draft_and_room_for_one_token_none():
     assert drawn(5).tree.drafted == drawn(5).tree.drafted
     assert len({drawn(seed).tree.drafted for seed in range(20)}) > 5
-    assert len(drawn(0, room=1).tree) == 1
-    assert len(drawn(0, room=3).tree) == 3
+    assert len(drawn(0, remaining=1).tree) == 1
+    assert len(drawn(0, remaining=3).tree) == 3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Running, step
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.decoding import Strict, answer
 from support.families import make_model
 from support.toys import foretold, prompt_of
@@ -57,6 +57,6 @@ def test_answers_are_those_of_each_alone(target, seed):
         widest = max(widest, len(running))
         for each, round_ in zip(running, step(target, running, Strict()), strict=True):
             said[id(each)] += [] if round_ is None else round_.accepted.tokens
-        running = [each for each in running if not each.state.has_begun or each.state.room > 0]
+        running = [each for each in running if not each.state.has_begun or each.state.remaining > 0]
     assert [said[id(each)] for each in everyone] == alone
     assert widest > 2

@@ -80,7 +80,7 @@ def test_a_folder_is_offered_its_parent_s_drafter_and_told_so(tmp_path):
     names = inherited(find_names(PairConfig(folder)))
     assert (names.model, names.drafter, names.asks_first) == (folder, DRAFTER, False)
     assert dict(names.others)["eagle3"].startswith("AngelSlim/Qwen3-8B")
-    assert dict(names.advice.template) == {"enable_thinking": False}
+    assert dict(names.preset.template) == {"enable_thinking": False}
     assert all(part in names.lineage for part in (folder, PARENT, DRAFTER))
     listed = on_this_machine(Source.of(Path(folder)), [])
     assert DRAFTER in listed.drafter and not listed.verified

@@ -217,7 +217,7 @@ def test_a_file_in_place_of_a_folder_is_reported(tmp_path, option):
 
 @pytest.mark.usefixtures("no_hub")
 def test_a_drafter_takes_the_type_that_its_target_was_widened_to(folders, monkeypatch):
-    def widen(target: Any, taps: Any) -> tuple[str, ...]:
+    def widen(target: Any, aux_layers: Any) -> tuple[str, ...]:
         target.model.set_dtype(mx.bfloat16)
         return ("it computes in bfloat16",)
 

@@ -21,8 +21,8 @@ from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
-from dflash_mlx.target.hooks import override
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.hooks import override
+from dflash_mlx.verifier.model import Target
 from support.decoding import rounds as decode
 from support.families import FAMILIES, make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
@@ -88,7 +88,7 @@ def drafted(target: Target, network: Network, config: NetworkConfig) -> tuple[li
 
 def fit(target: Target, network: Network, config: NetworkConfig) -> tuple[str, ...]:
     """As loading does it."""
-    notes = fit_target(target, config.taps)
+    notes = fit_target(target, config.aux_layers)
     return (*notes, *fit_drafter(BlockModel(network, config, target), target))
 
 

@@ -27,7 +27,7 @@ from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.networks.quantized import Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.app_scripts import ScriptedBackend, drive, notices, until
 from support.decoding import feed
 from support.families import FAMILIES, make_model

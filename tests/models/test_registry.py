@@ -18,7 +18,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import METHODS, choices, format_of
 from dflash_mlx.drafters.networks.tensors import read_json
-from dflash_mlx.engine.pair import Advice, Means
+from dflash_mlx.engine.pair import Capabilities, Preset
 from dflash_mlx.models import pair_folder, registry
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.models.load import load_pair
@@ -146,7 +146,7 @@ def test_the_default_pair_is_shipped_whole():
         "smollm2-135m-dflash",
         "smollm2-135m-variable-prefix",
     )
-    assert names.advice.method == "ddtree"
+    assert names.preset.method == "ddtree"
     assert find_names(PairConfig(second_drafter="none")).second_drafter is None
 
 
@@ -158,7 +158,7 @@ def test_what_is_asked_for_by_name_goes_before_the_registry():
     second = find_names(PairConfig("Qwen/Qwen3-4B", second_drafter="own/second"))
     assert (second.drafter, second.second_drafter) == (known.drafter, "own/second")
     assert (second.asks_first, second.asks_second) == (False, True)
-    assert second.advice.method == "d2sd"
+    assert second.preset.method == "d2sd"
     assert find_names(PairConfig("owner/unknown")) == Names("owner/unknown", "owner/unknown")
     with pytest.raises(DFlashError, match="a second drafter needs a first one"):
         find_names(PairConfig("owner/unknown", second_drafter="own/second"))
@@ -166,11 +166,11 @@ def test_what_is_asked_for_by_name_goes_before_the_registry():
 
 def test_advice_is_of_a_target_with_the_drafter_that_it_was_measured_with():
     target, drafter = "mlx-community/Qwen3-4B-4bit", "z-lab/Qwen3-4B-DFlash-b16"
-    assert find_names(PairConfig(target)).advice == UNTHINKING
-    assert find_names(PairConfig(target, drafter)).advice == UNTHINKING
-    assert find_names(PairConfig(target, "own/drafter")).advice == Advice()
-    assert find_names(PairConfig("owner/unknown", drafter)).advice == Advice()
-    assert find_names(PairConfig(None, "own/drafter")).advice == Advice()
+    assert find_names(PairConfig(target)).preset == UNTHINKING
+    assert find_names(PairConfig(target, drafter)).preset == UNTHINKING
+    assert find_names(PairConfig(target, "own/drafter")).preset == Preset()
+    assert find_names(PairConfig("owner/unknown", drafter)).preset == Preset()
+    assert find_names(PairConfig(None, "own/drafter")).preset == Preset()
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +202,7 @@ def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
     hub[DRAFTER] = write_drafter(tmp_path / "drafter")
     pair = load("Qwen/Qwen3-4B")
     assert (pair.target.name, pair.drafter_name) == ("Qwen/Qwen3-4B", DRAFTER)
-    assert pair.means == Means(("dflash",), True, UNTHINKING)
+    assert pair.capabilities == Capabilities(("dflash",), True, UNTHINKING)
     assert pair.template == {"enable_thinking": False} and "thinking=false" in pair.notes[-1]
     assert pair.fallback == ""
 
@@ -306,7 +306,7 @@ def folder(tmp_path):
 
 
 MADE_FROM = {"target": "Qwen/Qwen3-4B", "drafter": "z-lab/Qwen3-4B-DFlash-b16"}
-UNTHINKING = Advice("auto", (("enable_thinking", False),))
+UNTHINKING = Preset("auto", (("enable_thinking", False),))
 
 
 def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
@@ -328,10 +328,10 @@ def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
 
 def test_a_converted_pair_is_used_as_advised_for_what_it_was_made_from(folder):
     write(folder, MADE_FROM, {})
-    assert find_names(PairConfig(str(folder))).advice == UNTHINKING
-    assert find_names(PairConfig(str(folder), "own/drafter")).advice == Advice()
+    assert find_names(PairConfig(str(folder))).preset == UNTHINKING
+    assert find_names(PairConfig(str(folder), "own/drafter")).preset == Preset()
     write(folder, {**MADE_FROM, "drafter": "my-drafter"}, {})
-    assert find_names(PairConfig(str(folder))).advice == Advice()
+    assert find_names(PairConfig(str(folder))).preset == Preset()
 
 
 NAMES = {"target": "owner/model", "drafter": "owner/drafter"}

@@ -13,9 +13,9 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.pass_times import PassTimes
 from dflash_mlx.train.corpus.rows import CorpusRow
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.pass_times import PassTimes
 from support import decoding
 from support.drafter_formats import drafter_folder
 from support.families import make_model

@@ -238,7 +238,7 @@ def test_too_many_connections_are_told_so(server):
         ]
         said = read_all(places[-1])
     assert said.startswith(b"HTTP/1.1 503") and b'"error"' in said
-    server.until(lambda: not server.desk.stepper._open)
+    server.until(lambda: not server.queue.stepper._open)
 
 
 def test_a_reader_that_stands_still_is_left_and_others_go_on(tmp_path):
@@ -252,9 +252,9 @@ def test_a_reader_that_stands_still_is_left_and_others_go_on(tmp_path):
             place.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             place.connect(("127.0.0.1", server.port))
             place.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            server.until(lambda: len(server.desk) == 1)
+            server.until(lambda: len(server.queue) == 1)
             assert post(server, CHAT, chat_body(max_tokens=3)).status_code == 200
-            server.until(lambda: len(server.desk) == 0)
+            server.until(lambda: len(server.queue) == 0)
 
 
 def row_of(tokenizer):

@@ -46,19 +46,19 @@ def test_an_answer_comes_whole_with_its_usage_and_figures(client):
     assert answer.usage.completion_tokens == len(WORDS) + 1
     assert answer.usage.total_tokens == prompt + len(WORDS) + 1
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
-    figures = answer.model_extra["dflash"]
-    assert (figures["method"], figures["rounds"]) == ("none", len(WORDS))
-    assert figures["acceptance_length"] == 1.0 and figures["parked"] is None
-    assert figures["tokens_per_second"] > 0 < figures["time_to_first_token"]
+    metrics = answer.model_extra["dflash"]
+    assert (metrics["method"], metrics["rounds"]) == ("none", len(WORDS))
+    assert metrics["acceptance_length"] == 1.0 and metrics["parked"] is None
+    assert metrics["tokens_per_second"] > 0 < metrics["time_to_first_token"]
 
 
 def test_a_stream_is_the_same_answer(client):
     chunks = [*ask(client, stream=True, stream_options={"include_usage": True})]
-    *before, figures, usage = chunks
+    *before, metrics, usage = chunks
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in before) == WORDS
-    assert figures.choices[0].finish_reason == "stop"
-    assert figures.model_extra["dflash"]["rounds"] == len(WORDS)
+    assert metrics.choices[0].finish_reason == "stop"
+    assert metrics.model_extra["dflash"]["rounds"] == len(WORDS)
     assert usage.choices == [] and usage.usage.completion_tokens == len(WORDS) + 1
     assert len({chunk.id for chunk in chunks}) == 1
 

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.stream import generate
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.drafter_formats import drafter_folder
 from support.families import make_model
 from support.models import write_tokenizer
@@ -53,8 +53,8 @@ def test_answers_side_by_side_are_those_of_generate(pair):
     for answer, expected in zip(found, alone, strict=True):
         assert answer.choices[0].message.content == expected.text
         assert answer.usage.completion_tokens == len(expected.tokens)
-        figures = answer.model_extra["dflash"]
-        assert figures["method"] == "ddtree" and figures["rounds"] >= 1
+        metrics = answer.model_extra["dflash"]
+        assert metrics["method"] == "ddtree" and metrics["rounds"] >= 1
 
 
 def test_log_probabilities_of_drafted_tokens_are_those_of_plain_decoding(pair):
@@ -68,8 +68,8 @@ def test_log_probabilities_of_drafted_tokens_are_those_of_plain_decoding(pair):
     with serving(pair, DecodeConfig("none", max_tokens=24), "llama") as server:
         plain, _ = laws(server)
     with serving(pair, DecodeConfig("dflash", block_size=4, max_tokens=24), "llama") as server:
-        drafted, figures = laws(server)
-    assert figures["method"] == "dflash"
+        drafted, metrics = laws(server)
+    assert metrics["method"] == "dflash"
     assert [law.token for law in drafted] == [law.token for law in plain]
     for one, other in zip(drafted, plain, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)

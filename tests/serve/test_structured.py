@@ -222,9 +222,9 @@ def test_drafts_and_grammars_go_together_in_both_apis(tmp_path):
     assert ends["choices"][0]["message"]["content"] == last
     assert conforms(call.json()["content"][0]["input"], COLOUR)
     for answer in (whole, free, other, call.json(), ends):
-        figures = answer["dflash"]
-        assert (figures["method"], figures["acceptance_length"] > 1) == ("ngram", True)
-        assert "no choice" not in (figures["parked"] or "")  # what is forced was not parked
+        metrics = answer["dflash"]
+        assert (metrics["method"], metrics["acceptance_length"] > 1) == ("ngram", True)
+        assert "no choice" not in (metrics["parked"] or "")  # what is forced was not parked
 
 
 CHAT_REFUSED = [

@@ -20,7 +20,7 @@ from dflash_mlx import (
     load,
 )
 from dflash_mlx.session import responder as module
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.models import TEMPLATE, write_drafter, write_model
 
 THINKING = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")

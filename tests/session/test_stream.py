@@ -95,7 +95,10 @@ def toy_session(config, drafted=()):
     session = Session(pair, DecodeConfig(method="none", **config))
     if drafted:
         session.drafter = Scripted(
-            lambda tokens, room: (list(drafted)[: room - 1], list(range(len(drafted)))[: room - 1])
+            lambda tokens, remaining: (
+                list(drafted)[: remaining - 1],
+                list(range(len(drafted)))[: remaining - 1],
+            )
         )
     return session
 

@@ -18,7 +18,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.answer import collect
 from dflash_mlx.session.many import Conversations
 from dflash_mlx.session.stream import Session
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.decoding import Strict
 from support.drafter_formats import drafter_folder
 from support.families import make_model

@@ -22,7 +22,7 @@ from dflash_mlx import DecodeConfig, PairConfig, RaceStep, Statistics, TextDelta
 from dflash_mlx.benchmark.race import DRAFTED, PLAIN
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.engine.drafter import Proposal
-from dflash_mlx.engine.pair import Means
+from dflash_mlx.engine.pair import Capabilities
 from support.decoding import tree_of
 
 # A pilot takes the app for idle when it computes next to nothing for so long. It waits 20 ms, twice
@@ -42,7 +42,7 @@ def rivers() -> list[str]:
 That is all."""
 
 
-class Words:
+class ActiveVocabulary:
     """A tokenizer, and its own detokenizer, that makes a token of every text it is given."""
 
     def __init__(self):
@@ -63,7 +63,7 @@ class Words:
         self.last_segment = self._texts[token]
 
 
-WORDS = Words()
+WORDS = ActiveVocabulary()
 
 
 def rounds_of(text, prompt=34, reused=0):
@@ -126,11 +126,13 @@ def statistics_of(tokens, rounds, prompt, reused):
     )
 
 
-def pair_of(name="M", means=None, fallback=""):
+def pair_of(name="M", capabilities=None, fallback=""):
     """What the chat reads of a loaded pair."""
     target = SimpleNamespace(name=name, context_length=8192)
-    means = means or Means(("dflash",) * 2)
-    return SimpleNamespace(target=target, means=means, fallback=fallback, notes=(), tokenizer=WORDS)
+    capabilities = capabilities or Capabilities(("dflash",) * 2)
+    return SimpleNamespace(
+        target=target, capabilities=capabilities, fallback=fallback, notes=(), tokenizer=WORDS
+    )
 
 
 @dataclass
@@ -152,7 +154,7 @@ class ScriptedBackend:
     waits: str = ""
     requests: list[Any] = field(default_factory=list)
     loaded: list[PairConfig] = field(default_factory=list)
-    means: Means = Means(("dflash",) * 2)
+    capabilities: Capabilities = Capabilities(("dflash",) * 2)
     fallback: str = ""
     rounds_run: int = 0
     forgotten: int = 0
@@ -164,7 +166,7 @@ class ScriptedBackend:
         if isinstance(result, BaseException):
             raise result
         name = config.model or "SmolLM2-135M-Instruct"
-        yield Loaded(pair_of(name, self.means, self.fallback))
+        yield Loaded(pair_of(name, self.capabilities, self.fallback))
 
     def measure(self, again):
         self._wait_in("measure")

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support import reference_dflash, reference_dflash2, reference_dspark
 from support.families import VOCAB_SIZE
 from support.reference_dflash import (
@@ -114,10 +114,10 @@ def write_shards(folder: Path, config: Config, tensors: Mapping[str, Array]) -> 
 
 
 def drafter_folder(
-    folder: Path, taps: list[int], seed: int, target: Target, **changes: Any
+    folder: Path, aux_layers: list[int], seed: int, target: Target, **changes: Any
 ) -> BlockModel:
     """A draft model of `target`, read from a folder that is written."""
-    method = {"mask_token_id": 5, "target_layer_ids": taps}
+    method = {"mask_token_id": 5, "target_layer_ids": aux_layers}
     layers = target.num_layers
     raw = tiny_drafter_config(num_target_layers=layers, dflash_config=method, **changes)
     return written(folder, raw, random_drafter(raw, seed), target)

@@ -11,9 +11,9 @@ import numpy as np
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import SequenceCache
 from support.decoding import rounds as decode
 from support.decoding import start, tokens_in
 from support.families import VOCAB_SIZE, make_model
@@ -76,10 +76,10 @@ def oracle(prompt: list[int], plain: list[int], case: Callable[[], tuple[int, in
     case: how many tokens to draft and how many of them are right, round after round.
     """
 
-    def script(tokens: list[int], room: int) -> tuple[list[int], list[int]]:
+    def script(tokens: list[int], remaining: int) -> tuple[list[int], list[int]]:
         at = len(tokens) - len(prompt)
         drafted, right = case()
-        ahead = plain[at : at + min(drafted, room - 1)]
+        ahead = plain[at : at + min(drafted, remaining - 1)]
         ahead = ahead[:right] + [(token + 1) % VOCAB_SIZE for token in ahead[right:]]
         return ahead, list(range(len(ahead)))
 

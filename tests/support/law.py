@@ -126,7 +126,7 @@ class ToyDrafter:
     kernels = None
     is_linked = False
     family = "dflash"
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, seed: int, block_size: int = 4) -> None:
         shape = (VOCABULARY, block_size, VOCABULARY)

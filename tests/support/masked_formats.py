@@ -16,7 +16,7 @@ import numpy as np
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.specdiff import checkpoint
 from dflash_mlx.drafters.specdiff.model import MaskedModel
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support.family_configs import VOCAB_SIZE
 from support.reference_dflash import (
     Array,

@@ -8,7 +8,7 @@ from typing import Any
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support import masked_formats
 from support.drafter_formats import drafter_folder
 from support.reference_dflash import write_drafter_folder

@@ -15,10 +15,10 @@ import mlx.nn as nn
 from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.models.ranks import split
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.forest import Rows
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.ranks import Follower, Leader, Orders
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.forest import Rows
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.ranks import Follower, Leader, Orders
 from support.families import make_model
 
 CASES: dict[str, dict[str, Any]] = {

@@ -210,7 +210,7 @@ def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     d, ff, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q_rows = config["num_attention_heads"] * head_dim
     kv_rows = config["num_key_value_heads"] * head_dim
-    taps = len(config["dflash_config"]["target_layer_ids"])
+    aux_layers = len(config["dflash_config"]["target_layer_ids"])
     layer = {
         "input_layernorm": (d,),
         "post_attention_layernorm": (d,),
@@ -225,7 +225,7 @@ def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj": (d, ff),
     }
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (d, taps * d),
+        "fc.weight": (d, aux_layers * d),
         "hidden_norm.weight": (d,),
         "norm.weight": (d,),
     }

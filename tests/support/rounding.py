@@ -5,7 +5,7 @@ import mlx.core as mx
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 from support import decoding
 from support.families import make_model
 from support.toys import foretold, prompt_of
@@ -33,15 +33,15 @@ class Rounding(Target):
         self._rough = table.weight * (1 + size * noise)
         self.plain: dict[int, list[int]] = {}
 
-    def _together(self, sequences, taps):
+    def _together(self, sequences, aux_layers):
         self.rows.append(sum(each.block.rows for each in sequences))
         self.embedding().weight = self._rough
-        return super()._together(sequences, taps)
+        return super()._together(sequences, aux_layers)
 
-    def forward(self, tokens, cache, block, taps=()):
+    def forward(self, tokens, cache, block, aux_layers=()):
         self.rows.append(block.rows)
         self.embedding().weight = self._exact if block.rows == 1 else self._rough
-        return super().forward(tokens, cache, block, taps)
+        return super().forward(tokens, cache, block, aux_layers)
 
 
 def plain_answer(target, seed):

@@ -27,9 +27,9 @@ from dflash_mlx.engine.step import Running
 from dflash_mlx.models.load import load
 from dflash_mlx.models.names import SHIPPED
 from dflash_mlx.session.templates import prompt_tokens
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import Strict, answer
 from support.families import make_model
 from support.pairs import full_pair

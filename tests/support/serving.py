@@ -23,14 +23,14 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
-from dflash_mlx.serve.desk import Desk
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.figures import Figures
+from dflash_mlx.serve.metrics import Metrics
+from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.running import Stop, conversations_of, serve
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.models import EOS, write_tokenizer
 from support.toys import ToyCache, ToyTarget
 
@@ -72,7 +72,7 @@ class Actor(ToyTarget):
         self._tokenizer, self._act = tokenizer, act
 
     def forward(
-        self, tokens: mx.array, cache: ToyCache, block: Block, taps: tuple[int, ...] = ()
+        self, tokens: mx.array, cache: ToyCache, block: Block, aux_layers: tuple[int, ...] = ()
     ) -> tuple[mx.array, None]:
         assert self.gate.wait(30)
         self.passes += 1
@@ -113,13 +113,13 @@ class Server:
     """What runs on a thread of its own. url: where it is. desk, pair: what is behind it."""
 
     def __init__(self, pair: Pair, config: ServeConfig, usual: DecodeConfig, model: str) -> None:
-        figures = Figures()
+        metrics = Metrics()
         self.pair, self.faults = pair, []
-        self.desk = Desk(figures, config.parallel, config.queue, self._fault)
-        self.desk.stepper.serve(
+        self.queue = RequestQueue(metrics, config.parallel, config.queue, self._fault)
+        self.queue.stepper.serve(
             conversations_of(pair, config, None, lambda: PrefixCache(10**8))
         ).result()
-        self.service = Service(pair, usual, config, self.desk, figures, (model, *config.name))
+        self.service = Service(pair, usual, config, self.queue, metrics, (model, *config.name))
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -172,7 +172,7 @@ def serving(
     finally:
         server.end()
         server.thread.join(20)
-        assert server.desk.stepper.close(20)
+        assert server.queue.stepper.close(20)
         server.service.close()
         assert not server.thread.is_alive()
 

@@ -15,7 +15,7 @@ from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.engine.decode import answer as answer_of
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes
 from support import decoding
 from support.toys import ToyTarget
 
@@ -40,11 +40,11 @@ class TimedTarget(ToyTarget):
         super().__init__(VOCABULARY, context_length=2000)
         self.clock, self.times, self.more = clock, times, more
 
-    def forward(self, tokens, cache, block, taps=()):
+    def forward(self, tokens, cache, block, aux_layers=()):
         self.clock.now += float(self.times.of(block.rows)) + self.more
         if block.tree is not None:
             self.clock.now += float(self.times.branching(np.array([block.rows]))[0])
-        return super().forward(tokens, cache, block, taps)
+        return super().forward(tokens, cache, block, aux_layers)
 
 
 class Honest(EachAlone):
@@ -53,7 +53,7 @@ class Honest(EachAlone):
     Its clock, its name and the answer that it knows come from the case that it is in.
     """
 
-    name, taps, rounds_ahead = "draft", (), 0
+    name, aux_layers, rounds_ahead = "draft", (), 0
 
     def __init__(self, seconds: float, sure: Callable[[int], float], width=1, seed=1) -> None:
         self.seconds, self.sure, self.width = seconds, sure, width
@@ -62,11 +62,11 @@ class Honest(EachAlone):
     def new_context(self) -> NoContext:
         return NoContext()
 
-    def draft(self, state: State, room: int) -> Proposal:
+    def draft(self, state: State, remaining: int) -> Proposal:
         self.clock.now += self.seconds
         done = len(state.tokens) - 3
         tokens, parents, logprobs, parent = [], [-1], [0.0], 0
-        for i in range(done, min(done + 7, len(self.plain), done + room - 1)):
+        for i in range(done, min(done + 7, len(self.plain), done + remaining - 1)):
             right, first = self.plain[i], len(parents)
             guesses = [(right + k) % VOCABULARY for k in range(self.width)]
             if self.rng.random() > self.sure(i):

@@ -18,7 +18,6 @@ from mlx.utils import tree_flatten
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.decode import answer
 from dflash_mlx.models.load import load_target
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
@@ -26,6 +25,7 @@ from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.features import FeatureCache
 from dflash_mlx.train.trainer import Trainer
+from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE, make_model
 from support.models import write_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
@@ -197,7 +197,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in found}
 
 
-class Words:
+class ActiveVocabulary:
     """A tokenizer as far as corpora need one: a token for every letter."""
 
     def __init__(self, letters: str) -> None:

@@ -12,8 +12,8 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.routing import Kernels
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.routing import Kernels
 from support.family_configs import VOCAB_SIZE
 
 
@@ -97,11 +97,11 @@ class ToyTarget:
     def check_trees(self) -> None:
         """It takes them."""
 
-    def forward_all(self, sequences, taps=()):
-        return [self.forward(*rows, taps) for rows in sequences]
+    def forward_all(self, sequences, aux_layers=()):
+        return [self.forward(*rows, aux_layers) for rows in sequences]
 
     def forward(
-        self, tokens: mx.array, cache: ToyCache, block: Block, taps: tuple[int, ...] = ()
+        self, tokens: mx.array, cache: ToyCache, block: Block, aux_layers: tuple[int, ...] = ()
     ) -> tuple[mx.array, None]:
         cache.pending = tokens.tolist()
         parents = block.tree.parents if block.tree is not None else range(-1, block.rows - 1)
@@ -119,7 +119,7 @@ class Scripted(EachAlone):
     """
 
     name = "scripted"
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     rounds_ahead = 0
 
     def __init__(self, script: Callable[[list[int], int], tuple[list[int], list[int]]]) -> None:
@@ -128,8 +128,8 @@ class Scripted(EachAlone):
     def new_context(self) -> NoContext:
         return NoContext()
 
-    def draft(self, state: State, room: int) -> Proposal:
-        tokens, parents = self.script(state.tokens, room)
+    def draft(self, state: State, remaining: int) -> Proposal:
+        tokens, parents = self.script(state.tokens, remaining)
         return Proposal(Tree(tuple(tokens), (-1, *parents)))
 
 
@@ -153,10 +153,10 @@ def foretold(
     """Trees with a run of the plain answer, of random length, and wrong branches beside it."""
     rng = np.random.default_rng(seed)
 
-    def script(tokens: list[int], room: int) -> tuple[list[int], list[int]]:
-        run = min(int(rng.integers(1, most + 1)), room - 1)
+    def script(tokens: list[int], remaining: int) -> tuple[list[int], list[int]]:
+        run = min(int(rng.integers(1, most + 1)), remaining - 1)
         ahead = plain[len(tokens) - len(prompt) :][:run]
-        others, parents = random_tree(rng, min(width, room - 1 - len(ahead)), VOCAB_SIZE)
+        others, parents = random_tree(rng, min(width, remaining - 1 - len(ahead)), VOCAB_SIZE)
         if ahead and ahead[0] in others:  # keep siblings apart
             others, parents = [], []
         below = [p + len(ahead) if p else 0 for p in parents]

@@ -19,11 +19,11 @@ from dflash_mlx import DecodeConfig, Pair, Session, load
 from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus import collect
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
 from support.models import EOS, write_drafter, write_model
 
 MAX_TOKENS = 40

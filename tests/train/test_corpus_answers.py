@@ -10,9 +10,9 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.corpus.answers import Answers, Done, Job
 from dflash_mlx.train.corpus.loops import loop_end
+from dflash_mlx.verifier.model import Target
 from support.decoding import answer
 from support.families import SLIDING, VOCAB_SIZE, make_model
 from support.models import EOS
@@ -50,9 +50,9 @@ def test_no_pass_reads_more_prompts_than_it_should():
     jobs = [job(i, (5,) * 500, max_tokens=2) for i in range(12)]
     rows, forward = [], target.forward_all
 
-    def counting(sequences, taps):
+    def counting(sequences, aux_layers):
         rows.append(sum(each.block.rows for each in sequences))
-        return forward(sequences, taps)
+        return forward(sequences, aux_layers)
 
     target.forward_all = counting
     assert len(run(target, jobs, 12, "none")) == 12

@@ -16,18 +16,18 @@ from safetensors.numpy import load_file
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.model import Target
 from dflash_mlx.train import features as module
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.data import DataConfig, Texts, read_texts
 from dflash_mlx.train.features import CHOICE, CHOICES, FeatureCache, likeliest
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE, make_model
 from support.tiny_training import (
     CONTEXT,
     TAPS,
     WIDTH,
-    Words,
+    ActiveVocabulary,
     files,
     full_disk,
     greedy_rows,
@@ -36,7 +36,7 @@ from support.tiny_training import (
     write_corpus,
 )
 
-WORDS = Words("".join(map(chr, range(40, 40 + VOCAB_SIZE))))
+WORDS = ActiveVocabulary("".join(map(chr, range(40, 40 + VOCAB_SIZE))))
 HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(WORDS))
 ROW = len(TAPS) * WIDTH * 2  # bytes per token
 PLENTY = 1 << 30
@@ -118,8 +118,8 @@ def tuned(target: Target) -> Target:
     ],
     ids=["a token changed", "fewer sequences", "a target tuned", "other layers"],
 )
-def test_something_else_has_a_folder_of_its_own(tmp_path, sequences, target, taps):
-    cache = FeatureCache(tmp_path / "cache", sequences, target(), taps, PLENTY)
+def test_something_else_has_a_folder_of_its_own(tmp_path, sequences, target, aux_layers):
+    cache = FeatureCache(tmp_path / "cache", sequences, target(), aux_layers, PLENTY)
     assert cache.folder != open_cache(tmp_path).folder
 
 

@@ -16,7 +16,6 @@ from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.system import cpu_math
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import cut_blocks
 from dflash_mlx.train.compare import measure, walk
 from dflash_mlx.train.config import TrainConfig
@@ -24,6 +23,7 @@ from dflash_mlx.train.data import Texts
 from dflash_mlx.train.eagle3 import EagleTrainee
 from dflash_mlx.train.families import read_trainee
 from dflash_mlx.train.trainer import Trainer
+from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE, make_model
 from support.reference_dflash import write_drafter_folder
 from support.reference_eagle3 import FORMATS, ours
@@ -144,7 +144,7 @@ def test_it_learns_answers_by_heart_and_decoding_accepts_what_was_measured(tmp_p
     assert measure(trainee, texts).tokens_per_round > 3.5
     trainee.save(tmp_path / "drafter")
     saved = read_trainee(tmp_path / "drafter", tiny_target())
-    assert isinstance(saved, EagleTrainee) and saved.config.taps == TAPS
+    assert isinstance(saved, EagleTrainee) and saved.config.aux_layers == TAPS
     drafter = Chain(model_of(saved))
     answers = [decoded(tiny_target(), drafter, row) for row in known]
     assert [sum(rounds, ()) for rounds in answers] == [row.answer for row in known]
@@ -164,7 +164,7 @@ def pair_of(target: Target) -> Pair:
 def test_a_new_drafter_is_the_targets_last_layer_behind_its_last_tap():
     target = Target(make_model("smollm3"), 512, "four layers")
     trainee = EagleTrainee.new(TrainConfig(mode="eagle3", steps=1), pair_of(target))
-    assert trainee.config.taps == (1,) and trainee.config.num_target_layers == 4
+    assert trainee.config.aux_layers == (1,) and trainee.config.num_target_layers == 4
     layer, own = target.model.layers[-1], trainee.network.midlayer
     d = trainee.config.hidden_size
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -183,17 +183,23 @@ def test_a_new_drafter_is_the_targets_last_layer_behind_its_last_tap():
 
 
 def test_taps_of_a_new_drafter_are_the_usual_ones_or_as_many_as_asked_for():
-    def taps(layers: int, **settings: Any) -> Any:
+    def aux_layers(layers: int, **settings: Any) -> Any:
         target = Target(make_model("llama", layers=layers), 512, "it")
         config = TrainConfig(mode="eagle3", steps=1, start="random", **settings)
-        return EagleTrainee.new(config, pair_of(target)).config.taps
+        return EagleTrainee.new(config, pair_of(target)).config.aux_layers
 
-    assert [taps(layers) for layers in (3, 4, 5, 6)] == [(1,), (1,), (1, 2), (1, 2, 3)]
-    assert taps(7) == (1, 2, 3) and taps(8) == (1, 3, 4)
-    assert taps(8, taps=2) == (1, 5) and taps(8, taps=4) == (1, 2, 4, 5)
-    assert taps(8, taps=5) == (1, 2, 3, 4, 5)  # what drafters of another family read by default
+    assert [aux_layers(layers) for layers in (3, 4, 5, 6)] == [(1,), (1,), (1, 2), (1, 2, 3)]
+    assert aux_layers(7) == (1, 2, 3) and aux_layers(8) == (1, 3, 4)
+    assert aux_layers(8, aux_layers=2) == (1, 5) and aux_layers(8, aux_layers=4) == (1, 2, 4, 5)
+    assert aux_layers(8, aux_layers=5) == (
+        1,
+        2,
+        3,
+        4,
+        5,
+    )  # what drafters of another family read by default
     with pytest.raises(DFlashError, match="taps is 2, but it has only 1 layers to read"):
-        taps(4, taps=2)
+        aux_layers(4, aux_layers=2)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.target.model import Target
 from dflash_mlx.train import compare
 from dflash_mlx.train.blocks import Blocks, BlockSampler, cut_blocks
 from dflash_mlx.train.compare import measure, walk
@@ -27,6 +26,7 @@ from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainer import Trainer
+from dflash_mlx.verifier.model import Target
 from support import masked_formats
 from support.families import VOCAB_SIZE, make_model
 from support.masked_formats import FORMATS, SLIDING, ours, tensors

@@ -16,10 +16,10 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import parse_config
 from dflash_mlx.drafters.networks.quantized import quantize_network
 from dflash_mlx.models.load import load_target
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.dflash import DFlashTrainee
-from dflash_mlx.train.start import mask_token, new_config, spread_taps, warm_start
+from dflash_mlx.train.start import mask_token, new_config, spread_aux_layers, warm_start
+from dflash_mlx.verifier.model import Target
 from support.drafter_formats import DRAFT_IDS, own_tables, speculators, version_1
 from support.families import FAMILIES, make_model
 from support.models import write_model
@@ -49,16 +49,22 @@ def new_drafter(target: Target, **settings: Any) -> DFlashTrainee:
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_taps_are_layers_of_the_target_in_order(count):
-    assert spread_taps(30, 5) == (1, 8, 14, 20, 27)  # as published drafters read thirty layers
+    assert spread_aux_layers(30, 5) == (
+        1,
+        8,
+        14,
+        20,
+        27,
+    )  # as published drafters read thirty layers
     for layers in range(1, 80):
-        taps = spread_taps(layers, count)
-        assert 1 <= len(taps) <= count
-        assert list(taps) == sorted(set(taps))
-        assert taps[0] >= 0 and taps[-1] < layers
+        aux_layers = spread_aux_layers(layers, count)
+        assert 1 <= len(aux_layers) <= count
+        assert list(aux_layers) == sorted(set(aux_layers))
+        assert aux_layers[0] >= 0 and aux_layers[-1] < layers
         if layers >= count + 3:
-            assert len(taps) == count
-            assert taps[-1] == layers - 3
-            assert count == 1 or taps[0] == 1
+            assert len(aux_layers) == count
+            assert aux_layers[-1] == layers - 3
+            assert count == 1 or aux_layers[0] == 1
 
 
 # The mask token
@@ -122,7 +128,7 @@ def test_a_new_drafter_has_the_widths_of_the_target(name):
     assert parsed.rope["rope_type"] == (given.get("rope_scaling") or {}).get("rope_type", "default")
     assert (parsed.block_size, parsed.mask_token_id) == (6, 5)
     assert parsed.layer_windows == (None, None) and parsed.layer_causal == (False, False)
-    assert parsed.target_layer_ids == spread_taps(given["num_hidden_layers"], 3)
+    assert parsed.target_layer_ids == spread_aux_layers(given["num_hidden_layers"], 3)
 
 
 def test_a_target_that_does_not_say_its_widths_is_refused():

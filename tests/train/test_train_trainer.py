@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from dflash_mlx.target.model import Target
 from dflash_mlx.train.blocks import BlockSampler
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.loss import DraftVocabulary, draft_size
+from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE, make_model
 from support.tiny_training import (
     CONTEXT,

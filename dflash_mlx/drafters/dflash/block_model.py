@@ -15,8 +15,8 @@ from dflash_mlx.drafters.growth.grow import Array, Choices, Ranked, follow
 from dflash_mlx.drafters.growth.links import Linked, follow_links
 from dflash_mlx.drafters.networks.head import DraftHead, embedding_scale
 from dflash_mlx.engine.state import Context
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
 
 FAMILY = "dflash"
 Shown = Sequence[Sequence[int]]  # drafted tokens that each block shows unmasked
@@ -67,9 +67,9 @@ class BlockModel:
         return self.config.block_size
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Target layers that it reads."""
-        return self.config.taps
+        return self.config.aux_layers
 
     @property
     def module(self) -> Network:
@@ -90,7 +90,7 @@ class BlockModel:
     def new_context(self) -> FeatureContext:
         """An empty context for one sequence."""
         windows = self.config.layer_windows
-        words = self._head.new_words()
+        words = self._head.new_active()
         return FeatureContext(self._network, windows, self.kernels, self._kv_bits, words)
 
     def limit_vocabulary(self, target: Target, ids: Array, size: int) -> None:

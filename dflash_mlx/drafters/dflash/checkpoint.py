@@ -38,7 +38,7 @@ from dflash_mlx.drafters.networks import tensors as files
 from dflash_mlx.drafters.networks.fields import architecture
 from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.networks.tensors import FLOATING, DrafterFolder, Layout, in_words
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 
 _MARKS = ("dflash_config", "speculators_model_type", "speculators_config")
 _CODEBOOK = "_codebook.weight"

@@ -97,13 +97,19 @@ def parse_fields(raw: Fields) -> NetworkConfig:
 def problems(config: NetworkConfig) -> dict[str, Any]:
     """How fields may contradict each other, each with whether they do."""
     width, block = config.hidden_size, config.block_size
-    taps, vocabulary, own = config.target_layer_ids, config.vocab_size, config.draft_vocab_size
-    layers = max(*taps, 0) + 1 if config.num_target_layers is None else config.num_target_layers
+    aux_layers, vocabulary, own = (
+        config.target_layer_ids,
+        config.vocab_size,
+        config.draft_vocab_size,
+    )
+    layers = (
+        max(*aux_layers, 0) + 1 if config.num_target_layers is None else config.num_target_layers
+    )
     conv, selector = config.convolution or ConvolutionConfig(0, 1), config.selector
     extra = int(config.sample_from_anchor)  # of our blocks; messages name what files have
     top_k, groups = 0 if selector is None else selector.top_k, max(1, width // conv.group_size)
     products = {  # dimensions that MLX may be unable to have although each factor is one
-        f"{len(taps)} tapped layers of hidden_size {width}": len(taps) * width,
+        f"{len(aux_layers)} tapped layers of hidden_size {width}": len(aux_layers) * width,
         f"two convolutions of conv_kernel_size {conv.kernel_size} over {groups} groups":
             2 * conv.kernel_size * groups,
     }  # fmt: skip
@@ -113,8 +119,8 @@ def problems(config: NetworkConfig) -> dict[str, Any]:
             not 2 <= block <= MAX_BLOCK,
         f"mask_token_id is {config.mask_token_id}, outside the vocabulary of {vocabulary}":
             not 0 <= config.mask_token_id < vocabulary,
-        f"target_layer_ids are {list(taps)}, outside the {layers} layers of the target":
-            not taps or not all(0 <= tap < layers for tap in taps),
+        f"target_layer_ids are {list(aux_layers)}, outside the {layers} layers of the target":
+            not aux_layers or not all(0 <= tap < layers for tap in aux_layers),
         f"draft_vocab_size is {own}, not less than the vocabulary of {vocabulary}":
             own is not None and own >= vocabulary,
         f"draft_vocab_size is {own}, but own_head is false":
@@ -151,9 +157,12 @@ def _layer_causal(raw: Fields, dflash: Fields, windows: tuple[int | None, ...]) 
 
 
 def _second_version(fields: Fields) -> dict[str, Any]:
-    taps, group = size(fields, "conv_kernel_size"), size(fields, "conv_group_size")
+    aux_layers, group = size(fields, "conv_kernel_size"), size(fields, "conv_group_size")
     rank, top_k = size(fields, "selector_rank"), size(fields, "selector_top_k")
-    return {"convolution": ConvolutionConfig(taps, group), "selector": SelectorConfig(rank, top_k)}
+    return {
+        "convolution": ConvolutionConfig(aux_layers, group),
+        "selector": SelectorConfig(rank, top_k),
+    }
 
 
 def _markov(fields: Fields) -> MarkovConfig | None:
@@ -256,10 +265,10 @@ def _dflash_config(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             "the embedding, 0, which no drafter reads (if these number layers, add them as "
             "dflash_config.target_layer_ids)"
         )
-    taps = [i - 1 for i in ids]
+    aux_layers = [i - 1 for i in ids]
     note = f"aux_hidden_state_layer_ids {ids} are taken to number hidden states, so the drafter "
-    note += f"reads the outputs of layers {taps}, counted from 0"
-    return {**given, "target_layer_ids": taps}, [note]
+    note += f"reads the outputs of layers {aux_layers}, counted from 0"
+    return {**given, "target_layer_ids": aux_layers}, [note]
 
 
 def _drafts_every_row(raw: dict[str, Any]) -> bool:

@@ -7,12 +7,12 @@ from copy import copy
 import mlx.core as mx
 
 from dflash_mlx.drafters.dflash.network import Network
-from dflash_mlx.drafters.networks.partial_head import Words
+from dflash_mlx.drafters.networks.active_vocabulary import ActiveVocabulary
 from dflash_mlx.engine.state import Kind
-from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.routing import Kernels
-from dflash_mlx.target.saved import Saved, join, split
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.routing import Kernels
+from dflash_mlx.verifier.saved import Saved, join, split
+from dflash_mlx.verifier.sequence import SequenceCache
 
 _MOST_WAITING = 64  # rows of features
 
@@ -30,7 +30,7 @@ class FeatureContext:
         windows: tuple[int | None, ...],
         kernels: Kernels | None = None,
         kv_bits: int | None = None,
-        words: Words | None = None,
+        words: ActiveVocabulary | None = None,
     ) -> None:
         self.words = words
         self._network = network
@@ -108,14 +108,17 @@ class FeatureContext:
 class DualContext:
     """The contexts of both drafters, fed from one set of features.
 
-    columns: which of the m tapped layers, of width d each, either drafter reads.
+    columns: which of the m auxiliary layers, of width d each, either drafter reads.
     """
 
     def __init__(
-        self, contexts: tuple[FeatureContext, ...], columns: tuple[tuple[int, ...], ...], taps: int
+        self,
+        contexts: tuple[FeatureContext, ...],
+        columns: tuple[tuple[int, ...], ...],
+        aux_layers: int,
     ) -> None:
         self.contexts = contexts
-        self._columns, self._taps = columns, taps
+        self._columns, self._aux_layers = columns, aux_layers
 
     @property
     def length(self) -> int:
@@ -130,10 +133,10 @@ class DualContext:
     def append(self, tokens: mx.array, features: mx.array | None) -> None:
         """Take in the features [n, m*d] of the next n committed tokens [n]."""
         for context, columns in zip(self.contexts, self._columns, strict=True):
-            if features is None or columns == tuple(range(self._taps)):
+            if features is None or columns == tuple(range(self._aux_layers)):
                 context.append(tokens, features)
             else:
-                parts = mx.split(features, self._taps, axis=-1)
+                parts = mx.split(features, self._aux_layers, axis=-1)
                 context.append(tokens, mx.concatenate([parts[i] for i in columns], axis=-1))
 
     def refill_from(self, length: int) -> int:
@@ -150,12 +153,12 @@ class DualContext:
         """Both networks, what they read, and what is kept of them."""
         kinds = [context.kind for context in self.contexts]
         networks = tuple(network for own, _ in kinds for network in own)
-        return networks, (self._columns, self._taps, *(settings for _, settings in kinds))
+        return networks, (self._columns, self._aux_layers, *(settings for _, settings in kinds))
 
     def fork(self) -> DualContext:
         """A copy that goes on by itself."""
         contexts = tuple(context.fork() for context in self.contexts)
-        return DualContext(contexts, self._columns, self._taps)
+        return DualContext(contexts, self._columns, self._aux_layers)
 
     def saved(self) -> Saved:
         """Keys and values of both."""

@@ -26,10 +26,10 @@ from dflash_mlx.drafters.dflash.paths import Links
 from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
 from dflash_mlx.drafters.networks.layers import Layer
 from dflash_mlx.drafters.networks.quantized import Quantization
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.forest import Forest, JoinedLayer
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.forest import Forest, JoinedLayer
+from dflash_mlx.verifier.sequence import SequenceCache
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class NetworkConfig:
     notes: tuple[str, ...] = ()
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """`target_layer_ids`, by the name that all families have for it."""
         return self.target_layer_ids
 

@@ -18,7 +18,13 @@ from dflash_mlx.drafters.eagle3.config_file import parse_fields, problems, trans
 from dflash_mlx.drafters.eagle3.config_file import recognises as recognises
 from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.eagle3.network import EagleConfig, Network
-from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, called, increase, size_misfits, taps_of
+from dflash_mlx.drafters.formats import (
+    CHOOSE_ANOTHER,
+    aux_layers_of,
+    called,
+    increase,
+    size_misfits,
+)
 from dflash_mlx.drafters.networks import tensors as files
 from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.networks.tensors import (
@@ -29,7 +35,7 @@ from dflash_mlx.drafters.networks.tensors import (
     Layout,
     in_words,
 )
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 
 
 def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> EagleConfig:
@@ -55,12 +61,15 @@ def misfits(
     yield from size_misfits(made_for, target, name, drafter)
     layers = target.get("num_hidden_layers")
     if type(layers) is int:
-        taps = taps_of(config, layers)
-        if outside := [tap for tap in taps if not 0 <= tap < layers]:
-            what = f"{who} reads layers {list(taps)} (counted from 0), but {name} has {layers} "
+        aux_layers = aux_layers_of(config, layers)
+        if outside := [tap for tap in aux_layers if not 0 <= tap < layers]:
+            what = (
+                f"{who} reads layers {list(aux_layers)} (counted from 0), but {name} has {layers} "
+            )
             yield Finding("error", f"{what}layers, and no layer {outside[0]}", CHOOSE_ANOTHER)
-        elif not increase(taps):
-            what = f"{who} reads layers {list(taps)} (counted from 0), not each once and in order; "
+        elif not increase(aux_layers):
+            read = f"{who} reads layers {list(aux_layers)} (counted from 0)"
+            what = f"{read}, not each once and in order; "
             yield Finding("error", f"{what}{name} has {layers} layers", CHOOSE_ANOTHER)
 
 

@@ -86,7 +86,7 @@ def parse_fields(raw: Fields, names: Collection[str]) -> EagleConfig:
         raise ValueError(f"eagle_config is {method!r}")
     _check_kind(raw, method, names)
     either, vocabulary = {**method, **raw}, size(raw, "vocab_size")
-    taps, notes = _taps(raw, method)
+    aux_layers, notes = _aux_layers(raw, method)
     slides = (raw.get("layer_types") or [])[:1] == ["sliding_attention"]
     own = size(raw, "draft_vocab_size", vocabulary)
     width = size(raw, "hidden_size")
@@ -96,7 +96,7 @@ def parse_fields(raw: Fields, names: Collection[str]) -> EagleConfig:
         **shape(raw),
         block_size=size(raw, "block_size", DEFAULT_BLOCK),
         target_hidden_size=target_width,
-        target_layer_ids=taps,
+        target_layer_ids=aux_layers,
         num_target_layers=size(raw, "num_target_layers", 0) or None,
         vocab_size=vocabulary,
         window=size(raw, "sliding_window") if slides else None,
@@ -150,15 +150,15 @@ def _check_kind(raw: Fields, method: Fields, names: Collection[str]) -> None:
         raise ValueError("tie_word_embeddings is true, supported is false")
 
 
-def _taps(raw: Fields, method: Fields) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+def _aux_layers(raw: Fields, method: Fields) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
     """Layers whose outputs are read, None where no field says so; and what had to be assumed."""
     if (ids := method.get(LAYERS_READ)) is not None:
         return _numbers(ids, least=0), ()
     if (ids := raw.get(LAYERS_READ)) is None:
         return None, ()
-    taps = tuple(i - 1 for i in _numbers(ids, least=1))
+    aux_layers = tuple(i - 1 for i in _numbers(ids, least=1))
     note = f"{LAYERS_READ} {ids} are taken to number hidden states, so the drafter reads the "
-    return taps, (f"{note}outputs of layers {list(taps)}, counted from 0",)
+    return aux_layers, (f"{note}outputs of layers {list(aux_layers)}, counted from 0",)
 
 
 def _numbers(ids: Any, least: int) -> tuple[int, ...]:

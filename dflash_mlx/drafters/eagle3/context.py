@@ -8,10 +8,10 @@ from copy import copy
 import mlx.core as mx
 
 from dflash_mlx.drafters.eagle3.network import Network
-from dflash_mlx.drafters.networks.partial_head import Words
+from dflash_mlx.drafters.networks.active_vocabulary import ActiveVocabulary
 from dflash_mlx.engine.state import Kind
-from dflash_mlx.target.saved import Saved, join, split
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.verifier.saved import Saved, join, split
+from dflash_mlx.verifier.sequence import SequenceCache
 
 _MOST_WAITING = 64  # rows of features
 
@@ -32,7 +32,7 @@ class EagleContext:
         network: Network,
         embed: Callable[[mx.array], mx.array],
         cache: SequenceCache,
-        words: Words | None = None,
+        words: ActiveVocabulary | None = None,
     ) -> None:
         self.words = words
         self._network, self._embed, self._cache = network, embed, cache

@@ -10,14 +10,14 @@ import mlx.core as mx
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.eagle3.context import EagleContext
 from dflash_mlx.drafters.eagle3.network import EagleConfig, Network
-from dflash_mlx.drafters.formats import taps_of
+from dflash_mlx.drafters.formats import aux_layers_of
 from dflash_mlx.drafters.growth.grow import Array, Ranked
 from dflash_mlx.drafters.networks.head import DraftHead
 from dflash_mlx.engine.state import Context
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import SequenceCache
 
 FAMILY = "eagle3"
 
@@ -34,7 +34,7 @@ class EagleModel:
 
     def __init__(self, network: Network, config: EagleConfig, target: Target) -> None:
         self.config, self.module, self.kernels = config, network, target.kernels
-        self.taps = taps_of(config, target.num_layers)
+        self.aux_layers = aux_layers_of(config, target.num_layers)
         self._kv_bits = target.kv_bits
         self._embed: Any = network.embed_tokens if config.own_embedding else target.embedding()
         self._head = DraftHead(
@@ -43,7 +43,7 @@ class EagleModel:
             target.kernels,
             network.d2t if config.draft_vocab_size is not None else None,
         )
-        target.tap(self.taps)
+        target.tap(self.aux_layers)
 
     @property
     def block_size(self) -> int:
@@ -53,7 +53,7 @@ class EagleModel:
     def new_context(self) -> EagleContext:
         """An empty context for one sequence."""
         cache = SequenceCache([LayerCache(self.config.window, self.kernels, self._kv_bits)])
-        return EagleContext(self.module, self._embed, cache, self._head.new_words())
+        return EagleContext(self.module, self._embed, cache, self._head.new_active())
 
     def limit_vocabulary(self, target: Target, tokens: Array, size: int) -> None:
         """Draft only `size` tokens, and those that a conversation has; not with a head of its own.

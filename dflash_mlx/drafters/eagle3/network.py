@@ -15,9 +15,9 @@ import mlx.nn as nn
 
 from dflash_mlx.drafters.networks.layers import MLP, Attention
 from dflash_mlx.drafters.networks.quantized import Quantization
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.sequence import SequenceCache
 
 USUAL_TAPS = 3
 
@@ -64,7 +64,7 @@ class EagleConfig:
     notes: tuple[str, ...] = ()
 
     @property
-    def taps(self) -> tuple[int, ...] | None:
+    def aux_layers(self) -> tuple[int, ...] | None:
         """`target_layer_ids`, by the name that all families have for it."""
         return self.target_layer_ids
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from dflash_mlx.drafters.growth.grow import Array, Ranked
 from dflash_mlx.system import cpu_math
-from dflash_mlx.target.routing import Kernels
+from dflash_mlx.verifier.routing import Kernels
 from kernels_metal.draft_head import DRAFT_HEAD, DraftHead, draft_head_reference
 
 TOP_K = 8  # tokens that a position can offer

@@ -12,9 +12,9 @@ import numpy as np
 
 from dflash_mlx.drafters.growth.grow import Array, Ranked
 from dflash_mlx.drafters.growth.rank import rank
-from dflash_mlx.drafters.networks.partial_head import PartialHead, Words
-from dflash_mlx.target.model import Target
-from dflash_mlx.target.routing import Kernels
+from dflash_mlx.drafters.networks.active_vocabulary import ActiveVocabulary, PartialHead
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.routing import Kernels
 
 
 class DraftHead:
@@ -22,7 +22,7 @@ class DraftHead:
 
     head: [n, d] -> [n, v], the drafter's own or its target's. d2t: [v] what to add to a draft id
     for the target's, None where the two are the same. vocabulary: tokens of the target. softcap:
-    of the logits, None for none. words: the conversation's, see `partial_head.py`.
+    of the logits, None for none. words: the conversation's, see `active_vocabulary.py`.
     """
 
     def __init__(
@@ -52,18 +52,20 @@ class DraftHead:
         if size < len(tokens):
             self._partial = PartialHead(target, tokens, size)
 
-    def new_words(self) -> Words | None:
+    def new_active(self) -> ActiveVocabulary | None:
         """Of a conversation that begins; None where it makes no difference."""
-        return None if self._partial is None else self._partial.new_words()
+        return None if self._partial is None else self._partial.new_active()
 
-    def logits(self, states: mx.array, words: Words | None) -> tuple[mx.array, Array | None]:
+    def logits(
+        self, states: mx.array, words: ActiveVocabulary | None
+    ) -> tuple[mx.array, Array | None]:
         """[n, v] from final states [n, d], and the tokens [v] that they are for; None for all."""
         states, ids = states * self._scale, self._ids
         logits, ids = (self._head(states), ids) if words is None else words.logits(states)
         return capped(logits, self._softcap), ids
 
     def logits_of_all(
-        self, states: Sequence[mx.array], words: Sequence[Words | None]
+        self, states: Sequence[mx.array], words: Sequence[ActiveVocabulary | None]
     ) -> list[tuple[mx.array, Array | None]]:
         """As `logits`, of several conversations; what is common to them is computed at once."""
         if len(states) == 1:
@@ -78,7 +80,7 @@ class DraftHead:
             found.append((capped(logits, self._softcap), ids))
         return found
 
-    def whole(self, states: mx.array, words: Words | None) -> mx.array:
+    def whole(self, states: mx.array, words: ActiveVocabulary | None) -> mx.array:
         """[n, V] from final states [n, d]: -inf for tokens that it does not know."""
         logits, ids = self.logits(states, words)
         if ids is None:
@@ -87,13 +89,13 @@ class DraftHead:
         whole[:, mx.array(ids)] = logits
         return whole
 
-    def likeliest(self, states: mx.array, words: Words | None) -> mx.array:
+    def likeliest(self, states: mx.array, words: ActiveVocabulary | None) -> mx.array:
         """[n] the likeliest token after each state; the pass may still be running."""
         logits, ids = self.logits(states, words)
         best = mx.argmax(logits, axis=-1)
         return best if ids is None else mx.array(ids)[best]
 
-    def ranked(self, states: mx.array, words: Words | None, k: int) -> Ranked:
+    def ranked(self, states: mx.array, words: ActiveVocabulary | None, k: int) -> Ranked:
         """The k likeliest tokens after each state; waits for the pass."""
         return self.rank(*self.logits(states, words), k)
 

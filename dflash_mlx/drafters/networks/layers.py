@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.system import cpu_math
-from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.hooks import rotate_by_row
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.hooks import rotate_by_row
 
 
 class Shape(Protocol):

@@ -27,7 +27,7 @@ from dflash_mlx.drafters.specdiff.config_file import (
 )
 from dflash_mlx.drafters.specdiff.model import MaskedModel
 from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.model import Target
 
 _PREFIX = "model."  # of all tensors but the head in published files
 

@@ -7,12 +7,12 @@ from copy import copy
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.networks.partial_head import Words
+from dflash_mlx.drafters.networks.active_vocabulary import ActiveVocabulary
 from dflash_mlx.drafters.specdiff.network import Network
 from dflash_mlx.engine.state import Kind
-from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.saved import Saved
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.saved import Saved
+from dflash_mlx.verifier.sequence import SequenceCache
 
 MOST_WAITING = 64  # tokens
 CHUNK = 512  # tokens of a pass over text alone
@@ -34,7 +34,7 @@ class TokenContext:
         network: Network,
         embed: Embed,
         layers: list[LayerCache],
-        words: Words | None = None,
+        words: ActiveVocabulary | None = None,
     ) -> None:
         self.words = words
         self._network, self._embed = network, embed

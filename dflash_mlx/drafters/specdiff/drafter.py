@@ -83,7 +83,7 @@ class SpecDiff(EachAlone):
     """
 
     name = "specdiff"
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     rounds_ahead = 0
 
     def __init__(
@@ -97,9 +97,9 @@ class SpecDiff(EachAlone):
         """An empty context for one sequence."""
         return self._model.new_context()
 
-    def draft(self, state: State, room: int) -> Proposal:
-        """A tree no deeper than the block and `room` allow; its root alone where that is 1."""
-        rows = min(self.block_size, room)
+    def draft(self, state: State, remaining: int) -> Proposal:
+        """A tree no deeper than the block and `remaining` allow; its root alone where that is 1."""
+        rows = min(self.block_size, remaining)
         return Proposal(Tree.chain()) if rows == 1 else self.draft_block(state, rows)
 
     def draft_block(self, state: State, rows: int) -> Proposal:

@@ -12,8 +12,8 @@ from dflash_mlx.drafters.networks.head import DraftHead, embedding_scale
 from dflash_mlx.drafters.specdiff.context import TokenContext
 from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
 from dflash_mlx.engine.state import Context
-from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.model import Target
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.model import Target
 
 FAMILY = "specdiff"
 
@@ -26,7 +26,7 @@ class MaskedModel:
     """
 
     family = FAMILY
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:
         self.config = config
@@ -58,7 +58,7 @@ class MaskedModel:
 
     def new_context(self) -> TokenContext:
         """An empty context for one sequence."""
-        windows, words = self.config.layer_windows, self._head.new_words()
+        windows, words = self.config.layer_windows, self._head.new_active()
         layers = [LayerCache(window, self._kernels, self._kv_bits) for window in windows]
         return TokenContext(self._network, self._embed, layers, words)
 

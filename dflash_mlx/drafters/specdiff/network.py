@@ -16,9 +16,9 @@ import numpy as np
 
 from dflash_mlx.drafters.networks.layers import Layer
 from dflash_mlx.drafters.networks.quantized import Quantization
-from dflash_mlx.target.block import Block
-from dflash_mlx.target.cache import LayerCache
-from dflash_mlx.target.sequence import SequenceCache
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.sequence import SequenceCache
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class NetworkConfig:
     None for full attention; a window of w reaches w - 1 positions back, and as many ahead inside
     the block. logits_shifted: whether a row's logits are for the position behind it. own_embedding,
     own_head: whether it brings these itself; tied: the head is its embedding. quantization: of the
-    weights in its files. notes: what reading the folder had to assume. draft_vocab_size, taps: it
-    has no vocabulary of its own and reads no layer of the target.
+    weights in its files. notes: what reading the folder had to assume. draft_vocab_size,
+    aux_layers: it has no vocabulary of its own and reads no layer of the target.
     """
 
     hidden_size: int
@@ -56,7 +56,7 @@ class NetworkConfig:
     quantization: Quantization | None = None
     notes: tuple[str, ...] = ()
     draft_vocab_size: int | None = None
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
 
 class Network(nn.Module):

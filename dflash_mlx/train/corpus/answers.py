@@ -10,9 +10,9 @@ from typing import Any
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.engine.acceptance import TargetSampling
 from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.rules import Match
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import Outcome, Running
 from dflash_mlx.train.corpus.loops import loop_end
@@ -96,7 +96,7 @@ class Answers:
             job = self.waiting.popleft()
             state = State(self._engine.target.new_cache(), self._drafter.new_context())
             state.end = len(job.prompt) - 1 + job.max_tokens
-            rule = Match(Sampler(job.sampling))
+            rule = TargetSampling(Sampler(job.sampling))
             sequence = Running(state, self._drafter, job.prompt, _CHUNK, rule)
             self._engine.add(sequence)
             self._texts[sequence] = _Text(job)

@@ -1,0 +1,299 @@
+"""Any mlx-lm model as a target: tree positions, tree masks and auxiliary hidden states.
+
+Three hooks make a model verify a tree, none of them specific to a family. Its caches are ours, so
+positions, masks and storage are (see `block.py` and `cache.py`); its rope modules accept one
+position per row; and the decoder layers that a drafter reads keep their outputs. Where Metal
+kernels are used, attention and quantised layers ask for them first (see `hooks.py`). What is kept
+of the passes of recurrent layers is in `recurrent.py`, how they follow a tree in `paths.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from itertools import accumulate, chain
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.system.blas import threads
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.forest import Forest, Rows
+from dflash_mlx.verifier.hooks import (
+    KernelHooks,
+    override,
+    rotate_by_row,
+    route_attention,
+    rows_alone,
+)
+from dflash_mlx.verifier.paths import TREE_MIXERS
+from dflash_mlx.verifier.routing import Kernels
+from dflash_mlx.verifier.sequence import SequenceCache, new_sequence
+from kernels_metal.dispatch import Mode
+
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
+_HEADS = ("lm_head", "embed_out")
+_SAME = 0.1  # standard deviations of logits that rounding can change; other rows change more
+# They use the cache's offset for more than rope, as one number for the whole pass.
+ONE_OFFSET = ("gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
+_ONE_OFFSET_ROPES = ("DynamicNTKScalingRoPE",)
+_CHAINS = "use --method dflash or --method ngram, which draft chains"
+
+
+class Target:
+    """A language model that can verify chains, and with most families prefix trees.
+
+    model: an mlx-lm model. context_length: the most tokens a sequence may have.
+    name: what to call it on screen. Raises DFlashError for layers that no draft can be taken back
+    from.
+    """
+
+    def __init__(self, model: Any, context_length: int, name: str) -> None:
+        self.model = model
+        self.context_length = context_length
+        self.name = name
+        self._tapped: set[int] = set()
+        self._outputs: dict[int, mx.array] = {}
+        ropes = (module.get("rope") for module in model.modules())
+        self._ropes = [rope for rope in ropes if isinstance(rope, nn.Module)]
+        self._turns_rows = False
+        self._threads = threads()
+        self.pass_times: Any = None  # measured when a budget needs them, see `pass_times.py`
+        self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
+        self.kv_bits: int | None = None  # of caches made from now on, see `cache.py`
+        self.kernels = Kernels(name, self.parameters)
+        self._hooks: KernelHooks | None = None
+        self.is_recurrent = self.new_cache().is_recurrent
+        self._mixers: frozenset[str] = frozenset()
+        if self.is_recurrent:
+            from dflash_mlx.verifier.recurrent import hook_mixers  # needs mlx-lm: it takes seconds
+
+            self._mixers = hook_mixers(model, name)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.model.layers)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of hidden states."""
+        return self.embedding()(mx.array([0])).dtype  # type: ignore[no-any-return]
+
+    def parameters(self) -> list[tuple[str, mx.array]]:
+        """The model's weights with their names."""
+        return tree_flatten(self.model.parameters())  # type: ignore[return-value]
+
+    def new_cache(self) -> SequenceCache:
+        """An empty cache for one sequence."""
+
+        def attention(window: int | None) -> LayerCache:
+            return LayerCache(window, self.kernels, self.kv_bits)
+
+        return new_sequence(self.model, self.name, attention)
+
+    def use_kernels(self, mode: Mode) -> None:
+        """Switch this model's Metal kernels: auto, on or off, as it is at first.
+
+        Caches that exist follow at once. What was measured with other kernels is forgotten. Raises
+        ValueError for another mode.
+        """
+        self.kernels.switch(mode)
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = None if mode == "off" else KernelHooks(self.model, self.kernels)
+        self.pass_times = self.noise = None
+        self.__dict__.pop("joins", None)  # hooks were replaced
+
+    def widen(self, dtype: mx.Dtype) -> None:
+        """Cast what is float16, whose numbers do not fit."""
+        self.model.set_dtype(dtype, lambda kind: kind == mx.float16)
+        mx.eval(self.model.parameters())
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Keep the outputs of these decoder layers (0-based) in every pass from now on."""
+        for i in set(layers) - self._tapped:
+            override(self.model.layers[i], partial(self._keep_output, i))
+        self._tapped.update(layers)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The layers whose outputs are kept."""
+        return tuple(sorted(self._tapped))
+
+    def forward(
+        self, tokens: mx.array, cache: SequenceCache, block: Block, aux_layers: tuple[int, ...] = ()
+    ) -> tuple[mx.array, mx.array | None]:
+        """One pass over the rows of `block`, whose keys and values go behind the committed ones.
+
+        tokens: [N]. Returns logits [N, V], [1, V] of a block's last row where that is all it asks
+        for, and features [N, len(aux_layers) * d] (None without taps): the states after the tapped
+        layers, side by side. Nothing is evaluated here. DFlashError for a tree that no recurrent
+        layer here can follow.
+        """
+        if block.tree is not None and self.is_recurrent and not self.takes_trees:
+            self.check_trees()
+        if not block.is_run:
+            self._turn_rows()
+        self._threads.tick()
+        cache.extend(block)
+        self._outputs.clear()
+        with rows_alone(self._heads if block.last_only else (), slice(-1, None)):
+            logits = self.model(tokens[None], cache=cache.layers)[0]
+        if block.last_only:
+            logits = logits[-1:]
+        if not aux_layers:
+            return logits, None
+        return logits, self._features(aux_layers)
+
+    def forward_all(
+        self, sequences: Sequence[Rows], aux_layers: tuple[int, ...] = ()
+    ) -> list[tuple[mx.array, mx.array | None]]:
+        """One pass over the rows of several sequences; of each what `forward` returns.
+
+        Where the model cannot take them together, they take turns.
+        """
+        if len(sequences) == 1 or not self.joins:
+            return [self.forward(*rows, aux_layers) for rows in sequences]
+        return self._together(sequences, aux_layers)
+
+    def _together(
+        self, sequences: Sequence[Rows], aux_layers: tuple[int, ...]
+    ) -> list[tuple[mx.array, mx.array | None]]:
+        self._threads.tick()
+        self._turn_rows()
+        forest = Forest([(each.cache, each.block) for each in sequences])
+        self._outputs.clear()
+        asked = [
+            range(part.stop - 1 if rows.block.last_only else part.start, part.stop)
+            for rows, part in zip(sequences, forest.parts, strict=True)
+        ]
+        rows = mx.array([*chain.from_iterable(asked)])
+        tokens = mx.concatenate([each.tokens for each in sequences])
+        with rows_alone(self._heads if rows.size < tokens.size else (), rows):
+            logits = self.model(tokens[None], cache=forest.layers)[0]
+        if logits.shape[0] != rows.size:
+            logits = logits[rows]
+        ends = [*accumulate(map(len, asked))]
+        of_each = mx.split(logits, ends[:-1])
+        features: list[Any] = [None] * len(sequences)
+        if aux_layers:
+            features = forest.split(self._features(aux_layers), axis=0)
+        return list(zip(of_each, features, strict=True))
+
+    def _turn_rows(self) -> None:
+        """Let ropes take a position for each row; passes over chains alone go without the hook."""
+        if not self._turns_rows:
+            for rope in self._ropes:
+                rotate_by_row(rope)
+            self._turns_rows = True
+
+    def _features(self, aux_layers: tuple[int, ...]) -> mx.array:
+        return mx.concatenate([self._outputs[i][0] for i in aux_layers], axis=-1)
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether a pass can be over rows of several sequences, which is tried once."""
+        if not self.takes_trees or not route_attention(self.model):
+            return False
+        sequences = []
+        for before, rows in ((5, 3), (2, 1)):
+            cache = self.new_cache()
+            self.forward(mx.arange(before), cache, Block(before))
+            cache.commit(range(before))
+            sequences.append(Rows(mx.arange(rows), cache, Block(rows)))
+        alone = [self.forward(*rows)[0] for rows in sequences]
+        try:
+            together = self._together(sequences, ())
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # asks for more
+            return False
+        pairs = zip(alone, together, strict=True)
+        return all(bool(mx.all(mx.abs(a - b) <= _SAME * mx.std(a))) for a, (b, _) in pairs)
+
+    @cached_property
+    def takes_trees(self) -> bool:
+        """Whether it can verify trees; chains it always can."""
+        try:
+            self.check_trees()
+        except DFlashError:
+            return False
+        return True
+
+    def check_trees(self) -> None:
+        """Raise DFlashError for a model whose rows cannot each follow a path of their own."""
+        kind = type(self.model).__module__.rpartition(".")[2]
+        ropes = {base.__name__ for m in self.model.modules() for base in type(m).__mro__}
+        has_positions = bool(self._ropes) or self.is_recurrent
+        if unknown := sorted(self._mixers - TREE_MIXERS):
+            why = f"has recurrent layers ({', '.join(unknown)}) that were never tried on branches"
+        elif not has_positions or kind in ONE_OFFSET or not ropes.isdisjoint(_ONE_OFFSET_ROPES):
+            why = "computes with one position for all rows of a pass"
+        else:
+            return
+        raise DFlashError(f"{self.name} ({kind}) {why}, so it cannot verify trees", _CHAINS)
+
+    def embedding(self) -> Any:
+        """The token embedding module, which the drafter shares."""
+        return _find_module(self.model, _EMBEDDINGS, self.name)
+
+    def head(self) -> Callable[[mx.array], mx.array]:
+        """The map from final hidden states [..., d] to logits [..., V], shared by the drafter."""
+        module = self._head_module()
+        if module is not self.embedding():
+            return module  # type: ignore[no-any-return]
+        return lambda states: module.as_linear(states)  # as it is then: hooks come and go
+
+    def head_of(self, ids: mx.array) -> Callable[[mx.array], mx.array]:
+        """As `head`, for the tokens `ids` [v] alone: states [..., d] to logits [..., v].
+
+        DFlashError for a head that is no matrix.
+        """
+        module = self._head_module()
+        packed = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+        if not packed and not isinstance(module, (nn.Linear, nn.Embedding)):
+            problem = f"the head of {self.name} is a {type(module).__name__}, which has no rows"
+            raise DFlashError(problem, "leave out --draft-vocabulary")
+        names = ("weight", "scales", "biases", "bias")
+        rows = {name: module[name][ids] for name in names if module.get(name) is not None}
+        mx.eval(rows)  # here, since other threads may use them
+        bias = rows.get("bias", 0)
+        if not packed:
+            return lambda states: states @ rows["weight"].T + bias
+        matrix = rows["weight"], rows["scales"], rows.get("biases")
+        how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+        return lambda states: mx.quantized_matmul(states, *matrix, **how) + bias
+
+    def _head_module(self) -> Any:
+        """The embedding where the two are tied."""
+        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
+        if names.isdisjoint(_HEADS):
+            return self.embedding()
+        return _find_module(self.model, _HEADS, self.name)
+
+    @cached_property
+    def _heads(self) -> list[tuple[nn.Module, str]]:
+        """What may give the model its logits, and by which method; others compute every row's."""
+        methods = dict.fromkeys(_HEADS, "__call__") | dict.fromkeys(_EMBEDDINGS, "as_linear")
+        found = ((m, methods.get(n.rpartition(".")[2], "")) for n, m in self.model.named_modules())
+        return [(module, method) for module, method in found if method and hasattr(module, method)]
+
+    def _keep_output(
+        self, i: int, layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        output = forward(layer, *args, **kwargs)
+        self._outputs[i] = output[0] if isinstance(output, tuple) else output
+        return output
+
+
+def _find_module(model: Any, names: tuple[str, ...], model_name: str) -> Any:
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in names:
+            return module
+    raise DFlashError(
+        f"{model_name} has no module called {' or '.join(names)}",
+        "use --method none, or a model of another family",
+    )

@@ -1,0 +1,117 @@
+"""Pass times are measured once and kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.system.machine import model_of
+from dflash_mlx.verifier import pass_times as budget
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.pass_times import PassTimes, measure, stored_times
+from support.families import VOCAB_SIZE, make_model
+
+FLAT = PassTimes((1, 96), (1.0, 1.0))
+TREES = PassTimes((1, 4), (1.0, 2.5))
+
+
+def test_times_are_interpolated_and_never_fall():
+    times = PassTimes((1, 2, 4), (1.0, 3.0, 2.0))
+    assert times.of(np.array([1, 2, 3, 4, 9])).tolist() == [1.0, 3.0, 3.0, 3.0, 3.0]
+    assert PassTimes((1, 3), (1.0, 2.0)).of(7) == 4.0, "on the line through the last two"
+
+
+@pytest.mark.parametrize(
+    ("context", "one", "three"),
+    [(0, 1, 2), (128, 1, 2), (564, 1.5, 4), (1000, 2, 6), (1500, 3, 8), (3000, 6, 14)],
+)
+def test_times_rise_with_the_context_beyond_what_was_measured(context, one, three):
+    """And where a longer context seemed faster, it is taken to be as slow as the shorter one."""
+    deep = PassTimes((1, 3), (2.0, 6.0), 1000), PassTimes((1, 3), (4.0, 10.0), 2000)
+    times = PassTimes((1, 3), (1.0, 2.0), 128, deep)
+    assert times.of(np.array([1, 3]), (context,)) == pytest.approx([one, three])
+    assert times.of(1, (context, context)) == pytest.approx(one)
+    fast = PassTimes((1, 3), (1.0, 2.0), 128, (PassTimes((1, 3), (0.5, 1.0), 1000),))
+    assert fast.of(np.array([1, 3]), (context,)).tolist() == [1.0, 2.0]
+
+
+@pytest.fixture
+def target():
+    return Target(make_model("llama"), 200, "tiny")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5", "ministral3"])
+def test_a_target_can_be_timed_and_is_as_it_was_afterwards(family, monkeypatch):
+    target = Target(make_model(family), 1000, "tiny")
+    monkeypatch.setattr(budget, "ROWS", (1, 3))
+    monkeypatch.setattr(budget, "DEEP_ROWS", (1, 3))
+    monkeypatch.setattr(budget, "CONTEXTS", (128, 300, 2000))
+    tokens = mx.array([1, 2, 3]) % VOCAB_SIZE
+    before = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
+    times = measure(target)
+    assert times.rows == (1, 3) and min(times.seconds) > 0
+    (deep,) = times.deeper
+    assert deep.context == 300 and deep.rows == (1, 3), "2,000 do not fit"
+    assert (times.trees is None) == (family != "qwen3_5"), "where trees take longer than chains"
+    after = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
+    assert mx.array_equal(before, after)
+
+
+def test_what_branches_add_is_what_trees_took_longer_and_never_less_than_nothing():
+    times = PassTimes((1, 3), (1.0, 2.0), trees=PassTimes((1, 2, 3), (0.5, 2.0, 4.0)))
+    assert times.branching(np.array([1, 2, 3])).tolist() == [0.0, 0.5, 2.0]
+    assert replace(times, trees=None).branching(np.array([1, 3])).tolist() == [0.0, 0.0]
+    assert times.of(3) == 2.0, "of chains"
+
+
+def test_times_are_kept_and_measured_again_only_when_asked(target, monkeypatch, tmp_path):
+    calls = []
+
+    def fake(measured):
+        calls.append(measured)
+        return PassTimes((1, 2), (1.0, float(len(calls))), trees=TREES)
+
+    monkeypatch.setattr(budget, "ROWS", (1, 2))
+    monkeypatch.setattr(budget, "measure", fake)
+    first = stored_times(target, folder=tmp_path)
+    assert stored_times(target, folder=tmp_path) == first and len(calls) == 1
+    assert first.trees == TREES
+    assert stored_times(target, again=True, folder=tmp_path).seconds == (1.0, 2.0)
+    other = Target(make_model("llama"), 200, "another")
+    stored_times(other, folder=tmp_path)
+    assert len(calls) == 3, "another model has times of its own"
+    assert {model_of(file) for file in tmp_path.iterdir()} == {target.name, "another"}
+
+
+DAMAGES = [
+    "{",
+    "[]",
+    json.dumps({"rows": [1, 96], "seconds": [1.0, 1.0]}),
+    json.dumps(asdict(PassTimes((1, 96), (1.0,)))),
+    json.dumps(asdict(PassTimes((1, 96), (0.0, 1.0)))),
+    json.dumps(asdict(PassTimes((1, 2), (1.0, 1.0)))),
+    json.dumps(asdict(FLAT) | {"trees": {"rows": [1]}}),
+    json.dumps({key: value for key, value in asdict(FLAT).items() if key != "trees"}),
+    json.dumps(asdict(PassTimes((1, 96), (1.0, 1.0), deeper=(FLAT,)))),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_times_are_measured_anew(target, monkeypatch, tmp_path, damage):
+    monkeypatch.setattr(budget, "ROWS", FLAT.rows)
+    monkeypatch.setattr(budget, "measure", lambda measured: FLAT)
+    stored_times(target, folder=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage)
+    assert stored_times(target, folder=tmp_path) == FLAT
+    assert stored_times(target, folder=tmp_path) == FLAT
+
+
+def test_times_that_cannot_be_kept_are_used_all_the_same(target, monkeypatch, tmp_path):
+    monkeypatch.setattr(budget, "measure", lambda measured: FLAT)
+    (tmp_path / "file").write_text("")
+    assert stored_times(target, folder=tmp_path / "file") == FLAT

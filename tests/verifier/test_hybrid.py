@@ -1,0 +1,399 @@
+"""Targets with recurrent layers: what is not accepted is taken back, and nothing drifts.
+
+mx.compile is off but for one test: on a CPU it would first build every family's functions with a
+C++ compiler.
+"""
+
+import io
+import re
+from itertools import islice
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.exact import lead
+from dflash_mlx.verifier import recurrent
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.hooks import override
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import recurrent_sources
+from support.decoding import ids_of, start, tree_of
+from support.families import FAMILIES, VOCAB_SIZE, make_model
+from support.hybrids import (
+    difference,
+    forward,
+    fresh,
+    oracle,
+    plain_answer,
+    rounds,
+    some_right,
+    target_of,
+)
+from support.recurrent_families import RECURRENT, UNSUPPORTED
+from support.toys import prompt_of
+
+NAMES = sorted(RECURRENT)
+LONG = ["falcon_h1", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next"]  # 200 rounds
+SHORT = sorted(set(NAMES) - set(LONG))
+FEW = ["falcon_h1", "gear", "nemotron_h", "recurrent_gemma", "rwkv7"]
+TOLERANCE = 1e-4
+MARGIN = 1e-3  # by which every token of the plain answers leads, so that rounding decides none
+PROMPTS = {"bailing_hybrid": 2, "falcon_h1": 6, "granitemoehybrid": 2, "lfm2": 2, "qwen3_5": 4}
+PROMPTS |= {"qwen3_next": 2}  # seeds of prompts with such answers; 1 for the others
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.parametrize(("name", "count"), [(n, 200) for n in LONG] + [(n, 20) for n in SHORT])
+def test_greedy_answers_equal_plain_decoding_and_the_state_does_not_drift(name, count):
+    target, prompt = target_of(name), prompt_of(PROMPTS.get(name, 1), 20)
+    case = some_right(2)
+    tokens = 1 + sum(1 + right for _, right in (case() for _ in range(count)))
+    plain = plain_answer(target, prompt, tokens)
+    logits = forward(target, target.new_cache(), prompt + plain[:-1])
+    assert lead(logits[len(prompt) - 1 :])[1].min().item() > MARGIN
+    drafter = oracle(prompt, plain, some_right(2))
+    state = start(target, drafter, prompt)
+    made = list(islice(rounds(target, drafter, state, 2 * tokens), 1 + count))
+    assert [token for accepted in made for token in accepted.tokens] == plain
+    kept = [(len(accepted.path) - 1, len(accepted.tree) - 1) for accepted in made[1:]]
+    assert {right for right, _ in kept} == {0, 1, 2, 3, 4}
+    assert sum(right == drafted for right, drafted in kept) > count // 4
+    assert sum(0 < right < drafted for right, drafted in kept) > count // 10
+    assert difference(target, state.cache, prompt + plain[:-1]) < TOLERANCE
+
+
+def off_after(target, kept):
+    """By how much the state is off after the first rows of a pass were kept, behind a prompt."""
+    prompt, rows = prompt_of(3, 12), prompt_of(4, 5)
+    cache = fresh(target, prompt)
+    forward(target, cache, rows)
+    cache.commit(range(kept))
+    return difference(target, cache, prompt + rows[:kept])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_accepted_rows_equals_computing_them_alone(name):
+    assert np.max([off_after(target_of(name), kept) for kept in range(6)]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_5"])
+def test_quantised_weights_keys_and_values_are_replayed_as_well(name, monkeypatch):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    monkeypatch.setitem(RECURRENT, name, {**RECURRENT[name], **heads})
+    model = make_model(name)
+    nn.quantize(model, group_size=32, bits=4)
+    target = Target(model, 512, name)
+    target.kv_bits = 8
+    forward(target, cache := target.new_cache(), [1, 2])
+    attention = [layer for layer in cache.layers if isinstance(layer, LayerCache)]
+    assert attention and all(len(layer.arrays) == 6 for layer in attention)
+    assert np.max([off_after(target, kept) for kept in (0, 2, 5)]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_two_targets_on_one_model_take_drafts_back_alike(name):
+    model = make_model(name)
+    for target in [Target(model, 512, name) for _ in range(2)]:
+        assert off_after(target, 3) < TOLERANCE
+        forward(target, cache := target.new_cache(), [1, 2])
+        assert len(cache._recurrent._running.calls) == len(cache._recurrent.layers)
+
+
+def test_compiled_functions_take_drafts_back_alike():
+    mx.enable_compile()
+    try:
+        assert off_after(Target(make_model("qwen3_5"), 512, ""), 2) < TOLERANCE
+    finally:
+        mx.disable_compile()
+
+
+def change_states_in_place(model):
+    """Make mixers write their new state into the array that held the old one."""
+
+    def call(mixer, forward, x, mask=None, cache=None):
+        before = list(cache.cache)
+        output = forward(mixer, x, mask=mask, cache=cache)
+        for i, array in enumerate(before):
+            if array is not None:
+                array += cache[i] - array
+                cache[i] = array
+        return output
+
+    for mixer in recurrent._mixers(model, "in place"):
+        override(mixer, call)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_states_that_are_changed_in_place_can_be_taken_back_too(name):
+    model, prompt = make_model(name), prompt_of(3, 12)
+    change_states_in_place(model)
+    target = Target(model, 512, name)
+    assert np.max([off_after(target, kept) for kept in (0, 2, 5)]) < TOLERANCE
+    cache = fresh(target, prompt)
+    for kept in (0, 2, 5):
+        forward(target, cache, prompt_of(4, 5))
+        cache.commit(range(kept))
+        cache.trim(12)
+        assert difference(target, cache, prompt) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "lfm2", "qwen3_5", "rwkv7"])
+@pytest.mark.parametrize(
+    "fault", ["nothing is put back", "nothing is replayed", "all rows are", "one row too few is"]
+)
+def test_a_wrong_replay_is_noticed(name, fault, monkeypatch):
+    again = recurrent.Call.again
+    faults = {
+        "nothing is put back": again,
+        "nothing is replayed": lambda *args: None,
+        "all rows are": lambda call, state, rows, path: again(call, state, rows, range(rows)),
+        "one row too few is": lambda call, state, rows, path: again(call, state, rows, path[:-1]),
+    }
+    monkeypatch.setattr(recurrent.Call, "again", faults[fault])
+    if fault == "nothing is put back":
+        monkeypatch.setattr(recurrent.RecurrentStates, "_put_back", lambda states, back: None)
+    kept = 1 if fault == "nothing is put back" else 3  # short convolutions soon forget
+    assert off_after(target_of(name), kept) > 0.01
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_answers_equal_those_of_mlx_lm(name):
+    target, prompt = target_of(name), prompt_of(5, 20)
+    plain = plain_answer(target, prompt, 25)
+    steps = generate_step(mx.array(prompt), make_model(name), max_tokens=25)
+    assert plain == [token for token, _ in steps]
+
+
+class Walk:
+    """Random passes, forks and ways back of one sequence, beside the tokens it should hold."""
+
+    def __init__(self, target, seed):
+        self.target, self.rng = target, np.random.default_rng(seed)
+        self.tokens, self.cache = [], target.new_cache()
+
+    def run(self, most=5):
+        """A pass; if nobody commits or discards it, as after an interrupt."""
+        rows = self.rng.integers(VOCAB_SIZE, size=int(self.rng.integers(1, most + 1))).tolist()
+        forward(self.target, self.cache, rows)
+        return rows
+
+    def accept(self):
+        rows = self.run()
+        kept = int(self.rng.integers(len(rows) + 1))
+        self.cache.commit(range(kept))
+        self.tokens += rows[:kept]
+
+    def discard(self):
+        self.run()
+        self.cache.discard()
+
+    def prompt(self):
+        rows = self.run(12)
+        self.cache.commit(range(len(rows)))
+        self.tokens += rows
+        self.cache.mark(self.cache.length)
+
+    def back(self):
+        asked = int(self.rng.integers(len(self.tokens) + 1))
+        nearest = self.cache.nearest(asked)
+        assert nearest <= asked
+        self.cache.trim(nearest)
+        self.tokens = self.tokens[:nearest]
+
+    def fork_amid_a_pass(self):
+        """Either copy keeps its own part of the pass; goes on with one of them."""
+        rows = self.run()
+        caches = [self.cache, self.cache.fork()]
+        kept = [int(self.rng.integers(len(rows) + 1)) for _ in caches]
+        for cache, part in zip(caches, kept, strict=True):
+            cache.commit(range(part))
+        other = int(self.rng.integers(2))
+        self.cache = caches[other]
+        self.run(3)
+        self.cache.commit([0])
+        self.cache, self.tokens = caches[1 - other], self.tokens + rows[: kept[1 - other]]
+
+    def step(self):
+        steps = (self.accept, self.discard, self.run, self.prompt, self.back)
+        self.rng.choice([*steps, self.accept, self.fork_amid_a_pass])()
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=5)
+@pytest.mark.parametrize("name", FEW)
+def test_passes_forks_and_ways_back_in_any_order_leave_the_state_of_the_tokens(name, seed):
+    walk = Walk(target_of(name), seed)
+    for _ in range(10):
+        walk.step()
+    walk.cache.discard()
+    assert difference(walk.target, walk.cache, walk.tokens) < TOLERANCE
+
+
+def test_there_are_ways_back_to_every_length_of_the_last_rounds_and_to_marked_ones():
+    target, prompt = target_of("lfm2"), prompt_of(6, 40)
+    cache = fresh(target, prompt[:30])
+    forward(target, cache, prompt[30:])
+    cache.commit(range(10))
+    cache.mark(cache.length)
+    said = []
+    for i in range(20):
+        rows = prompt_of(i, 4)
+        forward(target, cache, rows)
+        cache.commit(range(3))
+        said += rows[:3]
+    tokens = prompt + said
+    for length in [*range(30, 41), *range(91, 101)]:
+        assert cache.nearest(length) == length
+        copy = cache.fork()
+        copy.trim(length)
+        assert difference(target, copy, tokens[:length]) < TOLERANCE
+    assert [cache.nearest(length) for length in (90, 60, 29, 0)] == [40, 40, 0, 0]
+    with pytest.raises(ValueError, match="no way back from 100 tokens to 60"):
+        cache.trim(60)
+
+
+def test_what_is_kept_for_going_back_does_not_grow():
+    target = target_of("qwen3_5")
+    cache = target.new_cache()
+    forward(target, cache, prompt_of(0, recurrent.MOST_ROWS + 1))
+    assert cache._recurrent._running.calls is None
+    cache.commit(range(recurrent.MOST_ROWS + 1))
+    for i in range(30):
+        forward(target, cache, prompt_of(i, 2))
+        cache.commit([0])
+        if i % 5 == 0:
+            cache.mark(cache.length)
+        assert len(cache._recurrent._passes) <= 5
+
+
+def test_a_long_pass_is_kept_whole_or_not_at_all():
+    target, prompt = target_of("nemotron_h"), prompt_of(7, 20)
+    cache = fresh(target, prompt)
+    rows = recurrent.MOST_ROWS + 1
+    forward(target, cache, prompt_of(0, rows))
+    with pytest.raises(ValueError, match=f"a pass of {rows} rows can only be kept whole"):
+        cache.commit([0])
+    cache.discard()
+    assert difference(target, cache, prompt) < TOLERANCE
+
+
+@pytest.mark.parametrize("path", [[0, 2], [1], [0, 1, 2, 3], [0, -1]])
+def test_rows_out_of_order_are_refused(path):
+    cache = fresh(target := target_of("qwen3_next"), prompt_of(8, 5))
+    forward(target, cache, [1, 2, 3])
+    with pytest.raises(ValueError, match="path from the first row"):
+        cache.commit(path)
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_models_whose_state_is_in_no_module_of_its_own_are_refused(name):
+    with pytest.raises(DFlashError, match=f"layer 0 of {name} "):
+        Target(make_model(name), 512, name)
+
+
+def test_caches_of_other_kinds_are_refused_with_the_layer_and_their_class(monkeypatch):
+    from mlx_lm.models.cache import ChunkedKVCache
+
+    model = make_model("llama")
+    monkeypatch.setattr(type(model), "make_cache", lambda m: [ChunkedKVCache(8)], raising=False)
+    with pytest.raises(DFlashError, match="layer 0 of llama keeps its state in a ChunkedKVCache"):
+        Target(model, 512, "llama")
+
+
+def products_in(arrays: list[mx.array]) -> int:
+    """Matrix products that have yet to be computed for these arrays."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    return len(re.findall(r'label ="(?:Matmul|AddMM|QuantizedMatmul)"', graph.getvalue()))
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, 0, 0, 2)])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_rows_that_stay_are_run_again_without_their_products(name, parents, bits):
+    model = make_model(name)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    target = Target(model, 200, name)
+    path = [0, 1] if parents[2] == 1 else [0, 2, 3]
+    states, left = [], []
+    for forget in (False, True):
+        sequence = target.new_cache()
+        target.forward(mx.arange(5), sequence, Block(5))
+        sequence.commit(range(5))
+        tree = tree_of([1, 2, 3, 4], list(parents))
+        mx.eval(target.forward(ids_of(tree), sequence, Block.of(tree))[0])
+        running = sequence._recurrent._running
+        for call in running.calls if forget else ():
+            call.noted.clear()
+        sequence.fork().commit(path)  # which takes nothing from the others
+        sequence.commit(path)
+        left.append(products_in(sequence._recurrent.arrays))
+        states.append(sequence._recurrent.arrays)
+        kept = sequence._recurrent._passes[-1].calls
+        assert kept and not any(call.noted for call in kept)  # nothing of a pass is kept
+    assert left[0] == 0 < left[1]
+    for ours, again in zip(*states, strict=True):
+        assert mx.abs(ours - again).max().item() < 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_pass_over_one_row_keeps_nothing_of_its_products(rows):
+    sequence = (target := Target(make_model("qwen3_5"), 200, "x")).new_cache()
+    target.forward(mx.arange(rows), sequence, Block(rows))
+    calls = sequence._recurrent._running.calls
+    assert calls and all(bool(call.noted) == (rows > 1) for call in calls)
+
+
+def test_a_hook_leaves_parameters_and_other_modules_alone():
+    from mlx.utils import tree_flatten
+
+    hooked, other = make_model("qwen3_5"), make_model("qwen3_5")
+    target = Target(hooked, 512, "hooked")
+    target.tap((0,))
+    names = [[name for name, _ in tree_flatten(m.parameters())] for m in (hooked, other)]
+    assert names[0] == names[1]
+
+    def changed() -> set[str]:
+        pairs = zip(hooked.named_modules(), other.named_modules(), strict=True)
+        return {name for (name, a), (_, b) in pairs if type(a) is not type(b)}
+
+    mixers = {f"language_model.model.layers.{i}.linear_attn" for i in (0, 2)}
+    tapped = "language_model.model.layers.0"
+    assert changed() == {*mixers, tapped}
+    tree = tree_of([1, 2, 3], [-1, 0, 0])
+    target.forward(ids_of(tree), target.new_cache(), Block.of(tree))
+    assert changed() == {*mixers, tapped, "language_model.model.layers.1.self_attn.rope"}
+
+
+def test_a_model_is_used_as_before_outside_the_target():
+    target, tokens = target_of("nemotron_h"), mx.array([prompt_of(9, 12)])
+    other = make_model("nemotron_h")
+    caches = [m.make_cache() for m in (target.model, other)]
+    ours, theirs = (m(tokens, cache=c) for m, c in zip((target.model, other), caches, strict=True))
+    assert mx.array_equal(ours, theirs)
+
+
+def test_the_family_alone_tells_whether_there_can_be_recurrent_layers():
+    for name, config in {**FAMILIES, **RECURRENT}.items():
+        expected = {name} if name in RECURRENT else set()
+        assert recurrent_sources(config["model_type"]) == expected
+    assert recurrent_sources("qwen3_5_moe") == {"qwen3_5"}
+    assert recurrent_sources("falcon_mamba") == {"mamba"}
+    assert recurrent_sources("mistral") == frozenset()
+    assert recurrent_sources("no_such_family") is recurrent_sources("../cache") is None
+    assert not Target(make_model("llama"), 512, "llama").is_recurrent
+    assert target_of("qwen3_5").is_recurrent

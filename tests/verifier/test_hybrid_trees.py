@@ -1,0 +1,236 @@
+"""Trees on targets with recurrent layers: every node follows its own path, and nothing drifts.
+
+mx.compile is off, as in `test_hybrid.py`.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.verifier import passes, recurrent
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.hooks import override
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.paths import TREE_MIXERS, Paths, Products
+from support.decoding import path_to
+from support.families import VOCAB_SIZE, make_model
+from support.hybrids import difference, forward, fresh, target_of
+from support.recurrent_families import RECURRENT
+from support.toys import prompt_of, random_tree
+
+TREES = sorted(set(RECURRENT) & TREE_MIXERS)
+FIVE = ["falcon_h1", "lfm2", "mamba2", "nemotron_h", "qwen3_5"]
+TOLERANCE = 1e-4
+SHAPES = {
+    "wide": (-1, *[0] * 7),
+    "deep": (-1, 0, 1, 2, 3, 4, 5, 0),
+    "late": (-1, 0, 1, 2, 3, 4, 4, 4, 4),
+    "comb": (-1, 0, 0, 1, 1, 3, 3, 5, 5),
+    "heap": (-1, *((i - 1) // 2 for i in range(1, 12))),
+    "mixed": (-1, 0, 0, 1, 0, 2, 5, 1, 6, 3),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def some_tree(rng, nodes=8):
+    tokens, parents = random_tree(rng, nodes, VOCAB_SIZE)
+    return Tree(tuple(tokens), (-1, *parents))
+
+
+def of_shape(parents):
+    return Tree(tuple(prompt_of(len(parents), len(parents) - 1)), parents)
+
+
+def verify(target, cache, tree, aux_layers=()):
+    """Logits, features and tokens of a pass over a tree behind an anchor."""
+    ids = tree.ids(mx.array([7]))
+    return *target.forward(ids, cache, Block.of(tree), aux_layers), ids.tolist()
+
+
+def worst(target, cache, before, tree):
+    """By how much any node's logits or features are off, the latter over the largest of theirs."""
+    aux_layers = tuple(range(target.num_layers))
+    target.tap(aux_layers)
+    logits, features, ids = verify(target, cache, tree, aux_layers)
+    off = []
+    for node in range(len(tree)):
+        tokens = before + [ids[n] for n in path_to(tree, node)]
+        given = mx.array(tokens), target.new_cache(), Block(len(tokens)), aux_layers
+        expected, states = (found[-1] for found in target.forward(*given))
+        off.append(mx.abs(logits[node] - expected).max().item())
+        off.append((mx.abs(features[node] - states).max() / mx.abs(states).max()).item())
+    return np.max(off)  # no number, where any of these is none
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_every_node_of_a_random_tree_equals_a_forward_over_its_own_path(name):
+    rng, prompt = np.random.default_rng(0), prompt_of(3, 12)
+    target = target_of(name)
+    cache = fresh(target, prompt, 5)
+    for _ in range(2):
+        assert worst(target, cache, prompt, some_tree(rng)) < TOLERANCE
+        cache.discard()
+    assert difference(target, cache, prompt) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", FIVE)
+def test_so_does_every_node_of_trees_of_all_shapes_with_and_without_a_prompt(name, shape):
+    target, tree = target_of(name), of_shape(SHAPES[shape])
+    for prompt in ([], prompt_of(4, 9)):
+        assert worst(target, fresh(target, prompt), prompt, tree) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_two_hundred_rounds_of_random_trees_and_paths_leave_no_drift(name):
+    rng, target, tokens = np.random.default_rng(1), target_of(name), prompt_of(5, 10)
+    cache = fresh(target, tokens)
+    for i in range(200):
+        tree = some_tree(rng, int(rng.integers(1, 9)))
+        _, _, ids = verify(target, cache, tree)
+        path = path_to(tree, int(rng.integers(len(tree))))
+        cache.commit(path)
+        tokens += [ids[node] for node in path]
+        if i % 50 == 49:
+            assert difference(target, cache, tokens) < TOLERANCE
+    assert len(tokens) > 400
+    assert worst(target, cache, tokens, some_tree(rng)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "rwkv7"])
+def test_a_state_goes_back_into_the_path_of_a_tree_and_forks_keep_paths_of_their_own(name):
+    target, prompt, tree = target_of(name), prompt_of(6, 9), of_shape(SHAPES["mixed"])
+    for leaf in (8, 9):
+        cache = fresh(target, prompt)
+        _, _, ids = verify(target, cache, tree)
+        other, path = cache.fork(), path_to(tree, leaf)
+        cache.commit(path)
+        other.commit(path[:2])
+        tokens = prompt + [ids[node] for node in path]
+        assert difference(target, cache, tokens) < TOLERANCE
+        assert difference(target, other, tokens[: len(prompt) + 2]) < TOLERANCE
+        for length in range(len(tokens), len(prompt) - 1, -1):
+            assert cache.nearest(length) == length
+            cache.trim(length)
+            assert difference(target, cache, tokens[:length]) < TOLERANCE
+
+
+@given(seed=st.integers(0, 10**6), nodes=st.integers(0, 14))
+def test_paths_hold_every_node_behind_its_parents(seed, nodes):
+    tree = some_tree(np.random.default_rng(seed), nodes)
+    paths = Paths.of(tree)
+    rows = np.array(paths.nodes)
+    assert len(rows) == len(set(range(len(tree))) - set(tree.parents))
+    for node, place in enumerate(np.array(paths.places).tolist()):
+        row, column = divmod(place, rows.shape[1])
+        assert rows[row, : column + 1].tolist() == path_to(tree, node)
+    x = mx.random.normal((1, len(tree), 3))
+    assert mx.array_equal(paths.collect(paths.spread(x)), x)
+
+
+@pytest.mark.parametrize("fault", ["one chain", "copies", "places"])
+@pytest.mark.parametrize("name", ["falcon_h1", "lfm2", "qwen3_5"])
+def test_mixers_that_follow_no_paths_or_wrong_ones_are_noticed(name, fault, monkeypatch):
+    of, along = Paths.of, recurrent.RecurrentLayer.along
+    faults = {
+        "one chain": lambda layer, paths, call: call.on(
+            lambda arg: layer.__class__(len(layer.cache), 0) if arg is passes.STATE else arg
+        ),
+        "copies": along,
+        "places": lambda layer, paths, call: along(layer, of(of_shape(SHAPES["comb"])), call),
+    }
+    monkeypatch.setattr(recurrent.RecurrentLayer, "along", faults[fault])
+    if fault == "copies":
+        monkeypatch.setattr(Paths, "copies", lambda paths, state: [None] * len(state))
+    target, prompt = target_of(name), prompt_of(3, 12)
+    assert worst(target, fresh(target, prompt), prompt, of_shape((-1, *[0] * 4, 1, 2, 3, 4))) > 0.01
+
+
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_5"])
+def test_quantised_weights_see_every_node_once_whichever_kernels_are_used(name, monkeypatch):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    monkeypatch.setitem(RECURRENT, name, {**RECURRENT[name], **heads})
+    model, prompt, tree = make_model(name), prompt_of(3, 12), of_shape(SHAPES["comb"])
+    nn.quantize(model, group_size=32, bits=4)
+    target, sizes = Target(model, 512, name), set()
+    for linear in (m for m in model.modules() if isinstance(m, nn.QuantizedLinear)):
+        override(linear, lambda _, call, x: sizes.add(x.size // x.shape[-1]) or call(_, x))
+    for mode in ("off", "auto", "off"):
+        target.use_kernels(mode)
+        cache = fresh(target, prompt)
+        sizes.clear()
+        verify(target, cache, tree)
+        assert sizes == {len(tree)}
+        cache.discard()
+        assert worst(target, cache, prompt, tree) < TOLERANCE
+
+
+def test_a_mixer_whose_products_are_computed_in_every_place_gives_the_same(monkeypatch):
+    target, prompt, tree = target_of("qwen3_next"), prompt_of(3, 12), of_shape(SHAPES["heap"])
+    once, _, _ = verify(target, cache := fresh(target, prompt), tree)
+    cache.discard()
+    monkeypatch.setattr(Products, "_hook", lambda products, original: original)
+    each = Target(make_model("qwen3_next"), 512, "other")
+    everywhere, _, _ = verify(each, fresh(each, prompt), tree)
+    assert mx.abs(once - everywhere).max().item() < TOLERANCE
+
+
+def test_modules_have_their_own_classes_again_after_a_tree_even_where_it_failed(monkeypatch):
+    target = target_of("qwen3_5")
+    target._turn_rows()  # the one hook that stays
+    classes = [type(module) for module in target.model.modules()]
+    verify(target, fresh(target, [1, 2]), of_shape(SHAPES["wide"]))
+    assert [type(module) for module in target.model.modules()] == classes
+
+    def broken(*_):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(Paths, "copies", broken)
+    with pytest.raises(ValueError, match="planted"):
+        verify(target, cache := fresh(target, [1, 2]), of_shape(SHAPES["wide"]))
+    assert [type(module) for module in target.model.modules()] == classes
+    cache.discard()
+    assert difference(target, cache, [1, 2]) < TOLERANCE
+
+
+@pytest.mark.parametrize("path", [[1], [0, 3], [0, 2, 3], [0, 1, 3, 4], [0, 9]])
+def test_what_is_no_path_of_the_tree_is_refused(path):
+    target = target_of("lfm2")
+    cache = fresh(target, prompt_of(8, 5))
+    verify(target, cache, Tree((1, 2, 3), (-1, 0, 0, 1)))
+    with pytest.raises(ValueError, match="path from the first row"):
+        cache.commit(path)
+
+
+def test_a_tree_wider_than_what_is_kept_of_prompts_can_be_kept_in_part():
+    target, prompt = target_of("lfm2"), prompt_of(8, 5)
+    nodes = recurrent.MOST_ROWS + 2
+    tree = of_shape((-1, *[0] * (nodes - 2), nodes - 2))
+    _, _, ids = verify(target, cache := fresh(target, prompt), tree)
+    cache.commit([0, nodes - 2, nodes - 1])
+    assert difference(target, cache, [*prompt, ids[0], *ids[-2:]]) < TOLERANCE
+
+
+def test_recurrent_layers_that_were_never_tried_on_branches_verify_chains_alone():
+    """Bailing's hand a position of every row to their mixers."""
+    assert set(RECURRENT) - TREE_MIXERS == {"bailing_hybrid"}
+    target, tree = target_of("bailing_hybrid"), of_shape(SHAPES["wide"])
+    reason = r"bailing_hybrid .* never tried on branches.*; use --method dflash or --method ngram"
+    with pytest.raises(DFlashError, match=reason):
+        target.check_trees()
+    cache = fresh(target, prompt_of(8, 5))
+    with pytest.raises(DFlashError, match=reason):
+        verify(target, cache, tree)
+    assert not target.takes_trees
+    forward(target, cache, [1, 2, 3])

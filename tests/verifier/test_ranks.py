@@ -1,0 +1,193 @@
+"""What a leader does with a model and its caches, followers do again from what they are told."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import deque
+from queue import Empty
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.forest import Rows
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.ranks import Follower, Leader, LedCache, Orders
+from dflash_mlx.verifier.sequence import SequenceCache
+from support.families import VOCAB_SIZE, make_model
+
+TREE = Tree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1, 2))
+
+
+class Line:
+    """What is told, as JSON; it ends where nothing more was."""
+
+    def __init__(self):
+        self.told = deque()
+
+    def tell(self, message):
+        self.told.append(json.dumps(message))
+
+    def __call__(self, *, seconds=None):
+        if not self.told:
+            raise Ended
+        return json.loads(self.told.popleft())
+
+
+class Ended(Exception):
+    pass
+
+
+def pair_of(family: str) -> tuple[Leader, Line, Follower]:
+    line = Line()
+    leader = Leader(make_model(family), 200, family, Orders(line.tell, pytest.fail))
+    return leader, line, Follower(Target(make_model(family), 200, family))
+
+
+def follow(follower: Follower, line: Line) -> None:
+    with pytest.raises(Ended):
+        follower.replay(line)
+
+
+def work(leader: Leader, seed: int) -> list[LedCache]:
+    """Passes, trees, forests, forks, ways back: whatever is done with caches, in random order."""
+    rng = np.random.default_rng(seed)
+    caches = []
+    for _ in range(30):
+        deed = rng.integers(6)
+        if deed == 0 or not caches:
+            caches.append(cache := leader.new_cache())
+            read(leader, cache, rng)
+        cache = caches[rng.integers(len(caches))]
+        if deed == 1:
+            trees = leader.takes_trees
+            block = Block.of(TREE if trees else Tree.chain(range(5, 10)))
+            leader.forward(mx.array(rng.integers(VOCAB_SIZE, size=6)), cache, block)
+            cache.commit([0, 2, 5] if trees else [0, 1])
+        elif deed == 2:
+            caches.append(cache.fork())
+        elif deed == 3:
+            cache.trim(cache.nearest(int(rng.integers(cache.length + 1))))
+            read(leader, cache, rng)
+        elif deed == 4 and len(caches) > 1:
+            some = {id(c): c for c in (caches[0], caches[-1])}.values()
+            rows = [Rows(mx.array([3, 4]), each, Block(2)) for each in some]
+            leader.forward_all(rows)
+            for each in rows:
+                each.cache.commit([0])
+        elif deed == 5:
+            leader.forward(mx.array([1, 2, 3]), cache, Block(3))
+            cache.discard()
+    return caches
+
+
+def read(leader: Leader, cache: LedCache, rng: np.random.Generator) -> None:
+    rows = int(rng.integers(1, 12))
+    tokens = mx.array(rng.integers(VOCAB_SIZE, size=rows))
+    leader.forward(tokens, cache, Block(rows, last_only=True))
+    cache.commit(range(rows))
+    cache.mark_chunk()
+    cache.mark(cache.length - 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
+@pytest.mark.parametrize("seed", range(3))
+def test_caches_of_followers_hold_what_the_leader_s_hold(family, seed):
+    leader, line, follower = pair_of(family)
+    caches = work(leader, seed)
+    leader.forward(mx.array([5]), leader.new_cache(), Block(1))  # with it the last orders travel
+    follow(follower, line)
+    assert len(caches) > 3
+    for cache in caches:
+        other = follower.caches[cache.number]
+        assert other.length == cache.length
+        (own, about), (its, its_about) = (SequenceCache.saved(each) for each in (cache, other))
+        assert (about, len(own)) == (its_about, len(its))
+        for one, two in zip(own, its, strict=True):
+            np.testing.assert_allclose(one, two, atol=2e-5)
+
+
+def test_a_commit_travels_with_the_next_pass_and_a_dropped_cache_is_dropped():
+    leader, line, follower = pair_of("llama")
+    cache = leader.new_cache()
+    leader.forward(mx.array([1, 2]), cache, Block(2))
+    told = len(line.told)
+    cache.commit([0, 1])
+    leader.forward(mx.array([3]), cache, Block(1))
+    assert len(line.told) == told + 1
+    del cache
+    gc.collect()
+    leader.forward(mx.array([3]), leader.new_cache(), Block(1))
+    assert ["drop", 1] in json.loads(line.told[-1])  # 0 was made to see what kind they are
+    follow(follower, line)
+
+
+def test_a_pass_that_fails_on_both_is_taken_back():
+    leader, line, follower = pair_of("ministral3")
+    cache = leader.new_cache()
+    for _ in range(2):
+        with pytest.raises(Exception, match="mismatching"):
+            leader.forward(mx.array([1] * 6), cache, Block.of(TREE))
+    leader.forward(mx.array([1]), cache, Block(1))
+    follow(follower, line)
+    assert follower.caches[cache.number].arrays
+
+
+def test_a_cache_that_is_collected_during_a_pass_that_fails_changes_nothing():
+    leader, line, follower = pair_of("ministral3")
+    cache, other = leader.new_cache(), leader.new_cache()
+    with pytest.raises(Exception, match="mismatching"):
+        leader.forward(mx.array([1] * 6), cache, Block.of(TREE))
+    orders = json.loads(line.told.pop())
+    line.told.append(json.dumps([["drop", other.number], *orders]))
+    other._orders = Orders(lambda _: None, pytest.fail)
+    leader.forward(mx.array([1]), cache, Block(1))
+    follow(follower, line)
+    assert cache.number in follower.caches and other.number not in follower.caches
+
+
+def test_a_pass_that_fails_once_it_has_begun_ends_all_ranks(monkeypatch):
+    leader, _, _ = pair_of("llama")
+    leader._orders._stuck = lambda reason: (_ for _ in ()).throw(SystemExit(reason))
+
+    def no_memory(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(mx, "async_eval", no_memory)
+    with pytest.raises(SystemExit, match="rank 0: no memory"):
+        leader.forward(mx.array([1]), leader.new_cache(), Block(1))
+
+
+def test_a_pass_that_fails_on_the_leader_alone_is_an_error():
+    leader, line, follower = pair_of("llama")
+    leader.forward(mx.array([1]), leader.new_cache(), Block(1))
+    line.tell([["failed"]])
+    with pytest.raises(RuntimeError, match="rank 0 alone"):
+        follower.replay(line)
+
+
+def test_a_pass_that_fails_on_a_follower_alone_is_an_error(monkeypatch):
+    leader, line, follower = pair_of("llama")
+    leader.forward(mx.array([1]), leader.new_cache(), Block(1))
+
+    def broken(*given):
+        raise RuntimeError("out of memory")
+
+    def hear(*, seconds=None):
+        if not line.told:
+            assert seconds is not None, "it would wait for ever"
+            raise Empty
+        return line()
+
+    monkeypatch.setattr(follower.target, "forward", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        follower.replay(hear)
+
+
+def test_what_a_rank_has_a_part_of_is_not_written_to_a_disk():
+    leader, _, _ = pair_of("llama")
+    with pytest.raises(RuntimeError, match="several machines"):
+        leader.new_cache().saved()

@@ -1,0 +1,176 @@
+"""Every mlx-lm attention family as a target: trees, windows, commits, taps."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import SLACK
+from dflash_mlx.verifier.hooks import override
+from dflash_mlx.verifier.model import Target
+from support.decoding import ids_of, path_to, tree_of
+from support.families import FAMILIES, POSITION_DEPENDENT, SLIDING, VOCAB_SIZE, make_model
+from support.hybrids import fresh, target_of
+from support.toys import random_tree
+
+TREE_FAMILIES = sorted(set(FAMILIES) - set(POSITION_DEPENDENT))
+PROMPT_LENGTH = 20
+TOLERANCE = 1e-4
+
+
+def tokens_of(rng, count):
+    return rng.integers(VOCAB_SIZE, size=count).tolist()
+
+
+def plain_logits(target, tokens):
+    """Logits after the last of `tokens`, by the model alone."""
+    return np.array(target.model(mx.array([tokens]))[0, -1])
+
+
+def some_tree(rng, nodes=8):
+    tokens, parents = random_tree(rng, nodes, VOCAB_SIZE)
+    return tree_of([int(rng.integers(VOCAB_SIZE)), *tokens], [-1, *parents])
+
+
+def tokens_on(tree, path):
+    return [int(ids_of(tree)[node].item()) for node in path]
+
+
+def worst_node(target, cache, prompt, tree):
+    logits, _ = target.forward(ids_of(tree), cache, Block.of(tree))
+    logits = np.array(logits)
+    off = [
+        logits[n] - plain_logits(target, prompt + tokens_on(tree, path_to(tree, n)))
+        for n in range(len(tree))
+    ]
+    return np.abs(off).max()  # no number, where any of these is none
+
+
+@pytest.mark.parametrize("name", TREE_FAMILIES)
+def test_every_node_of_a_random_tree_equals_a_forward_over_its_own_path(name):
+    rng = np.random.default_rng(0)
+    target, prompt = target_of(name), tokens_of(rng, PROMPT_LENGTH)
+    cache = fresh(target, prompt, 9)
+    for _ in range(2):
+        assert worst_node(target, cache, prompt, some_tree(rng)) < TOLERANCE
+        cache.discard()
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_of_a_prompt_only_the_last_row_meets_the_head(name):
+    target, prompt = Target(make_model(name), 512, name), mx.arange(9)
+    rows, blocks = [], (Block(9), Block(9, last_only=True), Block(9))
+    override(
+        target.model, lambda model, call, *a, **k: rows.append(call(model, *a, **k)) or rows[-1]
+    )
+    each, last, again = (target.forward(prompt, target.new_cache(), block)[0] for block in blocks)
+    some = 9 if name in ("llama4_text", "seed_oss") else 1  # which multiply without a module
+    assert [logits.shape[1] for logits in rows] == [9, some, 9]
+    assert last.shape == (1, VOCAB_SIZE) and mx.array_equal(each, again)
+    assert mx.abs(last - each[-1:]).max().item() < TOLERANCE
+
+
+@given(seed=st.integers(0, 10**6), nodes=st.integers(0, 12), length=st.integers(0, 30))
+@settings(max_examples=25)
+@pytest.mark.parametrize("name", ["llama", "llama_sliding"])
+def test_trees_of_any_shape_behind_prompts_of_any_length(name, seed, nodes, length):
+    rng = np.random.default_rng(seed)
+    target, prompt = target_of(name), tokens_of(rng, length)
+    assert worst_node(target, fresh(target, prompt, 9), prompt, some_tree(rng, nodes)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", TREE_FAMILIES)
+def test_committing_a_path_equals_computing_it_from_scratch(name):
+    rng = np.random.default_rng(3)
+    target, committed = target_of(name), tokens_of(rng, 6)
+    cache = fresh(target, committed, 9)
+    for _ in range(12):  # far enough for windows of 8 to wrap
+        tree = some_tree(rng)
+        target.forward(ids_of(tree), cache, Block.of(tree))
+        path = path_to(tree, int(rng.integers(len(tree))))
+        cache.commit(path)
+        committed = committed + tokens_on(tree, path)
+    assert cache.length == len(committed)
+    assert worst_node(target, cache, committed, some_tree(rng)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_chains_need_no_positions_per_row_and_work_on_every_family(name):
+    rng = np.random.default_rng(4)
+    target, committed = target_of(name), tokens_of(rng, 11)
+    cache = fresh(target, committed, 9)
+    for rows, accepted in [(5, 2), (1, 1), (7, 7), (3, 1)]:
+        tree = Tree.chain(mx.array(tokens_of(rng, rows)))
+        logits, _ = target.forward(ids_of(tree), cache, Block.of(tree))
+        path = tuple(range(accepted))
+        cache.commit(path)
+        committed = committed + tokens_on(tree, path)
+        expected = plain_logits(target, committed)
+        assert np.abs(np.array(logits[accepted - 1]) - expected).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(set(SLIDING) - set(POSITION_DEPENDENT)))
+def test_a_wrapped_window_goes_back_only_as_far_as_its_slots_reach(name):
+    rng = np.random.default_rng(5)
+    target, committed = target_of(name), tokens_of(rng, 600)
+    cache = fresh(target, committed, 100)
+    back = 600 - SLACK
+    assert (cache.nearest(40), cache.nearest(back)) == (0, back)
+    cache.trim(back)
+    assert worst_node(target, cache, committed[:back], some_tree(rng, 3)) < TOLERANCE
+    cache.trim(0)
+    assert worst_node(target, cache, [], some_tree(rng)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4_text_shared_kv", "qwen3_moe", "cohere2"])
+def test_tapped_features_are_the_outputs_of_the_layers(name):
+    target = target_of(name)
+    tokens = mx.array(tokens_of(np.random.default_rng(6), 12))
+    last = target.num_layers - 1
+    aux_layers = (0, last, 1)
+    target.tap(aux_layers)
+    _, features = target.forward(tokens, target.new_cache(), Block(12), aux_layers)
+    width = features.shape[1] // 3
+    assert features.shape == (12, 3 * width)
+    inner = target.model.model
+    normed = inner.norm(features[:, width : 2 * width])
+    direct = inner(tokens[None])[0]
+    assert np.abs(np.array(normed - direct)).max() < TOLERANCE
+
+
+def test_the_tapped_layer_is_the_one_that_was_named_and_hooked_once():
+    target = target_of("llama")
+    tokens = mx.array(tokens_of(np.random.default_rng(7), 5))
+    target.tap((0, 1))
+    hooked = type(target.model.layers[0])
+    target.tap((1, 0))
+    assert type(target.model.layers[0]) is hooked
+    _, features = target.forward(tokens, target.new_cache(), Block(5), (0, 1))
+    model = target.model.model
+    first = model.layers[0](model.embed_tokens(tokens[None]), "causal")
+    second = model.layers[1](first, "causal")
+    expected = mx.concatenate([first[0], second[0]], axis=-1)
+    assert np.abs(np.array(features - expected)).max() < TOLERANCE
+
+
+def test_two_targets_on_one_model_are_both_right():
+    rng = np.random.default_rng(8)
+    model, tokens = make_model("llama_sliding"), mx.array(tokens_of(rng, PROMPT_LENGTH))
+    both = {(0, 2): Target(model, 512, "first"), (2, 1): Target(model, 512, "second")}
+    for aux_layers, target in both.items():
+        target.tap(aux_layers)
+    alone = target_of("llama_sliding")
+    for aux_layers, target in both.items():
+        cache = fresh(target, tokens.tolist(), 9)
+        assert worst_node(target, cache, tokens.tolist(), some_tree(rng)) < TOLERANCE
+        alone.tap(aux_layers)
+        ours, theirs = (
+            t.forward(tokens, t.new_cache(), Block(len(tokens)), aux_layers)[1]
+            for t in (target, alone)
+        )
+        assert mx.array_equal(ours, theirs)
+    stock = type(make_model("llama_sliding").layers[0].self_attn.rope)
+    assert type(model.layers[0].self_attn.rope).__mro__[1] is stock  # hooked, and once

@@ -1,0 +1,349 @@
+"""Which calls of a loaded model go through kernels: by its own setting, and as before without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import base, cache, gpt_oss, llama
+
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.engine.verify import WALK, Verdict
+from dflash_mlx.models.load import load_pair, load_target
+from dflash_mlx.system import cpu_math
+from dflash_mlx.verifier import cache as target_cache
+from dflash_mlx.verifier import routing
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import SequenceCache
+from kernels_metal.emulator import Run, emulated
+from kernels_metal.tree_walk import TREE_WALK, tree_walk_reference
+from support.decoding import ids_of, tree_of
+from support.families import FAMILIES, make_model
+from support.models import write_model
+from support.toys import random_tree
+
+TREE = tree_of([3, 1, 4, 1, 5, 9], [-1, 0, 0, 1, 2, 2])
+PROMPT = mx.arange(11)
+# Head dims that the kernel takes, and what is special about each family.
+ROUTED = {
+    "llama": {"head_dim": 64},
+    "llama_sliding": {"head_dim": 64},
+    "gemma3_text": {"head_dim": 64},  # windows in some layers only
+    "gpt_oss": {"head_dim": 64},  # sinks and windows
+    "phi3": {"hidden_size": 256},  # one product for queries, keys and values
+}
+
+
+def make_target(
+    monkeypatch: pytest.MonkeyPatch, name: str, bits: int | None = None, **packing: Any
+) -> Target:
+    changes = {"num_attention_heads": 4, "num_key_value_heads": 2, **ROUTED.get(name, {})}
+    monkeypatch.setitem(FAMILIES, name, {**FAMILIES[name], **changes})
+    model = make_model(name)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits, **packing)
+    return Target(model, 200, name)
+
+
+def pass_over(target: Target, tree: Tree = TREE) -> mx.array:
+    """Logits of a tree's nodes behind the prompt."""
+    sequence = target.new_cache()
+    target.forward(PROMPT, sequence, Block(len(PROMPT)))
+    sequence.commit(range(len(PROMPT)))
+    logits = target.forward(ids_of(tree), sequence, Block.of(tree))[0]
+    mx.eval(logits)
+    return logits
+
+
+def through_kernels(target: Target, mode: str = "on") -> tuple[mx.array, Run]:
+    """The same, with kernels emulated, and what they did."""
+    target.use_kernels(mode)  # type: ignore[arg-type]
+    with emulated() as run:
+        return pass_over(target), run
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_families_attend_through_the_kernel_and_agree_with_stock_mlx(monkeypatch, name):
+    target = make_target(monkeypatch, name)
+    stock = pass_over(target)
+    ours, run = through_kernels(target)
+    assert len(run.of("cascade_attention")) == 2 * target.num_layers
+    assert mx.abs(ours - stock).max().item() < 1e-4
+    assert all(choice.kernel for choice in target.kernels.choices.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_the_layers_of_a_pass_share_a_plan_of_attention_for_each_kind(monkeypatch, name):
+    target, plans = make_target(monkeypatch, name), []
+    real = target_cache.AttentionPlan
+
+    def planned(*given: Any) -> Any:
+        plans.append(real(*given))
+        return plans[-1]
+
+    monkeypatch.setattr(target_cache, "AttentionPlan", planned)
+    through_kernels(target)
+    kinds = len({layer.window for layer in target.new_cache().layers})
+    assert kinds == (2 if name == "gemma3_text" else 1) < target.num_layers
+    assert len(plans) == 2 * kinds  # of the prompt's pass and the tree's
+
+
+@pytest.mark.parametrize(("name", "bits"), [("llama", 8), ("qwen2", 4)])
+def test_quantised_layers_with_and_without_bias_and_a_tied_head_go_through_theirs(
+    monkeypatch, name, bits
+):
+    target = make_target(monkeypatch, name, bits)
+    assert ("bias" in target.model.layers[0].self_attn.q_proj) == (name == "qwen2")
+    assert isinstance(target.embedding(), nn.QuantizedEmbedding)
+    stock = pass_over(target)
+    ours, run = through_kernels(target)
+    fused = 4 * target.num_layers + 1  # q, k and v are one product, and so are gate and up
+    assert len(run.of("verify_qmm_matrix")) == 2 * fused
+    assert mx.abs(ours - stock).max().item() < 1e-4
+
+
+REFUSED = {
+    "qwen2": (None, {}, "the head dim of queries is 16, but must be one of 64, 80, 96, 128, 256"),
+    "gemma2": (None, {}, "gemma2 computes the attention of some layers itself"),
+    "smollm3": (3, {}, "bits is 3, but must be one of 4, 8"),
+    "olmo2": (4, {"mode": "mxfp4"}, "mode is mxfp4, but must be affine"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_kernels_do_not_take_is_left_to_stock_mlx_with_the_reason(monkeypatch, name):
+    bits, packing, reason = REFUSED[name]
+    target = make_target(monkeypatch, name, bits, **packing)
+    stock = pass_over(target)
+    ours, run = through_kernels(target)
+    assert run.counters == []
+    assert mx.array_equal(ours, stock)
+    assert reason in {choice.reason for choice in target.kernels.choices.values()}
+    assert not any(choice.kernel for choice in target.kernels.choices.values())
+    target.use_kernels("off")
+    assert target.kernels.choices == {}
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_models_of_half_precision_go_through_every_kernel(monkeypatch, dtype):
+    target = make_target(monkeypatch, "llama", bits=4)
+    target.model.set_dtype(dtype)
+    stock = pass_over(target)
+    exact = make_target(monkeypatch, "llama", bits=4)
+    exact.model.set_dtype(dtype)
+    exact.model.set_dtype(mx.float32)
+    logits = pass_over(exact)
+    ours, run = through_kernels(target)
+    assert {"cascade_attention", "verify_qmm_matrix"} <= {
+        counters.kernel for counters in run.counters
+    }
+    assert all(choice.kernel for choice in target.kernels.choices.values())
+    assert ours.dtype == dtype
+    error, stock_error = (mx.abs(found - logits).max().item() for found in (ours, stock))
+    assert error < 2 * stock_error
+
+
+def test_a_pass_asks_once_for_all_layers_and_for_what_it_knows_not_at_all(monkeypatch):
+    target, asked = make_target(monkeypatch, "llama", bits=4), []
+    target.use_kernels("on")
+    chosen = target.kernels.chosen
+
+    def spy(operation: Any, *rest: Any) -> Any:
+        asked.append(operation.name)
+        return chosen(operation, *rest)
+
+    monkeypatch.setattr(target.kernels, "chosen", spy)
+    with emulated() as run:
+        pass_over(target)  # the prompt and a tree
+        assert {"cascade_attention", "shared_input", "verify_qmm"} == set(asked)
+        asked.clear()
+        pass_over(target)
+    assert asked == ["cascade_attention"] * 2
+    assert len(run.of("cascade_attention")) == 4 * target.num_layers
+
+
+def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkeypatch):
+    target = make_target(monkeypatch, "llama", bits=4)
+    target.tap((1,))
+
+    def classes() -> list[type]:
+        return [type(module) for module in target.model.modules()]
+
+    stock, before = pass_over(target), classes()  # a tree's pass hooks ropes, and for good
+    target.use_kernels("on")
+    target.use_kernels("auto")  # hooks once more, and no second time
+    assert classes() != before
+    sequence, head = target.new_cache(), target.head()
+    with emulated() as run:
+        pass_over(target)
+    assert len(run.of("cascade_attention")) == 2 * target.num_layers
+    target.use_kernels("off")
+    assert classes() == before
+    with emulated() as run:
+        target.forward(PROMPT, sequence, Block(len(PROMPT)))
+        mx.eval(head(mx.zeros((1, 64))))
+        assert mx.array_equal(pass_over(target), stock)
+    assert run.counters == []
+    assert target.kernels.choices == {}
+
+
+def test_what_was_measured_with_other_kernels_is_forgotten(monkeypatch):
+    target = make_target(monkeypatch, "llama")
+    target.pass_times = target.noise = object()
+    target.use_kernels("auto")
+    assert (target.pass_times, target.noise) == (None, None)
+
+
+def test_two_models_of_one_family_have_settings_of_their_own(monkeypatch):
+    names = [(base, "scaled_dot_product_attention"), (llama, "scaled_dot_product_attention")]
+    names += [(gpt_oss, "scaled_dot_product_attention"), (mx.fast, "scaled_dot_product_attention")]
+    names += [(mx, "quantized_matmul"), (llama.Attention, "__call__")]
+    names += [(nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear")]
+    before = [getattr(owner, name) for owner, name in names]
+    on, off = (make_target(monkeypatch, "llama", bits=4) for _ in "12")
+    found = {counters.kernel for counters in through_kernels(on)[1].counters}
+    assert found == {"cascade_attention", "verify_qmm_matrix"}
+    assert through_kernels(off, "off")[1].counters == []
+    assert on.kernels.choices and not off.kernels.choices
+    assert [getattr(owner, name) for owner, name in names] == before
+
+
+def test_mlx_lms_own_caches_still_work_with_a_hooked_model(monkeypatch):
+    target = make_target(monkeypatch, "llama")
+    stock = target.model(PROMPT[None], cache=cache.make_prompt_cache(target.model))
+    target.use_kernels("on")
+    with emulated() as run:
+        hooked = target.model(PROMPT[None], cache=cache.make_prompt_cache(target.model))
+        assert mx.array_equal(hooked, stock)
+    assert run.counters == []
+
+
+def test_a_mask_from_elsewhere_is_left_to_stock_mlx():
+    target = Target(make_model("llama"), 200, "tiny")
+    target.use_kernels("on")
+    layer = target.new_cache().layers[0]
+    x = mx.random.normal((1, 2, 4, 64), key=mx.random.key(0))
+    mask = mx.random.normal((4, 4), key=mx.random.key(1))
+    stock = mx.fast.scaled_dot_product_attention(x, x, x, scale=0.1, mask=mask)
+    with emulated() as run:
+        layer.begin(Block(4), asks_kernels=True)
+        assert mx.array_equal(layer.attend(x, x, x, scale=0.1, mask=mask), stock)
+    assert run.counters == []
+    (choice,) = target.kernels.choices.values()
+    assert choice.reason == "some layers make masks of their own"
+
+
+# Without anything that runs kernels, `auto` makes the calls that `off` makes.
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[tuple[Any, ...]]:
+    """What MLX is asked for, with the shapes of the arrays."""
+    made = []
+
+    def spy(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = [*args, *kwargs.items()]
+            made.append((name, *(str(getattr(value, "shape", value)) for value in given)))
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, name, call)
+
+    with monkeypatch.context() as patch:
+        spy(mx.fast, "scaled_dot_product_attention")
+        for name in ("quantized_matmul", "concatenate", "argpartition"):
+            spy(mx, name)
+        work()
+    return made
+
+
+@pytest.fixture
+def no_metal(monkeypatch):
+    """As on Linux."""
+    monkeypatch.setattr(routing, "executor", lambda: None)
+
+
+@pytest.mark.usefixtures("no_metal")
+@pytest.mark.parametrize("mode", ["auto", "on"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_without_metal_a_pass_makes_the_same_calls_as_with_kernels_off(monkeypatch, mode, bits):
+    target = make_target(monkeypatch, "llama_sliding", bits)
+    stock, calls = pass_over(target), calls_of(monkeypatch, lambda: pass_over(target))
+    assert len(calls) > 2 * target.num_layers
+    target.use_kernels(mode)
+    assert calls_of(monkeypatch, lambda: pass_over(target)) == calls
+    assert mx.array_equal(pass_over(target), stock)
+    assert target.kernels.choices == {}
+
+
+@pytest.mark.usefixtures("no_metal")
+def test_without_metal_ranking_and_walking_stay_on_the_host(monkeypatch):
+    monkeypatch.setattr(cpu_math, "applies", lambda: True)
+    target = make_target(monkeypatch, "llama")
+    target.use_kernels("on")
+    logits = mx.random.normal((4, 50), key=mx.random.key(0))
+    monkeypatch.setattr(mx, "argpartition", None)  # MLX's, which the host does without
+    found, expected = rank(logits, 5, target.kernels), rank(logits, 5)
+    assert np.array_equal(found.tokens, expected.tokens)
+    assert np.array_equal(found.logprobs, expected.logprobs)
+    tree = tree_of([3, 1], [-1, 0])
+    assert Verdict(tree, mx.zeros((2, 9)), None, target.kernels).greedy_walk() is None
+
+
+@pytest.mark.usefixtures("no_metal")
+def test_without_metal_a_commit_is_one_index_and_one_gather_for_each_array(monkeypatch):
+    layers = [LayerCache() for _ in range(3)]
+    sequence = SequenceCache(layers)
+    sequence.extend(Block(6))
+    for layer in layers:
+        layer.update_and_fetch(mx.ones((1, 1, 6, 4)), mx.ones((1, 1, 6, 4)))
+    gathered: list[Any] = []
+    take = mx.take
+
+    def spy(array: mx.array, index: mx.array, axis: int) -> mx.array:
+        gathered.append(index)
+        return take(array, index, axis=axis)
+
+    monkeypatch.setattr(mx, "take", spy)
+    sequence.commit([0, 2, 5])
+    assert len(gathered) == 6
+    assert len({id(index) for index in gathered}) == 1
+    assert gathered[0].tolist() == [2, 5]
+
+
+def test_the_walk_has_to_be_faster_than_the_loop_on_the_host_which_gives_the_same():
+    rng = np.random.default_rng(0)
+    for nodes in (2, 3, 9, 40):
+        tokens, parents = random_tree(rng, nodes, 3)
+        tree = tree_of([0, *tokens], [-1, *parents])
+        choices = mx.array(rng.integers(0, 3, len(tree)).astype(np.uint32))
+        arguments = choices, ids_of(tree), mx.array(tree.parents)
+        assert mx.array_equal(WALK.reference(*arguments), tree_walk_reference(*arguments))
+    assert WALK.kernel is TREE_WALK.kernel
+
+
+# The setting.
+
+
+def test_the_setting_is_checked_when_made():
+    assert PairConfig().kernels == "auto"
+    with pytest.raises(DFlashError, match="kernels is 'fast'; choose one of auto, off, on"):
+        PairConfig(kernels="fast")
+    with pytest.raises(ValueError, match="kernels is 'fast'"):
+        Target(make_model("llama"), 9, "tiny").use_kernels("fast")  # type: ignore[arg-type]
+
+
+def test_a_pair_is_loaded_with_its_setting_and_a_target_for_training_without_kernels(tmp_path):
+    folder = str(write_model(tmp_path))
+    for mode in ("auto", "off", "on"):
+        assert load_pair(PairConfig(folder, kernels=mode)).target.kernels.mode == mode
+    assert load_target(folder).target.kernels.mode == "off"

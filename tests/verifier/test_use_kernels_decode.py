@@ -1,0 +1,129 @@
+"""Whole answers through emulated kernels, token by token those of stock MLX."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.growth import rank
+from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.verifier import cache
+from dflash_mlx.verifier.model import Target
+from kernels_metal.emulator import Run, emulated
+from support.decoding import rounds, start
+from support.drafter_formats import drafter_folder
+from support.families import FAMILIES, make_model
+
+HEAD_DIM = 64  # the least that the attention kernel takes
+VOCABULARY = 16  # so small that random drafters are often right, and not by their first choice
+TOKENS = 32
+LAYERS = 2
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+METHODS = {
+    "none": DecodeConfig(method="none", max_tokens=TOKENS),
+    "dflash": DecodeConfig(method="dflash", block_size=5, max_tokens=TOKENS),
+    "d2sd": DecodeConfig(method="d2sd", max_tokens=TOKENS, budget=16, branches=3),
+}
+
+
+def model(monkeypatch: pytest.MonkeyPatch, bits: int | None) -> nn.Module:
+    """Two layers; quantised, embedding and head included, if there are bits."""
+    small = {"head_dim": HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small |= {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "intermediate_size": 64}
+    monkeypatch.setitem(FAMILIES, "small", {**FAMILIES["qwen3"], **small})
+    made = make_model("small")
+    if bits is not None:
+        nn.quantize(made, group_size=32, bits=bits)
+    return made
+
+
+def drafter_of(
+    target: Target, folder: Path, aux_layers: list[int], seed: int, **changes: Any
+) -> BlockModel:
+    """A drafter of one layer."""
+    heads = {"head_dim": HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small = {"num_hidden_layers": 1, "vocab_size": VOCABULARY, "block_size": 5}
+    return drafter_folder(folder, aux_layers, seed, target, **heads, **small, **changes)
+
+
+def make_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bits: int | None) -> Pair:
+    target = Target(model(monkeypatch, bits), 200, "tiny")
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 12}
+    first = drafter_of(target, tmp_path / "1", [0, 1], 1)
+    second = drafter_of(target, tmp_path / "2", [1], 2, **window)
+    return Pair(target, None, (first, second), "tiny")
+
+
+def answer(pair: Pair, config: DecodeConfig) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Its tokens, and the path that each round accepted."""
+    drafter = make_drafter(pair, config)
+    state = start(pair.target, drafter, PROMPT, config)
+    found = list(rounds(pair.target, drafter, state, config))
+    tokens = [token for accepted in found for token in accepted.tokens]
+    return tokens[:TOKENS], [accepted.path for accepted in found]
+
+
+@contextmanager
+def only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Every kernel is emulated, and what it stands for cannot be called."""
+
+    def stock(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("stock MLX was called")
+
+    with monkeypatch.context() as patch, emulated() as run:
+        patch.setattr(mx.fast, "scaled_dot_product_attention", stock)
+        patch.setattr(mx, "quantized_matmul", stock)
+        patch.setattr(rank, "_rank_on_host", stock)
+        patch.setattr(rank, "draft_head_reference", stock)
+        patch.setattr(cache, "accepted_rows_reference", stock)
+        patch.setattr(Tree, "child", stock)  # with which the host walks a tree
+        yield run
+
+
+CASES = [("none", None), ("dflash", None), ("d2sd", None), ("dflash", 4), ("d2sd", 4)]
+
+
+@pytest.mark.parametrize(("method", "bits"), CASES)
+def test_answers_through_emulated_kernels_are_those_of_stock_mlx(
+    monkeypatch, tmp_path, method, bits
+):
+    pair, config = make_pair(monkeypatch, tmp_path, bits), METHODS[method]
+    expected = answer(pair, config)
+    pair.target.use_kernels("on")
+    with only_kernels(monkeypatch) as run:
+        tokens, paths = answer(pair, config)
+    assert (tokens, paths) == expected
+    assert len(tokens) == TOKENS
+
+    ran = Counter(counters.kernel.removesuffix("_matrix") for counters in run.counters)
+    target_passes = len(paths)  # the prompt's gives the first token
+    last_is_alone = sum(map(len, paths[:-1])) == TOKENS - 1  # so nothing is drafted
+    drafts = {"none": 0, "dflash": 1, "d2sd": 2}[method] * (len(paths) - 1 - last_is_alone)
+    moved = [path for path in paths if path != tuple(range(len(path)))]
+    products = 4 * LAYERS * target_passes  # q, k and v are one, and so are gate and up
+    products += target_passes + drafts  # the head serves both
+    ranked = drafts if method == "d2sd" else 0
+    layers = LAYERS * target_passes + drafts
+    expected_launches = {
+        "cascade_attention": layers,
+        "norm_rope": LAYERS * target_passes,
+        "verify_qmm": products if bits else 0,
+        "draft_head": ranked,
+        "draft_head_merge": ranked,
+        "tree_walk": drafts // 2 if method == "d2sd" else drafts,
+        "cache_commit": len(moved),
+    }
+    assert ran == Counter({name: times for name, times in expected_launches.items() if times})
+    assert (method == "d2sd") == bool(moved)
+    assert all(choice.kernel for choice in pair.target.kernels.choices.values())
