@@ -144,7 +144,7 @@ def test_a_sweep_that_makes_no_sense_is_refused(sweep, names, message):
 
 
 @pytest.mark.parametrize(
-    ("means", "names"),
+    ("capabilities", "names"),
     [
         (Capabilities(), ["none", "ngram", "ngram:exact=on"]),
         (Capabilities(("dflash",)), ["none", "ddtree", "ddtree:exact=on", "ngram"]),

@@ -162,7 +162,7 @@ def test_paths_have_the_scores_and_confidences_of_the_reference(drafting, name):
         assert np.ptp(sure) > 0.02
 
 
-@pytest.mark.parametrize("room", [1, 2, 3, 50])
+@pytest.mark.parametrize("remaining", [1, 2, 3, 50])
 def test_a_path_fits_the_room(drafting, remaining):
     model = drafting("dspark").model
     tree = SelectedPath(model).draft(behind(model, 7, features_of(0)), remaining).tree

@@ -171,7 +171,7 @@ def test_a_greedy_chain_takes_the_likeliest_token_at_every_step(drafting):
 
 
 @pytest.mark.parametrize(
-    ("room", "size", "rows"), [(1, None, 1), (2, None, 2), (5, 3, 3), (9, 8, 8)]
+    ("remaining", "size", "rows"), [(1, None, 1), (2, None, 2), (5, 3, 3), (9, 8, 8)]
 )
 def test_no_path_is_longer_than_the_block_or_the_room(drafting, remaining, size, rows):
     subject, (tokens, features) = drafting("raw"), text(11)

@@ -169,7 +169,7 @@ def test_the_embedding_and_the_head_are_those_of_the_target(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("room", "size", "rows"),
+    ("remaining", "size", "rows"),
     [(1, None, 1), (2, None, 2), (5, None, 5), (8, None, 8), (100, None, 8)]
     + [(100, 2, 2), (100, 3, 3), (100, 8, 8), (2, 3, 2)],
 )

@@ -272,7 +272,7 @@ def test_the_greedy_walk_and_d2sd_s_first_draft_are_those_of_the_reference(small
     assert detours > 10, "the selector changes most paths, so that its walk is seen"
 
 
-@pytest.mark.parametrize("room", [1, 2, 3, 4, 50])
+@pytest.mark.parametrize("remaining", [1, 2, 3, 4, 50])
 def test_a_path_fits_the_room(small, remaining):
     tree = SelectedPath(small.model).draft(behind(small.model, 7, features_of(0)), remaining).tree
     assert len(tree) == min(remaining, BLOCK)

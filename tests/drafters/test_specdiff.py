@@ -122,7 +122,7 @@ def toy(how=ONE_PASS, block_size=None, model=None, nodes=6, width=4):
 
 
 @pytest.mark.parametrize(("steps", "schedule"), ALL)
-@pytest.mark.parametrize("room", [1, 2, 4])
+@pytest.mark.parametrize("remaining", [1, 2, 4])
 def test_a_block_takes_as_many_passes_as_asked_for_and_room_for_one_token_none(
     steps, schedule, remaining
 ):

@@ -33,7 +33,7 @@ DDTREE = Capabilities(("dflash",) * 2, preset=Preset("ddtree"))
 
 
 @pytest.mark.parametrize(
-    ("settings", "means", "method"),
+    ("settings", "capabilities", "method"),
     [
         ({}, TWO, "d2sd"),
         ({}, ONE, "ddtree"),

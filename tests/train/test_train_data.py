@@ -109,7 +109,7 @@ def tuned(target: Target) -> Target:
 
 
 @pytest.mark.parametrize(
-    ("sequences", "target", "taps"),
+    ("sequences", "target", "aux_layers"),
     [
         ([[*SEQUENCES[0][:-1], SEQUENCES[0][-1] ^ 1], *SEQUENCES[1:]], tiny_target, TAPS),
         (SEQUENCES[:-1], tiny_target, TAPS),
