@@ -108,7 +108,7 @@ class Place:
         return mx.array(self.text[self.position : self.position + 1])
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         return len(self.text) - 1 - self.position
 
     def move(self, accepted: Accepted) -> None:

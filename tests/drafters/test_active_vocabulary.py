@@ -12,7 +12,7 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.networks import partial_head
+from dflash_mlx.drafters.networks import active_vocabulary
 from dflash_mlx.drafters.networks.active_vocabulary import PartialHead
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.tokens import LIKELY_TOKENS, draft_size, likely_tokens, unread_arguments
@@ -57,7 +57,7 @@ def test_a_conversation_adds_its_own_words_and_each_conversation_only_its_own():
 
 @pytest.mark.parametrize("method", ["dflash", "ddtree", "d2sd"])
 def test_drafts_have_no_other_tokens_and_answers_stay_the_same(folders, method, monkeypatch):
-    monkeypatch.setattr(partial_head, "_STEP", 1)
+    monkeypatch.setattr(active_vocabulary, "_STEP", 1)
     config = DecodeConfig(method, max_tokens=30, lookup=False)
     answers, drafted = {}, {}
     for size in (97, 10):

@@ -239,7 +239,7 @@ import os, signal, sys
 from pathlib import Path
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine import prefix_files
-from dflash_mlx.engine.cache_key import Origin
+from dflash_mlx.engine.cache_key import CacheKey
 from support.decoding import start
 from support.families import make_model
 from support.toys import prompt_of
@@ -250,7 +250,7 @@ target = Target(make_model("llama"), 4096, "llama")
 files = prefix_files.PrefixFiles(Path(sys.argv[1]), 10**9, worth=8)
 for seed in (0, 1):
     state = start(target, NoDraft(), prompt_of(seed, 40))
-    assert files.write(Origin.of(target, NoDraft(), state), state), files.problem
+    assert files.write(CacheKey.of(target, NoDraft(), state), state), files.problem
     os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 

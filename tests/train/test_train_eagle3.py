@@ -190,16 +190,11 @@ def test_taps_of_a_new_drafter_are_the_usual_ones_or_as_many_as_asked_for():
 
     assert [aux_layers(layers) for layers in (3, 4, 5, 6)] == [(1,), (1,), (1, 2), (1, 2, 3)]
     assert aux_layers(7) == (1, 2, 3) and aux_layers(8) == (1, 3, 4)
-    assert aux_layers(8, aux_layers=2) == (1, 5) and aux_layers(8, aux_layers=4) == (1, 2, 4, 5)
-    assert aux_layers(8, aux_layers=5) == (
-        1,
-        2,
-        3,
-        4,
-        5,
-    )  # what drafters of another family read by default
+    assert aux_layers(8, taps=2) == (1, 5) and aux_layers(8, taps=4) == (1, 2, 4, 5)
+    # what drafters of another family read by default
+    assert aux_layers(8, taps=5) == (1, 2, 3, 4, 5)
     with pytest.raises(DFlashError, match="taps is 2, but it has only 1 layers to read"):
-        aux_layers(4, aux_layers=2)
+        aux_layers(4, taps=2)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_run_from_before_a_setting_had_its_default(stopped, texts):
 
 
 def test_how_a_new_drafter_was_asked_for_is_free_where_the_drafter_is_the_same(stopped, texts):
-    trainer = trainer_of(texts, layers=2, aux_layers=2)
+    trainer = trainer_of(texts, layers=2, taps=2)
     restore_state(stopped, trainer, "corpus")
     assert trainer.step == 3
 
