@@ -1,42 +1,41 @@
-"""A model on its way from a source to a folder: cast, quantised and named, nothing evaluated yet.
+"""A model on its way from a source to a folder.
 
-Targets go through mlx-lm's own loading, casting, quantisation and recipes, drafters through their
-family's file format.
+Targets go through `mlx_lm.convert`, under our checks; drafters through their family's file format.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, cast
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map_with_path
 
 from dflash_mlx.core.config import option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.models.check import ModelFacts, loading
+from dflash_mlx.models.formats.gguf_target import open_gguf
 from dflash_mlx.models.pair_folder import DRAFTER, TARGET
-from dflash_mlx.models.source import BESIDE, LICENCES
+from dflash_mlx.models.source import BESIDE, CONFIG, LICENCES
 from dflash_mlx.models.tokens import LIKELY_TOKENS
 from dflash_mlx.models.weight_files import quantisation
-from dflash_mlx.system.safetensors_header import TensorHeader
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
 GROUP_SIZE = 64  # mlx-lm's for affine
-BYTES_PER_TOKEN = 100  # of a tokenizer.json, about
 DTYPES = ("float16", "bfloat16", "float32")
 
+_MODE_BITS = {"affine": 4, "mxfp4": 4, "nvfp4": 4, "mxfp8": 8}  # where none are asked for
+_SCALES = 0.5  # bits that quantisation adds to each weight
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
-_REPLACED = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
-Opened = tuple[Any, dict[str, Any], Callable[[Path], None], int]
+_REPLACED = (CONFIG, "hf_quant_config.json", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -100,18 +99,13 @@ class ConvertConfig:
 
 @dataclass(frozen=True)
 class Part:
-    """A model to be converted, found and checked.
-
-    path: its folder, or its GGUF file, whose facts are few before it is read. has_weights: False
-    where only headers are here, and in the folder nothing is behind them. download: bytes still to
-    be fetched.
-    """
+    """A model to be converted, found and checked."""
 
     name: str
-    path: Path
+    path: Path  # its folder, or its GGUF file
     facts: ModelFacts
-    has_weights: bool = True
-    download: int = 0
+    has_weights: bool = True  # False where the folder has only headers of weight files
+    download: int = 0  # bytes still to be fetched
 
     @property
     def kind(self) -> str:
@@ -119,35 +113,31 @@ class Part:
         return TARGET if self.facts.format is None else DRAFTER
 
 
-@dataclass
+@dataclass(frozen=True)
 class Conversion:
-    """What is to be written: lazy arrays by name, and what lies beside them.
-
-    weights: evaluated one at a time; emptied when written. config: as in its config.json. memory:
-    bytes that converting takes at most, about. write_beside: puts the tokenizer into a folder,
-    about `rest` bytes.
-    """
+    """What is to be written of one model."""
 
     part: Part
     description: str
-    weights: dict[str, mx.array]
-    config: dict[str, Any]
-    memory: int
-    write_beside: Callable[[Path], None] = lambda _: None
-    rest: int = 0
+    size: int  # bytes that it takes on the disk, of a target about
+    memory: int  # bytes that converting takes at most, about
+    write: Callable[[Path], None]  # makes this folder, which is not there yet
 
-    def write_rest(self, folder: Path) -> None:
-        """Write all but the weights."""
-        from mlx_lm.utils import save_config
-
-        self.write_beside(folder)
-        keep = {"keep_vision_config": True} if "vision_config" in self.config else {}
-        save_config(dict(self.config), folder / "config.json", **keep)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that are still to be written."""
-        return sum(array.nbytes for array in self.weights.values())
+    def write_to(self, folder: Path) -> None:
+        """Make the folder; DFlashError for what cannot be read, or cannot be converted so."""
+        try:
+            with redirect_stdout(sys.stderr):
+                self.write(folder)
+        except (ValueError, TypeError, KeyError) as error:
+            raise DFlashError(
+                f"{self.part.name} cannot be converted so ({in_one_line(error)})",
+                "choose other bits, another group size, mode or recipe; nothing was left behind",
+            ) from None
+        except RuntimeError as error:  # MLX's own, of files that it cannot read or write
+            raise DFlashError(
+                f"{self.part.name} cannot be converted ({in_one_line(error)})",
+                "check the disks of SRC and DST, then convert again; nothing was left behind",
+            ) from None
 
 
 def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversion:
@@ -170,122 +160,113 @@ def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversio
     dtype = None if settings.dtype is None else getattr(mx, settings.dtype)
     form = dtype, bits, settings.group_size
     weights, config = facts.format.read_drafter(part.path, part.has_weights).converted(*form)
-    numbers = _describe_numbers(config, weights)
+    floating = (a.dtype for a in weights.values() if mx.issubdtype(a.dtype, mx.floating))
+    config["dtype"] = str(next(floating)).removeprefix("mlx.core.")
+    words, _ = quantisation(config)
+    numbers = f"in {words}, else in {config['dtype']}" if words else f"in {config['dtype']}"
     description = f"{config['architectures'][0]} {numbers}, blocks of {facts.config.block_size}"
-    config["dtype"] = numbers.rpartition(" ")[2]
-    memory = RUNTIME + _largest(facts.weights.tensors) + _largest(weights)
-    beside = [file for file in (part.path / LIKELY_TOKENS,) if file.is_file()]
+    size = sum(array.nbytes for array in weights.values())
 
-    def write_beside(destination: Path) -> None:
-        for file in beside:
-            shutil.copyfile(file, destination / file.name)
+    def write(folder: Path) -> None:
+        from mlx_lm.utils import save_config
 
-    rest = sum(file.stat().st_size for file in beside)
-    return Conversion(part, description, weights, config, memory, write_beside, rest)
+        folder.mkdir()
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+        save_config(dict(config), folder / CONFIG)
+        if (likely := part.path / LIKELY_TOKENS).is_file():
+            shutil.copyfile(likely, folder / likely.name)
+
+    return Conversion(part, description, size, RUNTIME + 2 * size, write)
 
 
 def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
-    """A target's conversion; DFlashError for what mlx-lm does not know or cannot do."""
-    source = part.facts.source
-    model, config, write_beside, rest = (
-        _open_gguf(part, settings.dtype) if source is None else _open_folder(part, source.files)
-    )
-    if settings.quantizes and "quantization" in config and not settings.dequantize:
-        raise DFlashError(
-            f"{part.name} is already quantised to {config['quantization'].get('bits')} bits",
-            "add --dequantize to quantise it anew, or leave the bits as they are",
-        )
-    memory = RUNTIME + _largest(dict(tree_flatten(model.parameters())))
-    try:
-        with redirect_stdout(sys.stderr):
-            model, config = transform(model, config, settings)
-    except (ValueError, TypeError, KeyError) as error:
-        raise DFlashError(
-            f"{part.name} cannot be converted so ({in_one_line(error)})",
-            "choose other bits, another group size, mode or recipe",
-        ) from None
-    if "vision_tower" not in getattr(model, "model", {}):
-        config.pop("vision_config", None)
-    weights = dict(tree_flatten(model.parameters()))
-    description = f"{config.get('model_type')} {_describe_numbers(config, weights)}"
-    memory += _largest(weights)
-    if source is None:  # a GGUF file is in memory all the time
-        memory += part.path.stat().st_size
-    return Conversion(part, description, weights, config, memory, write_beside, rest)
+    """A target's conversion; DFlashError for one that has no tokenizer or is quantised already."""
+    from mlx_lm.utils import load_tokenizer
 
-
-def transform(model: Any, config: dict[str, Any], settings: ConvertConfig) -> tuple[Any, Any]:
-    """What mlx_lm.convert does between loading and saving, in its order, by its functions."""
-    from mlx_lm.convert import mixed_quant_predicate_builder
-    from mlx_lm.utils import dequantize_model, quantize_model
-
-    config = _cast(model, dict(config), settings.dtype)
-    if settings.dequantize:
-        config.pop("quantization", None)
-        config.pop("quantization_config", None)
-        model = dequantize_model(model)
-    if settings.quantizes:
-        group_size, recipe = settings.group_size, cast(Any, None)
-        if settings.recipe is not None:
-            group_size = group_size or GROUP_SIZE
-            recipe = mixed_quant_predicate_builder(settings.recipe, model, group_size)
-        model, config = quantize_model(
-            model, config, group_size, settings.bits, mode=settings.mode, quant_predicate=recipe
-        )
-    return model, config
-
-
-def _cast(model: Any, config: dict[str, Any], wanted: str | None) -> dict[str, Any]:
-    """Cast to `wanted`, or else to what the config says, as mlx_lm.convert does."""
-    name = wanted or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
-    if name not in DTYPES:
-        return config
-    dtype = getattr(mx, name)
-    may_cast = getattr(model, "cast_predicate", lambda _: True)
-
-    def cast_one(path: str, array: mx.array) -> mx.array:
-        is_cast = may_cast(path) and mx.issubdtype(array.dtype, mx.floating)
-        return array.astype(dtype) if is_cast else array
-
-    model.update(tree_map_with_path(cast_one, model.parameters()))
-    return {**config, "torch_dtype": name}
-
-
-def _open_folder(part: Part, files: Mapping[str, int]) -> Opened:
-    from mlx_lm.utils import load_model, load_tokenizer
-
-    folder = part.path
-    if not any(fnmatch(file, pattern) for file in files for pattern in _TOKENIZERS):
+    facts, config = part.facts, part.facts.config
+    files = {} if facts.source is None else facts.source.files
+    if files and not any(fnmatch(file, kind) for file in files for kind in _TOKENIZERS):
         raise DFlashError(
             f"{part.name} cannot be loaded, it has no tokenizer ({', '.join(_TOKENIZERS)})",
             "choose a complete model folder",
         )
-    with loading(part.name):
-        model, config = load_model(folder, lazy=True)
-        if part.has_weights:
-            load_tokenizer(folder, {"trust_remote_code": False}, config.get("eos_token_id"))
-    copied = [
-        name
-        for name in files
-        if name not in _REPLACED and any(fnmatch(name, pattern) for pattern in (*BESIDE, *LICENCES))
-    ]
+    if files and part.has_weights:
+        with loading(part.name):
+            load_tokenizer(part.path, {"trust_remote_code": False}, config.get("eos_token_id"))
+    stored, _ = quantisation(config)
+    if settings.quantizes and stored and not settings.dequantize:
+        raise DFlashError(
+            f"{part.name} is already quantised to {stored}",
+            "add --dequantize to quantise it anew, or leave the bits as they are",
+        )
+    read = part.path.stat().st_size if facts.source is None else facts.weights.stored_bytes
+    size = _target_size(part, settings, read)
+    words = [str(config.get("model_type", "")), settings.recipe or ""]
+    if settings.quantizes and settings.recipe is None:
+        bits = settings.bits or _MODE_BITS[settings.mode]
+        words.append(f"in {bits} bits" + f", {settings.mode}" * (settings.mode != "affine"))
+    elif settings.recipe is None:
+        words.append(f"in {settings.dtype or stored or facts.weights.dtype}")
 
-    def write_beside(destination: Path) -> None:
-        for name in copied:
-            shutil.copyfile(folder / name, destination / name)
+    def write(folder: Path) -> None:
+        with TemporaryDirectory(prefix=".", dir=folder.parent) as scratch:
+            _write_target(part, settings, folder, Path(scratch))
+        for name in files:
+            kept = any(fnmatch(name, pattern) for pattern in (*BESIDE, *LICENCES))
+            if kept and name not in _REPLACED:
+                shutil.copyfile(part.path / name, folder / name)
+        if settings.dtype is not None:  # in place of the checkpoint's own
+            changed = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            text = json.dumps({**changed, "torch_dtype": settings.dtype}, indent=4)
+            (folder / CONFIG).write_text(text, encoding="utf-8")
 
-    return model, config, write_beside, sum(files[name] for name in copied)
+    return Conversion(part, " ".join(filter(None, words)), size, RUNTIME + read + size, write)
 
 
-def _open_gguf(part: Part, dtype: str | None) -> Opened:
-    from dflash_mlx.models.formats.gguf_target import open_gguf
+def _target_size(part: Part, settings: ConvertConfig, read: int) -> int:
+    """Bytes of what a target becomes, about; the most that a recipe's bits can be."""
+    parameters = part.facts.weights.parameters
+    if settings.quantizes:
+        bits = 6 if settings.recipe else settings.bits or _MODE_BITS[settings.mode]
+        return int(parameters * (bits + _SCALES) / 8) or read
+    if settings.dequantize or settings.dtype is not None:
+        return parameters * (4 if settings.dtype == "float32" else 2) or read
+    return read
 
-    floating = None if dtype is None else getattr(mx, dtype)
-    model, tokenizer, config = open_gguf(part.path, floating)
+
+def _write_target(part: Part, settings: ConvertConfig, folder: Path, scratch: Path) -> None:
+    """By `mlx_lm.convert`; a GGUF file becomes a folder first, packed numbers plain ones."""
+    source = part.path
+    if part.facts.source is None:
+        source = _unpacked(source, settings.dtype, scratch / "gguf")
+    options: dict[str, Any] = {"dtype": settings.dtype}
+    if settings.dequantize and settings.quantizes:
+        _mlx_lm_convert(source, scratch / "plain", {**options, "dequantize": True})
+        source = scratch / "plain"
+    elif settings.dequantize:
+        options["dequantize"] = True
+    if settings.quantizes:
+        group_size = settings.group_size or (GROUP_SIZE if settings.recipe else None)
+        options |= {"quantize": True, "q_bits": settings.bits, "q_mode": settings.mode}
+        options |= {"q_group_size": group_size, "quant_predicate": settings.recipe}
+    _mlx_lm_convert(source, folder, options)
+
+
+def _mlx_lm_convert(source: Path, folder: Path, options: Mapping[str, Any]) -> None:
+    from mlx_lm.convert import convert
+
+    convert(str(source), str(folder), **options)
+
+
+def _unpacked(file: Path, dtype: str | None, folder: Path) -> Path:
+    """A GGUF file as a folder of mlx-lm's, its packed layers as they are."""
+    from mlx_lm.utils import save
+
+    model, tokenizer, config = open_gguf(file, None if dtype is None else getattr(mx, dtype))
     if packing := _packing(model):
         config["quantization"] = packing
-    # Vocabulary and merges take about as much in a tokenizer.json as in the file.
-    return model, config, tokenizer.save_pretrained, BYTES_PER_TOKEN * config["vocab_size"]
+    save(folder, file, model, tokenizer, config)
+    return folder
 
 
 def _packing(model: Any) -> dict[str, Any]:
@@ -298,19 +279,3 @@ def _packing(model: Any) -> dict[str, Any]:
     choices = list(packed.values())
     usual: dict[str, Any] = max(choices, key=choices.count, default={})
     return {**usual, **{name: choice for name, choice in packed.items() if choice != usual}}
-
-
-def _describe_numbers(config: dict[str, Any], weights: dict[str, mx.array]) -> str:
-    """How weights are stored, in words that end with the dtype of what is not packed."""
-    kinds = Counter[mx.Dtype]()
-    for array in weights.values():
-        if mx.issubdtype(array.dtype, mx.floating):
-            kinds[array.dtype] += array.nbytes
-    dtype = str(kinds.most_common(1)[0][0]).removeprefix("mlx.core.")
-    words, _ = quantisation(config)
-    mixed = any(isinstance(choice, dict) for choice in config.get("quantization", {}).values())
-    return f"in {words}{' and others' * mixed}, else in {dtype}" if words else f"in {dtype}"
-
-
-def _largest(tensors: Mapping[str, mx.array] | Mapping[str, TensorHeader]) -> int:
-    return max(tensor.nbytes for tensor in tensors.values())

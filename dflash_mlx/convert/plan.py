@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-from tqdm import tqdm
 
 from dflash_mlx.convert.conversion import (
     Conversion,
@@ -29,11 +27,9 @@ from dflash_mlx.convert.writing import (
     head,
     resolve_destination,
     staged,
-    write_shards,
 )
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models import pair_folder
 from dflash_mlx.models.check import (
@@ -42,8 +38,8 @@ from dflash_mlx.models.check import (
     check_pair,
     check_target,
     describe_target,
-    language_model,
 )
+from dflash_mlx.models.formats.gguf_target import open_gguf
 from dflash_mlx.models.names import whole_copy
 from dflash_mlx.models.pair_folder import DRAFTER, TARGET, is_pair_folder
 from dflash_mlx.models.source import CONFIG, MODEL, Source
@@ -66,8 +62,8 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes of the destination, about, before the weights are written."""
-        return sum(each.weight_bytes + each.rest for each in self.conversions.values())
+        """Bytes of the destination, about."""
+        return sum(each.size for each in self.conversions.values())
 
     @property
     def download(self) -> int:
@@ -112,9 +108,6 @@ def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig)
             continue
         check_pair(part.facts, *drafters).raise_first()
         conversions[place] = plan_target(part, settings)
-        if part.facts.source is None:  # what a GGUF file is, its conversion tells
-            config = language_model(conversions[place].config)
-            check_pair(describe_target(config, part.name), *drafters).raise_first()
     return Plan(destination, conversions)
 
 
@@ -145,19 +138,15 @@ def convert(plan: Plan, settings: ConvertConfig) -> None:
 
 
 def _write(plan: Plan, folder: Path) -> None:
-    """Write all models of the plan into `folder`; the conversions are empty afterwards."""
-    total = sum(each.weight_bytes for each in plan.conversions.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="converting", file=sys.stderr) as bar:
-        for place, conversion in plan.conversions.items():
-            (folder / place).mkdir(exist_ok=True)
-            conversion.write_rest(folder / place)
-            try:
-                write_shards(folder / place, conversion.weights, bar)
-            except RuntimeError as error:  # MLX's own, of a file that was whole when it was planned
-                raise DFlashError(
-                    f"{conversion.part.name} can no longer be read ({in_one_line(error)})",
-                    "check the disk that it is on, then convert again; nothing was left behind",
-                ) from None
+    """Write all models of the plan into `folder`."""
+    for place, conversion in plan.conversions.items():
+        if place != ALONE:
+            conversion.write_to(folder / place)
+            continue
+        conversion.write_to(folder / MODEL)
+        for file in (folder / MODEL).iterdir():
+            file.rename(folder / file.name)
+        (folder / MODEL).rmdir()
     if ALONE not in plan.conversions:
         names = {place: each.part.name for place, each in plan.conversions.items()}
         pair_folder.write(folder, names, describe_versions())
@@ -167,7 +156,7 @@ def report(plan: Plan) -> str:
     """What would be done and what it needs, for people."""
     conversions = plan.conversions.values()
     lines = [
-        f"{each.part.kind:<9} {each.part.name}: {each.description}, {amount(each.weight_bytes)}"
+        f"{each.part.kind:<9} {each.part.name}: {each.description}, {amount(each.size)}"
         for each in conversions
     ]
     free = shutil.disk_usage(plan.destination.parent).free
@@ -189,7 +178,7 @@ def open_part(name: str, scratch: Path) -> Part:
     path = existing(name)
     if path is not None and path.is_file():
         _check_gguf(path)
-        return Part(name, path, describe_target({}, name))
+        return Part(name, path, describe_target(open_gguf(path)[2], name))
     source = _on_hub(name) if path is None else _of_folder(path)
     facts = _check(source, name)
     if source.folder is not None:

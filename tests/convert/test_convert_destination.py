@@ -51,11 +51,9 @@ def fail_at(patch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None
 STAGES: dict[str, tuple[Any, str, int]] = {
     "planning": (__main__, "make_plan", 0),
     "the folder is made": (writing.Path, "mkdir", 2),  # after two scratch folders
-    "the target's tokenizer is copied": (conversion.shutil, "copyfile", 1),
-    "the target's config": (conversion.Conversion, "write_rest", 0),
-    "the first tensor": (writing, "_bytes", 0),
-    "a later tensor": (writing, "_bytes", 17),
-    "the drafter's weights": (writing, "head", 1),
+    "the target": (conversion, "_mlx_lm_convert", 0),
+    "the target's tokenizer is copied": (conversion.shutil, "copyfile", 0),
+    "the drafter's weights": (conversion.mx, "save_safetensors", 1),
     "pair.json": (pair_folder, "write", 0),
     "the files are synced": (writing.os, "fsync", 5),
     "the folder takes its place": (writing.os, "rename", 0),
@@ -132,7 +130,7 @@ def test_what_cannot_be_a_destination_is_refused(pair, tmp_path, name, value):
 
 def test_a_disk_that_is_too_small_is_refused_with_both_values(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123_456))
-    monkeypatch.setattr(plan, "write_shards", None)  # nothing is written
+    monkeypatch.setattr(plan, "convert", None)  # nothing is written
     with pytest.raises(DFlashError, match=r"dst needs 16\.\d MB, .* 123\.5 kB"):
         main(pair)
     assert nothing_is_left(tmp_path)
@@ -143,13 +141,13 @@ def test_a_source_that_is_cut_off_meanwhile_is_named_and_nothing_is_left(
     pair, tmp_path, monkeypatch, part
 ):
     file = tmp_path / part / "model.safetensors"
-    write_shards = plan.write_shards
+    write = plan._write
 
     def cut_first(*arguments):
         os.truncate(file, 20_000)
-        write_shards(*arguments)
+        write(*arguments)
 
-    monkeypatch.setattr(plan, "write_shards", cut_first)
+    monkeypatch.setattr(plan, "_write", cut_first)
     with pytest.raises(DFlashError, match=str(tmp_path / part)):
         main(pair)
     assert nothing_is_left(tmp_path)

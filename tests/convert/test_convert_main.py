@@ -10,13 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import llama
 
 from dflash_mlx.convert.__main__ import main
-from dflash_mlx.convert.conversion import RUNTIME, ConvertConfig
+from dflash_mlx.convert.conversion import ConvertConfig
 from dflash_mlx.core.errors import DFlashError
 from support.converted import config, convert, tensors
-from support.families import FAMILIES
 from support.gguf_files import Q5_0
 from support.gguf_files import make_model as make_gguf_model
 from support.gguf_files import write as write_gguf
@@ -28,11 +26,10 @@ def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_conversion_says_where_it_wrote_and_shows_its_progress(tmp_path):
+def test_a_conversion_says_where_it_wrote_and_what_mlx_lm_does_meanwhile(tmp_path):
     done = run(write_model(tmp_path / "model"), tmp_path / "dst", "--bits", "4")
     assert (done.returncode, done.stdout) == (0, f"wrote {tmp_path / 'dst'}\n")
-    assert "converting: 100%" in done.stderr
-    assert "4.500 bits per weight" not in done.stdout  # mlx-lm's own words go to stderr
+    assert "bits per weight" in done.stderr  # mlx-lm's own words
     assert config(tmp_path / "dst")["quantization"]["bits"] == 4
 
 
@@ -53,41 +50,11 @@ def test_a_dry_run_of_a_pair_names_both_and_what_they_need_and_reads_no_weights(
     main([str(model), str(tmp_path / "dst"), "--pair", str(drafter), "--bits", "8", "--check"])
     assert mx.get_peak_memory() - active < max(array.nbytes for array in tensors(model).values())
     target, drafts, disk, memory = capsys.readouterr().out.splitlines()
-    assert target.startswith(f"target    {model}: llama in 8 bits in groups of 64, else in float32")
+    assert target.startswith(f"target    {model}: llama in 8 bits, ")
     assert drafts.startswith(f"drafter   {drafter}: DFlashDraftModel in float32, blocks of 8")
     assert f" in {tmp_path / 'dst'}; " in disk and disk.endswith("free")
     assert memory.startswith("memory    at most about 450.")
     assert not (tmp_path / "dst").exists()
-
-
-# Memory
-
-
-def write_wide(folder: Path, **changes: int) -> Path:
-    """A llama of these sizes, of which nothing stays in memory."""
-    settings = llama.ModelArgs.from_dict({**FAMILIES["llama"], **changes})
-    return write_model(folder, llama.Model(settings), **changes)
-
-
-def test_converting_holds_few_tensors_at_a_time(tmp_path):
-    """Twelve layers, of which no two are in memory at once; the measured figures are in docs."""
-    sizes = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024}
-    source = write_wide(tmp_path / "model", **sizes)
-    total = (source / "model.safetensors").stat().st_size
-    layer = total // 12
-    for options in ([], ["--bits", "4"], ["--dtype", "bfloat16"]):
-        mx.clear_cache()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        convert(source, tmp_path / f"dst{len(list(tmp_path.iterdir()))}", *options)
-        assert mx.get_peak_memory() - before < layer, options
-
-
-def test_the_memory_that_a_dry_run_foretells_grows_with_the_largest_tensor(tmp_path, capsys):
-    source = write_wide(tmp_path / "model", hidden_size=512, intermediate_size=4096)
-    main([str(source), str(tmp_path / "dst"), "--check"])
-    largest = 4 * 512 * 4096
-    assert f"at most about {(RUNTIME + 2 * largest) / 1e6:.1f} MB" in capsys.readouterr().out
 
 
 # What is refused
