@@ -14,7 +14,9 @@ passes counts. z-lab's is there if its package `dflash` can be imported (PYTHONP
 from __future__ import annotations
 
 import argparse
+import io
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -24,22 +26,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-# First, since it loads the BLAS
-from dflash_mlx.benchmark.host import BEFORE, HostCost, fastest, nodes_of, passes_of  # isort: skip
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import activations, cache, qwen3
 
 from dflash_mlx.system import cpu_math
+from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import SequenceCache
 from kernels_metal import factory, gpu
 from kernels_metal.cascade_attention import AttentionPlan
 from kernels_metal.factory import Prepared
 from kernels_metal.verify_qmm import Packing, Product
 from kernels_metal.visibility import Visibility
 
+BEFORE = 4  # tokens in the caches
+REPEATS = 20  # the fastest counts
 ROUNDS = 40  # the fastest pass counts
 CALLS = 100
 # By what decodes: rows of a pass, and tokens a round as measured with the default pair
@@ -63,11 +66,58 @@ LAYERS, FEW = 36, (4, 16)
 TAPS = (0, 1)
 
 
+class HostCost(NamedTuple):
+    """Of building one pass; launches: of custom kernels, among the nodes."""
+
+    microseconds: float
+    nodes: int
+    launches: int
+
+
 class Builder(NamedTuple):
     """Builds one pass behind a cache that `fork` makes."""
 
     build: Callable[[Any], list[mx.array]]
     fork: Callable[[], Any]
+
+
+def passes_of(
+    target: Target, rows: int, aux_layers: tuple[int, ...] = ()
+) -> tuple[Callable[[SequenceCache], list[mx.array]], Callable[[], SequenceCache]]:
+    """What builds a pass, and what makes a cache to build it behind."""
+    sequence = target.new_cache()
+    target.forward(mx.zeros(BEFORE, mx.int32), sequence, Block(BEFORE))
+    sequence.commit(range(BEFORE))
+    mx.eval(sequence.arrays)
+    tokens = mx.zeros(rows, mx.int32)
+
+    def build(behind: SequenceCache) -> list[mx.array]:
+        logits, features = target.forward(tokens, behind, Block(rows), aux_layers)
+        return [mx.argmax(logits, axis=-1), *([] if features is None else [features])]
+
+    return build, sequence.fork
+
+
+def fastest(
+    build: Callable[[Any], object], prepare: Callable[[], Any], repeats: int = REPEATS
+) -> float:
+    """Microseconds of `build`, of what `prepare` gives: this thread's own, whoever else runs."""
+    times = []
+    for _ in range(repeats):
+        given = prepare()
+        begin = time.thread_time()
+        made = build(given)
+        times.append(time.thread_time() - begin)
+        del made  # a graph is taken apart when nobody waits for it
+    return min(times) * 1e6
+
+
+def nodes_of(*outputs: mx.array) -> tuple[int, int]:
+    """Operations in the graph of arrays that are not computed, and custom kernels among them."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *outputs)
+    made = [line for line in text.getvalue().splitlines() if "shape=rectangle" in line]
+    return len(made), sum("CustomKernel" in line for line in made)
 
 
 def model_of(layers: int) -> nn.Module:

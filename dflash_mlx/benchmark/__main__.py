@@ -10,10 +10,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dflash_mlx.benchmark import host
-from dflash_mlx.benchmark.measure import Run, run_all, separate_rows
+from dflash_mlx.benchmark.measure import Run, run_all
 from dflash_mlx.benchmark.method_stats import summarise
-from dflash_mlx.benchmark.plots import draw_all
+from dflash_mlx.benchmark.plots import draw_report
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt, questions, read_contexts, read_rows
 from dflash_mlx.benchmark.report import (
     FINISHED,
@@ -33,7 +32,6 @@ from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.verifier.pass_times import PassTimes, stored_times
 
 PROGRAM = "dflash_mlx.benchmark"
 
@@ -74,7 +72,8 @@ def main(argv: Sequence[str]) -> None:
     finally:  # neither a full disk nor a reader who has left takes the other
         print(format_report(report), flush=True)
     if arguments.plots is not None:
-        draw_all(report, arguments.plots)
+        arguments.plots.mkdir(exist_ok=True)
+        draw_report(report, arguments.plots / "report.png")
 
 
 def measure(
@@ -89,17 +88,14 @@ def measure(
 
     What is finished is in the file after every prompt, so that nothing can take more than one.
     """
-    times, done = merge_times(pair, methods), len(runs) // len(methods)
+    done = len(runs) // len(methods)
     with tqdm(total=len(asked), initial=done, unit="prompt") as bar:
         for some in run_all(pair, asked, methods, done):
             runs += some
             bar.update(bool(some))
             if some and file is not None:
-                save(file, report | summarise(runs, times), runs)
-    found = report | summarise(runs, times)
-    if "ranks" in report["pair"]:  # where no pass can be built without being computed
-        return found
-    return found | {"host": host.by_method(pair.target, found["methods"])}
+                save(file, report | summarise(runs), runs)
+    return report | summarise(runs)
 
 
 def read_before(arguments: argparse.Namespace) -> Report | None:
@@ -118,14 +114,6 @@ def read_config(arguments: argparse.Namespace, before: Report | None) -> DecodeC
     if before is not None and sampling.seed is None:
         sampling = replace(sampling, seed=before["settings"]["sampling"].get("seed"))
     return replace(config, sampling=sampling.with_seed())
-
-
-def merge_times(pair: Pair, methods: Mapping[str, DecodeConfig]) -> PassTimes | None:
-    """Times of target passes where a method merges blocks, measured if they are not stored."""
-    for config in methods.values():
-        if separate_rows(config, 2) is not None:
-            return pair.target.pass_times or stored_times(pair.target, config.recalibrate)
-    return None
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,72 +1,28 @@
-"""Every prompt with every method in turn, and what became of every round's draft."""
+"""Every prompt with every method in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp
+from typing import NamedTuple
 
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.observer import RoundTimer
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.drafters.method import BRANCHES
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import Difference, first_difference
-from dflash_mlx.session.answer import Answer, TextDelta, check_length, collect
+from dflash_mlx.session.answer import Answer, check_length, collect
 from dflash_mlx.session.stream import Session
 
 TERMS = ("draft", "verify", "commit", "overhead")
 
 
-@dataclass(frozen=True)
-class CheckedNode:
-    """A drafted token that was compared with the target's choice, its parent being accepted.
+class RoundSize(NamedTuple):
+    """A round after the fact."""
 
-    confidence: its probability as its drafter sees it, given the tokens before it.
-    """
-
-    depth: int
-    confidence: float
-    accepted: bool
-
-
-@dataclass(frozen=True)
-class RoundFigures:
-    """A round after the fact.
-
-    tokens: committed, without what a stop cut off. rows: nodes that the target verified.
-    separate_rows: what they would be if every branch were a block of its own, as D2SD is published;
-    None for methods that do not merge blocks. checked: () where the tree has no confidences.
-    """
-
-    tokens: int
-    rows: int
-    separate_rows: int | None
-    checked: tuple[CheckedNode, ...]
-
-    @classmethod
-    def of(cls, delta: TextDelta, config: DecodeConfig) -> RoundFigures:
-        """The round behind one delta of an answer that was decoded with `config`."""
-        tree, path = delta.accepted.tree, set(delta.accepted.path)
-        compared = (i for i in range(1, len(tree)) if tree.logprobs and tree.parents[i] in path)
-        nodes = (CheckedNode(tree.depths[i], exp(tree.logprobs[i]), i in path) for i in compared)
-        separate = separate_rows(config, max(tree.depths) + 1)
-        return cls(len(delta.tokens), len(tree), separate, tuple(nodes))
-
-
-def separate_rows(config: DecodeConfig, block: int) -> int | None:
-    """Rows of the first draft and of every branch as separate blocks of `block` tokens.
-
-    D2SD continues K prefixes of the first draft, of which a block has block - 1; a lone anchor has
-    nothing to branch from.
-    """
-    branches = config.branches or BRANCHES
-    if config.method == "d2sd" and config.growth != "joint":
-        branches = min(branches, block - 1)
-    elif config.method != "resample":
-        return None
-    return (branches + 1) * block if block > 1 else 1
+    tokens: int  # committed, without what a stop cut off
+    rows: int  # nodes that the target verified
 
 
 @dataclass(frozen=True)
@@ -81,7 +37,7 @@ class Run:
     method: str
     statistics: Statistics
     seconds: Mapping[str, float]
-    rounds: tuple[RoundFigures, ...]
+    rounds: tuple[RoundSize, ...]
     plain: Statistics
     difference: Difference | None
 
@@ -128,9 +84,10 @@ def run_all(
 
 def answer(
     pair: Pair, prompt: list[int], config: DecodeConfig
-) -> tuple[Answer, Mapping[str, float], tuple[RoundFigures, ...]]:
+) -> tuple[Answer, Mapping[str, float], tuple[RoundSize, ...]]:
     """One answer, as `Run` has it; its rounds are looked at when it is finished, at no cost."""
     timer = RoundTimer()
     deltas = list(Session(pair, config).stream(prompt, timer))
-    rounds = tuple(RoundFigures.of(delta, config) for delta in deltas[1:])  # behind the prompt
+    behind = deltas[1:]  # the first token came with the prompt
+    rounds = tuple(RoundSize(len(delta.tokens), len(delta.accepted.tree)) for delta in behind)
     return collect(iter(deltas)), timer.seconds, rounds

@@ -10,25 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from dflash_mlx.benchmark.measure import TERMS, CheckedNode, RoundFigures, Run
+from dflash_mlx.benchmark.measure import TERMS, RoundSize, Run
 from dflash_mlx.core.accept import NearTies
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.verifier.pass_times import PassTimes
 
-BINS = 10  # of confidence, equally wide
 RESAMPLES = 1000
 MethodStats = dict[str, Any]
 
 
-def summarise(runs: Sequence[Run], times: PassTimes | None = None) -> dict[str, Any]:
-    """Figures per method, over all prompts and per category.
-
-    times: of target passes, for what merging saves; without them it is given in rows alone.
-    """
+def summarise(runs: Sequence[Run]) -> dict[str, Any]:
+    """Figures per method, over all prompts and per category."""
 
     def by_method(some: Sequence[Run]) -> dict[str, MethodStats]:
         methods = dict.fromkeys(run.method for run in some)
-        return {m: _figures([run for run in some if run.method == m], times) for m in methods}
+        return {m: _figures([run for run in some if run.method == m]) for m in methods}
 
     each: dict[str, list[Run]] = {}
     for run in runs:
@@ -41,7 +36,7 @@ def groups(report: dict[str, Any]) -> dict[str, dict[str, MethodStats]]:
     return {"all": report["methods"], **report["categories"]}
 
 
-def _figures(runs: Sequence[Run], times: PassTimes | None) -> MethodStats:
+def _figures(runs: Sequence[Run]) -> MethodStats:
     """Medians over prompts; tokens per round and acceptance over all rounds together.
 
     Answers that ended with their first token, which the prompt's own pass gave, have no speed.
@@ -71,8 +66,6 @@ def _figures(runs: Sequence[Run], times: PassTimes | None) -> MethodStats:
         "acceptance_rate": total.acceptance_rate,
         "accepted_by_position": total.accepted_by_position,
         "committed": committed(rounds),
-        "reliability": reliability(rounds),
-        "merging": merging(rounds, times),
         "modes": dict(total.modes),
         "guard": {f"guard_{name}": n for name, n in asdict(ties).items()},
         "parity": sum(run.difference is None for run in runs) / len(runs),
@@ -107,53 +100,7 @@ def tokens_a_round(sums: Any) -> float:
     return float(tokens / max(rounds, 1))
 
 
-def committed(rounds: Sequence[RoundFigures]) -> dict[str, int]:
+def committed(rounds: Sequence[RoundSize]) -> dict[str, int]:
     """Acceptance histogram: how many rounds committed 1, 2, ... tokens."""
     counts = Counter(round_.tokens for round_ in rounds)
     return {str(tokens): counts[tokens] for tokens in range(1, max(counts, default=0) + 1)}
-
-
-def reliability(rounds: Sequence[RoundFigures]) -> dict[str, Any] | None:
-    """Reliability diagram over all depths and for depth 1 alone; None without confidences."""
-    every = [node for round_ in rounds for node in round_.checked]
-    if not every:
-        return None
-    return {"all": _diagram(every), "depth 1": _diagram([n for n in every if n.depth == 1])}
-
-
-def _diagram(nodes: Sequence[CheckedNode]) -> dict[str, Any]:
-    """Per bin of confidence: nodes, their mean confidence, and the share that was accepted.
-
-    calibration_error: mean distance of the last two, weighted by nodes (arXiv 1706.04599).
-    """
-    bins: dict[int, list[CheckedNode]] = {}
-    for node in nodes:
-        bins.setdefault(min(int(node.confidence * BINS), BINS - 1), []).append(node)
-    found = [
-        {
-            "bin": i,
-            "nodes": len(members),
-            "confidence": fmean(node.confidence for node in members),
-            "accepted": fmean(node.accepted for node in members),
-        }
-        for i, members in sorted(bins.items())
-    ]
-    apart = sum(each["nodes"] * abs(each["confidence"] - each["accepted"]) for each in found)
-    return {"calibration_error": apart / len(nodes), "bins": found}
-
-
-def merging(rounds: Sequence[RoundFigures], times: PassTimes | None) -> dict[str, float] | None:
-    """Rows per round, merged and as separate blocks, and the target's pass over them by `times`.
-
-    The pass over separate blocks is not run: its time is that of a tree of as many rows, and a
-    lower bound beyond the widest tree that was timed. None for methods that do not merge blocks.
-    """
-    both = [(r.rows, r.separate_rows) for r in rounds if r.separate_rows is not None]
-    if not both:
-        return None
-    rows = dict(zip(("merged", "separate"), zip(*both, strict=True), strict=True))
-    result = {f"{name}_rows": fmean(counts) for name, counts in rows.items()}
-    if times is not None:
-        for name, counts in rows.items():
-            result[f"{name}_ms"] = 1e3 * fmean(float(times.of(n)) for n in counts)
-    return result

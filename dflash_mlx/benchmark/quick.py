@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dflash_mlx.benchmark.measure import Run, run_all
 from dflash_mlx.benchmark.method_stats import MethodStats, summarise
-from dflash_mlx.benchmark.plots import draw_speed
+from dflash_mlx.benchmark.plots import draw_report
 from dflash_mlx.benchmark.prompts import questions
 from dflash_mlx.benchmark.report import Report, describe, save, settings
 from dflash_mlx.benchmark.selection import read_methods, settle_all
@@ -104,7 +104,7 @@ def save_bench(report: Report, folder: Path, prompts: int) -> tuple[list[Path], 
     whole = prompts == report["settings"]["prompts"]
     save(file, {**report, "finished_prompts": prompts}, None if whole else ())
     try:
-        draw_speed(report, picture)
+        draw_report(report, picture)
     except DFlashError as error:
         return [file], str(error)
     except OSError as error:  # a disk that has become full; the figures are kept

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.benchmark.measure import CheckedNode, RoundFigures, Run
+from dflash_mlx.benchmark.measure import RoundSize, Run
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt, describe_lengths
 from dflash_mlx.benchmark.tables import CHANGES
 from dflash_mlx.core.accept import NearTies
@@ -130,10 +130,7 @@ def _packed(run: Run) -> Report:
         "seconds": dict(run.seconds),
         "difference": None if apart is None else asdict(apart),
         "statistics": told | {"near_ties": None if ties is None else asdict(ties)},
-        "rounds": [
-            [r.tokens, r.rows, r.separate_rows, [[*asdict(n).values()] for n in r.checked]]
-            for r in run.rounds
-        ],
+        "rounds": run.rounds,
     }
 
 
@@ -142,10 +139,7 @@ def _unpacked(raw: Report, question: BenchmarkPrompt) -> Run:
     told, apart = dict(raw["statistics"]), raw["difference"]
     told |= {name: Counter(dict(told[name])) for name in _COUNTERS}
     told["near_ties"] = told["near_ties"] and NearTies(**told["near_ties"])
-    rounds = tuple(
-        RoundFigures(tokens, rows, separate, tuple(CheckedNode(*node) for node in checked))
-        for tokens, rows, separate, checked in raw["rounds"]
-    )
+    rounds = tuple(RoundSize(*round_) for round_ in raw["rounds"])
     statistics = Statistics(**told)
     difference = None if apart is None else Difference(**apart)
     return Run(question, raw["method"], statistics, raw["seconds"], rounds, statistics, difference)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_mlx.benchmark.measure import TERMS
-from dflash_mlx.benchmark.method_stats import BINS, MethodStats, groups
+from dflash_mlx.benchmark.method_stats import MethodStats, groups
 
 CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair, in its own report
 # What stands in a column, by its heading.
@@ -34,10 +34,7 @@ def format_report(report: dict[str, Any]) -> str:
         _table("", ["category", "method", *_COLUMNS], _rows(report, _COLUMNS)),
         _notes(report),
         _histogram(methods),
-        _reliability(methods),
-        _merging(methods),
         _guard(methods),
-        _host(report.get("host", {})),
     ]
     if "sweep" in report:
         sections.append(_sweep(report, **report["sweep"]))
@@ -99,38 +96,6 @@ def _histogram(methods: dict[str, MethodStats]) -> str:
     return _table("Rounds by tokens committed", ["method", *tokens], rows)
 
 
-def _reliability(methods: dict[str, MethodStats]) -> str:
-    """Share of drafted tokens accepted after their parent, by the drafter's confidence."""
-    rows = [
-        [name, depth, *_bins(diagram)]
-        for name, figures in methods.items()
-        for depth, diagram in (figures["reliability"] or {}).items()
-    ]
-    bins = [f"{i / BINS:.1f}-{(i + 1) / BINS:.1f}" for i in range(BINS)]
-    title = "Accepted after an accepted parent (of so many nodes), by drafter confidence"
-    return _table(title, ["method", "depth", *bins, "error"], rows)
-
-
-def _bins(diagram: dict[str, Any]) -> list[str]:
-    cells = [""] * BINS
-    for found in diagram["bins"]:
-        cells[found["bin"]] = f"{found['accepted']:.0%} ({found['nodes']})"
-    return [*cells, f"{diagram['calibration_error']:.3f}"]
-
-
-def _merging(methods: dict[str, MethodStats]) -> str:
-    rows = []
-    for name, figures in methods.items():
-        if (found := figures["merging"]) is not None:
-            merged, separate = found["merged_rows"], found["separate_rows"]
-            timed = [f"{found[key]:.1f}" for key in ("merged_ms", "separate_ms") if key in found]
-            cells = [f"{merged:.1f}", f"{separate:.1f}", f"{1 - merged / separate:.0%}"]
-            rows.append([name, *cells, *(timed or ["", ""])])
-    header = ["method", "merged rows", "separate rows", "saved", "merged ms", "separate ms"]
-    title = "Rows per round, branches merged and as separate blocks, and target passes of that size"
-    return _table(title, header, rows)
-
-
 def _guard(methods: dict[str, MethodStats]) -> str:
     """What the near-tie guard did, where it did anything."""
     rows = []
@@ -141,17 +106,6 @@ def _guard(methods: dict[str, MethodStats]) -> str:
         return ""
     keys = [key.removeprefix("guard_").replace("_", " ") for key in figures["guard"]]
     return _table("Near-tie guard, over all answers", ["method", "tokens", *keys], rows)
-
-
-def _host(found: dict[str, dict[str, float]]) -> str:
-    """What the host spends on the target's passes."""
-    rows = []
-    for name, cost in found.items():
-        counts = (str(cost[key]) for key in ("rows", "nodes", "launches"))
-        rows.append([name, *counts, *(f"{cost[key]:.0f}" for key in ("us_a_pass", "us_a_token"))])
-    header = ["method", "rows", "graph nodes", "custom kernels", "us/pass", "us/token"]
-    title = "Python of a target pass of about so many rows, built and not computed"
-    return _table(title, header, rows)
 
 
 def _sweep(report: dict[str, Any], setting: str, lines: dict[str, dict[str, str]]) -> str:

@@ -5,42 +5,21 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import replace
-from math import log
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dflash_mlx.benchmark.measure import (
-    TERMS,
-    CheckedNode,
-    RoundFigures,
-    Run,
-    separate_rows,
-)
-from dflash_mlx.benchmark.method_stats import merging, reliability, summarise
+from dflash_mlx.benchmark.measure import TERMS, RoundSize, Run
+from dflash_mlx.benchmark.method_stats import summarise
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.benchmark.tables import format_report
-from dflash_mlx.core.accept import Accepted, NearTies
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.accept import NearTies
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.parity import Difference
-from dflash_mlx.verifier.pass_times import PassTimes
-from support.decoding import tree_of
 
-#     0
-#   1   2      accepted: 0, 2, 4; the children of 1 are never compared
-#   3   4 5
-CONFIDENCES = (1.0, 0.3, 0.6, 0.9, 0.5, 0.4)
-TREE = replace(
-    tree_of([9, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 2, 2]),
-    logprobs=tuple(log(confidence) for confidence in CONFIDENCES),
-)
-ACCEPTED = Accepted(TREE, (0, 2, 4), 7)
 REPORT = Path(__file__).parents[1] / "data" / "benchmark-report.md"
 SWEPT = {value: f"ddtree:budget={value}" for value in ("4", "8")}
-PAPER = DecodeConfig(method="d2sd", growth="paper", branches=4)
 
 
 def made_up(
@@ -51,84 +30,17 @@ def made_up(
     difference: Difference | None = None,
     rounds: int = 10,
     seconds: dict[str, float] | None = None,
-    checked: tuple[CheckedNode, ...] = (),
-    separate_rows: int | None = None,
     **more: Any,
 ) -> Run:
     """A run of 100 tokens behind the first at `rate` tokens/s, and a plain one; 8 rows a round."""
     tokens = [100 // rounds + (i < 100 % rounds) for i in range(rounds)]
-    told = tuple(RoundFigures(n, 8, separate_rows, checked) for n in tokens)
+    told = tuple(RoundSize(n, 8) for n in tokens)
     own, plain = (
         Statistics("made up", generated_tokens=101, decode_seconds=100 / each, rounds=n, **counts)
         for each, n, counts in ((rate, rounds, more), (plain_rate, 1, {}))
     )
     question = BenchmarkPrompt("prompt", category, [])
     return Run(question, method, own, seconds or {}, told, plain, difference)
-
-
-# Rounds
-
-
-def test_a_round_is_what_became_of_its_tree():
-    delta = SimpleNamespace(tokens=(2, 4), accepted=ACCEPTED)
-    children = (
-        CheckedNode(1, pytest.approx(0.3), False),
-        CheckedNode(1, pytest.approx(0.6), True),
-        CheckedNode(2, pytest.approx(0.5), True),
-        CheckedNode(2, pytest.approx(0.4), False),
-    )
-    assert RoundFigures.of(delta, PAPER) == RoundFigures(2, 6, 9, children)
-
-
-def test_trees_without_confidences_have_no_checked_nodes_and_no_diagram():
-    bare = Accepted(replace(TREE, logprobs=()), (0, 2, 4), 7)
-    delta = SimpleNamespace(tokens=(2, 4), accepted=bare)
-    assert RoundFigures.of(delta, PAPER) == RoundFigures(2, 6, 9, ())
-    assert reliability([RoundFigures(3, 6, None, ())]) is None
-
-
-@pytest.mark.parametrize(
-    ("config", "block", "rows"),
-    [
-        (PAPER, 8, 40),
-        (PAPER, 3, 9),
-        (PAPER, 1, 1),
-        (replace(PAPER, branches=9), 8, 64),
-        (DecodeConfig(method="resample", branches=4), 3, 15),
-        (DecodeConfig(method="resample", branches=4), 1, 1),
-        (replace(PAPER, growth="apart"), 8, 40),
-        (replace(PAPER, growth="joint"), 8, None),
-        (DecodeConfig(method="dflash"), 8, None),
-    ],
-)
-def test_separate_rows_are_those_of_the_first_draft_and_every_branch(config, block, rows):
-    assert separate_rows(config, block) == rows
-
-
-def test_the_diagram_has_mean_confidence_and_share_accepted_by_bin():
-    nodes = (
-        [CheckedNode(1, 0.12, False), CheckedNode(1, 0.18, True)],
-        [
-            CheckedNode(2, 0.14, False),
-            CheckedNode(3, 1.0, True),
-        ],
-    )
-    found = reliability([RoundFigures(1, 1, None, tuple(each)) for each in nodes])
-    low, high = found["all"]["bins"]
-    mean, share = 0.44 / 3, 1 / 3
-    assert low == pytest.approx({"bin": 1, "nodes": 3, "confidence": mean, "accepted": share})
-    assert high == {"bin": 9, "nodes": 1, "confidence": 1.0, "accepted": 1.0}
-    assert found["all"]["calibration_error"] == pytest.approx(3 / 4 * (share - mean))
-    assert [each["nodes"] for each in found["depth 1"]["bins"]] == [2]
-
-
-def test_merging_is_the_mean_over_rounds_of_rows_and_of_passes():
-    times = PassTimes((1, 2, 3, 4), (1.0, 2.0, 2.5, 4.0))
-    rounds = [RoundFigures(1, 1, 3, ()), RoundFigures(1, 2, 4, ())]
-    rows = {"merged_rows": 1.5, "separate_rows": 3.5}
-    assert merging(rounds, times) == {**rows, "merged_ms": 1500, "separate_ms": 3250}
-    assert merging(rounds, None) == rows
-    assert merging([RoundFigures(1, 1, None, ())], times) is None
 
 
 # Figures
@@ -160,7 +72,7 @@ def test_intervals_are_of_tokens_over_rounds_and_not_of_each_prompt_s_own():
     mean of ratios would end at 6.25.
     """
     short, long = (
-        replace(run, rounds=(RoundFigures(tokens, 8, None, ()),) * rounds)
+        replace(run, rounds=(RoundSize(tokens, 8),) * rounds)
         for run, tokens, rounds in ((made_up(10, 5), 8, 1), (made_up(10, 5), 1, 9))
     )
     figures = summarise([short, long, long, long])["methods"]["dflash"]
@@ -189,11 +101,10 @@ def test_parity_and_modes_are_counted_over_all_answers():
 
 def everything() -> str:
     """The report of runs that have figures for every section, with all that is not the usual."""
-    nodes = (CheckedNode(1, 0.95, True), CheckedNode(2, 0.93, False), CheckedNode(1, 0.31, False))
     runs = []
     for category, faster in (("code", 2), ("chat", 1)):
-        tree = {"checked": nodes, "modes": Counter(plain=3, tree=7)}
-        fired = {"separate_rows": 16, "near_ties": NearTies(checks=2, seconds=0.5)}
+        tree = {"modes": Counter(plain=3, tree=7)}
+        fired = {"near_ties": NearTies(checks=2, seconds=0.5)}
         fired["seconds"] = {"draft": 0.25}
         runs += [
             made_up(10, 10, category, "none"),
@@ -207,7 +118,7 @@ def everything() -> str:
         {
             "pair": {"kv_bits": 8, "drafter_bits": None},
             "settings": {"sampling": sampling, "prompt_tokens": lengths},
-            **summarise(runs, PassTimes((1, 101), (0.010, 0.110))),
+            **summarise(runs),
             "sweep": {"setting": "budget", "lines": {"ddtree": SWEPT}},
         }
     )
@@ -225,8 +136,6 @@ def test_a_plain_report_has_two_tables_and_no_notes():
     text = format_report({"settings": usual, **summarise([made_up(10, 5)])})
     tables = [part for part in text.split("\n\n") if part.startswith("|")]
     assert len(tables) == 2 and text.split("\n\n")[1] == "Rounds by tokens committed:"
-    times = [made_up(10, 5, separate_rows=16)]
-    assert "| 50% |  |  |" in format_report(summarise(times)), "rows alone, where none was timed"
 
 
 def test_an_answer_that_ends_with_its_first_token_has_no_speed_and_spoils_none():

@@ -14,7 +14,7 @@ import pytest
 
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.benchmark import measure
-from dflash_mlx.benchmark.measure import CheckedNode, RoundFigures, Run
+from dflash_mlx.benchmark.measure import RoundSize, Run
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.benchmark.report import describe, finished_runs, read_report, save, settings
 from dflash_mlx.core.accept import NearTies
@@ -243,8 +243,7 @@ def test_a_run_comes_back_from_a_report_as_it_was(tmp_path):
         modes=Counter({"tree": 1, "plain": 1}),
         near_ties=NearTies(1, 2, 3, 4, 0.5),
     )
-    nodes = (CheckedNode(1, 1 / 3, True), CheckedNode(2, 0.25, False))
-    rounds = (RoundFigures(3, 8, 25, nodes), RoundFigures(2, 1, None, ()))
+    rounds = (RoundSize(3, 8), RoundSize(2, 1))
     runs = [
         Run(question, "none", plain, {"verify": 2.0}, rounds[1:], plain, None),
         Run(question, "ddtree", own, {"draft": 0.1}, rounds, plain, Difference(3, 0.5)),
