@@ -74,9 +74,7 @@ def test_the_dtype_that_the_checkpoint_names_is_taken_and_a_cast_target_names_it
 
 def test_a_quantised_target_is_quantised_anew_only_after_dequantising(model, tmp_path):
     four = convert(model, tmp_path / "four", "--bits", "4", "--group-size", "32")
-    with pytest.raises(
-        DFlashError, match="already quantised to 4 bits .*; add --dequantize"
-    ):
+    with pytest.raises(DFlashError, match="already quantised to 4 bits .*; add --dequantize"):
         convert(four, tmp_path / "eight", "--bits", "8")
     plain = convert(four, tmp_path / "plain", "--dequantize")
     assert "quantization" not in config(plain)
