@@ -15,7 +15,7 @@ from dflash_mlx import (
     Pair,
     PairConfig,
     PrefixCache,
-    Request,
+    Question,
     Responder,
     check_memory,
     load_pair,
@@ -65,11 +65,11 @@ class Backend:
         responder.time_passes(again)
         yield Timing(*responder.plain_speed())
 
-    def answer(self, request: Request, observer: Observer) -> Events:
-        """Answer: a TextDelta per round."""
+    def answer(self, request: Question, observer: Observer) -> Events:
+        """Answer: a Delta per round."""
         yield from self._loaded().answer(request, observer)
 
-    def race(self, request: Request) -> Events:
+    def race(self, request: Question) -> Events:
         """Decode plainly and with drafts: RaceSteps, then a RaceResult."""
         yield from race(self._loaded().pair, request)
 

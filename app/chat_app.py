@@ -40,9 +40,10 @@ from dflash_mlx import (
     DEFAULT_MODEL,
     DecodeConfig,
     DFlashError,
+    News,
     Pair,
     PairConfig,
-    Request,
+    Question,
     Worker,
     check_prompt,
     for_terminal,
@@ -106,7 +107,7 @@ class ChatApp(Asks, App[None]):
 
     async def on_mount(self) -> None:
         self.screen.set_focus(self.prompt)  # at once, so that no key is lost
-        self.worker = Worker(lambda *said: self.call_later(self.listener.hear, *said))
+        self.worker = Worker(self._post)
         self.begin_capture_print(self)
         loop = asyncio.get_running_loop()
         for name in (signal.SIGHUP, signal.SIGTERM):  # the window is closed, the system shuts down
@@ -166,10 +167,10 @@ class ChatApp(Asks, App[None]):
         self.draft.begin()
         await self.transcript.begin()
         request = self.request()
-        self.listener.answer(self.worker.submit(lambda job: self.backend.answer(request, job)))
+        self.listener.answer(self.worker.run(lambda job: self.backend.answer(request, job)))
         self.save()
 
-    def request(self, extra: str | None = None) -> Request:
+    def request(self, extra: str | None = None) -> Question:
         """The conversation so far as a request. extra: a question behind it."""
         messages = list(self.conversation.messages)
         while messages and messages[-1]["role"] != "user":
@@ -178,19 +179,19 @@ class ChatApp(Asks, App[None]):
             messages = [*self.conversation.messages, {"role": "user", "content": extra}]
         if not messages:
             raise DFlashError("nothing has been asked yet", "ask something, or type /race question")
-        return Request(tuple(messages), self.system, self.config)
+        return Question(tuple(messages), self.system, self.config)
 
     def load(self, config: PairConfig) -> None:
         """Load another pair, then time its passes."""
         model = None if config.model == DEFAULT_MODEL else config.model
         first, second = config.drafter, config.second_drafter
         config = replace(self.pair_config, model=model, drafter=first, second_drafter=second)
-        job = self.worker.submit(lambda job: self.backend.load(config))
+        job = self.worker.run(lambda job: self.backend.load(config))
         self.listener.expect(config, job)
 
     def forget(self) -> None:
         """Keep nothing of what the model has read; a conversation was deleted for good."""
-        self.worker.submit(lambda job: self.backend.forget())
+        self.worker.run(lambda job: self.backend.forget())
 
     async def action_stop(self) -> None:
         await self.listener.stop()
@@ -249,6 +250,11 @@ class ChatApp(Asks, App[None]):
             await self.complain(error)
 
     # What the worker says
+
+    def _post(self, news: News) -> None:
+        """On the worker's thread."""
+        for job, event in news:
+            self.call_later(self.listener.hear, job, event)
 
     def on_print(self, event: events.Print) -> None:
         """What the library and the programs it runs print: progress of what takes long."""

@@ -30,7 +30,7 @@ from dflash_chat.tree_view import (
     symbol,
     tint,
 )
-from dflash_mlx import TextDelta, find_method
+from dflash_mlx import Delta, find_method
 
 SHOWN = 2000  # tokens of an answer
 ANSWERS = 50  # whose tokens are known
@@ -55,7 +55,7 @@ class Origins:
         self._unread: deque[tuple[int, str]] = deque(maxlen=SHOWN)
         self._pieces: deque[Segment] = deque(maxlen=SHOWN)
 
-    def add(self, delta: TextDelta) -> None:
+    def add(self, delta: Delta) -> None:
         """One more round."""
         self._unread.extend(sources(delta))
 
@@ -85,7 +85,7 @@ class DraftPanel(Vertical, can_focus=True):
         super().__init__(id="draft")
         self._origins: Origins | None = None  # of the answer in the making
         self._answers: dict[str, Origins] = {}  # by their text, the newest last
-        self._rounds: deque[TextDelta] = deque(maxlen=KEPT)
+        self._rounds: deque[Delta] = deque(maxlen=KEPT)
         self._heard = 0  # rounds in all
         self._back = 0  # how many rounds before the newest is shown
         self._tokenizer: Any = None
@@ -119,7 +119,7 @@ class DraftPanel(Vertical, can_focus=True):
         self.screen.query_one("#prompt").focus()
 
     @property
-    def shown(self) -> TextDelta | None:
+    def shown(self) -> Delta | None:
         """The round whose tree is drawn, None before the first."""
         return self._rounds[-1 - self._back] if self._rounds else None
 
@@ -139,7 +139,7 @@ class DraftPanel(Vertical, can_focus=True):
                 del self._answers[oldest]
         self._origins = None
 
-    def take(self, delta: TextDelta, tokenizer: Any) -> None:
+    def take(self, delta: Delta, tokenizer: Any) -> None:
         """A round; shown by the next `draw`. tokenizer: turns its tokens into text."""
         if self._origins is None:
             self._origins, self._tokenizer = Origins(tokenizer), tokenizer
@@ -196,7 +196,7 @@ def _sign(tokenizer: Any, token: int, text: str) -> str | None:
     return symbol(text, token in getattr(tokenizer, "eos_token_ids", ()))
 
 
-def round_sentence(delta: TextDelta) -> str:
+def round_sentence(delta: Delta) -> str:
     """What a round checked and kept, in words."""
     drafted, kept = len(delta.accepted.tree) - 1, len(delta.accepted.path) - 1
     if not drafted:
@@ -206,7 +206,7 @@ def round_sentence(delta: TextDelta) -> str:
     return f"{checked}: {kept} accepted, and one added by the model itself, {gained}."
 
 
-def _legend(delta: TextDelta) -> list[Line]:
+def _legend(delta: Delta) -> list[Line]:
     """What colours mean, of the sources that the method has, and what signs mean."""
     mine = {source.name for source in find_method(delta.statistics.method).sources}
     origins: Line = [("guessed by ", LINES)] if mine else []

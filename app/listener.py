@@ -17,13 +17,13 @@ from dflash_chat.status import Progress
 from dflash_mlx import (
     AUTO,
     DEFAULT_MODEL,
+    Delta,
     Ended,
     Failed,
     Job,
     Pair,
     PairConfig,
     Prefilled,
-    TextDelta,
     find_method,
     near_names,
     needs_drafter,
@@ -49,7 +49,7 @@ class Listener:
         self.waiting: set[Job] = set()
         self.dirty = False
         self._loads: dict[Job, PairConfig] = {}
-        self._last: TextDelta | None = None  # of the answer that is being written
+        self._last: Delta | None = None  # of the answer that is being written
         self._said: list[str] = []  # its text, by rounds
         self._saved, self._saved_at = 0, 0.0  # characters of it on disk, and since when
         self._pace = Pace()
@@ -155,13 +155,13 @@ class Listener:
             case Prefilled(tokens, total) if total:
                 what = f"reading the prompt, {tokens} of {total} tokens"
                 self._app.status.progress(Progress(what, tokens / total))
-            case TextDelta():
+            case Delta():
                 await self._take(event)
             case Ended():
                 reason = self._last.finish_reason if self._last else None
                 await self.keep_answer(reason or "stopped")
 
-    async def _take(self, delta: TextDelta) -> None:
+    async def _take(self, delta: Delta) -> None:
         """Keep a round for the next drawing; the first is drawn at once."""
         app, first = self._app, self._last is None
         assert app.pair is not None
@@ -181,7 +181,7 @@ class Listener:
         app.pair = pair
         self._done_waiting(job)
         again = app.config.recalibrate
-        self.waiting.add(app.worker.submit(lambda job: app.backend.measure(again)))
+        self.waiting.add(app.worker.run(lambda job: app.backend.measure(again)))
         method = app.config.method
         if needs_drafter(method) and not pair.capabilities.count(find_method(method).family):
             app.config = replace(app.config, method=AUTO)

@@ -92,7 +92,7 @@ class CommandRunner:
         app = self._app
         self._need_no_comparison()
         request = app.request(text or None)
-        self._compare(RaceScreen(app.worker.submit(lambda job: app.backend.race(request))))
+        self._compare(RaceScreen(app.worker.run(lambda job: app.backend.race(request))))
 
     async def _bench(self, methods: str) -> None:
         app = self._app
@@ -100,7 +100,7 @@ class CommandRunner:
         names = tuple(name.strip() for name in methods.split(",") if name.strip())
         folder = app.store.folder / "benchmarks"
         asked = BenchRequest(app.pair_config, app.config.sampling, names, folder)
-        job = app.worker.submit(lambda job: app.backend.bench(asked))
+        job = app.worker.run(lambda job: app.backend.bench(asked))
         self._compare(BenchScreen(job, app.pair))
 
     def _compare(self, screen: Comparison) -> None:

@@ -25,7 +25,7 @@ from dflash_chat.figures import (
     times_plain,
 )
 from dflash_chat.speeds import Speeds
-from dflash_mlx import Statistics, TextDelta
+from dflash_mlx import Delta, Statistics
 
 _DIGITS = 36  # columns that these take with their units
 _PERCENT = re.compile(r"^(?P<what>[^:%]*?):?\s*(?P<percent>\d{1,3})%\|")
@@ -98,7 +98,7 @@ class Status(Vertical):
             return self._stored
         return figures_of(self._statistics, self._context_length)
 
-    def take(self, delta: TextDelta, context_length: int) -> None:
+    def take(self, delta: Delta, context_length: int) -> None:
         """One more round; shown by the next `draw`."""
         self._statistics, self._context_length = delta.statistics, context_length
         self._speeds.add(delta.statistics.decode_seconds, delta.statistics.generated_tokens)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 
 from dflash_chat.naming import TARGET
-from dflash_mlx import TextDelta, find_method
+from dflash_mlx import Delta, find_method
 
 ACCEPTED, REJECTED, LINES = "accepted", "rejected", "lines"
 YES, NO = "✓", "✗"
@@ -36,7 +36,7 @@ class DrawnTree:
     origins: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, delta: TextDelta, text_of: Callable[[int], str]) -> DrawnTree:
+    def of(cls, delta: Delta, text_of: Callable[[int], str]) -> DrawnTree:
         """The tree of a round. text_of: a token alone as text."""
         accepted, tree = delta.accepted, delta.accepted.tree
         texts = tuple(map(text_of, (delta.anchor, *tree.drafted)))
@@ -48,14 +48,14 @@ class DrawnTree:
         return self.origins[node] if node and self.origins else TARGET
 
 
-def sources(delta: TextDelta) -> Iterator[tuple[int, str]]:
+def sources(delta: Delta) -> Iterator[tuple[int, str]]:
     """The tokens of a round, each with the drafter that it came from, or the target."""
     path = delta.accepted.path
     for i, token in enumerate(delta.tokens, start=1):
         yield token, _origin(delta, path[i]) if i < len(path) else TARGET
 
 
-def _origin(delta: TextDelta, node: int) -> str:
+def _origin(delta: Delta, node: int) -> str:
     known, usual = delta.accepted.tree.sources, find_method(delta.statistics.method).sources
     return known[node] if known else usual[0].name if usual else ""
 

@@ -37,9 +37,11 @@ from dflash_mlx.drafters.methods import (  # noqa: E402
 )
 from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
 from dflash_mlx.drafters.methods import sources as token_sources  # noqa: E402
+from dflash_mlx.engine.delta import Answer, Delta  # noqa: E402
 from dflash_mlx.engine.pair import Capabilities, Pair  # noqa: E402
 from dflash_mlx.engine.parity import Difference, first_difference  # noqa: E402
 from dflash_mlx.engine.prefixes import PrefixCache  # noqa: E402
+from dflash_mlx.engine.text import SplitText, ThinkingReader, split_thinking  # noqa: E402
 from dflash_mlx.models.available import (  # noqa: E402
     AvailableModel,
     available_memory,
@@ -52,12 +54,11 @@ from dflash_mlx.models.kept import Kept, kept_files, remove_kept  # noqa: E402
 from dflash_mlx.models.load import load, load_pair  # noqa: E402
 from dflash_mlx.models.names import DEFAULT_MODEL  # noqa: E402
 from dflash_mlx.models.offers import Download, Offer, offers  # noqa: E402
-from dflash_mlx.session.answer import Answer, TextDelta  # noqa: E402
-from dflash_mlx.session.responder import Request, Responder, prefix_cache  # noqa: E402
-from dflash_mlx.session.stream import Session, generate, stream  # noqa: E402
+from dflash_mlx.session.responder import Question, Responder, prefix_cache  # noqa: E402
+from dflash_mlx.session.scheduler import Scheduler  # noqa: E402
+from dflash_mlx.session.session import Session, generate, stream  # noqa: E402
 from dflash_mlx.session.templates import check_prompt, prompt_tokens  # noqa: E402
-from dflash_mlx.session.text import SplitText, ThinkingReader, split_thinking  # noqa: E402
-from dflash_mlx.session.worker import Ended, Failed, Job, Prefilled, Worker  # noqa: E402
+from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker  # noqa: E402
 from dflash_mlx.system.files import replace_text  # noqa: E402
 from dflash_mlx.system.terminal import for_terminal  # noqa: E402
 
@@ -70,6 +71,7 @@ __all__ = [
     "Capabilities",
     "DFlashError",
     "DecodeConfig",
+    "Delta",
     "Difference",
     "Download",
     "Ended",
@@ -77,6 +79,7 @@ __all__ = [
     "Job",
     "Kept",
     "NO_DRAFTS",
+    "News",
     "Observer",
     "Offer",
     "Pair",
@@ -84,18 +87,18 @@ __all__ = [
     "PrefixCache",
     "PrefixConfig",
     "Prefilled",
+    "Question",
     "RACE_SIDES",
     "RaceResult",
     "RaceStep",
-    "Request",
     "Responder",
     "RoundTimer",
     "SamplingConfig",
     "Session",
+    "Scheduler",
     "SplitText",
     "Statistics",
     "StructureConfig",
-    "TextDelta",
     "ThinkingReader",
     "TokenSource",
     "Worker",

@@ -29,7 +29,7 @@ from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.session.many import Conversations
+from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.templates import prompt_tokens
 
 PROGRAM = "compare_many.py"
@@ -40,7 +40,7 @@ Ends = list[tuple[int, float]]  # tokens of each answer, and the seconds until i
 
 def together(pair: Pair, prompts: Prompts, method: str, tokens: int) -> Ends:
     """What came of all answers at once, their prompts included."""
-    conversations, begin = Conversations(pair), time.perf_counter()
+    conversations, begin = Scheduler(pair), time.perf_counter()
     config = DecodeConfig(method, max_tokens=tokens)
     ends = {conversations.begin(prompt, config): (0, 0.0) for prompt in prompts}
     while conversations:
@@ -86,7 +86,7 @@ def pauses(pair: Pair, prompts: Prompts, tokens: int, chunked: bool) -> tuple[fl
     """
     tokenizer = copy(pair.tokenizer)
     tokenizer.eos_token_ids = ()  # so that no answer ends meanwhile
-    conversations = Conversations(replace(pair, tokenizer=tokenizer))
+    conversations = Scheduler(replace(pair, tokenizer=tokenizer))
     config = DecodeConfig("auto", max_tokens=2000)
     for prompt in prompts[:3]:
         conversations.begin(prompt, config)
@@ -101,7 +101,7 @@ def pauses(pair: Pair, prompts: Prompts, tokens: int, chunked: bool) -> tuple[fl
     return max(during), median(before[8:])
 
 
-def _seconds(conversations: Conversations) -> float:
+def _seconds(conversations: Scheduler) -> float:
     begin = time.perf_counter()
     conversations.step()
     return time.perf_counter() - begin

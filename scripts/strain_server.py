@@ -108,7 +108,7 @@ def crowd(number: int, seed: int, seconds: float) -> bool:
             before = held(server)
             asyncio.run(all_of_them(seconds))
             server.until(lambda: len(server.desk) == 0, 60)
-            server.until(lambda: not server.desk.stepper._open, 60)
+            server.until(lambda: not server.queue.worker._open, 60)
             after = held(server)
     print(counted, "before", before, "after", after)
     grown = after["memory"] - before["memory"]
@@ -182,12 +182,12 @@ def held(server: Server) -> dict[str, float]:
         await asyncio.sleep(1.0)
         return len(asyncio.all_tasks())
 
-    engine = server.desk.stepper._conversations.engine  # type: ignore[union-attr]
+    engine = server.queue.worker._conversations.engine  # type: ignore[union-attr]
     return {
         "memory": resident(),
         "tasks": asyncio.run_coroutine_threadsafe(tasks(), server.loop).result(10),
         "sequences": len(engine.running) + len(engine.waiting),
-        "drafters": len(server.desk.stepper._conversations._drafters),  # type: ignore[union-attr]
+        "drafters": len(server.queue.worker._conversations._drafters),  # type: ignore[union-attr]
     }
 
 
@@ -224,7 +224,7 @@ def one_by_one(
 ) -> tuple[float, float, float]:
     """Seconds per token of generate and of the server, and until its first byte."""
     prompt = PROMPTS[i % len(PROMPTS)]
-    work = server.desk.stepper.call(lambda: generate(pair, prompt, config))
+    work = server.queue.worker.call(lambda: generate(pair, prompt, config))
     alone = work.result().statistics
     body = {"model": name, "messages": user(prompt), "stream": True}
     begin, chunks = time.perf_counter(), []

@@ -40,7 +40,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.session.stream import Session
+from dflash_mlx.session.session import Session
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.system import ranks as ranks_module
 from dflash_mlx.train.corpus.rows import read_rows

@@ -9,11 +9,13 @@ from typing import NamedTuple
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.observer import RoundTimer
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.engine.delta import Answer, collect
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import Difference, first_difference
-from dflash_mlx.session.answer import Answer, check_length, collect
-from dflash_mlx.session.stream import Session
+from dflash_mlx.engine.sequence import check_length
+from dflash_mlx.session.session import Session
 
 TERMS = ("draft", "verify", "commit", "overhead")
 
@@ -63,7 +65,7 @@ def run_all(
     for config in methods.values():
         Session(pair, config)  # raises where it does not fit the pair
     for question in questions:
-        check_length(pair.target, question.tokens)
+        check_length(pair.target, Prompt.of(question.tokens))
     for config in methods.values():
         answer(pair, questions[0].tokens, replace(config, max_tokens=8))
     names = list(methods)

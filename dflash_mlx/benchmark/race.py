@@ -11,11 +11,11 @@ import mlx.core as mx
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import draws_drafts, settle
+from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import Difference, first_difference
-from dflash_mlx.session.answer import TextDelta
-from dflash_mlx.session.responder import Request
-from dflash_mlx.session.stream import Session
+from dflash_mlx.session.responder import Question
+from dflash_mlx.session.session import Session
 from dflash_mlx.session.templates import prompt_tokens
 
 SIDES = PLAIN, DRAFTED = "plain", "drafted"
@@ -41,7 +41,7 @@ class RaceResult:
     equal: bool
 
 
-def race(pair: Pair, request: Request) -> Iterator[RaceStep | RaceResult]:
+def race(pair: Pair, request: Question) -> Iterator[RaceStep | RaceResult]:
     """Both sides in turn, always the one that has had less time, from the same seed."""
     if request.config.method == NO_DRAFTS:
         raise DFlashError(
@@ -68,7 +68,7 @@ class Lane:
     """One side of a race. seconds: of decoding, its unfinished device work included."""
 
     side: str
-    deltas: Iterator[TextDelta]
+    deltas: Iterator[Delta]
     tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
     finished: bool = False

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
-from dflash_mlx.session.answer import collect
-from dflash_mlx.session.stream import Session
+from dflash_mlx.engine.delta import collect
+from dflash_mlx.session.session import Session
 from dflash_mlx.session.templates import check_prompt, prompt_tokens, read_messages
 
 PROGRAM = "dflash_mlx.generate"

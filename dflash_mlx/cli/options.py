@@ -28,10 +28,10 @@ from dflash_mlx.core.config import (
 from dflash_mlx.core.config import option as option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import check_given, choices, why_auto
+from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.grammar import check_structure
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.session.answer import TextDelta
 from dflash_mlx.system import startup
 from dflash_mlx.system.ranks import Ranks
 from dflash_mlx.system.terminal import for_terminal, guard_terminal
@@ -285,7 +285,7 @@ def read_stdin() -> str:
         ) from None
 
 
-def print_stream(deltas: Iterator[TextDelta]) -> None:
+def print_stream(deltas: Iterator[Delta]) -> None:
     """Text on stdout as it comes, then a line of statistics on stderr."""
     delta = None
     try:
@@ -298,7 +298,7 @@ def print_stream(deltas: Iterator[TextDelta]) -> None:
         print(summary(delta), file=sys.stderr)
 
 
-def summary(delta: TextDelta) -> str:
+def summary(delta: Delta) -> str:
     """One line for people, after the last delta."""
     statistics = delta.statistics
     parts = [

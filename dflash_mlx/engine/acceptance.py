@@ -15,12 +15,10 @@ from dflash_mlx.engine.verify import Verdict
 
 
 class AcceptanceRule(Protocol):
-    """Decides which nodes of a verified tree to keep; the caches stay as they are.
+    """Decides which nodes of a verified tree to keep; the caches stay as they are."""
 
-    remembers: whether it has caches of its own, which reading the tokens again does not give back.
-    """
-
-    remembers: bool
+    remembers: bool  # has caches of its own, which reading the tokens again does not give back
+    needs_history: bool  # asks for the tokens before a node, so no round can run ahead of another
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """The accepted path and the target's token after it."""
@@ -33,6 +31,7 @@ class TargetSampling:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        self.needs_history = sampler.needs_history
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """Exact for any tree and any sampler; one seed gives one answer whatever was drafted."""
@@ -52,6 +51,7 @@ class RejectionSampling:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        self.needs_history = sampler.needs_history
         self._match = TargetSampling(sampler)
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
@@ -84,7 +84,7 @@ class KeepLogits:
 
     def __init__(self, rule: AcceptanceRule) -> None:
         self._rule = rule
-        self.remembers = rule.remembers
+        self.remembers, self.needs_history = rule.remembers, rule.needs_history
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """As the other rule; nothing is computed or waited for."""

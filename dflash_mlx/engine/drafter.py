@@ -9,6 +9,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.state import Context, State
 
@@ -46,6 +47,14 @@ class Proposal:
     def reason(self) -> str:
         """A sentence for people, "" where nothing chooses."""
         return "" if self.why is None else self.why()
+
+
+@dataclass(frozen=True)
+class Round:
+    """What was proposed for one sequence, and what the target accepted of it."""
+
+    proposal: Proposal
+    accepted: Accepted
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,7 @@ class NearTieGuard:
         self.target, self.sampler, self.noise = target, sampler, noise
         self._twin = state.cache.fork()  # written by one-row passes alone since the prompt
         self._match = TargetSampling(sampler)
+        self.needs_history = self._match.needs_history
         self._plain_rows = state.position
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.prompt import Piece, Prompt
 from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.state import State
 from dflash_mlx.system.files import remove_abandoned, replace_safetensors
@@ -33,7 +34,7 @@ _SUFFIX = ".safetensors"
 _TOKENS = "0"  # the name of the tokens, which states save first
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, DFlashError)
 
-Ids = npt.NDArray[np.int32]
+Keys = npt.NDArray[np.int64]  # of tokens, see `Prompt.key_at`
 
 
 class PrefixFiles:
@@ -45,7 +46,7 @@ class PrefixFiles:
 
     def __init__(self, folder: Path, limit: int, worth: int = WORTH) -> None:
         self.folder, self.limit, self.worth, self.problem = folder, limit, worth, ""
-        self._known: dict[str, Ids] = {}  # the tokens of files by their names
+        self._known: dict[str, Keys] = {}  # of the tokens of files by their names
         self._keys: dict[CacheKey, str] = {}
         self._versions = json.dumps(describe_versions())
         with suppress(OSError):
@@ -54,14 +55,14 @@ class PrefixFiles:
             self._check_versions(file)
 
     def find(
-        self, cache_key: CacheKey, prompt: Sequence[int], least: int, empty: Callable[[], State]
+        self, cache_key: CacheKey, prompt: Prompt, least: int, empty: Callable[[], State]
     ) -> State | None:
         """A state that can go on with more than `least` tokens of `prompt`; None for none.
 
         empty: makes one to read into. A file that is not whole, or not what its name says, goes.
         """
-        ids, key = np.array(prompt[:-1], np.int32), self._key(cache_key)
-        known = [(file, _shared(self._known[file.name], ids)) for file in self._of(key)]
+        keys, key = np.array(prompt.keys[:-1], np.int64), self._key(cache_key)
+        known = [(file, _shared(self._known[file.name], keys)) for file in self._of(key)]
         for file, shared in sorted(known, key=lambda pair: -pair[1]):
             if shared < least + self.worth:
                 return None
@@ -100,7 +101,7 @@ class PrefixFiles:
         if shutil.disk_usage(self.folder).free < size + SPARE:
             self._refuse(f"the disk of {self.folder} is nearly full")
             return False
-        key, tokens = self._key(cache_key), np.array(arrays[0])
+        key, keys = self._key(cache_key), np.array(state.keys, np.int64)
         named = {str(i): array for i, array in enumerate(arrays)}
         metadata = {
             "model": cache_key.target.name,
@@ -110,12 +111,12 @@ class PrefixFiles:
         }
         metadata["head"] = _head_digest(metadata, named)
         metadata["data"] = _data_digest(named)
-        file = self.folder / f"{key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}{_SUFFIX}"
+        file = self.folder / f"{key}-{hashlib.sha256(keys.tobytes()).hexdigest()[:16]}{_SUFFIX}"
         replace_safetensors(file, named, metadata, private=True)
-        self._known[file.name] = tokens
+        self._known[file.name] = keys
         for other in self._of(key):
-            ids = self._known[other.name]
-            if other != file and _shared(ids, tokens) == len(ids) == state.nearest(len(ids)):
+            its = self._known[other.name]
+            if other != file and _shared(its, keys) == len(its) == state.nearest(len(its)):
                 self._remove(other)
         self._evict()
         return True
@@ -143,7 +144,7 @@ class PrefixFiles:
         for file in self._files(f"{key}-*"):
             try:
                 if file.name not in self._known:
-                    self._known[file.name] = _tokens_of(file)
+                    self._known[file.name] = _keys_of(file)
                 yield file
             except _DAMAGED:
                 self._remove(file)
@@ -190,19 +191,21 @@ class PrefixFiles:
         self.problem = self.problem or f"{why}, so conversations are read anew after a restart"
 
 
-def _tokens_of(file: Path) -> Ids:
-    """The tokens in a file, as far as can be told without its digest. Raises one of _DAMAGED."""
+def _keys_of(file: Path) -> Keys:
+    """Of the tokens in a file, as far as can be told without its digest. Raises one of _DAMAGED."""
     with safe_open(file, framework="numpy") as opened:
-        tokens: Ids = opened.get_tensor(_TOKENS)
+        tokens = opened.get_tensor(_TOKENS)
+        pieces = json.loads(opened.metadata()["about"])[0][1]  # see `State.saved`
     if tokens.dtype != np.int32 or tokens.ndim != 1:
         raise ValueError("no tokens")
-    return tokens
+    prompt = Prompt(tuple(tokens.tolist()), tuple(Piece(*piece) for piece in pieces))
+    return np.array(prompt.keys, np.int64)
 
 
-def _shared(ids: Ids, others: Ids) -> int:
+def _shared(keys: Keys, others: Keys) -> int:
     """Tokens that both begin with."""
-    size = min(ids.size, others.size)
-    differ = np.flatnonzero(ids[:size] != others[:size])
+    size = min(keys.size, others.size)
+    differ = np.flatnonzero(keys[:size] != others[:size])
     return int(differ[0]) if differ.size else size
 
 

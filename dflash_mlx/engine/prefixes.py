@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.prefix_files import PrefixFiles
@@ -27,7 +28,7 @@ class _Entry:
         """Whether whatever could go on from the other can go on from this as well."""
         end = other.state.position
         begins = self.cache_key == other.cache_key and end <= self.state.position
-        if not begins or self.state.tokens[:end] != other.state.tokens[:end]:
+        if not begins or [*self.state.keys[:end]] != [*other.state.keys]:
             return False
         return self.state.nearest(end) == end
 
@@ -56,7 +57,7 @@ class PrefixCache:
 
     def take(
         self,
-        prompt: Sequence[int],
+        prompt: Prompt,
         target: Target,
         drafter: Drafter,
         running: Sequence[State] = (),
@@ -123,7 +124,7 @@ class PrefixCache:
         if self.files is not None:
             self.files.clear()
 
-    def _best(self, cache_key: CacheKey, prompt: Sequence[int]) -> tuple[_Entry | None, int]:
+    def _best(self, cache_key: CacheKey, prompt: Prompt) -> tuple[_Entry | None, int]:
         """The entry with the longest usable prefix, of several the last used, and its length."""
         best, most = None, 0
         for entry in reversed(self._entries):

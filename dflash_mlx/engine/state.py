@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.core.accept import Accepted
+from dflash_mlx.core.prompt import Piece, Prompt
 from dflash_mlx.core.tree import rows_on
 from dflash_mlx.engine.constraint import Constraint
 from dflash_mlx.verifier.saved import Saved, join, split
@@ -59,38 +60,34 @@ class Context(Protocol):
 
 
 class State:
-    """The committed tokens' caches, and the anchor: the newest token, not in any cache yet.
-
-    cache: the target's. context: the drafter's. anchor: [1] int, may be unevaluated; [0] while a
-    prompt is read. opening: logits [1, V] after the prompt. last: what was accepted of the newest
-    tree of a drafter in this answer. end: the position at which the answer ends at the
-    latest. paused: seconds that drafters have nothing to do with: answers waited for whoever reads
-    them, or took what a grammar forces. delayed: whether the last pass read prompts of others, too,
-    so that its time says nothing of this answer's. constraint: what this answer may be, None for
-    anything.
-    """
+    """The committed tokens' caches, and the anchor: the newest token, not in any cache yet."""
 
     def __init__(self, cache: SequenceCache, context: Context) -> None:
-        self.cache = cache
-        self.context = context
-        self.anchor = self.opening = mx.array([], dtype=mx.int32)
-        self.last: Accepted | None = None
-        self.end = 0
-        self.paused, self.delayed = 0.0, False
-        self.constraint: Constraint | None = None
+        self.cache = cache  # the target's
+        self.context = context  # the drafter's
+        self.anchor = mx.array([], dtype=mx.int32)  # [1], may be unevaluated; [0] in a prompt
+        self.opening = self.anchor  # logits [1, V] after the prompt
+        self.last: Accepted | None = None  # of the newest tree of a drafter in this answer
+        self.end = 0  # the position at which the answer ends at the latest
+        # Seconds that drafters have nothing to do with: whoever reads the answer was waited for,
+        # or a grammar left no choice.
+        self.paused = 0.0
+        self.delayed = False  # whether the last pass read prompts of others, too
+        self.constraint: Constraint | None = None  # what this answer may be, None for anything
+        self.pieces: tuple[Piece, ...] = ()  # of the committed prompt
         self._tokens: list[int] = []
-        self._unread: list[Accepted] = []
+        self._unread: list[Accepted] = []  # of rounds that may still be running
 
     def restart(self, cache: SequenceCache, context: Context) -> None:
         """Begin again with these, which are empty; `end` and `constraint` stay."""
         self.cache, self.context, self.last = cache, context, None
         self.anchor = self.opening = mx.array([], dtype=mx.int32)
-        self._tokens, self._unread = [], []
+        self._tokens, self._unread, self.pieces = [], [], ()
 
     def restore_from(self, other: State) -> None:
         """Take over what another holds, which is then of no more use; `end` stays."""
         self.restart(other.cache, other.context)
-        self._tokens = other.tokens
+        self._tokens, self.pieces = other.tokens, other.pieces
 
     @property
     def position(self) -> int:
@@ -139,11 +136,14 @@ class State:
             self.last = accepted
         self._end_with(accepted)
 
-    def commit_prompt(self, tokens: list[int], features: mx.array | None) -> None:
-        """Keep the rows of a prefill pass over `tokens`."""
-        self.cache.commit(range(len(tokens)))
+    def commit_prompt(self, prompt: Prompt, length: int, features: mx.array | None) -> None:
+        """Keep the rows of a prefill pass over the next `length` tokens of `prompt`."""
+        first = self.position
+        tokens = prompt.tokens[first : first + length]
+        self.cache.commit(range(length))
         self.cache.mark_chunk()
         self.context.append(mx.array(tokens), features)
+        self.pieces = tuple(piece for piece in prompt.pieces if piece.start < first + length)
         self._tokens.extend(tokens)
         mx.eval(*self.cache.arrays, *self.context.arrays)
 
@@ -165,23 +165,29 @@ class State:
         if accepted.ends:
             self.end = self.position
 
-    def reuse(self, prompt: Sequence[int]) -> int:
+    @property
+    def keys(self) -> Sequence[int]:
+        """Of the committed tokens, see `Prompt.key_at`."""
+        tokens = self.tokens[: self.position]
+        return Prompt(tuple(tokens), self.pieces).keys if self.pieces else tokens
+
+    def reuse(self, prompt: Prompt) -> int:
         """Go back to the longest prefix shared with `prompt`; return its length.
 
         The last token of `prompt` is never reused: its pass says how the answer begins. Where a
         sliding window or a recurrent state has no way back to that prefix, less of it is reused, or
         none. A drafter's window is no more to be computed again than it is long.
         """
-        self.trim(min(self.shared(prompt), self.context.length))
+        self.trim(min(self._common_prefix(prompt), self.context.length))
         return self.position
 
-    def match_length(self, prompt: Sequence[int]) -> int:
+    def match_length(self, prompt: Prompt) -> int:
         """What `reuse` would return."""
-        return self.nearest(min(self.shared(prompt), self.context.length))
+        return self.nearest(min(self._common_prefix(prompt), self.context.length))
 
-    def shared(self, prompt: Sequence[int]) -> int:
+    def _common_prefix(self, prompt: Prompt) -> int:
         """Committed tokens that `prompt` begins with, its last one left out."""
-        known = zip(self.tokens[: self.position], prompt[:-1], strict=False)
+        known = zip(self.keys, prompt.keys[:-1], strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], known))
 
     def nearest(self, length: int) -> int:
@@ -201,6 +207,7 @@ class State:
         self.cache.trim(length)
         self.context.trim(length)
         del self.tokens[length:]
+        self.pieces = tuple(piece for piece in self.pieces if piece.start < length)
 
     @property
     def nbytes(self) -> int:
@@ -210,17 +217,19 @@ class State:
     def fork(self) -> State:
         """A copy of what is committed; storage is shared until either of them writes."""
         other = State(self.cache.fork(), self.context.fork())
-        other._tokens = self.tokens[: self.position]
+        other._tokens, other.pieces = self.tokens[: self.position], self.pieces
         return other
 
     def saved(self) -> Saved:
         """All that is committed, the tokens first."""
         tokens = mx.array(self.tokens[: self.position], mx.int32)
-        return join([([tokens], None), self.cache.saved(), self.context.saved()])
+        pieces = [(piece.start, piece.length, piece.digest) for piece in self.pieces]
+        return join([([tokens], pieces), self.cache.saved(), self.context.saved()])
 
     def restore(self, saved: Saved) -> None:
         """Hold what another of the same kind has saved; this one was empty until now."""
-        ((tokens,), _), cache, context = split(saved)
+        ((tokens,), pieces), cache, context = split(saved)
         self.cache.restore(cache)
         self.context.restore(context, tokens)
         self._tokens = tokens.tolist()  # type: ignore[assignment]
+        self.pieces = tuple(Piece(*piece) for piece in pieces)

@@ -101,7 +101,7 @@ def _add_figures(api: FastAPI, service: Service) -> None:
 
     @api.get("/metrics")
     async def metrics() -> Response:
-        page = service.metrics.page(service.queue.stepper.used)
+        page = service.metrics.page(service.queue.worker.used)
         return Response(page, media_type=CONTENT_TYPE)
 
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from dflash_mlx.serve.stepper import Piece
+from dflash_mlx.engine.delta import Delta
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FIRST = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds to the first token
@@ -48,14 +48,14 @@ class Metrics:
         self._decoding.set(decoding)
         self._waiting.set(waiting)
 
-    def told(self, piece: Piece) -> None:
+    def told(self, piece: Delta) -> None:
         """Count the tokens of a piece."""
         self._tokens.inc(len(piece.tokens))
 
-    def finished(self, last: Piece) -> None:
+    def finished(self, last: Delta) -> None:
         """Count an answer with its last piece."""
         statistics = last.statistics
-        self._answers.labels(last.reason or "").inc()
+        self._answers.labels(last.finish_reason or "").inc()
         self._prompt.inc(statistics.prompt_tokens)
         self._cached.inc(statistics.reused_tokens)
         self._rounds.inc(statistics.rounds)

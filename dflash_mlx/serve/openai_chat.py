@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_mlx.engine.logprobs import TokenLogprobs
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import decoding, only, with_seeds
 from dflash_mlx.serve.openai_format import (
@@ -32,7 +33,6 @@ from dflash_mlx.serve.reading import Call, Part, Said, Thought
 from dflash_mlx.serve.replies import End, Replies, Step, reader_of, respond, unless_gone
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.structure import OPENAI, Wanted, structure_of, without_thoughts
-from dflash_mlx.session.logprobs import TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -170,7 +170,7 @@ class _Choice:
     thought: str = ""
     text: str = ""
     calls: list[Json] = field(default_factory=list)
-    laws: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     begun: bool = False
 
 
@@ -182,7 +182,7 @@ class Writer:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._header = Header(PREFIX, kind, body.model)
         self._ends: dict[int, End] = {}
-        self._replies, self._wants_laws = replies, bool(body.logprobs)
+        self._replies, self._wants_logprobs = replies, bool(body.logprobs)
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._choices = [_Choice() for _ in replies.readers]
@@ -201,7 +201,7 @@ class Writer:
         if not choice.begun:
             choice.begun = True
             deltas.append({"role": "assistant", "content": ""})
-        choice.laws += self._own(step.laws)
+        choice.logprobs += self._own(step.logprobs)
         deltas += [self._delta(choice, part) for part in step.parts]
         found = [self._chunk(step.index, delta, None) for delta in deltas]
         if step.end is not None:
@@ -219,7 +219,7 @@ class Writer:
 
     def _take(self, step: Step) -> None:
         choice = self._choices[step.index]
-        choice.laws += self._own(step.laws)
+        choice.logprobs += self._own(step.logprobs)
         for part in step.parts:
             self._delta(choice, part)
         if step.end is not None:
@@ -237,16 +237,16 @@ class Writer:
         choice.calls.append(call)
         return {"tool_calls": [{"index": len(choice.calls) - 1, **call}]}
 
-    def _own(self, laws: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+    def _own(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """Without a stop token, which is no part of the answer."""
-        return [law for law in laws if law.token not in self._tokenizer.eos_token_ids]
+        return [each for each in logprobs if each.token not in self._tokenizer.eos_token_ids]
 
     def _chunk(self, index: int, delta: Json, reason: str | None) -> Json:
         choice: Json = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
-        laws = self._choices[index].laws
-        if self._wants_laws and laws and (reason is not None or "role" not in delta):
-            choice["logprobs"] = self._logprobs(laws)
-            laws.clear()
+        logprobs = self._choices[index].logprobs
+        if self._wants_logprobs and logprobs and (reason is not None or "role" not in delta):
+            choice["logprobs"] = self._logprobs(logprobs)
+            logprobs.clear()
         return self._header.of([choice])
 
     def _choice(self, index: int, end: End) -> Json:
@@ -257,12 +257,12 @@ class Writer:
         if choice.calls:
             message["tool_calls"] = choice.calls
             message["content"] = choice.text or None
-        laws = self._logprobs(choice.laws) if self._wants_laws else None
+        logprobs = self._logprobs(choice.logprobs) if self._wants_logprobs else None
         reason = finish_reason(end)
-        return {"index": index, "message": message, "finish_reason": reason, "logprobs": laws}
+        return {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
 
-    def _logprobs(self, laws: Sequence[TokenLogprobs]) -> Json:
-        return chat_logprobs(laws, lambda token: str(self._tokenizer.decode([token])))
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> Json:
+        return chat_logprobs(logprobs, lambda token: str(self._tokenizer.decode([token])))
 
 
 def _call(call: Call) -> Json:

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_mlx.engine.logprobs import TokenLogprobs
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import decoding, only, with_seeds
 from dflash_mlx.serve.openai_chat import check_common, stops_of
@@ -19,7 +20,6 @@ from dflash_mlx.serve.reading import Said, TextReader
 from dflash_mlx.serve.replies import End, Replies, Step, respond, unless_gone
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import MOST_ANSWERS
-from dflash_mlx.session.logprobs import TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -69,7 +69,7 @@ class _Choice:
 
     text: str = ""
     at: int = 0  # characters of tokens that log-probabilities were told of
-    laws: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Writer:
@@ -81,7 +81,7 @@ class Writer:
         self._tokenizer = service.pair.tokenizer
         self._header = Header("cmpl", "text_completion", body.model)
         self._replies, self._prompts = replies, prompts
-        self._wants_laws = body.logprobs is not None
+        self._wants_logprobs = body.logprobs is not None
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._choices = [_Choice() for _ in replies.readers]
@@ -117,7 +117,7 @@ class Writer:
         """Keep a step; its text."""
         choice = self._choices[step.index]
         stops = self._tokenizer.eos_token_ids
-        choice.laws += [law for law in step.laws if law.token not in stops]
+        choice.logprobs += [each for each in step.logprobs if each.token not in stops]
         text = "".join(part.text for part in step.parts if isinstance(part, Said))
         choice.text += text
         if step.end is not None:
@@ -126,22 +126,22 @@ class Writer:
 
     def _choice(self, index: int, text: str, end: End | None) -> Json:
         choice = self._choices[index]
-        laws = self._logprobs(choice) if self._wants_laws else None
+        logprobs = self._logprobs(choice) if self._wants_logprobs else None
         reason = finish_reason(end) if end is not None else None
-        return {"index": index, "text": text, "finish_reason": reason, "logprobs": laws}
+        return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
 
     def _logprobs(self, choice: _Choice) -> Json:
         """Of the tokens since the last ones that were told; offsets count in the answer."""
-        laws, choice.laws = choice.laws, []
-        tokens = [self._text(law.token) for law in laws]
+        logprobs, choice.logprobs = choice.logprobs, []
+        tokens = [self._text(each.token) for each in logprobs]
         offsets = []
         for token in tokens:
             offsets.append(choice.at)
             choice.at += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [law.logprob for law in laws],
-            "top_logprobs": [{self._text(t): p for t, p in law.top} for law in laws],
+            "token_logprobs": [each.logprob for each in logprobs],
+            "top_logprobs": [{self._text(t): p for t, p in each.top} for each in logprobs],
             "text_offset": offsets,
         }
 

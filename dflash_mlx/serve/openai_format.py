@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_mlx.engine.logprobs import TokenLogprobs
 from dflash_mlx.serve.errors import ApiError, body_of, encoded
 from dflash_mlx.serve.replies import TOOLS, End, Replies, Step, merged
-from dflash_mlx.session.logprobs import TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -61,14 +61,14 @@ def totals(ends: dict[int, End], prompts: int) -> Json:
     return {"usage": usage(all_ends, prompts), "dflash": merged(all_ends)}
 
 
-def chat_logprobs(laws: Sequence[TokenLogprobs], decode: Callable[[int], str]) -> Json:
+def chat_logprobs(logprobs: Sequence[TokenLogprobs], decode: Callable[[int], str]) -> Json:
     """Log-probabilities of tokens, as chat completions have them."""
-    return {"content": [_token(law, decode) for law in laws], "refusal": None}
+    return {"content": [_token(each, decode) for each in logprobs], "refusal": None}
 
 
-def _token(law: TokenLogprobs, decode: Callable[[int], str]) -> Json:
-    top = [_one(token, logprob, decode) for token, logprob in law.top]
-    return {**_one(law.token, law.logprob, decode), "top_logprobs": top}
+def _token(each: TokenLogprobs, decode: Callable[[int], str]) -> Json:
+    top = [_one(token, logprob, decode) for token, logprob in each.top]
+    return {**_one(each.token, each.logprob, decode), "top_logprobs": top}
 
 
 def _one(token: int, logprob: float, decode: Callable[[int], str]) -> Json:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dflash_mlx.session.text import BEGIN, END, begun
+from dflash_mlx.engine.text import BEGIN, END, begun
 
 PARSER_FAULTS = (ValueError, LookupError, SyntaxError, TypeError, AttributeError, RecursionError)
 _ESCAPED = re.compile(r"\\.", re.DOTALL)

@@ -12,13 +12,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.engine.delta import Delta
+from dflash_mlx.engine.logprobs import TokenLogprobs
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.errors import as_json
 from dflash_mlx.serve.prompts import Chat, Prompt
 from dflash_mlx.serve.reading import AnswerReader, Part, Reader, TextReader
 from dflash_mlx.serve.request_queue import ResponseStream
-from dflash_mlx.serve.stepper import Piece
-from dflash_mlx.session.logprobs import TokenLogprobs
 
 T = TypeVar("T")
 
@@ -47,12 +47,12 @@ class End:
 class Step:
     """What a step added to one of the answers; several may come at once.
 
-    index: which answer. laws: of its tokens. end: of the last step of an answer.
+    index: which answer. logprobs: of its tokens. end: of the last step of an answer.
     """
 
     index: int
     parts: Sequence[Part] = ()
-    laws: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     end: End | None = None
 
 
@@ -80,6 +80,8 @@ class Replies:
     readers: Sequence[Reader]
     spaced: Callable[[int], bool] = unspaced
     _leads: dict[int, str] = field(default_factory=dict)
+    # By answer: says why its latest round without drafts had none.
+    _parked: dict[int, Callable[[], str] | None] = field(default_factory=dict)
 
     async def steps(self) -> AsyncIterator[Step | None]:
         """Until all answers are over; None where nothing came for `PING` seconds.
@@ -91,38 +93,39 @@ class Replies:
             if found is None:
                 yield None
                 continue
-            index, piece = found
+            index, delta = found
             reader = self.readers[index]
             if reader.is_over:
                 continue
-            parts = reader.feed(self._lead(index, piece) + piece.text)
-            if piece.reason is not None:
+            if delta.proposal.mode == "plain":
+                self._parked[index] = delta.proposal.why
+            parts = reader.feed(self._lead(index, delta) + delta.text)
+            if delta.finish_reason is not None:
                 parts += reader.finish()
             elif reader.is_over:
                 self.ticket.drop(index)
-            over = piece.reason is not None or reader.is_over
-            yield Step(index, parts, piece.laws, _end(piece, reader) if over else None)
+            over = delta.finish_reason is not None or reader.is_over
+            yield Step(index, parts, delta.logprobs, self._end(index, delta) if over else None)
 
-    def _lead(self, index: int, piece: Piece) -> str:
+    def _lead(self, index: int, delta: Delta) -> str:
         """The space that the first text of an answer lacks."""
-        if index not in self._leads and piece.tokens:
-            self._leads[index] = " " if self.spaced(piece.tokens[0]) else ""
-        if not piece.text or not self._leads.get(index):
+        if index not in self._leads and delta.tokens:
+            self._leads[index] = " " if self.spaced(delta.tokens[0]) else ""
+        if not delta.text or not self._leads.get(index):
             return ""
         lead, self._leads[index] = self._leads[index], ""
-        return "" if piece.text.startswith(lead) else lead
+        return "" if delta.text.startswith(lead) else lead
+
+    def _end(self, index: int, delta: Delta) -> End:
+        reason = delta.finish_reason or "stop"
+        if self.readers[index].called and reason == "stop":
+            reason = TOOLS
+        why = self._parked.get(index)
+        return End(reason, delta.stop_text, delta.statistics, why() if why is not None else "")
 
     def close(self) -> None:
         """Give up what is not over."""
         self.ticket.close()
-
-
-def _end(piece: Piece, reader: Reader) -> End:
-    reason = piece.reason or "stop"
-    if reader.called and reason == "stop":
-        reason = TOOLS
-    parked = piece.parked() if piece.parked is not None else ""
-    return End(reason, piece.stop_text, piece.statistics, parked)
 
 
 def merged(ends: Sequence[End]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.delta import Delta
 from dflash_mlx.serve.errors import ApiError, of_settings
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.stepper import Asked, Begun, News, Piece, Stepper
+from dflash_mlx.session.worker import Begun, News, Request, Worker
 
 _FIRST_GUESS, _LONGEST = 5.0, 60.0  # seconds until another answer is over
 _ENDED = "the server is shutting down, and this answer was not finished in time"
@@ -20,11 +21,11 @@ _ENDED = "the server is shutting down, and this answer was not finished in time"
 class ResponseStream:
     """The answers of one request, as they come."""
 
-    def __init__(self, queue: RequestQueue, asked: Sequence[Asked]) -> None:
+    def __init__(self, queue: RequestQueue, asked: Sequence[Request]) -> None:
         self.asked = tuple(asked)
         self._desk = queue
-        self._news: asyncio.Queue[News | None] = asyncio.Queue()
-        self._begun: list[News] = []
+        self._news: asyncio.Queue[tuple[Request, object] | None] = asyncio.Queue()
+        self._begun: list[tuple[Request, object]] = []
         self._left = len(self.asked)
 
     async def begun(self) -> None:
@@ -38,7 +39,7 @@ class ResponseStream:
                     raise self._desk.as_api_error(news[1])
                 self._begun.append(news)
 
-    async def next(self, seconds: float) -> tuple[int, Piece] | None:
+    async def next(self, seconds: float) -> tuple[int, Delta] | None:
         """The next piece and which answer it is of; None where there was none for so long.
 
         ApiError where an answer broke off.
@@ -49,11 +50,11 @@ class ResponseStream:
         asked, said = found
         if isinstance(said, Exception):
             raise self._desk.as_api_error(said)
-        assert isinstance(said, Piece)
-        self._left -= said.reason is not None
+        assert isinstance(said, Delta)
+        self._left -= said.finish_reason is not None
         return self.asked.index(asked), said
 
-    async def _wait(self, seconds: float) -> News | None:
+    async def _wait(self, seconds: float) -> tuple[Request, object] | None:
         """The next news; not by `wait_for`, which before Python 3.12 can lose a cancellation."""
         timer = asyncio.get_running_loop().call_later(seconds, self._news.put_nowait, None)
         try:
@@ -66,7 +67,7 @@ class ResponseStream:
         """Whether all answers have their last piece, or were given up."""
         return self._left <= 0
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: tuple[Request, object]) -> None:
         """Take in what the thread said."""
         self._news.put_nowait(news)
 
@@ -82,7 +83,7 @@ class ResponseStream:
 
 
 class RequestQueue:
-    """Hands requests to the stepper and its news to their tickets; for one event loop.
+    """Hands requests to the worker and its news to their tickets; for one event loop.
 
     parallel: answers that are decoded together. queue: answers that may wait besides. fault: notes
     an exception and makes an error of it.
@@ -96,10 +97,10 @@ class RequestQueue:
         fault: Callable[[Exception], ApiError],
     ) -> None:
         self.metrics, self.fault = metrics, fault
-        self.stepper = Stepper(self._post)
+        self.worker = Worker(self._post)
         self._parallel, self._most = parallel, parallel + queue
-        self._tickets: dict[Asked, ResponseStream] = {}
-        self._since: dict[Asked, float] = {}
+        self._tickets: dict[Request, ResponseStream] = {}
+        self._since: dict[Request, float] = {}
         self._usual = _FIRST_GUESS
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
@@ -115,7 +116,7 @@ class RequestQueue:
         """Answers that wait for a place among those that are decoded."""
         return max(0, len(self) - self._parallel)
 
-    def open(self, asked: Sequence[Asked]) -> ResponseStream:
+    def open(self, asked: Sequence[Request]) -> ResponseStream:
         """Ask for answers; ApiError where there is no room for them, or not any more."""
         self._loop = asyncio.get_running_loop()
         if self._closing:
@@ -127,15 +128,15 @@ class RequestQueue:
         ticket = ResponseStream(self, asked)
         for each in asked:
             self._tickets[each], self._since[each] = ticket, time.monotonic()
-            self.stepper.begin(each)
+            self.worker.submit(each)
         self._count()
         return ticket
 
-    def drop(self, asked: Asked) -> None:
+    def drop(self, asked: Request) -> None:
         """Give up an answer, unless it is over."""
         if self._tickets.pop(asked, None) is not None:
             self._since.pop(asked)
-            self.stepper.cancel(asked)
+            self.worker.cancel(asked)
             self.metrics.ended("gone")
             self._count()
 
@@ -155,27 +156,28 @@ class RequestQueue:
             return error
         return of_settings(error) if isinstance(error, DFlashError) else self.fault(error)
 
-    def _post(self, news: list[News]) -> None:
-        """On the stepper's thread."""
+    def _post(self, news: News) -> None:
+        """On the worker's thread."""
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed, and nobody listens
             self._loop.call_soon_threadsafe(self._hear, news)
 
-    def _hear(self, news: list[News]) -> None:
+    def _hear(self, news: News) -> None:
         for asked, said in news:
+            assert isinstance(asked, Request)
             ticket = self._tickets.get(asked)
             if ticket is None:
                 continue
-            if isinstance(said, Piece):
+            if isinstance(said, Delta):
                 self.metrics.told(said)
-            if isinstance(said, Exception) or (isinstance(said, Piece) and said.reason):
+            if isinstance(said, Exception) or (isinstance(said, Delta) and said.finish_reason):
                 self._finish(asked, said)
             ticket.hear((asked, said))
 
-    def _finish(self, asked: Asked, said: Piece | Exception) -> None:
+    def _finish(self, asked: Request, said: Delta | Exception) -> None:
         del self._tickets[asked]
         took = time.monotonic() - self._since.pop(asked)
-        if isinstance(said, Piece):
+        if isinstance(said, Delta):
             self._usual += 0.2 * (took - self._usual)
             self.metrics.finished(said)
         else:

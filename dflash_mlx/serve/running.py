@@ -30,8 +30,8 @@ from dflash_mlx.serve.protocol import limited
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
-from dflash_mlx.session.many import Conversations
 from dflash_mlx.session.responder import Responder, prefix_cache
+from dflash_mlx.session.scheduler import Scheduler
 
 PROGRAM = "dflash-serve"
 _LATE = 5.0  # seconds after the last answer until connections are cut
@@ -53,20 +53,20 @@ def run(
     """
     metrics, noted = Metrics(), Faults()
     queue = RequestQueue(metrics, config.parallel, config.queue, noted)
-    pair = queue.stepper.call(load).result()
+    pair = queue.worker.call(load).result()
     method = settle(usual, pair.capabilities).method
     if method != PLAIN:  # so that the first answer need not wait for it
-        queue.stepper.call(lambda: Responder(pair).time_passes()).result()
+        queue.worker.call(lambda: Responder(pair).time_passes()).result()
     memory = memory_for(config)
-    make = conversations_of(pair, config, memory, partial(prefix_cache, kept))
-    queue.stepper.serve(make).result()
+    make = scheduler_of(pair, config, memory, partial(prefix_cache, kept))
+    queue.worker.serve(make).result()
     service = Service(pair, usual, config, queue, metrics, names)
     told = f"{method} drafts, {amount(memory)} for caches"
     told = f"{names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
     asyncio.run(_until_signal(service, place, noted, lambda: cli.say(f"{PROGRAM}: {told}")))
-    if problem := queue.stepper.call(queue.stepper.save).result():
+    if problem := queue.worker.call(queue.worker.save).result():
         cli.say(f"{PROGRAM}: {problem}")
-    queue.stepper.close(_LATE)
+    queue.worker.close(_LATE)
     service.close()
 
 
@@ -89,11 +89,11 @@ async def _until_signal(
         await serve(service, place, noted, stop)
 
 
-def conversations_of(
+def scheduler_of(
     pair: Pair, config: ServeConfig, memory: int | None, prefixes: Callable[[], PrefixCache]
-) -> Callable[[], Conversations]:
-    """Makes the engine of a server. prefixes: makes what keeps prompts for those that follow."""
-    return lambda: Conversations(pair, memory, prefixes=prefixes(), most=config.parallel)
+) -> Callable[[], Scheduler]:
+    """Makes the scheduler of a server. prefixes: makes what keeps prompts for those that follow."""
+    return lambda: Scheduler(pair, memory, prefixes=prefixes(), most=config.parallel)
 
 
 def memory_for(config: ServeConfig) -> int:

@@ -16,7 +16,7 @@ from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.prompts import Chat, Prompt, render
 from dflash_mlx.serve.request_queue import RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
-from dflash_mlx.serve.stepper import Asked
+from dflash_mlx.session.worker import Request
 
 T = TypeVar("T")
 
@@ -61,10 +61,10 @@ class Service:
         what cannot be answered.
         """
         told = [replace(config, logprobs=tops is not None) for config in configs]
-        asked: list[Asked] = []
+        asked: list[Request] = []
         for each in prompts:
-            first = Asked(each.tokens, told[0], tops or 0)
-            others = [Asked(each.tokens, config, tops or 0, first) for config in told[1:]]
+            first = Request(each.tokens, told[0], tops or 0)
+            others = [Request(each.tokens, config, tops or 0, first) for config in told[1:]]
             asked += [first, *others]
         ticket = self.queue.open(asked)
         try:

@@ -11,19 +11,19 @@ import platformdirs
 from dflash_mlx.core.config import DecodeConfig, PrefixConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.methods import drafting_of, settle
+from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.engine.text import BEGIN, opens_thought
 from dflash_mlx.models.available import available_memory
-from dflash_mlx.session.answer import TextDelta
-from dflash_mlx.session.stream import Session
+from dflash_mlx.session.session import Session
 from dflash_mlx.session.templates import Message, prompt_tokens
-from dflash_mlx.session.text import BEGIN, opens_thought
 from dflash_mlx.verifier.pass_times import stored_times, timing_day
 
 
 @dataclass(frozen=True)
-class Request:
+class Question:
     """A conversation to go on with, the question last."""
 
     messages: tuple[Message, ...]
@@ -51,8 +51,8 @@ class Responder:
         self._session: Session | None = None
 
     def answer(
-        self, request: Request, observer: Observer | None = None
-    ) -> Generator[TextDelta, None, None]:
+        self, request: Question, observer: Observer | None = None
+    ) -> Generator[Delta, None, None]:
         """A delta per round; a thought that the chat template opened is opened in the text.
 
         Raises DFlashError as `prompt_tokens` and `Session` do.

@@ -14,12 +14,12 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.json_text import parse_json
 
 Message = dict[str, str]
-Prompt = str | Sequence[Message]
+Conversation = str | Sequence[Message]
 
 _SHAPE = 'a JSON list of objects like {"role": "user", "content": "..."}'
 
 
-def check_prompt(prompt: Prompt, system: str | None, raw: bool) -> None:
+def check_prompt(prompt: Conversation, system: str | None, raw: bool) -> None:
     """Raise DFlashError for a prompt that no model could answer; needs no model."""
     if not prompt or (isinstance(prompt, str) and not prompt.strip() and not raw):
         raise DFlashError(
@@ -39,7 +39,7 @@ def check_prompt(prompt: Prompt, system: str | None, raw: bool) -> None:
 
 def prompt_tokens(
     tokenizer: Any,
-    prompt: Prompt,
+    prompt: Conversation,
     system: str | None = None,
     raw: bool = False,
     template: Mapping[str, Any] | None = None,

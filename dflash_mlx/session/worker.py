@@ -1,14 +1,38 @@
-"""The worker thread: all MLX work, one job after the other; its client hears what happens."""
+"""The one thread that touches MLX: it steps a scheduler, and takes orders between two steps."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
-from queue import SimpleQueue
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
+from dflash_mlx.engine.delta import Delta
+from dflash_mlx.engine.sequence import Sequence
+from dflash_mlx.session.scheduler import Scheduler
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Request:
+    """One answer that is asked for; itself the handle by which it is known."""
+
+    tokens: tuple[int, ...]
+    config: DecodeConfig
+    top_logprobs: int = 0  # likeliest tokens to tell with each, where `config` asks for logprobs
+    behind: Request | None = None  # another request with the same prompt, which is read once
+    sequence: Sequence | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request is taken in; it is read as soon as there is room."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +56,18 @@ class Failed:
 
 
 class Job(Observer):
-    """One request to the worker, and the observer of its decoding.
+    """A piece of work with events, and the observer of what it decodes."""
 
-    begun: the worker has taken it up. cancelled: any thread may set it; the job then ends before
-    the next pass over the target, and what it computed stays usable.
-    """
-
-    def __init__(self, work: Work, post: Post) -> None:
-        self.begun, self.cancelled = threading.Event(), threading.Event()
+    def __init__(self, work: Work, post: Callable[[object], object]) -> None:
+        self.begun = threading.Event()  # the worker has taken it up
+        # Any thread may set it; the job then ends before the next pass over the target, and what
+        # it computed stays usable.
+        self.cancelled = threading.Event()
         self._work, self._post = work, post
 
     def prefilled(self, tokens: int, total: int) -> None:
         """Post how far the prompt is; leave it there when the job is cancelled."""
-        self._post(self, Prefilled(tokens, total))
+        self._post(Prefilled(tokens, total))
         if self.cancelled.is_set():
             raise _Cancelled
 
@@ -55,16 +78,17 @@ class Job(Observer):
         try:
             with closing(self._work(self)) as events:
                 while not self.cancelled.is_set():  # as it may be while it waits
-                    self._post(self, next(events))
+                    self._post(next(events))
         except (StopIteration, _Cancelled):
             pass
         except Exception as error:
             last = Failed(error)
-        self._post(self, last)
+        self._post(last)
 
 
 Work = Callable[[Job], Generator[object, None, None]]
-Post = Callable[[Job, object], object]
+# What became of requests (Begun, deltas, an exception), or of a job, in order.
+News = list[tuple["Request | Job", object]]
 
 
 class _Cancelled(GeneratorExit):
@@ -76,42 +100,141 @@ class _Cancelled(GeneratorExit):
 
 
 class Worker:
-    """Runs jobs on a thread of its own.
+    """Runs jobs and answers requests, on a thread of its own.
 
-    post: hears every event of every job; called on the worker's thread, so it must return at once.
-    The thread is a daemon: a pass that hangs does not keep the program from ending.
+    post: hears of every step; called on the worker's thread, so it must return at once. The thread
+    is a daemon: a pass that hangs does not keep the program from ending.
     """
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: Callable[[News], object]) -> None:
+        self.used = self.steps = 0  # bytes of all caches after the last step; steps so far
         self._post = post
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._orders: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._make: Callable[[], Scheduler] | None = None
+        self._scheduler: Scheduler | None = None
+        self._open: dict[Sequence, Request] = {}
         self._running: Job | None = None
-        self._last: Callable[[], None] | None = None
+        self._last: Callable[[], object] | None = None
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work) -> Job:
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Run something on the thread, between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._orders.put(run)
+        return future
+
+    def run(self, work: Work) -> Job:
         """Queue a job. work: yields its events; closed where the job is cancelled."""
-        job = Job(work, self._post)
-        self._jobs.put(job)
+        job = Job(work, lambda event: self._post([(job, event)]))
+
+        def order() -> None:
+            self._running = job
+            job.run()
+            self._running = None
+
+        self._orders.put(order)
         return job
 
-    def close(self, seconds: float, last: Callable[[], None] | None = None) -> bool:
-        """Cancel what runs and end the thread; False when it is still busy after `seconds`.
+    def serve(self, make: Callable[[], Scheduler]) -> Future[None]:
+        """Answer requests with what `make` returns; called again after a fault of the scheduler."""
+
+        def begin() -> None:
+            self._make, self._scheduler = make, make()
+
+        return self.call(begin)
+
+    def submit(self, request: Request) -> None:
+        """Take in a request; Begun or an exception is the first news of it."""
+        self._orders.put(lambda: self._submit(request))
+
+    def cancel(self, request: Request) -> None:
+        """Give up a request before the next step; nothing more is heard of it."""
+        self._orders.put(lambda: self._cancel(request))
+
+    def save(self) -> str:
+        """Keep on the disk what was read, for the thread alone; why that could not be, or ""."""
+        prefixes = None if self._scheduler is None else self._scheduler.prefixes
+        if prefixes is None:
+            return ""
+        prefixes.save()
+        return prefixes.problem
+
+    def close(self, seconds: float, last: Callable[[], object] | None = None) -> bool:
+        """Cancel the job that runs and end the thread; False where it is busy after `seconds`.
 
         last: what it does before it ends.
         """
         self._last = last
         if (running := self._running) is not None:
             running.cancelled.set()
-        self._jobs.put(None)
+        self._orders.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._running = job
-            job.run()
-            self._running = None
+        while self._take_orders():
+            if self._open:
+                self._step()
         if self._last is not None:
             self._last()
+
+    def _take_orders(self) -> bool:
+        """Do what was asked for meanwhile, or wait for it while there is nothing else to do."""
+        wait = not self._open
+        while True:
+            try:
+                order = self._orders.get(block=wait)
+            except Empty:
+                return True
+            if order is None:
+                return False
+            order()
+            wait = False
+
+    def _submit(self, request: Request) -> None:
+        assert self._scheduler is not None
+        behind = None if request.behind is None else request.behind.sequence
+        try:
+            sequence = self._scheduler.submit(request.tokens, request.config, behind)
+        except Exception as error:  # of any kind: the others go on
+            self._post([(request, error)])
+            return
+        sequence.top_logprobs = request.top_logprobs
+        request.sequence = sequence
+        self._open[sequence] = request
+        self._post([(request, Begun())])
+
+    def _cancel(self, request: Request) -> None:
+        sequence = request.sequence
+        if sequence is not None and self._scheduler is not None:
+            self._open.pop(sequence, None)
+            self._scheduler.cancel(sequence)
+            self._look()
+
+    def _step(self) -> None:
+        assert self._scheduler is not None
+        try:
+            news: News = [(self._open[each], said) for each, said in self._scheduler.step()]
+        except Exception as error:  # a fault of ours, after which no cache can be trusted
+            news = [(request, error) for request in self._open.values()]
+            self._scheduler = self._make() if self._make is not None else None
+        for request, said in news:
+            over = isinstance(said, Exception) or (isinstance(said, Delta) and said.finish_reason)
+            if over and isinstance(request, Request) and request.sequence is not None:
+                self._open.pop(request.sequence, None)
+        self._look()
+        if news:
+            self._post(news)
+
+    def _look(self) -> None:
+        self.steps += 1
+        if self._scheduler is not None and (self.steps % 16 == 0 or not self._open):
+            self.used = self._scheduler.used

@@ -22,11 +22,12 @@ Mask = mx.array | str | None
 
 
 class Rows(NamedTuple):
-    """The rows of one sequence in a pass: tokens [N] of `block`, behind what `cache` holds."""
+    """The rows of one sequence in a pass."""
 
-    tokens: mx.array
-    cache: SequenceCache
+    tokens: mx.array  # [N] of `block`
+    cache: SequenceCache  # what is before them
     block: Block
+    embeddings: mx.array | None = None  # [N, d] in place of those of the tokens
 
 
 class Forest:

@@ -126,14 +126,19 @@ class Target:
         return tuple(sorted(self._tapped))
 
     def forward(
-        self, tokens: mx.array, cache: SequenceCache, block: Block, aux_layers: tuple[int, ...] = ()
+        self,
+        tokens: mx.array,
+        cache: SequenceCache,
+        block: Block,
+        aux_layers: tuple[int, ...] = (),
+        embeddings: mx.array | None = None,
     ) -> tuple[mx.array, mx.array | None]:
         """One pass over the rows of `block`, whose keys and values go behind the committed ones.
 
-        tokens: [N]. Returns logits [N, V], [1, V] of a block's last row where that is all it asks
-        for, and features [N, len(aux_layers) * d] (None without taps): the states after the tapped
-        layers, side by side. Nothing is evaluated here. DFlashError for a tree that no recurrent
-        layer here can follow.
+        tokens: [N]. embeddings: [N, d] in their place, where not all are text. Returns logits [N,
+        V], [1, V] of a block's last row where that is all it asks for, and features [N,
+        len(aux_layers) * d] (None without): the states after these layers, side by side. Nothing is
+        evaluated here. DFlashError for a tree that no recurrent layer here can follow.
         """
         if block.tree is not None and self.is_recurrent and not self.takes_trees:
             self.check_trees()
@@ -143,7 +148,8 @@ class Target:
         cache.extend(block)
         self._outputs.clear()
         with rows_alone(self._heads if block.last_only else (), slice(-1, None)):
-            logits = self.model(tokens[None], cache=cache.layers)[0]
+            given = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+            logits = self.model(tokens[None], cache=cache.layers, **given)[0]
         if block.last_only:
             logits = logits[-1:]
         if not aux_layers:
@@ -157,8 +163,12 @@ class Target:
 
         Where the model cannot take them together, they take turns.
         """
-        if len(sequences) == 1 or not self.joins:
-            return [self.forward(*rows, aux_layers) for rows in sequences]
+        only_text = all(rows.embeddings is None for rows in sequences)
+        if len(sequences) == 1 or not self.joins or not only_text:
+            return [
+                self.forward(r.tokens, r.cache, r.block, aux_layers, r.embeddings)
+                for r in sequences
+            ]
         return self._together(sequences, aux_layers)
 
     def _together(
@@ -206,7 +216,7 @@ class Target:
             self.forward(mx.arange(before), cache, Block(before))
             cache.commit(range(before))
             sequences.append(Rows(mx.arange(rows), cache, Block(rows)))
-        alone = [self.forward(*rows)[0] for rows in sequences]
+        alone = [self.forward(*rows[:3])[0] for rows in sequences]
         try:
             together = self._together(sequences, ())
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # asks for more

@@ -138,11 +138,16 @@ class Leader(Target):
         self._orders.note("widen", str(dtype).rpartition(".")[2])
 
     def forward(
-        self, tokens: mx.array, cache: SequenceCache, block: Block, aux_layers: tuple[int, ...] = ()
+        self,
+        tokens: mx.array,
+        cache: SequenceCache,
+        block: Block,
+        aux_layers: tuple[int, ...] = (),
+        embeddings: mx.array | None = None,
     ) -> tuple[mx.array, mx.array | None]:
         """A pass that begins at once, on every rank; waits for `tokens`."""
         with self._told([Rows(tokens, cache, block)]):
-            found = super().forward(tokens, cache, block, aux_layers)
+            found = super().forward(tokens, cache, block, aux_layers, embeddings)
         self._orders.start(found)
         return found
 
@@ -215,7 +220,7 @@ class Follower:
         """This rank's part of a pass, or why there is none; what it says is the leader's to ask."""
         try:
             rows = [self._rows(*each) for each in sequences]
-            found = [self.target.forward(*rows[0])] if len(rows) == 1 else self._together(rows)
+            found = [self.target.forward(*rows[0][:3])] if len(rows) == 1 else self._together(rows)
         except Exception as error:
             return error
         mx.eval([logits for logits, _ in found])

@@ -11,7 +11,7 @@ from dflash_mlx import (
     DFlashError,
     PairConfig,
     PrefixConfig,
-    Request,
+    Question,
     amount,
     prefix_cache,
 )
@@ -41,7 +41,7 @@ def backend(folders):
 
 
 def request(**settings):
-    return Request(({"role": "user", "content": "hello"},), None, replace(CONFIG, **settings))
+    return Question(({"role": "user", "content": "hello"},), None, replace(CONFIG, **settings))
 
 
 def text_of(backend):

@@ -9,9 +9,9 @@ from dflash_mlx import (
     DFlashError,
     Difference,
     PairConfig,
+    Question,
     RaceResult,
     RaceStep,
-    Request,
     SamplingConfig,
     load_pair,
     race,
@@ -30,7 +30,7 @@ def pair(tmp_path_factory):
 
 
 def request(**settings):
-    return Request(({"role": "user", "content": "hello"},), None, replace(CONFIG, **settings))
+    return Question(({"role": "user", "content": "hello"},), None, replace(CONFIG, **settings))
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.9, seed=1)])

@@ -19,7 +19,7 @@ from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models import pair_folder
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.tokens import LIKELY_TOKENS
-from dflash_mlx.session.stream import generate
+from dflash_mlx.session.session import generate
 from support import reference_dflash2
 from support.converted import assert_same_tensors, config, convert, tensors
 from support.drafter_formats import FORMATS, case, version_1, write_shards

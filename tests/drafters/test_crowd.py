@@ -16,13 +16,11 @@ from dflash_mlx.drafters.crowd import Crowd
 from dflash_mlx.drafters.experience import Average, Instead, SecondPass
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
-from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
-from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.step import Running
 from dflash_mlx.verifier.pass_times import PassTimes
-from support.decoding import Strict, answer
+from support.decoding import Strict, answer, scheduler_of, sequence_of
+from support.decoding import rule_of as make_rule
 from support.toys import ToyTarget
 
 VOCABULARY = 9
@@ -97,12 +95,12 @@ def decode_with(
     adaptive = Adaptive(drafter, {"draft": drafter}, target.times, scope, target.clock)
     adaptive.experience.second.times.timed = second
     prompts = [[1, i % VOCABULARY, i // VOCABULARY] for i in range(count)]
-    engine, said = Engine(target, observer=Strict()), {}
+    engine, said = scheduler_of(target, observer=Strict()), {}
     for prompt in prompts:
         state = State(target.new_cache(), NoContext())
         state.end = len(prompt) - 1 + config.max_tokens
         rule = make_rule(target, state, Sampler(config.sampling), config)
-        engine.add(Running(state, adaptive, prompt, 64, rule))
+        engine.add(sequence_of(state, adaptive, prompt, 64, rule))
     while engine.running or engine.waiting:
         for each, outcome in engine.step():
             assert not isinstance(outcome, Exception), outcome

@@ -25,7 +25,7 @@ from dflash_mlx.drafters.specdiff.drafter import SURE, Denoising, DrawnSpecDiff,
 from dflash_mlx.drafters.specdiff.method import likeliest, sampled
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.session.stream import Session
+from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.model import Target
 from support import decoding, masked_formats
 from support.decoding import go_on, open_with, paths_of, rounds, run, start

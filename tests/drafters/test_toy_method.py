@@ -27,12 +27,12 @@ from dflash_mlx.core.findings import Finding
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.method import Method, TokenSource
 from dflash_mlx.drafters.methods import METHODS
+from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.models import registry
 from dflash_mlx.models.registry import Entry
-from dflash_mlx.session.answer import collect
 from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE
 from support.models import write_drafter, write_model

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.observer import Observer, RoundTimer
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
-from support.decoding import answer, go_on, run, start, tokens_in
+from support.decoding import answer, go_on, prefill, run, start, tokens_in
 from support.decoding import rounds as decode
 from support.families import VOCAB_SIZE, make_model
 from support.toys import Scripted, ToyTarget, foretold, prompt_of, random_tree

@@ -12,14 +12,13 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import make_rule
-from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.step import Running
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
-from support.decoding import Strict, answer
+from support.decoding import Strict, answer, scheduler_of, sequence_of
+from support.decoding import rule_of as make_rule
 from support.families import make_model
 from support.rounding import Rounding
 from support.toys import foretold, prompt_of
@@ -44,11 +43,11 @@ def alone(target):
     return [(p, answer(target, NoDraft(), p, config_of(i))) for i, p in enumerate(prompts)]
 
 
-def running(target, i, prompt, drafter) -> Running:
+def running(target, i, prompt, drafter) -> Sequence:
     config, state = config_of(i), State(target.new_cache(), drafter.new_context())
     state.end = len(prompt) - 1 + config.max_tokens
     rule = make_rule(target, state, Sampler(config.sampling), config)
-    return Running(state, drafter, prompt, 16, rule)
+    return sequence_of(state, drafter, prompt, 16, rule)
 
 
 def sequences(target, alone):
@@ -82,7 +81,9 @@ class Eager:
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_are_those_of_each_alone(target, alone, seed):
     said, _ = run(
-        Engine(target, observer=Strict()), sequences(target, alone), np.random.default_rng(seed)
+        scheduler_of(target, observer=Strict()),
+        sequences(target, alone),
+        np.random.default_rng(seed),
     )
     assert said == [words for _, words in alone]
 
@@ -101,8 +102,10 @@ def test_near_ties_are_decided_as_alone(drafting):
             state.end = len(prompt) - 1 + config.max_tokens
             settings = DecodeConfig("dflash" if drafting else "none", max_tokens=24, exact=exact)
             make = partial(make_rule, target, state, Sampler(config.sampling), settings, True)
-            everyone.append(Running(state, drafter, prompt, 16, make_rule=make, exact=exact))
-        said, failed = run(Engine(target, observer=Strict()), everyone, np.random.default_rng(0))
+            everyone.append(sequence_of(state, drafter, prompt, 16, make_rule=make, exact=exact))
+        said, failed = run(
+            scheduler_of(target, observer=Strict()), everyone, np.random.default_rng(0)
+        )
         assert not any(failed)
         assert not exact or said == plain
         differ += said != plain
@@ -111,7 +114,7 @@ def test_near_ties_are_decided_as_alone(drafting):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_answer_whose_caches_were_dropped_goes_on_as_if_they_had_not_been(target, alone, seed):
-    engine, rng, dropped = Engine(target, observer=Strict()), np.random.default_rng(seed), []
+    engine, rng, dropped = scheduler_of(target, observer=Strict()), np.random.default_rng(seed), []
 
     def drop_one():
         if len(engine.running) > 1 and rng.random() < 0.3:
@@ -126,7 +129,7 @@ def test_an_answer_whose_caches_were_dropped_goes_on_as_if_they_had_not_been(tar
 
 
 def test_the_memory_is_kept_and_who_has_no_room_waits(target, alone):
-    engine = Engine(target, observer=Strict())
+    engine = scheduler_of(target, observer=Strict())
     longest = max(engine.bytes_of(NoDraft(), len(p) + len(a)) for p, a in alone)
     engine.memory = 3 * longest
     most = [0, 0]
@@ -142,7 +145,7 @@ def test_the_memory_is_kept_and_who_has_no_room_waits(target, alone):
 
 
 def test_prompts_that_are_not_read_yet_are_counted(target, alone):
-    engine = Engine(target)
+    engine = scheduler_of(target)
     engine.memory = engine.bytes_of(NoDraft(), 300)
     for each in sequences(target, alone):
         engine.add(each)
@@ -152,7 +155,7 @@ def test_prompts_that_are_not_read_yet_are_counted(target, alone):
 
 
 def test_an_answer_that_cannot_fit_even_alone_is_refused_by_number(target, alone):
-    engine = Engine(target, memory=1000)
+    engine = scheduler_of(target, memory=1000)
     with pytest.raises(DFlashError, match=r"takes .*B, more than the limit of 1\.0 kB"):
         engine.add(sequences(target, alone)[3])
 
@@ -170,7 +173,7 @@ STAGES = {  # what a sequence is asked for there
 }
 
 
-def break_at(stage: str, broken: Running, calls: int) -> None:
+def break_at(stage: str, broken: Sequence, calls: int) -> None:
     """Let it fail at its so many-th call."""
     left = calls
 
@@ -201,7 +204,7 @@ def test_one_that_fails_leaves_the_others_as_they_were(target, alone, stage, cal
         calls, rule = 1, everyone[victim].rule  # it is made once
         everyone[victim].rule, everyone[victim].make_rule = None, lambda: rule
     break_at(stage, everyone[victim], calls)
-    said, failed = run(Engine(target), everyone, rng)
+    said, failed = run(scheduler_of(target), everyone, rng)
     words = [words for _, words in alone]
     assert [type(each) for each in failed] == [
         RuntimeError if i == victim else type(None) for i in range(COUNT)
@@ -219,7 +222,7 @@ def test_a_pass_that_breaks_off_leaves_recurrent_states_as_they_were():
         for i, (prompt, said) in enumerate(zip(prompts, words, strict=True))
     ]
     break_at("layer", everyone[0], 4)  # behind one that is recurrent
-    said, failed = run(Engine(target), everyone, Eager())
+    said, failed = run(scheduler_of(target), everyone, Eager())
     assert said[1:] == words[1:] and [each is None for each in failed] == [False, True, True]
 
 
@@ -235,7 +238,7 @@ def test_one_that_is_cancelled_inside_a_step_leaves_the_others_as_they_were(targ
             if when == 0 and said == term:
                 engine.cancel(gone)
 
-    engine = Engine(target, observer=Cancels(), prefixes=PrefixCache(1 << 30))
+    engine = scheduler_of(target, observer=Cancels(), prefixes=PrefixCache(1 << 30))
     said, failed = run(engine, everyone, Eager())
     again = running(target, 3, alone[3][0], NoDraft())
     assert run(engine, [again], Eager())[0] == [alone[3][1]] and again.reused
@@ -244,7 +247,7 @@ def test_one_that_is_cancelled_inside_a_step_leaves_the_others_as_they_were(targ
 
 
 def test_one_that_is_cancelled_leaves_the_others_as_they_were(target, alone):
-    engine, everyone = Engine(target, observer=Strict()), sequences(target, alone)
+    engine, everyone = scheduler_of(target, observer=Strict()), sequences(target, alone)
     gone = everyone[4]
 
     def cancel():
@@ -261,7 +264,7 @@ def test_a_long_prompt_rides_along_in_chunks_that_the_others_bear(target, monkey
         10.0 + n for n in (1, 64, 512)
     )  # so 8 more rows take a row up to 1.75 times its time
     monkeypatch.setattr(target, "pass_times", PassTimes((1, 64, 512), seconds))
-    engine, prompt = Engine(target, observer=Strict()), prompt_of(0, 300)
+    engine, prompt = scheduler_of(target, observer=Strict()), prompt_of(0, 300)
     first, second = (
         running(target, 5, prompt_of(1, 5), NoDraft()),
         running(target, 0, prompt, NoDraft()),
@@ -288,7 +291,7 @@ def test_chunks_are_shorter_where_a_row_of_the_prompt_takes_longer(target, monke
     near, far = (10.0, 10.5, 42.0), (10.0, 11.5, 106.0)
     deep = PassTimes((1, 2, 65), far, 600)
     monkeypatch.setattr(target, "pass_times", PassTimes((1, 2, 65), near, 0, (deep,)))
-    engine, chunks = Engine(target, observer=Strict()), []
+    engine, chunks = scheduler_of(target, observer=Strict()), []
     first, second = (running(target, 5, prompt_of(i, n), NoDraft()) for i, n in ((1, 5), (0, 600)))
     second.chunk = 512
     engine.add(first)
@@ -305,6 +308,6 @@ def test_answers_with_long_contexts_count_them_whole(target, monkeypatch):
     """A new prompt's rows take nothing from what is read of the others' contexts."""
     deep = PassTimes((1, 101), (40.0, 50.0), 30_000)
     monkeypatch.setattr(target, "pass_times", PassTimes((1, 101), (10.0, 20.0), 0, (deep,)))
-    engine = Engine(target)
+    engine = scheduler_of(target)
     old = SimpleNamespace(state=SimpleNamespace(position=30_000))
     assert engine._bearable([old], 0) == 300  # of a pass that takes 40.0 alone, and 0.1 a row

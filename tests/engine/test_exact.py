@@ -12,11 +12,11 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.delta import Delta, collect
 from dflash_mlx.engine.exact import SAFETY, Noise, lead, measure_noise, noise_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.session.answer import TextDelta, collect
-from dflash_mlx.session.stream import Session
+from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.block import Block
 from support import decoding
 from support.decoding import go_on, run, start, tokens_in, tree_of
@@ -221,13 +221,13 @@ def test_an_interrupt_inside_a_check_leaves_the_cache_as_it_was(target, monkeypa
 def test_statistics_add_up_the_checks_and_say_so_in_json_and_in_the_summary():
     statistics = Statistics("dflash")
     assert statistics.as_dict()["guard_checks"] == 0
-    assert "near-ties" not in summary(TextDelta("", (), None, "stop", statistics, 0, None))
+    assert "near-ties" not in summary(Delta("", (), None, "stop", statistics, 0, None))
     for near_ties in (NearTies(2, 3, 1, 1, 0.5), NearTies(), NearTies(1, 1, 0, 0, 0.25)):
         statistics.add_round(Accepted(tree_of([1], [-1]), (0,), 5, near_ties))
     found = statistics.as_dict()
     counts = [found[f"guard_{k}"] for k in ("checks", "passes", "replays", "changed", "seconds")]
     assert counts == [3, 4, 1, 1, 0.75]
-    line = summary(TextDelta("", (), None, "stop", statistics, 0, None))
+    line = summary(Delta("", (), None, "stop", statistics, 0, None))
     assert line.endswith("3 near-ties in 0.75 s, 1 changed")
 
 

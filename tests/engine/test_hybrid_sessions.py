@@ -16,7 +16,7 @@ from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.exact import measure_noise
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import first_difference
-from dflash_mlx.session.stream import Session
+from dflash_mlx.session.session import Session
 from dflash_mlx.train.features import FeatureCache
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target

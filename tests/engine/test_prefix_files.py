@@ -22,7 +22,7 @@ from dflash_mlx.engine.cache_key import CacheKey, weights_digest
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
-from dflash_mlx.session.stream import Session, collect
+from dflash_mlx.session.session import Session, collect
 from dflash_mlx.verifier.model import Target
 from support.decoding import start
 from support.families import make_model

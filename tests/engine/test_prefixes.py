@@ -10,16 +10,15 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.cache_key import CacheKey
-from dflash_mlx.engine.decode import make_rule
-from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.step import Running
-from dflash_mlx.session.stream import Session, collect
+from dflash_mlx.session.session import Session, collect
 from dflash_mlx.verifier.cache import STEP
 from dflash_mlx.verifier.model import Target
-from support.decoding import Strict, go_on, start
+from support.decoding import Strict, go_on, scheduler_of, sequence_of, start
+from support.decoding import rule_of as make_rule
 from support.decoding import run as answer_of
 from support.families import make_model
 from support.hybrids import plain_answer, target_of
@@ -197,7 +196,7 @@ def test_exact_answers_neither_use_nor_leave_anything(tmp_path):
 # The engine
 
 
-def running(target: Target, prompt: list[int], seed: int, tokens: int = 10) -> Running:
+def running(target: Target, prompt: list[int], seed: int, tokens: int = 10) -> Sequence:
     sampling = SamplingConfig(temperature=0.8 if seed % 2 else 0.0, seed=seed)
     config, state = (
         DecodeConfig(max_tokens=tokens),
@@ -205,10 +204,10 @@ def running(target: Target, prompt: list[int], seed: int, tokens: int = 10) -> R
     )
     state.end = len(prompt) - 1 + tokens
     rule = make_rule(target, state, Sampler(sampling), config)
-    return Running(state, NoDraft(), prompt, 64, rule)
+    return sequence_of(state, NoDraft(), prompt, 64, rule)
 
 
-def run(engine: Engine, everyone: list[Running], look=lambda: None) -> list[list[int]]:
+def run(engine: Any, everyone: list[Sequence], look=lambda: None) -> list[list[int]]:
     said = {id(each): [] for each in everyone}
     for each in everyone:
         engine.add(each)
@@ -224,8 +223,8 @@ def run(engine: Engine, everyone: list[Running], look=lambda: None) -> list[list
 def test_requests_that_begin_alike_read_their_beginning_once(name):
     target, system = target_of(name), prompt_of(23, 200)
     prompts = [[*system, *prompt_of(24 + i, 10 + i)] for i in range(4)]
-    alone = [run(Engine(target), [running(target, p, i)])[0] for i, p in enumerate(prompts)]
-    engine = Engine(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
+    alone = [run(scheduler_of(target), [running(target, p, i)])[0] for i, p in enumerate(prompts)]
+    engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
     run(engine, [running(target, [*system, 5], 0)])
     everyone = [running(target, p, i) for i, p in enumerate(prompts)]
     assert run(engine, everyone) == alone
@@ -237,8 +236,8 @@ def test_requests_that_begin_alike_read_their_beginning_once(name):
 def test_requests_that_come_at_once_and_begin_alike_wait_for_the_first_to_read_it(name):
     target, system = target_of(name), prompt_of(23, 200)
     prompts = [[*system, *prompt_of(24 + i, 10 + i)] for i in range(4)] + [prompt_of(29, 90)]
-    alone = [run(Engine(target), [running(target, p, i)])[0] for i, p in enumerate(prompts)]
-    engine = Engine(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
+    alone = [run(scheduler_of(target), [running(target, p, i)])[0] for i, p in enumerate(prompts)]
+    engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
     everyone = [running(target, p, i) for i, p in enumerate(prompts)]
     assert run(engine, everyone) == alone
     chunks = 0 if name == "falcon_h1" else 3  # recurrent states have few ways back
@@ -248,8 +247,8 @@ def test_requests_that_come_at_once_and_begin_alike_wait_for_the_first_to_read_i
 def test_who_waited_for_one_that_is_cancelled_goes_on_from_what_that_had_read():
     target, system = target_of("llama"), prompt_of(23, 200)
     first, second = (running(target, [*system, i], i) for i in range(2))
-    alone = run(Engine(target), [running(target, second.prompt, 1)])
-    engine = Engine(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
+    alone = run(scheduler_of(target), [running(target, second.prompt, 1)])
+    engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
     for each in (first, second):
         engine.add(each)
     engine.step()
@@ -262,7 +261,7 @@ def test_who_waited_for_one_that_is_cancelled_goes_on_from_what_that_had_read():
 
 def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
     target, prompt = target_of("llama"), prompt_of(28, 100)
-    engine = Engine(target, prefixes=PrefixCache(PLENTY))
+    engine = scheduler_of(target, prefixes=PrefixCache(PLENTY))
     left, broken = running(target, prompt, 0), running(target, prompt_of(29, 100), 0)
     for each in (left, broken):
         engine.add(each)
@@ -285,8 +284,10 @@ def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
 
 def test_prefixes_give_way_before_any_sequence_has_to():
     target, prompts = target_of("llama"), [prompt_of(30 + i, 100 + 60 * i) for i in range(4)]
-    alone = [run(Engine(target), [running(target, p, i, 60)])[0] for i, p in enumerate(prompts)]
-    engine = Engine(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
+    alone = [
+        run(scheduler_of(target), [running(target, p, i, 60)])[0] for i, p in enumerate(prompts)
+    ]
+    engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
     engine.memory = 2 * engine.bytes_of(NoDraft(), 400)
     for seed in range(6):
         run(engine, [running(target, prompt_of(40 + seed, 100), seed)])
@@ -305,14 +306,14 @@ def test_prefixes_give_way_before_any_sequence_has_to():
 def test_the_bytes_of_a_sequence_are_known_before_it_is_read(tokens):
     target = target_of("llama")
     state = start(target, NoDraft(), prompt_of(3, tokens))
-    assert Engine(target).bytes_of(NoDraft(), tokens) == state.nbytes
+    assert scheduler_of(target).bytes_of(NoDraft(), tokens) == state.nbytes
 
 
 def test_who_goes_on_takes_what_is_kept_before_that_gives_way_to_him():
     target, prefixes = target_of("llama"), PrefixCache(PLENTY)
     prompt = put(prefixes, target, 15, 3 * STEP)
     again = running(target, [*prompt, *prompt_of(16, STEP)], 0)
-    engine = Engine(target, observer=Strict(), prefixes=prefixes)
+    engine = scheduler_of(target, observer=Strict(), prefixes=prefixes)
     engine.memory = engine.bytes_of(again.drafter, 5 * STEP)  # not for both
     engine.add(again)
     engine.step()
@@ -322,7 +323,7 @@ def test_who_goes_on_takes_what_is_kept_before_that_gives_way_to_him():
 def test_who_begins_like_a_running_one_throws_no_other_out():
     target, prefixes = target_of("llama"), PrefixCache(0)
     kept = put(prefixes, target, 15, STEP)
-    engine = Engine(target, observer=Strict(), prefixes=prefixes)
+    engine = scheduler_of(target, observer=Strict(), prefixes=prefixes)
     first = running(target, prompt_of(17, 2 * STEP), 0, 60)
     engine.add(first)
     while first.is_reading:

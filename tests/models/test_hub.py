@@ -25,7 +25,7 @@ from dflash_mlx.models.names import find_names, whole_copy
 from dflash_mlx.models.report import check_named
 from dflash_mlx.models.source import INDEX, Source
 from dflash_mlx.models.weight_files import is_whole
-from dflash_mlx.session.stream import generate
+from dflash_mlx.session.session import generate
 from support.drafter_formats import write_shards
 from support.hub_server import Hub, serve
 from support.models import drafter_config, edit_config, write_drafter, write_model

@@ -23,12 +23,12 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.checkpoint import read_drafter
 from dflash_mlx.drafters.networks.quantized import quantize_network
 from dflash_mlx.drafters.networks.tensors import save_network
+from dflash_mlx.engine.delta import Answer
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import resolve_folder, shipped_folder
-from dflash_mlx.session.answer import Answer
-from dflash_mlx.session.stream import generate
+from dflash_mlx.session.session import generate
 from dflash_mlx.session.templates import prompt_tokens
 from support.families import FAMILIES, make_model
 from support.hub_server import Response

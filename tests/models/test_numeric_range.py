@@ -18,11 +18,11 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import prefill
 from dflash_mlx.engine.state import State
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
 from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
+from support.decoding import prefill
 from support.decoding import rounds as decode
 from support.families import FAMILIES, make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder

@@ -25,7 +25,7 @@ from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Names, find_names
 from dflash_mlx.models.pair_folder import write
 from dflash_mlx.models.registry import Entry, entries, instead_of, registered
-from dflash_mlx.session.stream import generate
+from dflash_mlx.session.session import generate
 from support.hub_server import Response
 from support.models import write_drafter, write_model
 

@@ -12,9 +12,9 @@ from dflash_mlx.benchmark.selection import read_methods
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine.decode import answer
 from dflash_mlx.train.corpus.rows import CorpusRow
 from dflash_mlx.verifier.model import Target
+from support.decoding import answer_rounds as answer
 from support.families import make_model
 from support.pairs import full_pair
 

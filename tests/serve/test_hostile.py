@@ -238,7 +238,7 @@ def test_too_many_connections_are_told_so(server):
         ]
         said = read_all(places[-1])
     assert said.startswith(b"HTTP/1.1 503") and b'"error"' in said
-    server.until(lambda: not server.queue.stepper._open)
+    server.until(lambda: not server.queue.worker._open)
 
 
 def test_a_reader_that_stands_still_is_left_and_others_go_on(tmp_path):

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.stream import generate
+from dflash_mlx.session.session import generate
 from dflash_mlx.verifier.model import Target
 from support.drafter_formats import drafter_folder
 from support.families import make_model

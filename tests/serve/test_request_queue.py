@@ -34,7 +34,7 @@ def streaming(server, text="long"):
 
 
 def begun(server) -> int:
-    return len(server.queue.stepper._open)
+    return len(server.queue.worker._open)
 
 
 def test_answers_that_find_no_place_wait_and_further_ones_are_told_when_to_come_back(pair):
@@ -68,7 +68,7 @@ def test_no_more_answers_than_allowed_are_decoded_at_once(pair):
         waiting = threading.Thread(target=lambda: post(server, CHAT, chat_body()))
         waiting.start()
         server.until(lambda: len(server.queue) == 3)
-        engine = server.queue.stepper._conversations.engine
+        engine = server.queue.worker._conversations.engine
         server.until(lambda: len(engine.waiting) == 1)
         assert len(engine.running) == 2
         del streams
@@ -80,7 +80,7 @@ def test_no_more_answers_than_allowed_are_decoded_at_once(pair):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_is_gone_before_the_next_step(pair, stream, monkeypatch):
     with serving(pair) as server, streaming(server) as other:
-        stepper, steps = server.queue.stepper, []
+        stepper, steps = server.queue.worker, []
         for name in ("cancel", "_cancel"):  # the event loop has seen it leave, the thread has heard
             act = getattr(stepper, name)
             noted = lambda asked, act=act: (steps.append(stepper.steps), act(asked))  # noqa: E731
@@ -92,7 +92,7 @@ def test_a_client_that_leaves_is_gone_before_the_next_step(pair, stream, monkeyp
             server.until(lambda: begun(server) == 2)
         server.until(lambda: begun(server) == 1)
         assert steps[1] - steps[0] <= 1, "the one that ran"
-        engine = server.queue.stepper._conversations.engine
+        engine = server.queue.worker._conversations.engine
         server.until(lambda: len(engine.running) == 1 and not engine.waiting)
         assert next(other) is not None
 
@@ -109,7 +109,7 @@ def test_a_client_that_leaves_before_its_prompt_is_read_leaves_nothing(pair):
 
 def test_an_answer_that_fails_says_so_and_the_others_go_on(pair):
     with serving(pair, faults=True) as server, streaming(server) as other:
-        conversations = server.queue.stepper._conversations
+        conversations = server.queue.worker._conversations
         begin = conversations.begin
 
         def failing(tokens, config, behind):
@@ -133,16 +133,16 @@ def said_by(server, body) -> list[str]:
 
 def test_a_fault_of_the_engine_ends_what_runs_and_new_answers_come(pair):
     with serving(pair, faults=True) as server:
-        conversations = server.queue.stepper._conversations
+        conversations = server.queue.worker._conversations
         conversations.step = lambda: 1 / 0
         assert post(server, CHAT, chat_body()).status_code == 500
-        assert server.queue.stepper._conversations is not conversations
+        assert server.queue.worker._conversations is not conversations
         assert post(server, CHAT, chat_body()).status_code == 200
 
 
 def test_an_answer_that_does_not_fit_into_memory_is_refused_in_words(pair):
     with serving(pair) as server:
-        engine = server.queue.stepper._conversations.engine
+        engine = server.queue.worker._conversations.engine
 
         def too_large(sequence):
             raise DFlashError("an answer takes 9 GB", "ask for a shorter one")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.engine.logprobs import logprobs_of
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.logprobs import logprobs_of
-from dflash_mlx.session.stream import Session
+from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from support.drafter_formats import drafter_folder

@@ -7,11 +7,11 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
-from dflash_mlx.session.answer import collect
-from dflash_mlx.session.many import UNUSED, Conversations
-from dflash_mlx.session.stream import Session
+from dflash_mlx.session.scheduler import UNUSED, Scheduler
+from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.model import Target
 from support.decoding import Strict
 from support.drafter_formats import drafter_folder
@@ -38,7 +38,7 @@ def configs() -> list[DecodeConfig]:
     ]
 
 
-def finish(conversations: Conversations) -> dict:
+def finish(conversations: Scheduler) -> dict:
     """The deltas of each, or its error."""
     said: dict = {}
     while conversations:
@@ -48,7 +48,7 @@ def finish(conversations: Conversations) -> dict:
 
 
 def test_every_answer_is_the_one_it_is_alone(pair):
-    conversations = Conversations(pair, observer=Strict())
+    conversations = Scheduler(pair, observer=Strict())
     asked = [conversations.begin(p, c) for p, c in zip(PROMPTS, configs(), strict=True)]
     assert len(conversations) == 5
     said = finish(conversations)
@@ -63,7 +63,7 @@ def test_every_answer_is_the_one_it_is_alone(pair):
 
 
 def test_an_answer_takes_no_longer_than_it_took(pair):
-    conversations, begin = Conversations(pair), time.perf_counter()
+    conversations, begin = Scheduler(pair), time.perf_counter()
     answering = conversations.begin(PROMPTS[0], configs()[0])
     finish(conversations)
     statistics, took = answering.statistics, time.perf_counter() - begin
@@ -71,7 +71,7 @@ def test_an_answer_takes_no_longer_than_it_took(pair):
 
 
 def test_no_more_answers_than_asked_for_are_in_one_pass(pair):
-    conversations = Conversations(pair, most=2)
+    conversations = Scheduler(pair, most=2)
     for prompt in PROMPTS[:3]:
         conversations.begin(prompt, configs()[1])
     conversations.step()
@@ -80,7 +80,7 @@ def test_no_more_answers_than_asked_for_are_in_one_pass(pair):
 
 
 def test_drafters_that_nobody_uses_do_not_heap_up(pair):
-    conversations = Conversations(pair)
+    conversations = Scheduler(pair)
     config = DecodeConfig("dflash", block_size=4, max_tokens=1)
     for i in range(3 * UNUSED):
         sampling = SamplingConfig(0.5 + i / 100)
@@ -93,7 +93,7 @@ def test_drafters_that_nobody_uses_do_not_heap_up(pair):
 
 def test_an_answer_says_which_text_stopped_it(pair):
     whole = collect(Session(pair, configs()[0]).stream(PROMPTS[0])).text
-    conversations = Conversations(pair)
+    conversations = Scheduler(pair)
     stop = ("never", whole[4:6], whole[5:9])
     stopped = conversations.begin(PROMPTS[0], replace(configs()[0], stop=stop))
     free = conversations.begin(PROMPTS[1], configs()[1])
@@ -104,7 +104,7 @@ def test_an_answer_says_which_text_stopped_it(pair):
 def test_a_stop_ends_one_and_not_the_others(pair):
     config = replace(configs()[0], stop=())
     whole = collect(Session(pair, config).stream(PROMPTS[0]))
-    conversations = Conversations(pair)
+    conversations = Scheduler(pair)
     stopped = conversations.begin(PROMPTS[0], replace(config, stop=(whole.text[4],)))
     other = conversations.begin(PROMPTS[1], configs()[1])
     said = finish(conversations)
@@ -115,7 +115,7 @@ def test_a_stop_ends_one_and_not_the_others(pair):
 
 def test_turns_go_on_from_what_any_of_them_has_read(pair):
     prefixes, config = PrefixCache(10**9), configs()[0]
-    conversations = Conversations(pair, prefixes=prefixes)
+    conversations = Scheduler(pair, prefixes=prefixes)
     first = conversations.begin(PROMPTS[2], config)
     said = collect(iter(finish(conversations)[first])).tokens
     prompts = [[*PROMPTS[2], *said, 5], [*PROMPTS[2], 7], PROMPTS[0]]
@@ -129,7 +129,7 @@ def test_turns_go_on_from_what_any_of_them_has_read(pair):
 
 
 def test_those_that_draft_alike_share_a_drafter(pair):
-    conversations = Conversations(pair)
+    conversations = Scheduler(pair)
     for prompt, heat in zip(PROMPTS, (0.0, 0.7, 0.0), strict=False):
         sampling = SamplingConfig(heat, seed=1)
         conversations.begin(prompt, DecodeConfig("dflash", max_tokens=9, sampling=sampling))
@@ -139,7 +139,7 @@ def test_those_that_draft_alike_share_a_drafter(pair):
 
 
 def test_a_cancelled_answer_is_over(pair):
-    conversations = Conversations(pair)
+    conversations = Scheduler(pair)
     first, second = (conversations.begin(p, configs()[1]) for p in PROMPTS[:2])
     waiting = conversations.begin(PROMPTS[2], configs()[1])
     conversations.step()
@@ -151,7 +151,7 @@ def test_a_cancelled_answer_is_over(pair):
 
 
 def test_one_that_fails_says_so_and_is_over(pair):
-    conversations = Conversations(pair)
+    conversations = Scheduler(pair)
     failing, other = (conversations.begin(p, configs()[1]) for p in PROMPTS[:2])
     running = conversations._answers[failing]
     running.make_rule = lambda: 1 / 0
@@ -162,7 +162,7 @@ def test_one_that_fails_says_so_and_is_over(pair):
 
 @pytest.mark.parametrize(("prompt", "words"), [([], "empty"), (prompt_of(0, 64), "64 tokens")])
 def test_a_prompt_that_cannot_be_answered_is_refused(pair, prompt, words):
-    conversations = Conversations(pair)
+    conversations = Scheduler(pair)
     with pytest.raises(DFlashError, match=words):
         conversations.begin(prompt, DecodeConfig())
     assert not conversations
@@ -172,7 +172,7 @@ def test_answers_to_one_prompt_read_it_once_and_are_those_that_they_are_alone(pa
     heats = [SamplingConfig(0.9, seed=i) for i in range(3)]
     configs = [DecodeConfig("dflash", max_tokens=9, sampling=each) for each in heats]
     prompt = PROMPTS[4]
-    conversations = Conversations(pair, observer=Strict(), prefixes=PrefixCache(10**9))
+    conversations = Scheduler(pair, observer=Strict(), prefixes=PrefixCache(10**9))
     first = conversations.begin(prompt, configs[0])
     asked = [first, *(conversations.begin(prompt, c, first) for c in configs[1:])]
     said = finish(conversations)
@@ -185,7 +185,7 @@ def test_answers_to_one_prompt_read_it_once_and_are_those_that_they_are_alone(pa
 
 @pytest.mark.parametrize("given_up", ["the first", "those behind"])
 def test_those_that_wait_for_a_prompt_do_not_wait_for_one_that_was_given_up(pair, given_up):
-    conversations = Conversations(pair, prefixes=PrefixCache(10**9))
+    conversations = Scheduler(pair, prefixes=PrefixCache(10**9))
     first = conversations.begin(PROMPTS[0], configs()[1])
     behind = [conversations.begin(PROMPTS[0], configs()[1], first) for _ in range(2)]
     assert len(conversations.engine.waiting) == 1
@@ -199,7 +199,7 @@ def test_those_that_wait_for_a_prompt_do_not_wait_for_one_that_was_given_up(pair
 
 
 def test_one_that_does_not_fit_the_memory_is_refused_at_once_though_it_would_wait(pair):
-    conversations = Conversations(pair, prefixes=PrefixCache(1 << 30))
+    conversations = Scheduler(pair, prefixes=PrefixCache(1 << 30))
     first = conversations.begin(PROMPTS[0], configs()[1])
     drafter = conversations.engine.waiting[0].drafter
     conversations.engine.memory = conversations.engine.bytes_of(drafter, len(PROMPTS[0]) + 13)

@@ -7,15 +7,15 @@ import pytest
 
 from dflash_mlx import (
     DecodeConfig,
+    Delta,
     DFlashError,
     Ended,
     Failed,
     Prefilled,
     PrefixCache,
-    Request,
+    Question,
     Responder,
     SamplingConfig,
-    TextDelta,
     Worker,
     load,
 )
@@ -42,7 +42,7 @@ def responder(pair):
 def request(*texts, **settings):
     roles = ("user", "assistant")
     messages = tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(texts))
-    return Request(messages, None, replace(CONFIG, **settings))
+    return Question(messages, None, replace(CONFIG, **settings))
 
 
 def answer(responder, asked):
@@ -99,7 +99,7 @@ def test_other_conversations_in_between_cost_a_turn_nothing(pair):
 def test_the_worker_does_a_last_thing_when_it_ends():
     done = []
     worker = Worker(lambda job, event: None)
-    job = worker.submit(lambda job: (_ for _ in ()))
+    job = worker.run(lambda job: (_ for _ in ()))
     assert job.begun.wait(60)
     assert worker.close(60, lambda: done.append(threading.current_thread().name))
     assert done == ["worker"]
@@ -162,12 +162,12 @@ class Heard:
 
 
 def is_delta(event):
-    return isinstance(event, TextDelta)
+    return isinstance(event, Delta)
 
 
 def test_jobs_run_in_order_and_each_ends_once(responder):
     heard, asked = Heard(), [request("hello"), request("x" * 500), request("hello")]
-    jobs = [heard.worker.submit(lambda job, r=r: responder.answer(r, job)) for r in asked]
+    jobs = [heard.worker.run(lambda job, r=r: responder.answer(r, job)) for r in asked]
     heard.wait(3)
     assert [job for job, event in heard.events if isinstance(event, Ended | Failed)] == jobs
     (failed,) = heard.of(jobs[1])
@@ -186,8 +186,8 @@ def test_a_cancelled_job_ends_before_its_next_pass_and_keeps_what_it_computed(pa
     asked, responder = request("x" * 200, prefill_step=64), Responder(pair)
     whole, _ = answer(Responder(pair), asked)
     heard = Heard(cancels)
-    first = heard.worker.submit(lambda job: responder.answer(asked, job))
-    second = heard.worker.submit(lambda job: responder.answer(asked))  # hears of no prefill
+    first = heard.worker.run(lambda job: responder.answer(asked, job))
+    second = heard.worker.run(lambda job: responder.answer(asked))  # hears of no prefill
     heard.wait(2)
     assert sum(map(is_delta, heard.of(first))) == (cancels is is_delta)
     assert heard.of(first)[-1] == Ended()
@@ -203,8 +203,8 @@ def test_a_job_cancelled_while_it_waits_is_never_begun():
         called.append(action)
         yield action()
 
-    first = heard.worker.submit(lambda job: work(hold.wait))
-    second = heard.worker.submit(lambda job: work(hold.set))
+    first = heard.worker.run(lambda job: work(hold.wait))
+    second = heard.worker.run(lambda job: work(hold.set))
     assert first.begun.wait(60) and not second.begun.is_set()
     second.cancelled.set()
     hold.set()

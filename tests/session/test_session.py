@@ -10,9 +10,9 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
+from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.answer import collect
-from dflash_mlx.session.stream import Session
+from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.model import Target
 from support.drafter_formats import drafter_folder
 from support.families import make_model

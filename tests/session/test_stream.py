@@ -8,10 +8,10 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 from dflash_mlx import SplitText, ThinkingReader, split_thinking
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.answer import collect
-from dflash_mlx.session.stream import Session
-from dflash_mlx.session.text import StopText
+from dflash_mlx.engine.text import StopText
+from dflash_mlx.session.session import Session
 from support.toys import Scripted, ToyTarget
 
 WORDS = ["<end>", "a", "b", "ab", "abc", " ", "\n", "é", "sto", "p", "stop"]

@@ -14,10 +14,10 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.adaptive import Adaptive
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.engine.constraint import FORCED
+from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.session.answer import collect
-from dflash_mlx.session.many import Conversations
-from dflash_mlx.session.stream import Session
+from dflash_mlx.session.scheduler import Scheduler
+from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.model import Target
 from support.decoding import Strict
 from support.drafter_formats import drafter_folder
@@ -187,7 +187,7 @@ def test_an_answer_that_was_left_is_answered_anew(pair, plain):
 
 
 def test_answers_with_and_without_grammars_draft_with_one_drafter(pair):
-    conversations = Conversations(pair)
+    conversations = Scheduler(pair)
     for structure in (*STRUCTURES, ""):
         conversations.begin(PROMPT, config_of("ddtree", structure))
     assert len({id(each.drafter) for each in conversations.engine.waiting}) == 1
@@ -212,7 +212,7 @@ def everyone(pair):
 @pytest.mark.parametrize("drops", [False, True])
 def test_several_at_once_read_as_alone_whatever_is_dropped(pair, drops):
     rng, asked, texts, dropped = np.random.default_rng(5), everyone(pair), {}, 0
-    conversations = Conversations(pair, observer=Strict())
+    conversations = Scheduler(pair, observer=Strict())
     answers = [conversations.begin(prompt, config) for prompt, config, _ in asked]
     engine = conversations.engine
     while conversations:
@@ -234,7 +234,7 @@ def test_several_at_once_read_as_alone_whatever_is_dropped(pair, drops):
 
 def test_one_that_is_cancelled_leaves_the_others_as_they_were(pair):
     asked, texts = everyone(pair), {}
-    conversations = Conversations(pair, observer=Strict())
+    conversations = Scheduler(pair, observer=Strict())
     answers = [conversations.begin(prompt, config) for prompt, config, _ in asked]
     for step in range(1000):
         if step == 5:

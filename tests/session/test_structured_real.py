@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dflash_mlx import first_difference, load
-from dflash_mlx.session.answer import collect
-from dflash_mlx.session.stream import Session
+from dflash_mlx.engine.delta import collect
+from dflash_mlx.session.session import Session
 from support.schemas import ASKED
 from support.structured import asked, valid_answers
 

@@ -6,8 +6,8 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer
 
+from dflash_mlx.engine.text import opens_thought
 from dflash_mlx.session.templates import prompt_tokens
-from dflash_mlx.session.text import opens_thought
 from support.models import write_tokenizer
 
 TURNS = (

@@ -18,7 +18,7 @@ from dflash_chat.backend import Loaded
 from dflash_chat.chat_app import ChatApp
 from dflash_chat.options import ChatConfig
 from dflash_chat.speeds import Timing
-from dflash_mlx import DecodeConfig, PairConfig, RaceStep, Statistics, TextDelta
+from dflash_mlx import DecodeConfig, Delta, PairConfig, RaceStep, Statistics
 from dflash_mlx.benchmark.race import DRAFTED, PLAIN
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.engine.drafter import Proposal
@@ -79,9 +79,7 @@ def rounds_of(text, prompt=34, reused=0):
         statistics = statistics_of(tokens, len(rounds) + 1, prompt, reused)
         accepted, root = round_of(kept)
         proposal = Proposal(accepted.tree, why=lambda: "6 are checked, because 6 pay.")
-        delta = TextDelta(
-            "".join(kept), accepted.tokens, accepted, reason, statistics, root, proposal
-        )
+        delta = Delta("".join(kept), accepted.tokens, accepted, reason, statistics, root, proposal)
         rounds.append(delta)
     return rounds
 

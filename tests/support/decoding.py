@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import time
+from collections import abc
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -10,11 +13,17 @@ import mlx.core as mx
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.prompt import Prompt
+from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import Ask
-from dflash_mlx.engine import decode as engine
+from dflash_mlx.engine.acceptance import AcceptanceRule
 from dflash_mlx.engine.constraint import Constraint
+from dflash_mlx.engine.delta import Delta
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
+from dflash_mlx.session.scheduler import Scheduler, make_rule
 from support.toys import ToyCache
 
 
@@ -30,20 +39,103 @@ def tokens_in(rounds: Iterable[Any]) -> list[int]:
     return [token for accepted in rounds for token in accepted.tokens]
 
 
+def scheduler_of(target: Any, *settings: Any, fair: bool = True, **more: Any) -> Scheduler:
+    """A scheduler for sequences that are made by hand."""
+    scheduler = Scheduler(Pair(target, None), *settings, **more)
+    scheduler.fair = fair
+    return scheduler
+
+
+def rule_of(
+    target: Any, state: State, sampler: Sampler, config: DecodeConfig, in_company: bool = False
+) -> AcceptanceRule:
+    """The rule of an answer; in the company of others plain decoding has near-ties, too."""
+    exact = config.exact if in_company else config.guarded
+    return make_rule(target, state, sampler, config, exact)
+
+
+def sequence_of(
+    state: State,
+    drafter: Any,
+    prompt: Iterable[int] = (),
+    chunk: int = sys.maxsize,
+    *more: Any,
+    **key: Any,
+) -> Sequence:
+    """A sequence made by hand; what follows `chunk` is its rule."""
+    rule = {"rule": more[0]} if more else {}
+    return Sequence(state, drafter, Prompt.of(prompt), prefill_step=chunk, **rule, **key)
+
+
+def answer_rounds(
+    target: Any,
+    drafter: Any,
+    prompt: abc.Sequence[int],
+    config: DecodeConfig,
+    observer: Observer | None = None,
+    constraint: Constraint | None = None,
+) -> Iterator[Delta]:
+    """An answer behind `prompt`, with caches of its own."""
+    state = State(target.new_cache(), drafter.new_context())
+    state.constraint = constraint
+    observer = observer or Observer()
+    prefill(target, drafter, state, list(prompt), config, observer)
+    yield from decode(target, drafter, state, config, observer)
+
+
+def prefill(
+    target: Any,
+    drafter: Any,
+    state: State,
+    prompt: list[int],
+    config: DecodeConfig,
+    observer: Observer,
+) -> int:
+    """Bring a state to a prompt; how much of it was there already."""
+    reused = state.reuse(Prompt.of(prompt))
+    sequence = sequence_of(state, drafter, prompt, config.prefill_step)
+    sequence.has_looked = True
+    scheduler = scheduler_of(target, observer=observer)
+    scheduler.add(sequence)
+    while sequence.is_reading:
+        for _, error in scheduler.step():
+            raise error
+    return reused
+
+
+def decode(
+    target: Any, drafter: Any, state: State, config: DecodeConfig, observer: Observer | None = None
+) -> Iterator[Delta]:
+    """The rounds of an answer behind a prompt that a state holds."""
+    sampler = Sampler(config.sampling)
+    state.end = min(state.next_position - 1 + config.max_tokens, target.context_length - 1)
+    rule = rule_of(target, state, sampler, config)
+    scheduler = scheduler_of(target, observer=observer)
+    scheduler.add(sequence_of(state, drafter, (), rule=rule))
+    scheduler.observer.start()
+    while len(scheduler):
+        for _, said in scheduler.step():
+            if isinstance(said, Exception):
+                raise said
+            begin = time.perf_counter()
+            yield said
+            state.paused += time.perf_counter() - begin
+
+
 def answer(
     target: Any,
     drafter: Any,
-    prompt: Sequence[int],
+    prompt: abc.Sequence[int],
     config: DecodeConfig,
     constraint: Constraint | None = None,
 ) -> list[int]:
     """The tokens behind `prompt`, with caches of their own."""
-    found = engine.answer(target, drafter, prompt, config, constraint=constraint)
-    return tokens_in(round_.accepted for round_ in found)
+    found = answer_rounds(target, drafter, prompt, config, constraint=constraint)
+    return tokens_in(delta.accepted for delta in found)
 
 
 def start(
-    target: Any, drafter: Any, prompt: Sequence[int], config: DecodeConfig | None = None
+    target: Any, drafter: Any, prompt: abc.Sequence[int], config: DecodeConfig | None = None
 ) -> State:
     """A state that holds a prompt."""
     state = State(target.new_cache(), drafter.new_context())
@@ -55,20 +147,19 @@ def go_on(
     target: Any,
     drafter: Any,
     state: State,
-    prompt: Sequence[int],
+    prompt: abc.Sequence[int],
     config: DecodeConfig | None = None,
 ) -> int:
     """Bring a state to another prompt; how much of it was there already."""
     config = config or DecodeConfig()
-    return engine.prefill(target, drafter, state, list(prompt), config, Observer())
+    return prefill(target, drafter, state, list(prompt), config, Observer())
 
 
 def rounds(
     target: Any, drafter: Any, state: State, config: DecodeConfig, observer: Observer | None = None
 ) -> Iterator[Accepted]:
     """What the rounds of an answer accept, as they happen."""
-    running = engine.decode(target, drafter, state, config, observer or Observer())
-    return (round_.accepted for round_ in running)
+    return (delta.accepted for delta in decode(target, drafter, state, config, observer))
 
 
 def run(target: Any, drafter: Any, state: State, config: DecodeConfig) -> list[int]:
@@ -95,7 +186,7 @@ def behind(drafter: Any, anchor: int, *features: Any) -> State:
     return state
 
 
-def tree_of(tokens: Sequence[int], parents: Sequence[int], **more: Any) -> Tree:
+def tree_of(tokens: abc.Sequence[int], parents: abc.Sequence[int], **more: Any) -> Tree:
     """A tree of these tokens, the anchor's first, which the tree does not keep."""
     return Tree(tuple(tokens[1:]), tuple(parents), **more)
 

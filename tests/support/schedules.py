@@ -17,20 +17,19 @@ from dflash_mlx.core.sampling import Sampler, penalise, tempered
 from dflash_mlx.drafters.adaptive import Adaptive
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.decode import make_rule
 from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.engine import Engine
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.step import Running
 from dflash_mlx.models.load import load
 from dflash_mlx.models.names import SHIPPED
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
-from support.decoding import Strict, answer
+from support.decoding import Strict, answer, scheduler_of
+from support.decoding import rule_of as make_rule
 from support.families import make_model
 from support.pairs import full_pair
 from support.toys import foretold, prompt_of
@@ -84,7 +83,7 @@ class Schedule:
 
 
 @dataclass(eq=False)
-class Watched(Running):
+class Watched(Sequence):
     """A sequence that counts how often its caches were dropped, and keeps what it says."""
 
     said: list[int] = field(default_factory=list)
@@ -193,7 +192,7 @@ def run(pair: Pair, schedule: Schedule, answers: Sequence[list[int]]) -> list[Wa
                 drafters[key] = _drafter(pair, key, schedule.seed)
             drafter = drafters[key]
         everyone.append(_sequence(target, request, drafter))
-    engine = Engine(target, observer=Strict())
+    engine = scheduler_of(target, observer=Strict())
     tight = max(engine.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
     if schedule.seed % 4 < 2:
         engine.prefixes = PrefixCache(2 * tight)
@@ -206,7 +205,7 @@ def run(pair: Pair, schedule: Schedule, answers: Sequence[list[int]]) -> list[Wa
     return everyone
 
 
-def _until_done(engine: Engine, schedule: Schedule, everyone: Sequence[Watched]) -> Iterator[None]:
+def _until_done(engine: Any, schedule: Schedule, everyone: Sequence[Watched]) -> Iterator[None]:
     """Before every step, those who come and go then."""
     last = max(request.arrives for request in schedule.requests)
     for step in range(_PATIENCE):

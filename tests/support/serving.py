@@ -116,7 +116,7 @@ class Server:
         metrics = Metrics()
         self.pair, self.faults = pair, []
         self.queue = RequestQueue(metrics, config.parallel, config.queue, self._fault)
-        self.queue.stepper.serve(
+        self.queue.worker.serve(
             conversations_of(pair, config, None, lambda: PrefixCache(10**8))
         ).result()
         self.service = Service(pair, usual, config, self.queue, metrics, (model, *config.name))
@@ -172,7 +172,7 @@ def serving(
     finally:
         server.end()
         server.thread.join(20)
-        assert server.queue.stepper.close(20)
+        assert server.queue.worker.close(20)
         server.service.close()
         assert not server.thread.is_alive()
 

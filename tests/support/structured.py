@@ -7,8 +7,8 @@ from collections import deque
 from typing import Any
 
 from dflash_mlx import DecodeConfig, Pair, SamplingConfig, StructureConfig, prompt_tokens
-from dflash_mlx.session.answer import TextDelta, collect
-from dflash_mlx.session.many import Conversations
+from dflash_mlx.engine.delta import Delta, collect
+from dflash_mlx.session.scheduler import Scheduler
 from support.schemas import ASKED, conforms
 
 
@@ -26,8 +26,8 @@ def asked(
 def valid_answers(pair: Pair, number: int) -> tuple[int, int]:
     """Of so many answers at temperature 1, eight at a time: how many are valid, and drafts kept."""
     waiting, kept = deque(range(number)), 0
-    running: dict[Any, tuple[Any, list[TextDelta]]] = {}
-    conversations = Conversations(pair)
+    running: dict[Any, tuple[Any, list[Delta]]] = {}
+    conversations = Scheduler(pair)
     while waiting or conversations:
         while waiting and len(conversations) < 8:
             tokens, config, schema = asked(pair, waiting.popleft())

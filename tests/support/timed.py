@@ -12,11 +12,11 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.adaptive import Adaptive, Scope
 from dflash_mlx.drafters.none import NoContext, NoDraft
-from dflash_mlx.engine.decode import answer as answer_of
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.pass_times import PassTimes
 from support import decoding
+from support.decoding import answer_rounds as answer_of
 from support.toys import ToyTarget
 
 VOCABULARY = 14

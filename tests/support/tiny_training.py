@@ -16,7 +16,6 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.engine.decode import answer
 from dflash_mlx.models.load import load_target
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.config import TrainConfig
@@ -26,6 +25,7 @@ from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.features import FeatureCache
 from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
+from support.decoding import answer_rounds as answer
 from support.families import VOCAB_SIZE, make_model
 from support.models import write_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.acceptance import TargetSampling
-from dflash_mlx.engine.engine import Engine
+from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.step import Outcome, Running
+from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.train.corpus.loops import loop_end
 
 _CHUNK = 512  # tokens of one prompt in a pass
@@ -74,8 +76,9 @@ class Answers:
         self.generated = 0
         self._most, self._rounds, self._begun = most, 0, 0
         self._drafter = make_drafter(pair, DecodeConfig(method))
-        self._engine = Engine(pair.target, fair=False)
-        self._texts: dict[Running, _Text] = {}
+        self._scheduler = Scheduler(pair)
+        self._scheduler.fair = False
+        self._texts: dict[Sequence, _Text] = {}
 
     @property
     def tokens_per_round(self) -> float:
@@ -86,7 +89,7 @@ class Answers:
         """The jobs that each step finished, often none, until no job is left."""
         while self.waiting or self._texts:
             self._admit()
-            taken = [self._take(*both) for both in self._engine.step()]
+            taken = [self._take(*both) for both in self._scheduler.step()]
             yield [done for done in taken if done is not None]
 
     def _admit(self) -> None:
@@ -94,27 +97,27 @@ class Answers:
         unread = sum(len(each.prompt) - each.state.position for each in reading)
         while self.waiting and len(self._texts) < self._most and unread < _UNREAD:
             job = self.waiting.popleft()
-            state = State(self._engine.target.new_cache(), self._drafter.new_context())
+            state = State(self._scheduler.target.new_cache(), self._drafter.new_context())
             state.end = len(job.prompt) - 1 + job.max_tokens
             rule = TargetSampling(Sampler(job.sampling))
-            sequence = Running(state, self._drafter, job.prompt, _CHUNK, rule)
-            self._engine.add(sequence)
+            prompt = Prompt(job.prompt)
+            sequence = Sequence(state, self._drafter, prompt, prefill_step=_CHUNK, rule=rule)
+            self._scheduler.add(sequence)
             self._texts[sequence] = _Text(job)
             unread += len(job.prompt)
 
-    def _take(self, sequence: Running, outcome: Outcome) -> Done | None:
+    def _take(self, sequence: Sequence, told: Delta | Exception) -> Done | None:
         """Take in what became of a sequence in a step; its job where that is finished."""
-        if isinstance(outcome, Exception):
-            raise outcome
-        if outcome is None:
+        if isinstance(told, Exception):
+            raise told
+        if (text := self._texts.get(sequence)) is None:
             return None
-        text = self._texts[sequence]
         begins = not text.tokens
         self._begun, self._rounds = self._begun + begins, self._rounds + (not begins)
-        for token in outcome.accepted.tokens:
+        for token in told.tokens:
             self.generated += 1
             if (finish := text.add(token)) is not None:
-                self._engine.cancel(sequence)
+                self._scheduler.cancel(sequence)
                 del self._texts[sequence]
                 return Done(text.job, tuple(text.tokens), finish)
         return None

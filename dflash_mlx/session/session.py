@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+import threading
+import time
+from collections.abc import Hashable, Iterable, Iterator
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
-from dflash_mlx.drafters.methods import make_drafter, settle
-from dflash_mlx.engine.constraint import Constraint
-from dflash_mlx.engine.decode import decode, prefill
+from dflash_mlx.core.prompt import Prompt
+from dflash_mlx.drafters.methods import drafting_of, make_drafter, settle
+from dflash_mlx.engine.delta import Answer, Delta, collect
+from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import noise_of
 from dflash_mlx.engine.grammar import constraint_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
-from dflash_mlx.session.answer import Answer, Answering, TextDelta, check_length, collect
-from dflash_mlx.session.templates import Prompt, prompt_tokens
+from dflash_mlx.session.scheduler import Scheduler
+from dflash_mlx.session.templates import Conversation, prompt_tokens
 
 
 class Session:
-    """One conversation with one pair: turns reuse the caches of the turns before.
+    """One conversation with one pair: turns reuse the caches of the turns before; for one thread.
 
     config: settings of every turn, with a method in place of `auto` once it is made. prefixes:
     where turns find and leave their caches; without any, the last turn's are kept. Raises
@@ -33,71 +39,64 @@ class Session:
         self.prefixes = prefixes or PrefixCache()
         self.config = settle(config or DecodeConfig(), pair.capabilities)
         constraint_of(pair, self.config, 0)
-        self.drafter = make_drafter(pair, self.config)
         if self.config.guarded:
             noise_of(pair.target)  # now, not in the time of the first answer
+        self.drafter = make_drafter(pair, self.config)
+        self._thread: int | None = None
         self.state = self._empty()
 
     def stream(
-        self, tokens: Sequence[int], observer: Observer | None = None
-    ) -> Iterator[TextDelta]:
+        self, tokens: Prompt | Iterable[int], observer: Observer | None = None
+    ) -> Iterator[Delta]:
         """Answer the prompt `tokens`: the whole conversation so far, one delta per round.
 
         What the caches hold of it is not computed again. The caller may stop at any time and call
-        again. Raises DFlashError when the prompt is empty or does not fit the context.
+        again. Raises DFlashError when the prompt is empty or does not fit the context, and in
+        another thread than the first call's.
         """
-        prompt = list(tokens)
-        check_length(self.pair.target, prompt)
-        constraint = constraint_of(self.pair, self.config, len(prompt))
-        return self._whole_or_nothing(self._answer(prompt, constraint, observer or Observer()))
+        thread = threading.get_ident()
+        if self._thread not in (None, thread):
+            what = "this Session belongs to the thread of its first answer"
+            raise DFlashError(what, "make a Session for each thread, or give the work to a Worker")
+        self._thread = thread
+        drafters: dict[Hashable, Drafter] = {drafting_of(self.config): self.drafter}
+        scheduler = Scheduler(self.pair, None, observer, self.prefixes, 1, drafters=drafters)
+        return self._deltas(scheduler, scheduler.submit(tokens, self.config))
 
-    def _whole_or_nothing(self, deltas: Iterator[TextDelta]) -> Iterator[TextDelta]:
-        """Start over with empty caches where a round broke off, as with an interrupt inside it."""
+    def _deltas(self, scheduler: Scheduler, sequence: Sequence) -> Iterator[Delta]:
+        """Step until the answer is over; empty caches where a pass broke off half-way."""
+        self.state, observer = sequence.state, scheduler.observer
         try:
-            yield from deltas
+            while len(scheduler):
+                for _, said in scheduler.step():
+                    if isinstance(said, Exception):
+                        raise said
+                    begin = time.perf_counter()
+                    yield said
+                    sequence.state.paused += time.perf_counter() - begin
+                    sequence.resume()
+                    observer.mark("yield")
         except GeneratorExit:  # the caller has stopped between two rounds
             raise
         except BaseException:
+            scheduler.drop(sequence)
             self.state = self._empty()
             raise
         finally:
-            if not self.config.guarded:
-                self.prefixes.put(self.state, self.pair.target, self.drafter)
+            if not sys.is_finalizing():  # then nobody asks for the caches any more
+                scheduler.cancel(sequence)
 
     def _empty(self) -> State:
         return State(self.pair.target.new_cache(), self.drafter.new_context())
 
-    def _begin(self, prompt: list[int]) -> State:
-        """Where the answer to a prompt begins."""
-        if self.config.guarded:
-            return self._empty()  # rows of passes over several rows are not plain ones
-        return self.prefixes.take(prompt, self.pair.target, self.drafter)
-
-    def _answer(
-        self, prompt: list[int], constraint: Constraint | None, observer: Observer
-    ) -> Iterator[TextDelta]:
-        target, drafter, config = self.pair.target, self.drafter, self.config
-        answering = Answering(self.pair, config, drafter.name, prompt)
-        self.state = state = self._begin(prompt)
-        state.constraint = constraint
-        answering.end_prompt(prefill(target, drafter, state, prompt, config, observer))
-        for round_ in decode(target, drafter, state, config, observer):
-            delta = answering.take(round_)
-            if answering.reason is not None:
-                state.trim(answering.length - 1)
-            yield delta
-            if answering.reason is not None:
-                return
-            answering.resume()
-
 
 def stream(
     pair: Pair,
-    prompt: Prompt,
+    prompt: Conversation,
     config: DecodeConfig | None = None,
     system: str | None = None,
     observer: Observer | None = None,
-) -> Iterator[TextDelta]:
+) -> Iterator[Delta]:
     """Answer one prompt, a delta per round.
 
     prompt: a user's text, or a conversation as messages with "role" and "content".
@@ -110,7 +109,7 @@ def stream(
 
 def generate(
     pair: Pair,
-    prompt: Prompt,
+    prompt: Conversation,
     config: DecodeConfig | None = None,
     system: str | None = None,
 ) -> Answer:

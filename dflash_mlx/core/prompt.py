@@ -1,0 +1,72 @@
+"""A prompt: tokens, and pieces among them that are no text, such as images."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Places of a prompt that stand for something else than text; their token ids say nothing."""
+
+    start: int  # its first place
+    length: int
+    digest: str  # of what it is and of how it was read; equal digests are equal pieces
+    embeddings: Callable[[], mx.array] | None = field(default=None, compare=False)  # [length, d]
+
+    def key_at(self, place: int) -> int:
+        """A negative number that no other piece has at this place of a prompt, and no token."""
+        told = f"{self.digest} {place - self.start}".encode()
+        return -1 - int.from_bytes(hashlib.sha256(told).digest()[:7], "little")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The whole conversation so far, as the model gets it."""
+
+    tokens: tuple[int, ...] = ()
+    pieces: tuple[Piece, ...] = ()  # in order, apart from each other
+
+    @classmethod
+    def of(cls, given: Prompt | Iterable[int]) -> Prompt:
+        """A prompt as it is, or of token ids alone."""
+        return given if isinstance(given, Prompt) else cls(tuple(given))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def key_at(self, place: int) -> int:
+        """What prefixes are compared by: the token, or a number that tells pieces apart."""
+        for piece in self.pieces:
+            if piece.start <= place < piece.start + piece.length:
+                return piece.key_at(place)
+        return self.tokens[place]
+
+    @property
+    def keys(self) -> Sequence[int]:
+        """The key at every place; of a text its tokens."""
+        if not self.pieces:
+            return self.tokens
+        return [self.key_at(place) for place in range(len(self))]
+
+    def embed(
+        self, embedding: Callable[[mx.array], mx.array], first: int, last: int
+    ) -> mx.array | None:
+        """Input embeddings [last - first, d] of these places; None where all of them are text.
+
+        embedding: the model's own, of tokens [n].
+        """
+        pieces = [p for p in self.pieces if p.start < last and first < p.start + p.length]
+        if not pieces:
+            return None
+        rows = embedding(mx.array(self.tokens[first:last]))
+        for piece in pieces:
+            assert piece.embeddings is not None
+            begin, end = max(first, piece.start), min(last, piece.start + piece.length)
+            own = piece.embeddings()[begin - piece.start : end - piece.start]
+            rows[begin - first : end - first] = own.astype(rows.dtype)
+        return rows
