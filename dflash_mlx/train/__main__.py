@@ -13,6 +13,7 @@ from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.models.load import load_target
+from dflash_mlx.ranks.group import Ranks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.crew import Crew
 from dflash_mlx.train.data import DataConfig, read_texts
@@ -37,7 +38,7 @@ RECIPES = {
 }  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     """Train until the time or the steps are used up. Raises DFlashError for bad input.
 
     In several processes each has its sequences of every step, and the first one writes.
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     reading.set_defaults(**RECIPES.get(reading.parse_args(argv).recipe, {}))
     arguments = reading.parse_args(argv)
     data = cli.read_options(arguments, DataConfig)
-    config, crew = cli.read_options(arguments, TrainConfig), Crew.here()
+    config, crew = cli.read_options(arguments, TrainConfig), Crew(ranks)
     if crew.rank == 0:
         cli.check_output(arguments.plot)
         if arguments.plot is not None:
@@ -95,4 +96,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    cli.run(main, PROGRAM, together=cli.Together.ALL)
+    cli.run(main, PROGRAM, mode=cli.RankMode.ALL)

@@ -10,9 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from dflash_mlx.cli.ranks import joined
-from dflash_mlx.models.ranks import check_alike
-from dflash_mlx.system.ranks import Ranks
+from dflash_mlx.ranks.group import Ranks
 from dflash_mlx.train.blocks import Blocks
 
 
@@ -21,11 +19,6 @@ class Crew:
     """All of them, seen from one. ranks: None for a process that is alone."""
 
     ranks: Ranks | None = None
-
-    @classmethod
-    def here(cls) -> Crew:
-        """Those that were started together."""
-        return cls(joined())
 
     @property
     def group(self) -> Any:
@@ -45,7 +38,7 @@ class Crew:
     def check(self, own: Mapping[str, Any]) -> None:
         """End all of them where one would train something else."""
         if self.ranks is not None:
-            check_alike(self.ranks, own)
+            self.ranks.check_alike(own)
 
     def own(self, blocks: Blocks) -> Blocks:
         """This process's sequences of all of a step's."""
