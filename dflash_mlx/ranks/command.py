@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.ranks import RankMode, check_alone, end_if_lost
 from dflash_mlx.ranks.group import Ranks, RanksDiffer, join
-from dflash_mlx.ranks.loading import SplitTarget, follow, named_files, started_with
+from dflash_mlx.ranks.loading import SplitTarget, follow
+from dflash_mlx.system.machine import describe_versions
+
+_PACKAGES = ("dflash-chat", "mlx", "mlx-lm")  # whose versions have to be the same
 
 
 def take_part(
@@ -41,8 +44,8 @@ def take_part(
 
 
 def _work(ranks: Ranks, main: Callable[..., None], argv: Sequence[str], mode: RankMode) -> None:
-    files = named_files(ranks, argv) if mode is RankMode.ALL else {}
-    ranks.check_alike(started_with(argv) | files)
+    versions = describe_versions()
+    ranks.check_alike({package: versions.get(package) for package in _PACKAGES})
     if mode is RankMode.ALL:
         main(argv, ranks)
     elif ranks.rank:

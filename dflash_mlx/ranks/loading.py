@@ -1,9 +1,9 @@
-"""One target on several ranks: whether it can be, whether all have the same, and its loading."""
+"""One target on several ranks: whether it can be split, whether all have it, and its loading."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,17 +21,13 @@ from dflash_mlx.models.targets import TargetReader, read_target, target_facts
 from dflash_mlx.ranks.group import END, PROBLEM, Ranks
 from dflash_mlx.ranks.target import Follower, Leader
 from dflash_mlx.system.cpu_math import applies as on_cpu
-from dflash_mlx.system.files import existing
-from dflash_mlx.system.machine import describe_versions
 from dflash_mlx.verifier.model import Target
 
 _HEADS = (
     "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads",
 )  # fmt: skip
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-_PACKAGES = ("dflash-chat", "mlx", "mlx-lm")  # whose versions have to be the same
 _SAMPLE = 2**20  # bytes at either end of a weight file that are compared
-_SECRET = "--key"  # of the server
 _ONE_MACHINE = "run it on one machine, or choose another model"
 
 
@@ -97,26 +93,6 @@ def _units(config: Mapping[str, Any], group: int) -> Iterator[tuple[str, tuple[i
     width = config.get("v_head_dim") or config.get("head_dim")
     if group > 1 and isinstance(heads, int) and (width or "hidden_size" in config):
         yield "attention width", (heads * (width or config["hidden_size"] // heads), group)
-
-
-def started_with(words: Sequence[str]) -> dict[str, Any]:
-    """What has to be the same on all ranks before anything else: versions, words without keys."""
-    versions = describe_versions()
-    same: dict[str, Any] = {package: versions.get(package) for package in _PACKAGES}
-    shown = [
-        hashlib.sha256(word.encode(errors="replace")).hexdigest()[:8]
-        if before == _SECRET or word.startswith(f"{_SECRET}=")
-        else word
-        for before, word in zip(["", *words], words, strict=False)
-    ]
-    return same | {"words of the command line": shown}
-
-
-def named_files(ranks: Ranks, words: Sequence[str]) -> dict[str, str]:
-    """Of the files that words name, those that the first rank has, too."""
-    named = {word: existing(word) for word in words}
-    own = {word: _digest(file) for word, file in named.items() if file and file.is_file()}
-    return {word: own.get(word, its) for word, its in ranks.share(own).items()}
 
 
 def fingerprint(facts: ModelFacts) -> dict[str, Any]:

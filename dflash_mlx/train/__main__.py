@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
@@ -58,7 +59,7 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     texts = read_texts(data, pair, trainee.config.aux_layers)
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(trainee, train, config, crew)
-    crew.check(identity(trainer, texts.name))
+    crew.check(asdict(config) | identity(trainer, texts.name))
     if crew.rank:
         share_state(trainer)
         for _ in trainer.losses():

@@ -6,21 +6,19 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from select import select
 from urllib.request import Request, urlopen
 
 import pytest
 
+from dflash_mlx import ranks
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.available import check_memory, needed_by
 from dflash_mlx.models.names import find_names
-from dflash_mlx.ranks import launched
-from dflash_mlx.ranks.loading import started_with
-from support.models import edit_config, write_endless_model, write_model
-from support.ranks import ended, free_ports, on_ranks, started
+from support.models import EOS, edit_config, write_endless_model, write_model
+from support.ranks import ended, free_ports, kill, launched, on_ranks, started
 from support.ranks_answers import everything, pair_of
 from support.ranks_families import CASES
 
@@ -80,13 +78,6 @@ def test_what_takes_one_process_is_refused_by_name(tmp_path, words, said, code):
     assert (second.code, second.out, second.error) == (code, "", "")
 
 
-@pytest.mark.parametrize("how", [["--key", "secret"], ["--key=secret"]])
-def test_a_key_is_not_told_where_words_differ(how):
-    told = started_with([*how, "--port", "1"])
-    assert "--port" in str(told) and "secret" not in str(told)
-    assert told != started_with([*how[:-1], how[-1] + "s", "--port", "1"])
-
-
 @pytest.mark.parametrize(
     ("ranks", "changes", "said"),
     [
@@ -103,12 +94,16 @@ def test_what_ranks_cannot_share_is_refused_by_name(tmp_path, ranks, changes, sa
     assert [(each.code, each.out, each.error) for each in others] == [(0, "", "")] * (ranks - 1)
 
 
-def test_ranks_that_differ_are_refused_by_name(tmp_path, model):
-    words = [*GENERATE, "--model", str(model)]
-    with started(tmp_path, [words, [*words, "--kv-bits", "8"]]) as running:
+@pytest.mark.parametrize("what", ["model", "version"])
+def test_ranks_that_differ_are_refused_by_name(tmp_path, model, what):
+    places = [model.parent, tmp_path / "other"]
+    write_model(places[1] / "model", eos_token_id=5 if what == "model" else EOS)
+    words = ["-m", "support.other_version", "1" if what == "version" else "", *GENERATE[1:]]
+    with started(tmp_path, [[*words, "--model", "model"]] * 2, places=places) as running:
         first, second = ended(running)
     (sentence,) = first.sentences
-    assert first.code == 2 and "rank 1" in sentence and "--kv-bits" in sentence
+    differs = "config.json is" if what == "model" else "mlx is 0.0.1 there"
+    assert first.code == 2 and f"rank 1 of 2 differs: {differs}" in sentence
     assert (second.code, second.error) == (2, "")
 
 
@@ -182,26 +177,23 @@ def listens(server: subprocess.Popen[str]) -> None:
 
 
 def test_the_launcher_ends_a_server_that_has_nothing_to_do_when_a_rank_is_killed(tmp_path, model):
-    serve = ["dflash_mlx.serve", "--model", model, "--method", "none", "--port", free_ports(1)[0]]
-    code = "from mlx._distributed_utils.launch import main; main()"
-    launch = ["-c", code, "-n", "2", "--backend", "ring", "-p", free_ports(1)[0]]
-    noted = ["sh", "-c", 'echo $$ > "$0.$MLX_RANK"; exec "$@"', tmp_path / "pid"]
-    with started(tmp_path, [[*launch, "--", *noted, sys.executable, "-m", *serve]]) as (launcher,):
+    words = ["-m", "dflash_mlx.serve", "--model", model, "--method", "none"]
+    with launched(tmp_path, 2, [*words, "--port", free_ports(1)[0]]) as launcher:
         listens(launcher)
-        os.kill(int((tmp_path / "pid.1").read_text()), signal.SIGKILL)
+        kill(tmp_path, 1)
         (said,) = ended([launcher], SOON)
     assert "rank 1 exited with code -9" in said.error
     assert "rank 0 exited with code -15" in said.error, "SIGTERM, which the launcher sends"
 
 
 def test_a_program_that_is_alone_asks_for_no_others(monkeypatch, tmp_path):
-    assert not launched()
+    assert not ranks.launched()
     (tmp_path / "hosts").write_text("")  # as mlx.launch makes it for one process
     monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
     monkeypatch.setenv("MLX_RANK", "0")
-    assert not launched()
+    assert not ranks.launched()
     (tmp_path / "hosts").write_text('["127.0.0.1:1", "127.0.0.1:2"]')
-    assert launched()
+    assert ranks.launched()
 
 
 def test_a_server_needs_only_its_part_of_the_memory(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -92,3 +93,18 @@ def on_ranks(folder: Path, count: int, *words: str) -> list[Said]:
     """The same words on so many ranks, to their end."""
     with started(folder, [words] * count) as running:
         return ended(running)
+
+
+@contextmanager
+def launched(folder: Path, count: int, words: Sequence[object]) -> Iterator[subprocess.Popen[str]]:
+    """MLX's launcher, with the same words behind `python` on so many ranks."""
+    launch = ["-c", "from mlx._distributed_utils.launch import main; main()", "-n", count]
+    noted = ["sh", "-c", 'echo $$ > "$0.$MLX_RANK"; exec "$@"', folder / "pid", sys.executable]
+    command = [*launch, "--backend", "ring", "-p", free_ports(1)[0], "--", *noted, *words]
+    with started(folder, [command]) as (launcher,):
+        yield launcher
+
+
+def kill(folder: Path, rank: int) -> None:
+    """One of those that were launched."""
+    os.kill(int((folder / f"pid.{rank}").read_text()), signal.SIGKILL)
