@@ -102,7 +102,13 @@ def launched(folder: Path, count: int, words: Sequence[object]) -> Iterator[subp
     noted = ["sh", "-c", 'echo $$ > "$0.$MLX_RANK"; exec "$@"', folder / "pid", sys.executable]
     command = [*launch, "--backend", "ring", "-p", free_ports(1)[0], "--", *noted, *words]
     with started(folder, [command]) as (launcher,):
-        yield launcher
+        try:
+            yield launcher
+        finally:
+            if launcher.poll() is None:  # something went wrong, and it would leave them behind
+                launcher.terminate()
+                for rank in range(count):
+                    kill(folder, rank)
 
 
 def kill(folder: Path, rank: int) -> None:

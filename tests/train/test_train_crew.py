@@ -45,20 +45,6 @@ def last_record(folder):
     return json.loads((folder / "history.jsonl").read_text().splitlines()[-1])
 
 
-def test_a_run_goes_on_on_all_ranks_and_with_as_many(place, tmp_path):
-    def train(count, **options):
-        words = place.words(**{"out": tmp_path / "out", "warmup": 2, **options})
-        return on_ranks(tmp_path, count, "-m", "dflash_mlx.train", *words)
-
-    assert [each.code for each in train(2, steps=2)] == [0, 0]
-    assert [each.code for each in train(2, steps=4)] == [0, 0]
-    assert last_record(tmp_path / "out")["step"] == 4
-    before = files(tmp_path / "out")
-    (alone,) = train(1, steps=6)
-    assert alone.code == 2 and "processes 2, not 1" in alone.error
-    assert files(tmp_path / "out") == before
-
-
 def test_ranks_that_would_train_otherwise_are_refused_by_name(place, tmp_path):
     words = ["-m", "dflash_mlx.train", *place.words(steps=9, out=tmp_path / "out")]
     with started(tmp_path, [words, [*words, "--seed", "9"]]) as running:
@@ -92,7 +78,7 @@ def test_ranks_with_other_data_in_their_files_are_refused(place, tmp_path):
     assert not (places[0] / "found.jsonl").exists()
 
 
-def test_a_killed_rank_ends_a_training_that_then_goes_on(place, tmp_path):
+def test_a_killed_rank_ends_a_training_that_goes_on_with_as_many(place, tmp_path):
     out = tmp_path / "out"
 
     def words(steps):
@@ -107,6 +93,10 @@ def test_a_killed_rank_ends_a_training_that_then_goes_on(place, tmp_path):
     done = last_record(out)["step"]
     assert [each.code for each in on_ranks(tmp_path, 2, *words(done + 2))] == [0, 0]
     assert last_record(out)["step"] == done + 2
+    before = files(out)
+    (alone,) = on_ranks(tmp_path, 1, *words(done + 4))
+    assert alone.code == 2 and "processes 2, not 1" in alone.error
+    assert files(out) == before
 
 
 def test_a_corpus_of_two_ranks_has_every_prompt_once(tmp_path, place):
