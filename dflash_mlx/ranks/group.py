@@ -22,7 +22,7 @@ from dflash_mlx.ranks import RanksLost
 
 END = "end"  # the last order
 PROBLEM = "problem"  # of a rank that cannot compare the rest
-_MEETING = 30  # seconds until all have to be connected
+_MEETING = 28  # seconds until all have to be connected
 _LAST_PASS = 10  # seconds for the pass that is under way when the first rank ends
 _MOST = 1 << 30  # bytes of a message
 
@@ -138,8 +138,8 @@ def ends_at_once(seconds: int) -> Iterator[None]:
     While MLX waits, no handler in Python runs. SIGTERM is nobody's here, so a launcher can end it.
     """
     kinds = (signal.SIGINT, signal.SIGALRM)
+    signal.alarm(seconds)  # first: a timer that looks after an interrupt may be running
     before = [signal.signal(kind, signal.SIG_DFL) for kind in kinds]
-    signal.alarm(seconds)
     try:
         yield
     finally:

@@ -30,44 +30,15 @@ from kernels_metal.dispatch import Mode
 _REPEATED = ("commit", "lengthen", "discard", "mark", "mark_chunk", "trim")
 
 
-class Orders:
-    """What the followers have not been told yet; it travels with the next pass."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self._numbers = ranks, count()
-        self._waiting: deque[tuple[Any, ...]] = deque()  # a cache may go on another thread
-
-    def note(self, *order: Any) -> None:
-        """One order, for later."""
-        self._waiting.append(order)
-
-    def lead(self, cache: SequenceCache, *how: Any) -> LedCache:
-        """`cache` as one of which all ranks have a part. how: the followers come by theirs."""
-        led = LedCache(cache, self, next(self._numbers))
-        self.note(*how, led.number)
-        weakref.finalize(led, self.note, "drop", led.number).atexit = False
-        return led
-
-    def run_pass(self, sequences: Sequence[Rows], prepare: Callable[[], Found]) -> Found:
-        """A pass on all ranks, behind all that waits; waits for the tokens."""
-        rows = [_as_json(each) for each in sequences]
-
-        def orders() -> list[tuple[Any, ...]]:
-            waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            return [*waiting, ("pass", rows)]
-
-        return self.ranks.run_pass(orders, prepare)
-
-
 class LedCache(SequenceCache):
     """A cache whose counterparts on other ranks do what it does."""
 
-    def __init__(self, cache: SequenceCache, orders: Orders, number: int) -> None:
+    def __init__(self, cache: SequenceCache, leader: Leader, number: int) -> None:
         super().__init__(cache.layers, cache._recurrent)
-        self.number, self.orders = number, orders
+        self.leader, self.number = leader, number
 
     def fork(self) -> LedCache:
-        return self.orders.lead(super().fork(), "fork", self.number)
+        return self.leader.lead(super().fork(), "fork", self.number)
 
     def saved(self) -> Saved:
         raise RuntimeError("its keys and values are on several machines")
@@ -82,7 +53,7 @@ def _repeated(name: str) -> Callable[..., None]:
     def both(self: LedCache, *given: Any) -> None:
         own(self, *given)
         plain = ([*map(int, g)] if isinstance(g, Iterable) else int(g) for g in given)
-        self.orders.note(name, self.number, *plain)
+        self.leader.note(name, self.number, *plain)
 
     return both
 
@@ -95,32 +66,54 @@ class Leader(Target):
     """A target of which the first rank has its part, and whose passes all ranks compute."""
 
     def __init__(self, model: Any, context_length: int, name: str, ranks: Ranks) -> None:
-        self._orders = Orders(ranks)
+        self.ranks, self._numbers = ranks, count()
+        # Orders travel with the next pass; a cache may go on another thread.
+        self._waiting: deque[tuple[Any, ...]] = deque()
         super().__init__(model, context_length, name)
 
+    def note(self, *order: Any) -> None:
+        """Something that the followers have to do, too, before the next pass."""
+        self._waiting.append(order)
+
+    def lead(self, cache: SequenceCache, *how: Any) -> LedCache:
+        """`cache` as one of which all ranks have a part. how: the followers come by theirs."""
+        led = LedCache(cache, self, next(self._numbers))
+        self.note(*how, led.number)
+        weakref.finalize(led, self.note, "drop", led.number).atexit = False
+        return led
+
     def new_cache(self) -> LedCache:
-        return self._orders.lead(super().new_cache(), "new")
+        return self.lead(super().new_cache(), "new")
 
     def use_kernels(self, mode: Mode) -> None:
         super().use_kernels(mode)
-        self._orders.note("use_kernels", mode)
+        self.note("use_kernels", mode)
 
     def widen(self, dtype: mx.Dtype) -> None:
         super().widen(dtype)
-        self._orders.note("widen", str(dtype).rpartition(".")[2])
+        self.note("widen", str(dtype).rpartition(".")[2])
 
     def forward(
         self, tokens: mx.array, cache: SequenceCache, block: Block, aux_layers: tuple[int, ...] = ()
     ) -> tuple[mx.array, mx.array | None]:
         prepare = super().forward
-        (found,) = self._orders.run_pass(
-            [Rows(tokens, cache, block)], lambda: [prepare(tokens, cache, block, aux_layers)]
-        )
+        rows = [Rows(tokens, cache, block)]
+        (found,) = self._on_all(rows, lambda: [prepare(tokens, cache, block, aux_layers)])
         return found
 
     def _together(self, sequences: Sequence[Rows], aux_layers: tuple[int, ...]) -> Found:
         prepare = super()._together
-        return self._orders.run_pass(sequences, lambda: prepare(sequences, aux_layers))
+        return self._on_all(sequences, lambda: prepare(sequences, aux_layers))
+
+    def _on_all(self, sequences: Sequence[Rows], prepare: Callable[[], Found]) -> Found:
+        """A pass on all ranks, behind all that waits; waits for the tokens."""
+        rows = [_as_json(each) for each in sequences]
+
+        def orders() -> list[tuple[Any, ...]]:
+            waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            return [*waiting, ("pass", rows)]
+
+        return self.ranks.run_pass(orders, prepare)
 
 
 def _as_json(rows: Rows) -> list[Any]:

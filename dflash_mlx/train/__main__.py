@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -14,7 +15,6 @@ from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.models.load import load_target
-from dflash_mlx.ranks.group import Ranks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.crew import Crew
 from dflash_mlx.train.data import DataConfig, read_texts
@@ -28,6 +28,9 @@ from dflash_mlx.train.run import (
     share_state,
 )
 from dflash_mlx.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from dflash_mlx.ranks.group import Ranks
 
 PROGRAM = "dflash_mlx.train"
 # By --recipe: settings as their authors have them, for what is not given.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from dflash_mlx.ranks.group import Ranks
 from dflash_mlx.train.blocks import Blocks
+
+if TYPE_CHECKING:
+    from dflash_mlx.ranks.group import Ranks
 
 
 @dataclass(frozen=True)

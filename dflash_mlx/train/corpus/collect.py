@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -28,7 +28,6 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import check_given
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.ranks.group import Ranks
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus.answers import Answers, Done, Job
@@ -42,6 +41,9 @@ from dflash_mlx.train.corpus.rows import (
 )
 from dflash_mlx.train.corpus.self_prompt import TurnWriter, lot, read_openings
 from dflash_mlx.train.features import target_fingerprint
+
+if TYPE_CHECKING:
+    from dflash_mlx.ranks.group import Ranks
 
 PROGRAM = "dflash_mlx.corpus"
 _ONLY_HOW_MANY = ("batch_size", "method", "limit", "self_prompt")  # rows and how fast, not which
