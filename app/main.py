@@ -30,10 +30,10 @@ PROGRAM = "dflash-chat"
 
 def main() -> None:
     """The console script."""
-    cli.run(run, PROGRAM, together=cli.Together.FOLLOW)
+    cli.run(run, PROGRAM, mode=cli.RankMode.FOLLOW)
 
 
-def run(argv: Sequence[str]) -> None:
+def run(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Answer `--prompt`, or piped standard input, or open the chat; or clear up the disk."""
     if argv[:1] in (["models"], ["clean"]):
         from dflash_mlx.cli import disk
@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> None:
         _talk(cli.read_pair_config(arguments), config, chat, prefixes)
     else:
         _check_one_prompt(arguments)
-        _answer(arguments, config, chat, prompt)
+        _answer(arguments, config, chat, prompt, reader)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,11 +80,15 @@ def _check_one_prompt(arguments: argparse.Namespace) -> None:
 
 
 def _answer(
-    arguments: argparse.Namespace, config: DecodeConfig, chat: ChatConfig, prompt: str
+    arguments: argparse.Namespace,
+    config: DecodeConfig,
+    chat: ChatConfig,
+    prompt: str,
+    reader: cli.TargetReader,
 ) -> None:
     """One answer on stdout."""
     check_prompt(prompt, chat.system, raw=False)
-    pair = cli.open_pair(arguments, config)
+    pair = cli.open_pair(arguments, config, reader=reader)
     tokens = prompt_tokens(pair.tokenizer, prompt, chat.system, template=pair.template)
     cli.print_stream(Session(pair, config).stream(tokens))
 

@@ -13,10 +13,10 @@ WATCH = "--watch"
 
 def main() -> None:
     """The console script."""
-    cli.run(run, PROGRAM, cli.end_program, cli.Together.FOLLOW)
+    cli.run(run, PROGRAM, cli.end_program, cli.RankMode.FOLLOW)
 
 
-def run(argv: Sequence[str]) -> None:
+def run(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Serve; with --watch in a process of its own, beside the view."""
     if WATCH in argv:
         cli.check_alone(WATCH)
@@ -24,4 +24,4 @@ def run(argv: Sequence[str]) -> None:
 
         watch([word for word in argv if word != WATCH])
     else:
-        serve(argv)
+        serve(argv, reader)

@@ -4,4 +4,4 @@ from dflash_mlx.cli import options
 from dflash_mlx.train.corpus.collect import PROGRAM, main
 
 if __name__ == "__main__":
-    options.run(main, PROGRAM, together=options.Together.ALL)
+    options.run(main, PROGRAM, mode=options.RankMode.ALL)

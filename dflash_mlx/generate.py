@@ -7,6 +7,6 @@ from dflash_mlx.cli import options
 from dflash_mlx.cli.generate import PROGRAM, main
 
 if __name__ == "__main__":
-    options.run(main, PROGRAM, together=options.Together.FOLLOW)
+    options.run(main, PROGRAM, mode=options.RankMode.FOLLOW)
 else:  # the module would take the place of the function that the package offers by this name
     sys.modules[__name__] = dflash_mlx.generate  # type: ignore[assignment]

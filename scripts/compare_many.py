@@ -40,11 +40,11 @@ Ends = list[tuple[int, float]]  # tokens of each answer, and the seconds until i
 
 def together(pair: Pair, prompts: Prompts, method: str, tokens: int) -> Ends:
     """What came of all answers at once, their prompts included."""
-    conversations, begin = Scheduler(pair), time.perf_counter()
+    scheduler, begin = Scheduler(pair), time.perf_counter()
     config = DecodeConfig(method, max_tokens=tokens)
-    ends = {conversations.begin(prompt, config): (0, 0.0) for prompt in prompts}
-    while conversations:
-        for answering, delta in conversations.step():
+    ends = {scheduler.submit(prompt, config): (0, 0.0) for prompt in prompts}
+    while scheduler:
+        for answering, delta in scheduler.step():
             if isinstance(delta, Exception):
                 raise delta
             said = ends[answering][0] + len(delta.tokens)
@@ -86,24 +86,24 @@ def pauses(pair: Pair, prompts: Prompts, tokens: int, chunked: bool) -> tuple[fl
     """
     tokenizer = copy(pair.tokenizer)
     tokenizer.eos_token_ids = ()  # so that no answer ends meanwhile
-    conversations = Scheduler(replace(pair, tokenizer=tokenizer))
+    scheduler = Scheduler(replace(pair, tokenizer=tokenizer))
     config = DecodeConfig("auto", max_tokens=2000)
     for prompt in prompts[:3]:
-        conversations.begin(prompt, config)
+        scheduler.submit(prompt, config)
     long = [token for prompt in prompts for token in prompt] * (1 + tokens // 1000)
     before, during = [], []
     for _ in range(24):  # the prompts of the three among them
-        before.append(_seconds(conversations))
-    late = conversations.begin(long[:tokens], replace(config, max_tokens=2))
-    conversations.engine.fair = chunked
+        before.append(_seconds(scheduler))
+    late = scheduler.submit(long[:tokens], replace(config, max_tokens=2))
+    scheduler.fair = chunked
     while late.is_unread:
-        during.append(_seconds(conversations))
+        during.append(_seconds(scheduler))
     return max(during), median(before[8:])
 
 
-def _seconds(conversations: Scheduler) -> float:
+def _seconds(scheduler: Scheduler) -> float:
     begin = time.perf_counter()
-    conversations.step()
+    scheduler.step()
     return time.perf_counter() - begin
 
 

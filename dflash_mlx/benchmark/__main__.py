@@ -28,7 +28,6 @@ from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.cli.prompts import first_of_each, name_of
-from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
@@ -36,7 +35,7 @@ from dflash_mlx.engine.pair import Pair
 PROGRAM = "dflash_mlx.benchmark"
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Run the benchmark. Raises DFlashError for bad input, before any work."""
     arguments = parser().parse_args(argv)
     source = read_rows(arguments.prompts)
@@ -48,13 +47,13 @@ def main(argv: Sequence[str]) -> None:
     sweep = arguments.sweep
     checked = methods if sweep is None else expand(sweep, methods, lambda _: 2)[0]
     check_outputs(arguments.prompts, arguments.json, arguments.plots)
-    pair = cli.open_pair(arguments, *checked.values())
+    pair = cli.open_pair(arguments, *checked.values(), reader=reader)
     methods, report = (
         settle_all(methods, pair.capabilities),
         describe(pair, cli.read_pair_config(arguments)),
     )
-    if (ranks := joined()) is not None:
-        report["pair"]["ranks"] = ranks.size
+    if reader.parts > 1:
+        report["pair"]["ranks"] = reader.parts
     if sweep is not None:
         methods, report["sweep"] = expand(sweep, methods, partial(largest_block, pair))
     asked = questions(pair.tokenizer, rows, contexts, source, pair.template)
@@ -170,4 +169,4 @@ def check_outputs(prompts: Path, report: Path | None, pictures: Path | None) -> 
 
 
 if __name__ == "__main__":
-    cli.run(main, PROGRAM, together=cli.Together.FOLLOW)
+    cli.run(main, PROGRAM, mode=cli.RankMode.FOLLOW)

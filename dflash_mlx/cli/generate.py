@@ -16,7 +16,7 @@ from dflash_mlx.session.templates import check_prompt, prompt_tokens, read_messa
 PROGRAM = "dflash_mlx.generate"
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Answer one prompt. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
     config = cli.read_decode_config(arguments)
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
     if arguments.messages is not None:
         prompt = read_messages(arguments.messages)
     check_prompt(prompt, arguments.system, arguments.raw)
-    pair = cli.open_pair(arguments, config)
+    pair = cli.open_pair(arguments, config, reader=reader)
     tokens = prompt_tokens(pair.tokenizer, prompt, arguments.system, arguments.raw, pair.template)
     deltas = Session(pair, config).stream(tokens)
     if arguments.json:

@@ -15,9 +15,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from dflash_mlx.cli.ranks import Together as Together
-from dflash_mlx.cli.ranks import check_alone as check_alone
-from dflash_mlx.cli.ranks import check_part, joined, take_part
 from dflash_mlx.core.config import (
     AUTO,
     DecodeConfig,
@@ -32,8 +29,12 @@ from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.grammar import check_structure
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.targets import WHOLE as WHOLE
+from dflash_mlx.models.targets import TargetReader as TargetReader
+from dflash_mlx.ranks import RankMode as RankMode
+from dflash_mlx.ranks import check_alone as check_alone
+from dflash_mlx.ranks import launched
 from dflash_mlx.system import startup
-from dflash_mlx.system.ranks import Ranks
 from dflash_mlx.system.terminal import for_terminal, guard_terminal
 
 _Settings = TypeVar("_Settings")
@@ -107,11 +108,13 @@ def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
     return read_options(arguments, PairConfig)
 
 
-def open_pair(arguments: argparse.Namespace, *uses: DecodeConfig) -> Pair:
+def open_pair(
+    arguments: argparse.Namespace, *uses: DecodeConfig, reader: TargetReader = WHOLE
+) -> Pair:
     """The pair that the command line names, for `uses`; stderr says what loading had to change."""
     config = read_pair_config(arguments)
     check_given(config, *(use.method for use in uses))
-    pair = load_pair(config, *uses, ranks=joined())
+    pair = load_pair(config, *uses, reader=reader)
     notes = list(pair.notes)
     if pair.fallback and any(use.method == AUTO for use in uses):
         notes.append(f"{pair.fallback}; --drafter names a drafter")
@@ -122,35 +125,33 @@ def open_pair(arguments: argparse.Namespace, *uses: DecodeConfig) -> Pair:
 
 
 def run(
-    main: Callable[[Sequence[str]], None],
+    main: Callable[..., None],
     program: str,
     leave: Callable[[int], NoReturn] = sys.exit,
-    together: Together = Together.NO,
+    mode: RankMode = RankMode.ALONE,
 ) -> NoReturn:
     """Run a command line and leave: 0, 2 for bad input, 130 for Ctrl+C, 1 for a fault of ours.
 
     Every failure is one sentence on stderr; a fault's traceback goes to a file that it names.
-    leave: is given the code; `end_program` where another thread may still work. together: what
-    several ranks that were started together do.
+    main: takes the words; what several ranks give it besides is in `ranks/command.py`. leave: is
+    given the code; `end_program` where another thread may still work.
     """
     startup.open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     guard_terminal()
-    ranks = None
     try:
         startup.raise_on_interrupt()
-        if (ranks := take_part(together)) is not None:
-            leave = end_program  # a pass may be under way that others were to finish
-        code = _outcome(main, program, ranks, together)
+        if launched():
+            from dflash_mlx.ranks.command import take_part
+
+            main, leave = take_part(main, program, mode), end_program
+        code = _outcome(main, program)
         startup.leave_on_interrupt()
     except KeyboardInterrupt:
         startup.leave_on_interrupt()
         say("")
         code = startup.INTERRUPTED
-    finally:
-        if ranks is not None:
-            ranks.end()
     leave(code)
 
 
@@ -166,21 +167,15 @@ def end_program(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _outcome(
-    main: Callable[[Sequence[str]], None], program: str, ranks: Ranks | None, together: Together
-) -> int:
-    """The exit code of `main`; why it is not 0 is said, by the first of several ranks for all."""
+def _outcome(main: Callable[[Sequence[str]], None], program: str) -> int:
+    """The exit code of `main`; why it is not 0 is said."""
     try:
-        if ranks is not None:
-            check_part(ranks, together, program)
         main(sys.argv[1:])
         sys.stdout.flush()
         return 0
     except Exception as error:
         if startup.is_behind(error):
             raise KeyboardInterrupt from None
-        if ranks is not None:
-            ranks.failed(error, BAD_INPUT if isinstance(error, DFlashError) else 1)
         return _failed(error, program)
 
 

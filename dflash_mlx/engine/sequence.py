@@ -65,10 +65,10 @@ class Sequence:
         self.finish_reason: str | None = None
         self.statistics = Statistics(drafter.name, prompt_tokens=len(prompt))
         self.status = Status.WAITING
-        self.rule: AcceptanceRule | None = None
+        self.rule = None if callable(rule) else rule
+        self.make_rule = rule if callable(rule) else None  # behind the prompt
         self.full = "length"  # why the answer ends where it has no room any more
         self.top_logprobs = 0  # likeliest tokens that deltas tell, where the rule keeps logits
-        self._make_rule = rule
         self.text: StopText | None = None  # reads the answer and looks for its end
         self._preempted_at: Accepted | None = None  # the newest token, where it was preempted
         self._anchor, self._ended = prompt.tokens[-1] if len(prompt) else 0, False
@@ -138,7 +138,7 @@ class Sequence:
             self.resume()
             self.statistics.prefill_seconds = self._resumed - self._begin
             self.statistics.reused_tokens = self.reused
-            return self.open() if self._make_rule is not None else None
+            return self.open() if self.rule or self.make_rule else None
         self.state.begin(self._preempted_at)
         self._preempted_at = None
         return None
@@ -146,9 +146,8 @@ class Sequence:
     def open(self) -> Round:
         """The token after the prompt, as a round that drafts nothing and takes no pass."""
         if self.rule is None:
-            made = self._make_rule
-            assert made is not None
-            self.rule = made() if callable(made) else made
+            assert self.make_rule is not None
+            self.rule = self.make_rule()
         state, nothing = self.state, Proposal(Tree.chain())
         first = self.accept(Verdict(nothing, state.anchor, state.opening, None))
         state.begin(first)

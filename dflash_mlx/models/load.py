@@ -36,11 +36,9 @@ from dflash_mlx.models.names import (
 )
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER
-from dflash_mlx.models.ranks import check_ranks, lead
-from dflash_mlx.models.targets import read_target, target_facts
+from dflash_mlx.models.targets import WHOLE, TargetReader, read_target, target_facts
 from dflash_mlx.models.tokens import draft_size, likely_tokens, unread_arguments
 from dflash_mlx.models.weight_files import Weights
-from dflash_mlx.system.ranks import Ranks
 from dflash_mlx.verifier.model import Target
 from kernels_metal.dispatch import Mode
 
@@ -57,19 +55,18 @@ def load(model: str | None = None, drafter: str | None = None) -> Pair:
     return load_pair(PairConfig(model, drafter))
 
 
-def load_pair(config: PairConfig, *uses: DecodeConfig, ranks: Ranks | None = None) -> Pair:
+def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WHOLE) -> Pair:
     """`load` from settings; whether all fits is checked before weights are read.
 
     On the hub it is checked before they are downloaded, by configurations and the heads of weight
     files, unless the hub does not answer such questions.
-    uses: settings that the pair will be used with; DFlashError where it cannot serve them. ranks:
-    the processes that share the target, of which this is the first; drafters are here alone.
+    uses: settings that the pair will be used with; DFlashError where it cannot serve them. reader:
+    of the target.
     """
     names = names_for(config, uses)
     facts, choice = find(names, uses)
     facts.raise_first()
-    if ranks is not None:
-        check_ranks(facts, ranks.size)
+    reader.check(facts)
     drafters = list(choice.drafters.values())
     families = tuple(family_of(d.format) if d.format else None for d in drafters)
     capabilities = Capabilities(families, preset=names.preset)
@@ -79,7 +76,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, ranks: Ranks | None = Non
     choice = choice.each(lambda _, drafter: fetched(drafter))  # the smaller ones first
     drafters = list(choice.drafters.values())
     facts = fetched(facts)
-    target, tokenizer = read_target(facts) if ranks is None else lead(ranks, config, facts)
+    target, tokenizer = reader.read(facts, config)
     target.kv_bits = config.kv_bits
     notes = choice.notes + _on_packing(drafters, config)
     notes += (names.lineage,) * bool(names.lineage and drafters)

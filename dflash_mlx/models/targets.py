@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.models.check import ModelFacts, check_target, describe_target, loading
 from dflash_mlx.models.names import SHIPPED, Names, find_source, gguf_file
@@ -37,6 +38,22 @@ def target_facts(names: Names, update: bool = True) -> ModelFacts:
         "num_hidden_layers": drafter.num_target_layers,
     }
     return describe_target(config, names.shown)
+
+
+class TargetReader:
+    """How a target is read: here whole, elsewhere a part of it."""
+
+    parts = 1  # processes that share it
+
+    def check(self, facts: ModelFacts) -> None:
+        """DFlashError for a target that cannot be read so; no weight is read."""
+
+    def read(self, facts: ModelFacts, config: PairConfig) -> tuple[Target, Any]:
+        """The target and its tokenizer. facts: fetched."""
+        return read_target(facts)
+
+
+WHOLE = TargetReader()
 
 
 def read_target(

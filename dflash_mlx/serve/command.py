@@ -11,7 +11,6 @@ from functools import partial
 from importlib.util import find_spec
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.config import DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.available import check_memory
@@ -24,7 +23,7 @@ KEY = "DFLASH_KEY"  # environment variable
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Serve until a signal ends it. Raises DFlashError for bad input, before anything listens."""
     check_installed()
     arguments = parser().parse_args(argv)
@@ -33,13 +32,15 @@ def main(argv: Sequence[str]) -> None:
     pair_config = cli.read_pair_config(arguments)
     kept = cli.read_options(arguments, PrefixConfig)
     place = bind(serve.host, serve.port)
-    ranks = joined()
-    if ranks is not None:
+    if reader.parts > 1:
         kept = in_memory(kept)
-    check_memory(pair_config, 1 if ranks is None else ranks.size)
+    check_memory(pair_config, reader.parts)
     from dflash_mlx.serve.running import run
 
-    load, named = partial(cli.open_pair, arguments, config), names(pair_config, serve)
+    load, named = (
+        partial(cli.open_pair, arguments, config, reader=reader),
+        names(pair_config, serve),
+    )
     run(load, place, serve, config, kept, named)
 
 

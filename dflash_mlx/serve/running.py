@@ -16,13 +16,13 @@ import mlx.core as mx
 import uvicorn
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PrefixConfig
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.models.available import available_memory
+from dflash_mlx.ranks import end_if_lost, launched
 from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.metrics import Metrics
@@ -181,13 +181,15 @@ class Stop:
     @contextlib.contextmanager
     def on_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         """While this lasts."""
-        before = {each: signal.getsignal(each) for each in _SIGNALS}
-        for each in _SIGNALS:
+        # A rank that waits for another hears nothing; SIGTERM is how a launcher ends it.
+        kinds = _SIGNALS[:1] if launched() else _SIGNALS
+        before = {each: signal.getsignal(each) for each in kinds}
+        for each in kinds:
             loop.add_signal_handler(each, self._hear)
         try:
             yield
         finally:
-            for each in _SIGNALS:
+            for each in kinds:
                 loop.remove_signal_handler(each)
                 signal.signal(each, before[each])
 
@@ -216,7 +218,6 @@ class Faults:
         what = f"something went wrong ({cli.in_short(error)})"
         if error is not self._last:
             self._last = error
-            if (ranks := joined()) is not None:
-                ranks.failed(error, 1)
+            end_if_lost(error)
             cli.say(f"{PROGRAM}: {what}; report it with {cli.keep_traceback(error)}")
         return ApiError(500, what)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -27,6 +29,9 @@ from dflash_mlx.train.run import (
 )
 from dflash_mlx.train.trainer import Trainer
 
+if TYPE_CHECKING:
+    from dflash_mlx.ranks.group import Ranks
+
 PROGRAM = "dflash_mlx.train"
 # By --recipe: settings as their authors have them, for what is not given.
 RECIPES = {
@@ -37,7 +42,7 @@ RECIPES = {
 }  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     """Train until the time or the steps are used up. Raises DFlashError for bad input.
 
     In several processes each has its sequences of every step, and the first one writes.
@@ -46,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     reading.set_defaults(**RECIPES.get(reading.parse_args(argv).recipe, {}))
     arguments = reading.parse_args(argv)
     data = cli.read_options(arguments, DataConfig)
-    config, crew = cli.read_options(arguments, TrainConfig), Crew.here()
+    config, crew = cli.read_options(arguments, TrainConfig), Crew(ranks)
     if crew.rank == 0:
         cli.check_output(arguments.plot)
         if arguments.plot is not None:
@@ -57,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     texts = read_texts(data, pair, trainee.config.aux_layers)
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(trainee, train, config, crew)
-    crew.check(identity(trainer, texts.name))
+    crew.check(asdict(config) | identity(trainer, texts.name))
     if crew.rank:
         share_state(trainer)
         for _ in trainer.losses():
@@ -95,4 +100,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    cli.run(main, PROGRAM, together=cli.Together.ALL)
+    cli.run(main, PROGRAM, mode=cli.RankMode.ALL)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from dflash_mlx.cli.ranks import joined
-from dflash_mlx.models.ranks import check_alike
-from dflash_mlx.system.ranks import Ranks
 from dflash_mlx.train.blocks import Blocks
+
+if TYPE_CHECKING:
+    from dflash_mlx.ranks.group import Ranks
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,6 @@ class Crew:
     """All of them, seen from one. ranks: None for a process that is alone."""
 
     ranks: Ranks | None = None
-
-    @classmethod
-    def here(cls) -> Crew:
-        """Those that were started together."""
-        return cls(joined())
 
     @property
     def group(self) -> Any:
@@ -45,7 +40,7 @@ class Crew:
     def check(self, own: Mapping[str, Any]) -> None:
         """End all of them where one would train something else."""
         if self.ranks is not None:
-            check_alike(self.ranks, own)
+            self.ranks.check_alike(own)
 
     def own(self, blocks: Blocks) -> Blocks:
         """This process's sequences of all of a step's."""

@@ -22,9 +22,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.ranks import launched
 from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import remove_partial, replace_safetensors
-from dflash_mlx.system.ranks import started_together
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 
@@ -88,7 +88,7 @@ class FeatureCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("wb") as locked:
             try:
-                wait = 0 if started_together() else fcntl.LOCK_NB
+                wait = 0 if launched() else fcntl.LOCK_NB
                 fcntl.flock(locked, fcntl.LOCK_EX | wait)
             except OSError:
                 raise DFlashError(

@@ -165,11 +165,14 @@ class Target:
         """
         only_text = all(rows.embeddings is None for rows in sequences)
         if len(sequences) == 1 or not self.joins or not only_text:
-            return [
-                self.forward(r.tokens, r.cache, r.block, aux_layers, r.embeddings)
-                for r in sequences
-            ]
+            return [self._alone(rows, aux_layers) for rows in sequences]
         return self._together(sequences, aux_layers)
+
+    def _alone(
+        self, rows: Rows, aux_layers: tuple[int, ...]
+    ) -> tuple[mx.array, mx.array | None]:
+        given = {} if rows.embeddings is None else {"embeddings": rows.embeddings}
+        return self.forward(rows.tokens, rows.cache, rows.block, aux_layers, **given)
 
     def _together(
         self, sequences: Sequence[Rows], aux_layers: tuple[int, ...]

@@ -102,7 +102,7 @@ def test_near_ties_are_decided_as_alone(drafting):
             state.end = len(prompt) - 1 + config.max_tokens
             settings = DecodeConfig("dflash" if drafting else "none", max_tokens=24, exact=exact)
             make = partial(make_rule, target, state, Sampler(config.sampling), settings, True)
-            everyone.append(sequence_of(state, drafter, prompt, 16, make_rule=make, exact=exact))
+            everyone.append(sequence_of(state, drafter, prompt, 16, rule=make, exact=exact))
         said, failed = run(
             scheduler_of(target, observer=Strict()), everyone, np.random.default_rng(0)
         )
@@ -120,7 +120,7 @@ def test_an_answer_whose_caches_were_dropped_goes_on_as_if_they_had_not_been(tar
         if len(engine.running) > 1 and rng.random() < 0.3:
             chosen = engine.running[int(rng.integers(len(engine.running)))]
             engine.cancel(chosen)
-            chosen.drop(target)
+            chosen.preempt(target)
             engine.waiting.append(chosen)
             dropped.append(chosen.state.end)
 
@@ -269,7 +269,7 @@ def test_a_long_prompt_rides_along_in_chunks_that_the_others_bear(target, monkey
         running(target, 5, prompt_of(1, 5), NoDraft()),
         running(target, 0, prompt, NoDraft()),
     )
-    second.chunk = 512
+    second.prefill_step = 512
     engine.add(first)
     engine.step()
     engine.add(second)
@@ -293,7 +293,7 @@ def test_chunks_are_shorter_where_a_row_of_the_prompt_takes_longer(target, monke
     monkeypatch.setattr(target, "pass_times", PassTimes((1, 2, 65), near, 0, (deep,)))
     engine, chunks = scheduler_of(target, observer=Strict()), []
     first, second = (running(target, 5, prompt_of(i, n), NoDraft()) for i, n in ((1, 5), (0, 600)))
-    second.chunk = 512
+    second.prefill_step = 512
     engine.add(first)
     engine.step()
     engine.add(second)

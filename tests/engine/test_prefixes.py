@@ -14,6 +14,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
+from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import Session, collect
 from dflash_mlx.verifier.cache import STEP
 from dflash_mlx.verifier.model import Target
@@ -207,7 +208,7 @@ def running(target: Target, prompt: list[int], seed: int, tokens: int = 10) -> S
     return sequence_of(state, NoDraft(), prompt, 64, rule)
 
 
-def run(engine: Any, everyone: list[Sequence], look=lambda: None) -> list[list[int]]:
+def run(engine: Scheduler, everyone: list[Sequence], look=lambda: None) -> list[list[int]]:
     said = {id(each): [] for each in everyone}
     for each in everyone:
         engine.add(each)
@@ -271,7 +272,7 @@ def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
         raise RuntimeError("no")
 
     broken.state.commit_prompt = fails
-    ((_, _), (_, outcome)) = engine.step()
+    ((_, outcome),) = engine.step()
     assert isinstance(outcome, RuntimeError)
     for each in (left, broken):
         engine.cancel(each)
@@ -329,7 +330,7 @@ def test_who_begins_like_a_running_one_throws_no_other_out():
     while first.is_reading:
         engine.step()
     put(prefixes, target, 15, STEP)
-    second = running(target, [*first.prompt[:100], *prompt_of(18, 9)], 0)
+    second = running(target, [*first.prompt.tokens[:100], *prompt_of(18, 9)], 0)
     engine.add(second)
     engine.step()
     assert second.reused == 100 and prefixes._best(

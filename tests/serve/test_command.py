@@ -81,7 +81,7 @@ INTERRUPTED = """import os, runpy, signal, sys
 from dflash_mlx.serve import command
 import mlx.core as mx
 
-def load(*_):
+def load(*_, **__):
     x = mx.ones((64, 64))
     mx.eval(x @ x)
     os.kill(os.getpid(), signal.SIGINT)

@@ -187,11 +187,11 @@ def test_an_answer_that_was_left_is_answered_anew(pair, plain):
 
 
 def test_answers_with_and_without_grammars_draft_with_one_drafter(pair):
-    conversations = Scheduler(pair)
+    scheduler = Scheduler(pair)
     for structure in (*STRUCTURES, ""):
-        conversations.begin(PROMPT, config_of("ddtree", structure))
-    assert len({id(each.drafter) for each in conversations.engine.waiting}) == 1
-    assert isinstance(conversations.engine.waiting[0].drafter, Adaptive)
+        scheduler.submit(PROMPT, config_of("ddtree", structure))
+    assert len({id(each.drafter) for each in scheduler.waiting}) == 1
+    assert isinstance(scheduler.waiting[0].drafter, Adaptive)
 
 
 KINDS = [("dflash", "schema"), ("none", "regex"), ("ddtree", ""), ("ngram", "grammar")]
@@ -212,17 +212,17 @@ def everyone(pair):
 @pytest.mark.parametrize("drops", [False, True])
 def test_several_at_once_read_as_alone_whatever_is_dropped(pair, drops):
     rng, asked, texts, dropped = np.random.default_rng(5), everyone(pair), {}, 0
-    conversations = Scheduler(pair, observer=Strict())
-    answers = [conversations.begin(prompt, config) for prompt, config, _ in asked]
-    engine = conversations.engine
-    while conversations:
-        for answering, delta in conversations.step():
+    scheduler = Scheduler(pair, observer=Strict())
+    answers = [scheduler.submit(prompt, config) for prompt, config, _ in asked]
+    engine = scheduler
+    while scheduler:
+        for answering, delta in scheduler.step():
             texts.setdefault(id(answering), []).append(delta)
         running = [each for each in engine.running if each.state.has_begun]
         if drops and running and rng.random() < 0.4:
             chosen = running[int(rng.integers(len(running)))]
             engine.cancel(chosen)
-            chosen.drop(pair.target)
+            chosen.preempt(pair.target)
             engine.waiting.append(chosen)
             dropped += 1
     for answering, (_, _, alone) in zip(answers, asked, strict=True):
@@ -234,14 +234,14 @@ def test_several_at_once_read_as_alone_whatever_is_dropped(pair, drops):
 
 def test_one_that_is_cancelled_leaves_the_others_as_they_were(pair):
     asked, texts = everyone(pair), {}
-    conversations = Scheduler(pair, observer=Strict())
-    answers = [conversations.begin(prompt, config) for prompt, config, _ in asked]
+    scheduler = Scheduler(pair, observer=Strict())
+    answers = [scheduler.submit(prompt, config) for prompt, config, _ in asked]
     for step in range(1000):
         if step == 5:
-            conversations.cancel(answers[0])
-        if not conversations:
+            scheduler.cancel(answers[0])
+        if not scheduler:
             break
-        for answering, delta in conversations.step():
+        for answering, delta in scheduler.step():
             texts.setdefault(id(answering), []).append(delta)
     for answering, (_, _, alone) in list(zip(answers, asked, strict=True))[1:]:
         assert collect(iter(texts[id(answering)])).tokens == alone.tokens

@@ -59,12 +59,11 @@ def sequence_of(
     drafter: Any,
     prompt: Iterable[int] = (),
     chunk: int = sys.maxsize,
-    *more: Any,
-    **key: Any,
+    rule: Any = None,
+    exact: bool = False,
 ) -> Sequence:
-    """A sequence made by hand; what follows `chunk` is its rule."""
-    rule = {"rule": more[0]} if more else {}
-    return Sequence(state, drafter, Prompt.of(prompt), prefill_step=chunk, **rule, **key)
+    """A sequence made by hand. rule: an acceptance rule, or what makes it behind the prompt."""
+    return Sequence(state, drafter, Prompt.of(prompt), prefill_step=chunk, rule=rule, exact=exact)
 
 
 def answer_rounds(

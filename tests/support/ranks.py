@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 5.0  # seconds of silence until a rank counts as gone, where one is to be
-PATIENT = 20.0
-_OTHERS = "[ring]", "[transformers]", "waiting for"  # begin lines of libraries, and of no end
+_OTHERS = "[ring]", "[transformers]"  # begin lines of libraries, and of no end
 
 
 @dataclass
 class Said:
-    """What became of a rank; seconds: since the last of them was asked."""
+    """What became of a rank."""
 
     code: int
     out: str
@@ -50,10 +49,7 @@ def hosts_file(folder: Path, ranks: int) -> Path:
 
 @contextmanager
 def started(
-    folder: Path,
-    words: Sequence[Sequence[str]],
-    silence: float | Sequence[float] = PATIENT,
-    places: Sequence[Path] = (),
+    folder: Path, words: Sequence[Sequence[str]], places: Sequence[Path] = ()
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A process for each rank's words behind `python`, in its place; none is left at the end."""
     hosts, running = hosts_file(folder, len(words)), []
@@ -64,7 +60,6 @@ def started(
                 "HF_HUB_OFFLINE": "1",
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path[1:]]),
                 **({"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} if len(words) > 1 else {}),
-                "DFLASH_SILENCE": str(silence if isinstance(silence, float) else silence[rank]),
                 "XDG_CACHE_HOME": str(folder / "cache"),
             }
             running.append(
@@ -98,3 +93,24 @@ def on_ranks(folder: Path, count: int, *words: str) -> list[Said]:
     """The same words on so many ranks, to their end."""
     with started(folder, [words] * count) as running:
         return ended(running)
+
+
+@contextmanager
+def launched(folder: Path, count: int, words: Sequence[object]) -> Iterator[subprocess.Popen[str]]:
+    """MLX's launcher, with the same words behind `python` on so many ranks."""
+    launch = ["-c", "from mlx._distributed_utils.launch import main; main()", "-n", count]
+    noted = ["sh", "-c", 'echo $$ > "$0.$MLX_RANK"; exec "$@"', folder / "pid", sys.executable]
+    command = [*launch, "--backend", "ring", "-p", free_ports(1)[0], "--", *noted, *words]
+    with started(folder, [command]) as (launcher,):
+        try:
+            yield launcher
+        finally:
+            if launcher.poll() is None:  # something went wrong, and it would leave them behind
+                launcher.terminate()
+                for rank in range(count):
+                    kill(folder, rank)
+
+
+def kill(folder: Path, rank: int) -> None:
+    """One of those that were launched."""
+    os.kill(int((folder / f"pid.{rank}").read_text()), signal.SIGKILL)

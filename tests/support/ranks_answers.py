@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.targets import WHOLE, TargetReader
 from dflash_mlx.session.session import Session
 from dflash_mlx.train.corpus.answers import Answers, Job
 from dflash_mlx.verifier.pass_times import PassTimes
@@ -23,10 +23,10 @@ PROMPT = [7, 3, 9, 4, 4, 9, 7, 3, 9, 4]
 TOKENS = 16
 
 
-def pair_of(model: Path, drafters: Path) -> Pair:
+def pair_of(model: Path, drafters: Path, reader: TargetReader = WHOLE) -> Pair:
     """The target of `model` with a drafter of every family, whose files go to `drafters`."""
     config = PairConfig(str(model), "none", kernels="off")
-    pair = load_pair(config, DecodeConfig("none"), ranks=joined())
+    pair = load_pair(config, DecodeConfig("none"), reader=reader)
     pair.target.pass_times = PassTimes((1, 96), (1.0, 3.0))
     return full_pair(drafters, pair.target, pair.tokenizer)
 
@@ -61,11 +61,11 @@ def _answer(session: Session, prompt: list[int]) -> list[int]:
     return [token for delta in session.stream(prompt) for token in delta.tokens]
 
 
-def main(words: Sequence[str]) -> None:
+def main(words: Sequence[str], reader: TargetReader) -> None:
     """Write what is found to a file. words: model, a folder for drafters, the file."""
     model, drafters, out = map(Path, words)
-    out.write_text(json.dumps(everything(pair_of(model, drafters))))
+    out.write_text(json.dumps(everything(pair_of(model, drafters, reader))))
 
 
 if __name__ == "__main__":
-    cli.run(main, "ranks_answers", together=cli.Together.FOLLOW)
+    cli.run(main, "ranks_answers", mode=cli.RankMode.FOLLOW)

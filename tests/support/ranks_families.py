@@ -12,13 +12,13 @@ from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS befor
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.models.ranks import split
+from dflash_mlx.ranks.group import END, Ranks
+from dflash_mlx.ranks.loading import split
+from dflash_mlx.ranks.target import Follower, Leader
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.forest import Rows
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.ranks import Follower, Leader, Orders
 from support.families import make_model
 
 CASES: dict[str, dict[str, Any]] = {
@@ -62,29 +62,16 @@ def said(target: Target) -> list[mx.array]:
     return found
 
 
-class Over(Exception):
-    """The leader is done with a model."""
-
-
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], ranks: Ranks) -> None:
     """Write how far off each is at most."""
-    ranks, far = joined(), {}
-    assert ranks is not None
-
-    def hear(*, seconds: float | None = None) -> Any:
-        if (orders := ranks.hear(seconds=seconds)) == "over":
-            raise Over
-        return orders
-
+    far = {}
     for case in CASES:
         split(part := make(case), ranks.group, case)
         if ranks.rank:
-            try:
-                Follower(Target(part, CONTEXT, case)).replay(hear)
-            except Over:
-                continue
-        parts = said(Leader(part, CONTEXT, case, Orders(ranks.tell, ranks.stuck)))
-        ranks.tell("over")
+            Follower(Target(part, CONTEXT, case), ranks).replay()
+            continue
+        parts = said(Leader(part, CONTEXT, case, ranks))
+        ranks.share([[END]])
         whole = said(Target(make(case), CONTEXT, case))
         far[case] = max(mx.abs(a - b).max().item() for a, b in zip(parts, whole, strict=True))
     if not ranks.rank:
@@ -92,4 +79,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, "ranks_families", together=cli.Together.ALL)
+    cli.run(main, "ranks_families", mode=cli.RankMode.ALL)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import abc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler, penalise, tempered
 from dflash_mlx.drafters.adaptive import Adaptive
 from dflash_mlx.drafters.methods import make_drafter
@@ -82,17 +84,18 @@ class Schedule:
     squeezed: tuple[bool, ...]
 
 
-@dataclass(eq=False)
 class Watched(Sequence):
-    """A sequence that counts how often its caches were dropped, and keeps what it says."""
+    """A sequence that counts how often it was preempted, and keeps what it says."""
 
-    said: list[int] = field(default_factory=list)
-    drops: int = 0
-    left: bool = False
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.said: list[int] = []
+        self.drops = 0
+        self.left = False
 
-    def drop(self, target: Target) -> None:
+    def preempt(self, target: Target) -> None:
         self.drops += 1
-        super().drop(target)
+        super().preempt(target)
 
 
 class Ticks:
@@ -175,7 +178,7 @@ def alone(pair: Pair, request: Request) -> list[int]:
     return answer(pair.target, drafter, request.prompt, request.config)
 
 
-def run(pair: Pair, schedule: Schedule, answers: Sequence[list[int]]) -> list[Watched]:
+def run(pair: Pair, schedule: Schedule, answers: abc.Sequence[list[int]]) -> list[Watched]:
     """Let it happen. answers: of each alone, for drafters that know them.
 
     In half of the schedules, sequences go on from what others have read.
@@ -201,11 +204,11 @@ def run(pair: Pair, schedule: Schedule, answers: Sequence[list[int]]) -> list[Wa
         engine.memory = tight if squeezed else 100 * tight
         for each, outcome in engine.step():
             assert not isinstance(outcome, Exception), outcome
-            each.said.extend(() if outcome is None else outcome.accepted.tokens)
+            each.said.extend(outcome.accepted.tokens)
     return everyone
 
 
-def _until_done(engine: Any, schedule: Schedule, everyone: Sequence[Watched]) -> Iterator[None]:
+def _until_done(engine: Any, schedule: Schedule, everyone: abc.Sequence[Watched]) -> Iterator[None]:
     """Before every step, those who come and go then."""
     last = max(request.arrives for request in schedule.requests)
     for step in range(_PATIENCE):
@@ -244,10 +247,14 @@ def _drafter(pair: Pair, config: DecodeConfig, seed: int) -> Drafter:
 def _sequence(target: Target, request: Request, drafter: Drafter) -> Watched:
     config, state = request.config, State(target.new_cache(), drafter.new_context())
     state.end = min(len(request.prompt) - 1 + config.max_tokens, target.context_length - 1)
-    make = partial(make_rule, target, state, Sampler(config.sampling), config, company=True)
-    rule = None if config.exact else make()
+    make = partial(make_rule, target, state, Sampler(config.sampling), config, True)
     return Watched(
-        state, drafter, request.prompt, config.prefill_step, rule, make, exact=config.exact
+        state,
+        drafter,
+        Prompt.of(request.prompt),
+        prefill_step=config.prefill_step,
+        rule=make if config.exact else make(),
+        exact=config.exact,
     )
 
 
@@ -265,7 +272,9 @@ def problems(pair: Pair, schedule: Schedule) -> tuple[list[str], list[Watched]]:
     return found, ended
 
 
-def excused(target: Target, request: Request, expected: Sequence[int], said: Sequence[int]) -> bool:
+def excused(
+    target: Target, request: Request, expected: abc.Sequence[int], said: abc.Sequence[int]
+) -> bool:
     """Whether a near-tie explains where two answers part."""
     pairs = enumerate(zip(expected, said, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), None)

@@ -27,12 +27,12 @@ def valid_answers(pair: Pair, number: int) -> tuple[int, int]:
     """Of so many answers at temperature 1, eight at a time: how many are valid, and drafts kept."""
     waiting, kept = deque(range(number)), 0
     running: dict[Any, tuple[Any, list[Delta]]] = {}
-    conversations = Scheduler(pair)
-    while waiting or conversations:
-        while waiting and len(conversations) < 8:
+    scheduler = Scheduler(pair)
+    while waiting or scheduler:
+        while waiting and len(scheduler) < 8:
             tokens, config, schema = asked(pair, waiting.popleft())
-            running[conversations.begin(tokens, config)] = schema, []
-        for answering, delta in conversations.step():
+            running[scheduler.submit(tokens, config)] = schema, []
+        for answering, delta in scheduler.step():
             assert not isinstance(delta, Exception), delta
             running[answering][1].append(delta)
             kept += len(delta.accepted.path) - 1

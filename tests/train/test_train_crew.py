@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.train.corpus.rows import read_rows
-from support.ranks import ended, on_ranks, started
+from support.ranks import ended, kill, launched, on_ranks, started
 from support.tiny_training import CONTEXT, files
 
 MODES = ["dflash", "variable-prefix", "specdiff", "eagle3"]
@@ -45,39 +45,20 @@ def last_record(folder):
     return json.loads((folder / "history.jsonl").read_text().splitlines()[-1])
 
 
-def test_a_run_goes_on_on_all_ranks_and_with_as_many(place, tmp_path):
-    def train(count, **options):
-        words = place.words(**{"out": tmp_path / "out", "warmup": 2, **options})
-        return on_ranks(tmp_path, count, "-m", "dflash_mlx.train", *words)
-
-    assert [each.code for each in train(2, steps=2)] == [0, 0]
-    assert [each.code for each in train(2, steps=4)] == [0, 0]
-    assert last_record(tmp_path / "out")["step"] == 4
-    before = files(tmp_path / "out")
-    (alone,) = train(1, steps=6)
-    assert alone.code == 2 and "processes 2, not 1" in alone.error
-    assert files(tmp_path / "out") == before
-
-
-@pytest.mark.parametrize("other", ["words", "file"])
-def test_ranks_that_would_train_otherwise_are_refused_by_name(place, tmp_path, other):
-    words = [["-m", "dflash_mlx.train", *place.words(steps=9, out=tmp_path / "out")]] * 2
-    places = [tmp_path / name for name in ("a", "b")]
-    for i, folder in enumerate(places):
-        folder.mkdir()
-        (folder / "corpus.jsonl").write_text("{}\n" * (1 + i * (other == "file")))
-    words[1] = [*words[1], *(["--seed", "9"] if other == "words" else [])]
-    words = [[*each, "--corpus", "corpus.jsonl"] for each in words]
-    with started(tmp_path, words, places=places) as running:
-        said = ended(running)
-    for each in said:
-        (sentence,) = each.sentences
-        assert each.code == 2 and "rank 1 of 2 differs" in sentence
-        assert ("--seed" if other == "words" else "corpus.jsonl is 6 bytes") in sentence
+def test_ranks_that_would_train_otherwise_are_refused_by_name(place, tmp_path):
+    words = ["-m", "dflash_mlx.train", *place.words(steps=9, out=tmp_path / "out")]
+    with started(tmp_path, [words, [*words, "--seed", "9"]]) as running:
+        assert_refused(ended(running), "seed is 9 there and 0 on rank 0")
     assert not (tmp_path / "out").exists()
 
 
-def test_ranks_with_other_data_in_files_that_no_word_names_are_refused(place, tmp_path):
+def assert_refused(said, what="rank 1 of 2 differs: "):
+    """All have ended, and the first has said why."""
+    assert [each.code for each in said] == [2, 2]
+    assert what in said[0].sentences[-1] and said[1].error == ""
+
+
+def test_ranks_with_other_data_in_their_files_are_refused(place, tmp_path):
     places = [tmp_path / name for name in ("a", "b")]
     for i, folder in enumerate(places):
         folder.mkdir()
@@ -92,11 +73,30 @@ def test_ranks_with_other_data_in_files_that_no_word_names_are_refused(place, tm
         ["-m", "dflash_mlx.corpus", *corpus],
     ):
         with started(tmp_path, [words] * 2, places=places) as running:
-            said = ended(running)
-        for each in said:
-            assert each.code == 2 and "rank 1 of 2 differs: " in each.sentences[-1]
+            assert_refused(ended(running))
     assert not (tmp_path / "out").exists()
-    assert (places[0] / "found.jsonl").read_text() == "", "and it goes on with such a file"
+    assert not (places[0] / "found.jsonl").exists()
+
+
+def test_a_killed_rank_ends_a_training_that_goes_on_with_as_many(place, tmp_path):
+    out = tmp_path / "out"
+
+    def words(steps):
+        return ["-m", "dflash_mlx.train", *place.words(steps=steps, out=out, evaluate_minutes=1e-9)]
+
+    with launched(tmp_path, 2, words(10_000)) as launcher:
+        while "step 2 |" not in (line := launcher.stderr.readline()):
+            assert line, "it has ended"
+        kill(tmp_path, 1)
+        (said,) = ended([launcher], 30)
+    assert "rank 1 exited with code -9" in said.error
+    done = last_record(out)["step"]
+    assert [each.code for each in on_ranks(tmp_path, 2, *words(done + 2))] == [0, 0]
+    assert last_record(out)["step"] == done + 2
+    before = files(out)
+    (alone,) = on_ranks(tmp_path, 1, *words(done + 4))
+    assert alone.code == 2 and "processes 2, not 1" in alone.error
+    assert files(out) == before
 
 
 def test_a_corpus_of_two_ranks_has_every_prompt_once(tmp_path, place):

@@ -10,15 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import read_prompts
-from dflash_mlx.cli.ranks import joined
 from dflash_mlx.core.config import (
     ALL_BUT_MODEL,
     AUTO,
@@ -30,9 +28,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import check_given
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.ranks import check_alike
 from dflash_mlx.session.templates import prompt_tokens
-from dflash_mlx.system.ranks import Ranks
 from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus.answers import Answers, Done, Job
 from dflash_mlx.train.corpus.rows import (
@@ -46,17 +42,20 @@ from dflash_mlx.train.corpus.rows import (
 from dflash_mlx.train.corpus.self_prompt import TurnWriter, lot, read_openings
 from dflash_mlx.train.features import target_fingerprint
 
+if TYPE_CHECKING:
+    from dflash_mlx.ranks.group import Ranks
+
 PROGRAM = "dflash_mlx.corpus"
 _ONLY_HOW_MANY = ("batch_size", "method", "limit", "self_prompt")  # rows and how fast, not which
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     """Answer prompts until the file has all. Raises DFlashError for bad input.
 
     In several processes each answers every n-th prompt of n, and the first one's file gets all.
     """
     arguments = parser().parse_args(argv)
-    config, ranks = read_config(arguments), joined()
+    config = read_config(arguments)
     if config.self_prompt is not None:
         cli.check_alone("--self-prompt")
     prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts, None)
@@ -66,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
         if ranks is not None:
             asked = repr([question(pair, config, row) for row in prompts])
             own = {"target": target_fingerprint(pair.target), "prompts": _digest(asked)}
-            check_alike(ranks, own | asdict(header))
+            ranks.check_alike(own | asdict(header))
         file.begin(header)
         collection = Collection(pair, config, file)
         share = WHOLE if ranks is None else share_with(ranks, file)
@@ -170,10 +169,8 @@ def part_of(out: Path, ranks: Ranks | None) -> Path:
 
 def share_with(ranks: Ranks, file: CorpusFile) -> Share:
     """What of the prompts is this process's to answer."""
-    if ranks.rank == 0:
-        ranks.tell([row.id for row in file.rows])
-        return Share(0, ranks.size)
-    return Share(ranks.rank, ranks.size, frozenset(ranks.hear()))
+    done = ranks.share([row.id for row in file.rows])
+    return Share(ranks.rank, ranks.size, frozenset(done if ranks.rank else ()))
 
 
 def join_parts(ranks: Ranks, file: CorpusFile, header: CorpusHeader) -> list[CorpusRow]:
@@ -181,24 +178,17 @@ def join_parts(ranks: Ranks, file: CorpusFile, header: CorpusHeader) -> list[Cor
 
     Their files are removed only when it is in the first one's.
     """
-    if ranks.rank:
-        _, *lines = file.path.read_text(encoding="utf-8").splitlines()
-        for line in (*lines, ""):
-            ranks.tell(line)
-        ranks.hear()
-        file.path.unlink()
-        ranks.tell("removed")
-        return []
+    _, *lines = file.path.read_text(encoding="utf-8").splitlines()
     known, joined = file.ids(), []
-    for rank in ranks.followers:
-        for line in iter(partial(ranks.hear, rank), ""):
+    for answered in ranks.gather(lines if ranks.rank else []):
+        for line in answered if ranks.rank == 0 else ():
             row = read_row(line, file.path, header.vocab_size)
             if row.id not in known:
                 file.append(row)
                 joined.append(row)
-    ranks.tell("joined")
-    for rank in ranks.followers:
-        ranks.hear(rank)
+    ranks.share()  # the first has written it
+    if ranks.rank:
+        file.path.unlink()
     return joined
 
 

@@ -1,17 +1,13 @@
-"""One target on several ranks: whether it can be, whether all have the same, and its loading."""
+"""One target on several ranks: whether it can be split, whether all have it, and its loading."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from queue import Empty
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 
@@ -21,22 +17,17 @@ from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.models.check import ModelFacts, fetched
 from dflash_mlx.models.names import target_names
 from dflash_mlx.models.source import CONFIG
-from dflash_mlx.models.targets import read_target, target_facts
+from dflash_mlx.models.targets import TargetReader, read_target, target_facts
+from dflash_mlx.ranks.group import END, PROBLEM, Ranks
+from dflash_mlx.ranks.target import Follower, Leader
 from dflash_mlx.system.cpu_math import applies as on_cpu
-from dflash_mlx.system.files import existing
-from dflash_mlx.system.machine import describe_versions
-from dflash_mlx.system.ranks import BAD_INPUT, Ranks
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.ranks import Follower, Leader, Orders
 
 _HEADS = (
     "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads",
 )  # fmt: skip
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-_PACKAGES = ("dflash-chat", "mlx", "mlx-lm")  # whose versions have to be the same
 _SAMPLE = 2**20  # bytes at either end of a weight file that are compared
-_PATIENCE = 5.0  # seconds
-_SECRET = "--key"  # of the server
 _ONE_MACHINE = "run it on one machine, or choose another model"
 
 
@@ -104,63 +95,14 @@ def _units(config: Mapping[str, Any], group: int) -> Iterator[tuple[str, tuple[i
         yield "attention width", (heads * (width or config["hidden_size"] // heads), group)
 
 
-def fingerprint(facts: ModelFacts, ranks: Ranks) -> dict[str, Any]:
-    """What has to be the same on all ranks; of weight files the size and what is at their ends."""
-    same = _start(ranks)
+def fingerprint(facts: ModelFacts) -> dict[str, Any]:
+    """What tells models apart; of weight files the size and what is at their ends."""
     if facts.source is None:
         files = [_file_of(facts)]
     else:
         folder = facts.source.here
         files = [folder / CONFIG, *sorted(folder.glob(facts.source.weights))]
-    return same | {file.name: _digest(file) for file in files}
-
-
-def _start(ranks: Ranks) -> dict[str, Any]:
-    """Versions, and the words that this rank was started with, secrets hidden."""
-    versions = describe_versions()
-    same: dict[str, Any] = {package: versions.get(package) for package in _PACKAGES}
-    words = [
-        hashlib.sha256(word.encode(errors="replace")).hexdigest()[:8]
-        if before == _SECRET or word.startswith(f"{_SECRET}=")
-        else word
-        for before, word in zip(["", *ranks.words], ranks.words, strict=False)
-    ]
-    return same | {"words of the command line": words}
-
-
-def check_same(ranks: Ranks) -> None:
-    """End all ranks where one was started otherwise, or has other files under its words' names."""
-    named = {word: existing(word) for word in ranks.words}
-    files = {word: _digest(file) for word, file in named.items() if file and file.is_file()}
-    check_alike(ranks, _start(ranks) | files, missing=True)
-
-
-def check_alike(ranks: Ranks, own: Mapping[str, Any], missing: bool = False) -> None:
-    """End all ranks where one has something else, as JSON has it; missing: or, if not, nothing."""
-    if ranks.rank:
-        ranks.tell(own)
-        ranks.hear()
-        return
-    own = json.loads(json.dumps(own))
-    for rank in ranks.followers:
-        its = _heard(ranks, rank)
-        _compare(ranks, rank, own, {key: its.get(key, own[key]) for key in own} if missing else its)
-    ranks.tell({})
-
-
-def _heard(ranks: Ranks, rank: int) -> Any:
-    """What a rank says next; who waits for long is told for whom."""
-    with suppress(Empty):
-        return ranks.hear(rank, _PATIENCE)
-    print(f"waiting for rank {rank}", file=sys.stderr)
-    return ranks.hear(rank)
-
-
-def _compare(ranks: Ranks, rank: int, own: Mapping[str, Any], its: Mapping[str, Any]) -> None:
-    for key in [*own, *its]:
-        if own.get(key) != its.get(key):
-            differs = f"{key} is {its.get(key)} there and {own.get(key)} on rank 0"
-            ranks.fault(f"rank {rank} of {ranks.size} differs: {differs}", BAD_INPUT)
+    return {file.name: _digest(file) for file in files}
 
 
 def _digest(file: Path) -> str:
@@ -172,31 +114,46 @@ def _digest(file: Path) -> str:
     return f"{size} bytes, {digest.hexdigest()[:16]}"
 
 
-def lead(ranks: Ranks, config: PairConfig, facts: ModelFacts) -> tuple[Target, Any]:
-    """The first rank's part of a target, and its tokenizer; the others load theirs.
+class SplitTarget(TargetReader):
+    """The first rank's part of a target; the others load theirs when it does."""
 
-    facts: fetched. Ends all ranks where one has something else.
-    """
-    ranks.tell({"load": asdict(config)})
-    check_alike(ranks, fingerprint(facts, ranks))
-    return _read_part(ranks, facts, partial(Leader, orders=Orders(ranks.tell, ranks.stuck)))
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self.parts = ranks, ranks.size
+
+    def check(self, facts: ModelFacts) -> None:
+        check_ranks(facts, self.parts)
+
+    def read(self, facts: ModelFacts, config: PairConfig) -> tuple[Target, Any]:
+        self._ranks.share([["load", asdict(config)]])
+        self._ranks.check_alike(fingerprint(facts))
+        return _read_part(self._ranks, facts, partial(Leader, ranks=self._ranks))
 
 
-def follow(ranks: Ranks) -> NoReturn:
+def follow(ranks: Ranks) -> None:
     """Load a part of what the first rank loads, and do what it does until it ends."""
+    ((order, *told),) = ranks.share()
+    if order == END:
+        return
+    config = PairConfig(**told[0] | {"template": tuple(told[0]["template"])})
     try:
-        told = ranks.hear()["load"]
-        config = PairConfig(**told | {"template": tuple(told["template"])})
         facts = target_facts(target_names(config.model))
         facts.raise_first()
         facts = fetched(facts)
-        check_alike(ranks, fingerprint(facts, ranks))
-        target, _ = _read_part(ranks, facts, Target)
-        target.kv_bits = config.kv_bits
-        Follower(target).replay(ranks.hear)
-    except Exception as error:
-        ranks.failed(error, BAD_INPUT if isinstance(error, DFlashError) else 1)
-    raise AssertionError  # neither of them returns
+        own = fingerprint(facts)
+    except DFlashError as error:
+        own = {PROBLEM: [error.what, error.next_step]}
+    ranks.check_alike(own)
+    target, _ = _read_part(ranks, facts, Target)
+    target.kv_bits = config.kv_bits
+    Follower(target, ranks).replay()
+
+
+def _read_part(ranks: Ranks, facts: ModelFacts, make: Any) -> tuple[Target, Any]:
+    """This rank's part of a target; one pass on all ranks shows whether it computes at all."""
+    share = partial(split, group=ranks.group, name=facts.name)
+    target, tokenizer = ranks.agree(lambda: read_target(facts, share, make))
+    mx.eval(target.model(mx.array([[0]])))
+    return target, tokenizer
 
 
 def split(model: Any, group: Any, name: str) -> None:
@@ -211,11 +168,3 @@ def split(model: Any, group: Any, name: str) -> None:
     for module, head in heads:  # which some families split, too, and draft models need whole
         if module.lm_head is not head:
             module.lm_head, module.sharding_group = head, None
-
-
-def _read_part(ranks: Ranks, facts: ModelFacts, make: Any) -> tuple[Target, Any]:
-    """This rank's part of a target; one pass on all ranks shows whether it computes at all."""
-    share = partial(split, group=ranks.group, name=facts.name)
-    target, tokenizer = read_target(facts, share, make)
-    mx.eval(target.model(mx.array([[0]])))
-    return target, tokenizer

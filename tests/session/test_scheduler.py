@@ -1,4 +1,4 @@
-"""Several conversations at once: each reads as it does alone, with its own stops and figures."""
+"""Several answers at once: each reads as it does alone, with its own stops and figures."""
 
 import time
 from dataclasses import replace
@@ -38,90 +38,90 @@ def configs() -> list[DecodeConfig]:
     ]
 
 
-def finish(conversations: Scheduler) -> dict:
+def finish(scheduler: Scheduler) -> dict:
     """The deltas of each, or its error."""
     said: dict = {}
-    while conversations:
-        for answering, delta in conversations.step():
+    while scheduler:
+        for answering, delta in scheduler.step():
             said.setdefault(answering, []).append(delta)
     return said
 
 
 def test_every_answer_is_the_one_it_is_alone(pair):
-    conversations = Scheduler(pair, observer=Strict())
-    asked = [conversations.begin(p, c) for p, c in zip(PROMPTS, configs(), strict=True)]
-    assert len(conversations) == 5
-    said = finish(conversations)
+    scheduler = Scheduler(pair, observer=Strict())
+    asked = [scheduler.submit(p, c) for p, c in zip(PROMPTS, configs(), strict=True)]
+    assert len(scheduler) == 5
+    said = finish(scheduler)
     for answering, prompt, config in zip(asked, PROMPTS, configs(), strict=True):
         alone = collect(Session(pair, config).stream(prompt))
         together = collect(iter(said[answering]))
         assert (together.tokens, together.text) == (alone.tokens, alone.text)
-        assert together.finish_reason == answering.reason == alone.finish_reason
+        assert together.finish_reason == answering.finish_reason == alone.finish_reason
         assert answering.length == len(prompt) + len(alone.tokens)
-    assert asked[4].reason == "context"
+    assert asked[4].finish_reason == "context"
     assert asked[0].statistics.decode_seconds > 0 < asked[0].statistics.prefill_seconds
 
 
 def test_an_answer_takes_no_longer_than_it_took(pair):
-    conversations, begin = Scheduler(pair), time.perf_counter()
-    answering = conversations.begin(PROMPTS[0], configs()[0])
-    finish(conversations)
+    scheduler, begin = Scheduler(pair), time.perf_counter()
+    answering = scheduler.submit(PROMPTS[0], configs()[0])
+    finish(scheduler)
     statistics, took = answering.statistics, time.perf_counter() - begin
     assert 0 < statistics.decode_seconds + statistics.prefill_seconds <= took
 
 
 def test_no_more_answers_than_asked_for_are_in_one_pass(pair):
-    conversations = Scheduler(pair, most=2)
+    scheduler = Scheduler(pair, most=2)
     for prompt in PROMPTS[:3]:
-        conversations.begin(prompt, configs()[1])
-    conversations.step()
-    assert [len(conversations.engine.running), len(conversations.engine.waiting)] == [2, 1]
-    assert len(finish(conversations)) == 3
+        scheduler.submit(prompt, configs()[1])
+    scheduler.step()
+    assert [len(scheduler.running), len(scheduler.waiting)] == [2, 1]
+    assert len(finish(scheduler)) == 3
 
 
 def test_drafters_that_nobody_uses_do_not_heap_up(pair):
-    conversations = Scheduler(pair)
+    scheduler = Scheduler(pair)
     config = DecodeConfig("dflash", block_size=4, max_tokens=1)
     for i in range(3 * UNUSED):
         sampling = SamplingConfig(0.5 + i / 100)
-        conversations.begin(PROMPTS[0], replace(config, sampling=sampling))
-        finish(conversations)
-    assert len(conversations._drafters) <= UNUSED + 1
-    asked = [conversations.begin(p, config) for p in PROMPTS[:2]]
-    assert len(asked) == 2 and len({id(a.drafter) for a in conversations.engine.waiting}) == 1
+        scheduler.submit(PROMPTS[0], replace(config, sampling=sampling))
+        finish(scheduler)
+    assert len(scheduler._drafters) <= UNUSED + 1
+    asked = [scheduler.submit(p, config) for p in PROMPTS[:2]]
+    assert len(asked) == 2 and len({id(a.drafter) for a in scheduler.waiting}) == 1
 
 
 def test_an_answer_says_which_text_stopped_it(pair):
     whole = collect(Session(pair, configs()[0]).stream(PROMPTS[0])).text
-    conversations = Scheduler(pair)
+    scheduler = Scheduler(pair)
     stop = ("never", whole[4:6], whole[5:9])
-    stopped = conversations.begin(PROMPTS[0], replace(configs()[0], stop=stop))
-    free = conversations.begin(PROMPTS[1], configs()[1])
-    finish(conversations)
-    assert stopped.stop_text in stop[1:] and free.stop_text is None
+    stopped = scheduler.submit(PROMPTS[0], replace(configs()[0], stop=stop))
+    free = scheduler.submit(PROMPTS[1], configs()[1])
+    said = finish(scheduler)
+    assert said[stopped][-1].stop_text in stop[1:] and said[free][-1].stop_text is None
 
 
 def test_a_stop_ends_one_and_not_the_others(pair):
     config = replace(configs()[0], stop=())
     whole = collect(Session(pair, config).stream(PROMPTS[0]))
-    conversations = Scheduler(pair)
-    stopped = conversations.begin(PROMPTS[0], replace(config, stop=(whole.text[4],)))
-    other = conversations.begin(PROMPTS[1], configs()[1])
-    said = finish(conversations)
+    scheduler = Scheduler(pair)
+    stopped = scheduler.submit(PROMPTS[0], replace(config, stop=(whole.text[4],)))
+    other = scheduler.submit(PROMPTS[1], configs()[1])
+    said = finish(scheduler)
     text = "".join(delta.text for delta in said[stopped])
-    assert (text, stopped.reason) == (whole.text[: whole.text.index(whole.text[4])], "stop")
+    assert (text, stopped.finish_reason) == (whole.text[: whole.text.index(whole.text[4])], "stop")
     assert len(collect(iter(said[other])).tokens) == 12
 
 
 def test_turns_go_on_from_what_any_of_them_has_read(pair):
     prefixes, config = PrefixCache(10**9), configs()[0]
-    conversations = Scheduler(pair, prefixes=prefixes)
-    first = conversations.begin(PROMPTS[2], config)
-    said = collect(iter(finish(conversations)[first])).tokens
+    scheduler = Scheduler(pair, prefixes=prefixes)
+    first = scheduler.submit(PROMPTS[2], config)
+    said = collect(iter(finish(scheduler)[first])).tokens
     prompts = [[*PROMPTS[2], *said, 5], [*PROMPTS[2], 7], PROMPTS[0]]
-    asked = [conversations.begin(prompt, config) for prompt in prompts]
-    exact = conversations.begin(prompts[0], replace(config, exact=True))
-    told = finish(conversations)
+    asked = [scheduler.submit(prompt, config) for prompt in prompts]
+    exact = scheduler.submit(prompts[0], replace(config, exact=True))
+    told = finish(scheduler)
     alone = [list(collect(Session(pair, config).stream(p)).tokens) for p in prompts]
     assert [list(collect(iter(told[each])).tokens) for each in asked] == alone
     held = len(PROMPTS[2]) + len(said) - 1
@@ -129,53 +129,52 @@ def test_turns_go_on_from_what_any_of_them_has_read(pair):
 
 
 def test_those_that_draft_alike_share_a_drafter(pair):
-    conversations = Scheduler(pair)
+    scheduler = Scheduler(pair)
     for prompt, heat in zip(PROMPTS, (0.0, 0.7, 0.0), strict=False):
         sampling = SamplingConfig(heat, seed=1)
-        conversations.begin(prompt, DecodeConfig("dflash", max_tokens=9, sampling=sampling))
-    conversations.begin(PROMPTS[3], DecodeConfig("ddtree"))
-    drafters = [each.drafter for each in conversations.engine.waiting]
+        scheduler.submit(prompt, DecodeConfig("dflash", max_tokens=9, sampling=sampling))
+    scheduler.submit(PROMPTS[3], DecodeConfig("ddtree"))
+    drafters = [each.drafter for each in scheduler.waiting]
     assert drafters[0] is drafters[1] is drafters[2] is not drafters[3]
 
 
 def test_a_cancelled_answer_is_over(pair):
-    conversations = Scheduler(pair)
-    first, second = (conversations.begin(p, configs()[1]) for p in PROMPTS[:2])
-    waiting = conversations.begin(PROMPTS[2], configs()[1])
-    conversations.step()
-    conversations.cancel(first)
-    conversations.cancel(waiting)
-    conversations.cancel(waiting)
-    assert [*finish(conversations)] == [second]
-    assert not conversations.engine.running and not conversations.engine.waiting
+    scheduler = Scheduler(pair)
+    first, second = (scheduler.submit(p, configs()[1]) for p in PROMPTS[:2])
+    waiting = scheduler.submit(PROMPTS[2], configs()[1])
+    scheduler.step()
+    scheduler.cancel(first)
+    scheduler.cancel(waiting)
+    scheduler.cancel(waiting)
+    assert [*finish(scheduler)] == [second]
+    assert not scheduler.running and not scheduler.waiting
 
 
 def test_one_that_fails_says_so_and_is_over(pair):
-    conversations = Scheduler(pair)
-    failing, other = (conversations.begin(p, configs()[1]) for p in PROMPTS[:2])
-    running = conversations._answers[failing]
-    running.make_rule = lambda: 1 / 0
-    said = finish(conversations)
+    scheduler = Scheduler(pair)
+    failing, other = (scheduler.submit(p, configs()[1]) for p in PROMPTS[:2])
+    failing.make_rule = lambda: 1 / 0
+    said = finish(scheduler)
     assert isinstance(said[failing][-1], ZeroDivisionError)
     assert len(collect(iter(said[other])).tokens) == 12
 
 
 @pytest.mark.parametrize(("prompt", "words"), [([], "empty"), (prompt_of(0, 64), "64 tokens")])
 def test_a_prompt_that_cannot_be_answered_is_refused(pair, prompt, words):
-    conversations = Scheduler(pair)
+    scheduler = Scheduler(pair)
     with pytest.raises(DFlashError, match=words):
-        conversations.begin(prompt, DecodeConfig())
-    assert not conversations
+        scheduler.submit(prompt, DecodeConfig())
+    assert not scheduler
 
 
 def test_answers_to_one_prompt_read_it_once_and_are_those_that_they_are_alone(pair):
     heats = [SamplingConfig(0.9, seed=i) for i in range(3)]
     configs = [DecodeConfig("dflash", max_tokens=9, sampling=each) for each in heats]
     prompt = PROMPTS[4]
-    conversations = Scheduler(pair, observer=Strict(), prefixes=PrefixCache(10**9))
-    first = conversations.begin(prompt, configs[0])
-    asked = [first, *(conversations.begin(prompt, c, first) for c in configs[1:])]
-    said = finish(conversations)
+    scheduler = Scheduler(pair, observer=Strict(), prefixes=PrefixCache(10**9))
+    first = scheduler.submit(prompt, configs[0])
+    asked = [first, *(scheduler.submit(prompt, c, first) for c in configs[1:])]
+    said = finish(scheduler)
     for answering, config in zip(asked, configs, strict=True):
         alone = collect(Session(pair, config).stream(prompt))
         assert collect(iter(said[answering])).tokens == alone.tokens
@@ -185,24 +184,24 @@ def test_answers_to_one_prompt_read_it_once_and_are_those_that_they_are_alone(pa
 
 @pytest.mark.parametrize("given_up", ["the first", "those behind"])
 def test_those_that_wait_for_a_prompt_do_not_wait_for_one_that_was_given_up(pair, given_up):
-    conversations = Scheduler(pair, prefixes=PrefixCache(10**9))
-    first = conversations.begin(PROMPTS[0], configs()[1])
-    behind = [conversations.begin(PROMPTS[0], configs()[1], first) for _ in range(2)]
-    assert len(conversations.engine.waiting) == 1
+    scheduler = Scheduler(pair, prefixes=PrefixCache(10**9))
+    first = scheduler.submit(PROMPTS[0], configs()[1])
+    behind = [scheduler.submit(PROMPTS[0], configs()[1], first) for _ in range(2)]
+    assert len(scheduler.waiting) == 1
     gone = [first] if given_up == "the first" else behind
     for each in gone:
-        conversations.cancel(each)
-    said = finish(conversations)
+        scheduler.cancel(each)
+    said = finish(scheduler)
     left = behind if given_up == "the first" else [first]
-    assert set(said) == set(left) and not conversations._behind
+    assert set(said) == set(left) and not scheduler._behind
     assert all(len(collect(iter(said[each])).tokens) == 12 for each in left)
 
 
 def test_one_that_does_not_fit_the_memory_is_refused_at_once_though_it_would_wait(pair):
-    conversations = Scheduler(pair, prefixes=PrefixCache(1 << 30))
-    first = conversations.begin(PROMPTS[0], configs()[1])
-    drafter = conversations.engine.waiting[0].drafter
-    conversations.engine.memory = conversations.engine.bytes_of(drafter, len(PROMPTS[0]) + 13)
+    scheduler = Scheduler(pair, prefixes=PrefixCache(1 << 30))
+    first = scheduler.submit(PROMPTS[0], configs()[1])
+    drafter = scheduler.waiting[0].drafter
+    scheduler.memory = scheduler.bytes_of(drafter, len(PROMPTS[0]) + 13)
     with pytest.raises(DFlashError, match="more than the limit"):
-        conversations.begin(PROMPTS[0], replace(configs()[1], method="dflash"), first)
-    assert [*finish(conversations)] == [first]
+        scheduler.submit(PROMPTS[0], replace(configs()[1], method="dflash"), first)
+    assert [*finish(scheduler)] == [first]

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import time
+import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NoReturn
+from select import select
+from urllib.request import Request, urlopen
 
 import pytest
 
-from dflash_mlx.cli.ranks import joined
+from dflash_mlx import ranks
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import ranks
 from dflash_mlx.models.available import check_memory, needed_by
 from dflash_mlx.models.names import find_names
-from dflash_mlx.train.crew import Crew
-from support.models import edit_config, write_endless_model, write_model
-from support.ranks import LIMIT, ended, on_ranks, started
+from support.models import EOS, edit_config, write_endless_model, write_model
+from support.ranks import ended, free_ports, kill, launched, on_ranks, started
 from support.ranks_answers import everything, pair_of
 from support.ranks_families import CASES
 
 GENERATE = ["-m", "dflash_mlx.generate", "--method", "none", "--prompt", "hello"]
+SOON = 30  # seconds in which a rank has to end when another has
 
 
 @pytest.fixture(scope="module")
@@ -66,58 +66,16 @@ def test_parts_of_many_families_say_what_whole_models_say(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "said", "code"),
     [
-        (["-m", "dflash_mlx.convert", "a", "b"], "dflash_mlx.convert takes one process"),
-        ([*GENERATE[:-1], "-"], "standard input takes one process"),
+        (["-m", "dflash_mlx.convert", "a", "b"], "dflash_mlx.convert takes one process", 2),
+        ([*GENERATE[:-1], "-"], "standard input takes one process", 0),
     ],
 )
-def test_what_takes_one_process_is_refused_by_name(tmp_path, words, said):
+def test_what_takes_one_process_is_refused_by_name(tmp_path, words, said, code):
     first, second = on_ranks(tmp_path, 2, *words)
     assert first.code == 2 and said in first.error and len(first.sentences) == 1
-    assert (second.code, second.out, second.error) == (0, "", "")
-
-
-class OtherRank:
-    """The first rank's side of a meeting with one that was started with other words."""
-
-    rank, size, followers = 0, 2, (1,)
-
-    def __init__(self, own: list[str], its: list[str]) -> None:
-        self.words, self._its = own, its
-
-    def hear(self, *_: object) -> dict[str, object]:
-        return ranks._start(SimpleNamespace(words=self._its))
-
-    def tell(self, message: object) -> None:
-        assert message == {}
-
-    def fault(self, reason: str, code: int) -> NoReturn:
-        raise DFlashError(reason, str(code))
-
-
-def test_words_that_can_be_no_files_are_compared_as_words():
-    ranks.check_same(OtherRank(["--system", "x" * 300], ["--system", "x" * 300]))
-    with pytest.raises(DFlashError, match="rank 1 of 2 differs: words"):
-        ranks.check_same(OtherRank(["--system", "x" * 300], ["--system", "y" * 300]))
-
-
-@pytest.mark.parametrize("how", [["--key", "secret"], ["--key=secret"]])
-def test_a_key_is_not_told_where_words_differ(how):
-    with pytest.raises(DFlashError, match="--port") as refused:
-        ranks.check_same(OtherRank([*how, "--port", "1"], [*how, "--port", "2"]))
-    assert "secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize("silence", ["soon", "0", "inf"])
-def test_a_silence_that_is_none_is_refused(monkeypatch, capsys, silence):
-    monkeypatch.setenv("DFLASH_SILENCE", silence)
-    monkeypatch.setenv("MLX_RANK", "0")
-    joined.cache_clear()
-    with pytest.raises(SystemExit) as left:
-        joined()
-    assert left.value.code == 2
-    assert f"DFLASH_SILENCE is '{silence}'" in capsys.readouterr().err
+    assert (second.code, second.out, second.error) == (code, "", "")
 
 
 @pytest.mark.parametrize(
@@ -136,13 +94,17 @@ def test_what_ranks_cannot_share_is_refused_by_name(tmp_path, ranks, changes, sa
     assert [(each.code, each.out, each.error) for each in others] == [(0, "", "")] * (ranks - 1)
 
 
-def test_ranks_that_differ_are_refused_by_name(tmp_path, model):
-    words = [*GENERATE, "--model", str(model)]
-    with started(tmp_path, [words, [*words, "--kv-bits", "8"]]) as running:
-        said = ended(running)
-    for each in said:
-        (sentence,) = each.sentences
-        assert each.code == 2 and "rank 1" in sentence and "--kv-bits" in sentence
+@pytest.mark.parametrize("what", ["model", "version"])
+def test_ranks_that_differ_are_refused_by_name(tmp_path, model, what):
+    places = [model.parent, tmp_path / "other"]
+    write_model(places[1] / "model", eos_token_id=5 if what == "model" else EOS)
+    words = ["-m", "support.other_version", "1" if what == "version" else "", *GENERATE[1:]]
+    with started(tmp_path, [[*words, "--model", "model"]] * 2, places=places) as running:
+        first, second = ended(running)
+    (sentence,) = first.sentences
+    differs = "config.json is" if what == "model" else "mlx is 0.0.1 there"
+    assert first.code == 2 and f"rank 1 of 2 differs: {differs}" in sentence
+    assert (second.code, second.error) == (2, "")
 
 
 def test_a_rank_without_the_model_ends_all(tmp_path, model):
@@ -150,27 +112,30 @@ def test_a_rank_without_the_model_ends_all(tmp_path, model):
     other.mkdir()
     words = [*GENERATE, "--model", "model"]
     with started(tmp_path, [words, words], places=[model.parent, other]) as running:
-        said = ended(running)
-    for each in said:
-        (sentence,) = each.sentences
-        assert each.code == 2 and "rank 1" in sentence and "model is no" in sentence
+        first, second = ended(running)
+    (sentence,) = first.sentences
+    assert first.code == 2 and "rank 1" in sentence and "model is no" in sentence
+    assert (second.code, second.error) == (2, "")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_gone_ends_all_with_one_sentence(tmp_path, endless, victim, how):
-    with started(tmp_path, [endless] * 2, (LIMIT, 60.0)) as running:  # the first rank's counts
+def test_a_rank_that_is_killed_ends_all_with_a_sentence(tmp_path, endless, victim):
+    with started(tmp_path, [endless] * 2) as running:
         assert running[0].stdout.read(1), "it answers"
-        running[victim].send_signal(how)
-        begin = time.monotonic()
-        (said,) = ended([running[1 - victim]], LIMIT + 10)
-        assert time.monotonic() - begin < LIMIT + 5
-        (sentence,) = said.sentences
-        assert said.code == 1 and f"rank {victim} " in sentence
-        if how == signal.SIGSTOP:  # who wakes up afterwards is told
-            running[victim].send_signal(signal.SIGCONT)
-            (late,) = ended([running[victim]], 10)
-            assert late.code == 1 and len(late.sentences) == 1
+        running[victim].kill()
+        (said,) = ended([running[1 - victim]], SOON)
+    (sentence,) = said.sentences
+    assert said.code == 1 and "another rank has ended" in sentence
+
+
+def test_a_rank_that_waits_for_one_that_hangs_ends_by_sigterm(tmp_path, endless):
+    with started(tmp_path, [endless] * 2) as running:
+        assert running[0].stdout.read(1), "it answers"
+        running[1].send_signal(signal.SIGSTOP)
+        while select([running[0].stdout], [], [], 1)[0]:
+            assert os.read(running[0].stdout.fileno(), 9999), "it waits"
+        running[0].terminate()
+        assert ended(running[:1], SOON)[0].code == -signal.SIGTERM
 
 
 def test_ctrl_c_ends_all(tmp_path, endless):
@@ -178,7 +143,7 @@ def test_ctrl_c_ends_all(tmp_path, endless):
         assert running[0].stdout.read(1), "it answers"
         for each in running:
             each.send_signal(signal.SIGINT)
-        said = ended(running, 20)
+        said = ended(running, SOON)
     assert [each.code for each in said] == [130, 0]
     assert said[1].error == ""
 
@@ -189,15 +154,46 @@ def test_help_ends_all_without_a_word_of_the_others(tmp_path):
     assert first.error == second.error == second.out == ""
 
 
-@pytest.mark.parametrize("launched", [False, True])
-def test_a_program_that_is_alone_asks_mlx_for_no_others(monkeypatch, tmp_path, launched):
-    if launched:  # as mlx.launch starts one process
-        (tmp_path / "hosts").write_text("")
-        monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
-        monkeypatch.setenv("MLX_RANK", "0")
-    monkeypatch.setattr("mlx.core.distributed.init", lambda *_, **__: pytest.fail("it looks"))
-    joined.cache_clear()
-    assert joined() is None and Crew.here() == Crew()
+def test_a_server_ends_where_a_rank_is_killed_during_an_answer(tmp_path, endless):
+    port = free_ports(1)[0]
+    model = endless[endless.index("--model") + 1]
+    words = ["-m", "dflash_mlx.serve", "--model", model, "--method", "none", "--port", port]
+    with started(tmp_path, [words] * 2) as running:
+        listens(running[0])
+        body = {"model": Path(model).name, "prompt": "hi", "max_tokens": 90000, "stream": True}
+        asked = Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode())
+        asked.add_header("Content-Type", "application/json")
+        with urlopen(asked) as answer:
+            assert answer.readline()
+            running[1].kill()
+            (said,) = ended(running[:1], SOON)
+    assert said.code == 1 and "another rank has ended" in said.sentences[-1]
+
+
+def listens(server: subprocess.Popen[str]) -> None:
+    """Wait until it does."""
+    while "Ctrl+C ends it" not in (line := server.stderr.readline()):
+        assert line, "it has ended"
+
+
+def test_the_launcher_ends_a_server_that_has_nothing_to_do_when_a_rank_is_killed(tmp_path, model):
+    words = ["-m", "dflash_mlx.serve", "--model", model, "--method", "none"]
+    with launched(tmp_path, 2, [*words, "--port", free_ports(1)[0]]) as launcher:
+        listens(launcher)
+        kill(tmp_path, 1)
+        (said,) = ended([launcher], SOON)
+    assert "rank 1 exited with code -9" in said.error
+    assert "rank 0 exited with code -15" in said.error, "SIGTERM, which the launcher sends"
+
+
+def test_a_program_that_is_alone_asks_for_no_others(monkeypatch, tmp_path):
+    assert not ranks.launched()
+    (tmp_path / "hosts").write_text("")  # as mlx.launch makes it for one process
+    monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
+    monkeypatch.setenv("MLX_RANK", "0")
+    assert not ranks.launched()
+    (tmp_path / "hosts").write_text('["127.0.0.1:1", "127.0.0.1:2"]')
+    assert ranks.launched()
 
 
 def test_a_server_needs_only_its_part_of_the_memory(monkeypatch):

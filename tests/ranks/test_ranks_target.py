@@ -5,51 +5,45 @@ from __future__ import annotations
 import gc
 import json
 from collections import deque
-from queue import Empty
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.ranks import RanksLost
+from dflash_mlx.ranks.group import END, Ranks
+from dflash_mlx.ranks.target import Follower, Leader, LedCache
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.forest import Rows
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.ranks import Follower, Leader, LedCache, Orders
 from dflash_mlx.verifier.sequence import SequenceCache
 from support.families import VOCAB_SIZE, make_model
 
 TREE = Tree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1, 2))
 
 
-class Line:
-    """What is told, as JSON; it ends where nothing more was."""
+class Line(Ranks):
+    """Ranks of which one tells and another hears, in one process. fails: how many others did."""
 
-    def __init__(self):
-        self.told = deque()
+    def __init__(self, rank: int, told: deque[str]) -> None:
+        super().__init__(mx.distributed.init())
+        self.rank, self.told, self.fails = rank, told, 0
 
-    def tell(self, message):
-        self.told.append(json.dumps(message))
+    def share(self, value=None, root=0):
+        if self.rank == root:
+            self.told.append(json.dumps(value))
+            return value
+        return json.loads(self.told.popleft()) if self.told else [[END]]
 
-    def __call__(self, *, seconds=None):
-        if not self.told:
-            raise Ended
-        return json.loads(self.told.popleft())
-
-
-class Ended(Exception):
-    pass
+    def _total(self, number):
+        return number + self.fails
 
 
 def pair_of(family: str) -> tuple[Leader, Line, Follower]:
-    line = Line()
-    leader = Leader(make_model(family), 200, family, Orders(line.tell, pytest.fail))
-    return leader, line, Follower(Target(make_model(family), 200, family))
-
-
-def follow(follower: Follower, line: Line) -> None:
-    with pytest.raises(Ended):
-        follower.replay(line)
+    lines = [Line(rank, told) for told in (deque(),) for rank in range(2)]
+    leader = Leader(make_model(family), 200, family, lines[0])
+    return leader, lines[0], Follower(Target(make_model(family), 200, family), lines[1])
 
 
 def work(leader: Leader, seed: int) -> list[LedCache]:
@@ -99,7 +93,7 @@ def test_caches_of_followers_hold_what_the_leader_s_hold(family, seed):
     leader, line, follower = pair_of(family)
     caches = work(leader, seed)
     leader.forward(mx.array([5]), leader.new_cache(), Block(1))  # with it the last orders travel
-    follow(follower, line)
+    follower.replay()
     assert len(caches) > 3
     for cache in caches:
         other = follower.caches[cache.number]
@@ -122,69 +116,45 @@ def test_a_commit_travels_with_the_next_pass_and_a_dropped_cache_is_dropped():
     gc.collect()
     leader.forward(mx.array([3]), leader.new_cache(), Block(1))
     assert ["drop", 1] in json.loads(line.told[-1])  # 0 was made to see what kind they are
-    follow(follower, line)
+    follower.replay()
 
 
 def test_a_pass_that_fails_on_both_is_taken_back():
-    leader, line, follower = pair_of("ministral3")
+    leader, _, follower = pair_of("ministral3")
     cache = leader.new_cache()
     for _ in range(2):
         with pytest.raises(Exception, match="mismatching"):
             leader.forward(mx.array([1] * 6), cache, Block.of(TREE))
     leader.forward(mx.array([1]), cache, Block(1))
-    follow(follower, line)
+    follower.replay()
     assert follower.caches[cache.number].arrays
 
 
-def test_a_cache_that_is_collected_during_a_pass_that_fails_changes_nothing():
-    leader, line, follower = pair_of("ministral3")
-    cache, other = leader.new_cache(), leader.new_cache()
-    with pytest.raises(Exception, match="mismatching"):
-        leader.forward(mx.array([1] * 6), cache, Block.of(TREE))
-    orders = json.loads(line.told.pop())
-    line.told.append(json.dumps([["drop", other.number], *orders]))
-    other._orders = Orders(lambda _: None, pytest.fail)
-    leader.forward(mx.array([1]), cache, Block(1))
-    follow(follower, line)
-    assert cache.number in follower.caches and other.number not in follower.caches
-
-
-def test_a_pass_that_fails_once_it_has_begun_ends_all_ranks(monkeypatch):
+def test_a_pass_that_fails_once_it_has_begun_is_the_end(monkeypatch):
     leader, _, _ = pair_of("llama")
-    leader._orders._stuck = lambda reason: (_ for _ in ()).throw(SystemExit(reason))
 
     def no_memory(*_):
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(mx, "async_eval", no_memory)
-    with pytest.raises(SystemExit, match="rank 0: no memory"):
+    with pytest.raises(RanksLost, match="rank 0: no memory"):
         leader.forward(mx.array([1]), leader.new_cache(), Block(1))
 
 
-def test_a_pass_that_fails_on_the_leader_alone_is_an_error():
+def test_a_pass_that_fails_on_one_rank_alone_is_the_end_of_both(monkeypatch):
     leader, line, follower = pair_of("llama")
     leader.forward(mx.array([1]), leader.new_cache(), Block(1))
-    line.tell([["failed"]])
-    with pytest.raises(RuntimeError, match="rank 0 alone"):
-        follower.replay(line)
-
-
-def test_a_pass_that_fails_on_a_follower_alone_is_an_error(monkeypatch):
-    leader, line, follower = pair_of("llama")
-    leader.forward(mx.array([1]), leader.new_cache(), Block(1))
+    follower.ranks.size = line.size = 2
 
     def broken(*given):
         raise RuntimeError("out of memory")
 
-    def hear(*, seconds=None):
-        if not line.told:
-            assert seconds is not None, "it would wait for ever"
-            raise Empty
-        return line()
-
     monkeypatch.setattr(follower.target, "forward", broken)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        follower.replay(hear)
+    with pytest.raises(RanksLost, match="out of memory"):
+        follower.replay()
+    line.fails = 1
+    with pytest.raises(RanksLost, match="failed on some"):
+        leader.forward(mx.array([1]), leader.new_cache(), Block(1))
 
 
 def test_what_a_rank_has_a_part_of_is_not_written_to_a_disk():
