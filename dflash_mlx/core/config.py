@@ -219,10 +219,7 @@ class StructureConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How one answer is decoded.
-
-    logprobs: whether accepted tokens carry the logits that they were chosen from, see `Accepted`.
-    """
+    """How one answer is decoded."""
 
     method: str = option(
         AUTO,
@@ -302,7 +299,8 @@ class DecodeConfig:
         (), "stop before this text appears; may be given several times", action="append"
     )
     prefill_step: int = option(512, "prompt tokens per target pass", type=int)
-    logprobs: bool = False
+    # Likeliest tokens that deltas tell with the log-probability of each of theirs; None for none.
+    logprobs: int | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     structure: StructureConfig = field(default_factory=StructureConfig)
 

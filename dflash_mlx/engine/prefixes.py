@@ -57,7 +57,7 @@ class PrefixCache:
 
     def take(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Sequence[int],
         target: Target,
         drafter: Drafter,
         running: Sequence[State] = (),
@@ -68,6 +68,7 @@ class PrefixCache:
         caller has it all, or it leaves the memory as others do where that would be a waste.
         running: states of sequences of the same origin that are not over, which go on, too.
         """
+        prompt = Prompt.of(prompt)
 
         def empty() -> State:
             return State(target.new_cache(), drafter.new_context())

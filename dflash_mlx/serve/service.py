@@ -60,11 +60,11 @@ class Service:
         tops: likeliest tokens to tell with each token, None for no log-probabilities. ApiError for
         what cannot be answered.
         """
-        told = [replace(config, logprobs=tops is not None) for config in configs]
+        told = [replace(config, logprobs=tops) for config in configs]
         asked: list[Request] = []
         for each in prompts:
-            first = Request(each.tokens, told[0], tops or 0)
-            others = [Request(each.tokens, config, tops or 0, first) for config in told[1:]]
+            first = Request(each.tokens, told[0])
+            others = [Request(each.tokens, config, first) for config in told[1:]]
             asked += [first, *others]
         ticket = self.queue.open(asked)
         try:

@@ -131,6 +131,7 @@ class Scheduler:
             exact=exact,
         )
         sequence.text = StopText(pair.tokenizer, config.stop)
+        sequence.top_logprobs = config.logprobs or 0
         sequence.full = "length" if last <= most else "context"
         return sequence
 
@@ -374,4 +375,4 @@ def make_rule(
         rule: AcceptanceRule = NearTieGuard(target, state, sampler, noise_of(target))
     else:
         rule = RejectionSampling(sampler) if config.draws_drafts else TargetSampling(sampler)
-    return KeepLogits(rule) if config.logprobs else rule
+    return rule if config.logprobs is None else KeepLogits(rule)

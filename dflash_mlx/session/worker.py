@@ -25,7 +25,6 @@ class Request:
 
     tokens: tuple[int, ...]
     config: DecodeConfig
-    top_logprobs: int = 0  # likeliest tokens to tell with each, where `config` asks for logprobs
     behind: Request | None = None  # another request with the same prompt, which is read once
     sequence: Sequence | None = field(default=None, repr=False)
 
@@ -207,7 +206,6 @@ class Worker:
         except Exception as error:  # of any kind: the others go on
             self._post([(request, error)])
             return
-        sequence.top_logprobs = request.top_logprobs
         request.sequence = sequence
         self._open[sequence] = request
         self._post([(request, Begun())])

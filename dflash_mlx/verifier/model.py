@@ -168,9 +168,7 @@ class Target:
             return [self._alone(rows, aux_layers) for rows in sequences]
         return self._together(sequences, aux_layers)
 
-    def _alone(
-        self, rows: Rows, aux_layers: tuple[int, ...]
-    ) -> tuple[mx.array, mx.array | None]:
+    def _alone(self, rows: Rows, aux_layers: tuple[int, ...]) -> tuple[mx.array, mx.array | None]:
         given = {} if rows.embeddings is None else {"embeddings": rows.embeddings}
         return self.forward(rows.tokens, rows.cache, rows.block, aux_layers, **given)
 

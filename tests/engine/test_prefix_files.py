@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine import prefix_files
 from dflash_mlx.engine.cache_key import CacheKey, weights_digest
@@ -68,7 +69,7 @@ def found(files: PrefixFiles, target: Target, prompt: list[int]) -> State | None
     def empty() -> State:
         return State(target.new_cache(), NoDraft().new_context())
 
-    return files.find(CacheKey.of(target, NoDraft(), empty()), prompt, 0, empty)
+    return files.find(CacheKey.of(target, NoDraft(), empty()), Prompt.of(prompt), 0, empty)
 
 
 @pytest.mark.parametrize(("name", "method"), RESTARTS)
@@ -107,9 +108,12 @@ def test_a_greeting_in_common_does_not_take_a_long_conversation_from_memory_unsa
     prompt = prompt_of(3, 40)
     prefixes.put(start(target, NoDraft(), prompt), target, NoDraft())
     other = [*prompt[:6], *prompt_of(9, 30)]
-    assert prefixes.take(other, target, NoDraft()).reuse(other) == 6 and prefixes.nbytes == 0
+    assert (
+        prefixes.take(other, target, NoDraft()).reuse(Prompt.of(other)) == 6
+        and prefixes.nbytes == 0
+    )
     again = prefixes.take([*prompt, 1], target, NoDraft())
-    assert again.reuse([*prompt, 1]) == len(prompt)
+    assert again.reuse(Prompt.of([*prompt, 1])) == len(prompt)
 
 
 def test_only_its_owner_may_read_what_was_said(tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.cache_key import CacheKey
@@ -106,7 +107,7 @@ def test_what_windows_have_passed_is_kept_where_nothing_else_leads_back():
     second = start(target, NoDraft(), [*first, *prompt_of(9, 300)])
     prefixes.put(second, target, NoDraft())
     state = prefixes.take([*first, *other], target, NoDraft())
-    assert state.reuse([*first, *other]) == 300
+    assert state.reuse(Prompt.of([*first, *other])) == 300
     whole = target_of("llama")
     prefixes = PrefixCache(PLENTY)
     for prompt in (first, second.tokens):
@@ -118,14 +119,20 @@ def test_a_state_is_for_its_own_target_and_its_own_drafter_alone(tmp_path):
     target, prompt = Target(make_model("llama"), 4096, "llama"), prompt_of(10, 40)
     pair = full_pair(tmp_path, target, Letters())
     prefixes = PrefixCache(PLENTY)
+
+    def reused(pair: Pair, method: str) -> int:
+        deltas = Session(pair, config_of(method), prefixes).stream(prompt)
+        return next(deltas).statistics.reused_tokens
+
     said_by(Session(pair, config_of("dflash"), prefixes), prompt)
-    for method, reused in [("dflash", 39), ("ddtree", 39), ("d2sd", 0), ("eagle3", 0), ("none", 0)]:
-        session = Session(pair, config_of(method), prefixes)
-        assert session._begin(prompt).match_length(prompt) == reused, method
+    expected = {"dflash": 39, "ddtree": 39, "d2sd": 0, "eagle3": 0, "none": 0}
+    assert {method: reused(pair, method) for method in expected} == expected
+    drafter = Session(pair, config_of("dflash")).drafter
     target.kv_bits = 8
-    assert not Session(pair, config_of("dflash"), prefixes)._begin(prompt).position
+    assert not prefixes.take(prompt, target, drafter).position
+    target.kv_bits = None
     other = full_pair(tmp_path / "other", Target(make_model("llama"), 4096, "llama"), Letters())
-    assert not Session(other, config_of("dflash"), prefixes)._begin(prompt).position
+    assert reused(other, "dflash") == 0
 
 
 def put(prefixes: PrefixCache, target: Target, seed: int, length: int = 40) -> list[int]:
@@ -141,7 +148,7 @@ def test_what_was_used_least_recently_goes_first_and_the_limit_is_kept():
     first, second, third = (put(prefixes, target, seed) for seed in (11, 12, 13))
     assert prefixes.nbytes == 3 * one
     kept = prefixes.take([*first, 1], target, NoDraft())
-    assert kept.match_length([*first, 1]) == 40
+    assert kept.match_length(Prompt.of([*first, 1])) == 40
     put(prefixes, target, 14)
     assert prefixes.nbytes == 3 * one
     there = [prefixes.take([*p, 1], target, NoDraft()).position for p in (first, second, third)]
@@ -164,7 +171,7 @@ def test_a_short_prefix_of_a_long_conversation_takes_little_memory():
     target, prefixes = target_of("llama"), PrefixCache(PLENTY)
     prompt = put(prefixes, target, 17, 10 * STEP)
     state = prefixes.take(prompt[:20], target, NoDraft())
-    state.reuse(prompt[:20])
+    state.reuse(Prompt.of(prompt[:20]))
     assert state.nbytes <= prefixes.nbytes / 10
 
 
@@ -272,7 +279,7 @@ def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
         raise RuntimeError("no")
 
     broken.state.commit_prompt = fails
-    ((_, outcome),) = engine.step()
+    outcome = dict(engine.step())[broken]
     assert isinstance(outcome, RuntimeError)
     for each in (left, broken):
         engine.cancel(each)
@@ -334,5 +341,5 @@ def test_who_begins_like_a_running_one_throws_no_other_out():
     engine.add(second)
     engine.step()
     assert second.reused == 100 and prefixes._best(
-        CacheKey.of(target, NoDraft(), first.state), [*kept, 1]
+        CacheKey.of(target, NoDraft(), first.state), Prompt.of([*kept, 1])
     )[1] == len(kept)

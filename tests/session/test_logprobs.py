@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.engine.logprobs import logprobs_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.block import Block
@@ -37,9 +36,9 @@ def one_by_one(target: Target, tokens: list[int]) -> np.ndarray:
 @pytest.mark.parametrize(("heat", "exact"), [(0.0, False), (0.8, False), (0.0, True)])
 def test_every_token_has_the_law_that_it_was_chosen_from(pair, method, heat, exact):
     sampling = SamplingConfig(heat, top_k=5, repetition_penalty=1.2, seed=1)
-    config = DecodeConfig(method, max_tokens=20, exact=exact, logprobs=True, sampling=sampling)
+    config = DecodeConfig(method, max_tokens=20, exact=exact, logprobs=3, sampling=sampling)
     deltas = [*Session(pair, config).stream(PROMPT)]
-    laws = [law for delta in deltas for law in logprobs_of(delta, 3)]
+    laws = [law for delta in deltas for law in delta.logprobs]
     tokens = [law.token for law in laws]
     assert tokens == [token for delta in deltas for token in delta.tokens]
     expected = one_by_one(pair.target, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
@@ -51,14 +50,14 @@ def test_every_token_has_the_law_that_it_was_chosen_from(pair, method, heat, exa
 
 
 def test_answers_are_the_same_with_and_without_and_carry_nothing_unasked(pair):
-    def run(logprobs: bool):
+    def run(logprobs: int | None):
         config = DecodeConfig("ddtree", max_tokens=20, logprobs=logprobs)
         return [*Session(pair, config).stream(PROMPT)]
 
     def tokens(deltas) -> list[int]:
         return [token for delta in deltas for token in delta.tokens]
 
-    with_them, without = run(True), run(False)
+    with_them, without = run(0), run(None)
     assert tokens(with_them) == tokens(without)
-    assert all(logprobs_of(delta, 3) == () for delta in without)
-    assert all(len(logprobs_of(d, 0)) == len(d.tokens) for d in with_them)
+    assert all(delta.logprobs == () for delta in without)
+    assert all(len(d.logprobs) == len(d.tokens) for d in with_them)

@@ -98,7 +98,7 @@ def test_other_conversations_in_between_cost_a_turn_nothing(pair):
 
 def test_the_worker_does_a_last_thing_when_it_ends():
     done = []
-    worker = Worker(lambda job, event: None)
+    worker = Worker(lambda news: None)
     job = worker.run(lambda job: (_ for _ in ()))
     assert job.begun.wait(60)
     assert worker.close(60, lambda: done.append(threading.current_thread().name))
@@ -141,7 +141,7 @@ class Heard:
     def __init__(self, cancels=lambda event: False):
         self.events, self._over = [], threading.Condition()
         self._cancels, self._ended = cancels, 0
-        self.worker = Worker(self.post)
+        self.worker = Worker(lambda news: [self.post(*each) for each in news])
 
     def post(self, job, event):
         if self._cancels(event):

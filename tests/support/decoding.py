@@ -110,7 +110,7 @@ def decode(
     state.end = min(state.next_position - 1 + config.max_tokens, target.context_length - 1)
     rule = rule_of(target, state, sampler, config)
     scheduler = scheduler_of(target, observer=observer)
-    scheduler.add(sequence_of(state, drafter, (), rule=rule))
+    scheduler.add(sequence_of(state, drafter, state.tokens[: state.position], rule=rule))
     scheduler.observer.start()
     while len(scheduler):
         for _, said in scheduler.step():
