@@ -107,7 +107,7 @@ def crowd(number: int, seed: int, seconds: float) -> bool:
             asyncio.run(all_of_them(seconds / 10))
             before = held(server)
             asyncio.run(all_of_them(seconds))
-            server.until(lambda: len(server.desk) == 0, 60)
+            server.until(lambda: len(server.queue) == 0, 60)
             server.until(lambda: not server.queue.worker._open, 60)
             after = held(server)
     print(counted, "before", before, "after", after)
@@ -182,12 +182,12 @@ def held(server: Server) -> dict[str, float]:
         await asyncio.sleep(1.0)
         return len(asyncio.all_tasks())
 
-    engine = server.queue.worker._conversations.engine  # type: ignore[union-attr]
+    engine = server.queue.worker._scheduler  # type: ignore[union-attr]
     return {
         "memory": resident(),
         "tasks": asyncio.run_coroutine_threadsafe(tasks(), server.loop).result(10),
         "sequences": len(engine.running) + len(engine.waiting),
-        "drafters": len(server.queue.worker._conversations._drafters),  # type: ignore[union-attr]
+        "drafters": len(server.queue.worker._scheduler._drafters),  # type: ignore[union-attr]
     }
 
 

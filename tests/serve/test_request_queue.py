@@ -68,7 +68,7 @@ def test_no_more_answers_than_allowed_are_decoded_at_once(pair):
         waiting = threading.Thread(target=lambda: post(server, CHAT, chat_body()))
         waiting.start()
         server.until(lambda: len(server.queue) == 3)
-        engine = server.queue.worker._conversations.engine
+        engine = server.queue.worker._scheduler
         server.until(lambda: len(engine.waiting) == 1)
         assert len(engine.running) == 2
         del streams
@@ -80,11 +80,11 @@ def test_no_more_answers_than_allowed_are_decoded_at_once(pair):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_is_gone_before_the_next_step(pair, stream, monkeypatch):
     with serving(pair) as server, streaming(server) as other:
-        stepper, steps = server.queue.worker, []
+        worker, steps = server.queue.worker, []
         for name in ("cancel", "_cancel"):  # the event loop has seen it leave, the thread has heard
-            act = getattr(stepper, name)
-            noted = lambda asked, act=act: (steps.append(stepper.steps), act(asked))  # noqa: E731
-            monkeypatch.setattr(stepper, name, noted)
+            act = getattr(worker, name)
+            noted = lambda asked, act=act: (steps.append(worker.steps), act(asked))  # noqa: E731
+            monkeypatch.setattr(worker, name, noted)
         body = json.dumps(chat_body("long", stream=stream, max_tokens=3000)).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", server.port)) as place:
@@ -92,7 +92,7 @@ def test_a_client_that_leaves_is_gone_before_the_next_step(pair, stream, monkeyp
             server.until(lambda: begun(server) == 2)
         server.until(lambda: begun(server) == 1)
         assert steps[1] - steps[0] <= 1, "the one that ran"
-        engine = server.queue.worker._conversations.engine
+        engine = server.queue.worker._scheduler
         server.until(lambda: len(engine.running) == 1 and not engine.waiting)
         assert next(other) is not None
 
@@ -109,15 +109,15 @@ def test_a_client_that_leaves_before_its_prompt_is_read_leaves_nothing(pair):
 
 def test_an_answer_that_fails_says_so_and_the_others_go_on(pair):
     with serving(pair, faults=True) as server, streaming(server) as other:
-        conversations = server.queue.worker._conversations
-        begin = conversations.begin
+        scheduler = server.queue.worker._scheduler
+        submit = scheduler.submit
 
         def failing(tokens, config, behind):
-            answering = begin(tokens, config, behind)
-            [*conversations._answers.values()][-1].make_rule = lambda: 1 / 0
-            return answering
+            sequence = submit(tokens, config, behind)
+            sequence.make_rule = lambda: 1 / 0
+            return sequence
 
-        conversations.begin = failing
+        scheduler.submit = failing
         found = post(server, CHAT, chat_body())
         assert (found.status_code, found.json()["error"]["type"]) == (500, "server_error")
         told = [json.loads(line[6:]) for line in said_by(server, chat_body(stream=True))]
@@ -133,21 +133,21 @@ def said_by(server, body) -> list[str]:
 
 def test_a_fault_of_the_engine_ends_what_runs_and_new_answers_come(pair):
     with serving(pair, faults=True) as server:
-        conversations = server.queue.worker._conversations
-        conversations.step = lambda: 1 / 0
+        scheduler = server.queue.worker._scheduler
+        scheduler.step = lambda: 1 / 0
         assert post(server, CHAT, chat_body()).status_code == 500
-        assert server.queue.worker._conversations is not conversations
+        assert server.queue.worker._scheduler is not scheduler
         assert post(server, CHAT, chat_body()).status_code == 200
 
 
 def test_an_answer_that_does_not_fit_into_memory_is_refused_in_words(pair):
     with serving(pair) as server:
-        engine = server.queue.worker._conversations.engine
+        engine = server.queue.worker._scheduler
 
         def too_large(sequence):
             raise DFlashError("an answer takes 9 GB", "ask for a shorter one")
 
-        engine.add = too_large
+        engine._check = too_large
         found = post(server, CHAT, chat_body(stream=True))
     assert found.status_code == 400 and "9 GB" in found.json()["error"]["message"]
 

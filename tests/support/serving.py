@@ -26,7 +26,7 @@ from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.request_queue import RequestQueue
-from dflash_mlx.serve.running import Stop, conversations_of, serve
+from dflash_mlx.serve.running import Stop, scheduler_of, serve
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.verifier.block import Block
@@ -117,7 +117,7 @@ class Server:
         self.pair, self.faults = pair, []
         self.queue = RequestQueue(metrics, config.parallel, config.queue, self._fault)
         self.queue.worker.serve(
-            conversations_of(pair, config, None, lambda: PrefixCache(10**8))
+            scheduler_of(pair, config, None, lambda: PrefixCache(10**8))
         ).result()
         self.service = Service(pair, usual, config, self.queue, metrics, (model, *config.name))
         self.place = socket.create_server(("127.0.0.1", 0))
