@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -21,11 +20,12 @@ from dflash_mlx.serve.replies import (
     TOOLS,
     End,
     Replies,
+    Step,
     merged,
     reader_of,
-    respond,
     unless_gone,
     unspaced,
+    write,
 )
 from dflash_mlx.serve.service import Service
 
@@ -44,9 +44,8 @@ async def count_tokens(service: Service, body: Counted, request: Request) -> Res
 async def messages(service: Service, body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     replies = await unless_gone(request, _begin(service, body))
-    writer = Writer(body.model, replies)
-    streamed = writer.events() if body.stream else None
-    return await respond(request, replies, streamed, writer.whole)
+    writer = BlockWriter(body.model, len(replies.ticket.asked[0].tokens))
+    return await write(request, replies, writer, body.stream)
 
 
 async def _read(service: Service, body: Counted) -> Prompt:
@@ -66,44 +65,40 @@ async def _begin(service: Service, body: MessagesRequest) -> Replies:
     return Replies(ticket, [reader], partial(spaced, service.pair) if chat.go_on else unspaced)
 
 
-class Writer:
-    """Writes one answer down, as blocks."""
+class BlockWriter:
+    """Writes one answer down, as blocks. read: how many tokens the prompt has."""
 
-    def __init__(self, model: str, replies: Replies) -> None:
-        self._model, self._replies = model, replies
+    def __init__(self, model: str, read: int) -> None:
+        self._model, self._prompt_tokens = model, read
         self._identity = f"msg_{uuid.uuid4().hex[:24]}"
         self._blocks: list[Json] = []
         self._is_open = False  # the last block, in a stream
+        self._end: End | None = None
+        self.ping = _event("ping")
 
-    async def whole(self) -> Json:
-        """The response as one object."""
-        end: End | None = None
-        async for step in self._replies.steps():
-            if step is not None:
-                for part in step.parts:
-                    self._take(part)
-                end = step.end
-        assert end is not None
-        return {**self._message(self._blocks), **_ending(end), **_told(end)}
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """The events of a stream; an error is the last one."""
-        read = {"input_tokens": len(self._replies.ticket.asked[0].tokens), "output_tokens": 0}
+    def start(self) -> list[bytes]:
+        read = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
         start = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": read}
-        yield _event("message_start", message=start)
-        try:
-            async for step in self._replies.steps():
-                if step is None:
-                    yield _event("ping")
-                    continue
-                for part in step.parts:
-                    for event in self._parted(part):
-                        yield event
-                if step.end is not None:
-                    for event in self._last(step.end):
-                        yield event
-        except ApiError as error:
-            yield _event("error", **body_of(error, ANTHROPIC))
+        return [_event("message_start", message=start)]
+
+    def step(self, step: Step) -> list[bytes]:
+        self._end = step.end
+        return [event for part in step.parts for event in self._parted(part)]
+
+    def end(self) -> list[bytes]:
+        assert self._end is not None
+        return [
+            *self._closed(len(self._blocks) - 1),
+            _event("message_delta", delta=_ending(self._end), **_told(self._end)),
+            _event("message_stop"),
+        ]
+
+    def error(self, error: ApiError) -> bytes:
+        return _event("error", **body_of(error, ANTHROPIC))
+
+    def whole(self) -> Json:
+        assert self._end is not None
+        return {**self._message(self._blocks), **_ending(self._end), **_told(self._end)}
 
     def _parted(self, part: Part) -> list[bytes]:
         """The events that a part makes."""
@@ -130,14 +125,6 @@ class Writer:
             delta = {"type": "signature_delta", "signature": ""}
             found.append(_event("content_block_delta", index=index, delta=delta))
         return [*found, _event("content_block_stop", index=index)]
-
-    def _last(self, end: End) -> list[bytes]:
-        told = _told(end)
-        return [
-            *self._closed(len(self._blocks) - 1),
-            _event("message_delta", delta=_ending(end), **told),
-            _event("message_stop"),
-        ]
 
     def _take(self, part: Part) -> None:
         """Add a part to the last block, or a new one."""

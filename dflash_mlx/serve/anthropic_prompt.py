@@ -18,9 +18,9 @@ from dflash_mlx.serve.anthropic_requests import (
     UserMessage,
 )
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.prompts import Chat, Message, call_of, check_arguments, check_tools
+from dflash_mlx.serve.prompts import Chat, Message, call_of, check_arguments, check_tools, text_of
 from dflash_mlx.serve.service import Service
-from dflash_mlx.serve.structure import ANTHROPIC, Wanted, structure_of, without_thoughts
+from dflash_mlx.serve.structure import ANTHROPIC, StructureRequest, structure_of, without_thoughts
 
 Json = dict[str, Any]
 
@@ -51,13 +51,6 @@ def chat_of(service: Service, body: Counted) -> Chat:
         arguments = {**_effort(service, body), **arguments}
     structure = structure_of(service.pair, wanted, ANTHROPIC)
     return Chat(messages, wanted.told, arguments, go_on, structure)
-
-
-def text_of(content: str | Sequence[Text] | None) -> str:
-    """Its text; blocks follow each other without anything between them."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(block.text for block in content)
 
 
 def _messages(message: UserMessage | AssistantMessage | SystemMessage) -> list[Message]:
@@ -91,7 +84,7 @@ def _result(block: ToolResult) -> Message:
     return {"role": "tool", "content": told, "tool_call_id": block.tool_use_id}
 
 
-def _wanted(service: Service, body: Counted) -> Wanted:
+def _wanted(service: Service, body: Counted) -> StructureRequest:
     """The tools that the model is told of, in OpenAI's words, and what the answer has to be."""
     tools, choice, required = [_tool(each) for each in body.tools or []], body.tool_choice, None
     if choice is not None and choice.type in ("any", "tool"):
@@ -106,7 +99,9 @@ def _wanted(service: Service, body: Counted) -> Wanted:
         check_tools(service.pair)
     output = body.output_config
     schema = output.format.schema_ if output is not None and output.format is not None else None
-    return Wanted(schema, tools, required, bool(choice and choice.disable_parallel_tool_use))
+    return StructureRequest(
+        schema, tools, required, bool(choice and choice.disable_parallel_tool_use)
+    )
 
 
 def _tool(tool: Tool) -> Json:

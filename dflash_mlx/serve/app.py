@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -16,7 +17,14 @@ from starlette.types import ASGIApp
 from dflash_mlx.serve import anthropic_messages, openai_chat, openai_completions
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
 from dflash_mlx.serve.errors import ApiError, as_json, response_of
-from dflash_mlx.serve.guard import HEALTH, BodyLimits, Callers, Edge, Gate, Key
+from dflash_mlx.serve.guard import (
+    HEALTH,
+    BodyLimitMiddleware,
+    CallerCheck,
+    CheckMiddleware,
+    KeyCheck,
+    OuterMiddleware,
+)
 from dflash_mlx.serve.metrics import CONTENT_TYPE
 from dflash_mlx.serve.openai_requests import ChatRequest, CompletionRequest
 from dflash_mlx.serve.replies import ClientGone
@@ -27,15 +35,6 @@ Json = dict[str, Any]
 _ERROR = {"description": "one sentence, in the shape of the API"}
 _ERRORS: dict[int | str, Json] = {code: _ERROR for code in ("4XX", 500, 503)}
 _GONE = 499  # nobody reads it
-_PATHS = {
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/models",
-    "/metrics",
-    HEALTH,
-}
 
 
 def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIApp:
@@ -51,18 +50,18 @@ def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIAp
     _add_figures(api, service)
     _add_errors(api)
     config, metrics = service.config, service.metrics
-    app: ASGIApp = BodyLimits(api, config.body_bytes, config.idle)
-    app = Gate(app, Key(config.key))
+    app: ASGIApp = BodyLimitMiddleware(api, config.body_bytes, config.idle)
+    app = CheckMiddleware(app, KeyCheck(config.key))
     if config.allow_origin:
         origins, all_of_them = config.allow_origin, ("*",)
         app = CORSMiddleware(app, origins, allow_methods=all_of_them, allow_headers=all_of_them)
-    app = Gate(app, Callers((config.host, *config.allow_host), config.allow_origin))
-    return Edge(app, lambda path, code: metrics.responded(_known(path), code), fault)
+    app = CheckMiddleware(app, CallerCheck((config.host, *config.allow_host), config.allow_origin))
+    paths = {route.path for route in api.routes if isinstance(route, APIRoute)}
 
+    def counted(path: str, status: int) -> None:
+        metrics.responded(path if path in paths else "other", status)
 
-def _known(path: str) -> str:
-    """One of a few labels, whatever was asked for."""
-    return path if path in _PATHS else "other"
+    return OuterMiddleware(app, counted, fault)
 
 
 def _add_answers(api: FastAPI, service: Service) -> None:

@@ -18,7 +18,7 @@ HEALTH = "/health"  # which needs no key
 Check = Callable[[Scope], "ApiError | None"]
 
 
-class Gate:
+class CheckMiddleware:
     """Lets requests through that a check has nothing against."""
 
     def __init__(self, app: ASGIApp, check: Check) -> None:
@@ -33,7 +33,7 @@ class Gate:
             await response_of(refused, scope["path"])(scope, receive, send)
 
 
-class Callers:
+class CallerCheck:
     """Refuses requests for other hosts, and from web pages that were not named.
 
     hosts, origins: that are allowed besides this machine's own.
@@ -59,7 +59,7 @@ class Callers:
         return ApiError(403, f"{what}; start it with --allow-origin to change that")
 
 
-class Key:
+class KeyCheck:
     """Refuses requests without the key; None asks for none."""
 
     def __init__(self, key: str | None) -> None:
@@ -84,7 +84,7 @@ def _digest(key: str) -> bytes:
     return sha256(key.encode("latin-1", "replace")).digest()
 
 
-class BodyLimits:
+class BodyLimitMiddleware:
     """Ends requests that are larger than `most` bytes, or take longer than `seconds` to come."""
 
     def __init__(self, app: ASGIApp, most: int, seconds: float) -> None:
@@ -144,7 +144,7 @@ def _again(whole: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
     return read
 
 
-class Edge:
+class OuterMiddleware:
     """The outermost: counts responses; a fault of ours is a JSON error, and noted.
 
     counted: is given path and status. fault: notes an exception and makes an error of it.

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.engine.logprobs import TokenLogprobs
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import decoding, only, with_seeds
-from dflash_mlx.serve.openai_format import (
-    Header,
-    chat_logprobs,
-    events,
-    finish_reason,
-    totals,
-)
+from dflash_mlx.serve.openai_format import Answer, Writer, chat_logprobs, finish_reason
 from dflash_mlx.serve.openai_requests import (
     AssistantMessage,
     ChatRequest,
     Common,
-    Content,
     NamedTool,
     ResponseFormat,
     ToolMessage,
 )
-from dflash_mlx.serve.prompts import Chat, Message, call_of, check_arguments, check_tools
+from dflash_mlx.serve.prompts import Chat, Message, call_of, check_arguments, check_tools, text_of
 from dflash_mlx.serve.reading import Call, Part, Said, Thought
-from dflash_mlx.serve.replies import End, Replies, Step, reader_of, respond, unless_gone
+from dflash_mlx.serve.replies import End, Replies, Step, reader_of, unless_gone, write
 from dflash_mlx.serve.service import Service
-from dflash_mlx.serve.structure import OPENAI, Wanted, structure_of, without_thoughts
+from dflash_mlx.serve.structure import OPENAI, StructureRequest, structure_of, without_thoughts
 
 Json = dict[str, Any]
 
@@ -42,9 +32,8 @@ PREFIX = "chatcmpl"
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     replies = await unless_gone(request, _begin(service, body))
-    writer = Writer(service, body, replies)
-    streamed = events(replies, writer.chunks, writer.last_chunks) if body.stream else None
-    return await respond(request, replies, streamed, writer.whole)
+    writer = ChatWriter(service, body, len(replies.readers))
+    return await write(request, replies, writer, body.stream)
 
 
 async def _begin(service: Service, body: ChatRequest) -> Replies:
@@ -101,7 +90,7 @@ def _chat_of(service: Service, body: ChatRequest) -> Chat:
     if tools:
         check_tools(pair)
     required, one = _required(body), body.parallel_tool_calls is False
-    wanted = Wanted(_schema(body.response_format), tools, required, one)
+    wanted = StructureRequest(_schema(body.response_format), tools, required, one)
     if wanted.asks:
         fields = {"reasoning_effort": "reasoning_effort"} if body.reasoning_effort else {}
         arguments = without_thoughts(pair, arguments, fields)
@@ -156,113 +145,54 @@ def _message(message: Any) -> Message:
     return found
 
 
-def text_of(content: Content | None) -> str:
-    """The text of a message, whose parts follow each other without anything between them."""
-    if isinstance(content, list):
-        return "".join(part.text for part in content)
-    return content or ""
+class ChatWriter(Writer):
+    """Writes answers down as messages."""
 
-
-@dataclass
-class _Choice:
-    """What one answer has said so far."""
-
-    thought: str = ""
-    text: str = ""
-    calls: list[Json] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    begun: bool = False
-
-
-class Writer:
-    """Writes the answers of one request down."""
-
-    def __init__(self, service: Service, body: ChatRequest, replies: Replies) -> None:
-        self._tokenizer = service.pair.tokenizer
+    def __init__(self, service: Service, body: ChatRequest, answers: int) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._header = Header(PREFIX, kind, body.model)
-        self._ends: dict[int, End] = {}
-        self._replies, self._wants_logprobs = replies, bool(body.logprobs)
-        options = body.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._choices = [_Choice() for _ in replies.readers]
+        super().__init__(service, body, answers, PREFIX, kind, 1)
+        self._wants_logprobs = bool(body.logprobs)
 
-    async def whole(self) -> Json:
-        """The response as one object."""
-        async for step in self._replies.steps():
-            if step is not None:
-                self._take(step)
-        choices = [self._choice(i, self._ends[i]) for i in range(len(self._choices))]
-        return {**self._header.of(choices), **totals(self._ends, 1)}
-
-    def chunks(self, step: Step) -> list[Json]:
-        """The chunks of a stream that a step makes."""
-        choice, deltas = self._choices[step.index], []
-        if not choice.begun:
-            choice.begun = True
-            deltas.append({"role": "assistant", "content": ""})
-        choice.logprobs += self._own(step.logprobs)
-        deltas += [self._delta(choice, part) for part in step.parts]
-        found = [self._chunk(step.index, delta, None) for delta in deltas]
-        if step.end is not None:
-            self._ends[step.index] = step.end
-            found.append(self._chunk(step.index, {}, finish_reason(step.end)))
-            if len(self._ends) == len(self._choices):
-                found[-1]["dflash"] = totals(self._ends, 1)["dflash"]
-        return found
-
-    def last_chunks(self) -> list[Json]:
-        """The chunk with the usage, where that was asked for: many clients expect a choice."""
-        if not self._usage:
-            return []
-        return [{**self._header.of([]), "usage": totals(self._ends, 1)["usage"]}]
-
-    def _take(self, step: Step) -> None:
-        choice = self._choices[step.index]
-        choice.logprobs += self._own(step.logprobs)
-        for part in step.parts:
-            self._delta(choice, part)
-        if step.end is not None:
-            self._ends[step.index] = step.end
-
-    def _delta(self, choice: _Choice, part: Part) -> Json:
-        """What a part adds, kept and as the delta of a chunk."""
+    def take(self, answer: Answer, part: Part) -> Json:
         if isinstance(part, Thought):
-            choice.thought += part.text
+            answer.thought += part.text
             return {"reasoning_content": part.text}
         if isinstance(part, Said):
-            choice.text += part.text
+            answer.text += part.text
             return {"content": part.text}
         call = _call(part)
-        choice.calls.append(call)
-        return {"tool_calls": [{"index": len(choice.calls) - 1, **call}]}
+        answer.calls.append(call)
+        return {"tool_calls": [{"index": len(answer.calls) - 1, **call}]}
 
-    def _own(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
-        """Without a stop token, which is no part of the answer."""
-        return [each for each in logprobs if each.token not in self._tokenizer.eos_token_ids]
+    def chunks(self, step: Step, deltas: list[Json]) -> list[Json]:
+        answer = self._answers[step.index]
+        if not answer.begun:
+            answer.begun = True
+            deltas = [{"role": "assistant", "content": ""}, *deltas]
+        found = [self._chunk(step.index, delta, None) for delta in deltas]
+        if step.end is not None:
+            found.append(self._chunk(step.index, {}, finish_reason(step.end)))
+        return found
+
+    def choice(self, index: int, end: End) -> Json:
+        answer = self._answers[index]
+        message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.thought:
+            message["reasoning_content"] = answer.thought
+        if answer.calls:
+            message["tool_calls"] = answer.calls
+            message["content"] = answer.text or None
+        told = chat_logprobs(answer.logprobs, self.text_of) if self._wants_logprobs else None
+        reason = finish_reason(end)
+        return {"index": index, "message": message, "finish_reason": reason, "logprobs": told}
 
     def _chunk(self, index: int, delta: Json, reason: str | None) -> Json:
         choice: Json = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
-        logprobs = self._choices[index].logprobs
-        if self._wants_logprobs and logprobs and (reason is not None or "role" not in delta):
-            choice["logprobs"] = self._logprobs(logprobs)
-            logprobs.clear()
-        return self._header.of([choice])
-
-    def _choice(self, index: int, end: End) -> Json:
-        choice = self._choices[index]
-        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
-        if choice.thought:
-            message["reasoning_content"] = choice.thought
-        if choice.calls:
-            message["tool_calls"] = choice.calls
-            message["content"] = choice.text or None
-        logprobs = self._logprobs(choice.logprobs) if self._wants_logprobs else None
-        reason = finish_reason(end)
-        return {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> Json:
-        return chat_logprobs(logprobs, lambda token: str(self._tokenizer.decode([token])))
+        found = self._answers[index].logprobs
+        if self._wants_logprobs and found and (reason is not None or "role" not in delta):
+            choice["logprobs"] = chat_logprobs(found, self.text_of)
+            found.clear()
+        return self.of([choice])
 
 
 def _call(call: Call) -> Json:

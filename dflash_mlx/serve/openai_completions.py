@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.engine.logprobs import TokenLogprobs
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import decoding, only, with_seeds
 from dflash_mlx.serve.openai_chat import check_common, stops_of
-from dflash_mlx.serve.openai_format import Header, events, finish_reason, totals
+from dflash_mlx.serve.openai_format import Answer, Writer, finish_reason
 from dflash_mlx.serve.openai_requests import CompletionRequest
 from dflash_mlx.serve.prompts import Prompt, check_tokens, encode, spaced
-from dflash_mlx.serve.reading import Said, TextReader
-from dflash_mlx.serve.replies import End, Replies, Step, respond, unless_gone
+from dflash_mlx.serve.reading import Part, Said, TextReader
+from dflash_mlx.serve.replies import End, Replies, Step, unless_gone, write
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import MOST_ANSWERS
 
@@ -27,9 +25,8 @@ Json = dict[str, Any]
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, streamed or whole."""
     prompts, replies = await unless_gone(request, _begin(service, body))
-    writer = Writer(service, body, replies, prompts)
-    streamed = events(replies, writer.chunks, writer.last_chunks) if body.stream else None
-    return await respond(request, replies, streamed, writer.whole)
+    writer = TextWriter(service, body, len(replies.readers), prompts)
+    return await write(request, replies, writer, body.stream)
 
 
 async def _begin(service: Service, body: CompletionRequest) -> tuple[int, Replies]:
@@ -63,87 +60,45 @@ def _prompts(service: Service, given: str | list[str] | list[int]) -> list[Promp
     return [Prompt(tuple(tokens))]
 
 
-@dataclass
-class _Choice:
-    """What one answer has said so far."""
-
-    text: str = ""
-    at: int = 0  # characters of tokens that log-probabilities were told of
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-class Writer:
-    """Writes the answers of one request down. prompts: how many texts go on."""
+class TextWriter(Writer):
+    """Writes answers down as the texts that they are."""
 
     def __init__(
-        self, service: Service, body: CompletionRequest, replies: Replies, prompts: int
+        self, service: Service, body: CompletionRequest, answers: int, prompts: int
     ) -> None:
-        self._tokenizer = service.pair.tokenizer
-        self._header = Header("cmpl", "text_completion", body.model)
-        self._replies, self._prompts = replies, prompts
+        super().__init__(service, body, answers, "cmpl", "text_completion", prompts)
         self._wants_logprobs = body.logprobs is not None
-        options = body.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._choices = [_Choice() for _ in replies.readers]
-        self._ends: dict[int, End] = {}
 
-    async def whole(self) -> Json:
-        """The response as one object."""
-        async for step in self._replies.steps():
-            if step is not None:
-                self._take(step)
-        choices = []
-        for index, choice in enumerate(self._choices):
-            choices.append(self._choice(index, choice.text, self._ends[index]))
-        return {**self._header.of(choices), **totals(self._ends, self._prompts)}
+    def take(self, answer: Answer, part: Part) -> Json:
+        text = part.text if isinstance(part, Said) else ""
+        answer.text += text
+        return {"text": text}
 
-    def chunks(self, step: Step) -> list[Json]:
-        """The chunks of a stream that a step makes."""
-        text = self._take(step)
+    def chunks(self, step: Step, deltas: list[Json]) -> list[Json]:
+        text = "".join(delta["text"] for delta in deltas)
         if not text and step.end is None:
             return []
-        chunk = self._header.of([self._choice(step.index, text, step.end)])
-        if len(self._ends) == len(self._choices):
-            chunk["dflash"] = totals(self._ends, self._prompts)["dflash"]
-        return [chunk]
+        return [self.of([self._choice(step.index, text, step.end)])]
 
-    def last_chunks(self) -> list[Json]:
-        """The chunk with the usage, where that was asked for."""
-        if not self._usage:
-            return []
-        return [{**self._header.of([]), "usage": totals(self._ends, self._prompts)["usage"]}]
-
-    def _take(self, step: Step) -> str:
-        """Keep a step; its text."""
-        choice = self._choices[step.index]
-        stops = self._tokenizer.eos_token_ids
-        choice.logprobs += [each for each in step.logprobs if each.token not in stops]
-        text = "".join(part.text for part in step.parts if isinstance(part, Said))
-        choice.text += text
-        if step.end is not None:
-            self._ends[step.index] = step.end
-        return text
+    def choice(self, index: int, end: End) -> Json:
+        return self._choice(index, self._answers[index].text, end)
 
     def _choice(self, index: int, text: str, end: End | None) -> Json:
-        choice = self._choices[index]
-        logprobs = self._logprobs(choice) if self._wants_logprobs else None
+        told = self._logprobs(self._answers[index]) if self._wants_logprobs else None
         reason = finish_reason(end) if end is not None else None
-        return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+        return {"index": index, "text": text, "finish_reason": reason, "logprobs": told}
 
-    def _logprobs(self, choice: _Choice) -> Json:
+    def _logprobs(self, answer: Answer) -> Json:
         """Of the tokens since the last ones that were told; offsets count in the answer."""
-        logprobs, choice.logprobs = choice.logprobs, []
-        tokens = [self._text(each.token) for each in logprobs]
+        found, answer.logprobs = answer.logprobs, []
+        tokens = [self.text_of(each.token) for each in found]
         offsets = []
         for token in tokens:
-            offsets.append(choice.at)
-            choice.at += len(token)
+            offsets.append(answer.told)
+            answer.told += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [each.logprob for each in logprobs],
-            "top_logprobs": [{self._text(t): p for t, p in each.top} for each in logprobs],
+            "token_logprobs": [each.logprob for each in found],
+            "top_logprobs": [{self.text_of(t): p for t, p in each.top} for each in found],
             "text_offset": offsets,
         }
-
-    def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
@@ -50,6 +50,19 @@ class Prompt:
 
     tokens: tuple[int, ...]
     in_thought: bool = False
+
+
+class Text(Protocol):
+    """A block of words, as every API has it."""
+
+    text: str
+
+
+def text_of(content: str | Sequence[Text] | None) -> str:
+    """The text of a message, whose blocks follow each other without anything between them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(block.text for block in content)
 
 
 def render(pair: Pair, chat: Chat) -> Prompt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +15,7 @@ from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.logprobs import TokenLogprobs
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.errors import as_json
+from dflash_mlx.serve.errors import ApiError, as_json
 from dflash_mlx.serve.prompts import Chat, Prompt
 from dflash_mlx.serve.reading import AnswerReader, Part, Reader, TextReader
 from dflash_mlx.serve.request_queue import ResponseStream
@@ -54,6 +54,27 @@ class Step:
     parts: Sequence[Part] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     end: End | None = None
+
+
+class Writer(Protocol):
+    """Writes the answers of one request down in the words of an API."""
+
+    ping: bytes  # the event that says that a stream is alive
+
+    def start(self) -> list[bytes]:
+        """The events before the first step."""
+
+    def step(self, step: Step) -> list[bytes]:
+        """Keep a step; its events."""
+
+    def end(self) -> list[bytes]:
+        """The events after the last step."""
+
+    def error(self, error: ApiError) -> bytes:
+        """The last event where the answers break off."""
+
+    def whole(self) -> dict[str, Any]:
+        """The response as one object, after the last step."""
 
 
 def unspaced(token: int) -> bool:
@@ -160,20 +181,39 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def respond(
-    request: Request,
-    replies: Replies,
-    events: AsyncIterator[bytes] | None,
-    whole: Callable[[], Awaitable[Any]],
+async def write(
+    request: Request, replies: Replies, writer: Writer, streamed: bool | None
 ) -> Response:
-    """The response to a request: streamed where there are `events`, else the one object."""
-    if events is not None:
-        return EventStream(events, replies.close)
+    """The response to a request: events as the answers grow, or one object in the end."""
+    if streamed:
+        return EventStream(_events(replies, writer), replies.close)
     try:
-        value = await unless_gone(request, whole())
+        await unless_gone(request, _read(replies, writer))
     finally:
         replies.close()
-    return as_json(value)
+    return as_json(writer.whole())
+
+
+async def _events(replies: Replies, writer: Writer) -> AsyncIterator[bytes]:
+    """The events of a stream; an error is the last one."""
+    for event in writer.start():
+        yield event
+    try:
+        async for step in replies.steps():
+            for event in writer.step(step) if step is not None else (writer.ping,):
+                yield event
+    except ApiError as error:
+        yield writer.error(error)
+        return
+    for event in writer.end():
+        yield event
+
+
+async def _read(replies: Replies, writer: Writer) -> None:
+    """Have the writer take all that the answers say."""
+    async for step in replies.steps():
+        if step is not None:
+            writer.step(step)
 
 
 async def gone(receive: Receive) -> None:

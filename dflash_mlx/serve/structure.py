@@ -52,7 +52,7 @@ ANTHROPIC = Fields(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class StructureRequest:
     """What a request wants of the answer's form.
 
     schema: of the whole answer, None for words. tools: that may be called, as of OpenAI. required:
@@ -84,7 +84,7 @@ class Wanted:
         return any(tool["function"].get("strict") for tool in self.tools)
 
 
-def structure_of(pair: Pair, wanted: Wanted, fields: Fields) -> StructureConfig:
+def structure_of(pair: Pair, wanted: StructureRequest, fields: Fields) -> StructureConfig:
     """The grammar that keeps a request's promise, compiled; takes a moment.
 
     A call that has to come is preferred to an answer of a schema. ApiError for what cannot be
@@ -120,7 +120,7 @@ def without_thoughts(pair: Pair, arguments: Mapping[str, Any], fields: Mapping[s
     return {**arguments, "enable_thinking": False}
 
 
-def _asking(wanted: Wanted, fields: Fields) -> str:
+def _asking(wanted: StructureRequest, fields: Fields) -> str:
     """The field because of which calls need a grammar."""
     if wanted.required is not None:
         return fields.choice
@@ -130,7 +130,7 @@ def _asking(wanted: Wanted, fields: Fields) -> str:
     return fields.strict.format(strict.index(True))
 
 
-def _tools(wanted: Wanted, fields: Fields) -> list[Json]:
+def _tools(wanted: StructureRequest, fields: Fields) -> list[Json]:
     """The tools that may be called, each with the schema that its arguments follow."""
     found = []
     for i, tool in enumerate(wanted.tools):
@@ -155,7 +155,7 @@ def _tools(wanted: Wanted, fields: Fields) -> list[Json]:
     return found
 
 
-def _grammar(form: CallForm, wanted: Wanted, tools: Sequence[Json]) -> str:
+def _grammar(form: CallForm, wanted: StructureRequest, tools: Sequence[Json]) -> str:
     one = wanted.one or bool(wanted.required)
     if wanted.required is not None:
         return call_grammar.calls_only(form, tools, one)

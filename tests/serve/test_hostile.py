@@ -162,7 +162,7 @@ def test_a_key_is_compared_as_a_digest_in_constant_time_and_not_kept(monkeypatch
     compared, compare = [], hmac.compare_digest
     both = lambda *pair: (compared.append(pair), compare(*pair))[1]  # noqa: E731
     monkeypatch.setattr(guard.hmac, "compare_digest", both)
-    check, headers = guard.Key("k" * 64), [(b"x-api-key", key.encode())]
+    check, headers = guard.KeyCheck("k" * 64), [(b"x-api-key", key.encode())]
     refused = check({"type": "http", "path": "/", "headers": headers})
     assert (refused is None) == (key == "k" * 64)
     assert [[len(each) for each in pair] for pair in compared] == [[32, 32], [32, 32]]

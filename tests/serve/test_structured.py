@@ -14,7 +14,7 @@ from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.engine.grammar import check_structure, constraint_of
 from dflash_mlx.serve import call_grammar
 from dflash_mlx.serve.call_grammar import CallForm
-from dflash_mlx.serve.structure import OPENAI, Wanted, structure_of
+from dflash_mlx.serve.structure import OPENAI, StructureRequest, structure_of
 from support.schemas import conforms
 from support.serving import MODEL, TEMPLATE, actor_pair, chat_body, post, serving, user
 
@@ -362,7 +362,7 @@ TOOLS_OF = [each | {"type": "function"} for each in TOOLS]
 
 
 def test_a_grammar_is_ready_before_the_thread_that_decodes_asks_for_it(bare, monkeypatch):
-    structure = structure_of(bare.pair, Wanted(COUNT), OPENAI)
+    structure = structure_of(bare.pair, StructureRequest(COUNT), OPENAI)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "llguidance", None)  # nothing can be compiled any more
         assert constraint_of(bare.pair, DecodeConfig(structure=structure), 0) is not None
