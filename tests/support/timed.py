@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.adaptive import Adaptive, Scope
+from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.engine.decode import answer as answer_of
 from dflash_mlx.engine.drafter import EachAlone, Proposal
@@ -91,10 +91,11 @@ class Case:
             for part in getattr(drafter, "passes", [drafter]):
                 part.plain, part.clock = self.plain, self.clock
         last = list(drafters.values())[-1]
-        self.drafter = Adaptive(
+        self.drafter = BatchBudget(
             last, drafters, target.times, Scope((), looks_up, chains), self.clock
         )
-        self.drafter.experience.second.times.timed = second
+        for branches in () if second is None else second.rows:
+            self.drafter.experience.second.times.took(float(second.of(branches)), branches)
         self.rounds = self.run(tokens)
         self.seconds = self.clock.now - self.plain_seconds
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
+from dflash_mlx.drafters.budget import MOST_NODES, within_budget
 from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
 from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.growth.reliability import Sizes, reach
