@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
@@ -98,7 +98,8 @@ class RoundTimes:
     def __init__(self, timed: PassTimes | None) -> None:
         self.timed = timed  # None until a round tells, where no pass was timed
         self.machine = Average(1.0, _MACHINE_MEMORY)  # times that all rounds take longer of late
-        self.planned, self.took = Counter[int](), Counter[int]()  # seconds of all, by size
+        self.planned = defaultdict[int, float](float)  # seconds of all rounds, by size
+        self.took = defaultdict[int, float](float)
         self._met: set[tuple[int, bool]] = set()
         self._beyond: dict[int, deque[float]] = {}  # seconds by size; 0 for plain rounds
         self._drafted: deque[float] = deque(maxlen=_RECENT)  # the same of any size

@@ -9,7 +9,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import mlx.core as mx
@@ -30,11 +32,14 @@ from dflash_mlx.serve.protocol import limited
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.serve.stepper import Stepper
 from dflash_mlx.session.many import Conversations
-from dflash_mlx.session.responder import Responder, prefix_cache
+from dflash_mlx.session.responder import prefix_cache
+from dflash_mlx.verifier.pass_times import calibrating
 
 PROGRAM = "dflash-serve"
 _LATE = 5.0  # seconds after the last answer until connections are cut
+_BUSY = 0.5  # seconds until it is looked again whether nothing is answered
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -55,19 +60,34 @@ def run(
     queue = RequestQueue(metrics, config.parallel, config.queue, noted)
     pair = queue.stepper.call(load).result()
     method = settle(usual, pair.capabilities).method
-    if method != PLAIN:  # so that the first answer need not wait for it
-        queue.stepper.call(lambda: Responder(pair).time_passes()).result()
     memory = memory_for(config)
     make = conversations_of(pair, config, memory, partial(prefix_cache, kept))
     queue.stepper.serve(make).result()
     service = Service(pair, usual, config, queue, metrics, names)
     told = f"{method} drafts, {amount(memory)} for caches"
     told = f"{names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
+    ended = threading.Event()
+    if method != PLAIN:
+        threading.Thread(target=_calibrate, args=(pair, queue.stepper, ended), daemon=True).start()
     asyncio.run(_until_signal(service, place, noted, lambda: cli.say(f"{PROGRAM}: {told}")))
+    ended.set()
     if problem := queue.stepper.call(queue.stepper.save).result():
         cli.say(f"{PROGRAM}: {problem}")
     queue.stepper.close(_LATE)
     service.close()
+
+
+def _calibrate(pair: Pair, stepper: Stepper, ended: threading.Event) -> None:
+    """Time passes one by one while nothing is answered; a request waits for one at most."""
+    steps = calibrating(pair.target)
+
+    def step() -> bool:
+        return stepper.idle and next(steps, None) is None
+
+    with suppress(Exception):  # without times a budget learns from its rounds
+        while not ended.wait(0.0 if stepper.idle else _BUSY):
+            if stepper.call(step).result():
+                return
 
 
 def address_of(place: socket.socket) -> str:

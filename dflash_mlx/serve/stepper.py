@@ -118,6 +118,11 @@ class Stepper:
 
         return self.call(begin)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is answered."""
+        return not self._open
+
     def save(self) -> str:
         """Keep on the disk what was read, for the thread alone; why that could not be, or ""."""
         assert self._conversations is not None

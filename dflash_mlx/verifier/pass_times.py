@@ -35,7 +35,8 @@ _REPEATS = 3
 def size_of(rows: npt.NDArray[Any] | int) -> npt.NDArray[Any]:
     """The next of those sizes, or just so many rows beyond the last."""
     place = np.minimum(np.searchsorted(ROWS, rows), len(ROWS) - 1)
-    return np.maximum(np.asarray(ROWS)[place], rows)
+    sizes: npt.NDArray[Any] = np.maximum(np.asarray(ROWS)[place], rows)
+    return sizes
 
 
 @dataclass(frozen=True)

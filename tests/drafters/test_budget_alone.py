@@ -11,10 +11,11 @@ import pytest
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
+from dflash_mlx.drafters.experience import RoundTimes
 from dflash_mlx.drafters.growth.reliability import never, reach, worth_keeping
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
-from dflash_mlx.verifier.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import ROWS, PassTimes
 from support import decoding
 from support.timed import FLAT, VOCABULARY, Case, Clock, Honest, TimedTarget
 
@@ -240,3 +241,41 @@ def test_passes_that_take_longer_than_measured_make_wider_trees_worth_it():
     case = Case(TimedTarget(Clock(), RISING, more=10.0), {"draft": Honest(0.3, lambda i: 0.7)}, 300)
     assert case.seconds < 0.65 * 300 * 11
     assert np.mean([len(r.proposal.tree) for r in case.rounds[30:]]) > 5
+
+
+SLOW = {"drafts alone": 1.0, "all rounds": 1.5}
+
+
+@pytest.mark.parametrize("plain", SLOW.values(), ids=SLOW)
+@pytest.mark.parametrize("tried", [0, 12])
+def test_what_plain_decoding_would_take_is_never_more_than_it_does(plain, tried):
+    """Drafted rounds take 1.5 times what was planned; plain ones were tried so often."""
+    times, base = RoundTimes(FLAT), 1.0
+    for i in range(60 + tried):
+        is_plain = i >= 60 or (tried and i % 6 == 0)
+        planned = times.plain(1, ()) if is_plain else 0.1 + float(times.of(8))
+        took = plain * base if is_plain else 1.5 * (0.1 + base)
+        times.learn(1 if is_plain else 8, not is_plain, 0.0 if is_plain else 0.1, took, planned)
+    said = times.plain_now(1, ())
+    assert said <= plain * 1.05
+    assert not tried or said == pytest.approx(plain, rel=0.05)
+
+
+def test_a_round_takes_what_rounds_of_its_size_have_taken():
+    """Plan and truth agree, though sizes are wrong by different shares and one round waits."""
+    true, times = {4: 0.106, 8: 0.117, 24: 0.160}, RoundTimes(PassTimes(ROWS, (0.09,) * 10))
+    for i in range(90):
+        rows = (4, 8, 24)[i % 3]
+        planned = 0.02 + float(times.of(rows))
+        times.learn(rows, True, 0.02, 1.0 if i == 80 else 0.02 + true[rows], planned)
+    for rows, seconds in true.items():
+        planned = (0.02 + float(times.of(rows))) * times.machine.mean
+        assert planned == pytest.approx(0.02 + seconds, rel=0.05)
+
+
+def test_without_times_trees_are_narrow_until_a_round_tells():
+    target, drafter = TimedTarget(Clock(), RISING), Honest(0.1, lambda i: 0.9)
+    case = Case(target, {"draft": drafter}, 60, times=None)
+    widths = [len(r.proposal.tree) for r in case.rounds]
+    assert max(widths[:2]) == 4 and max(widths) > 4
+    assert case.rounds[0].proposal.plain_seconds is None

@@ -82,7 +82,9 @@ class Honest(EachAlone):
 class Case:
     """Plain decoding and a choice of drafters on one toy target, in simulated time."""
 
-    def __init__(self, target, drafters, tokens=400, looks_up=False, chains=False, second=None):
+    def __init__(
+        self, target, drafters, tokens=400, looks_up=False, chains=False, second=None, times=FLAT
+    ):
         self.target, self.clock = target, target.clock
         self.plain = decoding.answer(target, NoDraft(), [1, 2, 3], DecodeConfig(max_tokens=tokens))
         self.plain_seconds = self.clock.now
@@ -92,7 +94,7 @@ class Case:
                 part.plain, part.clock = self.plain, self.clock
         last = list(drafters.values())[-1]
         self.drafter = BatchBudget(
-            last, drafters, target.times, Scope((), looks_up, chains), self.clock
+            last, drafters, times and target.times, Scope((), looks_up, chains), self.clock
         )
         for branches in () if second is None else second.rows:
             self.drafter.experience.second.times.took(float(second.of(branches)), branches)

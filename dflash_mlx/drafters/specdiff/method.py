@@ -37,7 +37,7 @@ def sampled(ranked: Ranked, position: int, samples: int, seed: int, nodes: int) 
     generator = np.random.default_rng((seed, position))
     tree = merge_samples(ranked.logprobs, samples, generator, ranked.tokens)
     chances = np.exp(np.minimum(tree.logprobs, 0.0))  # rounding may leave one above 1
-    return tree.prune(sorted(Sizes.of_tree(reach(tree, chances), nodes).ends.tolist()))
+    return tree.prune(sorted(Sizes.of_trees([reach(tree, chances)], nodes).ends.tolist()))
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
