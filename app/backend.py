@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
@@ -62,7 +63,9 @@ class Backend:
         again: though this machine was measured before.
         """
         responder = self._loaded()
-        responder.time_passes(again)
+        for done, total in responder.pair.calibrating(again):
+            _show_timing(done, total)
+            yield done
         yield Timing(*responder.plain_speed())
 
     def answer(self, request: Question, observer: Observer) -> Events:
@@ -93,3 +96,8 @@ class Backend:
         if self._responder is None:
             raise DFlashError("no model is loaded", "choose one with /model")
         return self._responder
+
+
+def _show_timing(done: int, total: int) -> None:
+    """A line as the screen reads it from what libraries print."""
+    sys.stderr.write(f"\rtiming this machine, once: {100 * done // total:3}%|")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ _EIGHTHS: tuple[str, ...] = ("", *"▏▎▍▌▋▊▉")
 _NEARLY_FULL = 0.8  # share of the context from which it is worth a place among the first figures
 _ROOMY = 50  # columns in which bars may have more words beside them
 _LEAST_RATIO, _MOST_RATIO = 0.05, 100.0  # to plain decoding; nothing real lies beyond
+_ENOUGH_PLAIN = 8  # rounds without drafts, for their time to be measured
 
 MEANINGS = {
     "method": "how tokens are drafted, see /method",
@@ -92,7 +94,9 @@ def times_plain(figures: Figures) -> str:
     """How many times as fast as plain decoding, "~" where it is an estimate, "" where unknown."""
     if not _LEAST_RATIO <= figures["times_plain"] <= _MOST_RATIO:  # of a file from elsewhere
         return ""
-    return f"{'' if 'plain' in figures['modes'] else '~'}{figures['times_plain']:.1f}"
+    plain = re.search(r"(\d+) plain", figures["modes"])
+    measured = plain is not None and int(plain[1]) >= _ENOUGH_PLAIN
+    return f"{'' if measured else '~'}{figures['times_plain']:.1f}"
 
 
 def headline(figures: Figures) -> str:

@@ -181,7 +181,7 @@ class Listener:
         app.pair = pair
         self._done_waiting(job)
         again = app.config.recalibrate
-        self.waiting.add(app.worker.run(lambda job: app.backend.measure(again)))
+        self.waiting.add(app.worker.run(lambda job: app.backend.measure(again), idle=True))
         method = app.config.method
         if needs_drafter(method) and not pair.capabilities.count(find_method(method).family):
             app.config = replace(app.config, method=AUTO)

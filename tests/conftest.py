@@ -33,9 +33,9 @@ def place(tmp_path: Path, tiny_model: Path) -> Any:
 @pytest.fixture(autouse=True)
 def known_times(request: pytest.FixtureRequest) -> None:
     """No session times a machine, so nothing is written to the user's cache."""
-    if "dflash_mlx.drafters.adaptive" in sys.modules:
+    if "dflash_mlx.drafters.budget" in sys.modules:
         from dflash_mlx.verifier.pass_times import PassTimes
 
         times = PassTimes((1, 96), (1.0, 3.0))
         patch = request.getfixturevalue("monkeypatch")
-        patch.setattr("dflash_mlx.drafters.adaptive.stored_times", lambda target, again: times)
+        patch.setattr("dflash_mlx.drafters.budget.stored_times", lambda target: times)

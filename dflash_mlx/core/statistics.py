@@ -56,7 +56,7 @@ class Statistics:
     def times_plain(self) -> float:
         """How many times as fast as plain decoding; 0 where nothing tells.
 
-        An estimate, unless some of the rounds ("plain" among `modes`) were plain ones.
+        An estimate, unless enough of the rounds ("plain" among `modes`) were plain ones.
         """
         return self.plain_seconds / self.decode_seconds if self.decode_seconds else 0.0
 

@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.adaptive import within_budget
 from dflash_mlx.drafters.best_first import BestFirst
+from dflash_mlx.drafters.budget import within_budget
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext

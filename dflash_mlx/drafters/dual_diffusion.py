@@ -10,7 +10,7 @@ import numpy as np
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
+from dflash_mlx.drafters.budget import MOST_NODES, within_budget
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
 from dflash_mlx.drafters.dflash.context import DualContext

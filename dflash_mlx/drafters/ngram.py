@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.adaptive import within_budget
+from dflash_mlx.drafters.budget import within_budget
 from dflash_mlx.drafters.lookup import lookup
 from dflash_mlx.drafters.method import LOOKUP, Method
 from dflash_mlx.drafters.none import NoContext

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.state import Context
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.pass_times import calibrating
 
 _T = TypeVar("_T")
 
@@ -135,6 +136,21 @@ class Pair:
         if key not in self.learned:
             self.learned[key] = learn()
         return self.learned[key]  # type: ignore[no-any-return]
+
+    def calibrate(
+        self, again: bool = False, progress: Callable[[int, int], object] = lambda done, all: None
+    ) -> None:
+        """Time passes of the target, so that a budget need not learn from its rounds what pays.
+
+        What this machine took before is read from the disk. again: measure all the same, once in a
+        program. progress: hears of passes that are done, and of all.
+        """
+        for done, total in self.calibrating(again):
+            progress(done, total)
+
+    def calibrating(self, again: bool = False) -> Generator[tuple[int, int], None, None]:
+        """The same in steps: passes that are done, and of all."""
+        yield from enumerate(calibrating(self.target, again), 1)
 
     def require_drafter(self) -> DraftModel:
         """The first draft model; DFlashError where there is none."""

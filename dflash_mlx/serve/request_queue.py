@@ -158,15 +158,15 @@ class RequestQueue:
 
     def _post(self, news: News) -> None:
         """On the worker's thread."""
-        assert self._loop is not None
+        if self._loop is None:
+            return
         with suppress(RuntimeError):  # the loop is closed, and nobody listens
             self._loop.call_soon_threadsafe(self._hear, news)
 
     def _hear(self, news: News) -> None:
         for asked, said in news:
-            assert isinstance(asked, Request)
-            ticket = self._tickets.get(asked)
-            if ticket is None:
+            ticket = self._tickets.get(asked)  # type: ignore[arg-type]
+            if ticket is None or not isinstance(asked, Request):
                 continue
             if isinstance(said, Delta):
                 self.metrics.told(said)

@@ -30,7 +30,7 @@ from dflash_mlx.serve.protocol import limited
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
-from dflash_mlx.session.responder import Responder, prefix_cache
+from dflash_mlx.session.responder import prefix_cache
 from dflash_mlx.session.scheduler import Scheduler
 
 PROGRAM = "dflash-serve"
@@ -55,14 +55,14 @@ def run(
     queue = RequestQueue(metrics, config.parallel, config.queue, noted)
     pair = queue.worker.call(load).result()
     method = settle(usual, pair.capabilities).method
-    if method != PLAIN:  # so that the first answer need not wait for it
-        queue.worker.call(lambda: Responder(pair).time_passes()).result()
     memory = memory_for(config)
     make = scheduler_of(pair, config, memory, partial(prefix_cache, kept))
     queue.worker.serve(make).result()
     service = Service(pair, usual, config, queue, metrics, names)
     told = f"{method} drafts, {amount(memory)} for caches"
     told = f"{names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
+    if method != PLAIN:  # while nothing is asked; until then a budget learns from its rounds
+        queue.worker.run(lambda job: pair.calibrating(), idle=True)
     asyncio.run(_until_signal(service, place, noted, lambda: cli.say(f"{PROGRAM}: {told}")))
     if problem := queue.worker.call(queue.worker.save).result():
         cli.say(f"{PROGRAM}: {problem}")

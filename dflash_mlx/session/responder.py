@@ -19,7 +19,7 @@ from dflash_mlx.engine.text import BEGIN, opens_thought
 from dflash_mlx.models.available import available_memory
 from dflash_mlx.session.session import Session
 from dflash_mlx.session.templates import Message, prompt_tokens
-from dflash_mlx.verifier.pass_times import stored_times, timing_day
+from dflash_mlx.verifier.pass_times import timing_day
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,8 @@ class Responder:
             opening = ""
 
     def time_passes(self, again: bool = False) -> None:
-        """Measure what target passes take, once per machine, so that no answer has to wait.
-
-        again: though this machine was measured before.
-        """
-        target = self.pair.target
-        target.pass_times = target.pass_times or stored_times(target, again)
+        """As `Pair.calibrate`, while nobody waits."""
+        self.pair.calibrate(again)
 
     def plain_speed(self) -> tuple[float, str]:
         """Tokens per second that the timed passes allow without drafts, and the day of the timing.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import closing
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -63,6 +63,7 @@ class Job(Observer):
         # it computed stays usable.
         self.cancelled = threading.Event()
         self._work, self._post = work, post
+        self._events: Generator[object, None, None] | None = None
 
     def prefilled(self, tokens: int, total: int) -> None:
         """Post how far the prompt is; leave it there when the job is cancelled."""
@@ -70,19 +71,22 @@ class Job(Observer):
         if self.cancelled.is_set():
             raise _Cancelled
 
-    def run(self) -> None:
-        """Post each event of the work, then Ended or Failed."""
+    def advance(self) -> bool:
+        """Post the next event of the work; where there is none, Ended or Failed, and True."""
         self.begun.set()
         last: Ended | Failed = Ended()
         try:
-            with closing(self._work(self)) as events:
-                while not self.cancelled.is_set():  # as it may be while it waits
-                    self._post(next(events))
+            self._events = self._events or self._work(self)
+            if not self.cancelled.is_set():  # as it may be while it waits
+                self._post(next(self._events))
+                return False
+            self._events.close()
         except (StopIteration, _Cancelled):
             pass
         except Exception as error:
             last = Failed(error)
         self._post(last)
+        return True
 
 
 Work = Callable[[Job], Generator[object, None, None]]
@@ -113,6 +117,7 @@ class Worker:
         self._scheduler: Scheduler | None = None
         self._open: dict[Sequence, Request] = {}
         self._running: Job | None = None
+        self._idle: deque[Job] = deque()
         self._last: Callable[[], object] | None = None
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._thread.start()
@@ -130,16 +135,20 @@ class Worker:
         self._orders.put(run)
         return future
 
-    def run(self, work: Work) -> Job:
-        """Queue a job. work: yields its events; closed where the job is cancelled."""
+    def run(self, work: Work, idle: bool = False) -> Job:
+        """Queue a job. work: yields its events; closed where the job is cancelled.
+
+        idle: it goes on only while there is nothing else to do, from event to event.
+        """
         job = Job(work, lambda event: self._post([(job, event)]))
 
         def order() -> None:
             self._running = job
-            job.run()
+            while not job.advance():
+                pass
             self._running = None
 
-        self._orders.put(order)
+        self._orders.put((lambda: self._idle.append(job)) if idle else order)
         return job
 
     def serve(self, make: Callable[[], Scheduler]) -> Future[None]:
@@ -182,12 +191,14 @@ class Worker:
         while self._take_orders():
             if self._open:
                 self._step()
+            elif self._idle and self._idle[0].advance():
+                self._idle.popleft()
         if self._last is not None:
             self._last()
 
     def _take_orders(self) -> bool:
         """Do what was asked for meanwhile, or wait for it while there is nothing else to do."""
-        wait = not self._open
+        wait = not self._open and not self._idle
         while True:
             try:
                 order = self._orders.get(block=wait)

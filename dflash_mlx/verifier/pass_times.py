@@ -1,15 +1,14 @@
 """What a target pass costs on this machine, by its rows and its context; measured once, stored.
 
 A wider pass accepts more and takes longer. `reliability.py` says which nodes of a draft are worth
-their time, `drafters/adaptive.py` which draft is.
+their time, `drafters/budget.py` which draft is. Nothing here is measured unless it is asked for.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -19,7 +18,6 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import platformdirs
-from tqdm import tqdm
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.system.files import keep_text
@@ -28,10 +26,17 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
 
-ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # the sizes that passes come in
 DEEP_ROWS = (1, 4, 8, 16, 48)  # behind longer contexts, where passes take longer
 CONTEXTS = (128, 1024, 4096)  # committed tokens before the measured passes
 _REPEATS = 3
+
+
+def size_of(rows: npt.NDArray[Any] | int) -> npt.NDArray[Any]:
+    """The next of those sizes, or just so many rows beyond the last."""
+    place = np.minimum(np.searchsorted(ROWS, rows), len(ROWS) - 1)
+    sizes: npt.NDArray[Any] = np.maximum(np.asarray(ROWS)[place], rows)
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,11 @@ class PassTimes:
         return np.asarray(np.maximum(self.trees._behind(rows) - self._behind(rows), 0.0))
 
     def _behind(self, rows: npt.NDArray[Any] | int) -> npt.NDArray[Any]:
-        """Behind just this context; more rows than were timed are on the last two times' line."""
-        rising = np.maximum.accumulate(self.seconds)
+        """Behind just this context; more rows than were timed are on the last two times' line.
+
+        What seemed slower than more rows had to wait for something else.
+        """
+        rising = np.minimum.accumulate(self.seconds[::-1])[::-1]
         beyond = np.maximum(np.subtract(rows, self.rows[-1]), 0)
         slope = 0.0
         if len(rising) > 1:
@@ -82,32 +90,37 @@ class PassTimes:
         return np.asarray(np.interp(rows, self.rows, rising) + slope * beyond)
 
 
-def measure(target: Target) -> PassTimes:
+def measuring(target: Target) -> Generator[int, None, PassTimes]:
     """Time passes over 1 to 96 rows behind short and long contexts; the least of three each.
 
+    After each pass it yields how many there are, so that others can have the machine in between.
     Trees, or chains where the target verifies no others or is recurrent, which makes trees dearer;
-    then some trees beside them. Some seconds in all; what the caches hold behind the first tokens
-    is made up. Whatever else the machine does only adds time, so the least is nearest to the truth.
+    then some trees beside them. What the caches hold behind the first tokens is made up. Whatever
+    else the machine does only adds time, so the least is nearest to the truth.
     """
     cache = target.new_cache()
     prompt = mx.zeros(CONTEXTS[0], mx.int32)
     mx.eval(target.forward(prompt, cache, Block(CONTEXTS[0]))[0], cache.arrays)
     cache.commit(range(CONTEXTS[0]))
     contexts = [c for c in CONTEXTS if c == CONTEXTS[0] or c + ROWS[-1] <= target.context_length]
-    dearer, trees = target.is_recurrent and target.takes_trees, []
-    passes = [(c, n) for c in contexts for n in (ROWS if c == CONTEXTS[0] else DEEP_ROWS)]
-    seconds: dict[int, list[float]] = {context: [] for context in contexts}
-    for context, rows in tqdm(passes, desc="timing this machine, once", leave=False):
+    dearer = target.is_recurrent and target.takes_trees
+    passes = [(c, n, False) for c in contexts for n in (ROWS if c == CONTEXTS[0] else DEEP_ROWS)]
+    if dearer:  # behind the shortest context alone
+        passes = [(CONTEXTS[0], n, True) for n in DEEP_ROWS] + passes
+    found: dict[tuple[int, bool], list[float]] = {}
+    for context, rows, extra in passes:
         cache.lengthen(context - cache.length)
-        block = _tree_of(rows) if target.takes_trees and not dearer else Block(rows)
-        seconds[context].append(min(_time_passes(target, cache, block)))
-        if dearer and context == CONTEXTS[0] and rows in DEEP_ROWS:  # right behind, to compare
-            trees.append(min(_time_passes(target, cache, _tree_of(rows))))
+        tree = extra or (target.takes_trees and not dearer)
+        block, times = _tree_of(rows) if tree else Block(rows), []
+        for _ in range(_REPEATS + 1):  # the first may build what the others use
+            times.append(_time_pass(target, cache, block))
+            yield len(passes) * (_REPEATS + 1)
+        found.setdefault((context, extra), []).append(min(times[1:]))
+    dear = PassTimes(DEEP_ROWS, tuple(found.pop((CONTEXTS[0], True)))) if dearer else None
     first, *deeper = (
-        PassTimes(ROWS if context == CONTEXTS[0] else DEEP_ROWS, tuple(found), context)
-        for context, found in seconds.items()
+        PassTimes(ROWS if context == CONTEXTS[0] else DEEP_ROWS, tuple(seconds), context)
+        for (context, _), seconds in found.items()
     )
-    dear = PassTimes(DEEP_ROWS, tuple(trees)) if dearer else None
     return replace(first, deeper=tuple(deeper), trees=dear)
 
 
@@ -115,51 +128,50 @@ def _tree_of(rows: int) -> Block:
     return Block.of(Tree((0,) * (rows - 1), (-1, *((i - 1) // 2 for i in range(1, rows)))))
 
 
-def _time_passes(target: Target, cache: SequenceCache, block: Block) -> Iterator[float]:
-    """Seconds of several such passes, without the first one's."""
-    ids = mx.zeros(block.rows, mx.int32)
-    for repeat in range(_REPEATS + 1):
-        start = time.perf_counter()
-        mx.eval(mx.argmax(target.forward(ids, cache, block)[0], axis=-1))
-        if repeat:
-            yield time.perf_counter() - start
-        cache.discard()
+def _time_pass(target: Target, cache: SequenceCache, block: Block) -> float:
+    start = time.perf_counter()
+    mx.eval(mx.argmax(target.forward(mx.zeros(block.rows, mx.int32), cache, block)[0], axis=-1))
+    took = time.perf_counter() - start
+    cache.discard()
+    return took
 
 
-def stored_times(target: Target, again: bool = False, folder: Path | None = None) -> PassTimes:
-    """As `measure`, from the cache folder where this machine, model and MLX were measured before.
-
-    again: measure anyway. A file that cannot be read or written is done without.
-    """
-    file = (folder or _folder()) / f"{_key(target)}.json"
+def stored_times(target: Target, folder: Path | None = None) -> PassTimes | None:
+    """What was measured of this machine, model and MLX before; None where nothing can be read."""
     try:
-        if not again:
-            return read_times(file)
+        return read_times(_file(target, folder))
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    times = measure(target)
-    keep_text(file, json.dumps({"model": target.name, **asdict(times)}))
-    return times
+        return None
+
+
+def keep_times(target: Target, times: PassTimes, folder: Path | None = None) -> None:
+    """For `stored_times`, and the target's from now on; a file that cannot be written is not."""
+    target.pass_times = times
+    keep_text(_file(target, folder), json.dumps({"model": target.name, **asdict(times)}))
+
+
+def calibrating(target: Target, again: bool = False) -> Generator[int, None, None]:
+    """The steps of `measuring`, and then the target has its times; none where it has them before.
+
+    again: though this machine was measured before, but not by this program.
+    """
+    if target.pass_times is None and not again:
+        target.pass_times = stored_times(target)
+    if target.pass_times is None:
+        keep_times(target, (yield from measuring(target)))
 
 
 def timing_day(target: Target) -> str:
     """The day on which `stored_times` measured, as in "2026-11-22"; "" where nothing is stored."""
     try:
-        taken = (_folder() / f"{_key(target)}.json").stat().st_mtime
+        taken = _file(target).stat().st_mtime
     except OSError:
         return ""
     return date.fromtimestamp(taken).isoformat()
 
 
-def forget_times(target: Target) -> None:
-    """Let them be measured again, by this program and the next one."""
-    target.pass_times = None
-    with suppress(OSError):
-        (_folder() / f"{_key(target)}.json").unlink()
-
-
 def read_times(file: Path) -> PassTimes:
-    """What `stored_times` kept. OSError, ValueError, KeyError or TypeError for anything else."""
+    """What `keep_times` kept. OSError, ValueError, KeyError or TypeError for anything else."""
     stored = json.loads(file.read_text(encoding="utf-8"))
     deeper, trees = tuple(map(_read, stored["deeper"])), stored["trees"]
     times = replace(_read(stored), deeper=deeper, trees=trees and _read(trees))
@@ -177,6 +189,10 @@ def _read(stored: dict[str, Any]) -> PassTimes:
 
 def _folder() -> Path:
     return platformdirs.user_cache_path("dflash-chat") / "timing"
+
+
+def _file(target: Target, folder: Path | None = None) -> Path:
+    return (folder or _folder()) / f"{_key(target)}.json"
 
 
 def _key(target: Target) -> str:

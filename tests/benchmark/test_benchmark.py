@@ -17,7 +17,7 @@ from dflash_mlx.benchmark import measure
 from dflash_mlx.benchmark.plots import draw_report
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters import adaptive
+from dflash_mlx.drafters import budget
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.models import write_drafter, write_model
 
@@ -136,7 +136,7 @@ def trees(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     plots = tmp_path_factory.mktemp("plots") / "new"
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
         times = PassTimes((1, 96), (1.0, 3.0))
-        patch.setattr(adaptive, "stored_times", lambda target, again: times)
+        patch.setattr(budget, "stored_times", lambda target: times)
         more = ["--methods", ",".join(["dflash", *TREES]), "--sweep", "budget=auto,6"]
         more += ["--temperature", "0.7", "--seed", "3", "--limit", "1", "--plots", str(plots)]
         return {**run(folders, *more), "plots": plots, "printed": out.getvalue()}

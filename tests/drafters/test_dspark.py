@@ -11,9 +11,9 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.adaptive import Adaptive
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import RankedChain, SelectedPath
+from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, read_drafter
 from dflash_mlx.drafters.dflash.markov import MarkovConfig, MarkovHead, MarkovLinks
@@ -341,7 +341,7 @@ def test_greedy_answers_are_the_target_s_own(drafting, name, method, budget):
     settings = {"block_size": 5 if budget else None} if method == "dflash" else {"budget": budget}
     config = DecodeConfig(method, max_tokens=25, **settings)
     drafter = make_drafter(Pair(subject.target, None, (subject.model,)), config)
-    assert isinstance(drafter, Adaptive) == (budget is None)
+    assert isinstance(drafter, BatchBudget) == (budget is None)
     plain = answer(subject.target, NoDraft(), prompt, config)
     assert answer(subject.target, drafter, prompt, config) == plain
 

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters import adaptive
+from dflash_mlx.drafters import budget
 from dflash_mlx.drafters.growth.grow import SECOND
 from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.verifier.model import Target
@@ -68,7 +68,7 @@ TREES = [n for n in CASES if n.startswith(("ddtree", "d2sd", "specdiff", "eagle3
 def known_times(monkeypatch):
     """No machine is timed, and nothing is written to the user's cache."""
     times = PassTimes((1, 96), (1.0, 3.0))
-    monkeypatch.setattr(adaptive, "stored_times", lambda target, again: times)
+    monkeypatch.setattr(budget, "stored_times", lambda target: times)
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,8 @@ def rounds(pair, name, prompt, **changes):
 def test_a_block_size_fixes_a_tree_with_branches_too(pair, name):
     for options in ({"block_size": 4}, {"block_size": 4, "branches": 3}, {"budget": 9}):
         drafter = make_drafter(pair, DecodeConfig(name, **options))
-        assert not isinstance(drafter, adaptive.Adaptive)
-    assert isinstance(make_drafter(pair, DecodeConfig(name, branches=3)), adaptive.Adaptive)
+        assert not isinstance(drafter, budget.BatchBudget)
+    assert isinstance(make_drafter(pair, DecodeConfig(name, branches=3)), budget.BatchBudget)
 
 
 PROMPT = prompt_of(3, 12) * 2
@@ -128,7 +128,7 @@ def test_no_tree_is_larger_or_deeper_than_allowed_or_has_equal_siblings(pair, na
         deepest = 16 if "lookup" in tree.sources else max(blocks) - 1
         assert max(tree.depths) <= min(left - 1, deepest)
         if name in TREES and config.growth == "joint":
-            assert len(tree) <= (config.budget or adaptive.MOST_NODES)
+            assert len(tree) <= (config.budget or budget.MOST_NODES)
         left -= len(accepted.tokens)
         paths_of(tree)
     assert left == 0

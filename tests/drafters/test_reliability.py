@@ -15,12 +15,18 @@ from dflash_mlx.drafters.growth.reliability import (
     reach,
     worth_keeping,
 )
-from dflash_mlx.verifier.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import ROWS, PassTimes
 from support.decoding import path_to
 from support.toys import random_tree
 
 FLAT = PassTimes((1, 96), (1.0, 1.0))
 STEEP = PassTimes((1, 96), (1.0, 191.0))
+
+
+def keep(tree, reached, *rest):
+    """As `worth_keeping`, of one tree."""
+    (kept,), _, sizes = worth_keeping([tree], [reached], *rest)
+    return kept, sizes
 
 
 def random(seed: int, nodes: int) -> Tree:
@@ -49,11 +55,12 @@ def test_what_is_kept_is_closed_and_no_number_of_nodes_pays_more(tree, draft, sl
         return 1 + slope * np.asarray(rows)
 
     reached = reach(tree, np.exp(tree.logprobs))
-    kept, _ = worth_keeping(tree, reached, seconds, draft, 96)
+    kept, _ = keep(tree, reached, seconds, draft, 96)
     assert kept[0] == 0
     assert all(tree.parents[node] in kept for node in kept[1:])
     best = np.sort(reached)[::-1]
-    rates = [best[:n].sum() / (draft + seconds(n)) for n in range(1, len(tree) + 1)]
+    counts = [n for n in range(1, len(tree) + 1) if n in ROWS or n == len(tree)]
+    rates = [best[:n].sum() / (draft + seconds(n)) for n in counts]
     assert reached[kept].sum() / (draft + seconds(len(kept))) == pytest.approx(max(rates))
     assert len(tree.prune(kept)) == len(kept)
 
@@ -61,9 +68,9 @@ def test_what_is_kept_is_closed_and_no_number_of_nodes_pays_more(tree, draft, sl
 @given(trees, st.integers(1, 30))
 def test_width_that_costs_nothing_is_used_up_and_width_that_costs_a_pass_is_not(tree, most):
     reached = reach(tree, np.exp(tree.logprobs))
-    kept, _ = worth_keeping(tree, reached, FLAT.of, 0.1, most)
+    kept, _ = keep(tree, reached, FLAT.of, 0.1, most)
     assert len(tree.prune(kept)) == min(most, len(tree))
-    assert worth_keeping(tree, reached, STEEP.of, 0.1, most)[0] == [0]
+    assert keep(tree, reached, STEEP.of, 0.1, most)[0] == [0]
 
 
 @given(trees, st.floats(0.0, 1.0), st.integers(1, 30))
@@ -74,7 +81,7 @@ def test_dearer_branches_are_kept_only_where_they_beat_the_best_chain(tree, extr
 
     times, reached = PassTimes((1, 96), (1.0, 10.5)), reach(tree, np.exp(tree.logprobs))
     options = {
-        name: worth_keeping(tree, reached, times.of, 0.1, most, branching)
+        name: keep(tree, reached, times.of, 0.1, most, branching)
         for name, branching in (("free", None), ("dear", dearer), ("never", never))
     }
     rates = {}
@@ -93,7 +100,7 @@ def test_a_sure_chain_is_kept_where_only_sure_nodes_pay():
     chain = Tree((2, 3, 4, 5, 6), (-1, 0, 1, 2, 0, 4))
     chances = np.array([1, 0.99, 0.99, 0.99, 0.3, 0.3])
     times = PassTimes((1, 2, 3, 4, 5, 6), (1.0, 1.1, 1.2, 1.3, 2.4, 3.5))
-    kept, _ = worth_keeping(chain, reach(chain, chances), times.of, 0.2, 96)
+    kept, _ = keep(chain, reach(chain, chances), times.of, 0.2, 96)
     assert kept == [0, 1, 2, 3]
     assert chain.prune(kept).is_chain
 

@@ -18,7 +18,7 @@ from dflash_mlx.cli import generate as generating
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.schedule import IN_ORDER, SCHEDULES, THRESHOLD
-from dflash_mlx.drafters.adaptive import MOST_NODES, Adaptive
+from dflash_mlx.drafters.budget import MOST_NODES, BatchBudget
 from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.specdiff.drafter import SURE, Denoising, DrawnSpecDiff, SpecDiff, denoise
@@ -248,12 +248,12 @@ REJECT = {"acceptance": "reject", "sampling": HOT}
 @pytest.mark.parametrize(
     ("given", "kind"),
     [
-        ({}, Adaptive),
-        ({"steps": 2}, Adaptive),
-        ({"branches": 4}, Adaptive),
+        ({}, BatchBudget),
+        ({"steps": 2}, BatchBudget),
+        ({"branches": 4}, BatchBudget),
         ({"budget": 9}, SpecDiff),
         ({"block_size": 5}, SpecDiff),
-        (REJECT, Adaptive),
+        (REJECT, BatchBudget),
         ({**REJECT, "block_size": 5}, DrawnSpecDiff),
         ({**REJECT, "block_size": 5, "steps": 3, "schedule": IN_ORDER}, DrawnSpecDiff),
         ({"block_size": 5, "sampling": HOT}, DrawnSpecDiff),

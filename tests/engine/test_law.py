@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.drafters.adaptive import Adaptive, Scope
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
+from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.dflash.markov import (
     ConfidenceHead,
     MarkovConfig,
@@ -102,7 +102,9 @@ class ToyHalf(ToyDrafter):
 def as_pays(drafter, chains=True):
     """Chains cut where more of them would not pay, by what each position is sure of; or trees."""
     times = PassTimes((1, 2, 3, 4), (1.0, 1.5, 2.0, 2.5))
-    return Adaptive(drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=chains), int)
+    return BatchBudget(
+        drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=chains), int
+    )
 
 
 GROWTH = JointGrowth(2, 8)

@@ -11,7 +11,7 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import DRAFT, tempered
 from dflash_mlx.core.schedule import IN_ORDER, SCHEDULES
-from dflash_mlx.drafters.adaptive import Adaptive, Scope
+from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecDiff
@@ -40,7 +40,7 @@ def distance(made, draws, temperature, target=None, **filters):
 def as_pays(drafter, *seconds):
     """Chains cut where more of them would not pay, by what each position is sure of."""
     times = PassTimes((1, 2, 3, 4), seconds or (1.0, 1.5, 2.0, 2.5))
-    return Adaptive(drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=True), int)
+    return BatchBudget(drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=True), int)
 
 
 SHAPES = {

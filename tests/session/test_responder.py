@@ -19,7 +19,7 @@ from dflash_mlx import (
     Worker,
     load,
 )
-from dflash_mlx.session import responder as module
+from dflash_mlx.verifier import pass_times
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.models import TEMPLATE, write_drafter, write_model
 
@@ -123,13 +123,21 @@ def test_what_cannot_be_answered_is_refused_and_the_next_request_is_served(respo
 
 
 def test_passes_are_timed_once(pair, monkeypatch):
-    asked, times = [], PassTimes((1, 2), (0.25, 0.5))
+    measured, heard, times = [], [], PassTimes((1, 2), (0.25, 0.5))
+
+    def measuring(target):
+        measured.append(target)
+        yield 2
+        yield 2
+        return times
+
     monkeypatch.setattr(pair.target, "pass_times", None)
-    monkeypatch.setattr(module, "stored_times", lambda target, again: asked.append(again) or times)
+    monkeypatch.setattr(pass_times, "measuring", measuring)
+    monkeypatch.setattr(pass_times, "keep_text", lambda file, text: None)
     for again in (True, False):
-        Responder(pair).time_passes(again)
+        pair.calibrate(again, lambda done, total: heard.append((done, total)))
         assert pair.target.pass_times is times
-    assert asked == [True]
+    assert len(measured) == 1 and heard == [(1, 2), (2, 2)]
 
 
 # The worker

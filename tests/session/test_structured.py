@@ -11,7 +11,7 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.adaptive import Adaptive
+from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.engine.constraint import FORCED
 from dflash_mlx.engine.delta import collect
@@ -191,7 +191,7 @@ def test_answers_with_and_without_grammars_draft_with_one_drafter(pair):
     for structure in (*STRUCTURES, ""):
         scheduler.submit(PROMPT, config_of("ddtree", structure))
     assert len({id(each.drafter) for each in scheduler.waiting}) == 1
-    assert isinstance(scheduler.waiting[0].drafter, Adaptive)
+    assert isinstance(scheduler.waiting[0].drafter, BatchBudget)
 
 
 KINDS = [("dflash", "schema"), ("none", "regex"), ("ddtree", ""), ("ngram", "grammar")]

@@ -16,7 +16,7 @@ from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler, penalise, tempered
-from dflash_mlx.drafters.adaptive import Adaptive
+from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.drafter import Drafter
@@ -239,7 +239,7 @@ def _what_drafts(config: DecodeConfig) -> DecodeConfig:
 
 def _drafter(pair: Pair, config: DecodeConfig, seed: int) -> Drafter:
     drafter = make_drafter(pair, _what_drafts(config))
-    if isinstance(drafter, Adaptive):
+    if isinstance(drafter, BatchBudget):
         drafter.clock = Ticks(seed)
     return drafter
 

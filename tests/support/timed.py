@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.adaptive import Adaptive, Scope
+from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
@@ -82,7 +82,9 @@ class Honest(EachAlone):
 class Case:
     """Plain decoding and a choice of drafters on one toy target, in simulated time."""
 
-    def __init__(self, target, drafters, tokens=400, looks_up=False, chains=False, second=None):
+    def __init__(
+        self, target, drafters, tokens=400, looks_up=False, chains=False, second=None, times=FLAT
+    ):
         self.target, self.clock = target, target.clock
         self.plain = decoding.answer(target, NoDraft(), [1, 2, 3], DecodeConfig(max_tokens=tokens))
         self.plain_seconds = self.clock.now
@@ -91,10 +93,11 @@ class Case:
             for part in getattr(drafter, "passes", [drafter]):
                 part.plain, part.clock = self.plain, self.clock
         last = list(drafters.values())[-1]
-        self.drafter = Adaptive(
-            last, drafters, target.times, Scope((), looks_up, chains), self.clock
+        self.drafter = BatchBudget(
+            last, drafters, times and target.times, Scope((), looks_up, chains), self.clock
         )
-        self.drafter.experience.second.times.timed = second
+        for branches in () if second is None else second.rows:
+            self.drafter.experience.second.times.took(float(second.of(branches)), branches)
         self.rounds = self.run(tokens)
         self.seconds = self.clock.now - self.plain_seconds
 

@@ -12,7 +12,7 @@ import pytest
 from dflash_mlx.system.machine import model_of
 from dflash_mlx.verifier import pass_times as budget
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.pass_times import PassTimes, measure, stored_times
+from dflash_mlx.verifier.pass_times import PassTimes, calibrating, keep_times, stored_times
 from support.families import VOCAB_SIZE, make_model
 
 FLAT = PassTimes((1, 96), (1.0, 1.0))
@@ -21,7 +21,9 @@ TREES = PassTimes((1, 4), (1.0, 2.5))
 
 def test_times_are_interpolated_and_never_fall():
     times = PassTimes((1, 2, 4), (1.0, 3.0, 2.0))
-    assert times.of(np.array([1, 2, 3, 4, 9])).tolist() == [1.0, 3.0, 3.0, 3.0, 3.0]
+    assert times.of(np.array([1, 2, 3, 4, 9])).tolist() == [1.0, 2.0, 2.0, 2.0, 2.0]
+    seen = PassTimes((1, 4, 8, 12), (0.586, 0.130, 0.704, 0.187))  # in a busy moment
+    assert seen.of(np.array([1, 4, 8, 12])).tolist() == [0.130, 0.130, 0.187, 0.187]
     assert PassTimes((1, 3), (1.0, 2.0)).of(7) == 4.0, "on the line through the last two"
 
 
@@ -45,14 +47,17 @@ def target():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5", "ministral3"])
-def test_a_target_can_be_timed_and_is_as_it_was_afterwards(family, monkeypatch):
+def test_a_target_can_be_timed_and_is_as_it_was_afterwards(family, monkeypatch, tmp_path):
     target = Target(make_model(family), 1000, "tiny")
     monkeypatch.setattr(budget, "ROWS", (1, 3))
     monkeypatch.setattr(budget, "DEEP_ROWS", (1, 3))
     monkeypatch.setattr(budget, "CONTEXTS", (128, 300, 2000))
+    monkeypatch.setattr(budget, "_folder", lambda: tmp_path)
     tokens = mx.array([1, 2, 3]) % VOCAB_SIZE
     before = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
-    times = measure(target)
+    steps = list(calibrating(target))
+    times = target.pass_times
+    assert {len(steps)} == {*steps}, "each says how many there are"
     assert times.rows == (1, 3) and min(times.seconds) > 0
     (deep,) = times.deeper
     assert deep.context == 300 and deep.rows == (1, 3), "2,000 do not fit"
@@ -68,22 +73,15 @@ def test_what_branches_add_is_what_trees_took_longer_and_never_less_than_nothing
     assert times.of(3) == 2.0, "of chains"
 
 
-def test_times_are_kept_and_measured_again_only_when_asked(target, monkeypatch, tmp_path):
-    calls = []
-
-    def fake(measured):
-        calls.append(measured)
-        return PassTimes((1, 2), (1.0, float(len(calls))), trees=TREES)
-
+def test_times_are_kept_for_each_model(target, monkeypatch, tmp_path):
     monkeypatch.setattr(budget, "ROWS", (1, 2))
-    monkeypatch.setattr(budget, "measure", fake)
-    first = stored_times(target, folder=tmp_path)
-    assert stored_times(target, folder=tmp_path) == first and len(calls) == 1
-    assert first.trees == TREES
-    assert stored_times(target, again=True, folder=tmp_path).seconds == (1.0, 2.0)
+    times = PassTimes((1, 2), (1.0, 2.0), trees=TREES)
+    assert stored_times(target, tmp_path) is None
+    keep_times(target, times, tmp_path)
+    assert target.pass_times is times and stored_times(target, tmp_path) == times
     other = Target(make_model("llama"), 200, "another")
-    stored_times(other, folder=tmp_path)
-    assert len(calls) == 3, "another model has times of its own"
+    assert stored_times(other, tmp_path) is None
+    keep_times(other, times, tmp_path)
     assert {model_of(file) for file in tmp_path.iterdir()} == {target.name, "another"}
 
 
@@ -101,17 +99,15 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_times_are_measured_anew(target, monkeypatch, tmp_path, damage):
+def test_damaged_times_are_as_none(target, monkeypatch, tmp_path, damage):
     monkeypatch.setattr(budget, "ROWS", FLAT.rows)
-    monkeypatch.setattr(budget, "measure", lambda measured: FLAT)
-    stored_times(target, folder=tmp_path)
+    keep_times(target, FLAT, tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text(damage)
-    assert stored_times(target, folder=tmp_path) == FLAT
-    assert stored_times(target, folder=tmp_path) == FLAT
+    assert stored_times(target, tmp_path) is None
 
 
-def test_times_that_cannot_be_kept_are_used_all_the_same(target, monkeypatch, tmp_path):
-    monkeypatch.setattr(budget, "measure", lambda measured: FLAT)
+def test_times_that_cannot_be_kept_are_used_all_the_same(target, tmp_path):
     (tmp_path / "file").write_text("")
-    assert stored_times(target, folder=tmp_path / "file") == FLAT
+    keep_times(target, FLAT, tmp_path / "file")
+    assert target.pass_times == FLAT

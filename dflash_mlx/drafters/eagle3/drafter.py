@@ -13,7 +13,7 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import DRAFT as STREAM
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
+from dflash_mlx.drafters.budget import MOST_NODES, within_budget
 from dflash_mlx.drafters.drawing import Drawing, with_confidences
 from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.eagle3.context import EagleContext

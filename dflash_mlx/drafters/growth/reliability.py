@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy.typing as npt
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.verifier.pass_times import ROWS
 
 _BINS = 10  # of confidence
 _DEPTHS = 8  # told apart; deeper nodes count as the last
@@ -83,26 +86,29 @@ def reach(tree: Tree, chances: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The best part of a tree for every number of nodes.
+    """The best part of one or several trees for every number of nodes."""
 
-    expected: [M] tokens that the best n + 1 nodes bring, the target's own included. ends: [M] the
-    last node of each: in the order of their chances, or of the chain that ends there. extra: [M]
-    seconds that their branches add to a pass, or that drafts take besides.
-    """
-
-    expected: npt.NDArray[Any]
-    ends: npt.NDArray[Any]
-    extra: npt.NDArray[Any]
+    expected: npt.NDArray[Any]  # [M] tokens that the best n + 1 nodes bring, the target's own too
+    ends: npt.NDArray[Any]  # [M] the last node of each: in that order, or of the chain it ends
+    extra: npt.NDArray[Any]  # [M] seconds that branches add to a pass, or that drafts take besides
+    least: int = 1  # nodes: the root of every tree
 
     @classmethod
-    def of_tree(
-        cls, reached: npt.NDArray[Any], most: int, branching: Seconds | None = None
+    def of_trees(
+        cls, reached: Sequence[npt.NDArray[Any]], most: int, branching: Seconds | None = None
     ) -> Sizes:
-        """Any nodes: the likeliest are closed under parents, as no node is likelier than its."""
-        order = np.argsort(-reached, kind="stable")[:most]
+        """Any nodes, after all roots: the likeliest are closed under parents, no node is likelier.
+
+        The nodes of all trees are counted through.
+        """
+        chances = np.concatenate(reached)
+        roots = np.cumsum([0, *map(len, reached[:-1])])
+        first = chances.copy()
+        first[roots] = 2.0  # before all others, which may be certain as well
+        order = np.argsort(-first, kind="stable")[:most]
         sizes = np.arange(1, len(order) + 1)
         extra = np.zeros(len(order)) if branching is None else branching(sizes)
-        return cls(np.cumsum(reached[order]), order, extra)
+        return cls(np.cumsum(chances[order]), order, extra, len(roots))
 
     @classmethod
     def of_chain(cls, tree: Tree, reached: npt.NDArray[Any], most: int) -> Sizes:
@@ -114,15 +120,21 @@ class Sizes:
         ends = [int(np.argmax(np.where(depths == depth, sums, -1.0))) for depth in lengths]
         return cls(sums[ends], np.array(ends), np.zeros(len(ends)))
 
+    @cached_property
+    def counts(self) -> npt.NDArray[Any]:
+        """Numbers of nodes to choose from: more are free up to a size that passes come in."""
+        every = range(self.least, len(self.expected) + 1)
+        return np.array([n for n in every if n in ROWS or n in (self.least, every[-1])])
+
     def rates(self, seconds: Seconds, fixed: float) -> npt.NDArray[Any]:
-        """[M] expected tokens / (fixed + seconds(n) + extra)."""
-        passes = seconds(np.arange(1, len(self.expected) + 1)) + self.extra
-        rates: npt.NDArray[Any] = self.expected / (fixed + passes)
+        """Expected tokens / (fixed + seconds(n) + extra) of all `counts`."""
+        passes = seconds(self.counts) + self.extra[self.counts - 1]
+        rates: npt.NDArray[Any] = self.expected[self.counts - 1] / (fixed + passes)
         return rates
 
     def best(self, seconds: Seconds, fixed: float) -> int:
         """The number of nodes at the highest rate."""
-        return int(np.argmax(self.rates(seconds, fixed))) + 1
+        return int(self.counts[np.argmax(self.rates(seconds, fixed))])
 
     def dearer(self, seconds: float) -> Sizes:
         """The same with so many seconds more, however many nodes there are."""
@@ -134,26 +146,46 @@ class Sizes:
 
 
 def worth_keeping(
-    tree: Tree,
-    reached: npt.NDArray[Any],
+    trees: Sequence[Tree],
+    reached: Sequence[npt.NDArray[Any]],
     seconds: Seconds,
     fixed: float,
     most: int,
     branching: Seconds | None = None,
-) -> tuple[list[int], Sizes]:
-    """The nodes that promise most tokens per second, in order, and what other numbers promise.
+) -> tuple[list[list[int]], int, Sizes]:
+    """The nodes of each tree that together promise most tokens per second, all roots among them.
 
-    reached: [N] as `reach` gives it. seconds: of a target pass over n rows. fixed: seconds of the
-    round beside it. most: nodes. branching: what branches add to a pass, see `never`; None for
-    nothing.
+    Besides how many these are, and what other numbers promise. reached: [N] each, as `reach` gives
+    it. seconds: of a target pass over n rows. fixed: seconds of the round beside it. most: nodes.
+    branching: what branches add to a pass, see `never`; None for nothing.
     """
-    sizes = Sizes.of_tree(reached, most, branching)
+    sizes = Sizes.of_trees(reached, most, branching)
     if branching is not None:
-        chain = Sizes.of_chain(tree, reached, most)
+        if len(trees) > 1:
+            chains = [_likeliest_chain(*pair) for pair in zip(trees, reached, strict=True)]
+            bare = [
+                np.where(kept, chances, 0.0) for kept, chances in zip(chains, reached, strict=True)
+            ]
+            chain = Sizes.of_trees(bare, min(most, sum(int(kept.sum()) for kept in chains)))
+        else:
+            chain = Sizes.of_chain(trees[0], reached[0], most)
         if chain.rates(seconds, fixed).max() > sizes.rates(seconds, fixed).max():
-            last = chain.ends[chain.best(seconds, fixed) - 1]
-            return np.flatnonzero(tree.ancestors[last]).tolist(), chain
-    return sorted(sizes.ends[: sizes.best(seconds, fixed)].tolist()), sizes
+            sizes = chain
+            if len(trees) == 1:
+                count = chain.best(seconds, fixed)
+                last = chain.ends[count - 1]
+                return [np.flatnonzero(trees[0].ancestors[last]).tolist()], count, chain
+    count = sizes.best(seconds, fixed)
+    kept = np.sort(sizes.ends[:count])
+    borders = pairwise(np.cumsum([0, *map(len, reached)]))
+    return [(kept[(kept >= a) & (kept < b)] - a).tolist() for a, b in borders], count, sizes
+
+
+def _likeliest_chain(tree: Tree, reached: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[N] whether a node is on the path with most expected tokens."""
+    chains = Sizes.of_chain(tree, reached, len(tree))
+    kept: npt.NDArray[Any] = tree.ancestors[chains.ends[int(chains.expected.argmax())]]
+    return kept
 
 
 def never(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.adaptive import MOST_NODES, within_budget
+from dflash_mlx.drafters.budget import MOST_NODES, within_budget
 from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
 from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.growth.reliability import Sizes, reach
@@ -37,7 +37,7 @@ def sampled(ranked: Ranked, position: int, samples: int, seed: int, nodes: int) 
     generator = np.random.default_rng((seed, position))
     tree = merge_samples(ranked.logprobs, samples, generator, ranked.tokens)
     chances = np.exp(np.minimum(tree.logprobs, 0.0))  # rounding may leave one above 1
-    return tree.prune(sorted(Sizes.of_tree(reach(tree, chances), nodes).ends.tolist()))
+    return tree.prune(sorted(Sizes.of_trees([reach(tree, chances)], nodes).ends.tolist()))
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:

@@ -11,14 +11,13 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.adaptive import Adaptive, Scope
-from dflash_mlx.drafters.crowd import Crowd
+from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.experience import Average, Instead, SecondPass
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.state import State
-from dflash_mlx.verifier.pass_times import PassTimes
+from dflash_mlx.verifier.pass_times import PassTimes, size_of
 from support.decoding import Strict, answer, scheduler_of, sequence_of
 from support.decoding import rule_of as make_rule
 from support.toys import ToyTarget
@@ -92,8 +91,8 @@ def decode_with(
 ) -> Timed:
     """The same with any drafter, whose second pass, if any, was timed so."""
     config, scope = DecodeConfig(max_tokens=120), Scope(looks_up=False, chains=target.chains)
-    adaptive = Adaptive(drafter, {"draft": drafter}, target.times, scope, target.clock)
-    adaptive.experience.second.times.timed = second
+    adaptive = BatchBudget(drafter, {"draft": drafter}, target.times, scope, target.clock)
+    tell(adaptive.experience.second, second)
     prompts = [[1, i % VOCABULARY, i // VOCABULARY] for i in range(count)]
     engine, said = scheduler_of(target, observer=Strict()), {}
     for prompt in prompts:
@@ -142,13 +141,13 @@ def test_where_rows_cost_what_passes_do_nothing_is_drafted():
 def test_the_best_nodes_of_all_trees_are_verified_together():
     target = Timed(RISING)
     drafter = Knowing(target, 0.7)
-    adaptive = Adaptive(drafter, {"draft": drafter}, RISING, Scope(looks_up=False), target.clock)
-    crowd = Crowd(adaptive, 2)
+    adaptive = BatchBudget(drafter, {"draft": drafter}, RISING, Scope(looks_up=False), target.clock)
     trees = [
         Tree((1, 2, 3), (-1, 0, 0, 1), tuple(np.log([1, 0.6, 0.3, 0.5]))),
         Tree((1, 2), (-1, 0, 1), tuple(np.log([1, 0.9, 0.8]))),
     ]
-    cut = crowd._cut(RISING.of, 96, [Proposal(tree) for tree in trees], 0.0)
+    states = [State(target.new_cache(), NoContext()) for _ in trees]
+    cut = adaptive._cut(adaptive._known(2), states, 96, [Proposal(tree) for tree in trees], 0.0)
     chances = [[1, 0.6, 0.3, 0.3], [1, 0.9, 0.72]]  # of reaching each node
     best = 0.0
     for a, b in product(range(1, 5), range(1, 4)):
@@ -164,10 +163,16 @@ def test_the_best_nodes_of_all_trees_are_verified_together():
             )
             if whole:
                 tokens = sum(chances[i][n] for i, kept in enumerate(nodes) for n in kept)
-                best = max(best, tokens / float(RISING.of(a + b)))
+                best = max(best, tokens / float(RISING.of(size_of(a + b))))
     found = sum(len(part.tree) for part in cut.parts)
-    assert cut.seconds == pytest.approx(float(RISING.of(found)))
+    assert cut.seconds == pytest.approx(float(RISING.of(size_of(found))))
     assert best == pytest.approx(cut.tokens / cut.seconds, rel=0.05)
+
+
+def tell(second: SecondPass, times: PassTimes | None) -> None:
+    """Second passes have taken so long."""
+    for branches in () if times is None else times.rows:
+        second.times.took(float(times.of(branches)), branches)
 
 
 def drafts_of(*posteriors):
@@ -180,27 +185,28 @@ def drafts_of(*posteriors):
 @pytest.mark.parametrize("by_branch", [0.0, 0.02, 0.1])
 def test_of_all_drafts_branches_those_are_drafted_on_that_save_most_time(rate, by_branch):
     second, drafts = SecondPass(), drafts_of([0.5, 0.3, 0.01], [0.05, 0.04], [])
-    second.times.timed = PassTimes((1, 5), (0.1 + by_branch, 0.1 + 5 * by_branch))
+    tell(second, PassTimes((1, 5), (0.1 + by_branch, 0.1 + 5 * by_branch)))
     second.gain, second.mass = Average(0.8), Average(1.0)
 
     def saved(counts):
         mass = sum(sum([*d.branches.values()][:n]) for d, n in zip(drafts, counts, strict=True))
-        return 0.8 * mass / rate - float(second.times.of(0, sum(counts))) if any(counts) else 0.0
+        return 0.8 * mass / rate - float(second.times.of(sum(counts))) if any(counts) else 0.0
 
     best = max(saved(counts) for counts in product(range(4), range(3), range(1)))
-    found, tried = second.branches(drafts, rate, 0)
+    found, tried = second.branches(drafts, rate)
     assert saved(found) == pytest.approx(best)
     assert any(found) == (best > 0) and not tried
 
 
 def test_a_second_pass_is_tried_now_and_then_where_it_has_not_paid():
     second, drafts = SecondPass(), drafts_of([0.5])
-    second.times.timed, second.gain = PassTimes((1,), (1.0,)), Average(0.0)
+    tell(second, PassTimes((1,), (1.0,)))
+    second.gain = Average(0.0)
     for waited, expected in ((0.0, [0]), (99.0, [0]), (101.0, [1])):
         second.waited = waited
-        counts, tried = second.branches(drafts, 1.0, 0)
+        counts, tried = second.branches(drafts, 1.0)
         assert counts == expected and tried == any(counts)
-    assert second.branches(drafts, 1.0, 0)[0] == [0]
+    assert second.branches(drafts, 1.0)[0] == [0]
 
 
 def test_what_a_second_pass_brought_is_told_from_the_same_text():

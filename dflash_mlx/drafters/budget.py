@@ -1,0 +1,342 @@
+"""Plain decoding, one draft or both, round by round: whatever gives most tokens per second here.
+
+For one sequence or several that step together: drafts for all or for none, and the best nodes of
+all trees.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.experience import (
+    SAFE,
+    Arm,
+    Average,
+    Experience,
+    Instead,
+    RoundTimes,
+)
+from dflash_mlx.drafters.growth.reliability import (
+    Reliability,
+    Seconds,
+    Sizes,
+    never,
+    reach,
+    worth_keeping,
+)
+from dflash_mlx.drafters.lookup import MOST_LOOKED_UP, lookup
+from dflash_mlx.drafters.method import LOOKUP, TokenSource
+from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
+from dflash_mlx.engine.drafter import Drafter, Proposal, Reason
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.state import Context, State
+from dflash_mlx.verifier.pass_times import PassTimes, stored_times
+
+_PLAIN = "plain decoding"
+_BLIND = 8  # rounds of plain decoding that follow each other without a look at their tokens
+_IDLE = 1.02  # tokens per plain round up to which looking is not worth the wait
+_NOTHING = Sizes(np.ones(1), np.zeros(1, int), np.zeros(1))  # was found to draft
+MOST_NODES = 48  # of a tree that the budget then cuts
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What may be proposed."""
+
+    sources: tuple[str, ...] = ()  # names of where drafted tokens come from
+    looks_up: bool = True  # n-gram continuations join every tree, and a plain round, at no cost
+    chains: bool = False  # nothing else is verified
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The parts of proposals that promise most tokens per second together."""
+
+    parts: list[Proposal]  # one for each sequence
+    tokens: float  # that a round with them should bring
+    before: float  # seconds of their drafts
+    seconds: float  # that the round should take
+    sizes: Sizes  # what other numbers of nodes promise
+    instead: Instead | None = None  # without the second pass, where there was one
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is verified beside the target's own tokens."""
+        return self.rows > len(self.parts)
+
+    @property
+    def rows(self) -> int:
+        """Of the pass."""
+        return sum(len(part.tree) for part in self.parts)
+
+
+Cutting = Callable[[Sequence[Proposal], float], Cut]  # of proposals that took so many seconds
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """A round that was proposed."""
+
+    arm: Arm
+    cut: Cut
+    start: float  # without what the answers had to wait for their readers until then
+    trees: WeakKeyDictionary[State, Tree]
+
+
+class BatchBudget:
+    """Chooses among plain decoding and drafts, and verifies the part of all trees that pays.
+
+    Every round goes to the arm with most expected tokens per second; another is tried again as soon
+    as what that may cost is `_PROBES` of the time since it was last tried, and a draft at the
+    beginning of every answer, which may be easier than the last. What counts is what the trees
+    promised, going by what became of others, not what they brought: that is mostly luck, and two
+    unlucky drafts must not park what pays. What was learned, and whether plain rounds run unseen,
+    holds for all its sequences; what several take and bring together is learned by their number.
+
+    model: whose name and context this has. drafters: by name; they share that context, and their
+    trees know log-probabilities. times: None where no pass was timed; then trees have `SAFE` rows
+    until a round tells how long they take. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        model: Drafter,
+        drafters: dict[str, Drafter],
+        times: PassTimes | None,
+        scope: Scope = Scope(),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._model, self._drafters = model, drafters
+        self.name, self.aux_layers = model.name, model.aux_layers
+        self._scope, self.clock = scope, clock
+        self.newest: Callable[[], PassTimes | None] = lambda: times  # may have been timed since
+        self._times, rounds = times, RoundTimes(times)
+        one_row = rounds.plain(1, ())
+        arms = [Arm(_PLAIN, 1.0, one_row), *(Arm(label, 2.0, one_row) for label in drafters)]
+        # of one sequence, or of an earlier session
+        self.experience = Experience(arms, Reliability(scope.sources), rounds)
+        self._together: dict[int, Experience] = {}
+        self._asked: WeakKeyDictionary[State, _Asked] = WeakKeyDictionary()
+        self._blind = 0
+
+    @property
+    def rounds_ahead(self) -> int:
+        """One while plain rounds follow each other unseen, else none."""
+        return 1 if self._blind else 0
+
+    def new_context(self) -> Context:
+        return self._model.new_context()
+
+    def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
+        """A part of each sequence's tree, so that all bring most tokens per second together."""
+        now = self.clock() - sum(state.paused for state in states)
+        one, known = len(states), self._known(len(states))
+        self._learn(known, states, now)
+        if all(state.last is None for state in states):
+            self._begin_answer(known, states)
+        arm, rates, again = known.choose()
+        cutting = partial(self._cut, known, states, budget)
+        if one == 1 and states[0].constraint is None and self._goes_blind(arm):
+            cut = cutting([Proposal(Tree.chain())], 0.0)
+        else:
+            self._blind = self._blind if one == 1 else 0
+            cut = self._draft(known, arm, states, budget // len(states), cutting)
+        trees = zip(states, (part.tree for part in cut.parts), strict=True)
+        asked = _Asked(arm, cut, now, WeakKeyDictionary(trees))
+        self._asked.update((state, asked) for state in states)
+        why = Reason(arm is not known.arms[0], cut.drafts, again, rates, cut.instead is not None)
+        plain = known.times.plain_now(len(states), _contexts(states))
+        return [replace(part, why=why, plain_seconds=plain) for part in cut.parts]
+
+    def _known(self, count: int) -> Experience:
+        """What so many sequences have taught; they begin with what one has."""
+        one = self.experience
+        if count == 1:
+            return one
+        if count not in self._together:
+            times = RoundTimes(one.times.timed)
+            more = times.plain(count, ()) - times.plain(1, ())
+            arms = [Arm(a.name, a.tokens.mean * count, a.seconds + more) for a in one.arms]
+            self._together[count] = Experience(arms, one.reliability, times, one.second)
+        return self._together[count]
+
+    def _begin_answer(self, known: Experience, states: Sequence[State]) -> None:
+        """Expect what other answers taught, but not for long; while parked, try a draft at once."""
+        if (times := self.newest()) is not self._times and times is not None:
+            self._times = times
+            for each in (self.experience, *self._together.values()):
+                each.times.retime(times)
+        plain, *drafts = known.arms
+        contexts = _contexts(states)
+        plain.planned = Average(known.times.plain(len(states), contexts))
+        for arm in drafts:
+            arm.plan(partial(known.times.of, contexts=contexts), arm.drafts.of())
+        if drafts and plain.rate == known.rate:
+            min(drafts, key=lambda arm: arm.loss(plain.rate)).waited = math.inf
+
+    def _draft(
+        self, known: Experience, arm: Arm, states: Sequence[State], share: int, cutting: Cutting
+    ) -> Cut:
+        """The best part of what the arm proposes for each sequence, with what was looked up.
+
+        A second pass follows where it pays.
+        """
+        drafter, drafts = self._drafters.get(arm.name), [Proposal(Tree.chain())] * len(states)
+        start, rate, second = self.clock(), known.rate, known.second
+        if drafter is not None:
+            drafts = _begin(drafter, states, share)
+            for draft in drafts:
+                draft.tree.wait()
+            arm.drafts.took(self.clock() - start)
+        drafts = self._looked_up(drafts, states, share)
+        before = float(arm.drafts.of())
+        best = usual = cutting(drafts, before)
+        begun = [draft for draft in drafts if isinstance(draft, FirstDraft)]
+        counts, tried = second.branches(begun, rate)
+        if isinstance(drafter, TwoPass) and any(counts):
+            start = self.clock()
+            more = drafter.go_on(states, begun, counts)
+            for draft in more:
+                draft.tree.wait()
+            second.times.took(self.clock() - start, sum(counts))
+            spent = float(second.times.of(sum(counts)))
+            both = cutting(self._looked_up(more, states, share), before + spent)
+            trees, dearer = [part.tree for part in best.parts], both.seconds - spent - best.seconds
+            instead = Instead.of(trees, begun, counts, rate * dearer)
+            best = replace(both, sizes=both.sizes.dearer(spent), instead=instead)
+            usual = usual if tried else best
+        arm.expect(usual.tokens, usual.seconds, usual.sizes)
+        return best
+
+    def _looked_up(
+        self, drafts: Sequence[Proposal], states: Sequence[State], share: int
+    ) -> list[Proposal]:
+        """The proposals with n-gram continuations, where these are wanted and nothing was drawn."""
+        found = []
+        for draft, state in zip(drafts, states, strict=True):
+            most = min(state.remaining - 1, share - 1, MOST_LOOKED_UP)
+            wanted = self._scope.looks_up and draft.q is None
+            if wanted and (seen := lookup(state.tokens, most)).tokens:
+                tokens, constraint = seen.tokens, state.constraint
+                if constraint is not None:
+                    tokens = tokens[: constraint.run(state.tokens, tokens)]
+                tree = draft.tree.merge(tokens, seen.logprobs[: len(tokens)], LOOKUP.name)
+                draft = replace(draft, tree=tree)
+            found.append(draft)
+        return found
+
+    def _cut(
+        self,
+        known: Experience,
+        states: Sequence[State],
+        most: int,
+        drafts: Sequence[Proposal],
+        before: float,
+    ) -> Cut:
+        """The nodes that promise most tokens per second together, all roots among them."""
+        times, trees, contexts = known.times, [draft.tree for draft in drafts], _contexts(states)
+        seconds = partial(times.of, contexts=contexts)
+        if sum(map(len, trees)) == len(trees):
+            drafted = before > 0
+            took = float(seconds(len(trees))) if drafted else times.plain(len(trees), contexts)
+            return Cut([*drafts], float(len(trees)), before, before + took, _NOTHING)
+        if times.timed is None:
+            most = min(most, max(SAFE, len(trees)))
+        reached = [reach(tree, known.reliability.chances(tree)) for tree in trees]
+        kept, count, sizes = worth_keeping(
+            trees, reached, seconds, before, most, self._branching(times)
+        )
+        expected = sum(float(part[nodes].sum()) for part, nodes in zip(reached, kept, strict=True))
+        parts = [draft.part(nodes) for draft, nodes in zip(drafts, kept, strict=True)]
+        return Cut(parts, expected, before, before + sizes.cost(seconds, count), sizes)
+
+    def _branching(self, times: RoundTimes) -> Seconds | None:
+        """What branches add to a pass, None for nothing."""
+        if self._scope.chains:
+            return never
+        return times.timed.branching if times.timed is not None and times.timed.trees else None
+
+    def _learn(self, known: Experience, states: Sequence[State], now: float) -> None:
+        """Take in how the last round went; its time where all who took part in it are here."""
+        rounds = []
+        for state in states:
+            asked = self._asked.pop(state, None)
+            if asked is None or state.last is None or state.last.tree is not asked.trees[state]:
+                continue
+            rounds.append(asked)
+            if len(state.last.tree) > 1:
+                known.reliability.learn(state.last)
+        if not rounds or any(asked is not rounds[0] for asked in rounds):
+            return
+        last, (arm, cut) = rounds[0], (rounds[0].arm, rounds[0].cut)
+        if not len(rounds) == len(states) == len(cut.parts):
+            return
+        if cut.instead is not None:
+            known.second.learn(cut.instead, [s.last for s in last.trees if s.last is not None])
+        if not any(state.delayed for state in states):
+            took = now - last.start
+            known.spent(arm, cut.rows, cut.before, cut.seconds, took, cut.drafts)
+
+    def _goes_blind(self, arm: Arm) -> bool:
+        """Whether this round need not see the tokens before it.
+
+        Then it can start before the last one is read. Looking pays where lookups have hit lately;
+        otherwise one plain round in `_BLIND` looks.
+        """
+        if arm.name != _PLAIN or (self._scope.looks_up and arm.tokens.mean > _IDLE):
+            self._blind = 0
+            return False
+        if self._blind == 0 or not self._scope.looks_up:
+            self._blind = _BLIND
+            return not self._scope.looks_up
+        self._blind -= 1
+        return True
+
+
+def _contexts(states: Sequence[State]) -> list[int]:
+    return [state.position for state in states]
+
+
+def _begin(drafter: Drafter, states: Sequence[State], share: int) -> list[Proposal]:
+    """What the drafter proposes, of two passes the first."""
+    if isinstance(drafter, TwoPass):
+        return [*drafter.begin(states, [min(state.remaining, share) for state in states])]
+    return drafter.propose(states, share * len(states))
+
+
+def within_budget(
+    model: Drafter,
+    drafters: dict[str, Drafter],
+    pair: Pair,
+    config: DecodeConfig,
+    sources: Sequence[TokenSource],
+    chains: bool = False,
+) -> BatchBudget:
+    """Whatever pays here, with one or several drafters or with lookups alone.
+
+    model, drafters: as in `BatchBudget`. sources, chains: as in `Scope`. Pass times stay with the
+    target, what sessions have learned with the pair. Nothing is timed unless `config` asks for it.
+    """
+    target = pair.target
+    if config.recalibrate:
+        pair.calibrate(again=True)
+    elif target.pass_times is None:
+        target.pass_times = stored_times(target)
+    used = pair.drafter_name, len(pair.drafters), target.kernels.mode
+    settings = replace(config, sampling=SamplingConfig(), stop=(), max_tokens=1)
+    settings = replace(settings, structure=StructureConfig())
+    names = tuple(source.name for source in sources)
+    scope = Scope(names, config.lookup, chains or not target.takes_trees)
+    budget = BatchBudget(model, drafters, target.pass_times, scope)
+    budget.newest = lambda: target.pass_times
+    budget.experience = pair.recall((*used, model.name, settings), lambda: budget.experience)
+    return budget
