@@ -1,5 +1,8 @@
 """Several answers at once: each reads as it does alone, with its own stops and figures."""
 
+import subprocess
+import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -16,6 +19,7 @@ from dflash_mlx.verifier.model import Target
 from support.decoding import Strict
 from support.drafter_formats import drafter_folder
 from support.families import make_model
+from support.models import write_model
 from support.toys import Letters, prompt_of
 
 PROMPTS = [prompt_of(i, 7 + 9 * i) for i in range(5)]
@@ -205,3 +209,62 @@ def test_one_that_does_not_fit_the_memory_is_refused_at_once_though_it_would_wai
     with pytest.raises(DFlashError, match="more than the limit"):
         scheduler.submit(PROMPTS[0], replace(configs()[1], method="dflash"), first)
     assert [*finish(scheduler)] == [first]
+
+
+@pytest.mark.parametrize("where", ["take", "put"])
+def test_a_fault_of_the_prefixes_ends_nobody_else(pair, where):
+    """Taking one over fails that sequence alone; what cannot be kept is read again later."""
+    prefixes = PrefixCache(10**9)
+    scheduler = Scheduler(pair, observer=Strict(), prefixes=prefixes)
+    first = scheduler.submit(PROMPTS[0], configs()[1])
+    scheduler.step()
+    setattr(prefixes, where, lambda *_: 1 / 0)
+    second = scheduler.submit(PROMPTS[1], configs()[1])
+    said = finish(scheduler)
+    assert len(first.state.tokens) == len(PROMPTS[0]) + 11
+    if where == "take":
+        assert isinstance(said[second][-1], ZeroDivisionError)
+    else:
+        assert len(collect(iter(said[second])).tokens) == 12
+
+
+def test_a_lone_plain_answer_runs_one_round_ahead_and_two_do_not(pair):
+    scheduler = Scheduler(pair)
+    lone = scheduler.submit(PROMPTS[0], configs()[1])
+    while not lone.statistics.generated_tokens:
+        scheduler.step()
+    assert len(lone.rounds) == 1
+    scheduler.submit(PROMPTS[1], configs()[1])
+    for _ in range(3):
+        scheduler.step()
+    assert not lone.rounds
+
+
+def test_a_session_belongs_to_one_thread_and_says_so(pair):
+    session, said = Session(pair, configs()[1]), []
+    list(session.stream(prompt_of(0, 9)))
+
+    def ask() -> None:
+        try:
+            list(session.stream(prompt_of(0, 9)))
+        except DFlashError as error:
+            said.append(str(error))
+
+    other = threading.Thread(target=ask)
+    other.start()
+    other.join()
+    assert len(said) == 1 and "for each thread" in said[0]
+
+
+LEFT_OPEN = """
+from dflash_mlx import DecodeConfig, load, stream
+deltas = stream(load(sys.argv[1]), "hello", DecodeConfig(method="none"))
+next(deltas)
+"""
+
+
+def test_a_stream_that_is_open_when_the_program_ends_says_nothing(tmp_path):
+    folder = write_model(tmp_path / "model")
+    command = [sys.executable, "-c", "import sys" + LEFT_OPEN, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
