@@ -101,7 +101,15 @@ class LayerCache:
         end = at + rows
         for stored, part in zip(self._stored, parts, strict=True):
             stored[:, :, at:end] = part  # MLX takes longer to read an index with an ellipsis
-        seen = [stored[:, :, first:end] for stored in self._stored]
+        return self._seen(slice(first, end))
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What `update_and_fetch` returned in this pass, for layers that share it."""
+        first = self._first - self._start
+        return self._seen(slice(first, self._end - self._start + self.block.rows))
+
+    def _seen(self, places: slice) -> tuple[mx.array, mx.array]:
+        seen, bits = [stored[:, :, places] for stored in self._stored], self.kv_bits
         if bits is None:
             return seen[0], seen[1]
         keys, values = unpack(seen[:3], bits), unpack(seen[3:], bits)
@@ -112,8 +120,12 @@ class LayerCache:
     def make_mask(
         self, rows: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array | str | None:
-        """The mask mlx-lm asks for: None, "causal", or bool [rows, visible + rows]."""
-        window = window_size or self.window
+        """The mask mlx-lm asks for: None, "causal", or bool [rows, visible + rows].
+
+        A cache with a window holds no more, whatever larger one a model asks for (as plamo3 does):
+        in passes of one row its layers see just that.
+        """
+        window = min(filter(None, (window_size, self.window)), default=None)
         if window is None or self._end - self._first + rows <= window:
             if rows == 1 and self.block.visible.all():
                 return None

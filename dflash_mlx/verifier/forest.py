@@ -93,6 +93,10 @@ class JoinedLayer:
         self._seen = [layer.update_and_fetch(*rows) for layer, *rows in pairs]
         return keys, values
 
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """In place of those that `attend` has of this pass, for layers that share them."""
+        return self.parts[0].keys_and_values()
+
     def make_mask(
         self, rows: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array:

@@ -39,7 +39,7 @@ _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
 _HEADS = ("lm_head", "embed_out")
 _SAME = 0.1  # standard deviations of logits that rounding can change; other rows change more
 # They use the cache's offset for more than rope, as one number for the whole pass.
-ONE_OFFSET = ("gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
+ONE_OFFSET = ("afm7", "gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
 _ONE_OFFSET_ROPES = ("DynamicNTKScalingRoPE",)
 _CHAINS = "use --method dflash or --method ngram, which draft chains"
 

@@ -132,6 +132,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": config(
         "llama4_text", intermediate_size_mlp=96, no_rope_layers=[1, 1, 0], use_qk_norm=True
     ),
+    "plamo3": config("plamo3", window_size=WINDOW, sliding_window_pattern=3, num_hidden_layers=3),
+    "afm7": {
+        **{"model_type": "afm7", "vocab_size": VOCAB_SIZE, "hidden_dim": 64, "num_layers": 4},
+        **{"num_kv_reuse_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_size": 64},
+    },
+    "gemma3n": {
+        "model_type": "gemma3n",
+        "vocab_size": VOCAB_SIZE,
+        "text_config": config(
+            "gemma3n_text",
+            **{**_layer_types("SFSFSF"), "num_kv_shared_layers": 2, "laurel_rank": 8},
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            rope_local_base_freq=10000.0,
+            final_logit_softcapping=30.0,
+            activation_sparsity_pattern=[0.9, *[0.0] * 5],
+            hidden_size_per_layer_input=16,
+            altup_num_inputs=2,
+            altup_coef_clip=120.0,
+            altup_correct_scale=True,
+            altup_active_idx=0,
+        ),
+    },
     "muse_glimmer": config(
         "muse_glimmer",
         qk_scale_factor=1.5,
@@ -140,12 +162,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
 }
 
+# What plain decoding is, only passes of one row over the model's own caches say: plamo3's masks are
+# wider by one than its caches, and gemma3n's last layers have keys of their own without caches.
+ONE_BY_ONE = frozenset({"plamo3", "gemma3n"})
+
 # Families with RotatingKVCache layers in make_cache().
-SLIDING = frozenset(name for name, settings in FAMILIES.items() if "sliding_window" in settings)
+SLIDING = frozenset(
+    name
+    for name, settings in FAMILIES.items()
+    if "sliding_window" in settings.get("text_config", settings)
+)
 
 # Families that use the cache offset for more than mx.fast.rope, so a vector of offsets breaks them:
-# ministral3 scales queries by arange(L) + offset, dynamic rope compares the offset with a limit.
-POSITION_DEPENDENT = frozenset({"ministral3", "internlm3_dynamic_rope"})
+# afm7 counts the positions of its last layers, ministral3 scales queries by arange(L) + offset,
+# dynamic rope compares the offset with a limit.
+POSITION_DEPENDENT = frozenset({"afm7", "ministral3", "internlm3_dynamic_rope"})
 
 # RMSNorm classes of these model types multiply by (1 + weight).
 _CENTRED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "muse_glimmer"})
@@ -208,7 +239,7 @@ def _random_weight(
     noise = mx.random.normal(shape, key=key)
     if norm_centre is not None:
         return norm_centre + 0.1 * noise
-    if path.endswith("layer_scalar"):
+    if path.endswith("layer_scalar") or not shape:
         return 1.0 + 0.1 * noise
     is_table = "embed_tokens" in path or path.endswith("embeddings.weight")
     if is_table or path.startswith(("lm_head", "output")):

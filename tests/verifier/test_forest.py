@@ -45,7 +45,7 @@ def sequences(target: Target) -> list[Rows]:
 def test_rows_see_their_own_sequence_alone(family):
     target = Target(make_model(family), 128, family)
     target.tap(TAPS)
-    expected = [target.forward(*rows, TAPS) for rows in sequences(target)]
+    expected = [target.forward(*rows[:3], TAPS) for rows in sequences(target)]
     together = sequences(target)
     found = target.forward_all(together, TAPS)
     for (logits, features), (own, tapped) in zip(found, expected, strict=True):

@@ -5,16 +5,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
 
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import SLACK
 from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
-from support.decoding import ids_of, path_to, tree_of
-from support.families import FAMILIES, POSITION_DEPENDENT, SLIDING, VOCAB_SIZE, make_model
+from support.decoding import answer, ids_of, path_to, tree_of
+from support.families import (
+    FAMILIES,
+    ONE_BY_ONE,
+    POSITION_DEPENDENT,
+    SLIDING,
+    VOCAB_SIZE,
+    make_model,
+)
 from support.hybrids import fresh, target_of
-from support.toys import random_tree
+from support.toys import Scripted, foretold, random_tree
 
 TREE_FAMILIES = sorted(set(FAMILIES) - set(POSITION_DEPENDENT))
 PROMPT_LENGTH = 20
@@ -27,6 +37,10 @@ def tokens_of(rng, count):
 
 def plain_logits(target, tokens):
     """Logits after the last of `tokens`, by the model alone."""
+    if target.name in ONE_BY_ONE:
+        cache = make_prompt_cache(target.model)
+        rows = [target.model(mx.array([[token]]), cache=cache) for token in tokens]
+        return np.array(rows[-1][0, -1])
     return np.array(target.model(mx.array([tokens]))[0, -1])
 
 
@@ -67,7 +81,7 @@ def test_of_a_prompt_only_the_last_row_meets_the_head(name):
         target.model, lambda model, call, *a, **k: rows.append(call(model, *a, **k)) or rows[-1]
     )
     each, last, again = (target.forward(prompt, target.new_cache(), block)[0] for block in blocks)
-    some = 9 if name in ("llama4_text", "seed_oss") else 1  # which multiply without a module
+    some = 9 if name in ("afm7", "llama4_text", "seed_oss") else 1  # which multiply without a module
     assert [logits.shape[1] for logits in rows] == [9, some, 9]
     assert last.shape == (1, VOCAB_SIZE) and mx.array_equal(each, again)
     assert mx.abs(last - each[-1:]).max().item() < TOLERANCE
@@ -174,3 +188,30 @@ def test_two_targets_on_one_model_are_both_right():
         assert mx.array_equal(ours, theirs)
     stock = type(make_model("llama_sliding").layers[0].self_attn.rope)
     assert type(model.layers[0].self_attn.rope).__mro__[1] is stock  # hooked, and once
+
+
+@pytest.mark.parametrize("name", ["plamo3", "gemma3n", "afm7", "gemma3_text"])
+@pytest.mark.parametrize("length", [3, 12])
+def test_answers_are_those_of_the_model_s_own_caches_whatever_is_drafted(name, length):
+    """plamo3's masks are wider than its caches; the others' layers share keys."""
+    model, prompt = make_model(name), tokens_of(np.random.default_rng(5), length)
+    own, expected = make_prompt_cache(model), []
+    for token in prompt[:-1]:
+        model(mx.array([[token]]), cache=own)
+    token = prompt[-1]
+    for _ in range(24):
+        token = int(mx.argmax(model(mx.array([[token]]), cache=own)[0, -1]).item())
+        expected.append(token)
+    target, config = Target(model, 512, name), DecodeConfig(max_tokens=24, prefill_step=4)
+    assert answer(target, NoDraft(), prompt, config) == expected
+    chain = Scripted(lambda tokens, remaining: _ahead(expected, tokens, length, remaining))
+    assert answer(target, chain, prompt, config) == expected
+    if target.takes_trees:
+        assert answer(target, foretold(prompt, expected, 1), prompt, config) == expected
+
+
+def _ahead(expected, tokens, length, remaining):
+    """A chain of the tokens to come, whose third is wrong."""
+    coming = expected[len(tokens) - length :][: min(5, remaining - 1)]
+    coming[2:3] = [(token + 1) % VOCAB_SIZE for token in coming[2:3]]
+    return coming, list(range(len(coming)))
