@@ -204,7 +204,10 @@ class Target:
             self._turns_rows = True
 
     def _features(self, aux_layers: tuple[int, ...]) -> mx.array:
-        return mx.concatenate([self._outputs[i][0] for i in aux_layers], axis=-1)
+        outputs = (self._outputs[i] for i in aux_layers)
+        # gemma3n has several streams of states, the first of which goes on to the head.
+        rows = [each[0] if each.ndim == 3 else each[0, 0] for each in outputs]
+        return mx.concatenate(rows, axis=-1)
 
     @cached_property
     def joins(self) -> bool:

@@ -16,7 +16,7 @@ from support.recurrent_families import RECURRENT
 
 TURNS = (  # they compute attention themselves, or with one position for all rows
     "deepseek_v3", "gemma2", "gemma4_text_shared_kv", "internlm3_dynamic_rope", "ministral3",
-    "llama4_text", "plamo2", "kimi_linear", "bailing_hybrid",
+    "llama4_text", "plamo2", "kimi_linear", "bailing_hybrid", "afm7",
 )  # fmt: skip
 TREE = Tree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1, 2))
 TAPS = (0, 2)

@@ -81,7 +81,9 @@ def test_of_a_prompt_only_the_last_row_meets_the_head(name):
         target.model, lambda model, call, *a, **k: rows.append(call(model, *a, **k)) or rows[-1]
     )
     each, last, again = (target.forward(prompt, target.new_cache(), block)[0] for block in blocks)
-    some = 9 if name in ("afm7", "llama4_text", "seed_oss") else 1  # which multiply without a module
+    some = (
+        9 if name in ("afm7", "llama4_text", "seed_oss") else 1
+    )  # which multiply without a module
     assert [logits.shape[1] for logits in rows] == [9, some, 9]
     assert last.shape == (1, VOCAB_SIZE) and mx.array_equal(each, again)
     assert mx.abs(last - each[-1:]).max().item() < TOLERANCE
