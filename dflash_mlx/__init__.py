@@ -33,6 +33,7 @@ from dflash_mlx.drafters.methods import (  # noqa: E402
     draws_drafts,
     find_method,
     needs_drafter,
+    own_options,
     settle,
 )
 from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
@@ -104,6 +105,7 @@ __all__ = [
     "available_models",
     "bench",
     "check_given",
+    "own_options",
     "check_memory",
     "check_prompt",
     "draws_drafts",
