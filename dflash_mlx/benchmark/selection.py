@@ -39,7 +39,7 @@ def read_methods(
 
     Raises DFlashError for a method that comes twice, and for a setting that none of them takes.
     """
-    methods = {PLAIN: replace(config, method=PLAIN, block_size=None)}
+    methods = {PLAIN: replace(config, method=PLAIN, block_size=None, options=Options())}
     parts = [part.strip() for part in names.split(",")]
     if twice := [name for name in parts if parts.count(name) > 1]:
         raise DFlashError(f"{twice[0]!r} comes twice in {names!r}", "name every method once")

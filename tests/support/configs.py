@@ -18,8 +18,9 @@ def config_with(method: str = AUTO, block_size: int | None = None, **given: Any)
     shared = {f.name for f in fields(DecodeConfig)} & given.keys()
     own = {name: value for name, value in given.items() if name not in shared}
     options: Options | Given | None = Given.of(**own) if own else None
-    if method in METHODS and own.keys() - METHODS[method].own.keys() and method in KNOBS:
-        options = KNOBS[method](**own)
+    if method in KNOBS and own.keys() - METHODS[method].own.keys():
+        known = {f.name for f in fields(KNOBS[method])}
+        options = KNOBS[method](**own) if own.keys() <= known else options
     return DecodeConfig(
         method, block_size, options=options, **{name: given[name] for name in shared}
     )
