@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from dflash_chat.commands import COMMANDS
 from dflash_chat.labels import label_of
-from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig
+from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, own_options
 from dflash_mlx.cli.options import in_short, keep_traceback
 
 _FULL = ("unable to allocate", "out of memory", "insufficient memory", "malloc")
@@ -44,5 +44,6 @@ def _in_chat(option: re.Match[str]) -> str:
     if any(command.name == name for command in COMMANDS):
         return f"/{name}"
     setting = name.replace("-", "_")
-    known = {field.name for config in (DecodeConfig, SamplingConfig) for field in fields(config)}
+    kinds = DecodeConfig, SamplingConfig, own_options()
+    known = {field.name for kind in kinds for field in fields(kind)}
     return f"“{label_of(setting)}” in /settings" if setting in known else option[0]

@@ -11,10 +11,19 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Input, Select, Static, Switch
 
-from dflash_chat.labels import LABELS, OTHER, label_of
+from dflash_chat.labels import DRAFTS, GROUPS, OTHER, label_of
 from dflash_chat.problems import describe
 from dflash_chat.screens import Dialog
-from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, check_given, method_choices
+from dflash_mlx import (
+    DecodeConfig,
+    DFlashError,
+    Given,
+    SamplingConfig,
+    check_given,
+    method_choices,
+    own_options,
+    values_given,
+)
 
 
 def settings_of(config: Any) -> Iterator[Field[Any]]:
@@ -53,6 +62,9 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
         self._config = config
         both = (config, config.sampling)
         self._fields = {f.name: (f, getattr(c, f.name)) for c in both for f in settings_of(c)}
+        own = values_given(config.options)
+        self._own = {f.name: f for f in settings_of(own_options())}
+        self._fields |= {n: (f, own.get(n, f.default)) for n, f in self._own.items()}
 
     def compose(self) -> ComposeResult:
         with self.frame("Settings", "Tab next, Enter or Ctrl+S applies, Esc leaves"):
@@ -69,8 +81,8 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
     def _groups(self) -> Iterator[tuple[str, list[str]]]:
         """Titles and names in the order of the screen; what nobody sorted comes last."""
         left = dict.fromkeys(self._fields)
-        for title, labels in LABELS.items():
-            names = [name for name in labels if name in left]
+        for title, known in GROUPS.items():
+            names = [*known, *self._own] if title == DRAFTS else [*known]
             for name in names:
                 del left[name]
             yield title, [*names, *(left if title == OTHER else ())]
@@ -89,7 +101,9 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
         try:
             sampling = SamplingConfig(**self._values(self._config.sampling))
             values = self._values(self._config)
-            config = replace(self._config, sampling=sampling, **values)
+            own = {name: self._value(field) for name, field in self._own.items()}
+            given = {n: v for n, v in own.items() if v != self._own[n].default}
+            config = replace(self._config, sampling=sampling, options=Given.of(**given), **values)
             check_given(config)
             self.dismiss(config)
         except DFlashError as error:

@@ -26,6 +26,7 @@ from dflash_mlx.core.config import (  # noqa: E402
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS  # noqa: E402
 from dflash_mlx.core.errors import DFlashError  # noqa: E402
 from dflash_mlx.core.observer import Observer, RoundTimer  # noqa: E402
+from dflash_mlx.core.option import Given, label_in_words, values_given  # noqa: E402
 from dflash_mlx.core.statistics import Statistics  # noqa: E402
 from dflash_mlx.drafters.method import TokenSource  # noqa: E402
 from dflash_mlx.drafters.methods import (  # noqa: E402
@@ -33,6 +34,7 @@ from dflash_mlx.drafters.methods import (  # noqa: E402
     draws_drafts,
     find_method,
     needs_drafter,
+    own_options,
     settle,
 )
 from dflash_mlx.drafters.methods import choices as method_choices  # noqa: E402
@@ -106,7 +108,11 @@ __all__ = [
     "available_memory",
     "available_models",
     "bench",
+    "Given",
     "check_given",
+    "label_in_words",
+    "values_given",
+    "own_options",
     "check_memory",
     "check_prompt",
     "draws_drafts",

@@ -27,6 +27,7 @@ from dflash_mlx.benchmark.report import FINISHED
 from dflash_mlx.benchmark.selection import read_methods
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import ALL_BUT_MODEL, PLAIN, DecodeConfig, PairConfig
+from dflash_mlx.drafters import paper
 from dflash_mlx.train.corpus.collect import main as collect
 
 METHODS = {
@@ -68,7 +69,8 @@ def main(argv: Sequence[str]) -> None:
 
 def fixed(methods: list[str]) -> list[str]:
     """The methods whose drafts do not depend on times, plain decoding left out."""
-    known = read_methods(",".join(methods), DecodeConfig())
+    paper.add_controls()
+    known = read_methods(",".join(methods), DecodeConfig(), paper.KNOBS)
     return [m for m in methods if m != PLAIN and not simulate_trees.by_times(known[m])]
 
 

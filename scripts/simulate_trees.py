@@ -36,6 +36,7 @@ from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.accept import Accepted, Choose, accept
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters import paper
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
 from dflash_mlx.drafters.dflash.context import DualContext, FeatureContext
 from dflash_mlx.drafters.growth.grow import Choices
@@ -295,7 +296,8 @@ def simulated(
     names: str, config: DecodeConfig, swept: str | None = None
 ) -> tuple[dict[str, DecodeConfig], dict[str, Any]]:
     """The methods to walk with, and what is swept; DFlashError where times would decide."""
-    methods, sweep = read_methods(names, config), {}
+    paper.add_controls()
+    methods, sweep = read_methods(names, config, paper.KNOBS), {}
     del methods[PLAIN]
     if not methods:
         raise DFlashError(f"there is nothing to simulate in {names!r}", "name a drafting method")
@@ -317,7 +319,8 @@ def by_times(config: DecodeConfig) -> tuple[str, str] | None:
     block = config.method in ("dflash", "ngram", "eagle3", "specdiff")
     if block and config.block_size is None and config.budget is None:
         return "length", "8"
-    cut = config.method == "ddtree" or (config.method == "d2sd" and config.growth == "joint")
+    options = config.options
+    cut = config.method in ("ddtree", "d2sd") and (options is None or options.cuts)
     return ("budget", "budget=16") if cut and config.budget is None else None
 
 

@@ -30,6 +30,7 @@ from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.cli.prompts import first_of_each, name_of
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters import paper
 from dflash_mlx.engine.pair import Pair
 
 PROGRAM = "dflash_mlx.benchmark"
@@ -37,13 +38,14 @@ PROGRAM = "dflash_mlx.benchmark"
 
 def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Run the benchmark. Raises DFlashError for bad input, before any work."""
+    paper.add_controls()
     arguments = parser().parse_args(argv)
     source = read_rows(arguments.prompts)
     rows = first_of_each(source, arguments.limit)
     contexts = read_contexts(arguments.context)
     before = read_before(arguments)
     config = read_config(arguments, before)
-    methods = read_methods(arguments.methods, config)
+    methods = read_methods(arguments.methods, config, paper.KNOBS)
     sweep = arguments.sweep
     checked = methods if sweep is None else expand(sweep, methods, lambda _: 2)[0]
     check_outputs(arguments.prompts, arguments.json, arguments.plots)

@@ -17,7 +17,6 @@ from dflash_mlx.core.accept import NearTies
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.drafters.method import BRANCHES
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import Difference
 from dflash_mlx.system.files import write_report
@@ -26,7 +25,6 @@ from dflash_mlx.system.machine import describe_machine, describe_versions
 Report = dict[str, Any]
 FINISHED, RUNS = "finished", "runs"
 _ANEW = "leave --resume out to measure anew, or name another file with --json"
-_BRANCHES = {"d2sd": BRANCHES, "resample": BRANCHES}  # where none are asked for
 _COUNTERS = ("drafted", "accepted", "modes")  # of Statistics
 
 
@@ -57,11 +55,15 @@ def settings(
         "prompts_hash": hashlib.sha256(tokens.encode()).hexdigest()[:16],
         "prompt_tokens": describe_lengths(asked),
         "sampling": asdict(sampling),
-        "methods": {
-            name: asdict(replace(method, branches=method.branches or _BRANCHES.get(method.method)))
-            for name, method in methods.items()
-        },
+        "methods": {name: _flat(method) for name, method in methods.items()},
     }
+
+
+def _flat(config: DecodeConfig) -> Report:
+    """All settings by name, a method's own among the others."""
+    settings = asdict(config)
+    own = settings.pop("options") or {}
+    return settings | own
 
 
 def save(file: Path, report: Report, runs: Sequence[Run] | None = None) -> None:

@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.methods import check_given, find_method, settle, takers
+from dflash_mlx.core.option import Given, Options, values_given
+from dflash_mlx.drafters.method import Method
+from dflash_mlx.drafters.methods import (
+    METHODS,
+    check_given,
+    find_method,
+    options_of,
+    settle,
+    takers,
+)
 from dflash_mlx.drafters.ngram import DEFAULT_SIZE
 from dflash_mlx.engine.pair import Capabilities, Pair
 
-_SWITCHES = [
-    f.name for f in fields(DecodeConfig) if isinstance(f.default, bool) and f.name != "recalibrate"
-]
-_WORDS = ("growth", "schedule")
-_SETTINGS = {"block": "block_size"} | {
-    name: name
-    for name in (
-        "block_size",
-        "second_block_size",
-        "budget",
-        "branches",
-        "levels",
-        "steps",
-        *_WORDS,
-        *_SWITCHES,
-    )
+_SHARED = {f.name: f for f in fields(DecodeConfig) if "usual" in f.metadata}
+_BLOCK = "block"  # as `block_size` is called in names
+_SHARED = {_BLOCK: _SHARED["block_size"]} | {
+    name: field
+    for name, field in _SHARED.items()
+    if field.metadata["usual"] or (isinstance(field.default, bool) and name != "recalibrate")
 }
-_SWEPT = {
-    "block": ("2", "3", "4", "6", "8", "12", "16"),
-    "branches": ("1", "2", "4", "6", "8"),
-    "budget": (AUTO, "4", "8", "16", "32", "48"),
-    "steps": ("1", "2", "4"),
-}
+Knobs = Mapping[str, type[Options]]  # options of methods in place of their usual ones
 
 
-def read_methods(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
+def read_methods(
+    names: str, config: DecodeConfig, knobs: Knobs = MappingProxyType({})
+) -> dict[str, DecodeConfig]:
     """Settings by method name; `none` first, since the others are compared with it.
 
     Raises DFlashError for a method that comes twice, and for a setting that none of them takes.
     """
-    methods = {PLAIN: replace(config, method=PLAIN, block_size=None)}
+    methods = {PLAIN: replace(config, method=PLAIN, block_size=None, options=Options())}
     parts = [part.strip() for part in names.split(",")]
     if twice := [name for name in parts if parts.count(name) > 1]:
         raise DFlashError(f"{twice[0]!r} comes twice in {names!r}", "name every method once")
-    methods |= {name: _read_method(name, config) for name in parts if name != PLAIN}
+    methods |= {name: _read_method(name, config, knobs) for name in parts if name != PLAIN}
     check_given(config, *(method.method for method in methods.values()))
     return methods
 
@@ -67,58 +64,80 @@ def _details(name: str) -> list[tuple[str, str]]:
     return [(key, value) if equals else ("block", key) for key, equals, value in parts]
 
 
-def _own(name: str) -> set[str]:
-    return {_SETTINGS[key] for key, _ in _details(name)}
-
-
-def _read_method(name: str, config: DecodeConfig) -> DecodeConfig:
+def _read_method(name: str, config: DecodeConfig, knobs: Knobs) -> DecodeConfig:
     config = replace(config, method=name.partition(":")[0])
     try:
-        if config.method != AUTO:
-            find_method(config.method)
+        method = None if config.method == AUTO else find_method(config.method)
     except DFlashError as error:
         raise DFlashError(f"{error.what} in --methods", error.next_step) from None
-    given = {}
+    kind = knobs.get(config.method, method.options if method else Options)
+    own = {f.name: f for f in fields(kind)}
+    given: dict[str, Any] = {}
     for key, value in _details(name):
-        if key not in _SETTINGS:
-            raise DFlashError(f"{name!r} sets {key!r}", f"choose from {', '.join(_SETTINGS)}")
-        owners = takers(_SETTINGS[key])
-        if owners and config.method not in owners:
+        known = {**_SHARED, **_all_own(knobs), **own}
+        if key not in known:
+            raise DFlashError(f"{name!r} sets {key!r}", f"choose from {', '.join(known)}")
+        setting = known[key]
+        taken = (
+            setting.name in own or not (owners := takers(setting.name)) or (config.method in owners)
+        )
+        if not taken or (key not in _SHARED and key not in own):
             what = f"{name!r} sets {key!r}, which {config.method} does not have"
             raise DFlashError(what, "leave it out")
-        if _SETTINGS[key] in given:
+        if setting.name in given:
             raise DFlashError(f"{name!r} sets the {key} twice", "give it once")
-        given[_SETTINGS[key]] = _read_value(name, key, value)
+        given[setting.name] = _read_value(name, key, setting, value)
     try:
-        return replace(config, **{**given, **_uncut(config, given)})
+        return _with(config, method, kind, given)
     except DFlashError as error:  # of a setting that is written here, not as an option
         raise DFlashError(f"{error.what} in {name!r}", error.next_step) from None
 
 
-def _uncut(config: DecodeConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """No budget for trees that are never cut: one for all methods is the others'."""
-    growth = given.get("growth", config.growth)
-    if config.method != "d2sd" or growth == "joint":
-        return {}
-    if (budget := given.get("budget")) is not None:
-        what = f"growth={growth} never cuts its tree, but the budget is {budget}"
-        raise DFlashError(what, "leave the budget or the growth out")
-    return {"budget": None}
+def _all_own(knobs: Knobs) -> dict[str, Field[Any]]:
+    """The options of all methods, by name."""
+    kinds = [*(method.options for method in METHODS.values()), *knobs.values()]
+    return {field.name: field for kind in kinds for field in fields(kind)}
 
 
-def _read_value(source: str, key: str, value: str) -> Any:
-    if key in _WORDS:
+def _with(
+    config: DecodeConfig, method: Method | None, kind: type[Options], given: dict[str, Any]
+) -> DecodeConfig:
+    """`config` with what was given for one method."""
+    shared = {name: value for name, value in given.items() if hasattr(config, name)}
+    config = replace(config, **shared)
+    if method is None:
+        return config
+    own = {name: value for name, value in given.items() if name not in shared}
+    options = replace(options_of(config, method, kind), **own)
+    if not options.cuts and "budget" not in given:
+        config = replace(config, budget=None)  # one for all methods is the others'
+    options.check(config)
+    return replace(config, options=options)
+
+
+def _read_value(source: str, key: str, setting: Field[Any], value: str) -> Any:
+    keywords = setting.metadata["argparse"]
+    if "choices" in keywords:
         return value
     what, allowed = key.replace("block_size", "block"), "give a whole number"
-    if key in _SWITCHES:
+    if isinstance(setting.default, bool):
         if value in ("on", "off"):
             return value == "on"
         allowed = "choose on or off"
-    elif key == "budget" and value == AUTO:
+    elif AUTO in setting.metadata["usual"] and value == AUTO:
         return None
     elif value.isdecimal():
         return int(value)
     raise DFlashError(f"{what} in {source!r} is {value!r}", allowed)
+
+
+def _changed(config: DecodeConfig, name: str, value: Any) -> DecodeConfig:
+    """`config` with another value for a setting, its own or one of its method's."""
+    if hasattr(config, name):
+        return replace(config, **{name: value})
+    if isinstance(config.options, Options):
+        return replace(config, options=replace(config.options, **{name: value}))
+    return replace(config, options=Given.of(**{**values_given(config.options), name: value}))
 
 
 def largest_block(pair: Pair, method: str) -> int:
@@ -138,22 +157,28 @@ def expand(
     text, and where no method is left to sweep.
     """
     key, equals, listed = sweep.partition("=")
-    if key not in _SWEPT:
-        raise DFlashError(f"the sweep is over {key!r}", f"choose {', '.join(_SWEPT)}")
-    values = [value.strip() for value in listed.split(",")] if equals else _SWEPT[key]
-    given = {value: {_SETTINGS[key]: _read_value(sweep, key, value)} for value in values}
-    takes = (AUTO, *takers(_SETTINGS[key]))
+    swept = {_BLOCK: _SHARED[_BLOCK], "budget": _SHARED["budget"]}
+    swept |= {name: field for name, field in _all_own({}).items() if field.metadata["usual"]}
+    if key not in swept:
+        raise DFlashError(f"the sweep is over {key!r}", f"choose {', '.join(sorted(swept))}")
+    setting = swept[key]
+    values = [value.strip() for value in listed.split(",")] if equals else setting.metadata["usual"]
+    given = {value: _read_value(sweep, key, setting, value) for value in values}
+    takes = (AUTO, *takers(setting.name))
     expanded: dict[str, DecodeConfig] = {}
     lines: dict[str, dict[str, str]] = {}
     for name, config in methods.items():
-        uncut = key == "budget" and config.method == "d2sd" and config.growth != "joint"
-        if uncut or config.method not in takes or _SETTINGS[key] in _own(name):
+        options = config.options if isinstance(config.options, Options) else Options()
+        has_it = setting.name in (f.name for f in fields(options)) or config.method in takes
+        mine = {_SHARED[k].name if k in _SHARED else k for k, _ in _details(name)}
+        if not has_it or setting.name in mine or (key == "budget" and not options.cuts):
             expanded[name] = config
-        else:
-            most = largest(config.method) if key == "block" and not equals else None
-            fitting = [value for value in given if most is None or int(value) <= most]
-            lines[name] = {value: f"{name}:{key}={value}" for value in fitting}
-            expanded |= {run: replace(config, **given[v]) for v, run in lines[name].items()}
+            continue
+        most = largest(config.method) if key == _BLOCK and not equals else None
+        fitting = [value for value in given if most is None or int(value) <= most]
+        lines[name] = {value: f"{name}:{key}={value}" for value in fitting}
+        runs = {run: _changed(config, setting.name, given[v]) for v, run in lines[name].items()}
+        expanded |= runs
     if not lines:
         what = f"no method has a {key} to sweep over"
         raise DFlashError(what, f"add one of {', '.join(takes[1:])} to --methods")

@@ -24,7 +24,8 @@ from dflash_mlx.core.config import (
 )
 from dflash_mlx.core.config import option as option
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.methods import check_given, choices, why_auto
+from dflash_mlx.core.option import Given
+from dflash_mlx.drafters.methods import check_given, choices, own_options, why_auto
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.grammar import check_structure
 from dflash_mlx.engine.pair import Pair
@@ -55,16 +56,22 @@ class Parser(argparse.ArgumentParser):
 def add_options(
     parser: argparse.ArgumentParser, *settings: type, without: Sequence[str] = ()
 ) -> None:
-    """Add an option for every field of the settings classes that has a help text."""
+    """Add an option for every field of the settings classes that has a help text.
+
+    Behind the fields of `DecodeConfig` those of single methods.
+    """
+    if DecodeConfig in settings:
+        settings = (*settings, own_options())
     for settings_class in settings:
         for field in fields(settings_class):
             if "help" in field.metadata and field.name not in without:
                 more = {"choices": choices()} if field.name == "method" else {}
                 shown = "" if field.default in (None, ()) else f" (default: {field.default})"
+                help = field.metadata["help"] + shown
                 parser.add_argument(
                     "--" + field.name.replace("_", "-"),
                     default=argparse.SUPPRESS,
-                    help=field.metadata["help"] + shown,
+                    help=help.replace("%", "%%"),  # which argparse would fill in
                     **{**field.metadata["argparse"], **more},
                 )
 
@@ -82,7 +89,9 @@ def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
     sampling = read_options(arguments, SamplingConfig)
     structure = read_options(arguments, StructureConfig)
     config = read_options(arguments, DecodeConfig)
-    config = replace(config, sampling=sampling, structure=structure)
+    names = [f.name for f in fields(own_options())]
+    own = Given(tuple((n, v) for n in names if (v := getattr(arguments, n, None)) is not None))
+    config = replace(config, sampling=sampling, structure=structure, options=own)
     check_given(config)
     check_structure(structure)
     _check_greedy(config)

@@ -10,6 +10,8 @@ from typing import Any
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.json_text import parse_json
 from dflash_mlx.core.option import (
+    Given,
+    Options,
     file_text,
     number_or_auto,
     require,
@@ -17,11 +19,9 @@ from dflash_mlx.core.option import (
     require_possible,
 )
 from dflash_mlx.core.option import option as option
-from dflash_mlx.core.schedule import SCHEDULES, check_schedule
 from dflash_mlx.core.template import parse_template
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
-GROWTHS = ("joint", "paper", "apart")
 ACCEPTANCES = ("auto", "match", "reject")
 KERNELS = ("auto", "off", "on")
 BITS = (4, 8)
@@ -137,13 +137,48 @@ class PrefixConfig:
 class SamplingConfig:
     """How the next token is chosen from the target's logits; temperature 0 is greedy."""
 
-    temperature: float = option(0.0, "0 is greedy, higher is more random", type=float)
-    top_p: float = option(1.0, "keep the smallest set with this probability mass", type=float)
-    top_k: int = option(0, "keep the k most likely tokens, 0 keeps all", type=int)
-    min_p: float = option(0.0, "drop tokens below this share of the likeliest one", type=float)
-    repetition_penalty: float = option(1.0, "divide logits of recent tokens, 1 is off", type=float)
-    repetition_context: int = option(20, "how many recent tokens are penalised", type=int)
-    seed: int | None = option(None, "random seed (default: a new one each time)", type=int)
+    temperature: float = option(
+        0.0,
+        "0 is greedy, higher is more random",
+        type=float,
+        label="Temperature",
+    )
+    top_p: float = option(
+        1.0,
+        "keep the smallest set with this probability mass",
+        type=float,
+        label="Likeliest tokens, by probability (top-p)",
+    )
+    top_k: int = option(
+        0,
+        "keep the k most likely tokens, 0 keeps all",
+        type=int,
+        label="Likeliest tokens, by number (top-k)",
+    )
+    min_p: float = option(
+        0.0,
+        "drop tokens below this share of the likeliest one",
+        type=float,
+        label="Least share of the likeliest (min-p)",
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "divide logits of recent tokens, 1 is off",
+        type=float,
+        label="Penalty for repeating",
+    )
+    repetition_context: int = option(
+        20,
+        "how many recent tokens are penalised",
+        type=int,
+        label="Tokens that count as repeated",
+    )
+    seed: int | None = option(
+        None,
+        "random seed (default: a new one each time)",
+        type=int,
+        label="Random seed",
+    )
 
     def __post_init__(self) -> None:
         require_possible(self)
@@ -224,68 +259,45 @@ class DecodeConfig:
     method: str = option(
         AUTO,
         "how tokens are drafted: none is plain decoding, auto what the pair is best used with",
+        label="Method",
     )
     block_size: int | None = option(
         None,
-        "tokens per draft block, the anchor included; dflash, specdiff, eagle3 and ngram then "
-        "verify all of them (default: the drafter's, and as many are verified as pay)",
+        "tokens per draft block, the anchor included; a method that drafts chains then verifies "
+        "all of them (default: the drafter's, and as many are verified as pay)",
         type=int,
-    )
-    branches: int | None = option(
-        None,
-        "d2sd: prefixes that the second drafter continues (default: 4); specdiff: samples of the "
-        "draft, merged to a tree; eagle3: tokens behind a path, and paths that a pass continues "
-        "(default: 8); makes auto d2sd where the target can verify trees",
-        type=int,
+        label="Tokens in a draft block",
+        usual=("2", "3", "4", "6", "8", "12", "16"),
     )
     budget: int | None = option(
         None,
-        "ddtree, d2sd, specdiff, eagle3: tokens that a pass verifies, the anchor included, or "
-        "auto: as many as pay on this machine, and no draft where none pays (default: auto)",
+        "of trees: tokens that a pass verifies, the anchor included, or auto: as many as pay on "
+        "this machine, and no draft where none pays (default: auto)",
         type=number_or_auto,
+        label="Tokens checked in one pass",
+        usual=(AUTO, "4", "8", "16", "32", "48"),
     )
     lookup: bool = option(
         True,
         "let what followed the last words before join the drafts, where their size is not given",
         action=argparse.BooleanOptionalAction,
+        label="Look up what was said before",
     )
     recalibrate: bool = option(
-        False, "time this machine again, to see what pays", action="store_true"
-    )
-    growth: str = option(
-        "joint",
-        "d2sd: best-first over both drafts; as published and whole; or whole with branches that "
-        "begin apart from the draft which they leave",
-        choices=GROWTHS,
-    )
-    second_block_size: int | None = option(
-        None,
-        "d2sd: tokens per block of the second drafter, the anchor included (default: its own)",
-        type=int,
-    )
-    extension: bool = option(
-        True,
-        "d2sd: let a longer second block continue the whole first draft, too",
-        action=argparse.BooleanOptionalAction,
-    )
-    levels: int = option(
-        2, "d2sd: 3 lets the second drafter continue its own branches, too", type=int
-    )
-    steps: int | None = option(None, "specdiff: passes that denoise a block (default: 1)", type=int)
-    schedule: str = option(
-        "confidence",
-        "specdiff with several steps: after each, fix the surest tokens, the first ones, or all "
-        "that are 90 % sure",
-        choices=SCHEDULES,
+        False,
+        "time this machine again, to see what pays",
+        action="store_true",
+        label="Time this machine again",
     )
     acceptance: str = option(
         "auto",
-        "dflash, specdiff, eagle3 with a temperature above 0: match keeps a draft that equals what "
+        "of chains, with a temperature above 0: match keeps a draft that equals what "
         "the target draws, and one seed gives one answer with and without drafting; reject draws "
         "the drafts too and keeps each with probability min(1, p/q), which follows the same law "
         "and accepts more, but gives other answers for a seed, and one answer for it only with "
         "--block-size; auto rejects where no seed is given and no tree is drafted",
         choices=ACCEPTANCES,
+        label="Acceptance",
     )
     exact: bool = option(
         False,
@@ -293,30 +305,37 @@ class DecodeConfig:
         "token; takes memory for a second cache, time for every near-tie, and computes a whole "
         "conversation anew for every answer",
         action="store_true",
+        label="Near-ties as in plain decoding",
     )
-    max_tokens: int = option(512, "stop after this many tokens", type=int)
+    max_tokens: int = option(
+        512,
+        "stop after this many tokens",
+        type=int,
+        label="Longest answer",
+    )
     stop: tuple[str, ...] = option(
-        (), "stop before this text appears; may be given several times", action="append"
+        (),
+        "stop before this text appears; may be given several times",
+        action="append",
+        label="Texts that end the answer",
     )
-    prefill_step: int = option(512, "prompt tokens per target pass", type=int)
+    prefill_step: int = option(
+        512,
+        "prompt tokens per target pass",
+        type=int,
+        label="Tokens of the prompt in one pass",
+    )
     # Likeliest tokens that deltas tell with the log-probability of each of theirs; None for none.
     logprobs: int | None = None
+    options: Options | Given | None = None  # the method's own, see `Method.options`
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     structure: StructureConfig = field(default_factory=StructureConfig)
 
     def __post_init__(self) -> None:
         require_possible(self)
-        require_least(self, 2, "block_size", "second_block_size")
-        require(self.levels in (2, 3), "levels", self.levels, "2 or 3")
-        choices = {"growth": GROWTHS, "schedule": SCHEDULES, "acceptance": ACCEPTANCES}
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            require(value in allowed, name, value, f"one of {', '.join(allowed)}")
-        steps_ok = self.steps is None or 1 <= self.steps <= MOST_ROWS
-        require(steps_ok, "steps", self.steps, f"1 to {MOST_ROWS}")
-        check_schedule(self.steps or 1, self.schedule, self.acceptance == "reject")
-        branches_ok = self.branches is None or 1 <= self.branches <= 32
-        require(branches_ok, "branches", self.branches, "1 to 32")
+        require_least(self, 2, "block_size")
+        known = self.acceptance in ACCEPTANCES
+        require(known, "acceptance", self.acceptance, f"one of {', '.join(ACCEPTANCES)}")
         budget_ok = self.budget is None or 2 <= self.budget <= MOST_ROWS
         require(budget_ok, "budget", self.budget, f"2 to {MOST_ROWS}, or auto")
         if self.exact and (heat := self.sampling.temperature) != 0:

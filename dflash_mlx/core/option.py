@@ -3,18 +3,85 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dflash_mlx.core.errors import DFlashError
 
 LARGEST = 2**31 - 1  # whole number; what arrays can be indexed with
 
 
-def option(default: Any, help: str, **argparse_keywords: Any) -> Any:
-    """A dataclass field that carries its own help text and argparse keywords."""
-    return field(default=default, metadata={"help": help, "argparse": argparse_keywords})
+def option(
+    default: Any,
+    help: str,
+    *,
+    label: str = "",  # for people; its name in words where there is none
+    least: int | None = None,
+    most: int | None = None,
+    usual: tuple[str, ...] = (),  # values for a sweep over it
+    **argparse_keywords: Any,
+) -> Any:
+    """A dataclass field that carries what command lines, checks, sweeps and screens say of it."""
+    said = {"help": help, "label": label, "usual": usual, "range": (least, most)}
+    return field(default=default, metadata={**said, "argparse": argparse_keywords})
+
+
+def label_in_words(option: Field[Any]) -> str:
+    """What a setting is called on screen; one without a label is called as in files."""
+    in_words = option.name.replace("_", " ").capitalize()
+    return str(option.metadata.get("label") or in_words)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one method, beside the settings that hold for every method."""
+
+    cuts: ClassVar[bool] = True  # whether a budget cuts what is drafted
+
+    def __post_init__(self) -> None:
+        require_possible(self)
+        for each in fields(self):
+            check_value(each, getattr(self, each.name))
+
+    def check(self, config: Any) -> None:
+        """Raise DFlashError for a `DecodeConfig` whose other settings do not go with these."""
+
+    @property
+    def later_blocks(self) -> dict[str, int | None]:
+        """The block sizes of further draft models, by the name of their option."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Given:
+    """Options of methods by name, where it is not known yet which method will have them."""
+
+    values: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, **values: Any) -> Given:
+        """These."""
+        return cls(tuple(values.items()))
+
+
+def values_given(settings: Any) -> dict[str, Any]:
+    """The settings that were given: of `Given` all, of a settings object those not at default."""
+    if isinstance(settings, Given):
+        return dict(settings.values)
+    known = () if settings is None else fields(settings)
+    given = {f.name: (getattr(settings, f.name), f.default) for f in known}
+    return {name: value for name, (value, default) in given.items() if value != default}
+
+
+def check_value(option: Field[Any], value: Any) -> None:
+    """`require` that a value is among the choices, or in the range, of an option."""
+    (least, most), choices = option.metadata["range"], option.metadata["argparse"].get("choices")
+    if choices is not None:
+        require(value in choices, option.name, value, f"one of {', '.join(map(str, choices))}")
+    if least is not None and value is not None:
+        fits = least <= value and (most is None or value <= most)
+        require(fits, option.name, value, f"{least} " + (f"to {most}" if most else "or more"))
 
 
 def number_or_auto(text: str) -> int | None:

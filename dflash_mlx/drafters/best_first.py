@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.budget import MOST_NODES, within_budget
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
@@ -14,6 +13,7 @@ from dflash_mlx.drafters.growth.grow import best_first
 from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method
 from dflash_mlx.drafters.one_draft import OneDraft, block_models, contexts_of
+from dflash_mlx.drafters.plan import plan
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -52,11 +52,8 @@ class BestFirst(OneDraft):
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
-    nodes = config.budget or MOST_NODES
-    drafter = BestFirst(block_models(pair)[0], config.block_size, nodes)
-    if config.budget is not None:
-        return drafter
-    return within_budget(drafter, {"draft": drafter}, pair, config, METHOD.sources)
+    how = plan(METHOD, pair, config)
+    return how.follow(BestFirst(block_models(pair)[0], config.block_size, how.nodes))
 
 
 METHOD = Method(
@@ -67,7 +64,7 @@ METHOD = Method(
     files=checkpoint,
     best_with=1,
     needs_trees=True,
-    settings=("block_size", "budget", "lookup", "recalibrate"),
+    has_budget=True,
     sources=(DRAFT, LOOKUP),
     preference=3,
 )

@@ -7,13 +7,13 @@ import mlx.core as mx
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.budget import within_budget
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method
 from dflash_mlx.drafters.one_draft import OneDraft, block_models
+from dflash_mlx.drafters.plan import plan
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -57,19 +57,16 @@ class RankedChain(BestFirst):
 
 
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
-    model, size = block_models(pair)[0], config.block_size
-    is_plain, adaptive = not model.is_linked, size is None
+    model, size, how = block_models(pair)[0], config.block_size, plan(METHOD, pair, config)
     drafter: OneDraft
-    if config.draws_drafts:
-        drawn = DrawnBlock if is_plain else DrawnPath
-        drafter = drawn(model, size, config.sampling, weighed=adaptive)
-    elif adaptive:
-        drafter = RankedChain(model)
+    if how.drawn:
+        drawn = DrawnPath if model.is_linked else DrawnBlock
+        drafter = drawn(model, size, config.sampling, weighed=not how.fixed)
+    elif how.fixed:
+        drafter = (SelectedPath if model.is_linked else BlockDiffusion)(model, size)
     else:
-        drafter = (BlockDiffusion if is_plain else SelectedPath)(model, size)
-    if not adaptive:
-        return drafter
-    return within_budget(drafter, {"draft": drafter}, pair, config, METHOD.sources, chains=True)
+        drafter = RankedChain(model)
+    return how.follow(drafter)
 
 
 METHOD = Method(
@@ -80,24 +77,6 @@ METHOD = Method(
     files=checkpoint,
     best_with=1,
     draws=True,
-    settings=("block_size", "acceptance", "lookup", "recalibrate"),
     sources=(DRAFT, LOOKUP),
     preference=2,
-)
-
-
-def _make_first_version(pair: Pair, config: DecodeConfig) -> Drafter:
-    return BlockDiffusion(block_models(pair)[0], config.block_size)
-
-
-FIRST_VERSION = Method(
-    "dflash1",
-    "DFlash without its selector",
-    _make_first_version,
-    family=checkpoint.FAMILY,
-    files=checkpoint,
-    best_with=1,
-    settings=("block_size",),
-    sources=(DRAFT,),
-    is_control=True,
 )

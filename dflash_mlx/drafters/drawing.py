@@ -9,29 +9,39 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import SamplingConfig
-from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.core.sampling import DRAFT, Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.grow import FIRST, LEAST
+from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 
 
 class Drawing:
-    """The sampler of the answer that is being written: every answer is a draw of its own."""
+    """Draws at the target's own temperature and filters; every answer is a draw of its own.
 
-    def __init__(self, sampling: SamplingConfig) -> None:
-        self._sampling, self._sampler = sampling, Sampler(sampling)
-        self._opening: mx.array | None = None  # of that answer
+    weighed: whether trees say how sure each position is. They go by what is known before anything
+    is drawn: a chain that was cut by its own tokens would no longer follow q.
+    """
 
-    @property
-    def config(self) -> SamplingConfig:
-        """At what temperature, with which filters."""
-        return self._sampling
+    def __init__(self, sampling: SamplingConfig, weighed: bool = False) -> None:
+        self.config, self._weighed = sampling, weighed
+        self._sampler = Sampler(sampling)
+        self._opening: mx.array | None = None  # of the answer that is being written
 
-    def sampler(self, state: State) -> Sampler:
-        """A new one where another answer has begun."""
+    def key(self, state: State) -> mx.array:
+        """Randomness for a draft at this position of this answer."""
         if state.opening is not self._opening:
-            self._sampler, self._opening = Sampler(self._sampling), state.opening
-        return self._sampler
+            self._sampler, self._opening = Sampler(self.config), state.opening
+        return self._sampler.key(state.position, DRAFT)
+
+    def proposal(self, state: State, tokens: mx.array, q: mx.array, sure: mx.array) -> Proposal:
+        """A chain of tokens [n], drawn from q [n, V]; sure: [n], or one for all positions."""
+        tokens = tokens.astype(state.anchor.dtype)
+        mx.async_eval(tokens, q)
+        tree = Tree.chain(tokens)
+        if self._weighed:
+            tree = with_confidences(tree, mx.broadcast_to(sure, tokens.shape))
+        return Proposal(tree, q)
 
 
 def with_confidences(chain: Tree, sure: Sequence[float] | mx.array) -> Tree:

@@ -5,24 +5,18 @@ from __future__ import annotations
 import mlx.core as mx
 
 from dflash_mlx.core.config import SamplingConfig
-from dflash_mlx.core.sampling import DRAFT, tempered
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.sampling import tempered
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.dflash.paths import Candidates
-from dflash_mlx.drafters.drawing import Drawing, with_confidences
+from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.one_draft import OneDraft
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 
 
 class DrawnBlock(OneDraft):
-    """DFlash with every token drawn at the target's own temperature and filters.
-
-    block_size: as for any `OneDraft`. weighed: whether trees say how sure each position is. They go
-    by what it offers before anything is drawn: a chain that was cut by its own tokens would no
-    longer follow q.
-    """
+    """DFlash with every token drawn; block_size: as for any `OneDraft`, weighed: see `Drawing`."""
 
     name = "dflash"
 
@@ -34,16 +28,12 @@ class DrawnBlock(OneDraft):
         weighed: bool = False,
     ) -> None:
         super().__init__(model, block_size)
-        self._drawing, self._weighed = Drawing(sampling), weighed
+        self._drawing = Drawing(sampling, weighed)
 
     def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
         """A chain that knows what it was drawn from."""
-        key = self._drawing.sampler(state).key(state.position, DRAFT)
-        tokens, q, sure = self.drawn(context, state.anchor, rows, key)
-        tokens = tokens.astype(state.anchor.dtype)
-        mx.async_eval(tokens, q)
-        tree = Tree.chain(tokens)
-        return Proposal(with_confidences(tree, sure) if self._weighed else tree, q)
+        drawn = self.drawn(context, state.anchor, rows, self._drawing.key(state))
+        return self._drawing.proposal(state, *drawn)
 
     def drawn(
         self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.budget import MOST_NODES, within_budget
+from dflash_mlx.drafters.budget import MOST_NODES
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
 from dflash_mlx.drafters.dflash.context import DualContext
 from dflash_mlx.drafters.growth.grow import (
-    FIRST,
-    SECOND,
     Choices,
     Offers,
     Path,
@@ -24,74 +21,26 @@ from dflash_mlx.drafters.growth.grow import (
     likeliest,
     likely_boundaries,
     mix,
-    rejection_boundaries,
-    walk,
 )
 from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.method import (
-    BRANCHES,
     DRAFT,
     LOOKUP,
+    MOST_BRANCHES,
     SECOND_DRAFT,
+    USUAL_BRANCHES,
     Method,
     check_block_size,
 )
 from dflash_mlx.drafters.one_draft import block_models, contexts_of
-from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass, legal
+from dflash_mlx.drafters.plan import plan
+from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 Drafts = Mapping[Path, Choices]  # what was drafted behind each prefix
-Chain = tuple[Path, list[float], str]  # tokens, their log-probabilities, whose they are
-
-
-class PaperGrowth:
-    """As published: K continuations of the first draft where it is likely to be rejected.
-
-    branches: K. Nothing is pruned; equal prefixes share their nodes. apart: a branch is for the
-    case that the draft which it leaves fails there, so it begins with another token than that one
-    goes on with (not in the paper).
-    """
-
-    def __init__(self, branches: int, apart: bool = False) -> None:
-        self._branches, self._apart = branches, apart
-
-    def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
-        """Those with the largest rejection-boundary posterior r(i), and the whole first draft.
-
-        Each with its posterior. second: the branches so far, which the third level continues
-        likewise. longest: tokens behind which there is still something to draft.
-        """
-        chains = self._chains(first, second)
-        likely: dict[Path, float] = {}
-        for chain, logprobs, _ in chains:
-            for i, r in enumerate(rejection_boundaries(np.exp(np.array(logprobs)))):
-                if i <= longest and chain[:i] not in second:
-                    likely[chain[:i]] = max(likely.get(chain[:i], 0.0), float(r))
-        chosen = likeliest(likely, self._branches)
-        whole, logprobs, _ = chains[0]
-        if len(whole) <= longest and whole not in second:
-            chosen[whole] = math.exp(sum(logprobs))
-        return likeliest(chosen, len(chosen))
-
-    def tree(self, first: Choices, second: Drafts) -> Tree:
-        """The first draft and its continuations, merged."""
-        return Tree.of_chains(self._chains(first, second))
-
-    def _chains(self, first: Choices, second: Drafts) -> list[Chain]:
-        """The first draft, then the branches, all from the root on."""
-        chains: list[Chain] = [(*walk(first), FIRST)]
-        for prefix, choices in second.items():
-            if choices is first:  # a drafter that continues itself
-                continue
-            end = len(prefix)
-            left, known = next(
-                (chain, known) for chain, known, _ in chains if chain[:end] == prefix
-            )
-            path, logprobs = walk(choices, left[end : end + 1] if self._apart else ())
-            chains.append(((*prefix, *path), [*known[:end], *logprobs], SECOND))
-        return chains
+BRANCHES = 4  # prefixes that are continued, unless asked for others
 
 
 class JointGrowth:
@@ -140,7 +89,14 @@ class JointGrowth:
         return choices
 
 
-Growth = PaperGrowth | JointGrowth  # how two drafts become one tree
+class Growth(Protocol):
+    """How two drafts become one tree."""
+
+    def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
+        """Where the first draft is continued, likeliest first, with how likely that is to help."""
+
+    def tree(self, first: Choices, second: Drafts) -> Tree:
+        """Both drafts in one tree."""
 
 
 class DualDiffusion(TwoPass):
@@ -148,25 +104,27 @@ class DualDiffusion(TwoPass):
 
     second: the variable-prefix drafter; None lets the first drafter continue its own prefixes (the
     paper's ablation). Its blocks can be longer than the first's: then one branch can continue the
-    whole first draft, unless `config.extension` is off. With three `config.levels` the second
-    drafter continues its own branches, too. Raises DFlashError for a block size that a drafter was
-    not trained for.
+    whole first draft. sizes: of their blocks, None for what they were trained for; DFlashError for
+    a size that a drafter was not trained for.
     """
 
     name = "d2sd"
     rounds_ahead = 0
 
     def __init__(
-        self, first: BlockModel, second: BlockModel | None, config: DecodeConfig, growth: Growth
+        self,
+        first: BlockModel,
+        second: BlockModel | None,
+        growth: Growth,
+        sizes: Sequence[int | None] = (None, None),
     ) -> None:
         self._models = (first,) if second is None else (first, second)
-        asked = config.block_size, config.second_block_size
-        for size, model, option in zip(asked, self._ends, ("", "second_"), strict=True):
-            check_block_size(size, model.block_size, f"{option}block_size")
+        for size, model, prefix in zip(sizes, self._ends, ("", "second_"), strict=True):
+            check_block_size(size, model.block_size, f"{prefix}block_size")
         known = (model.block_size for model in self._ends)
-        self._sizes = [size or most for size, most in zip(asked, known, strict=True)]
+        self._sizes = [size or most for size, most in zip(sizes, known, strict=True)]
         self.aux_layers = tuple(sorted({tap for model in self._models for tap in model.aux_layers}))
-        self._levels, self._extends, self._growth = config.levels, config.extension, growth
+        self._growth, self._longest = growth, self._sizes[1]  # of what a branch goes on with
 
     @property
     def _ends(self) -> tuple[BlockModel, BlockModel]:
@@ -202,8 +160,7 @@ class DualDiffusion(TwoPass):
         ahead, behind = (min(size, remaining) for size in self._sizes)
         if len(self._models) == 1 and ahead == behind:
             second = {(): first, **second}  # the same pass again would say the same
-        rows = self._sizes[1] if self._extends else min(self._sizes)
-        return self._growth.prefixes(first, second, min(rows, remaining) - 2)
+        return self._growth.prefixes(first, second, min(self._longest, remaining) - 2)
 
     def second_pass(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
@@ -220,24 +177,19 @@ class DualDiffusion(TwoPass):
     def second(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
     ) -> list[dict[Path, Choices]]:
-        """For each sequence what the second drafter offers after each of so many prefixes.
-
-        On a third level after prefixes of these as well.
-        """
+        """For each sequence what the second drafter offers after each of so many prefixes."""
         chosen = [list(draft.branches)[:n] for draft, n in zip(drafts, counts, strict=True)]
+        return self.behind(states, drafts, chosen)
+
+    def behind(
+        self, states: Sequence[State], drafts: Sequence[FirstDraft], chosen: Sequence[list[Path]]
+    ) -> list[dict[Path, Choices]]:
+        """For each sequence what the second drafter offers after each of the chosen prefixes."""
         known = [dict[Path, Choices]() for _ in drafts]
-        for level in range(self._levels - 1):
-            if level:
-                chosen = [
-                    [*legal(self._prefixes(draft.choices, second, draft.remaining), state)]
-                    if draft.choices and second
-                    else []
-                    for draft, second, state in zip(drafts, known, states, strict=True)
-                ]
-            asked = [i for i, prefixes in enumerate(chosen) if prefixes]
-            asks = [self._ask(states[i], drafts[i], chosen[i]) for i in asked]
-            for i, found in zip(asked, self._ends[1].choices(asks, TOP_K), strict=True):
-                known[i] |= zip(chosen[i], found, strict=True)
+        asked = [i for i, prefixes in enumerate(chosen) if prefixes]
+        asks = [self._ask(states[i], drafts[i], chosen[i]) for i in asked]
+        for i, found in zip(asked, self._ends[1].choices(asks, TOP_K), strict=True):
+            known[i] = dict(zip(chosen[i], found, strict=True))
         return known
 
     def _ask(self, state: State, draft: FirstDraft, prefixes: list[Path]) -> Ask:
@@ -245,41 +197,59 @@ class DualDiffusion(TwoPass):
         return Ask(contexts_of(state)[-1], state.anchor, rows, prefixes)
 
 
+@dataclass(frozen=True)
+class DualOptions(Options):
+    """The options of `d2sd`."""
+
+    branches: int | None = option(
+        None,
+        f"prefixes that the second drafter continues (default: {BRANCHES}); makes auto d2sd where "
+        "the target can verify trees",
+        label="Branches",
+        least=1,
+        most=MOST_BRANCHES,
+        usual=USUAL_BRANCHES,
+        type=int,
+    )
+    second_block_size: int | None = option(
+        None,
+        "tokens per block of the second drafter, the anchor included (default: its own)",
+        label="Tokens in a block of the second draft",
+        least=2,
+        type=int,
+    )
+
+    @property
+    def later_blocks(self) -> dict[str, int | None]:
+        return {"second_block_size": self.second_block_size}
+
+    def drafter(
+        self, first: BlockModel, second: BlockModel | None, config: DecodeConfig
+    ) -> DualDiffusion:
+        """The drafter with these options, before any of its trees is cut."""
+        growth = JointGrowth(self.branches or BRANCHES, config.budget or MOST_NODES)
+        return DualDiffusion(first, second, growth, (config.block_size, self.second_block_size))
+
+
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
-    models, branches = block_models(pair), config.branches or BRANCHES
-    first, second = models[0], models[1] if len(models) > 1 else None
-    if config.growth != "joint":
-        if config.budget is not None:
-            what = f"growth={config.growth} never cuts its tree, but the budget is {config.budget}"
-            raise DFlashError(what, "leave the budget or the growth out", "budget")
-        growth = PaperGrowth(branches, apart=config.growth == "apart")
-        return DualDiffusion(first, second, config, growth)
-    both = DualDiffusion(first, second, config, JointGrowth(branches, config.budget or MOST_NODES))
-    if config.budget is not None:
-        return both
-    return within_budget(both, {"draft": both}, pair, config, METHOD.sources)
+    first, second, *_ = [*block_models(pair), None]
+    assert first is not None
+    options = cast(DualOptions, config.options)
+    drafter, how = options.drafter(first, second, config), plan(METHOD, pair, config)
+    return how.follow(drafter) if options.cuts else drafter
 
 
 METHOD = Method(
     "d2sd",
     "DFlash + variable-prefix",
     _make,
+    DualOptions,
     lone_label="DFlash, continuing itself",
     family=checkpoint.FAMILY,
     files=checkpoint,
     best_with=2,
     needs_trees=True,
-    settings=(
-        "block_size",
-        "second_block_size",
-        "levels",
-        "extension",
-        "branches",
-        "growth",
-        "budget",
-        "lookup",
-        "recalibrate",
-    ),
+    has_budget=True,
     sources=(DRAFT, SECOND_DRAFT, LOOKUP),
     preference=4,
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
+from typing import Any
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import Options
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import FIRST, SECOND
 from dflash_mlx.engine.constraint import FORCED
@@ -26,7 +28,7 @@ class TokenSource:
     colour: str
 
 
-BRANCHES = 4  # of trees that continue a draft in several places, unless asked for others
+MOST_BRANCHES, USUAL_BRANCHES = 32, ("1", "2", "4", "6", "8")
 DRAFT = TokenSource(FIRST, "draft", "primary")
 SECOND_DRAFT = TokenSource(SECOND, "second draft", "warning")
 LOOKUP = TokenSource("lookup", "earlier text", "accent")
@@ -35,48 +37,44 @@ GRAMMAR = TokenSource(FORCED, "grammar", "success")  # with any method that draf
 
 @dataclass(frozen=True)
 class Method:
-    """A choice of `--method`.
+    """A choice of `--method`."""
 
-    name: as on the command line. label: for people; lone_label: where one draft model stands in
-    for two. make: the drafter for a pair and settings; DFlashError where the pair does not serve
-    it.
+    name: str  # as on the command line
+    label: str  # for people
+    make: Callable[[Pair, DecodeConfig], Drafter]  # DFlashError where the pair does not serve it
+    options: type[Options] = Options  # its own, beside the settings of `DecodeConfig`
+    lone_label: str = ""  # where one draft model stands in for two
+    family: str = ""  # of the draft models that it runs, "" where it runs none
+    files: FileFormat | None = None  # how these are read from a folder
+    best_with: int = 0  # how many of them
+    needs_trees: bool = False  # whether the target must verify trees
+    has_budget: bool = False  # whether the size of what is verified can be asked for
+    draws: bool = False  # whether it can draw its drafts, for rejection sampling
+    sources: tuple[TokenSource, ...] = ()  # of its tokens; () where it drafts none
+    preference: int = 0  # `auto` takes the highest that serves, never 0
+    is_control: bool = False  # whether only benchmarks offer it
 
-    family: of the draft models that it runs, "" where it runs none. files: how these are read from
-    a folder. best_with: how many of them.
-    needs_trees: whether the target must verify trees. draws: whether it can draw its drafts, for
-    rejection sampling. settings: fields of `DecodeConfig` that it takes, beside those that hold
-    for every method. sources: of its tokens. preference: `auto` takes the highest that serves,
-    never 0. is_control: whether only benchmarks offer it.
-    """
+    @property
+    def shared(self) -> dict[str, bool]:
+        """Which of the settings that not every method follows it does follow."""
+        chooses = bool(self.sources) and not self.is_control  # in each round what pays
+        return {
+            "block_size": bool(self.sources),
+            "budget": self.has_budget,
+            "lookup": chooses and bool(self.family),
+            "recalibrate": chooses,
+            "acceptance": self.draws,
+        }
 
-    name: str
-    label: str
-    make: Callable[[Pair, DecodeConfig], Drafter]
-    lone_label: str = ""
-    family: str = ""
-    files: FileFormat | None = None
-    best_with: int = 0
-    needs_trees: bool = False
-    draws: bool = False
-    settings: tuple[str, ...] = ()
-    sources: tuple[TokenSource, ...] = ()
-    preference: int = 0
-    is_control: bool = False
+    @property
+    def own(self) -> dict[str, Field[Any]]:
+        """Its own options by name."""
+        return {option.name: option for option in fields(self.options)}
 
     def called(self, capabilities: Capabilities) -> str:
         """The label with what a pair can draft with."""
         lone = self.lone_label and capabilities.count(self.family) == 1
         return self.lone_label if lone else self.label
-
-
-def asks_for_tree(config: DecodeConfig) -> bool:
-    """Whether a tree's size or shape is given; DFlashError where chains are asked for as well."""
-    for name in ("budget", "branches"):
-        value = getattr(config, name)
-        if value is not None and config.acceptance == "reject" and config.draws_drafts:
-            what = f"{name} is {value}, but acceptance is reject, which keeps chains alone"
-            raise DFlashError(what, "leave one of them out", name)
-    return config.budget is not None or config.branches is not None
 
 
 def check_block_size(block_size: int | None, most: int, option: str = "block_size") -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import Field, field, fields, make_dataclass, replace
 from typing import Any
 
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import Options, values_given
 from dflash_mlx.drafters import (
     best_first,
     block_diffusion,
     dual_diffusion,
     ngram,
     none,
-    resample,
 )
 from dflash_mlx.drafters.eagle3 import drafter as eagle3
 from dflash_mlx.drafters.formats import FileFormat
@@ -28,13 +28,11 @@ METHODS: dict[str, Method] = {
     for method in (
         none.METHOD,
         block_diffusion.METHOD,
-        block_diffusion.FIRST_VERSION,
         best_first.METHOD,
         dual_diffusion.METHOD,
         specdiff.METHOD,
         eagle3.METHOD,
         ngram.METHOD,  # behind these, since it is as good only where no draft model is
-        resample.METHOD,
     )
 }
 
@@ -78,17 +76,35 @@ def family_of(files: FileFormat) -> str | None:
     return next((m.family for m in METHODS.values() if m.files is files), None)
 
 
+def own_options() -> type:
+    """The options of single methods in one settings class, each name once, its help by method."""
+    owners: dict[str, dict[str, Field[Any]]] = {}
+    for method in METHODS.values():
+        for name, option in () if method.is_control else method.own.items():
+            owners.setdefault(name, {})[method.name] = option
+    merged = []
+    for name, found in owners.items():
+        first, *_ = found.values()
+        help = "; ".join(f"{method}: {option.metadata['help']}" for method, option in found.items())
+        metadata = {**first.metadata, "help": help}
+        merged.append((name, first.type, field(default=first.default, metadata=metadata)))
+    return make_dataclass("OwnOptions", merged, frozen=True)
+
+
 def takers(setting: str) -> tuple[str, ...]:
     """The methods that a setting belongs to, () where it holds for every method."""
     return tuple(name for name, method in METHODS.items() if _takes(method, setting))
 
 
-def given(settings: DecodeConfig | PairConfig) -> tuple[str, ...]:
-    """The settings of single methods that are not at their defaults."""
-    defaults = {f.name: f.default for f in fields(settings) if f.default is not MISSING}
-    own = {setting for method in METHODS.values() for setting in method.settings}
-    own |= {*_OF_DRAFT_MODELS, _OF_TWO}
-    return tuple(n for n, value in defaults.items() if n in own and getattr(settings, n) != value)
+def given(settings: DecodeConfig | PairConfig) -> dict[str, Any]:
+    """The settings of single methods that were given, with their values."""
+    if isinstance(settings, DecodeConfig):
+        shared = {name for method in METHODS.values() for name in method.shared}
+        own = values_given(settings.options)
+    else:
+        shared, own = {*_OF_DRAFT_MODELS, _OF_TWO}, {}
+    named = {n: value for n, value in values_given(settings).items() if n in shared}
+    return {**named, **own}
 
 
 def check_given(settings: DecodeConfig | PairConfig, *names: str) -> None:
@@ -97,12 +113,14 @@ def check_given(settings: DecodeConfig | PairConfig, *names: str) -> None:
     names: of these methods, by default the one in `settings`. `auto` may become any. Switches may
     be off, drafts be matched, and a draft model be none, with any method.
     """
+    if isinstance(settings, DecodeConfig):
+        for method in METHODS.values():
+            options_of(settings, method)  # refuses values that it cannot have
     used = names or (getattr(settings, "method", AUTO),)
     if AUTO in used:
         return
     methods = [find_method(name) for name in used]
-    for setting in given(settings):
-        value = getattr(settings, setting)
+    for setting, value in given(settings).items():
         free = isinstance(value, bool) or value in ("match", PLAIN)
         if not free and not any(_takes(method, setting) for method in methods):
             not_used = f"{', '.join(used)} {'does' if len(used) == 1 else 'do'} not use it"
@@ -113,10 +131,21 @@ def check_given(settings: DecodeConfig | PairConfig, *names: str) -> None:
             )
 
 
+def options_of(config: DecodeConfig, method: Method, kind: type[Options] | None = None) -> Options:
+    """The options of a method in `config`; kind: of which class, by default the method's own."""
+    if isinstance(config.options, kind or method.options):
+        return config.options
+    kind = kind or method.options
+    own = {option.name for option in fields(kind)}
+    return kind(**{name: v for name, v in values_given(config.options).items() if name in own})
+
+
 def _takes(method: Method, setting: str) -> bool:
     if setting == _OF_TWO:
         return method.best_with > 1
-    return bool(method.family) if setting in _OF_DRAFT_MODELS else setting in method.settings
+    if setting in _OF_DRAFT_MODELS:
+        return bool(method.family)
+    return setting in method.own or method.shared.get(setting, False)
 
 
 def _offered(setting: str) -> list[str]:
@@ -127,7 +156,7 @@ def _offered(setting: str) -> list[str]:
 def settle(config: DecodeConfig, capabilities: Capabilities) -> DecodeConfig:
     """`config` with a method in place of `auto`."""
     method = _auto(config, capabilities) if config.method == AUTO else find_method(config.method)
-    return replace(config, method=method.name)
+    return replace(config, method=method.name, options=options_of(config, method))
 
 
 def _auto(config: DecodeConfig, capabilities: Capabilities) -> Method:
@@ -219,9 +248,10 @@ def check_uses(
             )
         sizes = zip(capabilities.families, block_sizes, strict=True)
         fitting = [most for family, most in sizes if family == method.family]
-        options = ("block_size", "second_block_size")[: method.best_with]
-        for option, most in zip(options, fitting, strict=False):
-            check_block_size(getattr(use, option), most, option)
+        sizes_asked = {"block_size": use.block_size, **options_of(use, method).later_blocks}
+        for (option, size), most in zip(sizes_asked.items(), fitting, strict=False):
+            if method.family:
+                check_block_size(size, most, option)
 
 
 def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:

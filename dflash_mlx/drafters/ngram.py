@@ -51,7 +51,6 @@ METHOD = Method(
     "ngram",
     "n-gram lookup",
     _make,
-    settings=("block_size", "recalibrate"),
     sources=(LOOKUP,),
     preference=1,
 )

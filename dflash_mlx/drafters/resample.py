@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import cast
+
 import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.option import Options, option
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dual_diffusion import BRANCHES
 from dflash_mlx.drafters.growth.samples import log_softmax, merge_samples
-from dflash_mlx.drafters.method import BRANCHES, DRAFT, Method
+from dflash_mlx.drafters.method import DRAFT, MOST_BRANCHES, USUAL_BRANCHES, Method
 from dflash_mlx.drafters.one_draft import OneDraft, block_models
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Pair
@@ -39,8 +44,23 @@ class Resample(OneDraft):
         return Proposal(merge_samples(logprobs, self._samples, generator))
 
 
+@dataclass(frozen=True)
+class ResampleOptions(Options):
+    """The options of `resample`."""
+
+    branches: int | None = option(
+        None,
+        f"draws of the block (default: {BRANCHES})",
+        least=1,
+        most=MOST_BRANCHES,
+        usual=USUAL_BRANCHES,
+        type=int,
+    )
+
+
 def _make(pair: Pair, config: DecodeConfig) -> Resample:
-    seed, samples = config.sampling.with_seed().seed or 0, config.branches or BRANCHES
+    options = cast(ResampleOptions, config.options)
+    seed, samples = config.sampling.with_seed().seed or 0, options.branches or BRANCHES
     return Resample(block_models(pair)[0], config.block_size, samples, seed)
 
 
@@ -48,11 +68,11 @@ METHOD = Method(
     "resample",
     "resampled blocks",
     _make,
+    ResampleOptions,
     family=checkpoint.FAMILY,
     files=checkpoint,
     best_with=1,
     needs_trees=True,
-    settings=("block_size", "branches"),
     sources=(DRAFT,),
     is_control=True,
 )

@@ -15,9 +15,10 @@ from dflash_chat.open_screen import OpenScreen
 from dflash_chat.problems import describe
 from dflash_chat.store import Store
 from dflash_chat.terminal import Harmless, assembled
-from dflash_mlx import DecodeConfig, DFlashError
+from dflash_mlx import DFlashError
 from support.app_hostile import EACH, torment
 from support.app_scripts import answered, in_chat, notices, say, screen_text, until
+from support.configs import config_with
 from support.hostile import SEQUENCES, commands_in
 
 
@@ -87,7 +88,7 @@ async def test_settings_that_cannot_be_are_refused_in_the_words_of_the_chat(app,
     await say(app, pilot, "/temperature 99")
     assert "Temperature is 99" in notices(app)[-1] and "10" in notices(app)[-1]
     await say(app, pilot, "/temperature 0")
-    app.set_config(DecodeConfig("d2sd", branches=3))
+    app.set_config(config_with("d2sd", branches=3))
     await say(app, pilot, "/method dflash")
     told = notices(app)[-1]
     assert (

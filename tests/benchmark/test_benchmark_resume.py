@@ -23,6 +23,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import Difference
+from support.configs import config_with
 from support.models import write_drafter, write_model
 from support.toys import ToyTarget
 
@@ -184,7 +185,7 @@ def test_branches_are_told_where_they_are_known():
     methods = {
         name: DecodeConfig(name) for name in ("d2sd", "resample", "eagle3", "specdiff", "dflash")
     }
-    methods["asked"] = DecodeConfig("eagle3", branches=5)
+    methods["asked"] = config_with("eagle3", branches=5)
     told = settings([BenchmarkPrompt("1", "chat", [1])], methods, SamplingConfig())["methods"]
     branches = {name: config["branches"] for name, config in told.items()}
     unasked = dict.fromkeys(("eagle3", "specdiff", "dflash"))

@@ -10,13 +10,15 @@ import pytest
 from dflash_mlx.benchmark.selection import expand, largest_block, read_methods, settle_all
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters import paper
 from dflash_mlx.engine.pair import Capabilities, Pair
+from support.configs import config_with
 
 BLOCKS = {"dflash": 6, "specdiff": 3}  # the largest, by method
 
 
 def methods(names: str, **settings: object) -> dict[str, DecodeConfig]:
-    return read_methods(names, DecodeConfig(**settings))
+    return read_methods(names, config_with(**settings), paper.KNOBS)
 
 
 def test_settings_behind_a_name_replace_those_of_the_command_line():
@@ -25,16 +27,18 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
     assert found["dflash:4"].block_size == 4
     assert (found["ddtree:budget=16"].budget, found["dflash:4"].budget) == (16, 9)
     last = found["d2sd:6:growth=paper:branches=2"]
-    assert (last.block_size, last.growth, last.branches) == (6, "paper", 2)
+    assert (last.block_size, last.options.growth, last.options.branches) == (6, "paper", 2)
     assert last.budget is None, "nothing cuts the published tree"
     (_, automatic) = methods("d2sd:growth=paper:budget=auto", budget=9).values()
     assert automatic.budget is None
-    both = methods("d2sd,ddtree", budget=9, growth="paper")
-    assert (both["d2sd"].budget, both["ddtree"].budget) == (None, 9)
-    with pytest.raises(DFlashError, match="growth=paper never cuts .* 8 in 'd2sd:budget=8'"):
-        methods("d2sd:budget=8", growth="paper")
+    both = methods("d2sd:growth=paper,ddtree", budget=9)
+    assert (both["d2sd:growth=paper"].budget, both["ddtree"].budget) == (None, 9)
     (_, masked) = methods("specdiff:8:steps=4:schedule=left-to-right").values()
-    assert (masked.block_size, masked.steps, masked.schedule) == (8, 4, "left-to-right")
+    assert (masked.block_size, masked.options.steps, masked.options.schedule) == (
+        8,
+        4,
+        "left-to-right",
+    )
     assert methods("ddtree:budget=auto", budget=9)["ddtree:budget=auto"].budget is None
     assert not methods("d2sd:lookup=off")["d2sd:lookup=off"].lookup
     assert methods("d2sd:lookup=on", lookup=False)["d2sd:lookup=on"].lookup
@@ -108,12 +112,6 @@ def test_a_sweep_runs_every_value_of_the_methods_that_have_the_setting():
 )
 def test_a_sweep_leaves_alone_what_has_no_such_setting_or_its_own_value(sweep, names, expected):
     assert list(expand(sweep, methods(names), BLOCKS.get)[0]) == ["none", *expected]
-
-
-@pytest.mark.parametrize("growth", ["paper", "apart"])
-def test_a_sweep_over_budgets_leaves_alone_the_trees_that_are_never_cut(growth):
-    swept = expand("budget=4", methods("d2sd,ddtree", growth=growth), BLOCKS.get)[0]
-    assert list(swept) == ["none", "d2sd", "ddtree:budget=4"]
 
 
 def test_the_largest_block_of_a_method_is_that_of_the_first_draft_model_that_it_runs():

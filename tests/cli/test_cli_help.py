@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 
 import pytest
@@ -12,6 +13,7 @@ from dflash_chat import main as chat
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.cli import generate
 from dflash_mlx.cli import options as cli
+from dflash_mlx.core.option import option
 
 COMMANDS = {
     "generate": (generate.main, generate.parser),
@@ -35,6 +37,17 @@ def test_help_has_every_option_and_every_setting_has_one(name, monkeypatch, caps
     out, err = capsys.readouterr()
     assert (int(left.value.code or 0), err) == (0, "")
     assert [o for a in actions.values() for o in a.option_strings if o not in out] == []
+    assert "{'" not in out, "a % in a help text was filled in"
+
+
+def test_a_percent_sign_in_a_help_text_is_only_that():
+    @dataclass(frozen=True)
+    class Settings:
+        share: int = option(90, "what is 90 % sure, or %(dest)s", type=int)
+
+    parser = cli.Parser(prog="program")
+    cli.add_options(parser, Settings)
+    assert "what is 90 % sure, or %(dest)s (default: 90)" in " ".join(parser.format_help().split())
 
 
 def test_the_package_keeps_its_function_when_the_module_of_that_name_is_imported():

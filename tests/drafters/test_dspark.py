@@ -18,11 +18,12 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, read_drafter
 from dflash_mlx.drafters.dflash.markov import MarkovConfig, MarkovHead, MarkovLinks
 from dflash_mlx.drafters.drawn import DrawnPath
-from dflash_mlx.drafters.dual_diffusion import DualDiffusion, PaperGrowth
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion
 from dflash_mlx.drafters.growth.grow import Array, walk
 from dflash_mlx.drafters.growth.links import confident
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.drafters.paper import PaperGrowth
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.train.dflash import DFlashTrainee
@@ -281,7 +282,7 @@ def test_beside_the_walk_candidates_are_told_apart_as_the_reference_does(draftin
 
 def test_second_drafts_follow_the_walk_behind_their_prefixes(drafting):
     subject = drafting("dspark")
-    both = DualDiffusion(subject.model, None, DecodeConfig(), PaperGrowth(3))
+    both = DualDiffusion(subject.model, None, PaperGrowth(3))
     for seed in range(4):
         anchor = seed * 11 % VOCAB_SIZE
         state = behind(both, anchor, features_of(seed))

@@ -21,6 +21,7 @@ from dflash_mlx.drafters.networks.quantized import quantization_of
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models.check import check_drafter, check_pair, check_target
 from dflash_mlx.verifier.model import Target
+from support.configs import config_with
 from support.converted import config, convert, tensors
 from support.families import VOCAB_SIZE, make_model
 from support.models import write_model
@@ -292,7 +293,7 @@ def test_a_pair_with_one_is_loaded_by_name_and_answers_as_plain_decoding(tmp_pat
     pair = load_pair(PairConfig(str(model), str(folder)))
     assert [drafter.family for drafter in pair.drafters] == ["eagle3"]
     uses = [DecodeConfig("none"), DecodeConfig("eagle3", block_size=4), DecodeConfig("eagle3")]
-    uses += [DecodeConfig("eagle3", budget=12, branches=3), DecodeConfig()]
+    uses += [config_with("eagle3", budget=12, branches=3), DecodeConfig()]
     answers = [generate(pair, "hello", replace(use, max_tokens=16)) for use in uses]
     assert len({answer.tokens for answer in answers}) == 1
     assert sum(answers[1].statistics.drafted.values()) > 0

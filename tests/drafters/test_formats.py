@@ -210,7 +210,7 @@ def drafters_of(model: BlockModel) -> list[Any]:
     return [
         chain(model),
         BestFirst(model, None, 12),
-        DualDiffusion(model, None, DecodeConfig(), JointGrowth(2, 12)),
+        DualDiffusion(model, None, JointGrowth(2, 12)),
     ]
 
 

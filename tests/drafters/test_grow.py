@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.drafters.dual_diffusion import JointGrowth, PaperGrowth
+from dflash_mlx.drafters.dual_diffusion import JointGrowth
 from dflash_mlx.drafters.growth.grow import (
     Choices,
     Ranked,
@@ -23,6 +23,7 @@ from dflash_mlx.drafters.growth.grow import (
     walk,
 )
 from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.paper import PaperGrowth
 from support.decoding import paths_of
 
 VOCABULARY = 20

@@ -17,6 +17,7 @@ from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
 from support import decoding, reference_dflash2
+from support.configs import config_with
 from support.decoding import feed, paths_of, start, tokens_in
 from support.drafter_formats import drafter_folder, written
 from support.families import POSITION_DEPENDENT, make_model
@@ -79,7 +80,7 @@ def pair(tmp_path_factory):
 
 def config_of(name, **changes):
     options = {k: v for k, v in CASES[name].items() if k != "second"}
-    return DecodeConfig(method=name.partition(",")[0], **{**options, **changes})
+    return config_with(name.partition(",")[0], **{**options, **changes})
 
 
 def drafter_of(pair, name, **changes):
@@ -96,9 +97,9 @@ def rounds(pair, name, prompt, **changes):
 @pytest.mark.parametrize("name", ["eagle3", "specdiff"])
 def test_a_block_size_fixes_a_tree_with_branches_too(pair, name):
     for options in ({"block_size": 4}, {"block_size": 4, "branches": 3}, {"budget": 9}):
-        drafter = make_drafter(pair, DecodeConfig(name, **options))
+        drafter = make_drafter(pair, config_with(name, **options))
         assert not isinstance(drafter, budget.BatchBudget)
-    assert isinstance(make_drafter(pair, DecodeConfig(name, branches=3)), budget.BatchBudget)
+    assert isinstance(make_drafter(pair, config_with(name, branches=3)), budget.BatchBudget)
 
 
 PROMPT = prompt_of(3, 12) * 2
@@ -122,12 +123,12 @@ def test_no_tree_is_larger_or_deeper_than_allowed_or_has_equal_siblings(pair, na
     config, left = config_of(name), 9
     blocks = [config.block_size or 16]
     if config.method == "d2sd":
-        blocks.append(config.second_block_size or BLOCK)
+        blocks.append(CASES[name].get("second_block_size") or BLOCK)
     for accepted in rounds(pair, name, PROMPT, max_tokens=9):
         tree = accepted.tree
         deepest = 16 if "lookup" in tree.sources else max(blocks) - 1
         assert max(tree.depths) <= min(left - 1, deepest)
-        if name in TREES and config.growth == "joint":
+        if name in TREES and "growth" not in CASES[name]:
             assert len(tree) <= (config.budget or budget.MOST_NODES)
         left -= len(accepted.tokens)
         paths_of(tree)
@@ -158,7 +159,7 @@ def test_a_budget_for_the_published_tree_is_refused(pair, growth):
     with pytest.raises(
         DFlashError, match=f"growth={growth} never cuts its tree, but the budget is 8"
     ):
-        make_drafter(pair, DecodeConfig("d2sd", growth=growth, budget=8))
+        make_drafter(pair, config_with("d2sd", growth=growth, budget=8))
 
 
 def test_a_second_block_may_be_longer_than_a_first_one_with_a_selector(pair, tmp_path):
@@ -167,7 +168,7 @@ def test_a_second_block_may_be_longer_than_a_first_one_with_a_selector(pair, tmp
     first = written(tmp_path / "a", raw, reference_dflash2.random_tensors(raw), pair.target)
     second = drafter_folder(tmp_path / "b", [1], 2, pair.target, block_size=9)
     pair = replace(pair, drafters=(first, second))
-    config = DecodeConfig("d2sd", max_tokens=40, growth="paper")
+    config = config_with("d2sd", max_tokens=40, growth="paper")
     drafter, plain = make_drafter(pair, config), make_drafter(pair, DecodeConfig("none"))
     begin = partial(start, pair.target, prompt=PROMPT, config=config)
     found = list(decoding.rounds(pair.target, drafter, begin(drafter=drafter), config))

@@ -16,12 +16,13 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
-from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow, walk
 from dflash_mlx.drafters.growth.links import Linked, conditional, follow_links
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.drafters.paper import PaperGrowth
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -259,7 +260,7 @@ def test_greedy_answers_of_linked_trees_are_the_target_s_own(tmp_path, budget):
 
 def test_the_greedy_walk_and_d2sd_s_first_draft_are_those_of_the_reference(small):
     drafter, detours = SelectedPath(small.model), 0
-    both = DualDiffusion(small.model, None, DecodeConfig(), PaperGrowth(2))
+    both = DualDiffusion(small.model, None, PaperGrowth(2))
     for seed in range(25):
         anchor, features = seed * 3 % VOCAB_SIZE, features_of(seed)
         hidden, unary = small.reference(seed, anchor)

@@ -15,19 +15,21 @@ from hypothesis import strategies as st
 
 from dflash_mlx.cli import doctor
 from dflash_mlx.cli import generate as generating
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.schedule import IN_ORDER, SCHEDULES, THRESHOLD
 from dflash_mlx.drafters.budget import MOST_NODES, BatchBudget
 from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
-from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.drafters.specdiff.drafter import SURE, Denoising, DrawnSpecDiff, SpecDiff, denoise
-from dflash_mlx.drafters.specdiff.method import likeliest, sampled
+from dflash_mlx.drafters.methods import check_given, make_drafter
+from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, SURE, THRESHOLD, sampled
+from dflash_mlx.drafters.paper import Scheduled as Denoising
+from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff, denoise
+from dflash_mlx.drafters.specdiff.method import likeliest
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.model import Target
 from support import decoding, masked_formats
+from support.configs import config_with
 from support.decoding import go_on, open_with, paths_of, rounds, run, start
 from support.families import VOCAB_SIZE, make_model
 from support.hybrids import plain_answer
@@ -190,7 +192,7 @@ def reached_by(ranked, path):
     ("given", "most"), [({"budget": 8}, 8), ({"block_size": 8}, MOST_NODES)], ids=str
 )
 def test_samples_are_never_more_than_the_budget(pair, given, most):
-    config = DecodeConfig("specdiff", max_tokens=30, branches=32, **given)
+    config = config_with("specdiff", max_tokens=30, branches=32, **given)
     drafter = make_drafter(pair, config)
     state = start(pair.target, drafter, [1, 2, 3], config)
     _, *drafted = islice(rounds(pair.target, drafter, state, config), 6)
@@ -202,10 +204,10 @@ def test_one_step_goes_with_every_schedule(pair):
     """So that a sweep over steps may begin at one."""
     for schedule in SCHEDULES:
         for given in ({}, {"steps": 1}):
-            config = DecodeConfig("specdiff", 8, max_tokens=9, schedule=schedule, **given)
+            config = config_with("specdiff", 8, max_tokens=9, schedule=schedule, **given)
             said = decoding.answer(pair.target, make_drafter(pair, config), [1, 2, 3], config)
             assert said == plain_answer(pair.target, [1, 2, 3], 9)
-        drawn = make_drafter(pair, DecodeConfig("specdiff", 8, schedule=schedule, **REJECT))
+        drawn = make_drafter(pair, config_with("specdiff", 8, schedule=schedule, **REJECT))
         assert type(drawn) is DrawnSpecDiff
 
 
@@ -217,6 +219,8 @@ def test_other_blocks_than_it_was_trained_for_are_refused(size):
 
 # Settings
 
+REJECTED = {"acceptance": "reject"}
+
 
 @pytest.mark.parametrize(
     ("given", "said"),
@@ -224,13 +228,18 @@ def test_other_blocks_than_it_was_trained_for_are_refused(size):
         ({"steps": 0}, "steps is 0; choose 1 to"),
         ({"steps": 200}, "steps is 200"),
         ({"schedule": "random"}, "schedule is 'random'; choose one of confidence, left-to-right"),
-        ({"acceptance": "reject", "steps": 2}, "reject, but the confidence schedule with 2 steps"),
-        ({"acceptance": "reject", "steps": 3, "schedule": THRESHOLD}, "threshold schedule with 3"),
+        (
+            {"acceptance": "reject", "steps": 2, "schedule": "confidence"},
+            "the confidence schedule with",
+        ),
+        ({**REJECTED, "steps": 3, "schedule": THRESHOLD}, "threshold schedule with 3"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(given, said):
     with pytest.raises(DFlashError, match=said) as failure:
-        DecodeConfig("specdiff", **given)
+        config = config_with("specdiff", **given)
+        check_given(config)
+        config.options.check(config)
     assert failure.value.next_step
 
 
@@ -259,13 +268,14 @@ REJECT = {"acceptance": "reject", "sampling": HOT}
         ({"block_size": 5, "sampling": HOT}, DrawnSpecDiff),
         ({"block_size": 5, "sampling": HOT, "acceptance": "match"}, SpecDiff),
         ({"block_size": 5, "sampling": replace(HOT, seed=1)}, SpecDiff),
-        ({"block_size": 5, "sampling": HOT, "steps": 2}, SpecDiff),
+        ({"block_size": 5, "sampling": HOT, "steps": 2}, DrawnSpecDiff),
+        ({"block_size": 5, "sampling": HOT, "steps": 2, "schedule": THRESHOLD}, SpecDiff),
         ({"budget": 9, "sampling": HOT}, SpecDiff),
     ],
     ids=str,
 )
 def test_chains_are_drawn_where_they_can_be_and_no_tree_is_drafted(pair, given, kind):
-    drafter = make_drafter(pair, DecodeConfig("specdiff", **given))
+    drafter = make_drafter(pair, config_with("specdiff", **given))
     assert type(drafter) is kind and drafter.name == "specdiff" and drafter.aux_layers == ()
     if given is REJECT:
         assert type(drafter._drafters["draft"]) is DrawnSpecDiff
@@ -275,7 +285,7 @@ def test_chains_are_drawn_where_they_can_be_and_no_tree_is_drafted(pair, given, 
 def test_trees_are_not_rejected(pair, given):
     (name, value), *_ = given.items()
     with pytest.raises(DFlashError, match=f"{name} is {value}, but acceptance is reject"):
-        make_drafter(pair, DecodeConfig("specdiff", **given, **REJECT))
+        make_drafter(pair, config_with("specdiff", **given, **REJECT))
 
 
 # Answers (of every shape with this target: test_methods.py; laws: test_law_specdiff.py)
@@ -284,7 +294,7 @@ def test_trees_are_not_rejected(pair, given):
 def test_drawn_drafts_are_kept_and_an_abandoned_answer_goes_on(pair):
     sampling = replace(HOT, seed=1)
     given = {"steps": 2, "schedule": IN_ORDER, "acceptance": "reject", "sampling": sampling}
-    config = DecodeConfig("specdiff", 8, max_tokens=30, **given)
+    config = config_with("specdiff", 8, max_tokens=30, **given)
     drafter = make_drafter(pair, config)
     state = start(pair.target, drafter, [1, 2, 3], config)
     said, count = [], 0
@@ -301,7 +311,7 @@ def test_drawn_drafts_are_kept_and_an_abandoned_answer_goes_on(pair):
 @pytest.mark.parametrize("seed", [None, 3])
 def test_every_answer_draws_drafts_of_its_own_unless_seeded(pair, seed):
     given = {"acceptance": "reject", "sampling": SamplingConfig(2.0, seed=seed)}
-    config = DecodeConfig("specdiff", 8, max_tokens=6, **given)
+    config = config_with("specdiff", 8, max_tokens=6, **given)
     drafter = make_drafter(pair, config)
     state, drafts = start(pair.target, drafter, [1, 2, 3, 4], config), set()
     for _ in range(8):
@@ -320,7 +330,7 @@ def test_the_turns_of_a_conversation_are_answered_as_without_drafts(tmp_path, wi
     """Turns that go on, go back and begin anew, with long and short prompts."""
     target = Target(make_model("llama"), 500, "tiny")
     model = masked_formats.load(masked_formats.folder(tmp_path), target, draft_window=window)
-    session = Session(Pair(target, Letters(), (model,)), DecodeConfig("specdiff", max_tokens=20))
+    session = Session(Pair(target, Letters(), (model,)), config_with("specdiff", max_tokens=20))
     said = prompt_of(1, 150)
     for prompt in (said, [*said, *prompt_of(2, 9)], said[:100], prompt_of(3, 90), said[:101]):
         assert answer(session, prompt) == plain_answer(target, prompt, 20)
@@ -334,10 +344,10 @@ def test_targets_that_verify_chains_only_and_hybrids_are_drafted_for(tmp_path, f
     pair = Pair(target, Letters(), (masked_formats.load(folder, target),))
     prompt = prompt_of(4, 50)
     for chain in ({}, {"steps": 2}, {"block_size": 4}):
-        config = DecodeConfig("specdiff", max_tokens=16, **chain)
+        config = config_with("specdiff", max_tokens=16, **chain)
         assert answer(Session(pair, config), prompt) == plain_answer(target, prompt, 16)
     for tree in ({"budget": 9}, {"branches": 3}):
-        config = DecodeConfig("specdiff", max_tokens=16, **tree)
+        config = config_with("specdiff", max_tokens=16, **tree)
         if target.takes_trees:
             assert answer(Session(pair, config), prompt) == plain_answer(target, prompt, 16)
         else:

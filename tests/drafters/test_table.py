@@ -20,6 +20,7 @@ from dflash_mlx.drafters.methods import (
     why_auto,
 )
 from dflash_mlx.engine.pair import Capabilities, Preset
+from support.configs import config_with
 
 WARM = SamplingConfig(temperature=0.7)
 TWO, ONE, NO = Capabilities(("dflash",) * 2), Capabilities(("dflash",)), Capabilities()
@@ -44,7 +45,7 @@ DDTREE = Capabilities(("dflash",) * 2, preset=Preset("ddtree"))
         ({}, MASKED, "specdiff"),
         ({}, Capabilities(("specdiff",), trees=False), "specdiff"),
         ({"block_size": 4}, MASKED, "specdiff"),
-        ({"branches": 4}, MASKED, "specdiff"),
+        ({"steps": 4}, MASKED, "specdiff"),
         ({}, EAGLE, "eagle3"),
         ({}, Capabilities(("eagle3",), trees=False), "eagle3"),
         ({}, Capabilities(("dflash", "eagle3")), "ddtree"),
@@ -56,7 +57,7 @@ DDTREE = Capabilities(("dflash",) * 2, preset=Preset("ddtree"))
         ({"branches": 4}, DDTREE, "d2sd"),
         ({"branches": 3}, ONE, "d2sd"),
         ({"branches": 3}, CHAINS, "dflash"),
-        ({"growth": "paper"}, DDTREE, "d2sd"),
+        ({"second_block_size": 4}, DDTREE, "d2sd"),
         ({"budget": 16}, DDTREE, "ddtree"),
         ({"budget": 16}, NO, "ngram"),
         ({"lookup": False}, TWO, "d2sd"),
@@ -70,13 +71,13 @@ DDTREE = Capabilities(("dflash",) * 2, preset=Preset("ddtree"))
 def test_auto_is_what_the_pair_serves_the_settings_ask_for_and_the_registry_advises(
     settings, capabilities, method
 ):
-    assert settle(DecodeConfig(**settings), capabilities).method == method
+    assert settle(config_with(**settings), capabilities).method == method
 
 
 def test_settings_of_one_method_are_given_when_they_are_not_the_default():
-    assert given(DecodeConfig(max_tokens=3, exact=True)) == ()
-    assert set(given(DecodeConfig(branches=4, lookup=False))) == {"branches", "lookup"}
-    assert takers("growth") == ("d2sd",) and takers("max_tokens") == ()
+    assert given(DecodeConfig(max_tokens=3, exact=True)) == {}
+    assert set(given(config_with(branches=4, lookup=False))) == {"branches", "lookup"}
+    assert takers("second_block_size") == ("d2sd",) and takers("max_tokens") == ()
 
 
 @pytest.mark.parametrize(
@@ -84,11 +85,11 @@ def test_settings_of_one_method_are_given_when_they_are_not_the_default():
     [
         ("ngram", {"branches": 3}, "d2sd"),
         ("dflash", {"budget": 16}, "ddtree, d2sd"),
-        ("ddtree", {"growth": "paper"}, "d2sd"),
+        ("ddtree", {"second_block_size": 4}, "d2sd"),
         ("ddtree", {"acceptance": "reject"}, "dflash"),
         ("none", {"block_size": 4}, "dflash, ddtree, d2sd, specdiff, eagle3, ngram"),
         ("ddtree", {"steps": 2}, "specdiff"),
-        ("d2sd", {"steps": 2, "schedule": "threshold"}, "specdiff"),
+        ("d2sd", {"steps": 2}, "specdiff"),
     ],
 )
 def test_a_setting_of_another_method_is_refused_with_the_methods_that_have_it(
@@ -96,9 +97,9 @@ def test_a_setting_of_another_method_is_refused_with_the_methods_that_have_it(
 ):
     name, value = next(iter(settings.items()))
     with pytest.raises(DFlashError, match=f"{name} is {value}.*{method}.*{owners}"):
-        check_given(DecodeConfig(method, **settings))
+        check_given(config_with(method, **settings))
     for owner in (AUTO, *owners.split(", ")):
-        check_given(DecodeConfig(owner, **settings))
+        check_given(config_with(owner, **settings))
 
 
 @pytest.mark.parametrize(
@@ -127,9 +128,9 @@ def test_no_drafter_is_none_for_any_method():
 
 
 def test_settings_that_decide_what_auto_is_are_named():
-    assert "d2sd" in why_auto(DecodeConfig(branches=3), DDTREE)
-    assert "branches" in why_auto(DecodeConfig(branches=3), DDTREE)
-    for silent in (DecodeConfig(), DecodeConfig(budget=16), DecodeConfig("d2sd", branches=3)):
+    assert "d2sd" in why_auto(config_with(branches=3), DDTREE)
+    assert "branches" in why_auto(config_with(branches=3), DDTREE)
+    for silent in (DecodeConfig(), DecodeConfig(budget=16), config_with("d2sd", branches=3)):
         assert why_auto(silent, DDTREE) == ""
 
 
@@ -145,14 +146,14 @@ def test_a_use_that_the_pair_cannot_serve_is_refused_before_weights_are_read():
     with pytest.raises(DFlashError, match="^block_size is 9.*blocks of 8"):
         check_uses([DecodeConfig("d2sd", block_size=9)], [8, 12], TWO, "")
     with pytest.raises(DFlashError, match="second_block_size is 7.*blocks of 6"):
-        check_uses([DecodeConfig("d2sd", second_block_size=7)], [8, 6], TWO, "")
+        check_uses([config_with("d2sd", second_block_size=7)], [8, 6], TWO, "")
     check_uses([DecodeConfig("d2sd", block_size=7), DecodeConfig("ngram")], [8, 6], TWO, "")
 
 
 def test_what_a_method_says_of_itself_fits_together():
     for name, method in METHODS.items():
         assert method.label
-        assert all(hasattr(DecodeConfig(), setting) for setting in method.settings)
+        assert not method.own.keys() & DecodeConfig().__dict__.keys()
         assert needs_drafter(name) == bool(method.family) == (method.best_with > 0)
     assert len({source.name for source in sources()}) == len(sources())
     d2sd, both = find_method("d2sd"), Capabilities(("dflash", "dflash"))

@@ -16,17 +16,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from dflash_chat.labels import DRAFTS, label_of
 from dflash_chat.naming import legend, method_name, source_style
+from dflash_chat.settings_screen import SettingsScreen
 from dflash_mlx import PairConfig, Session, load_pair, method_choices
 from dflash_mlx.benchmark import __main__ as benchmark
+from dflash_mlx.benchmark.selection import expand, read_methods
 from dflash_mlx.cli import doctor
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Finding
+from dflash_mlx.core.option import Given, Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.method import Method, TokenSource
-from dflash_mlx.drafters.methods import METHODS
+from dflash_mlx.drafters.methods import METHODS, check_given, settle
 from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Capabilities, Pair
@@ -103,8 +107,8 @@ class ToyDrafter(EachAlone):
 
     name, aux_layers, rounds_ahead = "toy", (), 0
 
-    def __init__(self, model: ToyModel) -> None:
-        self.model = model
+    def __init__(self, model: ToyModel, stride: int) -> None:
+        self.model, self.stride = model, stride
 
     def new_context(self) -> Seen:
         return self.model.new_context()
@@ -113,7 +117,8 @@ class ToyDrafter(EachAlone):
         assert state.context.length == state.position
         token, drafts = state.anchor, []
         for _ in range(min(self.model.block_size, remaining) - 1):
-            token = mx.argmax(self.model.module.after[token], axis=-1)
+            for _ in range(self.stride):
+                token = mx.argmax(self.model.module.after[token], axis=-1)
             drafts.append(token.item())
         return Proposal(Tree.chain(drafts))
 
@@ -159,16 +164,33 @@ class ToyFiles:
         return ToyModel(network)
 
 
+@dataclass(frozen=True)
+class ToyOptions(Options):
+    """The options of `toy`, which no other file knows."""
+
+    stride: int = option(
+        1,
+        "letters from one draft to the next",
+        label="Letters at a stride",
+        least=1,
+        most=9,
+        usual=("1", "2"),
+        type=int,
+    )
+
+
 def make(pair: Pair, config: DecodeConfig) -> ToyDrafter:
     (model,) = pair.of("toy")
     assert isinstance(model, ToyModel)
-    return ToyDrafter(model)
+    assert isinstance(config.options, ToyOptions)
+    return ToyDrafter(model, config.options.stride)
 
 
 METHOD = Method(
     "toy",
     "toy bigrams",
     make,
+    ToyOptions,
     family="toy",
     files=ToyFiles(),
     best_with=1,
@@ -209,10 +231,37 @@ def test_auto_takes_it_and_answers_are_plain_decodings(folders):
 
 def test_the_command_line_answers_with_it(folders, capsys):
     assert "toy" in method_choices()
-    generating.main([*folders, "--method", "toy", "--prompt", "abc", "--json"])
-    said = json.loads(capsys.readouterr().out)
-    assert said["method"] == "toy" and said["rounds"] > 0
-    assert len(said["accepted_by_position"]) == 3
+    for stride in ("1", "5"):
+        given = ["--method", "toy", "--stride", stride]
+        generating.main([*folders, *given, "--prompt", "abc", "--json"])
+        said = json.loads(capsys.readouterr().out)
+        assert said["method"] == "toy" and said["rounds"] > 0
+        assert len(said["accepted_by_position"]) == 3
+    assert "toy: letters from one draft to the next" in generating.parser().format_help()
+
+
+def test_an_option_of_its_own_is_refused_with_other_values_and_for_other_methods():
+    for method, value, said in (
+        ("toy", 10, "stride is 10; choose 1 to 9"),
+        ("dflash", 2, "stride is 2, but dflash does not use it; .*that does: toy"),
+    ):
+        with pytest.raises(DFlashError) as refused:
+            check_given(DecodeConfig(method, options=Given.of(stride=value)))
+        assert re.fullmatch(said, str(refused.value)), str(refused.value)
+    chosen = settle(DecodeConfig(options=Given.of(stride=2)), Capabilities(("dflash", "toy")))
+    assert (chosen.method, chosen.options) == ("toy", ToyOptions(2))
+
+
+def test_an_option_of_its_own_is_swept_and_is_a_setting_of_the_chat():
+    plan, _ = expand("stride", read_methods("toy,ngram", DecodeConfig()), lambda _: 0)
+    assert [*plan] == ["none", "toy:stride=1", "toy:stride=2", "ngram"]
+    assert plan["toy:stride=2"].options == ToyOptions(2)
+    (named,) = [*read_methods("toy:stride=3", DecodeConfig()).values()][1:]
+    assert named.options == ToyOptions(3)
+    screen = SettingsScreen(DecodeConfig(options=Given.of(stride=4)))
+    groups = dict(screen._groups())
+    assert "stride" in groups[DRAFTS] and screen._fields["stride"][1] == 4
+    assert label_of("stride") == "Letters at a stride"
 
 
 def test_the_benchmark_compares_it(folders, tmp_path, capsys):

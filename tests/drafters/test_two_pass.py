@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.growth.grow import rejection_boundaries
 from dflash_mlx.drafters.none import NoContext
+from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth
 from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import behind, paths_of
@@ -52,8 +52,8 @@ GROWTHS = {
 
 @pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
 def test_neither_pass_proposes_what_a_grammar_forbids(growth):
-    config, dropped = DecodeConfig(levels=3), [0, 0]
-    both = DualDiffusion(ToyDrafter(1), ToyDrafter(2), config, growth)
+    dropped = [0, 0]
+    both = AblatedDual(ToyDrafter(1), ToyDrafter(2), growth).ablated(levels=3)
     for anchor in (0, 1):
         state, trees = behind(both, anchor), []
         for constraint in (None, toy_constraint("[ab]{9}", start=0)):
@@ -74,7 +74,7 @@ def test_neither_pass_proposes_what_a_grammar_forbids(growth):
 def test_a_drafter_that_continues_itself_does_not_repeat_its_first_pass(growth):
     first, found = ToyDrafter(1), []
     for size in (4, 3):
-        both = DualDiffusion(first, None, DecodeConfig(second_block_size=size), growth)
+        both = DualDiffusion(first, None, growth, (None, size))
         (draft,) = both.begin([behind(both, 0)], [4])
         found.append(() in draft.branches)
     assert found == [False, True], "a pass over another block is another pass"
@@ -83,8 +83,7 @@ def test_a_drafter_that_continues_itself_does_not_repeat_its_first_pass(growth):
 def test_a_longer_second_block_goes_on_behind_the_whole_first_draft():
     """In the places that the law's answers have, see test_law.py; or not, where that is off."""
     for extension in (True, False):
-        config = DecodeConfig(extension=extension)
-        both = DualDiffusion(ToyDrafter(1, 2), ToyDrafter(2), config, PaperGrowth(1))
+        both = AblatedDual(ToyDrafter(1, 2), ToyDrafter(2), PaperGrowth(1)).ablated(2, extension)
         state = behind(both, 0)
         (draft,) = drafts = both.begin([state], [3])
         (whole,) = both.go_on([state], drafts, [len(draft.branches)])

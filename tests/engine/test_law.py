@@ -18,13 +18,14 @@ from dflash_mlx.drafters.dflash.markov import (
 )
 from dflash_mlx.drafters.dflash.paths import Candidates, predecessors
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
-from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth, PaperGrowth
+from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.growth.links import Linked
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth
 from dflash_mlx.drafters.resample import Resample
 from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff
 from dflash_mlx.drafters.specdiff.method import likeliest
@@ -110,9 +111,11 @@ def as_pays(drafter, chains=True):
 GROWTH = JointGrowth(2, 8)
 
 
-def dual(first, second, growth=GROWTH, **settings):
+def dual(first, second, growth=GROWTH, levels=2):
     """D2SD's drafter of two toys."""
-    return DualDiffusion(first, second, DecodeConfig(**settings), growth)
+    if levels > 2:
+        return AblatedDual(first, second, growth).ablated(levels)
+    return DualDiffusion(first, second, growth)
 
 
 FIRST, SECOND, MARKOV = ToyDrafter(1), ToyDrafter(2), ToyMarkov(3)

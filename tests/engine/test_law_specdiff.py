@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.sampling import DRAFT, tempered
-from dflash_mlx.core.schedule import IN_ORDER, SCHEDULES
+from dflash_mlx.core.sampling import tempered
 from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecDiff
-from dflash_mlx.drafters.specdiff.method import likeliest, sampled
+from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, sampled
+from dflash_mlx.drafters.paper import Scheduled as Denoising
+from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff
+from dflash_mlx.drafters.specdiff.method import likeliest
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.law import VOCABULARY, answers_of, law_distance
 from support.masked_toys import ToyMasked
@@ -99,7 +100,7 @@ class SurestFirst(DrawnSpecDiff):
     """
 
     def drawn(self, state, rows):
-        first, second = mx.random.split(self._drawing.sampler(state).key(state.position, DRAFT))
+        first, second = mx.random.split(self._drawing.key(state))
         masks = [self._model.mask] * (rows - 1)
         laws = self.said(state, masks, range(1, rows))
         chances = mx.softmax(laws, axis=-1)

@@ -19,6 +19,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.model import Target
+from support.configs import config_with
 from support.decoding import Strict
 from support.drafter_formats import drafter_folder
 from support.families import make_model
@@ -72,7 +73,7 @@ def pair(tmp_path_factory):
 def config_of(method="none", structure="schema", temperature=0.0, **options):
     sampling = SamplingConfig(temperature, seed=options.pop("seed", 7))
     given = {"max_tokens": 120, "sampling": sampling, "structure": STRUCTURES.get(structure)}
-    return DecodeConfig(method, **{k: v for k, v in {**given, **options}.items() if v is not None})
+    return config_with(method, **{k: v for k, v in {**given, **options}.items() if v is not None})
 
 
 def said(pair, config, prompt=PROMPT):

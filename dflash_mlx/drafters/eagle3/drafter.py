@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import heapq
 from abc import abstractmethod
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import cast
 
 import mlx.core as mx
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.sampling import DRAFT as STREAM
+from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.budget import MOST_NODES, within_budget
-from dflash_mlx.drafters.drawing import Drawing, with_confidences
+from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.eagle3.context import EagleContext
 from dflash_mlx.drafters.eagle3.model import FAMILY, Draft, EagleModel
 from dflash_mlx.drafters.growth.grow import Offers, Path, best_first
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, asks_for_tree, check_block_size
+from dflash_mlx.drafters.method import (
+    DRAFT,
+    LOOKUP,
+    MOST_BRANCHES,
+    USUAL_BRANCHES,
+    Method,
+    check_block_size,
+)
+from dflash_mlx.drafters.plan import plan
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -73,11 +81,10 @@ class Chain(Eagle):
 
 
 class DrawnChain(Eagle):
-    """Every token drawn at the target's own temperature and filters, for rejection sampling.
+    """Every token drawn, for rejection sampling; weighed: see `Drawing`.
 
-    weighed: whether trees say how sure the drafter is. All nodes then have the largest probability
-    of the first: that of others depends on what was drawn before them, and a chain that was cut by
-    its own tokens would no longer follow q.
+    All nodes are as sure as the first one: how sure others are depends on what was drawn before
+    them.
     """
 
     def __init__(
@@ -88,27 +95,19 @@ class DrawnChain(Eagle):
         weighed: bool = False,
     ) -> None:
         super().__init__(model, block_size)
-        self._drawing, self._weighed = Drawing(sampling), weighed
+        self._drawing = Drawing(sampling, weighed)
 
     def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
         """A chain that knows what each token was drawn from, given those before it."""
-        keys = mx.random.split(self._drawing.sampler(state).key(state.position, STREAM), rows - 1)
+        keys = mx.random.split(self._drawing.key(state), rows - 1)
         tokens, laws = [state.anchor], []
         for row in range(rows - 1):
             logits = tempered(draft.logits(tokens[-1], [row - 1]), self._drawing.config)
             token = mx.random.categorical(logits, key=keys[row])
             tokens.append(token.astype(state.anchor.dtype))
             laws.append(mx.softmax(logits, axis=-1))
-        drafted, q = mx.concatenate(tokens[1:]), mx.concatenate(laws)
-        mx.async_eval(drafted, q)
-        tree = Tree.chain(drafted)
-        if self._weighed:
-            tree = with_confidences(tree, [self.confidence(q)] * (rows - 1))
-        return Proposal(tree, q)
-
-    def confidence(self, q: mx.array) -> float:
-        """How sure the drafter is of a chain, whatever was drawn from q [rows - 1, V]."""
-        return float(q[0].max())
+        q = mx.concatenate(laws)
+        return self._drawing.proposal(state, mx.concatenate(tokens[1:]), q, q[0].max())
 
 
 class GrownTree(Eagle):
@@ -144,35 +143,46 @@ class GrownTree(Eagle):
         return Proposal(best_first(offers.get, self._nodes))
 
 
+@dataclass(frozen=True)
+class EagleOptions(Options):
+    """The options of `eagle3`."""
+
+    branches: int | None = option(
+        None,
+        f"tokens behind a path, and paths that a pass continues (default: {BRANCHES})",
+        label="Branches",
+        least=1,
+        most=MOST_BRANCHES,
+        usual=USUAL_BRANCHES,
+        type=int,
+    )
+
+
 def _make(pair: Pair, config: DecodeConfig) -> Drafter:
     model, size = cast(EagleModel, pair.of(FAMILY)[0]), config.block_size
-    grows, trees = asks_for_tree(config), pair.target.takes_trees
-    if grows:
-        pair.target.check_trees()
-    chain = not trees or (size is not None and not grows)
+    branches = cast(EagleOptions, config.options).branches
+    how = plan(METHOD, pair, config, branches)
     drafter: Eagle
-    if config.draws_drafts and (chain or config.acceptance == "reject"):
+    if how.drawn:
         drafter = DrawnChain(model, size, config.sampling, weighed=size is None)
-    elif chain and size is not None:
+    elif how.chain and how.fixed:
         drafter = Chain(model, size)
     else:
-        branches = (config.branches or BRANCHES) if trees else 1
-        drafter = GrownTree(model, size, branches, config.budget or MOST_NODES)
-    if size is not None or config.budget is not None:
-        return drafter
-    chains = isinstance(drafter, DrawnChain)
-    return within_budget(drafter, {"draft": drafter}, pair, config, METHOD.sources, chains)
+        branches = 1 if how.chain else branches or BRANCHES
+        drafter = GrownTree(model, size, branches, how.nodes)
+    return how.follow(drafter)
 
 
 METHOD = Method(
     FAMILY,
     "EAGLE-3",
     _make,
+    EagleOptions,
     family=FAMILY,
     files=checkpoint,
     best_with=1,
+    has_budget=True,
     draws=True,
-    settings=("block_size", "branches", "budget", "acceptance", "lookup", "recalibrate"),
     sources=(DRAFT, LOOKUP),
     preference=1,
 )

@@ -10,18 +10,15 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import SamplingConfig
-from dflash_mlx.core.sampling import DRAFT, tempered
-from dflash_mlx.core.schedule import IN_ORDER, THRESHOLD
+from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.drawing import Drawing, with_confidences
+from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.growth.grow import Array, Ranked
 from dflash_mlx.drafters.method import check_block_size
 from dflash_mlx.drafters.specdiff.context import TokenContext
 from dflash_mlx.drafters.specdiff.model import MaskedModel
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
-
-SURE = 0.9  # probability from which on the threshold schedule fixes a token
 
 Known = dict[int, int]  # tokens of a block that are fixed, by their places
 Look = Callable[[Known, list[int]], Ranked]  # what a pass says of the places that are masked
@@ -30,27 +27,21 @@ Grow = Callable[[Ranked, int], Tree]  # a tree of what is drafted behind so many
 
 @dataclass(frozen=True)
 class Denoising:
-    """steps: passes over a block, at most. schedule: which tokens each of them fixes."""
+    """A block in several passes, each of which fixes its share of the tokens, the first ones."""
 
-    steps: int = 1
-    schedule: str = "confidence"
+    steps: int = 1  # passes over a block, at most
 
     @property
     def in_order(self) -> bool:
         """Whether no token is fixed before one that precedes it."""
-        return self.steps == 1 or self.schedule == IN_ORDER
+        return True
 
     def fixed(self, confidences: Array, left: int) -> list[int]:
         """Which of the masked positions are fixed, in order, where `left` passes are to come.
 
         confidences: [n] probability of the likeliest token at each.
         """
-        n = len(confidences)
-        best_first = np.argsort(-confidences, kind="stable")
-        if self.schedule == THRESHOLD:
-            return sorted(best_first[: max(1, int((confidences >= SURE).sum()))].tolist())
-        count = share(n, left)
-        return list(range(count)) if self.in_order else sorted(best_first[:count].tolist())
+        return list(range(share(len(confidences), left)))
 
 
 def share(masked: int, left: int) -> int:
@@ -114,12 +105,10 @@ class SpecDiff(EachAlone):
 
 
 class DrawnSpecDiff(SpecDiff):
-    """With every token drawn at the target's own temperature and filters, left to right.
+    """With every token drawn, left to right; weighed: see `Drawing`.
 
     Of every pass the next tokens are drawn, each from what that pass says; it knows the ones before
-    them and no later one. weighed: whether trees say how sure each position is. They go by the
-    first pass, before anything is drawn: a chain that was cut by its own tokens would no longer
-    follow q.
+    them and no later one.
     """
 
     def __init__(
@@ -132,14 +121,11 @@ class DrawnSpecDiff(SpecDiff):
     ) -> None:
         assert how.in_order
         super().__init__(model, block_size, how, lambda ranked, position: Tree.chain(), 1)
-        self._drawing, self._weighed = Drawing(sampling), weighed
+        self._drawing = Drawing(sampling, weighed)
 
     def draft_block(self, state: State, rows: int) -> Proposal:
         """A chain that knows what it was drawn from."""
-        tokens, q, sure = self.drawn(state, rows)
-        mx.async_eval(tokens, q)
-        tree = Tree.chain(tokens)
-        return Proposal(with_confidences(tree, sure) if self._weighed else tree, q)
+        return self._drawing.proposal(state, *self.drawn(state, rows))
 
     def drawn(self, state: State, rows: int) -> tuple[mx.array, mx.array, mx.array]:
         """Tokens [rows - 1], q [rows - 1, V] that they were drawn from, and how sure it was.
@@ -147,7 +133,7 @@ class DrawnSpecDiff(SpecDiff):
         sure: [rows - 1] the largest probabilities in the first pass.
         """
         context, steps = cast(TokenContext, state.context), self._how.steps
-        keys = mx.random.split(self._drawing.sampler(state).key(state.position, DRAFT), steps)
+        keys = mx.random.split(self._drawing.key(state), steps)
         tokens, q = mx.array([], state.anchor.dtype), []
         sure: mx.array | None = None
         for left in range(steps - 1, -1, -1):

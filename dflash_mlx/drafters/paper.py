@@ -1,0 +1,268 @@
+"""Knobs that reproduce papers, and controls of comparisons: for the benchmark alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import Options, option
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters import dual_diffusion, resample
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion
+from dflash_mlx.drafters.budget import MOST_NODES
+from dflash_mlx.drafters.dflash import checkpoint
+from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dual_diffusion import Drafts, DualDiffusion, DualOptions
+from dflash_mlx.drafters.growth.grow import (
+    FIRST,
+    SECOND,
+    Array,
+    Choices,
+    Path,
+    Ranked,
+    likeliest,
+    rejection_boundaries,
+    walk,
+)
+from dflash_mlx.drafters.growth.reliability import Sizes, reach
+from dflash_mlx.drafters.growth.samples import merge_samples
+from dflash_mlx.drafters.method import DRAFT, MOST_BRANCHES, USUAL_BRANCHES, Method
+from dflash_mlx.drafters.methods import METHODS
+from dflash_mlx.drafters.one_draft import block_models
+from dflash_mlx.drafters.specdiff import method as specdiff
+from dflash_mlx.drafters.specdiff.drafter import Denoising, Grow
+from dflash_mlx.drafters.specdiff.method import MaskedOptions
+from dflash_mlx.drafters.two_pass import FirstDraft, legal
+from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.state import State
+
+GROWTHS = ("joint", "paper", "apart")
+IN_ORDER, THRESHOLD = "left-to-right", "threshold"
+SCHEDULES = ("confidence", IN_ORDER, THRESHOLD)
+SURE = 0.9  # probability from which on the threshold schedule fixes a token
+SAMPLED_FROM = 64  # likeliest tokens of a position (SpecDiff-2, arXiv 2511.00606)
+
+Chain = tuple[Path, list[float], str]  # tokens, their log-probabilities, whose they are
+
+
+class PaperGrowth:
+    """As published: K continuations of the first draft where it is likely to be rejected.
+
+    branches: K. Nothing is pruned; equal prefixes share their nodes. apart: a branch is for the
+    case that the draft which it leaves fails there, so it begins with another token than that one
+    goes on with (not in the paper).
+    """
+
+    def __init__(self, branches: int, apart: bool = False) -> None:
+        self._branches, self._apart = branches, apart
+
+    def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
+        """Those with the largest rejection-boundary posterior r(i), and the whole first draft.
+
+        Each with its posterior. second: the branches so far, which the third level continues
+        likewise. longest: tokens behind which there is still something to draft.
+        """
+        chains = self._chains(first, second)
+        likely: dict[Path, float] = {}
+        for chain, logprobs, _ in chains:
+            for i, r in enumerate(rejection_boundaries(np.exp(np.array(logprobs)))):
+                if i <= longest and chain[:i] not in second:
+                    likely[chain[:i]] = max(likely.get(chain[:i], 0.0), float(r))
+        chosen = likeliest(likely, self._branches)
+        whole, logprobs, _ = chains[0]
+        if len(whole) <= longest and whole not in second:
+            chosen[whole] = math.exp(sum(logprobs))
+        return likeliest(chosen, len(chosen))
+
+    def tree(self, first: Choices, second: Drafts) -> Tree:
+        """The first draft and its continuations, merged."""
+        return Tree.of_chains(self._chains(first, second))
+
+    def _chains(self, first: Choices, second: Drafts) -> list[Chain]:
+        """The first draft, then the branches, all from the root on."""
+        chains: list[Chain] = [(*walk(first), FIRST)]
+        for prefix, choices in second.items():
+            if choices is first:  # a drafter that continues itself
+                continue
+            end = len(prefix)
+            left, known = next(
+                (chain, known) for chain, known, _ in chains if chain[:end] == prefix
+            )
+            path, logprobs = walk(choices, left[end : end + 1] if self._apart else ())
+            chains.append(((*prefix, *path), [*known[:end], *logprobs], SECOND))
+        return chains
+
+
+class AblatedDual(DualDiffusion):
+    """D2SD with a further level of second drafts, or without a branch behind the first one's end.
+
+    levels: 3 lets the second drafter continue its own branches, too. extends: whether a longer
+    second block continues the whole first draft.
+    """
+
+    levels = 2
+
+    def ablated(self, levels: int, extends: bool = True) -> AblatedDual:
+        """Itself, with these."""
+        self.levels = levels
+        self._longest = self._sizes[1] if extends else min(self._sizes)
+        return self
+
+    def second(
+        self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
+    ) -> list[dict[Path, Choices]]:
+        known = super().second(states, drafts, counts)
+        for _ in range(2, self.levels):
+            chosen = [
+                [*legal(self._prefixes(draft.choices, second, draft.remaining), state)]
+                if draft.choices and second
+                else []
+                for draft, second, state in zip(drafts, known, states, strict=True)
+            ]
+            further = self.behind(states, drafts, chosen)
+            known = [{**one, **more} for one, more in zip(known, further, strict=True)]
+        return known
+
+
+@dataclass(frozen=True)
+class AblatedDualOptions(DualOptions):
+    """The options of `d2sd` that its paper's ablations need."""
+
+    growth: str = option(
+        "joint",
+        "best-first over both drafts; as published and whole; or whole with branches that begin "
+        "apart from the draft which they leave",
+        choices=GROWTHS,
+    )
+    extension: bool = option(True, "let a longer second block continue the whole first draft, too")
+    levels: int = option(
+        2, "3 lets the second drafter continue its own branches, too", least=2, most=3, type=int
+    )
+
+    @property
+    def cuts(self) -> bool:  # type: ignore[override]
+        return self.growth == "joint"
+
+    def check(self, config: DecodeConfig) -> None:
+        if not self.cuts and config.budget is not None:
+            what = f"growth={self.growth} never cuts its tree, but the budget is {config.budget}"
+            raise DFlashError(what, "leave the budget or the growth out", "budget")
+
+    def drafter(
+        self, first: BlockModel, second: BlockModel | None, config: DecodeConfig
+    ) -> DualDiffusion:
+        self.check(config)
+        growth: dual_diffusion.Growth = dual_diffusion.JointGrowth(
+            self.branches or dual_diffusion.BRANCHES, config.budget or MOST_NODES
+        )
+        if not self.cuts:
+            branches = self.branches or dual_diffusion.BRANCHES
+            growth = PaperGrowth(branches, apart=self.growth == "apart")
+        sizes = config.block_size, self.second_block_size
+        return AblatedDual(first, second, growth, sizes).ablated(self.levels, self.extension)
+
+
+@dataclass(frozen=True)
+class Scheduled(Denoising):
+    """Passes over a block that fix the surest tokens, the first ones, or all that are sure."""
+
+    schedule: str = IN_ORDER
+
+    @property
+    def in_order(self) -> bool:
+        return self.steps == 1 or self.schedule == IN_ORDER
+
+    def fixed(self, confidences: Array, left: int) -> list[int]:
+        in_order = super().fixed(confidences, left)
+        surest = np.argsort(-confidences, kind="stable")
+        if self.schedule == THRESHOLD:
+            return sorted(surest[: max(1, int((confidences >= SURE).sum()))].tolist())
+        return in_order if self.in_order else sorted(surest[: len(in_order)].tolist())
+
+
+def sampled(ranked: Ranked, position: int, samples: int, seed: int, nodes: int) -> Tree:
+    """The likeliest block and `samples` draws, merged (SpecDiff-2, arXiv 2511.00606).
+
+    Of more than `nodes`, those that are likeliest to be reached.
+    """
+    generator = np.random.default_rng((seed, position))
+    tree = merge_samples(ranked.logprobs, samples, generator, ranked.tokens)
+    chances = np.exp(np.minimum(tree.logprobs, 0.0))  # rounding may leave one above 1
+    return tree.prune(sorted(Sizes.of_trees([reach(tree, chances)], nodes).ends.tolist()))
+
+
+@dataclass(frozen=True)
+class ScheduledOptions(MaskedOptions):
+    """The options of `specdiff`, other schedules and samples that are merged to a tree."""
+
+    schedule: str = option(
+        IN_ORDER,
+        "with several steps: after each, fix the surest tokens, the first ones, or all that are "
+        "90 % sure",
+        choices=SCHEDULES,
+    )
+    branches: int | None = option(
+        None,
+        "samples of the draft, merged to a tree",
+        least=1,
+        most=MOST_BRANCHES,
+        usual=USUAL_BRANCHES,
+        type=int,
+    )
+
+    @property
+    def denoising(self) -> Scheduled:
+        return Scheduled(self.steps or 1, self.schedule)
+
+    @property
+    def samples(self) -> int | None:
+        return self.branches
+
+    def check(self, config: DecodeConfig) -> None:
+        # Where a later token is fixed first, and an earlier one by it, the law of the draft is
+        # neither pass's: min(1, p/q) with the passes' own q is wrong.
+        if config.acceptance == "reject" and not self.denoising.in_order:
+            what = f"acceptance is reject, but the {self.schedule} schedule with {self.steps} steps"
+            what += " fixes tokens out of order, so the law that they were drawn from is not known"
+            step = f"choose the schedule {IN_ORDER}, one step, or acceptance match"
+            raise DFlashError(what, step, "acceptance")
+
+    def grow(self, config: DecodeConfig, nodes: int) -> tuple[Grow, int]:
+        self.check(config)
+        if self.branches is None:
+            return super().grow(config, nodes)
+        seed = config.sampling.with_seed().seed or 0
+        return partial(sampled, samples=self.branches, seed=seed, nodes=nodes), SAMPLED_FROM
+
+
+def _make_first_version(pair: Pair, config: DecodeConfig) -> Drafter:
+    return BlockDiffusion(block_models(pair)[0], config.block_size)
+
+
+FIRST_VERSION = Method(
+    "dflash1",
+    "DFlash without its selector",
+    _make_first_version,
+    family=checkpoint.FAMILY,
+    files=checkpoint,
+    best_with=1,
+    sources=(DRAFT,),
+    is_control=True,
+)
+CONTROLS = {method.name: method for method in (resample.METHOD, FIRST_VERSION)}
+KNOBS: dict[str, type[Options]] = {
+    dual_diffusion.METHOD.name: AblatedDualOptions,
+    specdiff.METHOD.name: ScheduledOptions,
+}
+
+
+def add_controls() -> None:
+    """Put the controls into the table of methods."""
+    METHODS.update(CONTROLS)
