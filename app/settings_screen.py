@@ -103,7 +103,8 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
             values = self._values(self._config)
             own = {name: self._value(field) for name, field in self._own.items()}
             given = {n: v for n, v in own.items() if v != self._own[n].default}
-            config = replace(self._config, sampling=sampling, options=Given.of(**given), **values)
+            options = Given.of(**given) if given else None
+            config = replace(self._config, sampling=sampling, options=options, **values)
             check_given(config)
             self.dismiss(config)
         except DFlashError as error:

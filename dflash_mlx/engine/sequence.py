@@ -73,7 +73,7 @@ class Sequence:
         self._preempted_at: Accepted | None = None  # the newest token, where it was preempted
         self._anchor, self._ended = prompt.tokens[-1] if len(prompt) else 0, False
         self._plain_seconds = 0.0  # of a round of plain decoding, from the last that knew
-        self._begin = self._resumed = time.perf_counter()
+        self.start_clock()
 
     @property
     def is_reading(self) -> bool:
@@ -175,6 +175,10 @@ class Sequence:
         accepted = replace(accepted, logits=None)  # they are large, too
         told = text, kept, accepted, reason, self.statistics, anchor, proposal
         return Delta(*told, stop_text, logprobs)
+
+    def start_clock(self) -> None:
+        """The time to the first token counts from here."""
+        self._begin = self._resumed = time.perf_counter()
 
     def resume(self) -> None:
         """Whoever reads the answer asks for more: from here on its clock runs."""

@@ -212,8 +212,9 @@ class Scheduler:
         told: Told = []
         while sequence.rounds and (len(sequence.rounds) > ahead or sequence.is_full):
             first = not sequence.statistics.generated_tokens
-            delta = sequence.next_delta()
+            sequence.rounds[0].accepted.wait()
             self.observer.mark("verify")
+            delta = sequence.next_delta()
             told.append((sequence, delta))
             sequence.resume()  # nobody is waited for between two steps
             if delta.finish_reason is not None:

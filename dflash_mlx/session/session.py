@@ -66,6 +66,7 @@ class Session:
     def _deltas(self, scheduler: Scheduler, sequence: Sequence) -> Iterator[Delta]:
         """Step until the answer is over; empty caches where a pass broke off half-way."""
         self.state, observer = sequence.state, scheduler.observer
+        sequence.start_clock()
         try:
             while len(scheduler):
                 for _, said in scheduler.step():

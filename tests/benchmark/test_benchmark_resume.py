@@ -21,7 +21,8 @@ from dflash_mlx.core.accept import NearTies
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.engine.pair import Pair
+from dflash_mlx.drafters.methods import settle
+from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.parity import Difference
 from support.configs import config_with
 from support.models import write_drafter, write_model
@@ -181,15 +182,15 @@ def test_another_draft_model_is_refused_be_it_the_second(tmp_path):
         finished_runs(*reports, [], tmp_path / "report.json")
 
 
-def test_branches_are_told_where_they_are_known():
+def test_a_methods_own_settings_are_told_among_the_others():
     methods = {
         name: DecodeConfig(name) for name in ("d2sd", "resample", "eagle3", "specdiff", "dflash")
     }
-    methods["asked"] = config_with("eagle3", branches=5)
+    methods["asked"] = settle(config_with("eagle3", branches=5), Capabilities())
     told = settings([BenchmarkPrompt("1", "chat", [1])], methods, SamplingConfig())["methods"]
-    branches = {name: config["branches"] for name, config in told.items()}
-    unasked = dict.fromkeys(("eagle3", "specdiff", "dflash"))
-    assert branches == {"d2sd": 4, "resample": 4, **unasked, "asked": 5}
+    branches = {name: config.get("branches") for name, config in told.items()}
+    unasked = dict.fromkeys(("d2sd", "resample", "eagle3", "specdiff", "dflash"))
+    assert branches == {**unasked, "asked": 5}
 
 
 BAD_REPORTS = {

@@ -268,7 +268,7 @@ def test_a_setting_of_no_sense_is_named_with_its_value(ask, option, value):
     ("options", "refused", "offered"),
     [
         (["--method", "dflash", "--budget", "8"], "--budget is 8", "ddtree"),
-        (["--method", "ddtree", "--growth", "paper"], "--growth is paper", "d2sd"),
+        (["--method", "ddtree", "--steps", "2"], "--steps is 2", "specdiff"),
         (["--method", "ddtree", "--branches", "3"], "--branches is 3", "d2sd"),
         (["--method", "ngram"], "--drafter is ", "dflash"),
         (

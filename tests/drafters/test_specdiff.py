@@ -19,12 +19,12 @@ from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.budget import MOST_NODES, BatchBudget
 from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
-from dflash_mlx.drafters.methods import check_given, make_drafter
+from dflash_mlx.drafters.methods import make_drafter, settle
 from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, SURE, THRESHOLD, sampled
 from dflash_mlx.drafters.paper import Scheduled as Denoising
 from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff, denoise
 from dflash_mlx.drafters.specdiff.method import likeliest
-from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.model import Target
@@ -237,8 +237,7 @@ REJECTED = {"acceptance": "reject"}
 )
 def test_settings_that_cannot_be_followed_are_refused(given, said):
     with pytest.raises(DFlashError, match=said) as failure:
-        config = config_with("specdiff", **given)
-        check_given(config)
+        config = settle(config_with("specdiff", **given), Capabilities())
         config.options.check(config)
     assert failure.value.next_step
 
@@ -365,9 +364,7 @@ def folders(tmp_path_factory):
     return ["--model", str(write_model(root / "model")), "--drafter", str(drafter)]
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["--steps", "2", "--schedule", "threshold"], ["--method", "auto"]], ids=str
-)
+@pytest.mark.parametrize("words", [[], ["--steps", "2"], ["--method", "auto"]], ids=str)
 def test_the_command_line_answers_with_it(folders, capsys, words):
     method = [] if "--method" in words else ["--method", "specdiff"]
     asked = ["--prompt", "abcabc", "--max-tokens", "40", "--json"]
