@@ -14,7 +14,7 @@ from dflash_mlx.drafters.methods import drafting_of, settle
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
-from dflash_mlx.models.available import available_memory
+from dflash_mlx.models.memory import available_memory
 from dflash_mlx.session.answer import TextDelta
 from dflash_mlx.session.stream import Session
 from dflash_mlx.session.templates import Message, prompt_tokens

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 
 import pytest
 
-import dflash_mlx
 from dflash_chat import main as chat
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.cli import generate
@@ -35,8 +33,3 @@ def test_help_has_every_option_and_every_setting_has_one(name, monkeypatch, caps
     out, err = capsys.readouterr()
     assert (int(left.value.code or 0), err) == (0, "")
     assert [o for a in actions.values() for o in a.option_strings if o not in out] == []
-
-
-def test_the_package_keeps_its_function_when_the_module_of_that_name_is_imported():
-    import_module("dflash_mlx.generate")
-    assert callable(dflash_mlx.generate)
