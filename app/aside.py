@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from textual.message_pump import MessagePump
 
 from dflash_chat.problems import describe
-from dflash_mlx import DFlashError
+from dflash_mlx.client import DFlashError
 
 T = TypeVar("T")
 Then = Callable[[T], object]  # may return something to be awaited

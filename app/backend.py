@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from dflash_chat.bench import BenchRequest, run_bench
 from dflash_chat.speeds import Timing
-from dflash_mlx import (
+from dflash_mlx.client import (
     DFlashError,
     Observer,
     Pair,

@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_chat.figures import wide_bar
 from dflash_chat.naming import method_name
-from dflash_mlx import (
+from dflash_mlx.client import (
     NO_DRAFTS,
     BenchStep,
     Capabilities,

@@ -8,7 +8,7 @@ from textual.widgets import ProgressBar, Static
 
 from dflash_chat.bench import BenchResult, table
 from dflash_chat.screens import Comparison
-from dflash_mlx import BenchStep, Capabilities, Job, Pair
+from dflash_mlx.client import BenchStep, Capabilities, Job, Pair
 
 
 class BenchScreen(Comparison):

@@ -36,7 +36,7 @@ from dflash_chat.store import Opened, Store, newest
 from dflash_chat.terminal import Harmless, when_hung_up
 from dflash_chat.themes import THEMES
 from dflash_chat.transcript import Transcript
-from dflash_mlx import (
+from dflash_mlx.client import (
     DEFAULT_MODEL,
     DecodeConfig,
     DFlashError,

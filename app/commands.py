@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from dflash_mlx import DFlashError
+from dflash_mlx.client import DFlashError
 
 
 @dataclass(frozen=True)

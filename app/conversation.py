@@ -11,7 +11,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from dflash_chat.labels import label_of
-from dflash_mlx import split_thinking
+from dflash_mlx.client import split_thinking
 
 TITLE_LENGTH = 60
 LONGEST_TITLE = 200  # characters of one that the user gives; lists read them whole

@@ -10,14 +10,14 @@ from textual.widgets.option_list import Option
 from dflash_chat.aside import aside
 from dflash_chat.problems import describe
 from dflash_chat.screens import Dialog
-from dflash_mlx import (
+from dflash_mlx.client import (
     DEFAULT_MODEL,
     Download,
-    Offer,
+    DownloadPlan,
     PairConfig,
     amount,
     available_memory,
-    offers,
+    download_plans,
 )
 
 _LOOK = 0.2  # seconds between looks at how far a download is
@@ -35,8 +35,8 @@ class DownloadScreen(Dialog[PairConfig | None]):
     def __init__(self, config: PairConfig, everything: bool = False) -> None:
         super().__init__()
         self._config, self._everything = config, everything
-        self._coming = offers(config, everything)
-        self._offers: list[Offer] = []
+        self._coming = download_plans(config, everything)
+        self._offers: list[DownloadPlan] = []
         self._download: Download | None = None
 
     def compose(self) -> ComposeResult:
@@ -63,9 +63,9 @@ class DownloadScreen(Dialog[PairConfig | None]):
         self.hear(asked, self._found, self._not_found)
 
     def _not_found(self, problem: str) -> None:
-        self._found((Offer(self._config, problem=problem), available_memory()))
+        self._found((DownloadPlan(self._config, problem=problem), available_memory()))
 
-    def _found(self, found: tuple[Offer | None, int]) -> None:
+    def _found(self, found: tuple[DownloadPlan | None, int]) -> None:
         offer, there = found
         name, options = self._config.model or DEFAULT_MODEL, self.query_one(OptionList)
         self.query_one(".dialog").border_title = escape(f"{name}, {amount(there)} of memory")

@@ -30,7 +30,7 @@ from dflash_chat.tree_view import (
     symbol,
     tint,
 )
-from dflash_mlx import Delta, find_method
+from dflash_mlx.client import Delta, find_method
 
 SHOWN = 2000  # tokens of an answer
 ANSWERS = 50  # whose tokens are known

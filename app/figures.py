@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_mlx import NO_DRAFTS, DFlashError, Statistics, amount, find_method
+from dflash_mlx.client import NO_DRAFTS, DFlashError, Statistics, amount, find_method
 
 _ABSURD = 1e15  # no figure of an answer is as large, and figures are multiplied
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from dflash_chat.aside import Line
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.store import Store
-from dflash_mlx import DFlashError
+from dflash_mlx.client import DFlashError
 
 T = TypeVar("T")
 _LOOK = 0.02  # seconds between looks at whether all is written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from dflash_mlx import DecodeConfig, SamplingConfig, label_in_words, own_options
+from dflash_mlx.client import DecodeConfig, SamplingConfig, label_in_words, own_options
 
 DRAFTS = "How drafts are made and accepted"  # the options of single methods are here, too
 OTHER = "Other"  # what nobody sorted

@@ -14,7 +14,7 @@ from dflash_chat.problems import describe
 from dflash_chat.screens import Comparison
 from dflash_chat.speeds import Timing
 from dflash_chat.status import Progress
-from dflash_mlx import (
+from dflash_mlx.client import (
     AUTO,
     DEFAULT_MODEL,
     Delta,

@@ -11,7 +11,8 @@ from dataclasses import fields
 from functools import partial
 
 from dflash_chat.options import ChatConfig
-from dflash_mlx import (
+from dflash_mlx.cli import options as cli
+from dflash_mlx.client import (
     DecodeConfig,
     DFlashError,
     PairConfig,
@@ -23,7 +24,6 @@ from dflash_mlx import (
     prefix_cache,
     prompt_tokens,
 )
-from dflash_mlx.cli import options as cli
 
 PROGRAM = "dflash-chat"
 

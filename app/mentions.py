@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dflash_mlx import DFlashError
+from dflash_mlx.client import DFlashError
 
 TYPICAL = 4  # bytes of a token of English or of code; what a model really counts is known later
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')

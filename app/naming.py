@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_mlx import Capabilities, DecodeConfig, Pair, find_method, settle, token_sources
+from dflash_mlx.client import Capabilities, DecodeConfig, Pair, find_method, settle, token_sources
 
 TARGET = "target"  # the source of a token that the target chose itself
 ALONE = "not guessed"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import platformdirs
 
-from dflash_mlx import DFlashError
 from dflash_mlx.cli.options import option
+from dflash_mlx.client import DFlashError
 
 THEMES = ("dark", "light")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dflash_chat.aside import aside
 from dflash_chat.mentions import TYPICAL, attached, mentions
-from dflash_mlx import DFlashError, check_prompt
+from dflash_mlx.client import DFlashError, check_prompt
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp

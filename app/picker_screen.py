@@ -11,17 +11,17 @@ from textual.widgets.option_list import Option
 from dflash_chat.aside import aside
 from dflash_chat.download_screen import DownloadScreen
 from dflash_chat.screens import Dialog, confirm
-from dflash_mlx import (
+from dflash_mlx.client import (
     DEFAULT_MODEL,
     AvailableModel,
-    Kept,
+    CacheEntry,
     PairConfig,
     amount,
     available_memory,
     available_models,
-    kept_files,
+    cache_entries,
     memory_needed,
-    remove_kept,
+    remove_entry,
 )
 
 
@@ -86,7 +86,7 @@ class PickerScreen(Dialog[PairConfig | None]):
             self.say("")
             self.hear(aside(lambda: removable(model.name)), self._removable)
 
-    def _removable(self, kept: list[Kept]) -> None:
+    def _removable(self, kept: list[CacheEntry]) -> None:
         if not kept:
             self.say("There is nothing of this model on the disk that the chat may remove.")
             return
@@ -94,7 +94,7 @@ class PickerScreen(Dialog[PairConfig | None]):
         confirm(
             self.app,
             f"Remove {name} ({size}) from the disk?",
-            lambda: self.hear(aside(lambda: [*map(remove_kept, kept)]), lambda _: self._fill()),
+            lambda: self.hear(aside(lambda: [*map(remove_entry, kept)]), lambda _: self._fill()),
         )
 
     def _offer(self, config: PairConfig, everything: bool = False) -> None:
@@ -113,10 +113,10 @@ class PickerScreen(Dialog[PairConfig | None]):
         return None if at is None or not self._models else self._models[at]
 
 
-def removable(name: str) -> list[Kept]:
+def removable(name: str) -> list[CacheEntry]:
     """What lies on the disk of the model of this name, and is the chat's or the hub's to remove."""
     kinds = ("model", "unfinished", "converted")
-    return [each for each in kept_files(Path()) if each.name == name and each.kind in kinds]
+    return [each for each in cache_entries(Path()) if each.name == name and each.kind in kinds]
 
 
 def line(model: AvailableModel, there: int) -> str:

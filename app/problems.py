@@ -7,8 +7,8 @@ from dataclasses import fields
 
 from dflash_chat.commands import COMMANDS
 from dflash_chat.labels import label_of
-from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, own_options
 from dflash_mlx.cli.options import in_short, keep_traceback
+from dflash_mlx.client import DecodeConfig, DFlashError, SamplingConfig, own_options
 
 _FULL = ("unable to allocate", "out of memory", "insufficient memory", "malloc")
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")  # not the dashes inside of a name

@@ -7,7 +7,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Static
 
 from dflash_chat.screens import Comparison
-from dflash_mlx import RACE_SIDES, Job, RaceResult, RaceStep
+from dflash_mlx.client import RACE_SIDES, Job, RaceResult, RaceStep
 
 TITLES = dict(
     zip(

@@ -20,7 +20,7 @@ from dflash_chat.screens import Comparison, RowsScreen, confirm, when_given
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.store import Opened, export
 from dflash_chat.themes import THEMES
-from dflash_mlx import DFlashError, PairConfig, check_given, method_choices, settle
+from dflash_mlx.client import DFlashError, PairConfig, check_given, method_choices, settle
 
 USUAL = 2.0  # the highest temperature at which answers still make sense
 

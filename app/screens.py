@@ -14,7 +14,7 @@ from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Static
 
 from dflash_chat.aside import Asks
-from dflash_mlx import Job
+from dflash_mlx.client import Job
 
 T = TypeVar("T")
 

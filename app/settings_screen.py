@@ -14,7 +14,7 @@ from textual.widgets import Input, Select, Static, Switch
 from dflash_chat.labels import DRAFTS, GROUPS, OTHER, label_of
 from dflash_chat.problems import describe
 from dflash_chat.screens import Dialog
-from dflash_mlx import (
+from dflash_mlx.client import (
     DecodeConfig,
     DFlashError,
     Given,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dflash_chat.figures import Figures
-from dflash_mlx import replace_text
+from dflash_mlx.client import replace_text
 
 FILE = ".speeds.json"  # in the folder of the conversations, which lists do not show
 _MOST_POINTS = 2048

@@ -25,7 +25,7 @@ from dflash_chat.figures import (
     times_plain,
 )
 from dflash_chat.speeds import Speeds
-from dflash_mlx import Delta, Statistics
+from dflash_mlx.client import Delta, Statistics
 
 _DIGITS = 36  # columns that these take with their units
 _PERCENT = re.compile(r"^(?P<what>[^:%]*?):?\s*(?P<percent>\d{1,3})%\|")

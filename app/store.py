@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_chat.conversation import UNTITLED, Conversation, Turn, now
-from dflash_mlx import DFlashError, replace_text
+from dflash_mlx.client import DFlashError, replace_text
 
 FORMAT = "dflash-chat conversation"
 VERSION = 1

@@ -18,7 +18,7 @@ from textual.color import Color
 from textual.content import Content
 from textual.filter import LineFilter
 
-from dflash_mlx import for_terminal
+from dflash_mlx.client import for_terminal
 
 Read = Callable[[str], None]
 STDERR = 2

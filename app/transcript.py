@@ -14,7 +14,7 @@ from textual.widgets.markdown import MarkdownStream
 from dflash_chat.conversation import ENDINGS, Turn
 from dflash_chat.welcome import Welcome
 from dflash_chat.window import Window
-from dflash_mlx import SplitText, ThinkingReader, for_terminal, split_thinking
+from dflash_mlx.client import SplitText, ThinkingReader, for_terminal, split_thinking
 
 SHOWN = 4000  # characters of a question or a notice that are shown
 MOST_NOTICES = 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 
 from dflash_chat.naming import TARGET
-from dflash_mlx import Delta, find_method
+from dflash_mlx.client import Delta, find_method
 
 ACCEPTED, REJECTED, LINES = "accepted", "rejected", "lines"
 YES, NO = "✓", "✗"

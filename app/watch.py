@@ -15,8 +15,8 @@ from dflash_chat.figures import counted, sparkline, speed
 from dflash_chat.served import Look, Served
 from dflash_chat.terminal import Harmless, when_hung_up
 from dflash_chat.themes import DARK, LIGHT
-from dflash_mlx import amount
 from dflash_mlx.cli import options as cli
+from dflash_mlx.client import amount
 from dflash_mlx.serve import command
 
 _PAUSE = 0.5  # seconds between looks

@@ -15,7 +15,7 @@ from dflash_chat.naming import method_name, target_name
 from dflash_chat.prompt import Prompt
 from dflash_chat.speeds import Earlier, SpeedLog, Timing
 from dflash_chat.terminal import assembled
-from dflash_mlx import DecodeConfig, Pair, amount, settle
+from dflash_mlx.client import DecodeConfig, Pair, amount, settle
 
 QUESTIONS = (
     "Write a Python function that says whether a number is prime.",

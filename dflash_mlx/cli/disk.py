@@ -12,17 +12,18 @@ from tqdm import tqdm
 from dflash_mlx.cli.options import Parser
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.models.available import available_memory, available_models, memory_needed
-from dflash_mlx.models.kept import (
+from dflash_mlx.models.downloads import Download, download_plans
+from dflash_mlx.models.library import (
     KINDS,
-    Kept,
+    CacheEntry,
+    available_models,
     being_written,
-    find_kept,
-    kept_files,
-    remove_kept,
+    cache_entries,
+    find_entries,
+    remove_entry,
 )
+from dflash_mlx.models.memory import available_memory, memory_needed
 from dflash_mlx.models.names import DEFAULT_MODEL
-from dflash_mlx.models.offers import Download, offers
 from dflash_mlx.models.registry import registered
 
 _LOOK = 0.2  # seconds between looks at how far a download is
@@ -65,12 +66,12 @@ def clean(argv: Sequence[str]) -> None:
     parser.add_argument("what", nargs="*", help="names or kinds, as dflash-chat models lists them")
     parser.add_argument("--yes", action="store_true", help="remove it for good")
     arguments = parser.parse_args(argv)
-    kept = kept_files(Path())
+    kept = cache_entries(Path())
     if not arguments.what:
         _print(_lines(kept))
         print("Nothing was removed. Name what to remove: a name or a kind of this list.")
         return
-    found = find_kept(arguments.what, kept)
+    found = find_entries(arguments.what, kept)
     if not found:
         print("Nothing of that kind is here.")
         return
@@ -85,7 +86,7 @@ def clean(argv: Sequence[str]) -> None:
         print(f"Nothing was removed. With --yes these go, and {freed} become free.")
     else:
         for each in found:
-            remove_kept(each)
+            remove_entry(each)
         print(f"Removed; {freed} are free.")
 
 
@@ -116,7 +117,7 @@ def _print(lines: Iterator[str]) -> None:
 
 
 def _everything(here: Path) -> Iterator[str]:
-    kept, there = kept_files(here), available_memory()
+    kept, there = cache_entries(here), available_memory()
     yield from _lines(kept)
     yield ""
     yield f"to download; sizes go by the names, with 4 bits a weight; {amount(there)} of memory:"
@@ -130,9 +131,9 @@ def _everything(here: Path) -> Iterator[str]:
     yield "dflash-chat models NAME says it exactly and lists quantisations; --download fetches it."
 
 
-def _lines(kept: Sequence[Kept]) -> Iterator[str]:
+def _lines(kept: Sequence[CacheEntry]) -> Iterator[str]:
     """One for each name of a kind, and their sum."""
-    named: dict[tuple[str, str], list[Kept]] = {}
+    named: dict[tuple[str, str], list[CacheEntry]] = {}
     for each in kept:
         named.setdefault((each.kind, each.name), []).append(each)
     width = max((len(name) for _, name in named), default=0)
@@ -160,5 +161,5 @@ def _offered(config: PairConfig) -> Iterator[str]:
     if config.model is not None and (pair := registered(config.model)) is not None:
         mark = "" if pair.verified else ", not verified"
         yield f"draft model {pair.drafter}{mark}" + f"; others: {pair.more}" * bool(pair.more)
-    for offer in offers(config):
+    for offer in download_plans(config):
         yield f"{offer.name}  {offer.terms(there)}"

@@ -149,18 +149,19 @@ def run(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     guard_terminal()
+    interruptible = False
     try:
-        startup.raise_on_interrupt()
+        interruptible = startup.raise_on_interrupt()
         if launched():
             from dflash_mlx.ranks.command import take_part
 
             main, leave = take_part(main, program, mode), end_program
         code = _outcome(main, program)
-        startup.leave_on_interrupt()
     except KeyboardInterrupt:
-        startup.leave_on_interrupt()
         say("")
         code = startup.INTERRUPTED
+    if interruptible:
+        startup.leave_on_interrupt()
     leave(code)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
@@ -38,7 +40,6 @@ from dflash_mlx.models.numeric_range import fit_drafter, fit_target
 from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER
 from dflash_mlx.models.targets import WHOLE, TargetReader, read_target, target_facts
 from dflash_mlx.models.tokens import draft_size, likely_tokens, unread_arguments
-from dflash_mlx.models.weight_files import Weights
 from dflash_mlx.verifier.model import Target
 from kernels_metal.dispatch import Mode
 
@@ -67,39 +68,102 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     facts, choice = find(names, uses)
     facts.raise_first()
     reader.check(facts)
+    _check_settings(choice, names, config, uses)
+    choice.each(fetched)  # the smaller ones first
+    facts = fetched(facts)
+    target, tokenizer = reader.read(facts, config)
+    target.kv_bits = config.kv_bits
+    drafters = list(choice.drafters.values())
+    bench = _Bench(facts, target, tokenizer, config)
+    changed = bench.fit(drafters)
+    models, widened = bench.read(drafters)
+    target.use_kernels(cast(Mode, config.kernels))
+    left = choice.left(names)
+    notes = [*choice.notes, *_on_packing(drafters, config)]
+    notes += [names.lineage] * bool(names.lineage and drafters)
+    notes += [*changed, *widened, *_on_template(tokenizer, target.name, config, names.preset)]
+    return Pair(
+        target,
+        tokenizer,
+        tuple(models),
+        drafters[0].name if drafters else None,
+        choice.missing,
+        names.preset,
+        tuple(notes),
+        dict(names.preset.template) | config.template_arguments,
+        partial(bench.read_family, left),
+        tuple(name for name in (*(d.name for d in drafters), *(name for _, name in left))),
+    )
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A loaded target, and what reads drafters for it: the first ones now, others when wanted."""
+
+    facts: ModelFacts  # the target's
+    target: Target
+    tokenizer: Any
+    config: PairConfig
+
+    def fit(self, drafters: Sequence[ModelFacts]) -> tuple[str, ...]:
+        """Widen the target where its numbers, or what drafters read of it, need it; says so."""
+        layers = self.target.num_layers
+        read = [layer for drafter in drafters for layer in aux_layers_of(drafter.config, layers)]
+        return fit_target(self.target, read)
+
+    def read(self, drafters: Sequence[ModelFacts]) -> tuple[list[DraftModel], list[str]]:
+        """Draft models that fit the target, and which were widened, a sentence each."""
+        models: list[DraftModel] = []
+        notes: list[str] = []
+        for drafter in drafters:
+            assert drafter.format is not None and drafter.source is not None
+            folder = drafter.source.here
+            model = drafter.format.load(folder, drafter.config, self.target, self.config)
+            notes += fit_drafter(model, self.target)
+            self._limit(model, drafter, folder)
+            models.append(model)
+        return models, notes
+
+    def read_family(self, known: Sequence[tuple[str, str]], family: str) -> list[DraftModel]:
+        """The known drafters of a family that is not loaded yet; DFlashError as of `load`.
+
+        known: those that are not loaded, by family, "" where that is not known. All is checked
+        before weights are fetched.
+        """
+        models: list[DraftModel] = []
+        of_family = [name for its, name in known if its == family]
+        for name in of_family or [name for its, name in known if not its]:
+            drafter = check_drafter(find_source(name, DRAFTER), name)
+            if drafter.format is None or family_of(drafter.format) != family:
+                continue
+            check_pair(self.facts, drafter).raise_first()
+            _draft_size(self.config, drafter)
+            drafter = fetched(drafter)
+            if changed := self.fit([drafter]):
+                raise DFlashError(changed[0], f"start again with --drafter {name}")
+            models += self.read([drafter])[0]
+        return models
+
+    def _limit(self, model: DraftModel, drafter: ModelFacts, folder: Path) -> None:
+        """Let it draft only so many tokens; where the target has no such head, only if asked to."""
+        tokens = likely_tokens(folder, self.tokenizer, drafter.config.vocab_size)
+        try:
+            model.limit_vocabulary(self.target, tokens, _draft_size(self.config, drafter))
+        except DFlashError:
+            if self.config.draft_vocabulary is not None:
+                raise
+
+
+def _check_settings(
+    choice: Choice, names: Names, config: PairConfig, uses: Sequence[DecodeConfig]
+) -> None:
+    """Raise DFlashError where the drafters cannot serve the settings."""
     drafters = list(choice.drafters.values())
     families = tuple(family_of(d.format) if d.format else None for d in drafters)
     capabilities = Capabilities(families, preset=names.preset)
     check_uses(uses, [d.config.block_size for d in drafters], capabilities, choice.missing)
-    sizes = [_draft_size(config, drafter) for drafter in drafters]
-    chosen = set(choice.drafters)
-    choice = choice.each(lambda _, drafter: fetched(drafter))  # the smaller ones first
-    drafters = list(choice.drafters.values())
-    facts = fetched(facts)
-    target, tokenizer = reader.read(facts, config)
-    target.kv_bits = config.kv_bits
-    notes = choice.notes + _on_packing(drafters, config)
-    notes += (names.lineage,) * bool(names.lineage and drafters)
-    layers = target.num_layers
-    notes += fit_target(target, [tap for d in drafters for tap in aux_layers_of(d.config, layers)])
-    models = [_read_drafter(drafter, target, config) for drafter in drafters]
-    notes += tuple(note for model in models for note in fit_drafter(model, target))
-    for model, drafter, size in zip(models, drafters, sizes, strict=False):
-        _limit(model, drafter, target, tokenizer, size, config)
-    first_two = {DRAFTER: names.drafter, SECOND_DRAFTER: names.second_drafter}
-    left = [(f, n) for f, n in names.others if f not in chosen]
-    left += [("", n) for o, n in first_two.items() if n and o not in chosen]
-    known = [] if choice.missing else left
-    further = partial(_load_further, known, facts, config)
-    target.use_kernels(cast(Mode, config.kernels))
-    asked = config.template_arguments
-    notes += tuple(_on_template(tokenizer, target.name, asked, names.preset))
-    first = drafters[0].name if drafters else None
-    pair = Pair(target, tokenizer, tuple(models), first, choice.missing, names.preset, notes)
-    template = dict(names.preset.template) | asked
-    all_names = tuple([drafter.name for drafter in drafters] + [name for _, name in known])
-    pair = replace(pair, template=template, drafter_names=all_names)
-    return replace(pair, further=lambda family: further(family, target, tokenizer))
+    for drafter in drafters:
+        _draft_size(config, drafter)
 
 
 def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str, ...]:
@@ -113,58 +177,6 @@ def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str
     )
 
 
-def _read_drafter(facts: ModelFacts, target: Target, config: PairConfig) -> DraftModel:
-    assert facts.format is not None and facts.source is not None
-    return facts.format.load(facts.source.here, facts.config, target, config)
-
-
-def _load_further(
-    known: Sequence[tuple[str, str]],
-    target_facts: ModelFacts,
-    config: PairConfig,
-    family: str,
-    target: Target,
-    tokenizer: Any,
-) -> list[DraftModel]:
-    """The known drafters of a family that is not loaded yet; DFlashError as of `load`.
-
-    known: those that are not loaded, by family, "" where that is not known. All is checked before
-    weights are fetched.
-    """
-    models = []
-    of_family = [name for its, name in known if its == family]
-    for name in of_family or [name for its, name in known if not its]:
-        facts = check_drafter(find_source(name, DRAFTER), name)
-        if facts.format is None or family_of(facts.format) != family:
-            continue
-        check_pair(target_facts, facts).raise_first()
-        size, facts = _draft_size(config, facts), fetched(facts)
-        if changed := fit_target(target, aux_layers_of(facts.config, target.num_layers)):
-            raise DFlashError(changed[0], f"start again with --drafter {name}")
-        models.append(_read_drafter(facts, target, config))
-        fit_drafter(models[-1], target)
-        _limit(models[-1], facts, target, tokenizer, size, config)
-    return models
-
-
-def _limit(
-    model: DraftModel,
-    facts: ModelFacts,
-    target: Target,
-    tokenizer: Any,
-    size: int,
-    config: PairConfig,
-) -> None:
-    """Let it draft only so many tokens; where the target has no such head, only if asked to."""
-    assert facts.source is not None
-    tokens = likely_tokens(facts.source.here, tokenizer, facts.config.vocab_size)
-    try:
-        model.limit_vocabulary(target, tokens, size)
-    except DFlashError:
-        if config.draft_vocabulary is not None:
-            raise
-
-
 def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
     """How many tokens it may draft; DFlashError for that and a window that do not fit it."""
     window, block = config.draft_window, drafter.config.block_size
@@ -174,10 +186,9 @@ def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
     return draft_size(config.draft_vocabulary, drafter.config.vocab_size)
 
 
-def _on_template(
-    tokenizer: Any, name: str, asked: Mapping[str, Any], preset: Preset
-) -> Iterator[str]:
+def _on_template(tokenizer: Any, name: str, config: PairConfig, preset: Preset) -> Iterator[str]:
     """What to know about arguments of a target's chat template, a sentence each."""
+    asked = config.template_arguments
     for key in unread_arguments(tokenizer, asked):
         yield f"the chat template of {name} does not read {key}, so --template changes nothing"
     for key, value in preset.template:
@@ -196,100 +207,108 @@ def load_target(name: str | None = None) -> Pair:
     return Pair(*read_target(fetched(facts)))
 
 
-@dataclass(frozen=True)
-class ChosenDrafters:
-    """The drafters of a pair by the command-line options that name them, the first one first.
+@dataclass
+class Choice:
+    """The drafters of a pair by the options that name them, the first one first.
 
-    Those of further families are there by their family. asked: the options of those that were
-    asked for, by name or by method, so that going without is an error. missing: why there is none.
-    notes: which was left out, a sentence each.
+    Those of further families are there by their family.
     """
 
-    drafters: Mapping[str, ModelFacts] = field(default_factory=dict)
-    asked: Collection[str] = ()
-    missing: str = ""
-    notes: tuple[str, ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)  # so that going without is an error
+    missing: str = ""  # why there is none
+    drafters: dict[str, ModelFacts] = field(default_factory=dict)  # as far as they are found
+    notes: list[str] = field(default_factory=list)  # which was left out, a sentence each
 
-    def each(self, read: Callable[[str, ModelFacts], ModelFacts]) -> ChosenDrafters:
-        """With what `read` tells, without drafters that it refuses and nobody asked for.
+    def find(self, update: bool) -> None:
+        """Look for those that are named; DFlashError for one that was asked for."""
+        for option, name in self.names.items():
+            if option != SECOND_DRAFTER or DRAFTER in self.drafters:
+                place = option if option == SECOND_DRAFTER else DRAFTER
+                with self._without(option):
+                    self.drafters[option] = check_drafter(find_source(name, place, update), name)
 
-        Without a first drafter there is no second one either. Raises what `read` raises for a
-        drafter that was asked for.
-        """
-        kept: dict[str, ModelFacts] = {}
-        missing, notes = self.missing, self.notes
-        for option, drafter in self.drafters.items():
-            if option == SECOND_DRAFTER and DRAFTER not in kept:
-                continue
-            try:
-                kept[option] = read(option, drafter)
-            except DFlashError as error:
-                if option in self.asked:
-                    raise
-                words = option.replace("-", " ")
-                reason = f"the {words} {drafter.name} cannot be used ({error.what})"
-                if option == DRAFTER:
-                    missing = reason
-                else:
-                    notes = (f"{reason}, so the first one drafts alone",)
-        return replace(self, drafters=kept, missing=missing, notes=notes)
+    def each(self, read: Callable[[ModelFacts], ModelFacts], without: Collection[str] = ()) -> None:
+        """Put what `read` tells in their place, not of options `without`; raises as `find` does."""
+        for option, drafter in list(self.drafters.items()):
+            if option in self.drafters and option not in without:
+                with self._without(option):
+                    self.drafters[option] = read(drafter)
+
+    def left(self, names: Names) -> list[tuple[str, str]]:
+        """Known drafters that are not loaded, by family, "" where that is not known yet."""
+        if self.missing:
+            return []
+        first_two = {DRAFTER: names.drafter, SECOND_DRAFTER: names.second_drafter}
+        left = [(family, name) for family, name in names.others if family not in self.drafters]
+        return left + [
+            ("", name) for o, name in first_two.items() if name and o not in self.drafters
+        ]
+
+    @contextmanager
+    def _without(self, option: str) -> Iterator[None]:
+        """Leave a drafter out that is refused and nobody asked for; without a first no second."""
+        try:
+            yield
+        except DFlashError as error:
+            if option in self.asked:
+                raise
+            self.drafters.pop(option, None)
+            reason = f"the {option.replace('-', ' ')} {self.names[option]} cannot be used"
+            reason += f" ({error.what})"
+            if option == DRAFTER:
+                self.drafters.pop(SECOND_DRAFTER, None)
+                self.missing = reason
+            else:
+                self.notes = [f"{reason}, so the first one drafts alone"]
 
 
-def _choose(names: Names, uses: Sequence[DecodeConfig]) -> ChosenDrafters:
+def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
     """The drafters that `uses` need, all that are known where there is no use; none is read yet."""
     unknown = Capabilities((None, None), preset=names.preset)
     methods = {settle(use, unknown).method for use in uses}
     if uses and not any(map(needs_drafter, methods)):
-        return ChosenDrafters(
-            missing="no drafter was loaded, since no method that was asked for needs one"
-        )
+        return Choice(missing="no drafter was loaded, since no method that was asked for needs one")
     families = {family_wanted(use.method) for use in uses}
-    chosen = {
-        family: ModelFacts((), name, None, Weights({}), None)
-        for family, name in names.others
-        if family in families
-    }
-    wanted = set(chosen)
+    further = {family: name for family, name in names.others if family in families}
+    wanted = set(further)
     if uses and not any(needs_drafter(n) and find_method(n).family not in wanted for n in methods):
-        return ChosenDrafters(chosen, wanted)
+        return Choice(further, wanted)
     if names.drafter is None:
         known = "is to be used" if names.asks_first else f"is known for {names.shown}"
-        return ChosenDrafters(missing=f"no drafter {known}")
+        return Choice(missing=f"no drafter {known}")
     asked_methods = {m for use in uses if family_wanted(m := use.method) not in wanted}
-    asked = set(wanted)
-    chosen = {DRAFTER: ModelFacts((), names.drafter, None, Weights({}), None), **chosen}
+    choice = Choice({DRAFTER: names.drafter, **further}, wanted)
     if names.asks_first or any(map(needs_drafter, asked_methods)):
-        asked.add(DRAFTER)
+        choice.asked.add(DRAFTER)
     if names.second_drafter is not None and (not uses or any(map(wants_two, methods))):
-        chosen[SECOND_DRAFTER] = replace(chosen[DRAFTER], name=names.second_drafter)
+        choice.names[SECOND_DRAFTER] = names.second_drafter
         if names.asks_second or any(map(wants_two, asked_methods)):
-            asked |= {DRAFTER, SECOND_DRAFTER}
-    return ChosenDrafters(chosen, asked)
+            choice.asked |= {DRAFTER, SECOND_DRAFTER}
+    return choice
 
 
 def find(
     names: Names, uses: Sequence[DecodeConfig] = (), update: bool = True
-) -> tuple[ModelFacts, ChosenDrafters]:
+) -> tuple[ModelFacts, Choice]:
     """The target and the drafters that `uses` need, found and checked; no weight is fetched yet.
 
     Without `update`, as of `find_source`, a drafter that was asked for stays, whatever is wrong
     with it. Raises DFlashError for what cannot be found, and for a drafter that cannot be used but
     was asked for.
     """
+    choice = _choose(names, uses)
+    choice.find(update)
+    target = target_facts(names, update)
 
-    def found(option: str, drafter: ModelFacts) -> ModelFacts:
-        place = option if option == SECOND_DRAFTER else DRAFTER
-        return check_drafter(find_source(drafter.name, place, update), drafter.name)
-
-    def fitting(option: str, drafter: ModelFacts) -> ModelFacts:
+    def fitting(drafter: ModelFacts) -> ModelFacts:
         for finding in check_pair(target, drafter).errors:
-            if finding not in target.findings and (update or option not in choice.asked):
+            if finding not in target.findings:
                 raise DFlashError(finding.what, finding.next_step)
         return drafter
 
-    choice = _choose(names, uses).each(found)
-    target = target_facts(names, update)
-    return target, choice.each(fitting)
+    choice.each(fitting, without=() if update else choice.asked)
+    return target, choice
 
 
 def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:

@@ -42,6 +42,12 @@ class Names:
     made_from: str = ""
     lineage: str = ""
 
+    @property
+    def parts(self) -> list[tuple[str, str]]:
+        """The models that have a name, the target first, each with its option."""
+        named = (self.model, MODEL), (self.drafter, DRAFTER), (self.second_drafter, SECOND_DRAFTER)
+        return [(name, option) for name, option in named if name is not None]
+
 
 def find_names(config: PairConfig) -> Names:
     """The parts of the pair that `config` asks for; nothing is downloaded.

@@ -16,7 +16,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.text import BEGIN, opens_thought
-from dflash_mlx.models.available import available_memory
+from dflash_mlx.models.memory import available_memory
 from dflash_mlx.session.session import Session
 from dflash_mlx.session.templates import Message, prompt_tokens
 from dflash_mlx.verifier.pass_times import timing_day

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from dflash_chat.backend import Backend, Loaded
-from dflash_mlx import (
+from dflash_mlx.client import (
     DecodeConfig,
     DFlashError,
     PairConfig,

@@ -14,7 +14,7 @@ from dflash_chat.bench import BenchRequest, BenchResult, run_bench, table
 from dflash_chat.bench_screen import BenchScreen
 from dflash_chat.commands import parse
 from dflash_chat.figures import wide_bar
-from dflash_mlx import BenchStep, DFlashError, PairConfig, SamplingConfig
+from dflash_mlx.client import BenchStep, DFlashError, PairConfig, SamplingConfig
 from dflash_mlx.engine.pair import Capabilities
 from support.app_scripts import ScriptedBackend, answered, in_chat, notices, say, screen_text, until
 

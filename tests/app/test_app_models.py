@@ -13,7 +13,14 @@ from dflash_chat import download_screen, picker_screen
 from dflash_chat.download_screen import DownloadScreen
 from dflash_chat.picker_screen import PickerScreen
 from dflash_chat.screens import ConfirmScreen
-from dflash_mlx import AvailableModel, DFlashError, Kept, Offer, PairConfig, memory_needed
+from dflash_mlx.client import (
+    AvailableModel,
+    CacheEntry,
+    DFlashError,
+    DownloadPlan,
+    PairConfig,
+    memory_needed,
+)
 from support.app_scripts import drive, in_chat, notices, say, screen_text, until
 
 GB = 10**9
@@ -23,7 +30,7 @@ LISTED = [
     AvailableModel("big/model", PairConfig("big/model"), "to download", 8 * GB, download=4 * GB),
 ]
 FOUR = PairConfig("mlx-community/model-4bit")
-OFFERED = [Offer(PairConfig("big/model"), 9 * GB, 8 * GB), Offer(FOUR, GB, 2 * GB)]
+OFFERED = [DownloadPlan(PairConfig("big/model"), 9 * GB, 8 * GB), DownloadPlan(FOUR, GB, 2 * GB)]
 
 
 class FakeDownload:
@@ -53,7 +60,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[FakeDownload]:
     monkeypatch.setattr(picker_screen, "available_models", lambda here: LISTED)
     monkeypatch.setattr(picker_screen, "available_memory", lambda: 2 * GB)
     monkeypatch.setattr(download_screen, "available_memory", lambda: 2 * GB)
-    monkeypatch.setattr(download_screen, "offers", lambda config, everything: iter(OFFERED))
+    monkeypatch.setattr(download_screen, "download_plans", lambda config, everything: iter(OFFERED))
     monkeypatch.setattr(download_screen, "Download", FakeDownload)
     return FakeDownload.made
 
@@ -175,9 +182,9 @@ async def test_a_typed_name_is_offered_and_what_cannot_be_had_is_left_to_loading
 
     def offered(config, everything):
         asked.append(config.model)
-        yield Offer(config, problem="the hub cannot be reached")
+        yield DownloadPlan(config, problem="the hub cannot be reached")
 
-    monkeypatch.setattr(download_screen, "offers", offered)
+    monkeypatch.setattr(download_screen, "download_plans", offered)
     await open_picker(app, pilot)
     await pilot.press("tab")
     app.screen.query_one(Input).value = "typed/name"
@@ -190,12 +197,12 @@ async def test_a_typed_name_is_offered_and_what_cannot_be_had_is_left_to_loading
 @in_chat()
 async def test_a_model_is_removed_after_a_question(app, pilot, backend, downloads, monkeypatch):
     there = [
-        Kept("model", "./own", Path("a"), 3 * GB, 0.0, True),
-        Kept("calibration", "./own", Path("b"), 1, 0.0),
+        CacheEntry("model", "./own", Path("a"), 3 * GB, 0.0, True),
+        CacheEntry("calibration", "./own", Path("b"), 1, 0.0),
     ]
     removed = []
-    monkeypatch.setattr(picker_screen, "kept_files", lambda here: there)
-    monkeypatch.setattr(picker_screen, "remove_kept", removed.append)
+    monkeypatch.setattr(picker_screen, "cache_entries", lambda here: there)
+    monkeypatch.setattr(picker_screen, "remove_entry", removed.append)
     await open_picker(app, pilot)
     await pilot.press("d")
     await until(lambda: "nothing of this model" in screen_text(app), pilot)
@@ -212,12 +219,12 @@ async def test_a_model_is_removed_after_a_question(app, pilot, backend, download
 
 @in_chat()
 async def test_what_cannot_be_removed_is_said(app, pilot, backend, downloads, monkeypatch):
-    def refuse(kept: Kept) -> None:
+    def refuse(kept: CacheEntry) -> None:
         raise DFlashError("a cannot be removed", "make it writable")
 
-    there = [Kept("model", "built in", Path("a"), GB, 0.0)]
-    monkeypatch.setattr(picker_screen, "kept_files", lambda here: there)
-    monkeypatch.setattr(picker_screen, "remove_kept", refuse)
+    there = [CacheEntry("model", "built in", Path("a"), GB, 0.0)]
+    monkeypatch.setattr(picker_screen, "cache_entries", lambda here: there)
+    monkeypatch.setattr(picker_screen, "remove_entry", refuse)
     await open_picker(app, pilot)
     await pilot.press("delete")
     await until(lambda: isinstance(app.screen, ConfirmScreen), pilot)
@@ -229,8 +236,8 @@ async def test_what_cannot_be_removed_is_said(app, pilot, backend, downloads, mo
 async def test_quantisations_of_a_model_that_is_here_are_offered_with_v(
     app, pilot, backend, downloads, monkeypatch
 ):
-    here = [Offer(PairConfig("./own"), GB), Offer(FOUR, GB, 2 * GB)]
-    monkeypatch.setattr(download_screen, "offers", lambda config, everything: iter(here))
+    here = [DownloadPlan(PairConfig("./own"), GB), DownloadPlan(FOUR, GB, 2 * GB)]
+    monkeypatch.setattr(download_screen, "download_plans", lambda config, everything: iter(here))
     await open_picker(app, pilot)
     await pilot.press("down", "v")
     await until(lambda: isinstance(app.screen, DownloadScreen) and len(options(app)) == 2, pilot)

@@ -12,7 +12,7 @@ from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.welcome import QUESTIONS
-from dflash_mlx import DecodeConfig, DFlashError, RaceResult
+from dflash_mlx.client import DecodeConfig, DFlashError, RaceResult
 from dflash_mlx.engine.pair import Capabilities, Preset
 from support.app_scripts import (
     ANSWER,

@@ -20,7 +20,7 @@ import pytest
 from pictures import moving, picture
 
 from dflash_chat.race_screen import RaceScreen
-from dflash_mlx import DFlashError, RaceResult
+from dflash_mlx.client import DFlashError, RaceResult
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,

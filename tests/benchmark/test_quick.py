@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from matplotlib import image
 
-from dflash_mlx import DFlashError, Pair, PairConfig, SamplingConfig, bench, load, save_bench
-from dflash_mlx import what_pays as sentence
 from dflash_mlx.benchmark import quick
 from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.client import DFlashError, Pair, PairConfig, SamplingConfig, bench, load, save_bench
+from dflash_mlx.client import what_pays as sentence
 from dflash_mlx.drafters.methods import serving
 from dflash_mlx.engine.pair import Capabilities
 from support.models import write_drafter, write_model

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_mlx import (
+from dflash_mlx.benchmark.race import Lane, result_of
+from dflash_mlx.client import (
     DecodeConfig,
     DFlashError,
     Difference,
@@ -16,7 +17,6 @@ from dflash_mlx import (
     load_pair,
     race,
 )
-from dflash_mlx.benchmark.race import Lane, result_of
 from support.models import write_drafter, write_model
 
 CONFIG = DecodeConfig(max_tokens=12, method="dflash")

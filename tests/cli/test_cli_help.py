@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from importlib import import_module
 
 import pytest
 
-import dflash_mlx
 from dflash_chat import main as chat
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.cli import generate
@@ -48,8 +46,3 @@ def test_a_percent_sign_in_a_help_text_is_only_that():
     parser = cli.Parser(prog="program")
     cli.add_options(parser, Settings)
     assert "what is 90 % sure, or %(dest)s (default: 90)" in " ".join(parser.format_help().split())
-
-
-def test_the_package_keeps_its_function_when_the_module_of_that_name_is_imported():
-    import_module("dflash_mlx.generate")
-    assert callable(dflash_mlx.generate)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_mlx import amount
+from dflash_mlx.client import amount
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from dflash_chat.picker_screen import line
-from dflash_mlx import PairConfig, available_models, near_names
+from dflash_mlx.client import PairConfig, available_models, near_names
 from dflash_mlx.models import available, pair_folder
 from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names
 from dflash_mlx.models.registry import entries

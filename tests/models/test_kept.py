@@ -12,10 +12,10 @@ import pytest
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import WeakFileLock
 
-from dflash_mlx import DFlashError, kept_files, remove_kept
+from dflash_mlx.client import DFlashError, cache_entries, remove_entry
 from dflash_mlx.models import pair_folder
 from dflash_mlx.models.default_model import DEFAULT_TARGET, fetch
-from dflash_mlx.models.kept import being_written, find_kept
+from dflash_mlx.models.library import being_written, find_entries
 from dflash_mlx.models.names import DEFAULT_MODEL
 from support.hub_server import Hub, serve
 from support.models import write_drafter, write_model
@@ -66,7 +66,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("hub")
 def test_everything_is_listed_by_kind_and_name_with_its_size(here, cache):
-    found = kept_files(here, cache)
+    found = cache_entries(here, cache)
     assert [(each.kind, each.name) for each in found] == [
         ("model", FORK),
         ("model", TARGET),
@@ -97,13 +97,13 @@ def test_half_a_download_is_called_unfinished(hub, cache, tmp_path):
     part.write_bytes(b"z" * 300)
     for each in (part, part.parent):  # nobody has written into it for long
         os.utime(each, (1, 1))
-    found = find_kept([TARGET], kept_files(tmp_path / "none", cache))
+    found = find_entries([TARGET], cache_entries(tmp_path / "none", cache))
     unfinished = [(each.size == 300, each.repository) for each in found[:2]]
     assert sorted(unfinished) == [(False, True), (True, False)]
     assert {each.kind for each in found[:2]} == {"unfinished"}
     for each in found:
-        remove_kept(each)
-    assert find_kept(["unfinished"], kept_files(tmp_path / "none", cache / "none")) == []
+        remove_entry(each)
+    assert find_entries(["unfinished"], cache_entries(tmp_path / "none", cache / "none")) == []
 
 
 def test_what_another_program_downloads_is_left_alone_until_it_is_done(hub, cache, tmp_path):
@@ -116,11 +116,11 @@ def test_what_another_program_downloads_is_left_alone_until_it_is_done(hub, cach
     part.write_bytes(b"z")
 
     def refused() -> int:
-        found = find_kept(["unfinished"], kept_files(tmp_path / "none", cache))
+        found = find_entries(["unfinished"], cache_entries(tmp_path / "none", cache))
         busy = [each for each in found if being_written(each)]
         for each in busy:
             with pytest.raises(DFlashError, match="is being downloaded"):
-                remove_kept(each)
+                remove_entry(each)
             assert each.path.exists()
         return len(busy)
 
@@ -135,7 +135,7 @@ def test_what_another_program_downloads_is_left_alone_until_it_is_done(hub, cach
 
 def test_the_folder_that_pip_fills_is_left_alone(tmp_path):
     def download(folder: Path, _: str) -> Path:
-        (found,) = find_kept(["unfinished"], kept_files(tmp_path, tmp_path))
+        (found,) = find_entries(["unfinished"], cache_entries(tmp_path, tmp_path))
         assert found.path == folder and being_written(found)
         raise DFlashError("it was looked at", "stop")
 
@@ -152,7 +152,7 @@ def test_an_older_revision_that_is_whole_keeps_a_repository_from_being_unfinishe
     (snapshot / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = kept_files(tmp_path / "none", cache)
+    found = cache_entries(tmp_path / "none", cache)
     assert [each.kind for each in found if each.name == TARGET and each.repository] == ["model"]
 
 
@@ -168,38 +168,38 @@ def test_an_older_revision_that_is_whole_keeps_a_repository_from_being_unfinishe
 )
 @pytest.mark.usefixtures("hub")
 def test_names_and_kinds_find_what_is_kept_once_each(here, cache, names, expected):
-    assert [each.kind for each in find_kept(names, kept_files(here, cache))] == expected
+    assert [each.kind for each in find_entries(names, cache_entries(here, cache))] == expected
 
 
 @pytest.mark.usefixtures("hub")
 def test_a_name_of_nothing_is_refused_and_so_is_the_kind_of_the_users_own(here, cache):
-    kept = kept_files(here, cache)
+    kept = cache_entries(here, cache)
     for name in ("owner/none", "folder", "folders", ""):
         with pytest.raises(DFlashError, match=f"'{name}'"):
-            find_kept([TARGET, name], kept)
+            find_entries([TARGET, name], kept)
 
 
 @pytest.mark.usefixtures("hub")
 def test_a_repository_is_removed_without_the_fork_that_has_the_same_revision(here, cache):
     (target,) = [
-        each for each in kept_files(here, cache) if (each.kind, each.name) == ("model", TARGET)
+        each for each in cache_entries(here, cache) if (each.kind, each.name) == ("model", TARGET)
     ]
-    remove_kept(target)
-    left = {each.name for each in kept_files(here, cache) if each.kind == "model"}
+    remove_entry(target)
+    left = {each.name for each in cache_entries(here, cache) if each.kind == "model"}
     assert left == {FORK, DEFAULT_MODEL}
     assert not target.path.exists()
-    remove_kept(target)  # another program was quicker
+    remove_entry(target)  # another program was quicker
 
 
 @pytest.mark.usefixtures("hub")
 def test_all_that_may_be_removed_is_and_the_users_own_stays(here, cache):
-    for each in kept_files(here, cache):
+    for each in cache_entries(here, cache):
         if each.kind == "folder":
             with pytest.raises(DFlashError, match="own"):
-                remove_kept(each)
+                remove_entry(each)
         else:
-            remove_kept(each)
-    assert [each.kind for each in kept_files(here, cache)] == ["folder"]
+            remove_entry(each)
+    assert [each.kind for each in cache_entries(here, cache)] == ["folder"]
     assert not (here / "pair").exists()
 
 
@@ -207,19 +207,21 @@ def test_a_link_to_a_pair_goes_and_the_pair_stays(here, cache, tmp_path):
     (tmp_path / "links").mkdir()
     link = tmp_path / "links" / "pair"
     link.symlink_to(here / "pair", target_is_directory=True)
-    (found,) = [each for each in kept_files(tmp_path / "links", cache) if each.kind == "converted"]
-    remove_kept(found)
+    (found,) = [
+        each for each in cache_entries(tmp_path / "links", cache) if each.kind == "converted"
+    ]
+    remove_entry(found)
     assert not os.path.lexists(link)
     assert (here / "pair" / "pair.json").is_file()
 
 
 def test_what_cannot_be_removed_is_named(cache, here, monkeypatch):
-    (found,) = [each for each in kept_files(here, cache) if each.kind == "kernels"]
+    (found,) = [each for each in cache_entries(here, cache) if each.kind == "kernels"]
 
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(DFlashError, match="Permission denied") as failure:
-        remove_kept(found)
+        remove_entry(found)
     assert str(found.path) in failure.value.what

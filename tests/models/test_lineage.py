@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.models import lineage
-from dflash_mlx.models.available import on_this_machine
+from dflash_mlx.models.library import on_this_machine
 from dflash_mlx.models.lineage import base_models, inherited
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import find_names

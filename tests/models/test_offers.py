@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from dflash_mlx import DFlashError, Download, PairConfig, offers
-from dflash_mlx.models import offers as module
+from dflash_mlx.client import DFlashError, Download, PairConfig, download_plans
+from dflash_mlx.models import download_plans as module
 from dflash_mlx.models.names import whole_copy
 from support.hub_server import Hub, serve
 from support.models import write_drafter, write_model
@@ -52,7 +52,7 @@ def finish(download: Download) -> Download:
 
 
 def test_a_model_on_the_hub_is_offered_with_its_size_and_its_quantisations(hub):
-    found = list(offers(PAIR))
+    found = list(download_plans(PAIR))
     assert [offer.name for offer in found] == [TARGET, QUANTISED[1], QUANTISED[0]]
     assert [offer.config.drafter for offer in found] == [DRAFTER] * 3
     files = [*hub.repositories[TARGET].iterdir(), *hub.repositories[DRAFTER].iterdir()]
@@ -64,38 +64,38 @@ def test_a_model_on_the_hub_is_offered_with_its_size_and_its_quantisations(hub):
 
 def test_a_model_that_is_here_is_the_only_offer(hub, tmp_path):
     finish(Download(PAIR))
-    (offer,) = offers(PAIR)
+    (offer,) = download_plans(PAIR)
     assert offer.here
-    assert [offer.here for offer in offers(PAIR, everything=True)] == [True, False, False]
+    assert [offer.here for offer in download_plans(PAIR, everything=True)] == [True, False, False]
     local = PairConfig(str(hub.repositories[TARGET]), str(hub.repositories[DRAFTER]))
-    (offer,) = offers(local)
+    (offer,) = download_plans(local)
     assert offer.here
 
 
 def test_the_built_in_model_is_offered_alone_whether_it_was_fetched_or_not(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "kept_at", lambda: tmp_path / "default.gguf")
-    (offer,) = offers(PairConfig())
+    (offer,) = download_plans(PairConfig())
     assert offer.needs > 0 and offer.download == module.DEFAULT_TARGET.size
     (tmp_path / "default.gguf").write_text("")
-    (offer,) = offers(PairConfig())
+    (offer,) = download_plans(PairConfig())
     assert offer.here
 
 
 def test_a_model_that_cannot_be_had_is_offered_with_the_reason(hub, monkeypatch):
-    (offer,) = offers(PairConfig("owner/none"))
+    (offer,) = download_plans(PairConfig("owner/none"))
     assert "'owner/none'" in offer.problem and not offer.here
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    (offer,) = offers(PAIR)
+    (offer,) = download_plans(PAIR)
     assert "cannot be reached" in offer.problem
     with pytest.raises(DFlashError, match="nowhere/at/all"):
-        list(offers(PairConfig("nowhere/at/all")))
+        list(download_plans(PairConfig("nowhere/at/all")))
 
 
 # Downloads
 
 
 def test_a_download_fetches_model_and_drafter_and_counts_their_bytes(hub):
-    expected = next(offers(PAIR)).download
+    expected = next(download_plans(PAIR)).download
     download = finish(Download(PAIR))
     assert download.finished and download.error is None
     assert 0 < download.total <= expected, "configurations were read before, to check the pair"

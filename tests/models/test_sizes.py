@@ -2,8 +2,8 @@
 
 import pytest
 
+from dflash_mlx.models.memory import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.registry import entries
-from dflash_mlx.models.sizes import bits_of, loaded_bytes, stored_bytes, weights_of
 
 NAMES = {
     "Qwen/Qwen3-4B": (4e9, 16),

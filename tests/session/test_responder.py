@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_mlx import (
+from dflash_mlx.client import (
     DecodeConfig,
     Delta,
     DFlashError,

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 
-from dflash_mlx import SplitText, ThinkingReader, split_thinking
+from dflash_mlx.client import SplitText, ThinkingReader, split_thinking
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.delta import collect

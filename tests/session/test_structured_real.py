@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_mlx import first_difference, load
+from dflash_mlx.client import first_difference, load
 from dflash_mlx.engine.delta import collect
 from dflash_mlx.session.session import Session
 from support.schemas import ASKED

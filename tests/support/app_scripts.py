@@ -18,8 +18,8 @@ from dflash_chat.backend import Loaded
 from dflash_chat.chat_app import ChatApp
 from dflash_chat.options import ChatConfig
 from dflash_chat.speeds import Timing
-from dflash_mlx import DecodeConfig, Delta, PairConfig, RaceStep, Statistics
 from dflash_mlx.benchmark.race import DRAFTED, PLAIN
+from dflash_mlx.client import DecodeConfig, Delta, PairConfig, RaceStep, Statistics
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Capabilities

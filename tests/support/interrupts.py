@@ -89,6 +89,9 @@ def begin(words: Sequence[object], folder: Path, at: int = 0) -> subprocess.Pope
 
 def end_of(process: subprocess.Popen[str], read: str = "") -> End:
     """Wait for the end. read: what was read of its output before."""
-    out, err = process.communicate(timeout=300)
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()  # nothing where it has ended
     code = process.returncode
     return End(128 - code if code < 0 else code, read + out, err)

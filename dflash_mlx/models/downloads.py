@@ -17,20 +17,17 @@ from typing import Any
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.available import memory_needed, needed, needed_by
 from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
 from dflash_mlx.models.default_model import fetch as fetch_default
 from dflash_mlx.models.lineage import inherited
+from dflash_mlx.models.memory import bits_of, memory_needed, needed, needed_by
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
-    Names,
     find_names,
     find_source,
 )
-from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER
 from dflash_mlx.models.registry import same_weights, without_quantisation
 from dflash_mlx.models.report import check_named
-from dflash_mlx.models.sizes import bits_of
 from dflash_mlx.models.source import MODEL, Source, cache_folder, published
 from dflash_mlx.system.files import existing
 
@@ -39,7 +36,7 @@ _MOST = 12  # quantisations to offer
 
 
 @dataclass(frozen=True)
-class Offer:
+class DownloadPlan:
     """A model that could be chosen.
 
     config: to load it. needs: bytes of memory with its draft models, 0 where unknown. download:
@@ -69,7 +66,7 @@ class Offer:
         return f"{come}; {memory_needed(self.needs, there)}" if self.needs else come
 
 
-def offers(config: PairConfig, everything: bool = False) -> Iterator[Offer]:
+def download_plans(config: PairConfig, everything: bool = False) -> Iterator[DownloadPlan]:
     """The model that `config` names, then its quantisations on the hub, those of few bits first.
 
     Each is asked for when it is its turn; nothing is downloaded. Of a model on this machine there
@@ -79,10 +76,10 @@ def offers(config: PairConfig, everything: bool = False) -> Iterator[Offer]:
     names = find_names(config)
     if names.model is None:  # the built-in one, which pip brings
         missing = 0 if kept_at().is_file() else DEFAULT_TARGET.size
-        yield Offer(config, needed_by(names), missing)
+        yield DownloadPlan(config, needed_by(names), missing)
         return
-    drafters = [_find(part) for part in _parts(names)[1:]]
-    extra = Offer(config, sum(map(_memory, drafters)), sum(map(_to_come, drafters)))
+    drafters = [_find(part) for part in names.parts[1:]]
+    extra = DownloadPlan(config, sum(map(_memory, drafters)), sum(map(_to_come, drafters)))
     first = _offer(config, extra)
     yield first
     if (first.here and not everything) or existing(first.name) is not None:
@@ -91,14 +88,14 @@ def offers(config: PairConfig, everything: bool = False) -> Iterator[Offer]:
         yield _offer(replace(config, model=name), extra)
 
 
-def _offer(config: PairConfig, drafters: Offer) -> Offer:
+def _offer(config: PairConfig, drafters: DownloadPlan) -> DownloadPlan:
     """drafters: what they take, as far as the hub says."""
     try:
-        source = _find(_parts(find_names(config))[0])
+        source = _find(find_names(config).parts[0])
         needs, download = needed(source), source.missing() if source.folder is None else 0
     except DFlashError as error:
-        return Offer(config, problem=str(error))
-    return Offer(config, needs + drafters.needs, download + drafters.download)
+        return DownloadPlan(config, problem=str(error))
+    return DownloadPlan(config, needs + drafters.needs, download + drafters.download)
 
 
 def quantisations(name: str) -> list[str]:
@@ -109,12 +106,6 @@ def quantisations(name: str) -> list[str]:
     ids = published(QUANTISED_BY, without_quantisation(name))
     others = [other for other in ids if same_weights(other, name) and other != name]
     return sorted(others, key=lambda other: (bits_of(other), len(other), other))[:_MOST]
-
-
-def _parts(names: Names) -> list[tuple[str, str]]:
-    """The models of a pair that have a name, the target first, each with its option."""
-    parts = (names.model, MODEL), (names.drafter, DRAFTER), (names.second_drafter, SECOND_DRAFTER)
-    return [(name, option) for name, option in parts if name is not None]
 
 
 def _find(part: tuple[str, str]) -> Source:
@@ -198,7 +189,7 @@ class Download:
             fetch_default()
             return
         check_named(self.config).raise_first()
-        parts = _parts(names)
+        parts = names.parts
         sources = [source for part in parts if (source := _find(part)).folder is None]
         files = [(source, source.to_come()) for source in sources if source.option == MODEL]
         for source in sources:

@@ -1,0 +1,129 @@
+"""What the chat needs of this package besides its public names; no promise to anybody else."""
+
+from dflash_mlx.benchmark.quick import BenchStep, bench, save_bench, what_pays
+from dflash_mlx.benchmark.race import SIDES as RACE_SIDES
+from dflash_mlx.benchmark.race import RaceResult, RaceStep, race
+from dflash_mlx.core.amounts import amount
+from dflash_mlx.core.config import (
+    AUTO,
+    DecodeConfig,
+    PairConfig,
+    PrefixConfig,
+    SamplingConfig,
+    StructureConfig,
+)
+from dflash_mlx.core.config import PLAIN as NO_DRAFTS
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.observer import Observer, RoundTimer
+from dflash_mlx.core.option import Given, label_in_words, values_given
+from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.drafters.method import TokenSource
+from dflash_mlx.drafters.methods import (
+    check_given,
+    draws_drafts,
+    find_method,
+    needs_drafter,
+    own_options,
+    settle,
+)
+from dflash_mlx.drafters.methods import choices as method_choices
+from dflash_mlx.drafters.methods import sources as token_sources
+from dflash_mlx.engine.delta import Answer, Delta
+from dflash_mlx.engine.pair import Capabilities, Pair
+from dflash_mlx.engine.parity import Difference, first_difference
+from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.engine.text import SplitText, ThinkingReader, split_thinking
+from dflash_mlx.models.downloads import Download, DownloadPlan, download_plans
+from dflash_mlx.models.library import (
+    AvailableModel,
+    CacheEntry,
+    available_models,
+    cache_entries,
+    near_names,
+    remove_entry,
+)
+from dflash_mlx.models.load import load, load_pair
+from dflash_mlx.models.memory import available_memory, check_memory, memory_needed
+from dflash_mlx.models.names import DEFAULT_MODEL
+from dflash_mlx.session.responder import Question, Responder, prefix_cache
+from dflash_mlx.session.session import Session, generate, stream
+from dflash_mlx.session.templates import check_prompt, prompt_tokens
+from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker
+from dflash_mlx.system.files import replace_text
+from dflash_mlx.system.terminal import for_terminal
+
+__all__ = [
+    "AUTO",
+    "DEFAULT_MODEL",
+    "NO_DRAFTS",
+    "RACE_SIDES",
+    "Answer",
+    "AvailableModel",
+    "BenchStep",
+    "Capabilities",
+    "DFlashError",
+    "DecodeConfig",
+    "Delta",
+    "Difference",
+    "Download",
+    "Ended",
+    "Failed",
+    "Given",
+    "Job",
+    "News",
+    "CacheEntry",
+    "Observer",
+    "DownloadPlan",
+    "Pair",
+    "PairConfig",
+    "Prefilled",
+    "PrefixCache",
+    "PrefixConfig",
+    "RaceResult",
+    "RaceStep",
+    "Question",
+    "Responder",
+    "RoundTimer",
+    "SamplingConfig",
+    "Session",
+    "SplitText",
+    "Statistics",
+    "StructureConfig",
+    "ThinkingReader",
+    "TokenSource",
+    "Worker",
+    "amount",
+    "available_memory",
+    "available_models",
+    "bench",
+    "check_given",
+    "check_memory",
+    "check_prompt",
+    "draws_drafts",
+    "find_method",
+    "first_difference",
+    "for_terminal",
+    "generate",
+    "cache_entries",
+    "label_in_words",
+    "load",
+    "load_pair",
+    "memory_needed",
+    "method_choices",
+    "near_names",
+    "needs_drafter",
+    "own_options",
+    "download_plans",
+    "prefix_cache",
+    "prompt_tokens",
+    "race",
+    "remove_entry",
+    "replace_text",
+    "save_bench",
+    "settle",
+    "split_thinking",
+    "stream",
+    "token_sources",
+    "values_given",
+    "what_pays",
+]

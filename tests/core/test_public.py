@@ -1,0 +1,37 @@
+"""What `import dflash_mlx` offers, and what it leaves alone until it is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import dflash_mlx
+
+COUNT = """import sys, dflash_mlx
+ours = [name for name in sys.modules if name.partition(".")[0] in ("dflash_mlx", "kernels_metal")]
+assert len(ours) <= 90, len(ours)
+assert "mlx.core" not in sys.modules
+from dflash_mlx import generate, load
+others = "benchmark", "cli", "client", "convert", "serve", "train"
+rooms = {name.split(".")[1] for name in sys.modules if name.startswith("dflash_mlx.")}
+assert rooms.isdisjoint(others), rooms
+assert generate.__name__ == "generate" and load.__name__ == "load"
+"""
+
+
+def test_importing_the_package_loads_little_and_its_names_nothing_that_they_do_not_need():
+    subprocess.run([sys.executable, "-c", COUNT], check=True)
+
+
+@pytest.mark.parametrize("name", dflash_mlx.__all__)
+def test_a_public_name_can_be_imported(name):
+    assert getattr(dflash_mlx, name).__name__ == name
+
+
+def test_a_name_that_was_public_once_warns_and_another_one_is_an_error():
+    with pytest.warns(DeprecationWarning, match=r"dflash_mlx\.client"):
+        assert callable(dflash_mlx.available_models)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = dflash_mlx.no_such_name
