@@ -9,7 +9,7 @@ import pytest
 
 from dflash_chat.picker_screen import line
 from dflash_mlx.client import PairConfig, available_models, near_names
-from dflash_mlx.models import available, pair_folder
+from dflash_mlx.models import library, memory, pair_folder
 from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names
 from dflash_mlx.models.registry import entries
 from dflash_mlx.models.source import Source
@@ -27,7 +27,7 @@ def folders(tmp_path_factory):
 
 
 def needed(folder: Path) -> int:
-    return available.needed(Source.of(folder))
+    return memory.needed(Source.of(folder))
 
 
 def test_memory_needed_is_that_of_the_weights_widened_on_a_cpu(tmp_path, monkeypatch):
@@ -35,7 +35,7 @@ def test_memory_needed_is_that_of_the_weights_widened_on_a_cpu(tmp_path, monkeyp
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
     assert needed(tmp_path) == 4600
-    monkeypatch.setattr(available, "on_cpu", lambda: False)
+    monkeypatch.setattr(memory, "on_cpu", lambda: False)
     assert needed(tmp_path) == 2300
     (tmp_path / "config.json").write_text("[]")
     assert needed(tmp_path) == needed(tmp_path / "none") == 0
@@ -46,22 +46,22 @@ def test_memory_needed_by_a_pair_counts_its_drafters(folders):
     assert min(parts) > 0
     for count in (1, 2, 3):
         config = PairConfig(*list(folders.values())[:count])
-        assert available.needed_by(find_names(config)) == sum(parts[:count])
+        assert memory.needed_by(find_names(config)) == sum(parts[:count])
 
 
 def test_memory_needed_by_the_default_pair_counts_the_shipped_drafters():
     alone = PairConfig(second_drafter="none")
-    both, first = (available.needed_by(find_names(config)) for config in (PairConfig(), alone))
+    both, first = (memory.needed_by(find_names(config)) for config in (PairConfig(), alone))
     assert both - first == needed(SHIPPED / "smollm2-135m-variable-prefix") > 0
 
 
 def test_memory_that_is_there_is_at_least_what_this_test_uses():
-    assert available.available_memory() > 50_000_000
+    assert memory.available_memory() > 50_000_000
 
 
 @pytest.fixture
 def no_cache(monkeypatch):
-    monkeypatch.setattr(available, "cached_folders", list)
+    monkeypatch.setattr(library, "cached_folders", list)
 
 
 def link(folder, place, name=None):
@@ -84,7 +84,7 @@ def test_local_models_are_listed_with_the_drafter_that_fits(tmp_path, folders):
     found = listed(tmp_path)
     assert list(found)[:2] == [DEFAULT_MODEL, model]
     assert found[model].config == PairConfig(model, str(drafter))
-    assert found[model].needs == available.needed_by(find_names(found[model].config))
+    assert found[model].needs == memory.needed_by(find_names(found[model].config))
     assert f"drafter {drafter}" in line(found[model], 10**12)
     assert found[DEFAULT_MODEL].config == PairConfig()
     assert "does not fit" in line(found[DEFAULT_MODEL], 10**6)
@@ -117,7 +117,7 @@ def test_a_drafter_of_the_registry_that_is_in_the_cache_is_said_to_be_here(
 ):
     name = "z-lab/Qwen3-8B-DFlash-b16"
     cached = Source(name, Path(folders["drafter"]), "drafter")
-    monkeypatch.setattr(available, "cached_folders", lambda: [cached])
+    monkeypatch.setattr(library, "cached_folders", lambda: [cached])
     assert f"{name} (on this machine)" in line(listed(tmp_path)["Qwen/Qwen3-8B"], 0)
     local = str(link(folders["model"], tmp_path, "Qwen3-8B-4bit"))
     candidate = listed(tmp_path)[local]

@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from huggingface_hub import constants, hf_hub_download, scan_cache_dir, snapshot_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from safetensors.numpy import save_file
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
 from dflash_mlx.convert.plan import open_part
-from dflash_mlx.models import available
+from dflash_mlx.models import library, memory
 from dflash_mlx.models.check import check_target
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import find_names, whole_copy
@@ -171,7 +171,7 @@ def into_shards(folder: Path) -> Path:
 
 @pytest.fixture
 def sharded(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(available, "on_cpu", lambda: False)
+    monkeypatch.setattr(memory, "on_cpu", lambda: False)
     return into_shards(model)
 
 
@@ -184,8 +184,8 @@ def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def listed_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(available, "scan_cache_dir", lambda: scan_cache_dir(constants.HF_HUB_CACHE))
-    return [found.name for found in available.cached_folders()]
+    monkeypatch.setattr(library, "cache_folder", lambda: Path(constants.HF_HUB_CACHE))
+    return [found.name for found in library.cached_folders()]
 
 
 def test_a_folder_is_whole_with_all_shards_and_all_that_its_index_names(tmp_path):
@@ -207,8 +207,8 @@ def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, fi
         hf_hub_download("owner/model", file)
     stored = sum((sharded / file).stat().st_size for file in SHARDS)
     assert listed_in_the_cache(monkeypatch) == []
-    assert available.needed_by(find_names(PairConfig("owner/model"))) == int(stored * 1.15)
-    assert available.needed_by(find_names(PairConfig("owner/none"))) == 0
+    assert memory.needed_by(find_names(PairConfig("owner/model"))) == int(stored * 1.15)
+    assert memory.needed_by(find_names(PairConfig("owner/none"))) == 0
     with monkeypatch.context() as patches:
         go_offline(patches)
         with pytest.raises(DFlashError):
@@ -226,8 +226,8 @@ def test_a_finished_download_is_a_model_everywhere_without_a_network(
     assert whole_copy("owner/model").folder == folder
     assert open_part("owner/model", tmp_path).path == folder
     assert listed_in_the_cache(monkeypatch) == ["owner/model"]
-    needed = available.needed(Source.of(sharded, "model"))
-    assert available.needed_by(find_names(PairConfig("owner/model"))) == needed
+    needed = memory.needed(Source.of(sharded, "model"))
+    assert memory.needed_by(find_names(PairConfig("owner/model"))) == needed
     report = check_named(PairConfig("owner/model"))
     assert report.target.source.folder == folder
     assert not report.errors

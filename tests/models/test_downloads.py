@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from dflash_mlx.client import DFlashError, Download, PairConfig, download_plans
-from dflash_mlx.models import download_plans as module
+from dflash_mlx.models import downloads as module
 from dflash_mlx.models.names import whole_copy
 from support.hub_server import Hub, serve
 from support.models import write_drafter, write_model
