@@ -61,6 +61,7 @@ def main() -> None:
     modules = [name for name in sys.modules if name.partition(".")[0] in ours]
     print(f"import           {len(modules):4} modules")
     loading: list[tuple[str, str, bool]] = []
+    dflash_mlx.load()  # imports what it needs
     with watched(loading):
         pair = dflash_mlx.load()
     told("load()", loading)
