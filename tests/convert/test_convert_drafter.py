@@ -111,7 +111,7 @@ def test_a_pair_folder_is_a_model_that_drafts_as_its_parts_did(tmp_path, model):
     second = write_drafter_folder(tmp_path / "second", *FORMATS["version 1, variable prefix"])
     options = ["--pair", str(first), "--second-drafter", str(second)]
     folder = convert(model, tmp_path / "pair", *options)
-    twice = DecodeConfig(method="d2sd", growth="paper", max_tokens=12)
+    twice = DecodeConfig(method="d2sd", budget=16, max_tokens=12)
     named = PairConfig(str(model), str(first), str(second))
     before, after = (
         generate(load_pair(names, twice), "hello", twice)

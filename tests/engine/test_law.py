@@ -17,6 +17,7 @@ from dflash_mlx.drafters.dflash.markov import (
     MarkovLinks,
 )
 from dflash_mlx.drafters.dflash.paths import Candidates, predecessors
+from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
@@ -267,8 +268,10 @@ def test_the_law_test_notices_chains_that_are_cut_by_their_own_tokens(monkeypatc
 
 
 def test_the_law_test_notices_steps_that_are_cut_by_their_own_tokens(monkeypatch):
-    def by_own_tokens(self, q):
-        return float(q.max(axis=-1).min())
+    proposal = Drawing.proposal
 
-    monkeypatch.setattr(DrawnChain, "confidence", by_own_tokens)
+    def by_own_tokens(self, state, tokens, q, sure):
+        return proposal(self, state, tokens, q, q.max(axis=-1).min())
+
+    monkeypatch.setattr(Drawing, "proposal", by_own_tokens)
     assert distance("eagle3, as pays, reject") > 4

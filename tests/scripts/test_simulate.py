@@ -12,6 +12,7 @@ from dflash_mlx.benchmark.selection import read_methods
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.paper import KNOBS
 from dflash_mlx.train.corpus.rows import CorpusRow
 from dflash_mlx.verifier.model import Target
 from support.decoding import answer_rounds as answer
@@ -40,7 +41,7 @@ def decoded(pair, config):
 
 def test_simulated_rounds_are_those_of_decoding(pair):
     config = DecodeConfig(max_tokens=60)
-    methods = {n: c for n, c in read_methods(METHODS, config).items() if n != "none"}
+    methods = {n: c for n, c in read_methods(METHODS, config, KNOBS).items() if n != "none"}
     text, _ = decoded(pair, DecodeConfig(method="none", max_tokens=60))
     row = CorpusRow("a", "math", tuple(PROMPT), tuple(text), 0.0)
     with script.remembering() as memory:

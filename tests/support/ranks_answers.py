@@ -35,7 +35,7 @@ def everything(pair: Pair) -> dict[str, Any]:
     """Tokens by how they were made."""
     found: dict[str, Any] = {}
     drawn = SamplingConfig(0.8, seed=5)
-    for method in METHODS:
+    for method in (each.name for each in METHODS.values() if not each.is_control):
         for name, config in {
             method: DecodeConfig(method, max_tokens=TOKENS),
             f"{method}, drawn": DecodeConfig(method, max_tokens=TOKENS, sampling=drawn),

@@ -30,6 +30,7 @@ from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
+from support.configs import config_with
 from support.decoding import Strict, answer, scheduler_of
 from support.decoding import rule_of as make_rule
 from support.families import make_model
@@ -163,7 +164,7 @@ def _config(rng: np.random.Generator, options: dict[str, Any], tokens: int) -> D
         repetition_penalty=float(rng.choice([1.0, 1.0, 1.0, 1.3])),
         seed=int(rng.integers(2**32)),
     )
-    return DecodeConfig(
+    return config_with(
         **options,
         max_tokens=tokens,
         exact=not hot and rng.random() < 0.25,

@@ -21,6 +21,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.verifier import cache
 from dflash_mlx.verifier.model import Target
 from kernels_metal.emulator import Run, emulated
+from support.configs import config_with
 from support.decoding import rounds, start
 from support.drafter_formats import drafter_folder
 from support.families import FAMILIES, make_model
@@ -33,7 +34,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 METHODS = {
     "none": DecodeConfig(method="none", max_tokens=TOKENS),
     "dflash": DecodeConfig(method="dflash", block_size=5, max_tokens=TOKENS),
-    "d2sd": DecodeConfig(method="d2sd", max_tokens=TOKENS, budget=16, branches=3),
+    "d2sd": config_with("d2sd", max_tokens=TOKENS, budget=16, branches=3),
 }
 
 
