@@ -93,7 +93,7 @@ def test_gradients_go_through_blocks_and_texts(texts, blocks, name):
     """Loss and slopes are NumPy's, at the entry of every tensor with the largest gradient."""
     raw, step = CONFIGS[name], 1e-4
     settings = {"loss": "decay", "soft": 0.0, "draft_vocabulary": VOCAB_SIZE, "steps": 1}
-    trainer = Trainer(trainee_of(raw), texts, TrainConfig("specdiff", **settings))
+    trainer = Trainer(trainee_of(raw), texts, TrainConfig(mode="specdiff", **settings))
     batch = trainer.batch(blocks)
     loss, gradients = nn.value_and_grad(trainer.trainee.network, trainer._loss)(batch)
     stored = {name: array.astype(np.float64) for name, array in tensors(raw).items()}
@@ -152,7 +152,7 @@ def test_nothing_is_shown_behind_the_end_of_a_text(texts):
 def test_a_new_drafter_starts_as_layers_of_the_target_from_the_first_to_the_last(name, layers):
     target = Target(make_model(name), CONTEXT, name)
     tokenizer = type("Words", (), {"mask_token_id": 7})
-    config = TrainConfig("specdiff", steps=1, layers=layers, block_size=5)
+    config = TrainConfig(mode="specdiff", steps=1, layers=layers, block_size=5)
     trainee = SpecDiffTrainee.new(config, Pair(target, tokenizer))
     assert (trainee.config.mask_token_id, trainee.config.block_size) == (7, 5)
     own, chosen = (
@@ -191,7 +191,7 @@ def test_a_drafter_overfits_some_answers_and_decoding_accepts_what_was_measured(
     texts = texts_of(KNOWN)
     settings = {"sequences": 6, "anchors": 16, "draft_vocabulary": VOCAB_SIZE, "warmup": 10}
     settings |= {"steps": 150, "learning_rate": 8e-3, "reveal_share": 0.25, "seed": 3}
-    trainer = Trainer(trainee_of(ours()), texts, TrainConfig("specdiff", **settings))
+    trainer = Trainer(trainee_of(ours()), texts, TrainConfig(mode="specdiff", **settings))
     assert measure(trainer.trainee, texts).tokens_per_round < 1.5
     list(trainer.losses())
     assert measure(trainer.trainee, texts).tokens_per_round > 4
