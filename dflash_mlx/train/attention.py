@@ -32,7 +32,6 @@ class TextCache:
     offset: Any = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """All there is; it is kept for the blocks."""
         self.context = keys, values
         return keys, values
 

@@ -77,7 +77,6 @@ class Texts:
         return result
 
     def greedy(self) -> Texts:
-        """Those that are the target's greedy answers."""
         return replace(self, texts=[text for text in self.texts if text.row.temperature == 0])
 
     def split(self, held_out: int) -> tuple[Texts, Texts]:

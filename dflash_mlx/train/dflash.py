@@ -138,10 +138,6 @@ class DFlashTrainee(Trainee):
         return features, mx.array(anchors), x
 
     def states(self, *inputs: mx.array) -> mx.array:
-        """Final hidden states [S, A, B, d] of A blocks in each of S sequences.
-
-        inputs: as `inputs` gives them. A block sees the features before its anchor, and itself.
-        """
         features, anchors, x = inputs
         network, shape, rows = self.network, x.shape, x.flatten(0, 1)
         context = network.hidden_norm(network.fc(features))

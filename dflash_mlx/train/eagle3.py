@@ -63,7 +63,6 @@ class EagleTrainee(Trainee):
 
     @classmethod
     def read(cls, folder: Path, target: Target) -> EagleTrainee:
-        """An existing drafter; raises as `Trainee.read` does."""
         found = super().read(folder, target)
         aux_layers = aux_layers_of(found.config, target.num_layers)
         return replace(found, config=replace(found.config, target_layer_ids=aux_layers))
@@ -80,10 +79,6 @@ class EagleTrainee(Trainee):
         return features, behind, mx.array(blocks.anchors), self.embed(blocks.tokens[..., :-1])
 
     def states(self, *inputs: mx.array) -> mx.array:
-        """Final hidden states [S, A, B, d] of A blocks in each of S sequences.
-
-        inputs: as `inputs` gives them.
-        """
         features, behind, anchors, x = inputs
         network, (_, _, steps, d) = self.network, x.shape
         h, before = network.fuse(features), anchors - 1  # of the first row: the anchor's is its h

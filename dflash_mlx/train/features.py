@@ -71,12 +71,10 @@ class FeatureCache:
         self.folder = place.with_name(f"{place.name}-{digest}")
 
     def __len__(self) -> int:
-        """Sequences that fit."""
         return len(self._sequences)
 
     @property
     def missing(self) -> list[int]:
-        """Sequences whose features are not on disk."""
         return [i for i in range(len(self)) if not self._file(i).exists()]
 
     def fill(self) -> Iterator[int]:
@@ -125,7 +123,6 @@ class FeatureCache:
         return data  # type: ignore[no-any-return]
 
     def _compute(self, tokens: Sequence[int]) -> dict[str, mx.array]:
-        """What is kept of one sequence."""
         cache = self._target.new_cache()
         features, choices = [], []
         with cpu_math.vectorised():

@@ -50,7 +50,6 @@ class Record:
         return float(np.mean(self.by_prefix))
 
     def describe(self) -> str:
-        """One line for people."""
         found = in_words(self.by_position, self.by_prefix)
         parts = [f"step {self.step}", f"{self.minutes:.1f} min", found]
         if self.loss is not None:
@@ -240,6 +239,5 @@ def _defaults(trainer: Trainer) -> dict[str, Any]:
 
 
 def _arrays(trainer: Trainer) -> dict[str, mx.array]:
-    """Weights, and all that the optimiser remembers."""
     trees = {"network": trainer.trainee.network.parameters(), "optimizer": trainer.optimizer.state}
     return dict(tree_flatten(trees))

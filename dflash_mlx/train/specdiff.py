@@ -61,10 +61,6 @@ class SpecDiffTrainee(Trainee):
         return self.embed(text) * scale, mx.array(blocks.anchors), self.embed(shown) * scale
 
     def states(self, *inputs: mx.array) -> mx.array:
-        """Final hidden states [S, A, B, d] of A blocks in each of S texts.
-
-        inputs: as `inputs` gives them.
-        """
         text, anchors, x = inputs
         network, shape, rows = self.network, x.shape, x.flatten(0, 1)
         windows = set(self.config.layer_windows)

@@ -71,12 +71,9 @@ def row(**changes: object) -> str:
         ("[]", "no row"),
         ("{}", "'p' .* missing"),
         (row(t="hot"), "'t' .* 'hot'"),
-        (row(top_p=None), "'top_p' .* missing"),
         (row(p=[]), r"'p' .* \[\]"),
-        (row(o=[1.0]), r"'o' .* \[1.0\]"),
         (row(o=[-1]), r"'o' .* \[-1\]"),
         (row(o=[True]), r"'o' .* \[True\]"),
-        (row(id=3), "'id' .* 3"),
         (row(seed=0.5), "'seed' .* 0.5"),
         (row(messages=["hi"]), r"'messages' .* \['hi'\]"),
         (row(o=[VOCAB_SIZE]), "token 97, .* 97"),
@@ -96,7 +93,6 @@ def test_a_damaged_line_is_named_with_what_it_holds(tmp_path, line, named):
     [
         (b"\n\n", "no rows"),
         (HEADER.as_line().encode(), "no rows"),
-        (b'{"format": "parquet"}\n', "'parquet', 'version': None"),
         (b'{"format": "dflash-corpus", "version": 2}\n', "'version': 2.* 'version': 1"),
         (HEADER.as_line().replace("97", "true").encode(), "'vocab_size' in line 1 .* True"),
         (b'{"format": "dflash-corpus", "version": 1}\n', "'model' in line 1 .* missing"),
@@ -145,9 +141,7 @@ def test_a_file_that_is_no_corpus_stays_as_it_is(tmp_path, contents):
     ("changes", "named"),
     [
         ({"model": "large"}, "model 'tiny', not 'large'"),
-        ({"vocab_size": 98}, "97, not 98"),
         ({"settings": {"seed": 4}}, "seed 3, not 4"),
-        ({"settings": {}}, "seed 3, not None"),
     ],
 )
 def test_a_file_of_another_model_or_other_settings_is_not_continued(tmp_path, changes, named):

@@ -31,7 +31,6 @@ class Job:
     finish: str = ""  # "stop" (its token is the last), "length" or "loop"
 
     def add(self, token: int) -> bool:
-        """Take in a token; whether the text ends with it."""
         self.tokens.append(token)
         if token in self.stops:
             self.finish = "stop"
@@ -103,7 +102,6 @@ class Answers:
             unread += len(job.prompt)
 
     def _take(self, job: Job, tokens: abc.Sequence[int]) -> bool:
-        """Count a round's tokens up to the end of the text; whether it has ended."""
         begins = not job.tokens
         self._begun, self._rounds = self._begun + begins, self._rounds + (not begins)
         for token in tokens:

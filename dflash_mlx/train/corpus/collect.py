@@ -233,7 +233,6 @@ class Collection:
             yield sum(self._finish(job) for job in finished)
 
     def _finish(self, job: Job) -> bool:
-        """Append an answer; queue what a user turn asks for, or another where it is no good."""
         waiting = self.answers.waiting
         if self._turns is not None and not isinstance(job.key, CorpusRow):
             if (prompt := self._turns.prompt(job)) is None:
@@ -262,13 +261,11 @@ class Collection:
         return sum(row.finish == "loop" for row in self._file.rows)
 
     def progress(self, seconds: float) -> str:
-        """What the run has come to by now, for its progress line."""
         rate, per_round = self.answers.generated / seconds, self.answers.tokens_per_round
         looped = self._looped / max(len(self._file.rows), 1)
         return f"{rate:.0f} tok/s, {per_round:.2f} tokens/round, {looped:.0%} looped"
 
     def report(self) -> str:
-        """One line for people."""
         parts = [f"{len(self._file.rows)} rows, {self._looped} cut where they looped"]
         if self._skipped:
             parts.append(f"{self._skipped} prompts were longer than the context and left out")

@@ -153,7 +153,6 @@ def _row(path: Path, i: int, values: Any, vocab_size: int | None) -> CorpusRow:
 
 
 def _checked(kind: type[_Line], path: Path, i: int, given: dict[str, Any]) -> _Line:
-    """What line `i` holds; DFlashError for the first value that is wrong or missing."""
     result: dict[str, Any] = {}
     for name in kind.__dataclass_fields__:
         value = given.get(key := _KEYS.get(name, name))
@@ -221,10 +220,7 @@ def open_corpus(path: Path) -> Iterator[CorpusFile]:
 
 
 class CorpusFile:
-    """A corpus file, open for appending.
-
-    header: what it held when it was opened. Nothing is written before `begin`.
-    """
+    """A corpus file, open for appending; nothing is written before `begin`."""
 
     def __init__(self, path: Path, file: io.FileIO, contents: bytes) -> None:
         self.path, self._file = path, file
@@ -232,10 +228,9 @@ class CorpusFile:
         self.header, self.rows = parse(path, contents[: self._size])
 
     def begin(self, header: CorpusHeader) -> None:
-        """Write the header of a new file, or check that `header` continues this one.
+        """Write the header of a new file, or raise DFlashError where it has another.
 
-        What a killed process left behind the last whole line is cut off. Raises DFlashError where
-        the file was made by another model or with other settings.
+        What a killed process left behind the last whole line is cut off.
         """
         if self.header not in (None, header):
             raise DFlashError(
@@ -263,7 +258,6 @@ class CorpusFile:
 
 
 def _difference(old: CorpusHeader, new: CorpusHeader) -> str:
-    """The first thing in which the headers differ, for a message."""
     before, after = ({**vars(header), **header.settings} for header in (old, new))
     names = (before.keys() | after.keys()) - {"settings"}
     name = next(name for name in sorted(names) if before.get(name) != after.get(name))
