@@ -12,8 +12,8 @@ import numpy as np
 import platformdirs
 from tqdm import tqdm
 
-from dflash_mlx.core.config import option
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import option, require, require_positive
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.blocks import Array, TextTokens
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
@@ -22,12 +22,12 @@ from dflash_mlx.train.features import FeatureCache, target_fingerprint, vocabula
 
 @dataclass(frozen=True)
 class Text(TextTokens):
-    """A row of a corpus. number: in its file. cache, place: where its features are, if any."""
+    """A row of a corpus."""
 
     row: CorpusRow
-    number: int
-    cache: FeatureCache | None = None
-    place: int = 0
+    number: int  # in its file
+    cache: FeatureCache | None = None  # where its features are, if any
+    place: int = 0  # in that
 
     @classmethod
     def of(cls, row: CorpusRow, number: int, cache: FeatureCache, place: int) -> Text:
@@ -47,19 +47,16 @@ class Text(TextTokens):
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows of corpora. name: tells corpora, targets and taps apart."""
+    """Rows of corpora."""
 
-    name: str
+    name: str  # tells corpora, targets and taps apart
     texts: list[Text]
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def features(self, chosen: Array, starts: Array, length: int) -> mx.array:
-        """[S, length, m*d] float32 of the texts `chosen` [S] from token `starts` [S] on.
-
-        Zeros after their ends.
-        """
+        """[S, length, m*d] float32 from token `starts` [S] of texts [S] on; zeros after the end."""
         parts = []
         for i, start in zip(chosen, starts.tolist(), strict=True):
             text = self.texts[i]
@@ -69,7 +66,7 @@ class Texts:
         return mx.stack(parts)
 
     def tokens(self, chosen: Array, start: int, length: int) -> Array:
-        """[S, length] tokens of the texts `chosen` [S] from `start` on; 0 after their ends."""
+        """[S, length] tokens from `start` of texts [S] on; 0 after the end."""
         result = np.zeros((len(chosen), length), np.int64)
         for row, i in zip(result, chosen, strict=True):
             tokens = self.texts[i].tokens[start : start + length]
@@ -80,14 +77,12 @@ class Texts:
         return replace(self, texts=[text for text in self.texts if text.row.temperature == 0])
 
     def split(self, held_out: int) -> tuple[Texts, Texts]:
-        """What to train on, and what to measure with.
+        """What to train on, and what to measure with: rows 0, held_out, ... of every file.
 
-        Rows 0, held_out, 2 held_out, ... of every file are kept out of training. Only the greedy
-        ones among them, if there are any, measure: of the others only the first draft could be
-        judged. Raises DFlashError when nothing is left to train on.
+        Only the greedy ones among these, if there are any, measure: of the others only the first
+        draft could be judged. Raises DFlashError when nothing is left to train on.
         """
-        if held_out < 2:
-            raise DFlashError(f"held_out is {held_out}", "choose 2 or more", "held_out")
+        require(held_out >= 2, "held_out", held_out, "2 or more")
         train = replace(self, texts=[text for text in self.texts if text.number % held_out])
         kept = replace(self, texts=[text for text in self.texts if not text.number % held_out])
         if not len(train):
@@ -110,11 +105,9 @@ class DataConfig:
     cache_gb: float = option(20, "most gigabytes of features per corpus", type=float)
 
     def __post_init__(self) -> None:
+        require_positive(self, "cache_gb")
         if not self.corpus:
             raise DFlashError("there is no corpus", "name a file or several with --corpus")
-        if not 0 < self.cache_gb < float("inf"):
-            problem = f"cache_gb is {self.cache_gb}"
-            raise DFlashError(problem, "choose a number above 0", "cache_gb")
 
 
 def read_texts(config: DataConfig, pair: Pair, aux_layers: tuple[int, ...]) -> Texts:

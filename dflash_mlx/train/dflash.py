@@ -20,7 +20,7 @@ from dflash_mlx.drafters.dflash.config_file import VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
 from dflash_mlx.drafters.networks.head import embedding_scale
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu
+from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, through
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
@@ -148,6 +148,5 @@ class DFlashTrainee(Trainee):
         for layer, kind in zip(network.layers, kinds, strict=True):
             at_start: Any = TextCache()
             cache: Any = BlockCache(anchors, layer.self_attn.remember(context, at_start))
-            rows = rows + layer.self_attn(layer.input_layernorm(rows), masks[kind], cache)
-            rows = rows + swiglu(layer.mlp, layer.post_attention_layernorm(rows))
+            rows = through(layer, rows, masks[kind], cache)
         return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]

@@ -41,19 +41,16 @@ _BUILD_AGAIN = "delete that folder and start again; the features will be compute
 class FeatureCache:
     """Features and most likely next tokens of sequences on disk.
 
-    place: a folder, made when it is not there, whose name goes on with a digest of sequences,
-    target and layers. sequences: token ids. aux_layers: target layers (0-based), m of them. limit:
-    most bytes of features; sequences from the first that does not fit on are left out. Raises
-    DFlashError when that are all.
+    Raises DFlashError where there is no room for the first one; later ones are left out.
     """
 
     def __init__(
         self,
-        place: Path,
+        place: Path,  # of the folder, whose name goes on with a digest of all but the limit
         sequences: Sequence[Sequence[int]],
         target: Target,
-        aux_layers: tuple[int, ...],
-        limit: int,
+        aux_layers: tuple[int, ...],  # 0-based, m of them
+        limit: int,  # bytes of features
     ) -> None:
         self._target, self._aux_layers = target, aux_layers
         ends = np.cumsum([len(tokens) for tokens in sequences], dtype=np.int64)
@@ -64,10 +61,8 @@ class FeatureCache:
                 f"{limit} bytes have no room for the features of the first sequence",
                 "give more with --cache-gb",
             )
-        identity = repr(
-            (_VERSION, target_fingerprint(target), aux_layers, list(map(list, sequences)))
-        )
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        identity = _VERSION, target_fingerprint(target), aux_layers, list(map(list, sequences))
+        digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
         self.folder = place.with_name(f"{place.name}-{digest}")
 
     def __len__(self) -> int:
@@ -105,11 +100,7 @@ class FeatureCache:
         return mx.array(self._read(i, "features")).view(mx.bfloat16)
 
     def choices(self, i: int) -> npt.NDArray[Any]:
-        """The target's most likely next tokens after every token of sequence i, likeliest first.
-
-        [T, CHOICES] of CHOICE; the probabilities are those of the whole vocabulary. DFlashError
-        when they are damaged.
-        """
+        """[T, CHOICES] of CHOICE, as `likeliest` has them, after every token of sequence i."""
         return self._read(i, "choices").view(CHOICE)
 
     def _read(self, i: int, name: str) -> npt.NDArray[Any]:

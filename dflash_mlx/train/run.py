@@ -58,10 +58,9 @@ class Record:
 
 
 class TrainingRun:
-    """Trains into `folder`: the best drafter so far, `state/`, and `history.jsonl`.
+    """Trains into `folder`, or goes on: the best drafter so far, `state/`, and `history.jsonl`.
 
-    Goes on with what is there. data: identifies the corpora. Raises DFlashError for a damaged
-    folder, and for a run with other settings, data or shapes.
+    data: identifies the corpora. Raises DFlashError for a damaged folder, and for another run's.
     """
 
     def __init__(self, trainer: Trainer, held_out: Texts, folder: Path, data: str) -> None:

@@ -26,7 +26,6 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.models.load import load_target
-from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus import collect
 from dflash_mlx.train.corpus.answers import Answers, Job, loop_end
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
@@ -261,11 +260,6 @@ def test_an_id_stands_for_one_prompt(folder, tmp_path, answered):
     write_prompts(file, [{**PROMPTS[0], "messages": PROMPTS[1]["messages"]}])
     with pytest.raises(DFlashError, match="answer to another prompt with the id 'p0'"):
         run(folder, folder / "answered.jsonl", "--prompts", str(file))
-
-
-def test_the_settings_refuse_a_text_where_texts_belong():
-    with pytest.raises(DFlashError, match="opening is 'Say'"):
-        CorpusConfig(opening="Say")  # type: ignore[arg-type]
 
 
 # Many at once

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.train.corpus import collect
 from dflash_mlx.train.corpus.rows import read_rows
 from dflash_mlx.train.run import STATE
 from support.ranks import ended, kill, launched, on_ranks, started
-from support.tiny_training import CONTEXT, files
+from support.tiny_training import files
 
 
 @pytest.mark.parametrize("mode", ["variable-prefix", "specdiff", "eagle3"])
@@ -87,8 +89,8 @@ def test_a_killed_rank_ends_a_training_that_goes_on_with_as_many(place, tmp_path
     assert [each.code for each in on_ranks(tmp_path, 2, *words(done + 2))] == [0, 0]
     assert last_record(out)["step"] == done + 2
     before = files(out)
-    (alone,) = on_ranks(tmp_path, 1, *words(done + 4))
-    assert alone.code == 2 and "processes 2, not 1" in alone.error
+    with pytest.raises(DFlashError, match="processes 2, not 1"):
+        place.train(steps=done + 4, out=out)
     assert files(out) == before
 
 
@@ -97,19 +99,15 @@ def test_a_corpus_of_two_ranks_has_every_prompt_once(tmp_path, place):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def collect(count, out):
-        words = ["--model", place.model, "--prompts", prompts, "--out", out, "--method", "none"]
-        words += ["--max-tokens", "6", "--greedy-share", "1"]
-        words = list(map(str, words))
-        return on_ranks(tmp_path, count, "-m", "dflash_mlx.corpus", *words)
-
+    words = ["--model", str(place.model), "--prompts", str(prompts), "--method", "none"]
+    words += ["--max-tokens", "6", "--greedy-share", "1", "--out"]
     two, one = tmp_path / "two.jsonl", tmp_path / "one.jsonl"
-    said = collect(2, two)
+    said = on_ranks(tmp_path, 2, "-m", "dflash_mlx.corpus", *words, str(two))
     assert [each.code for each in said] == [0, 0], said
     assert "7 rows" in said[0].out and (said[1].out, said[1].error) == ("", "")
-    assert [each.code for each in collect(1, one)] == [0]
+    collect.main([*words, str(one)])
     by_id = [{row.id: row for row in read_rows(file)} for file in (two, one)]
     assert by_id[0] == by_id[1] and len(read_rows(two)) == 7
     assert not list(tmp_path.glob("two.rank*")), "its rows are in the first one's file"
-    assert [each.code for each in collect(2, two)] == [0, 0]
-    assert len(read_rows(two)) == 7 < CONTEXT
+    again = on_ranks(tmp_path, 2, "-m", "dflash_mlx.corpus", *words, str(two))
+    assert [each.code for each in again] == [0, 0] and len(read_rows(two)) == 7

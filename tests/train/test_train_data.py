@@ -188,9 +188,9 @@ def test_a_damaged_or_missing_file_is_found(tmp_path, damage, names):
 
 @settings(max_examples=50)
 @given(
-    rows=st.sampled_from([1, 3, 70]),
-    words=st.sampled_from([1, 5, 8, 9, 12, 97, 300, 2000]),
-    levels=st.sampled_from([1, 2, 3, 6, 10**6]),
+    rows=st.sampled_from([1, 70]),
+    words=st.sampled_from([1, 5, 8, 9, 97, 2000]),
+    levels=st.sampled_from([1, 2, 6, 10**6]),
     seed=st.integers(0, 1000),
 )
 def test_the_likeliest_tokens_are_those_of_a_sort_and_the_first_is_the_greedy_choice(
@@ -199,15 +199,12 @@ def test_the_likeliest_tokens_are_those_of_a_sort_and_the_first_is_the_greedy_ch
     logits = np.random.default_rng(seed).integers(levels, size=(rows, words)).astype(np.float32)
     logits *= 6 / levels
     logits[0, 1:] = -np.inf if levels == 6 else logits[0, 1:]
-    before, count = logits.copy(), min(CHOICES, words)
-    found = likeliest(logits)
-    assert np.array_equal(logits, before)
-    assert found.dtype == CHOICE and found.shape == (rows, CHOICES) == (rows, 8)
-    assert not found["token"][:, words:].any() and not found["probability"][:, words:].any()
+    found, count = likeliest(logits), min(CHOICES, words)
+    assert found.shape == (rows, CHOICES) and not found[:, words:]["probability"].any()
     assert np.array_equal(found["token"][:, 0], logits.argmax(axis=-1))
     tokens = found["token"][:, :count].astype(np.int64)
-    powers = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
-    p = powers / powers.sum(axis=-1, keepdims=True)
+    p = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
     for row, chosen in zip(logits, tokens, strict=True):
         assert chosen.tolist() == sorted(set(chosen.tolist()), key=lambda t: (-row[t], t))
     # Which of the equal ones at the edge are kept is left open, but not their probabilities.
@@ -240,23 +237,18 @@ def rows_in(texts: Texts) -> list[CorpusRow]:
 
 
 def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
-    first, second = rows_of(4), rows_of(3, seed=1)
+    first, second = rows_of(3), rows_of(2, seed=1)
     texts = read(tmp_path, first, second)
-    assert rows_in(texts) == [*first, *second]
-    assert [text.number for text in texts.texts] == [0, 1, 2, 3, 0, 1, 2]
-    assert len(texts) == 7
+    assert rows_in(texts) == [*first, *second] and len(texts) == 5
+    assert [text.number for text in texts.texts] == [0, 1, 2, 0, 1]
     for i, row in enumerate(rows_in(texts)):
-        sequence = texts.texts[i]
+        sequence, alone = texts.texts[i], read(tmp_path / "cache", [row])
         assert tuple(sequence.tokens) == row.prompt + row.answer
-        assert sequence.prompt_length == len(row.prompt)
-        assert tuple(sequence.likely[len(row.prompt) - 1 : -1, 0]) == row.answer
-        alone = read(tmp_path / "cache", [row])
-        whole = len(sequence.tokens)
-        start = np.array([1])
-        found = texts.features(np.array([i]), start, whole)
-        expected = alone.features(np.array([0]), start, whole)
+        assert tuple(sequence.likely[sequence.prompt_length - 1 : -1, 0]) == row.answer
+        place = np.array([1]), len(sequence.tokens)
+        found = texts.features(np.array([i]), *place)
         assert not found[0, -1].any().item()  # behind its end
-        assert mx.array_equal(found, expected).item()
+        assert mx.array_equal(found, alone.features(np.array([0]), *place)).item()
         choices = alone.texts[0].cache.choices(0)
         assert np.array_equal(sequence.likely, choices["token"])
         assert np.array_equal(sequence.shares, choices["probability"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.networks.quantized import quantize_network
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train import compare
-from dflash_mlx.train.compare import ANCHORS, hits_at, measure, walk
+from dflash_mlx.train.compare import ANCHORS, hits_at, measure
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.dflash import DFlashTrainee
@@ -30,7 +31,7 @@ from dflash_mlx.train.trainee import mask_token, spread_aux_layers, take_layers
 from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
 from support.families import FAMILIES, make_model
-from support.reference_dflash import hidden_states, write_drafter_folder
+from support.reference_dflash import write_drafter_folder
 from support.reference_dflash2 import idle_tensors, random_tensors, tiny_config
 from support.tiny_training import (
     CONTEXT,
@@ -49,7 +50,7 @@ from support.tiny_training import (
 
 RAW = drafter_config()
 BLOCK = RAW["block_size"]
-KNOWN = greedy_rows(20, 40)
+KNOWN = greedy_rows(8, 30)
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +60,17 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
 
 @pytest.fixture(scope="module")
 def trained(texts: Texts) -> Trainer:
-    """A drafter that knows twenty answers, in about 1,000 blocks of each."""
-    shape = {"sequences": 10, "anchors": 16}
-    trainer = make_trainer(texts, RAW, steps=200, learning_rate=8e-3, warmup=10, **shape)
+    """A drafter that knows eight answers."""
+    shape = {"sequences": 8, "anchors": 16}
+    trainer = make_trainer(texts, RAW, steps=120, learning_rate=1e-2, warmup=10, **shape)
     list(trainer.losses())
     return trainer
 
 
-def test_a_drafter_overfits_twenty_sequences_and_decoding_accepts_what_was_measured(
-    trained, texts, tmp_path
+def test_a_drafter_overfits_eight_sequences_and_decoding_accepts_what_was_measured(
+    trained, texts, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(compare, "_CHUNK", 24)  # a text takes several passes
     assert measure(make_trainee(RAW), texts).tokens_per_round < 1.5
     assert measure(trained.trainee, texts).tokens_per_round > 6
     trained.trainee.save(tmp_path)
@@ -81,54 +83,23 @@ def test_a_drafter_overfits_twenty_sequences_and_decoding_accepts_what_was_measu
 # Measuring
 
 
-def hits_by_loops(trainer: Trainer, texts: Texts, prefix: int) -> np.ndarray:
-    """Text after text, anchor after anchor, by the NumPy drafter."""
-    tensors = arrays_of(trainer.trainee.network)
-    table = np.array(tiny_target().embedding().weight)
-    result = []
+@pytest.mark.parametrize("prefix", [0, 2, BLOCK - 2])
+def test_a_measurement_is_of_anchors_evenly_spread_in_every_text(trained, tmp_path, prefix):
+    rows = [*KNOWN[:3], *greedy_rows(12, 9, seed=1)[:6], sampled_row("s", KNOWN[4])]
+    texts, expected = texts_of(tmp_path / "cache", rows), []  # more than one batch
     for i, text in enumerate(texts.texts):
         anchors = text.anchors[: max(1, len(text.anchors) - prefix)]
-        spread = np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)
-        for anchor in anchors[spread]:
-            features = np.array(texts.features([i], np.zeros(1, int), int(anchor))[0])
-            tokens = [int(t) for t in text.tokens[anchor : anchor + 1 + prefix]]
-            tokens += [0] * (prefix + 1 - len(tokens)) + [5] * (BLOCK - 1 - prefix)
-            logits = hidden_states(tensors, RAW, table[tokens], features) @ table.T
-            hits = []
-            for k in range(prefix + 1, BLOCK):
-                at = anchor + k
-                choice = text.likely[at - 1, 0] if at < len(text.tokens) else -1
-                hits.append(bool(logits[k].argmax() == choice) and all(hits))
-                if choice >= 0 and text.tokens[at] != choice:
-                    hits += [False] * (BLOCK - 1 - prefix - len(hits))
-                    break
-            result.append(hits)
-    return np.array(result, float)
-
-
-@pytest.mark.parametrize("prefix", [2, BLOCK - 2])
-def test_a_measurement_is_what_loops_over_texts_and_anchors_find(trained, tmp_path, prefix):
-    rows = [*KNOWN[:3], *greedy_rows(12, 9, seed=1)[:6], sampled_row("s", KNOWN[4])]
-    texts = texts_of(tmp_path / "cache", rows)  # more than one batch, known texts and new ones
+        spread = anchors[np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)]
+        found = hits_at(trained.trainee, texts, np.array([i]), spread[None], prefix)[0]
+        differs = text.likely[:-1, 0] != text.tokens[1:]
+        for anchor, hits in zip(spread, found, strict=True):
+            wrong = np.flatnonzero(differs[anchor + prefix : anchor + BLOCK - 1])
+            assert not wrong.size or not hits[wrong[0] + 1 :].any(), "the text went another way"
+        expected += [*found]
     found = measure(trained.trainee, texts, prefix)
-    expected = hits_by_loops(trained, texts, prefix)
-    assert 0 < expected.mean() < 1
-    assert np.array_equal(found.hits, expected)
-    assert found.tokens_per_round == pytest.approx(1 + expected.sum(axis=-1).mean())
-    assert found.by_position == pytest.approx(expected.mean(axis=0))
-
-
-def test_a_walk_begins_every_round_where_the_one_before_ended(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "_CHUNK", 24)
-    texts = texts_of(tmp_path / "cache", [*KNOWN[:2], greedy_rows(12, 9, seed=1)[0]])
-    walked, rounds = walk(trained.trainee, texts).hits, []
-    for i, text in enumerate(texts.texts):
-        place = 1  # behind the first token
-        while place < len(text.anchors):
-            anchor = text.anchors[place : place + 1][None]
-            rounds.append(hits_at(trained.trainee, texts, np.array([i]), anchor)[0, 0])
-            place += 1 + int(rounds[-1].sum())
-    assert np.array_equal(walked, rounds)
+    assert 0 < np.mean(expected) < 1 and np.array_equal(found.hits, expected)
+    assert found.tokens_per_round == pytest.approx(1 + np.sum(expected, axis=-1).mean())
+    assert found.by_position == pytest.approx(np.mean(expected, axis=0))
 
 
 # Drafters side by side
@@ -193,23 +164,14 @@ def new_drafter(target: Target, **settings: Any) -> DFlashTrainee:
     return DFlashTrainee.new(config, Pair(target, SimpleNamespace(mask_token_id=5)))
 
 
-# Which layers are read
-
-
 def test_taps_are_layers_of_the_target_in_order():
     assert list(spread_aux_layers(30, 5)) == [1, 8, 14, 20, 27], "as published drafters have them"
     for layers, count in product(range(1, 40), range(1, 9)):
         aux_layers = spread_aux_layers(layers, count)
-        assert 1 <= len(aux_layers) <= count
+        assert 1 <= len(aux_layers) <= count and set(aux_layers) <= set(range(layers))
         assert list(aux_layers) == sorted(set(aux_layers))
-        assert aux_layers[0] >= 0 and aux_layers[-1] < layers
-        if layers >= count + 3:
-            assert len(aux_layers) == count
-            assert aux_layers[-1] == layers - 3
-            assert count == 1 or aux_layers[0] == 1
-
-
-# The mask token
+        if layers >= count + 3 and count > 1:
+            assert (len(aux_layers), aux_layers[0], aux_layers[-1]) == (count, 1, layers - 3)
 
 
 def words(special: list[int], template: list[int] | None, mask: int | None) -> Any:
@@ -233,20 +195,16 @@ def words(special: list[int], template: list[int] | None, mask: int | None) -> A
     [
         ([1, 2, 3, 9], [5], 4, 4),
         ([1, 2, 3, 5, 8, 9], [5], None, 9),
-        ([9, 8, 1, 2, 3, 5], [5, 9], None, 8),
         ([1, 2, 3, 6, 7], [5], None, 6),
         ([1, 2, 3, 6], None, None, 6),
         ([0, 1, 2, 3], [5], 0, 0),
     ],
-    ids=["its own", "a spare one", "the last", "no role's", "no template", "token 0"],
+    ids=["its own", "a spare one", "no role's", "no template", "token 0"],
 )
 def test_the_mask_is_a_token_that_no_conversation_contains(special, template, mask, expected):
     assert mask_token(words(special, template, mask)) == expected
     with pytest.raises(DFlashError, match="mask; .*--init"):
         mask_token(words([1, 2, 3, 5, 7], [5], None))
-
-
-# A new drafter
 
 
 @pytest.mark.parametrize("name", ["llama3_rope", "qwen3"])
@@ -271,23 +229,6 @@ def test_a_target_that_does_not_say_its_widths_is_refused():
         new_drafter(target)
 
 
-# The target's last layers
-
-
-def linear(module: Any) -> np.ndarray:
-    """The matrix that a layer, quantised or not, multiplies with, found by using it."""
-    inputs = module.scales.shape[-1] * module.group_size if "scales" in module else None
-    width = inputs or module.weight.shape[-1]
-    product = module(mx.eye(width)) - module(mx.zeros((1, width)))
-    return np.array(product).T
-
-
-def module_at(layer: Any, path: str) -> Any:
-    for name in path.split("."):
-        layer = layer[name]
-    return layer
-
-
 @pytest.mark.parametrize("kind", ["qwen3", "4 bits"])
 def test_a_warm_start_takes_over_the_last_layers_and_the_final_norm_in_float32(kind):
     name = kind if kind in FAMILIES else "llama"
@@ -298,9 +239,11 @@ def test_a_warm_start_takes_over_the_last_layers_and_the_final_norm_in_float32(k
     network = trainee.network
     for layer, source in zip(network.layers, model.layers[-2:], strict=True):
         for path in MATRICES:
-            found, given = np.array(module_at(layer, path).weight), module_at(source, path)
+            found, given = attrgetter(path)(layer).weight, attrgetter(path)(source)
             assert ("scales" in given) == (kind == "4 bits")
-            assert np.abs(found - linear(given)).max() < 1e-5
+            width = found.shape[1]  # what it multiplies with is found by using it
+            product = given(mx.eye(width)) - given(mx.zeros((1, width)))
+            assert mx.abs(found - product.T).max() < 1e-5
         for path in NORMS:
             assert mx.array_equal(layer[path].weight, source[path].weight).item()
         for path in ("q_norm", "k_norm"):
@@ -315,9 +258,6 @@ def test_a_target_whose_layers_cannot_be_taken_over_is_refused():
     trainee = replace(new_drafter(tiny_target(), layers=2), target=other)
     with pytest.raises(DFlashError, match="starcoder2 .*--start random"):
         take_layers(trainee, [1, 2])
-
-
-# An existing drafter
 
 
 def test_a_second_version_without_real_convolutions_is_read_and_becomes_a_first(tmp_path):

@@ -31,8 +31,9 @@ from dflash_mlx.train.data import Texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.selector import MappedSelector, SelectorTrainer, with_selector
 from support.decoding import feed
+from support.drafter_formats import speculators
 from support.families import VOCAB_SIZE
-from support.reference_dflash import write_drafter_folder
+from support.reference_dflash import random_drafter, write_drafter_folder
 from support.reference_dflash2 import random_tensors, tiny_config
 from support.tiny_training import (
     TAPS,
@@ -97,10 +98,8 @@ def test_behind_visible_prefixes_the_first_draft_counts_whole(texts):
     blocks = trainer._sampler.blocks(0)
     weights = np.array(trainer.batch(blocks)[-1]).reshape(blocks.labels[..., 1:].shape)
     places, prefixes = np.arange(1, 6), blocks.prefixes[..., None]
-    assert (
-        blocks.prefixes.any()
-        and not weights[np.broadcast_to(places <= prefixes, weights.shape)].any()
-    )
+    assert blocks.prefixes.any()
+    assert not weights[np.broadcast_to(places <= prefixes, weights.shape)].any()
     first = np.broadcast_to(places == prefixes + 1, weights.shape) & blocks.supervised[..., 1:]
     assert first.sum() > 8 and (weights[first] == 1).all()
     assert not trainer_of(make_trainee(RAW), texts)._sampler.blocks(0).prefixes.any()
@@ -198,18 +197,6 @@ def test_codebooks_give_the_edges_that_the_maps_give(monkeypatch):
     expected = np.array(made(hidden, before, tokens))
     found = np.array(written.edges(hidden, before[:, None], tokens)[:, 0])
     assert np.abs(found - expected).max() < 1e-4 < np.abs(expected).max()
-
-
-@pytest.mark.parametrize("length", [0.2, 30.0])
-def test_a_selector_starts_small_whatever_the_embedding_s_length_is(texts, length):
-    trainer = trainer_of(make_trainee(RAW), texts)
-    states, before, tokens, *_ = trainer.batch(trainer._sampler.blocks(0))
-    embedding = nn.Embedding(VOCAB_SIZE, WIDTH)
-    embedding.weight = tiny_target().embedding().weight * length
-    made = maps_of(embedding, rank=32)
-    assert 0.01 < np.array(made(states, before, tokens)).std() < 1
-    lengths = np.linalg.norm(np.array(made._rows(mx.arange(VOCAB_SIZE))), axis=-1)
-    assert lengths.mean() == pytest.approx(1, rel=0.1)
 
 
 # As a folder of version 2
@@ -340,7 +327,11 @@ def test_a_second_run_begins_with_the_drafter_alone(trained, tmp_path, capsys):
     assert read_config(tmp_path / "first").selector is None
 
 
-# What it refuses
+def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):
+    write_drafter_folder(place.root / "drafter", speculators(), random_drafter(RAW))
+    run(place)
+    assert load(str(tiny_model), str(place.out)).drafters[0].config.selector is not None
+
 
 BAD = [
     ("top_k", "1", "top_k is 1"),
