@@ -25,8 +25,8 @@ from dflash_mlx.models.memory import available_memory
 from dflash_mlx.ranks import end_if_lost, launched
 from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.errors import ApiError
+from dflash_mlx.serve.guard import LimitedProtocol
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.protocol import limited
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
@@ -114,7 +114,7 @@ async def serve(
     config = service.config
     settings = uvicorn.Config(
         make_app(service, noted),
-        http=limited(config.connections, config.idle),
+        http=partial(LimitedProtocol, most=config.connections, idle=config.idle),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.serve.fields import Sampled, decoding, with_seeds
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
+from dflash_mlx.serve.fields import decoding
+from dflash_mlx.serve.openai_requests import CompletionRequest
 from support.serving import MODEL, actor_pair, chat_body, post, serving, user
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -159,12 +160,21 @@ def test_two_lengths_that_differ_are_refused(server):
 
 def test_a_request_says_how_tokens_are_drawn_and_the_server_what_it_does_not_say():
     usual = DecodeConfig("none", max_tokens=7, stop=("a",), sampling=SamplingConfig(0.5, min_p=0.1))
-    body = Sampled(top_p=0.9, top_k=3, seed=4, repetition_penalty=1.1, repetition_context=9)
-    config = decoding(usual, body, None, ["b"], {})
+    drawn = {
+        "top_p": 0.9,
+        "top_k": 3,
+        "seed": 4,
+        "repetition_penalty": 1.1,
+        "repetition_context": 9,
+    }
+    body = CompletionRequest(model=MODEL, prompt="a", n=3, stop="b", **drawn)
+    configs = decoding(usual, body, StructureConfig())
+    assert [each.sampling.seed for each in configs] == [4, 5, 6]
     expected = SamplingConfig(0.5, 0.9, 3, 0.1, 1.1, 9, 4)
-    assert config == DecodeConfig("none", max_tokens=7, stop=("a", "b"), sampling=expected)
-    assert decoding(usual, Sampled(temperature=0), 5, [], {}).sampling.temperature == 0
-    assert [each.sampling.seed for each in with_seeds(config, 3)] == [4, 5, 6]
+    assert configs[0] == DecodeConfig("none", max_tokens=7, stop=("a", "b"), sampling=expected)
+    greedy = CompletionRequest(model=MODEL, prompt="a", temperature=0, max_tokens=5)
+    (config,) = decoding(usual, greedy, StructureConfig())
+    assert (config.sampling.temperature, config.max_tokens) == (0, 5)
 
 
 def test_a_field_of_a_server_that_decodes_exactly_is_refused_as_its_setting_is(tmp_path):

@@ -12,9 +12,9 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.engine.grammar import check_structure, constraint_of
-from dflash_mlx.serve import call_grammar
-from dflash_mlx.serve.call_grammar import CallForm
-from dflash_mlx.serve.structure import OPENAI, StructureRequest, structure_of
+from dflash_mlx.serve.chat import Chat
+from dflash_mlx.serve.openai_requests import FIELDS
+from dflash_mlx.serve.structure import CallForm, grammar_of, structure_of
 from support.schemas import conforms
 from support.serving import MODEL, TEMPLATE, actor_pair, chat_body, post, serving, user
 
@@ -351,18 +351,15 @@ def test_a_model_is_not_told_that_a_tool_is_strict(tmp_path):
 
 def test_tags_that_are_one_token_are_that_token_in_grammars():
     form = CallForm("<[5]>", "<[6]>", "<tool_call>", "\n", "\n", "arguments")
-    for make in (call_grammar.calls_only, call_grammar.words_and_calls):
+    for more in ({"required": ""}, {"schema": COUNT}, {}):
         for one in (True, False):
-            check_structure(StructureConfig(grammar=make(form, TOOLS_OF, one)))
-    grammar = call_grammar.calls_or_json(form, TOOLS_OF, True, COUNT)
-    check_structure(StructureConfig(grammar=grammar))
-
-
-TOOLS_OF = [each | {"type": "function"} for each in TOOLS]
+            chat = Chat(FIELDS, [], one_call=one, **more)
+            grammar = grammar_of(form, chat, {"add": COUNT, "pick": COLOUR})
+            check_structure(StructureConfig(grammar=grammar))
 
 
 def test_a_grammar_is_ready_before_the_thread_that_decodes_asks_for_it(bare, monkeypatch):
-    structure = structure_of(bare.pair, StructureRequest(COUNT), OPENAI)
+    structure = structure_of(bare.pair, Chat(FIELDS, [], schema=COUNT))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "llguidance", None)  # nothing can be compiled any more
         assert constraint_of(bare.pair, DecodeConfig(structure=structure), 0) is not None
