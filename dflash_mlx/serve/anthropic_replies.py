@@ -35,7 +35,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: Counted, request: Request) -> Response:
     """How many tokens a prompt has."""
     service: Service = request.app.state.service
-    _, tokens, _ = await unless_gone(request, service.read(body))
+    _, _, tokens = await unless_gone(request, service.read(body))
     return as_json({"input_tokens": len(tokens)})
 
 

@@ -76,12 +76,12 @@ def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIAp
     for method, paths in (("POST", _ASKED), ("GET", _TOLD)):
         for path, answer in paths.items():
             api.add_api_route(path, answer, methods=[method], response_class=Response)
-    config = service.config
-    _add_errors(api, config.body_bytes)
-    app: ASGIApp = RequestBodyLimitMiddleware(api, config.body_bytes)
+    config, most = service.config, int(service.config.body_mb * 10**6)
+    _add_errors(api, most)
+    app: ASGIApp = RequestBodyLimitMiddleware(api, most)
     app = guard.BodyTimeMiddleware(app, config.idle)
     keys = [] if config.key is None else [guard.key_check(config.key)]
-    app = guard.CheckMiddleware(app, *keys, guard.size_check(config.body_bytes))
+    app = guard.CheckMiddleware(app, *keys, guard.size_check(most))
     if config.allow_origin:
         origins, all_of_them = config.allow_origin, ("*",)
         app = CORSMiddleware(app, origins, allow_methods=all_of_them, allow_headers=all_of_them)
@@ -94,12 +94,12 @@ def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIAp
     return guard.OuterMiddleware(app, counted, fault)
 
 
-def _add_errors(api: FastAPI, body_bytes: int) -> None:
+def _add_errors(api: FastAPI, most: int) -> None:
     @api.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         if error.status_code == 413:  # Starlette's
-            error = guard.too_large(body_bytes)
+            error = guard.too_large(most)
         elif error.status_code == 404 and not isinstance(error, ApiError):
             what = f"{path[:200]} is no path of this server; docs/serve.md lists them"
             error = ApiError(404, what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -33,7 +33,6 @@ class Fields:
     parameters: str
     strict: str
     name: str
-    choice: str = "tool_choice"
 
 
 @dataclass(frozen=True)
@@ -66,17 +65,11 @@ class Chat:
         ]
 
 
-class Text(Protocol):
-    """A block of words, as every API has it."""
-
-    text: str
-
-
-def text_of(content: str | Sequence[Text] | None) -> str:
+def text_of(content: str | list[Any] | None) -> str:
     """The text of a message, whose blocks follow each other without anything between them."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(block.text for block in content)
+    if isinstance(content, str):
+        return content
+    return "".join(block.text for block in content or ())
 
 
 def call_of(name: str, arguments: str | Mapping[str, Any], identity: str) -> Json:

@@ -91,7 +91,9 @@ class ChatBody(Conversation, Answered):
     """A conversation that is to be answered."""
 
 
-def decoding(usual: DecodeConfig, body: Answered, structure: StructureConfig) -> list[DecodeConfig]:
+def decoding(
+    usual: DecodeConfig, body: Answered, structure: StructureConfig | None = None
+) -> list[DecodeConfig]:
     """The settings of each answer to a prompt: those of the server, with the request's on top.
 
     Where a seed was given, each has one of its own. ApiError for what does not go together.
@@ -105,7 +107,7 @@ def decoding(usual: DecodeConfig, body: Answered, structure: StructureConfig) ->
             usual,
             sampling=replace(usual.sampling, **asked),
             max_tokens=usual.max_tokens if body.most is None else body.most,
-            structure=structure if structure.kind else usual.structure,
+            structure=structure or usual.structure,
             stop=(*usual.stop, *body.stops),
             logprobs=body.tops,
         )

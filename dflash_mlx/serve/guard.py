@@ -92,7 +92,6 @@ class CheckMiddleware:
         self._app, self._checks = app, checks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the first refusal, or pass on."""
         try:
             for check in self._checks:
                 check(scope)
@@ -109,7 +108,7 @@ class BodyTimeMiddleware:
         self._app, self._seconds = app, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on; whoever reads the body gets an ApiError when its time is over."""
+        # Whoever reads the body gets an ApiError when its time is over.
         clock, is_whole = asyncio.get_running_loop().time, False
         end = clock() + self._seconds
 
@@ -140,7 +139,6 @@ class OuterMiddleware:
         self._app, self._counted, self._fault = app, counted, fault
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and look at what comes back."""
         began = False
 
         async def look(message: Message) -> None:

@@ -53,11 +53,12 @@ def _prompts(service: Service, given: str | list[str] | list[int]) -> list[tuple
     return [tokens]
 
 
-class OpenAIWriter:
-    """Writes answers down as choices, whole or in chunks."""
+class ChatWriter:
+    """Writes answers down as choices, each a message, whole or in chunks."""
 
     ping = b": alive\n\n"
-    prefix, kind, chunk = "", "", ""  # of ids; `object` of a whole response, and of a chunk
+    # Of ids; `object` of a whole response, and of a chunk.
+    prefix, kind, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, service: Service, body: Completed, replies: Sequence[Reply]) -> None:
         self._tokenizer, self._body, self._replies = service.pair.tokenizer, body, replies
@@ -67,21 +68,11 @@ class OpenAIWriter:
             "created": int(time.time()),
             "model": body.model,
         }
-
-    def added(self, reply: Reply, part: Part | None) -> Json:
-        """What a chunk says of a part; of None, when an answer is over."""
-        raise NotImplementedError
-
-    def complete(self, reply: Reply) -> Json:
-        """What a whole response says of an answer."""
-        raise NotImplementedError
-
-    def logprobs(self, reply: Reply, found: Sequence[TokenLogprobs]) -> Json:
-        """Log-probabilities of tokens of an answer."""
-        raise NotImplementedError
+        self._told: Counter[Reply] = Counter()  # characters of tokens that logprobs were told of
 
     def start(self) -> bytes:
-        return b""
+        first = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(_event(self.of(self.choice(reply, first))) for reply in self._replies)
 
     def part(self, reply: Reply, part: Part) -> bytes:
         return _event(self.of(self.choice(reply, self.added(reply, part))))
@@ -102,6 +93,39 @@ class OpenAIWriter:
     def whole(self) -> Json:
         every = [self.choice(r, self.complete(r), _REASONS[r.reason]) for r in self._replies]
         return {**self.of(*every), "usage": self._usage(), "dflash": figures(self._replies)}
+
+    def added(self, reply: Reply, part: Part | None) -> Json:
+        """What a chunk says of a part; of None, when an answer is over."""
+        if part is None:
+            return {"delta": {}}
+        if part.kind != CALL:
+            return {"delta": {_KEYS[part.kind]: part.text}}
+        index = [each for each in reply.parts if each.kind == CALL].index(part)
+        return {"delta": {"tool_calls": [{"index": index, **_call(part)}]}}
+
+    def complete(self, reply: Reply) -> Json:
+        """What a whole response says of an answer."""
+        thought = "".join(part.text for part in reply.parts if part.kind == THOUGHT)
+        text = "".join(part.text for part in reply.parts if part.kind == WORDS)
+        calls = [_call(part) for part in reply.parts if part.kind == CALL]
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        message |= {"reasoning_content": thought} if thought else {}
+        message |= {"tool_calls": calls, "content": text or None} if calls else {}
+        return {"message": message}
+
+    def logprobs(self, reply: Reply, found: Sequence[TokenLogprobs]) -> Json:
+        """Log-probabilities of tokens of an answer."""
+        told = [
+            {**self._one(p.token, p.logprob), "top_logprobs": [self._one(*top) for top in p.top]}
+            for p in found
+        ]
+        return {"content": told, "refusal": None}
+
+    def _one(self, token: int, logprob: float) -> Json:
+        """A token; one that is only a part of a character has no bytes of its own."""
+        text = self.text_of(token)
+        whole = None if "\ufffd" in text else [*text.encode()]
+        return {"token": text, "logprob": logprob, "bytes": whole}
 
     def of(self, *choices: Json) -> Json:
         """An object with these choices."""
@@ -132,56 +156,13 @@ class OpenAIWriter:
         }
 
 
-class ChatWriter(OpenAIWriter):
-    """Writes answers down as messages."""
-
-    prefix, kind, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def start(self) -> bytes:
-        first = {"delta": {"role": "assistant", "content": ""}}
-        return b"".join(_event(self.of(self.choice(reply, first))) for reply in self._replies)
-
-    def added(self, reply: Reply, part: Part | None) -> Json:
-        if part is None:
-            return {"delta": {}}
-        if part.kind != CALL:
-            return {"delta": {_KEYS[part.kind]: part.text}}
-        index = [each for each in reply.parts if each.kind == CALL].index(part)
-        return {"delta": {"tool_calls": [{"index": index, **_call(part)}]}}
-
-    def complete(self, reply: Reply) -> Json:
-        text, thought = (
-            "".join(part.text for part in reply.parts if part.kind == kind)
-            for kind in (WORDS, THOUGHT)
-        )
-        calls = [_call(part) for part in reply.parts if part.kind == CALL]
-        message: Json = {"role": "assistant", "content": text, "refusal": None}
-        message |= {"reasoning_content": thought} if thought else {}
-        message |= {"tool_calls": calls, "content": text or None} if calls else {}
-        return {"message": message}
-
-    def logprobs(self, reply: Reply, found: Sequence[TokenLogprobs]) -> Json:
-        told = [
-            {**self._one(p.token, p.logprob), "top_logprobs": [self._one(*top) for top in p.top]}
-            for p in found
-        ]
-        return {"content": told, "refusal": None}
-
-    def _one(self, token: int, logprob: float) -> Json:
-        """A token; one that is only a part of a character has no bytes of its own."""
-        text = self.text_of(token)
-        whole = None if "\ufffd" in text else [*text.encode()]
-        return {"token": text, "logprob": logprob, "bytes": whole}
-
-
-class TextWriter(OpenAIWriter):
-    """Writes answers down as the texts that they are."""
+class TextWriter(ChatWriter):
+    """Writes answers down as choices, each a text."""
 
     prefix, kind, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, service: Service, body: Completed, replies: Sequence[Reply]) -> None:
-        super().__init__(service, body, replies)
-        self._told: Counter[Reply] = Counter()  # characters of tokens by answer
+    def start(self) -> bytes:
+        return b""
 
     def added(self, reply: Reply, part: Part | None) -> Json:
         return {"text": "" if part is None else part.text}

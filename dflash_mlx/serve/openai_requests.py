@@ -103,17 +103,11 @@ class Tool(Strict):
     function: Function
 
 
-class NamedFunction(Strict):
-    """The function that has to be called."""
-
-    name: Name
-
-
 class NamedTool(Strict):
     """The tool that has to be called."""
 
     type: Literal["function"]
-    function: NamedFunction
+    function: Annotated[dict[Literal["name"], Name], Field(min_length=1)]
 
 
 class StreamOptions(Strict):
@@ -227,7 +221,7 @@ class ChatRequest(ChatBody, Completed):
     def chat(self, pair: Pair) -> Chat:
         required: str | None = "" if self.tool_choice == "required" else None
         if isinstance(self.tool_choice, NamedTool):
-            required = self.tool_choice.function.name
+            required = self.tool_choice.function["name"]
         tools = self.tools or [] if self.tool_choice != "none" else []
         given, effort = self.chat_template_kwargs or {}, {"reasoning_effort": self.reasoning_effort}
         own = effort if self.reasoning_effort is not None else {}

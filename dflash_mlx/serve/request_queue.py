@@ -218,18 +218,15 @@ class RequestQueue:
         for reply, said in news:
             if not isinstance(reply, Reply) or (stream := self._streams.get(reply)) is None:
                 continue
-            if isinstance(said, Delta):
+            if isinstance(said, Exception):
+                self.metrics.ended("failed")
+                del self._streams[reply]
+            elif isinstance(said, Delta):
                 self.metrics.told(said)
-            if isinstance(said, Exception) or (isinstance(said, Delta) and said.finish_reason):
-                self._finish(reply, said)
+                if said.finish_reason is not None:
+                    self._usual += 0.2 * (time.monotonic() - reply.since - self._usual)
+                    del self._streams[reply]
             stream.hear(reply, said)
-
-    def _finish(self, reply: Reply, said: Delta | Exception) -> None:
-        del self._streams[reply]
-        if isinstance(said, Delta):
-            self._usual += 0.2 * (time.monotonic() - reply.since - self._usual)
-        else:
-            self.metrics.ended("failed")
         self._count()
 
     def _count(self) -> None:

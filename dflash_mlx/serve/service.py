@@ -28,7 +28,8 @@ from dflash_mlx.serve.structure import structure_of
 
 T = TypeVar("T")
 
-ANY = StructureConfig()
+Understood = tuple[Chat, StructureConfig | None, tuple[int, ...]]
+
 _GONE = 499  # nobody reads it
 
 
@@ -58,28 +59,22 @@ class Service:
         """Do what may take long, as rendering a long prompt, while answers stream on."""
         return await asyncio.get_running_loop().run_in_executor(self._prompts, work)
 
-    async def read(self, body: Conversation) -> tuple[Chat, tuple[int, ...], StructureConfig]:
-        """A conversation, its prompt, and what an answer to it has to be."""
+    async def read(self, body: Conversation) -> Understood:
+        """A conversation, what an answer to it has to be, and its prompt."""
         self.check_model(body.model)
         if (number := len(body.messages)) > (most := self.config.messages):
             raise refusal("messages", f"are {number}, and {most} may be", "send fewer")
 
-        def read() -> tuple[Chat, tuple[int, ...], StructureConfig]:
-            chat = body.chat(self.pair)
-            structure = structure_of(self.pair, chat)
-            return chat, prompt_of(self.pair, chat), structure
-
-        return await self.prepare(read)
+        return await self.prepare(lambda: _understood(self.pair, body))
 
     def close(self) -> None:
-        """End the thread that reads prompts."""
         self._prompts.shutdown(wait=False, cancel_futures=True)
 
     async def ask(
         self,
         body: Answered,
         prompts: Sequence[tuple[int, ...]],
-        structure: StructureConfig = ANY,
+        structure: StructureConfig | None = None,
         reader: Callable[[], AnswerReader] = AnswerReader,
         goes_on: bool = False,
     ) -> ResponseStream:
@@ -95,6 +90,11 @@ class Service:
                 replies.append(reply)
                 first = first or reply
         return await self.queue.open(replies)
+
+
+def _understood(pair: Pair, body: Conversation) -> Understood:
+    chat = body.chat(pair)
+    return chat, structure_of(pair, chat), prompt_of(pair, chat)
 
 
 class Writer(Protocol):
@@ -127,13 +127,12 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
 
     async def begin() -> ResponseStream:
         body.check()
-        chat, tokens, structure = await service.read(body)
-        tokenizer, tools = service.pair.tokenizer, chat.told
-        in_thought = opens_thought(tokenizer, tokens)
-        # JSON is taken as it is, whatever its strings look like.
-        is_json = chat.schema is not None and not tools
-        read = (None,) if is_json else (tokenizer, tools, in_thought, chat.one_call)
-        reader = partial(AnswerReader, *read)
+        chat, structure, tokens = await service.read(body)
+        tokenizer = service.pair.tokenizer
+        reader: Callable[[], AnswerReader] = AnswerReader
+        if chat.schema is None or chat.tools:  # else JSON, taken as it is
+            in_thought = opens_thought(tokenizer, tokens)
+            reader = partial(AnswerReader, tokenizer, chat.told, in_thought, chat.one_call)
         return await service.ask(body, [tokens], structure, reader, chat.go_on)
 
     return await answer(request, body, begin(), writer)
@@ -190,7 +189,6 @@ class EventStream(StreamingResponse):
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them; what is left is given up where the client leaves."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -99,11 +99,6 @@ class ServeConfig:
             what = f"host is {self.host!r}, which other machines reach, and there is no key"
             raise DFlashError(what, "give one with --key or DFLASH_KEY", "host")
 
-    @property
-    def body_bytes(self) -> int:
-        """Most bytes of a request."""
-        return int(self.body_mb * 10**6)
-
 
 def is_local(host: str) -> bool:
     """Whether only this machine reaches what listens on `host`."""

@@ -33,30 +33,30 @@ class CallForm:
     key: str  # of the arguments
 
 
-def structure_of(pair: Pair, chat: Chat) -> StructureConfig:
-    """The grammar that keeps a request's promise, compiled; takes a moment.
+def structure_of(pair: Pair, chat: Chat) -> StructureConfig | None:
+    """The grammar that keeps a request's promise, compiled; takes a moment. None where none asks.
 
     A call that has to come is preferred to an answer of a schema. ApiError for what cannot be
     promised.
     """
     if not chat.asks:
-        return StructureConfig()
+        return None
     fields = chat.fields
     if chat.schema is not None:
-        follows = _compiled(pair, _schema(chat.schema, fields.schema), fields.schema)
+        follows = _checked(fields.schema, pair, schema=chat.schema)
         if not chat.tools:
             return follows
     field = _asking(chat)
     if (form := call_form(pair)) is None:
         what = f"has to know the form of calls, and those of {pair.target.name} are no plain JSON"
         raise refusal(field, what, "leave it out, or serve another model")
-    return _compiled(pair, StructureConfig(grammar=grammar_of(form, chat, _tools(chat))), field)
+    return _checked(field, pair, grammar=grammar_of(form, chat, _tools(chat)))
 
 
 def _asking(chat: Chat) -> str:
     """The field because of which calls need a grammar."""
     if chat.required is not None:
-        return chat.fields.choice
+        return "tool_choice"
     if chat.schema is not None:
         return chat.fields.form
     strict = [bool(tool["function"].get("strict")) for tool in chat.tools]
@@ -78,33 +78,35 @@ def _tools(chat: Chat) -> dict[str, Json]:
         if schema["type"] != "object":
             what = f"is of type {json.dumps(schema['type'])[:80]}"
             raise refusal(field, what, "send the schema of an object")
-        structure = _schema(schema, field)
-        try:
-            check_structure(structure)
-        except DFlashError as error:
-            raise of_settings(error, {structure.kind: field}) from None
+        _checked(field, schema=schema)
         found[tool["name"]] = schema
     if not found:
         what = f"names {chat.required!r}, which is none of the tools"
-        raise refusal(chat.fields.choice, what, "name one of them")
+        raise refusal("tool_choice", what, "name one of them")
     return found
 
 
-def _schema(schema: Mapping[str, Any], field: str) -> StructureConfig:
+def _checked(
+    field: str,
+    pair: Pair | None = None,
+    schema: Mapping[str, Any] | None = None,
+    grammar: str | None = None,
+) -> StructureConfig:
+    """What llguidance takes; compiled for a model where one is given, so that decoding finds it.
+
+    ApiError about this field for anything else, and where llguidance is missing.
+    """
     try:
-        return StructureConfig(json_schema=json.dumps(schema))
+        text = None if schema is None else json.dumps(schema)
+        structure = StructureConfig(json_schema=text, grammar=grammar)
+        if pair is None:
+            check_structure(structure)
+        else:
+            constraint_of(pair, DecodeConfig(structure=structure), 0)
     except RecursionError:
         raise refusal(field, "is nested too deeply", "make it simpler") from None
     except DFlashError as error:
-        raise of_settings(error, {"json_schema": field}) from None
-
-
-def _compiled(pair: Pair, structure: StructureConfig, field: str) -> StructureConfig:
-    """The same, compiled for this model: what decodes finds it ready."""
-    try:
-        constraint_of(pair, DecodeConfig(structure=structure), 0)
-    except DFlashError as error:
-        raise of_settings(error, {structure.kind: field}) from None
+        raise of_settings(error, {"json_schema": field, "grammar": field}) from None
     return structure
 
 

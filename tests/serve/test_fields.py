@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.serve.fields import decoding
 from dflash_mlx.serve.openai_requests import CompletionRequest
 from support.serving import MODEL, actor_pair, chat_body, post, serving, user
@@ -168,12 +168,12 @@ def test_a_request_says_how_tokens_are_drawn_and_the_server_what_it_does_not_say
         "repetition_context": 9,
     }
     body = CompletionRequest(model=MODEL, prompt="a", n=3, stop="b", **drawn)
-    configs = decoding(usual, body, StructureConfig())
+    configs = decoding(usual, body)
     assert [each.sampling.seed for each in configs] == [4, 5, 6]
     expected = SamplingConfig(0.5, 0.9, 3, 0.1, 1.1, 9, 4)
     assert configs[0] == DecodeConfig("none", max_tokens=7, stop=("a", "b"), sampling=expected)
     greedy = CompletionRequest(model=MODEL, prompt="a", temperature=0, max_tokens=5)
-    (config,) = decoding(usual, greedy, StructureConfig())
+    (config,) = decoding(usual, greedy)
     assert (config.sampling.temperature, config.max_tokens) == (0, 5)
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.request_queue import RequestQueue
-from dflash_mlx.serve.running import Stop, scheduler_of, serve
+from dflash_mlx.serve.running import Stop, serve
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.models import EOS, write_tokenizer
@@ -116,9 +118,8 @@ class Server:
         metrics = Metrics()
         self.pair, self.faults = pair, []
         self.queue = RequestQueue(metrics, config.parallel, config.queue, self._fault)
-        self.queue.worker.serve(
-            scheduler_of(pair, config, None, lambda: PrefixCache(10**8))
-        ).result()
+        make = partial(Scheduler, pair, most=config.parallel)
+        self.queue.worker.serve(lambda: make(prefixes=PrefixCache(10**8))).result()
         self.service = Service(pair, usual, config, self.queue, metrics, (model, *config.name))
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
