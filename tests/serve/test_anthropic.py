@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import anthropic
-import httpx2 as httpx
 import pytest
 
-from support.serving import MODEL, ROLE, TEMPLATE, actor_pair, post, serving, user
+from support.serving import (
+    MESSAGES,
+    MODEL,
+    ROLE,
+    TEMPLATE,
+    actor_pair,
+    message_body,
+    serving,
+    user,
+)
 
 WORDS = "Once upon a time there was an answer."
 THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
@@ -17,8 +25,8 @@ def act(prompt: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(actor_pair(tmp_path_factory.mktemp("anthropic"), act)) as server:
+def server():
+    with serving(act) as server:
         yield server
 
 
@@ -72,8 +80,7 @@ def test_thoughts_are_blocks_of_their_own(client):
 
 
 def test_thinking_is_turned_on_through_the_template_and_off_where_there_is_none(client, server):
-    body = {"model": MODEL, "max_tokens": 99, "messages": user("hello")}
-    on = post(server, "/v1/messages", {**body, "thinking": {"type": "enabled"}})
+    on = server.post(MESSAGES, message_body(thinking={"type": "enabled"}))
     assert [block["type"] for block in on.json()["content"]] == ["thinking"]
     assert ask(client, thinking={"type": "disabled"}).content[0].text == WORDS
     with pytest.raises(anthropic.BadRequestError, match="thinking.budget_tokens"):
@@ -92,62 +99,35 @@ def test_tokens_are_counted_as_they_will_be_read(client):
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_blocks_reach_the_template_as_its_messages(tmp_path):
+def test_blocks_reach_the_template_as_its_messages():
     seen = []
-    pair = actor_pair(tmp_path, lambda prompt: seen.append(prompt) or "so")
     cached = {"cache_control": {"type": "ephemeral"}}
     use = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}
+    failed = {"type": "tool_result", "tool_use_id": "1", "is_error": True}
     results = [
-        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "no"}],
-         "is_error": True},
+        {**failed, "content": [{"type": "text", "text": "no"}]},
         {"type": "text", "text": "go on", **cached},
-    ]  # fmt: skip
+    ]
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
-    talk = [*user("a"), {"role": "assistant", "content": [thought, use]},
-            {"role": "user", "content": results}]  # fmt: skip
+    said = {"role": "assistant", "content": [thought, use]}
+    talk = [*user("a"), said, {"role": "user", "content": results}]
     system = [{"type": "text", "text": "be short", **cached}]
-    with serving(pair) as server:
-        body = {"model": MODEL, "max_tokens": 9, "messages": talk, "system": system}
-        assert post(server, "/v1/messages", body).status_code == 200
+    with serving(lambda prompt: seen.append(prompt) or "so") as server:
+        assert server.post(MESSAGES, message_body(messages=talk, system=system)).status_code == 200
     call = "<think>hm</think><tool_call>f</tool_call>"
     assert seen[0] == f"[system]be short[user]a[assistant]{call}[tool]Error: no[user]go on"
 
 
 @pytest.mark.parametrize(("reads", "shown"), [("{{ reasoning_effort }}", "high"), ("", "")])
-def test_effort_goes_to_a_template_that_reads_it_and_is_no_error_elsewhere(tmp_path, reads, shown):
+def test_effort_goes_to_a_template_that_reads_it_and_is_no_error_elsewhere(reads, shown):
     seen = []
-    pair = actor_pair(tmp_path, lambda prompt: seen.append(prompt) or "so", reads + TEMPLATE)
-    body = {"model": MODEL, "max_tokens": 9, "messages": user("a")}
-    with serving(pair) as server:
-        found = post(server, "/v1/messages", {**body, "output_config": {"effort": "high"}})
+    with serving(actor_pair(lambda p: seen.append(p) or "so", reads + TEMPLATE)) as server:
+        found = server.post(MESSAGES, message_body("a", output_config={"effort": "high"}))
     assert found.status_code == 200 and seen[0] == f"{shown}[user]a"
-
-
-@pytest.mark.parametrize(
-    ("more", "field"),
-    [
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages[0].content[0]",
-        ),
-        ({"container": "x"}, "container"),
-        ({"max_tokens": None}, "max_tokens"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0]"),
-        ({"stop_sequences": [""]}, "stop_sequences[0]"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused_by_name(server, more, field):
-    body = {"model": MODEL, "max_tokens": 9, "messages": user("a"), **more}
-    found = post(server, "/v1/messages", body)
-    assert found.status_code == 400
-    told = found.json()
-    assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
-    assert field in told["error"]["message"]
 
 
 def test_errors_have_the_shape_of_the_api(client, server):
     with pytest.raises(anthropic.NotFoundError) as found:
         client.messages.create(model="claude", max_tokens=9, messages=user("a"))
     assert found.value.body["error"]["type"] == "not_found_error"
-    assert httpx.get(server.url + "/v1/messages").json()["type"] == "error"
+    assert server.get(MESSAGES).json()["type"] == "error"

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from support.models import TEMPLATE as PLAIN_TEMPLATE
-from support.serving import MODEL, actor_pair, post, serving, user
+from support.serving import CHAT, MODEL, actor_pair, chat_body, serving, user
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "2"}}</tool_call>'
 TOOL = {
@@ -34,12 +34,12 @@ def act(prompt: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(actor_pair(tmp_path_factory.mktemp("tools"), act)) as server:
+def server():
+    with serving(act) as server:
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server):
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -92,17 +92,9 @@ def test_a_model_is_not_told_of_tools_that_it_must_not_use(client):
     assert (choice.message.content, choice.finish_reason) == ("No tools.", "stop")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_a_call_that_must_come_is_refused_where_calls_are_no_json(client, choice):
-    with pytest.raises(openai.BadRequestError) as found:
-        ask(client, "two", tool_choice=choice)
-    assert found.value.param == "tool_choice"
-
-
-def test_a_model_whose_template_knows_no_tools_refuses_them(tmp_path):
-    with serving(actor_pair(tmp_path, act, PLAIN_TEMPLATE)) as server:
-        body = {"model": MODEL, "messages": user("a"), "tools": [TOOL]}
-        found = post(server, "/v1/chat/completions", body)
+def test_a_model_whose_template_knows_no_tools_refuses_them():
+    with serving(actor_pair(act, PLAIN_TEMPLATE)) as server:
+        found = server.post(CHAT, chat_body("a", tools=[TOOL]))
     assert (found.status_code, found.json()["error"]["param"]) == (400, "tools")
 
 
