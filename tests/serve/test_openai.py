@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from support.serving import CHAT, MODEL, ROLE, serving, user
+from support.serving import CHAT, MODEL, ROLE, ask, serving, user
 
 PROMPT = "[user]a" + ROLE
 WORDS = "Once upon a time there was an answer."
@@ -24,16 +24,6 @@ def act(prompt: str) -> str:
 def server():
     with serving(act, name=("alias",)) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def ask(client, text="hello", **more):
-    return client.chat.completions.create(model=MODEL, messages=user(text), **more)
 
 
 def test_an_answer_comes_whole_with_its_usage_and_figures(client):

@@ -6,8 +6,6 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import anthropic
-import openai
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
@@ -22,6 +20,7 @@ from support.serving import (
     MODEL,
     TEMPLATE,
     actor_pair,
+    ask,
     chat_body,
     message_body,
     serving,
@@ -55,6 +54,7 @@ def tool(name, parameters, **more):
 
 
 TOOLS = [tool("add", COUNT), tool("pick", COLOUR)]
+STRICT = [tool("add", COUNT, strict=True), tool("pick", COLOUR, strict=True)]
 ADD = {"type": "function", "function": {"name": "add"}}
 
 
@@ -74,37 +74,26 @@ def server():
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def other(server):
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 def form(schema, **more):
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
 
 
-def ask(client, text="hello", **more):
-    return client.chat.completions.create(model=MODEL, messages=user(text), **more)
+def calls_of(answer, stream):
+    """Text, calls and finish reason of a whole answer, or of one that comes in chunks."""
+    if not stream:
+        (choice,) = answer.choices
+        return choice.message.content or "", choice.message.tool_calls or [], choice.finish_reason
+    chunks = [chunk.choices[0] for chunk in answer]
+    calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    return "".join(c.delta.content or "" for c in chunks), calls, chunks[-1].finish_reason
 
 
-@pytest.mark.parametrize(("schema", "strict"), [*zip(SCHEMAS, (True, False, None), strict=True)])
-def test_an_answer_follows_its_schema_strict_or_not(client, schema, strict):
-    choice = ask(client, response_format=form(schema, strict=strict), temperature=1.0).choices[0]
-    assert conforms(json.loads(choice.message.content), schema)
-    assert choice.finish_reason == "stop" and choice.message.tool_calls is None
-
-
-def test_a_stream_follows_its_schema(client):
-    chunks = [*ask(client, response_format=form(NAME), temperature=1.0, stream=True)]
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert conforms(json.loads(text), NAME) and chunks[-1].choices[0].finish_reason == "stop"
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("schema", "strict"), [(COUNT, True), (COLOUR, False), (NAME, None)])
+def test_an_answer_follows_its_schema_strict_or_not(client, schema, strict, stream):
+    more = {"response_format": form(schema, strict=strict), "temperature": 1.0}
+    text, calls, reason = calls_of(ask(client, stream=stream, **more), stream)
+    assert conforms(json.loads(text), schema) and (calls, reason) == ([], "stop")
 
 
 def test_an_object_of_any_kind_can_be_asked_for(client):
@@ -129,19 +118,15 @@ def test_several_answers_at_once_each_have_their_own_schema(client):
 def test_a_call_that_must_come_comes_and_follows_its_parameters(client, choice, stream):
     more = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.0, "seed": 3}
     answer = ask(client, parallel_tool_calls=False, stream=stream, **more)
-    if stream:
-        chunks = [*answer]
-        calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
-        content = "".join(c.choices[0].delta.content or "" for c in chunks)
-        reason = chunks[-1].choices[0].finish_reason
-    else:
-        calls = answer.choices[0].message.tool_calls
-        content = answer.choices[0].message.content or ""
-        reason = answer.choices[0].finish_reason
-    assert (len(calls), content, reason) == (1, "", "tool_calls")
-    found = calls[0].function
-    assert found.name == "add" or choice == "required"
-    assert conforms(json.loads(found.arguments), {"add": COUNT, "pick": COLOUR}[found.name])
+    content, (call,), reason = calls_of(answer, stream)
+    assert (content, reason) == ("", "tool_calls")
+    assert call.function.name == "add" or choice == "required"
+    assert is_right(call)
+
+
+def is_right(call):
+    parameters = {"add": COUNT, "pick": COLOUR}[call.function.name]
+    return conforms(json.loads(call.function.arguments), parameters)
 
 
 def test_several_calls_may_come_where_one_must(client):
@@ -163,23 +148,18 @@ def test_a_tool_without_parameters_is_called_with_none(client):
 
 
 def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(client):
-    strict = [tool("add", COUNT, strict=True), tool("pick", COLOUR, strict=True)]
-    assert ask(client, tools=strict).choices[0].message.content == WORDS
+    assert ask(client, tools=STRICT).choices[0].message.content == WORDS
     free = ask(client, "call", tools=TOOLS).choices[0].message
     assert json.loads(free.tool_calls[0].function.arguments) == {"colour": "blue"}
-    held = ask(client, "call", tools=strict, parallel_tool_calls=False).choices[0].message
+    held = ask(client, "call", tools=STRICT, parallel_tool_calls=False).choices[0].message
     assert held.content == "Well. "
-    (call,) = held.tool_calls
-    assert conforms(
-        json.loads(call.function.arguments), {"add": COUNT, "pick": COLOUR}[call.function.name]
-    )
+    assert [is_right(call) for call in held.tool_calls] == [True]
 
 
 def test_with_tools_and_a_schema_an_answer_is_a_call_or_follows_the_schema(client):
     kinds = set()
     for seed in range(12):
-        strict = [tool("add", COUNT, strict=True), tool("pick", COLOUR, strict=True)]
-        more = {"tools": strict, "response_format": form(COUNT), "parallel_tool_calls": False}
+        more = {"tools": STRICT, "response_format": form(COUNT), "parallel_tool_calls": False}
         message = ask(client, temperature=2.0, seed=seed, **more).choices[0].message
         kinds.add(bool(message.tool_calls))
         assert bool(message.tool_calls) != bool(message.content)
@@ -345,7 +325,7 @@ def test_a_model_is_not_told_that_a_tool_is_strict():
     shown = CALLS.replace("{{ t.function.name }}", "{{ t | tojson }}")
     act = lambda prompt: "so" if "strict" in prompt else "not so"  # noqa: E731
     with serving(actor_pair(act, shown)) as server:
-        found = server.post(CHAT, chat_body(tools=[tool("add", COUNT, strict=True)]))
+        found = server.post(CHAT, chat_body(tools=STRICT))
         theirs = [{"name": "add", "input_schema": COUNT, "strict": True}]
         other = server.post(MESSAGES, message_body(tools=theirs))
     assert found.json()["choices"][0]["message"]["content"] == "not so"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -212,13 +212,20 @@ def message_body(text: str = "hello", **more: Any) -> dict[str, Any]:
     return {**chat_body(text), "max_tokens": 300, **more}
 
 
-def spawn(model: Path, folder: Path, *argv: str) -> subprocess.Popen[str]:
+def ask(client: Any, text: str = "hello", **more: Any) -> Any:
+    """A completion from a client of the openai package."""
+    return client.chat.completions.create(model=MODEL, messages=user(text), **more)
+
+
+def spawn(
+    model: Path, folder: Path, *argv: str, run: Sequence[str] = ("-m", "dflash_mlx.serve")
+) -> subprocess.Popen[str]:
     """`dflash-serve` without drafts in a process of its own, whose files are in `folder`."""
     own = {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     path = os.pathsep.join(map(str, (ROOT, *filter(None, sys.path))))
-    words = ["-m", "dflash_mlx.serve", "--model", str(model), "--method", "none", "--port", "0"]
+    words = [*run, "--model", str(model), "--method", "none", "--port", "0", *argv]
     return subprocess.Popen(
-        [sys.executable, *words, *argv],
+        [sys.executable, *words],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
