@@ -12,7 +12,8 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.experience import Average, Instead, SecondPass
+from dflash_mlx.drafters.costs import Average
+from dflash_mlx.drafters.experience import Instead, SecondPass
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal

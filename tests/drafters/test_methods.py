@@ -13,6 +13,7 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import budget
 from dflash_mlx.drafters.growth.grow import SECOND
+from dflash_mlx.drafters.method import MOST_NODES
 from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
@@ -129,7 +130,7 @@ def test_no_tree_is_larger_or_deeper_than_allowed_or_has_equal_siblings(pair, na
         deepest = 16 if "lookup" in tree.sources else max(blocks) - 1
         assert max(tree.depths) <= min(left - 1, deepest)
         if name in TREES and "growth" not in CASES[name]:
-            assert len(tree) <= (config.budget or budget.MOST_NODES)
+            assert len(tree) <= (config.budget or MOST_NODES)
         left -= len(accepted.tokens)
         paths_of(tree)
     assert left == 0
