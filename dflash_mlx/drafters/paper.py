@@ -48,7 +48,7 @@ from dflash_mlx.drafters.two_pass import FirstDraft, legal
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
-GROWTHS = ("joint", "paper", "apart")
+GROWTHS = ("joint", "paper")
 IN_ORDER, THRESHOLD = "left-to-right", "threshold"
 SCHEDULES = ("confidence", IN_ORDER, THRESHOLD)
 SURE = 0.9  # probability from which on the threshold schedule fixes a token
@@ -60,13 +60,11 @@ Chain = tuple[Path, list[float], str]  # tokens, their log-probabilities, whose 
 class PaperGrowth:
     """As published: K continuations of the first draft where it is likely to be rejected.
 
-    branches: K. Nothing is pruned; equal prefixes share their nodes. apart: a branch is for the
-    case that the draft which it leaves fails there, so it begins with another token than that one
-    goes on with (not in the paper).
+    branches: K. Nothing is pruned; equal prefixes share their nodes.
     """
 
-    def __init__(self, branches: int, apart: bool = False) -> None:
-        self._branches, self._apart = branches, apart
+    def __init__(self, branches: int) -> None:
+        self._branches = branches
 
     def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
         """Those with the largest rejection-boundary posterior r(i), and the whole first draft.
@@ -97,10 +95,8 @@ class PaperGrowth:
             if choices is first:  # a drafter that continues itself
                 continue
             end = len(prefix)
-            left, known = next(
-                (chain, known) for chain, known, _ in chains if chain[:end] == prefix
-            )
-            path, logprobs = walk(choices, left[end : end + 1] if self._apart else ())
+            known = next(known for chain, known, _ in chains if chain[:end] == prefix)
+            path, logprobs = walk(choices)
             chains.append(((*prefix, *path), [*known[:end], *logprobs], SECOND))
         return chains
 
@@ -142,8 +138,7 @@ class AblatedDualOptions(DualOptions):
 
     growth: str = option(
         "joint",
-        "best-first over both drafts; as published and whole; or whole with branches that begin "
-        "apart from the draft which they leave",
+        "best-first over both drafts, or as published and whole",
         choices=GROWTHS,
     )
     extension: bool = option(True, "let a longer second block continue the whole first draft, too")
@@ -164,7 +159,7 @@ class AblatedDualOptions(DualOptions):
         self.check(how.config)
         if self.cuts:
             return super().growth_of(how)
-        return PaperGrowth(self.branches or BRANCHES, apart=self.growth == "apart")
+        return PaperGrowth(self.branches or BRANCHES)
 
     def drafter(self, *parts: Any) -> DualDiffusion:
         return AblatedDual(*parts).ablated(self.levels, self.extension)
