@@ -238,8 +238,8 @@ def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_questi
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"drafter_bits": 3}, "drafter_bits is 3; choose 4 or 8"),
-        ({"kv_bits": 16}, "kv_bits is 16; choose 4 or 8"),
+        ({"drafter_bits": 3}, "drafter_bits is 3; choose one of 4, 8"),
+        ({"kv_bits": 16}, "kv_bits is 16; choose one of 4, 8"),
         ({"draft_window": 1}, "draft_window is 1; choose 2 or more"),
         ({"draft_vocabulary": 0}, "draft_vocabulary is 0; choose 1 or more"),
         ({"template": ("thinking",)}, "template is 'thinking'; choose KEY=VALUE"),
