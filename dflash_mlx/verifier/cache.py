@@ -21,7 +21,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.block import Block, JoinedMask, Mask
 from dflash_mlx.verifier.routing import Kernels, Plans
-from dflash_mlx.verifier.saved import Saved
+from dflash_mlx.verifier.saved import Cache, Saved
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, AttentionPlan, Packed
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _NO_ROWS = Block(0)
 _GROUPS = (64, 32)  # numbers of quantised keys or values that share a scale and a bias
 
 
-class LayerCache:
+class LayerCache(Cache):
     """Keys and values of one attention layer, [1, heads, slots, dim] each."""
 
     def __init__(
@@ -60,9 +60,16 @@ class LayerCache:
         return self.kernels is not None and self.kernels.mode != "off"
 
     @property
+    def kind(self) -> tuple[int | None, int | None]:  # type: ignore[override]
+        return self.window, self.kv_bits
+
+    @property
     def arrays(self) -> list[mx.array]:
-        """What has to be evaluated for this cache to be up to date."""
         return list(self._stored)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self._stored)
 
     @property
     def places(self) -> mx.array:
@@ -212,12 +219,10 @@ class LayerCache:
         return JoinedLayer(layers, forest)
 
     def nearest(self, length: int) -> int:
-        """As of `Cache`; a window may have moved on."""
         oldest = self._oldest(length)
         return length if length == 0 or oldest >= self._start else oldest
 
-    def rewind(self, length: int) -> None:
-        """Forget the committed positions from `length` on, and all where a window moved on."""
+    def rewind(self, length: int) -> int:
         if length and self._oldest(length) < self._start:
             self._start = length
         self.length = min(self.length, length)
@@ -227,27 +232,26 @@ class LayerCache:
             kept = [mx.contiguous(stored[..., :slots, :]) for stored in self._stored]
             self._stored = kept if slots else []
         self.discard()
+        return self.length
+
+    def commit(self, path: Sequence[int]) -> None:
+        raise NotImplementedError("all layers of a sequence commit together, see `KeyValues`")
 
     def discard(self) -> None:
-        """Drop the block's rows, and all views, behind which a cache would be copied."""
         self.block, self._latest, self._plans = _NO_ROWS, None, None
 
     def fork(self) -> LayerCache:
-        """A copy that goes on by itself."""
         other = copy(self)
         other._stored = [mx.array(stored) for stored in self._stored]
         return other
 
     def saved(self) -> Saved:
-        """The committed rows."""
         return [stored[:, :, : self.slots] for stored in self._stored], [self._start, self.length]
 
     def restore(self, saved: Saved) -> None:
-        """Hold what a cache of the same kind has saved."""
         self._stored, (self._start, self.length) = saved
 
     def lengthen(self, rows: int) -> None:
-        """Commit `rows` more positions that are all like the last one."""
         last = slice(self.slots - 1, self.slots)
         more = [mx.repeat(stored[:, :, last], rows, axis=2) for stored in self._stored]
         self._reserve(rows, more)

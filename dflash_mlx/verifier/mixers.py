@@ -140,13 +140,13 @@ class Products:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a mixer in a pass: `run(*args, **kwargs)`, the state of layer `layer` in it."""
+    """One call of a mixer in a pass: `run(*args, **kwargs)`, with the state of a layer in it."""
 
-    layer: int
     run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     products: Products
+    layer: int = 0
     noted: Noted = field(default_factory=dict)  # what they gave, until its rows are committed
 
     @property

@@ -43,8 +43,9 @@ class Pass:
     start: int
     parents: Sequence[int]  # the row before each row, -1 for the first
     before: tuple[tuple[mx.array | None, ...], ...]  # the arrays of all layers' states
-    calls: list[Call] | None  # of the mixers; None where they were not kept
+    calls: list[Call] | None = None  # of the mixers; None where they were not kept
     path: Sequence[int] = ()
+    paths: Paths | None = None  # of a tree
 
     def nearest(self, length: int) -> int:
         """The most tokens up to `length`, at least `start`, that it leads back to."""
@@ -70,21 +71,7 @@ def spread(chunks: list[Pass]) -> list[Pass]:
     return chunks
 
 
-class LayerState(ArraysCache):
-    """What stands for the recurrent state of one layer in a pass."""
-
-    def run(
-        self,
-        products: Products,
-        mixer: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """What a mixer returns for these arguments, this state among them."""
-        raise NotImplementedError
-
-
-class RecurrentLayer(LayerState):
+class RecurrentLayer(ArraysCache):
     """The recurrent state of one layer, for one sequence."""
 
     cache: list[Any]
@@ -92,30 +79,27 @@ class RecurrentLayer(LayerState):
     def __init__(self, size: int, index: int) -> None:
         super().__init__(size)
         self.index = index  # its place among the recurrent layers
-        self.calls: list[Call] | None = None  # where a running pass keeps its mixers' calls
-        self.paths: Paths | None = None  # of a running pass over a tree
-        self.notes = False  # whether what products give is kept until the commit
+        self.running: Pass | None = None  # a pass that keeps the calls of mixers
 
-    def run(
-        self,
-        products: Products,
-        mixer: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if self.calls is None:
-            return mixer(*args, **kwargs)
-        # Without a reference to itself, and with arrays that nobody changes in place
-        given = tuple(STATE if arg is self else own(arg) for arg in args)
-        named = {key: STATE if arg is self else own(arg) for key, arg in kwargs.items()}
-        call = Call(self.index, mixer, given, named, products)
-        self.calls.append(call)
-        if not self.notes:
-            return mixer(*args, **kwargs)
-        with products.noted_in(call.noted, self.paths):
-            if self.paths is None:
-                return mixer(*args, **kwargs)
-            return self.along(self.paths, call)
+    def run(self, call: Call) -> Any:
+        """What a mixer returns in a pass, for arguments with this state among them."""
+        running = self.running
+        if running is None or running.calls is None:
+            return call.on(lambda arg: arg)
+
+        def kept(arg: Any) -> Any:  # nothing that refers to the state, or changes in place
+            return STATE if arg is self else own(arg)
+
+        args = tuple(map(kept, call.args))
+        kwargs = {key: kept(arg) for key, arg in call.kwargs.items()}
+        copy_of_call = Call(call.run, args, kwargs, call.products, self.index)
+        running.calls.append(copy_of_call)
+        if len(running.parents) == 1:  # of one row all stays
+            return call.on(lambda arg: arg)
+        with call.products.noted_in(copy_of_call.noted, running.paths):
+            if running.paths is None:
+                return call.on(lambda arg: arg)
+            return self.along(running.paths, copy_of_call)
 
     def along(self, paths: Paths, call: Call) -> Any:
         """What a call returns for the nodes of a tree; the state stays as it is."""
@@ -128,7 +112,7 @@ class RecurrentLayer(LayerState):
         return JoinedStates(layers, forest.parts)
 
 
-class JoinedStates(LayerState):
+class JoinedStates(ArraysCache):
     """The states of one layer for several sequences, in the place of one."""
 
     def __init__(self, layers: Sequence[RecurrentLayer], parts: Sequence[slice]) -> None:
@@ -136,23 +120,18 @@ class JoinedStates(LayerState):
         self._layers = layers
         self._parts = parts  # the rows of each in a pass
 
-    def run(
-        self,
-        products: Products,
-        mixer: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        rows = self._parts[-1].stop
+    def run(self, call: Call) -> Any:
+        """What a mixer returns for each sequence's rows and state, side by side."""
         found = []
         for layer, part in zip(self._layers, self._parts, strict=True):
 
             def of_it(arg: Any, layer: RecurrentLayer = layer, part: slice = part) -> Any:
-                is_rows = isinstance(arg, mx.array) and arg.shape[:2] == (1, rows)
+                rows = (1, self._parts[-1].stop)
+                is_rows = isinstance(arg, mx.array) and arg.shape[:2] == rows
                 return layer if arg is self else arg[:, part] if is_rows else arg
 
-            named = {key: of_it(arg) for key, arg in kwargs.items()}
-            found.append(layer.run(products, mixer, tuple(map(of_it, args)), named))
+            kwargs = {key: of_it(arg) for key, arg in call.kwargs.items()}
+            found.append(layer.run(replace(call, args=tuple(map(of_it, call.args)), kwargs=kwargs)))
         return _side_by_side(found)
 
 
@@ -172,7 +151,7 @@ class RecurrentStates(Cache):
     beginning.
     """
 
-    layers: Sequence[RecurrentLayer]
+    parts: Sequence[RecurrentLayer]
     length: int = 0
     _running: Pass | None = None
     _passes: list[Pass] = field(default_factory=list)
@@ -182,7 +161,7 @@ class RecurrentStates(Cache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [array for layer in self.layers for array in layer.cache if array is not None]
+        return [array for layer in self.parts for array in layer.cache if array is not None]
 
     @property
     def nbytes(self) -> int:
@@ -200,12 +179,11 @@ class RecurrentStates(Cache):
         tree, rows = block.tree, block.rows
         parents = range(-1, rows - 1) if tree is None else tree.parents
         calls: list[Call] | None = None if tree is None and rows > MOST_ROWS else []
-        before = tuple(tuple(map(own, layer.cache)) for layer in self.layers)
-        self._running = Pass(self.length, parents, before, calls)
+        before = tuple(tuple(map(own, layer.cache)) for layer in self.parts)
         paths = None if tree is None else Paths.of(tree)
-        notes = rows > 1  # of one row all stays
-        for layer in self.layers:
-            layer.calls, layer.paths, layer.notes = calls, paths, notes
+        self._running = Pass(self.length, parents, before, calls, paths=paths)
+        for layer in self.parts:
+            layer.running = self._running
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the rows in `path`, each of which has to follow the one before in its pass.
@@ -215,11 +193,11 @@ class RecurrentStates(Cache):
         running = self._running
         if running is None or not running.leads(path):
             raise ValueError(f"a recurrent state keeps a path from the first row, not {list(path)}")
-        kept = replace(running, path=path)
+        kept = replace(running, path=path, paths=None)
         if len(path) < len(running.parents):
             self._go_to(kept)
-        for layer in self.layers:
-            layer.calls = layer.paths = None
+        for layer in self.parts:
+            layer.running = None
         if kept.calls:  # without notes, which are larger than what the mixers were given
             kept = replace(kept, calls=[replace(call, noted={}) for call in kept.calls])
         self._running = None
@@ -262,7 +240,7 @@ class RecurrentStates(Cache):
             if self._passes and self._passes[-1].start == way.start:
                 self._passes[-1] = way
         else:
-            for layer in self.layers:
+            for layer in self.parts:
                 layer.cache = [None] * len(layer.cache)
         self.length = length
         self._marks = [mark for mark in self._marks if mark <= length]
@@ -277,10 +255,10 @@ class RecurrentStates(Cache):
         if running is not None and running.calls is not None:
             running = replace(running, calls=list(running.calls))
         layers = []
-        for layer in self.layers:
+        for layer in self.parts:
             other = copy(layer)
             other.cache = [own(array) for array in layer.cache]
-            other.calls = None if running is None else running.calls
+            other.running = running
             layers.append(other)
         kept = list(self._passes), list(self._marks), list(self._chunks)
         return RecurrentStates(layers, self.length, running, *kept)
@@ -289,7 +267,7 @@ class RecurrentStates(Cache):
         """The states, and some from before; within a pass there is no way back from there."""
         starts = {way.start: way.beginning() for way in self._ways if way.start}
         chunks = spread([starts[start] for start in sorted(starts)])
-        states = [tuple(layer.cache) for layer in self.layers]
+        states = [tuple(layer.cache) for layer in self.parts]
         flat = [*chain.from_iterable([*states, *chain.from_iterable(c.before for c in chunks)])]
         there = [array is not None for array in flat]
         about = [self.length, [chunk.start for chunk in chunks], there]
@@ -298,11 +276,11 @@ class RecurrentStates(Cache):
     def restore(self, saved: Saved) -> None:
         arrays, (self.length, starts, there) = iter(saved[0]), saved[1]
         flat = iter([next(arrays) if is_there else None for is_there in there])
-        for layer in self.layers:
+        for layer in self.parts:
             layer.cache = [next(flat) for _ in layer.cache]
         for start in starts:
-            before = tuple(tuple(next(flat) for _ in layer.cache) for layer in self.layers)
-            self._chunks.append(Pass(start, (), before, None))
+            before = tuple(tuple(next(flat) for _ in layer.cache) for layer in self.parts)
+            self._chunks.append(Pass(start, (), before))
 
     def _go_to(self, back: Pass) -> None:
         """Be where the path of that pass led."""
@@ -311,12 +289,12 @@ class RecurrentStates(Cache):
             raise ValueError(f"a pass of {rows} rows can only be kept whole")
         self._put_back(back)
         for call in back.calls if back.path and back.calls is not None else ():
-            call.again(self.layers[call.layer], rows, back.path)
+            call.again(self.parts[call.layer], rows, back.path)
 
     def _put_back(self, back: Pass) -> None:
-        for layer, arrays in zip(self.layers, back.before, strict=True):
+        for layer, arrays in zip(self.parts, back.before, strict=True):
             layer.cache = [own(array) for array in arrays]
-            layer.calls = layer.paths = None
+            layer.running = None
 
     def _forget(self) -> None:
         """Keep the newest passes, and for every mark the oldest that leads to it."""
@@ -352,10 +330,10 @@ class MixerCall:
         self, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Let the state keep the call, and for a tree run it along the paths."""
-        state = _state_among(args, kwargs)
-        if isinstance(state, LayerState):
-            return state.run(self.products, partial(forward, mixer), args, kwargs)
-        return forward(mixer, *args, **kwargs)
+        run = getattr(_state_among(args, kwargs), "run", None)  # which mlx-lm's own have not
+        if run is None:
+            return forward(mixer, *args, **kwargs)
+        return run(Call(partial(forward, mixer), args, kwargs, self.products))
 
 
 def _mixers(model: Any, name: str) -> list[nn.Module]:

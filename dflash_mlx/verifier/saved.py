@@ -16,16 +16,14 @@ Saved = tuple[list[mx.array], Any]  # arrays, and what JSON can hold of the rest
 class Cache(Protocol):
     """What layers keep of one sequence: the committed tokens, and the rows of a running pass.
 
-    A pass begins, and then a path of its rows is committed, or they are discarded.
+    A pass begins, and then a path of its rows is committed, or they are discarded. Those that stand
+    for a layer in a pass have `joined(parts, forest)`, which gives one in the place of several.
     """
 
-    layers: Sequence[Any]  # as a model takes them
+    length: int = 0  # committed tokens
+    parts: Sequence[Any] = ()  # that move together
     tail: int = 0  # rows of a prompt that are best passed with its last one and no others
     kind: Hashable = ()  # settings that another has to share, to go on with what this has saved
-
-    @property
-    def length(self) -> int:
-        """Committed tokens."""
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -73,6 +71,66 @@ class Cache(Protocol):
     def mark_chunk(self) -> None:
         """Stay able to come back to where the last pass began, which read a part of a prompt."""
         return
+
+
+class Several(Cache):
+    """Caches that move together."""
+
+    parts: Sequence[Cache]
+
+    def __init__(self, parts: Sequence[Cache]) -> None:
+        self.parts = parts
+        self.kind = tuple(part.kind for part in parts)
+        self.tail = max((part.tail for part in parts), default=0)
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        return self.parts[0].length
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for part in self.parts for array in part.arrays]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def begin(self, block: Block) -> None:
+        for part in self.parts:
+            part.begin(block)
+
+    def commit(self, path: Sequence[int]) -> None:
+        for part in self.parts:
+            part.commit(path)
+
+    def discard(self) -> None:
+        for part in self.parts:
+            part.discard()
+
+    def nearest(self, length: int) -> int:
+        return min(part.nearest(length) for part in self.parts)
+
+    def rewind(self, length: int) -> int:
+        return min(part.rewind(length) for part in self.parts)
+
+    def saved(self) -> Saved:
+        return join(part.saved() for part in self.parts)
+
+    def restore(self, saved: Saved) -> None:
+        for part, own in zip(self.parts, split(saved), strict=True):
+            part.restore(own)
+
+    def lengthen(self, rows: int) -> None:
+        for part in self.parts:
+            part.lengthen(rows)
+
+    def mark(self, length: int) -> None:
+        for part in self.parts:
+            part.mark(length)
+
+    def mark_chunk(self) -> None:
+        for part in self.parts:
+            part.mark_chunk()
 
 
 def join(parts: Iterable[Saved]) -> Saved:

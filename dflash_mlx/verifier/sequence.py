@@ -19,49 +19,34 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.routing import Plans
-from dflash_mlx.verifier.saved import Cache, Saved, join, split
+from dflash_mlx.verifier.saved import Cache, Several
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
 from kernels_metal.norm_rope import padded
 
 
-class KeyValues(Cache):
+class KeyValues(Several):
     """Keys and values of all attention layers of one sequence, with and without windows."""
 
-    def __init__(self, layers: Sequence[LayerCache]) -> None:
-        self.layers = layers
-        self.kind = tuple((layer.window, layer.kv_bits) for layer in layers)
-
-    @property
-    def length(self) -> int:
-        return self.layers[0].length
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [array for layer in self.layers for array in layer.arrays]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+    parts: Sequence[LayerCache]
 
     def begin(self, block: Block) -> None:
-        kernels = self.layers[0].kernels if self.layers else None  # one for all layers
+        kernels = self.parts[0].kernels if self.parts else None  # one for all layers
         asks = kernels is not None and block.fits_kernels and kernels.active
         plans = Plans(kernels) if kernels is not None and asks else None
-        for layer in self.layers:
+        for layer in self.parts:
             layer.begin(block, plans)
 
     def commit(self, path: Sequence[int]) -> None:
-        for layer in self.layers:
-            layer.discard()
+        self.discard()
         if any(row != i for i, row in enumerate(path)):
             self._move(path)
-        for layer in self.layers:
+        for layer in self.parts:
             layer.length += len(path)
 
     def _move(self, path: Sequence[int]) -> None:
         """Bring the rows in `path` to consecutive slots."""
-        kernels = self.layers[0].kernels
-        if kernels is not None and kernels.active and self.layers[0].kv_bits is not None:
+        kernels = self.parts[0].kernels
+        if kernels is not None and kernels.active and self.parts[0].kv_bits is not None:
             kernels.note(CACHE_COMMIT.name, "keys and values are quantised")
             kernels = None
 
@@ -69,78 +54,28 @@ class KeyValues(Cache):
             rows = None if kernels is None else kernels.run(CACHE_COMMIT, *given)
             return accepted_rows_reference(*given) if rows is None else rows
 
-        first = [layer.slots for layer in self.layers for _ in layer.arrays]
+        first = [layer.slots for layer in self.parts for _ in layer.arrays]
         cache_commit(self.arrays, path, first, accepted_rows)
 
-    def discard(self) -> None:
-        for layer in self.layers:
-            layer.discard()
-
-    def nearest(self, length: int) -> int:
-        return min(layer.nearest(length) for layer in self.layers)
-
-    def rewind(self, length: int) -> int:
-        for layer in self.layers:
-            layer.rewind(length)
-        return self.length
-
     def fork(self) -> KeyValues:
-        return KeyValues([layer.fork() for layer in self.layers])
-
-    def saved(self) -> Saved:
-        return join(layer.saved() for layer in self.layers)
-
-    def restore(self, saved: Saved) -> None:
-        for layer, own in zip(self.layers, split(saved), strict=True):
-            layer.restore(own)
-
-    def lengthen(self, rows: int) -> None:
-        for layer in self.layers:
-            layer.lengthen(rows)
+        return KeyValues([layer.fork() for layer in self.parts])
 
 
-class SequenceCache(Cache):
-    """All that the layers of one model keep of one sequence; they move together."""
+class SequenceCache(Several):
+    """All that the layers of one model keep of one sequence."""
 
     def __init__(self, layers: Iterable[Any], parts: Sequence[Cache] = ()) -> None:
         self.layers = [*layers]  # as the model takes them; a tuple where a layer has several
-        self.parts = parts or (KeyValues(self.layers),)
-        self.kind = tuple(part.kind for part in self.parts)
-        self.tail = max(part.tail for part in self.parts)
-
-    @property
-    def length(self) -> int:
-        return self.parts[0].length
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [array for part in self.parts for array in part.arrays]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        super().__init__(parts or (KeyValues(self.layers),))
 
     @property
     def is_recurrent(self) -> bool:
         """Whether layers keep a recurrent state, which goes back to few places."""
         return self.tail > 0
 
-    def begin(self, block: Block) -> None:
-        for part in self.parts:
-            part.begin(block)
-
-    def commit(self, path: Sequence[int]) -> None:
-        """Keep the rows in `path`, for recurrent layers one that begins at the first."""
-        for part in self.parts:
-            part.commit(path)
-
-    def discard(self) -> None:
-        for part in self.parts:
-            part.discard()
-
     def refill_from(self, length: int) -> int:
         """Where to go back to, for rows from there on to see all they should at `length` again."""
-        return min(part.nearest(length) for part in self.parts)
+        return super().nearest(length)
 
     def nearest(self, length: int) -> int:
         """The most tokens up to `length` that every layer can go back to with nothing missing."""
@@ -149,36 +84,16 @@ class SequenceCache(Cache):
             length = found
         return length
 
-    def rewind(self, length: int) -> int:
-        for part in self.parts:
-            part.rewind(length)
-        return self.length
-
     def fork(self) -> SequenceCache:
         parts = [part.fork() for part in self.parts]
-        layers = [[*chain.from_iterable(p.layers for p in side)] for side in (self.parts, parts)]
+        layers = [[*chain.from_iterable(p.parts for p in side)] for side in (self.parts, parts)]
         copies = dict(zip(*layers, strict=True))
         return SequenceCache(tree_map(copies.__getitem__, self.layers), parts)
 
-    def saved(self) -> Saved:
-        return join(part.saved() for part in self.parts)
-
-    def restore(self, saved: Saved) -> None:
-        for part, own in zip(self.parts, split(saved), strict=True):
-            part.restore(own)
-
     def lengthen(self, rows: int) -> None:
-        for part in self.parts if rows else ():
-            part.lengthen(rows)
+        if rows:
+            super().lengthen(rows)
         mx.eval(self.arrays)
-
-    def mark(self, length: int) -> None:
-        for part in self.parts:
-            part.mark(length)
-
-    def mark_chunk(self) -> None:
-        for part in self.parts:
-            part.mark_chunk()
 
 
 class Rows(NamedTuple):
