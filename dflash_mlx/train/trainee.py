@@ -21,8 +21,7 @@ from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.config import TrainConfig
-from dflash_mlx.train.data import Texts
-from dflash_mlx.train.features import hidden_width, vocabulary_size
+from dflash_mlx.train.data import Texts, hidden_width, vocabulary_size
 from dflash_mlx.verifier.model import Target
 
 LAYERS, TAPS, BLOCK_SIZE = 3, 5, 8  # of a new drafter, unless asked for others

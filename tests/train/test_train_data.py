@@ -16,10 +16,17 @@ from safetensors.numpy import load_file
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.train import features as module
+from dflash_mlx.train import data as module
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
-from dflash_mlx.train.data import DataConfig, Texts, read_texts
-from dflash_mlx.train.features import CHOICE, CHOICES, FeatureCache, likeliest
+from dflash_mlx.train.data import (
+    CHOICE,
+    CHOICES,
+    DataConfig,
+    FeatureCache,
+    Texts,
+    likeliest,
+    read_texts,
+)
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE, make_model

@@ -39,7 +39,7 @@ from dflash_mlx.train.corpus.rows import (
     parse,
     tokenizer_fingerprint,
 )
-from dflash_mlx.train.features import target_fingerprint
+from dflash_mlx.train.data import target_fingerprint
 
 if TYPE_CHECKING:
     from dflash_mlx.ranks.group import Ranks
