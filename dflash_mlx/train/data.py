@@ -163,8 +163,9 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, aux_layers: tuple[int
     if not aux_layers:
         greedy = [Text.by_itself(row, i) for i, row in usable if row.temperature == 0]
         _tell(path, len(usable) - len(greedy), "sampled, and only greedy ones teach this drafter")
-        name = f"{path.name}:{digest(greedy)}:{target_fingerprint(pair.target)[:12]}"
-        return Texts(name, greedy)
+        crc = zlib.crc32(b"".join(text.tokens.tobytes() for text in greedy))
+        target = target_fingerprint(pair.target)[:12]
+        return Texts(f"{path.name}:{len(greedy)}-{crc:08x}:{target}", greedy)
     tokens = [row.prompt + row.answer for _, row in usable]
     cache = config.cache or platformdirs.user_cache_path("dflash-chat") / "features"
     place, limit = cache / path.name.partition(".")[0], int(config.cache_gb * 1e9)
@@ -177,12 +178,6 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, aux_layers: tuple[int
     kept = enumerate(usable[: len(features)])
     texts = [Text.of(row, number, features, i) for i, (number, row) in kept]
     return Texts(f"{features.folder.name}:{len(texts)}", texts)  # with less room, other texts
-
-
-def digest(texts: list[Text]) -> str:
-    """Tells texts apart."""
-    tokens = b"".join(text.tokens.tobytes() for text in texts)
-    return f"{len(texts)}-{zlib.crc32(tokens):08x}"
 
 
 def _tell(path: Path, rows: int, why: str) -> None:

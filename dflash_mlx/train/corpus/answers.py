@@ -114,7 +114,9 @@ class Answers:
         while self.waiting and len(self._running) < self._most and unread < _UNREAD:
             job = self.waiting.popleft()
             config = DecodeConfig(self._method, max_tokens=job.max_tokens, sampling=job.sampling)
-            self._running[self._scheduler.submit(job.prompt, config)] = job
+            sequence = self._scheduler.submit(job.prompt, config)
+            sequence.text = None  # tokens alone are collected
+            self._running[sequence] = job
             unread += len(job.prompt)
 
     def _take(self, job: Job, tokens: abc.Sequence[int]) -> bool:
