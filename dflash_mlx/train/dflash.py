@@ -29,7 +29,6 @@ from dflash_mlx.train.trainee import (
     START_FROM,
     TAPS,
     Trainee,
-    check_taps,
     like_target,
     mask_token,
     rank_in_parts,
@@ -53,15 +52,13 @@ class DFlashTrainee(Trainee):
     def new(cls, config: TrainConfig, pair: Pair) -> DFlashTrainee:
         """With the widths of the target's layers, in z-lab's format; see `TrainConfig.start`."""
         target, layers = pair.target, config.layers or LAYERS
-        shape = like_target(target, layers, config)
-        check_taps(target, config)
         raw = {
-            **shape,
+            **like_target(target, layers, config),
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "dflash_config": {
                 "mask_token_id": mask_token(pair.tokenizer),
-                "target_layer_ids": list(spread_aux_layers(target.num_layers, config.taps or TAPS)),
+                "target_layer_ids": list(spread_aux_layers(target, config.taps, TAPS)),
             },
             "layer_types": ["full_attention"] * layers,
             "num_target_layers": target.num_layers,

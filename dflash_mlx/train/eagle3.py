@@ -26,7 +26,6 @@ from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.trainee import (
     Trainee,
-    check_taps,
     like_target,
     spread_aux_layers,
     take_layers,
@@ -117,13 +116,7 @@ def _called(_: int, name: str) -> str:
 
 
 def _aux_layers(target: Target, config: TrainConfig) -> tuple[int, ...]:
-    """The usual ones, or as many as are asked for, evenly spread.
-
-    Of a small target, where the usual ones are not three layers, as many as it has up to three.
-    Raises as `check_taps` does.
-    """
-    check_taps(target, config)
-    if config.taps is not None:
-        return spread_aux_layers(target.num_layers, config.taps)
-    usual = usual_taps(target.num_layers)
-    return usual if increase(usual) else spread_aux_layers(target.num_layers, USUAL_TAPS)
+    """The usual ones where a target has three, or as many as are asked for, evenly spread."""
+    if config.taps is None and increase(usual := usual_taps(target.num_layers)):
+        return usual
+    return spread_aux_layers(target, config.taps, USUAL_TAPS)

@@ -165,11 +165,14 @@ def new_drafter(target: Target, **settings: Any) -> DFlashTrainee:
 
 
 def test_taps_are_layers_of_the_target_in_order():
-    assert list(spread_aux_layers(30, 5)) == [1, 8, 14, 20, 27], "as published drafters have them"
+    def spread(layers: int, count: int) -> list[int]:
+        return list(spread_aux_layers(SimpleNamespace(num_layers=layers), None, count))
+
+    assert spread(30, 5) == [1, 8, 14, 20, 27], "as published drafters have them"
     for layers, count in product(range(1, 40), range(1, 9)):
-        aux_layers = spread_aux_layers(layers, count)
+        aux_layers = spread(layers, count)
         assert 1 <= len(aux_layers) <= count and set(aux_layers) <= set(range(layers))
-        assert list(aux_layers) == sorted(set(aux_layers))
+        assert aux_layers == sorted(set(aux_layers))
         if layers >= count + 3 and count > 1:
             assert (len(aux_layers), aux_layers[0], aux_layers[-1]) == (count, 1, layers - 3)
 
@@ -219,7 +222,7 @@ def test_a_new_drafter_has_the_widths_of_the_target(name):
     assert parsed.rope["rope_type"] == (given.get("rope_scaling") or {}).get("rope_type", "default")
     assert (parsed.block_size, parsed.mask_token_id) == (6, 5)
     assert parsed.layer_windows == (None, None) and parsed.layer_causal == (False, False)
-    assert parsed.target_layer_ids == spread_aux_layers(given["num_hidden_layers"], 3)
+    assert parsed.target_layer_ids == spread_aux_layers(target, None, 3)
 
 
 def test_a_target_that_does_not_say_its_widths_is_refused():
