@@ -200,7 +200,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in found}
 
 
-class ActiveVocabulary:
+class LetterTokenizer:
     """A tokenizer as far as corpora need one: a token for every letter."""
 
     def __init__(self, letters: str) -> None:

@@ -18,7 +18,7 @@ from dflash_mlx.train.corpus.rows import (
     tokenizer_fingerprint,
 )
 from support.families import VOCAB_SIZE
-from support.tiny_training import ActiveVocabulary, full_disk, write_corpus
+from support.tiny_training import LetterTokenizer, full_disk, write_corpus
 
 MESSAGES = ({"role": "user", "content": "a\u2028b"},)
 ROWS = [
@@ -26,9 +26,7 @@ ROWS = [
     CorpusRow("two", "chat", (3,), (5, 6, 7), 0.6, 0.95, 2**32 - 1, "length", MESSAGES),
 ]
 OLD = {"p": [1, 2], "o": [3], "t": 0.0}
-HEADER = CorpusHeader(
-    "tiny", VOCAB_SIZE, tokenizer_fingerprint(ActiveVocabulary("ab")), {"seed": 3}
-)
+HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(LetterTokenizer("ab")), {"seed": 3})
 
 
 def write(file: Path) -> bytes:
@@ -55,7 +53,7 @@ def test_what_is_written_has_the_documented_fields_and_is_read_back(tmp_path):
 def test_an_older_file_without_a_header_is_read(tmp_path):
     file = tmp_path / "old.jsonl.gz"
     file.write_bytes(gzip.compress((json.dumps(OLD) + "\n").encode() * 2))
-    rows = read_rows(file, VOCAB_SIZE, ActiveVocabulary("ba"))
+    rows = read_rows(file, VOCAB_SIZE, LetterTokenizer("ba"))
     assert [(r.prompt, r.answer, r.temperature) for r in rows] == [((1, 2), (3,), 0.0)] * 2
     assert len({row.id for row in rows}) == 2
 

@@ -34,7 +34,7 @@ from support.tiny_training import (
     CONTEXT,
     TAPS,
     WIDTH,
-    ActiveVocabulary,
+    LetterTokenizer,
     files,
     full_disk,
     greedy_rows,
@@ -43,7 +43,7 @@ from support.tiny_training import (
     write_corpus,
 )
 
-WORDS = ActiveVocabulary("".join(map(chr, range(40, 40 + VOCAB_SIZE))))
+WORDS = LetterTokenizer("".join(map(chr, range(40, 40 + VOCAB_SIZE))))
 HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(WORDS))
 ROW = len(TAPS) * WIDTH * 2  # bytes per token
 PLENTY = 1 << 30
