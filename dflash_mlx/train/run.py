@@ -218,23 +218,22 @@ def _put(trainer: Trainer, arrays: dict[str, mx.array]) -> None:
 def identity(trainer: Trainer, data: str) -> dict[str, Any]:
     """What two runs must share for one to continue the other, as JSON has it."""
     settings = {k: v for k, v in asdict(trainer.config).items() if k not in _FREE_TO_CHANGE}
-    drafter = {f"drafter's {k}": v for k, v in asdict(trainer.trainee.config).items()}
-    about = {**settings, "data": data, "processes": trainer.crew.size, **drafter}
-    run: dict[str, Any] = json.loads(json.dumps(about))
-    return run
+    about = {**settings, "data": data, "processes": trainer.crew.size}
+    return _as_json(about, asdict(trainer.trainee.config))
 
 
 def _defaults(trainer: Trainer) -> dict[str, Any]:
     """As `identity`, of what has a default."""
-    parts = (("", trainer.config), ("drafter's ", trainer.trainee.config))
-    known = {
-        f"{prefix}{field.name}": field.default
-        for prefix, config in parts
-        for field in fields(config)
-        if field.default is not MISSING
-    }
-    run: dict[str, Any] = json.loads(json.dumps({"processes": 1, **known}))
-    return run
+    settings, drafter = (
+        {each.name: each.default for each in fields(config) if each.default is not MISSING}
+        for config in (trainer.config, trainer.trainee.config)
+    )
+    return _as_json({"processes": 1, **settings}, drafter)
+
+
+def _as_json(run: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:
+    whole = {**run, **{f"drafter's {name}": value for name, value in drafter.items()}}
+    return dict(json.loads(json.dumps(whole)))
 
 
 def _arrays(trainer: Trainer) -> dict[str, mx.array]:
