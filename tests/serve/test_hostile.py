@@ -95,7 +95,7 @@ def test_a_body_that_is_too_large_is_not_read_to_its_end(server, size):
     with contextlib.suppress(httpx.WriteError):
         found = CLIENT.post(server.url + CHAT, content=endless(), headers=headers)
         assert found.status_code == 413 and "0.2 MB" in found.json()["error"]["message"]
-    assert server.post(CHAT, chat_body(max_tokens=1)).status_code == 200
+    assert server.chat(max_tokens=1).status_code == 200
 
 
 def test_only_this_machine_is_asked_for_and_no_name_that_was_made_to_lead_here(server):
@@ -247,7 +247,7 @@ def test_a_reader_that_stands_still_is_left_and_others_go_on():
             place.connect(("127.0.0.1", server.port))
             place.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             server.until(lambda: len(server.queue) == 1)
-            assert server.post(CHAT, chat_body(max_tokens=3)).status_code == 200
+            assert server.chat(max_tokens=3).status_code == 200
             server.until(lambda: len(server.queue) == 0)
 
 

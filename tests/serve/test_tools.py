@@ -7,7 +7,7 @@ import json
 import pytest
 
 from support.models import TEMPLATE as PLAIN_TEMPLATE
-from support.serving import CHAT, MODEL, actor_pair, chat_body, serving, user
+from support.serving import MODEL, actor_pair, serving, user
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "2"}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -69,7 +69,7 @@ def test_a_model_is_not_told_of_tools_that_it_must_not_use(client):
 
 def test_a_model_whose_template_knows_no_tools_refuses_them():
     with serving(actor_pair(act, PLAIN_TEMPLATE)) as server:
-        found = server.post(CHAT, chat_body("a", tools=[TOOL]))
+        found = server.chat("a", tools=[TOOL])
     assert (found.status_code, found.json()["error"]["param"]) == (400, "tools")
 
 

@@ -168,6 +168,14 @@ class Server:
         headers = {"Content-Type": "application/json", **more.pop("headers", {})}
         return self.get(path, "POST", content=content, headers=headers, **more)
 
+    def chat(self, text: str = "hello", **more: Any) -> httpx.Response:
+        """The response to a small request for a chat completion."""
+        return self.post(CHAT, chat_body(text, **more))
+
+    def message(self, text: str = "hello", **more: Any) -> httpx.Response:
+        """The same for a message of Anthropic's API."""
+        return self.post(MESSAGES, message_body(text, **more))
+
     @contextmanager
     def streaming(self, path: str, body: Any) -> Iterator[Iterator[str]]:
         """The lines of a stream that has begun, the empty ones left out."""
@@ -202,13 +210,16 @@ def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
+def said(response: httpx.Response) -> str:
+    """The answer of a completion."""
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
 def chat_body(text: str = "hello", **more: Any) -> dict[str, Any]:
-    """A small request for a chat completion."""
     return {"model": MODEL, "messages": user(text), **more}
 
 
 def message_body(text: str = "hello", **more: Any) -> dict[str, Any]:
-    """The same for a message of Anthropic's API."""
     return {**chat_body(text), "max_tokens": 300, **more}
 
 
