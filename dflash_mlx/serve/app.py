@@ -75,7 +75,7 @@ def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIAp
     api.state.service = service
     for method, paths in (("POST", _ASKED), ("GET", _TOLD)):
         for path, answer in paths.items():
-            api.add_api_route(path, answer, methods=[method], response_class=Response)
+            api.add_api_route(path, answer, methods=[method])
     config, most = service.config, int(service.config.body_mb * 10**6)
     _add_errors(api, most)
     app: ASGIApp = RequestBodyLimitMiddleware(api, most)

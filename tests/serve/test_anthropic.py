@@ -5,28 +5,7 @@ from __future__ import annotations
 import anthropic
 import pytest
 
-from support.serving import (
-    MESSAGES,
-    MODEL,
-    ROLE,
-    TEMPLATE,
-    actor_pair,
-    serving,
-    user,
-)
-
-WORDS = "Once upon a time there was an answer."
-THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
-
-
-def act(prompt: str) -> str:
-    return THOUGHT if prompt.endswith("think") else WORDS
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving(act) as server:
-        yield server
+from support.serving import MESSAGES, MODEL, ROLE, TEMPLATE, WORDS, actor_pair, serving, user
 
 
 def ask(other, text="hello", **more):

@@ -58,7 +58,20 @@ TEMPLATE = (
     + "{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
 
+WORDS = "Once upon a time there was an answer."
+THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "2"}}</tool_call>'
+
 Act = Callable[[str], str]
+
+
+def speak(prompt: str) -> str:
+    """What is said to a conversation, by its last words and the tools that it may use."""
+    said, tools = prompt.rpartition("[user]")[2], "[tools]add" in prompt
+    if "[tool]3" in prompt:
+        return "It is 3."
+    called = {"two": f"First.\n{CALL}\n{CALL}"}.get(said, f"Let me see.{CALL}")
+    return called if tools else {"think": THOUGHT, "": ""}.get(said, WORDS)
 
 
 class Actor(ToyTarget):
