@@ -118,7 +118,6 @@ class ResponseStream:
             timer.cancel()
 
     def hear(self, reply: Reply, said: object) -> None:
-        """Take in what the thread said."""
         if isinstance(said, Begun):
             self._waiting -= 1
         elif isinstance(said, (Delta, Exception)):
