@@ -77,16 +77,15 @@ def speak(prompt: str) -> str:
 class Actor(ToyTarget):
     """Answers a conversation, as the template above writes it, with what `act` makes of it.
 
-    Every other token is so unlikely that it is not even drawn at any temperature. gate: where it is
-    not set, passes wait.
+    Every other token is so unlikely that it is not even drawn at any temperature.
     """
 
     name, pass_times, noise = MODEL, PassTimes((1, 96), (1.0, 1.5)), None
     vocab_size = 97
 
     def __init__(self, tokenizer: Any, act: Act, context_length: int = 4000) -> None:
-        self.context_length, self.gate = context_length, threading.Event()
-        self.passes = 0
+        self.context_length, self.passes = context_length, 0
+        self.gate = threading.Event()  # where it is not set, passes wait
         self.gate.set()
         self._tokenizer, self._act = tokenizer, act
 
@@ -122,7 +121,6 @@ def _tokenizer(template: str | None) -> Any:
 
 
 def actor_pair(act: Act, template: str | None = TEMPLATE, **more: Any) -> Pair:
-    """A pair without drafters whose target is an `Actor`."""
     tokenizer = _tokenizer(template)
     return Pair(Actor(tokenizer, act, **more), tokenizer)
 
@@ -141,20 +139,19 @@ class Server:
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._ready = threading.Event()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self.loop, self.stop = asyncio.new_event_loop(), Stop()
+        self.thread = threading.Thread(target=self._run)
         self.thread.start()
-        assert self._ready.wait(10)
 
     def _fault(self, error: Exception) -> ApiError:
         self.faults.append(error)
         print(f"fault: {error!r}")
         return ApiError(500, f"fault: {error!r}")
 
-    async def _run(self) -> None:
-        self.loop, self.stop = asyncio.get_running_loop(), Stop()
-        self._ready.set()
-        await serve(self.service, self.place, self._fault, self.stop)
+    def _run(self) -> None:
+        work = serve(self.service, self.place, self._fault, self.stop)
+        self.loop.run_until_complete(work)
+        self.loop.close()
 
     def end(self) -> None:
         """As a signal to end."""
@@ -172,21 +169,17 @@ class Server:
         waiting.result()
 
     def get(self, path: str, method: str = "GET", **more: Any) -> httpx.Response:
-        """The response to a request on a connection of its own."""
         return CLIENT.request(method, self.url + path, **more)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        """The same with this body as JSON, or bytes as they are."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **more.pop("headers", {})}
         return self.get(path, "POST", content=content, headers=headers, **more)
 
     def chat(self, text: str = "hello", **more: Any) -> httpx.Response:
-        """The response to a small request for a chat completion."""
         return self.post(CHAT, chat_body(text, **more))
 
     def message(self, text: str = "hello", **more: Any) -> httpx.Response:
-        """The same for a message of Anthropic's API."""
         return self.post(MESSAGES, message_body(text, **more))
 
     @contextmanager
@@ -219,12 +212,10 @@ def serving(
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """A conversation that begins."""
     return [{"role": "user", "content": text}]
 
 
 def said(response: httpx.Response) -> str:
-    """The answer of a completion."""
     return str(response.json()["choices"][0]["message"]["content"])
 
 
@@ -237,7 +228,6 @@ def message_body(text: str = "hello", **more: Any) -> dict[str, Any]:
 
 
 def ask(client: Any, text: str = "hello", **more: Any) -> Any:
-    """A completion from a client of the openai package."""
     return client.chat.completions.create(model=MODEL, messages=user(text), **more)
 
 
