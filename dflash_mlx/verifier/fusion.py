@@ -118,7 +118,6 @@ def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call
 def _turn(
     module: Any, queries: mx.array, keys: mx.array, places: mx.array, kernels: Kernels
 ) -> NormRope | None:
-    """The kernel for queries and keys [1, R, heads * D], None where it is not chosen."""
     rope, norm = module.rope, module.q_norm
     steps = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
     periods = rope.base**steps / rope.scale
@@ -137,7 +136,6 @@ def groups_in(module: nn.Module) -> Iterator[list[Any]]:
 
 
 def _alike(members: Sequence[Any]) -> bool:
-    """Whether they are packed in the one way that kernels take, and for one input."""
     forms = {
         (m.mode, m.bits, m.group_size, m["weight"].shape[1], m["scales"].dtype, "bias" in m)
         for m in members
@@ -243,7 +241,6 @@ class Group:
             mx.clear_cache()  # of the weights' old places, which no new array would fit
 
     def _join(self) -> None:
-        """Put the weights side by side; the members keep views."""
         parts = [tuple(member[name] for name in _ARRAYS) for member in self.members]
         arrays, views = side_by_side(parts)
         for member, view in zip(self.members, views, strict=True):

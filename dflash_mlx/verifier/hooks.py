@@ -25,7 +25,7 @@ from dflash_mlx.verifier.fusion import (
     normed_attention,
 )
 from dflash_mlx.verifier.routing import Kernels, Plans
-from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing, Product
+from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Multiply, Packing, Product
 
 _ROUTE = "_routed_through"  # in the class of a hooked module: what its calls go through
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
@@ -68,12 +68,10 @@ class Hooks:
         self._originals: list[tuple[Any, type]] = []
 
     def replace(self, module: Any, name: str, method: Callable[..., Any]) -> None:
-        """Until `remove`, let a module use another method."""
         self._originals.append((module, type(module)))
         replace(module, name, method)
 
     def remove(self) -> None:
-        """Give every module its own class back."""
         for module, original in reversed(self._originals):
             module.__class__ = original
         self._originals.clear()
@@ -117,7 +115,6 @@ class HeadRows:
             self._asked = None
 
     def hook(self, hooks: Hooks, head: nn.Module, name: str) -> None:
-        """Let this method of a head multiply the rows that are asked for."""
         method = getattr(type(head), name)
 
         def of_rows(module: Any, x: mx.array) -> mx.array:
@@ -254,32 +251,20 @@ def _few_rows(
         if kernels.running() is None or x.size > MAX_ROWS * x.shape[-1]:
             return stock(self, x)
 
-        def settle() -> Callable[[mx.array], mx.array] | None:
+        def settle() -> Multiply | None:
             calls = [(x, *_arrays(module), packing) for module in (self, *alike)]
-            return _product_of(self, calls, kernels)
+            choice = kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
+            if choice is None:
+                return None
+            return Product(*_arrays(self), packing).settled(x, choice.way or None)  # type: ignore[arg-type]
 
         multiply = plans.find((x.shape, x.dtype), settle, self["scales"])
-        return stock(self, x) if multiply is None else multiply(x)
+        if multiply is None:
+            return stock(self, x)
+        return multiply(x) + self["bias"] if "bias" in self else multiply(x)
 
     return product
 
 
-def _product_of(
-    module: Any, calls: Sequence[tuple[Any, ...]], kernels: Kernels
-) -> Callable[[mx.array], mx.array] | None:
-    """The chosen kernel with this module's weights, None for stock MLX.
-
-    calls: the arguments of this module, then those of its like in other layers.
-    """
-    choice = kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
-    if choice is None:
-        return None
-    x, *arrays = calls[0]
-    multiply = Product(*arrays).settled(x, choice.way or None)  # type: ignore[arg-type]  # its own
-    if "bias" not in module:
-        return multiply
-    return lambda x: multiply(x) + module["bias"]
-
-
-def _arrays(module: Any) -> tuple[mx.array, ...]:
+def _arrays(module: Any) -> tuple[mx.array, mx.array, mx.array]:
     return module["weight"], module["scales"], module["biases"]

@@ -90,20 +90,16 @@ class Target:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self.model.layers)
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of hidden states."""
         return self.embedding()(mx.array([0])).dtype  # type: ignore[no-any-return]
 
     def parameters(self) -> list[tuple[str, mx.array]]:
-        """The model's weights with their names."""
         return tree_flatten(self.model.parameters())  # type: ignore[return-value]
 
     def new_cache(self) -> SequenceCache:
-        """An empty cache for one sequence."""
 
         def attention(window: int | None) -> LayerCache:
             return LayerCache(window, self.kernels, self.kv_bits)
@@ -140,7 +136,6 @@ class Target:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The layers whose outputs are kept."""
         return tuple(sorted(self._tapped))
 
     def forward(
@@ -183,12 +178,8 @@ class Target:
         """
         only_text = all(rows.embeddings is None for rows in sequences)
         if len(sequences) == 1 or not self.joins or not only_text:
-            return [self._alone(rows, aux_layers) for rows in sequences]
+            return [self.forward(*rows[:3], aux_layers, *rows[3:]) for rows in sequences]
         return self._together(sequences, aux_layers)
-
-    def _alone(self, rows: Rows, aux_layers: tuple[int, ...]) -> tuple[mx.array, mx.array | None]:
-        given = {} if rows.embeddings is None else {"embeddings": rows.embeddings}
-        return self.forward(rows.tokens, rows.cache, rows.block, aux_layers, **given)
 
     def _together(
         self, sequences: Sequence[Rows], aux_layers: tuple[int, ...]
@@ -248,7 +239,6 @@ class Target:
 
     @cached_property
     def takes_trees(self) -> bool:
-        """Whether it can verify trees; chains it always can."""
         try:
             self.check_trees()
         except DFlashError:
@@ -269,7 +259,6 @@ class Target:
         raise DFlashError(f"{self.name} ({kind}) {why}, so it cannot verify trees", _CHAINS)
 
     def embedding(self) -> Any:
-        """The token embedding module, which the drafter shares."""
         return _find_module(self.model, _EMBEDDINGS, self.name)
 
     def head(self) -> Callable[[mx.array], mx.array]:

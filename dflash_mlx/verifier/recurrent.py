@@ -52,7 +52,6 @@ class Pass:
         return min(length, self.start + len(self.path)) if self.calls is not None else self.start
 
     def beginning(self) -> Pass:
-        """Only the way back to its start."""
         return replace(self, calls=None, path=())
 
     def leads(self, path: Sequence[int]) -> bool:
@@ -96,7 +95,7 @@ class RecurrentLayer(ArraysCache):
         running.calls.append(copy_of_call)
         if len(running.parents) == 1:  # of one row all stays
             return call.on(lambda arg: arg)
-        with call.products.noted_in(copy_of_call.noted, running.paths):
+        with call.products.of_call(copy_of_call.noted, running.paths):
             if running.paths is None:
                 return call.on(lambda arg: arg)
             return self.along(running.paths, copy_of_call)
@@ -108,7 +107,6 @@ class RecurrentLayer(ArraysCache):
         return paths.collect(call.on(lambda arg: copies if arg is STATE else paths.spread(arg)))
 
     def joined(self, layers: Sequence[RecurrentLayer], forest: Forest) -> JoinedStates:
-        """In the place of these, itself the first of them, in a pass over several sequences."""
         return JoinedStates(layers, forest.parts)
 
 
@@ -136,7 +134,6 @@ class JoinedStates(ArraysCache):
 
 
 def _side_by_side(found: Sequence[Any]) -> Any:
-    """Rows [1, n, ...] of several sequences, or tuples of such."""
     if isinstance(found[0], tuple):
         return tuple(_side_by_side(parts) for parts in zip(*found, strict=True))
     return mx.concatenate([*found], axis=1) if isinstance(found[0], mx.array) else found[0]
@@ -250,7 +247,6 @@ class RecurrentStates(Cache):
         self.length += rows
 
     def fork(self) -> RecurrentStates:
-        """A copy that goes on by itself, a running pass included."""
         running = self._running
         if running is not None and running.calls is not None:
             running = replace(running, calls=list(running.calls))
@@ -283,7 +279,6 @@ class RecurrentStates(Cache):
             self._chunks.append(Pass(start, (), before))
 
     def _go_to(self, back: Pass) -> None:
-        """Be where the path of that pass led."""
         rows = len(back.parents)
         if back.path and back.calls is None:
             raise ValueError(f"a pass of {rows} rows can only be kept whole")
@@ -329,7 +324,6 @@ class MixerCall:
     def __call__(
         self, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Let the state keep the call, and for a tree run it along the paths."""
         run = getattr(_state_among(args, kwargs), "run", None)  # which mlx-lm's own have not
         if run is None:
             return forward(mixer, *args, **kwargs)

@@ -44,7 +44,6 @@ class KeyValues(Several):
             layer.length += len(path)
 
     def _move(self, path: Sequence[int]) -> None:
-        """Bring the rows in `path` to consecutive slots."""
         kernels = self.parts[0].kernels
         if kernels is not None and kernels.active and self.parts[0].kv_bits is not None:
             kernels.note(CACHE_COMMIT.name, "keys and values are quantised")
@@ -123,7 +122,6 @@ class Forest:
         self.layers = tree_map(joined, *(cache.layers for cache, _ in blocks))
 
     def split(self, x: mx.array, axis: int) -> list[mx.array]:
-        """The rows of each sequence."""
         before = (slice(None),) * (axis % x.ndim)
         return [x[(*before, part)] for part in self.parts]
 

@@ -40,7 +40,7 @@ class TimedTarget(ToyTarget):
         super().__init__(VOCABULARY, context_length=2000)
         self.clock, self.times, self.more = clock, times, more
 
-    def forward(self, tokens, cache, block, aux_layers=()):
+    def forward(self, tokens, cache, block, aux_layers=(), embeddings=None):
         self.clock.now += float(self.times.of(block.rows)) + self.more
         if block.tree is not None:
             self.clock.now += float(self.times.branching(np.array([block.rows]))[0])

@@ -264,5 +264,5 @@ def test_the_attention_kernel_takes_what_is_stored_and_the_commit_says_why_it_ca
 
 
 def test_pass_times_are_not_shared_between_kinds_of_storage():
-    keys = {budget._key(targets("llama", bits)) for bits in (None, 4, 8)}
+    keys = {budget._file(targets("llama", bits)) for bits in (None, 4, 8)}
     assert len(keys) == 3
