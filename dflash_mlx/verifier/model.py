@@ -259,11 +259,15 @@ class Target:
         raise DFlashError(f"{self.name} ({kind}) {why}, so it cannot verify trees", _CHAINS)
 
     def embedding(self) -> Any:
+        return self._embedding
+
+    @cached_property
+    def _embedding(self) -> Any:
         return _find_module(self.model, _EMBEDDINGS, self.name)
 
     def head(self) -> Callable[[mx.array], mx.array]:
         """The map from final hidden states [..., d] to logits [..., V], shared by the drafter."""
-        module = self._head_module()
+        module = self._head_module
         if module is not self.embedding():
             return module  # type: ignore[no-any-return]
         return lambda states: module.as_linear(states)  # as it is then: hooks come and go
@@ -273,7 +277,7 @@ class Target:
 
         DFlashError for a head that is no matrix.
         """
-        module = self._head_module()
+        module = self._head_module
         packed = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
         if not packed and not isinstance(module, (nn.Linear, nn.Embedding)):
             problem = f"the head of {self.name} is a {type(module).__name__}, which has no rows"
@@ -288,6 +292,7 @@ class Target:
         how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
         return lambda states: mx.quantized_matmul(states, *matrix, **how) + bias
 
+    @cached_property
     def _head_module(self) -> Any:
         """The embedding where the two are tied."""
         names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}

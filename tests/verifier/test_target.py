@@ -144,9 +144,9 @@ def test_chains_need_no_positions_per_row_and_work_on_every_family(name):
 @pytest.mark.parametrize("name", sorted(set(SLIDING) - set(POSITION_DEPENDENT)))
 def test_a_wrapped_window_goes_back_only_as_far_as_its_slots_reach(name):
     rng = np.random.default_rng(5)
-    target, committed = target_of(name), tokens_of(rng, 600)
+    target, committed = target_of(name), tokens_of(rng, 300)
     cache = fresh(target, committed, 100)
-    back = 600 - SLACK
+    back = 300 - SLACK
     assert (cache.nearest(40), cache.nearest(back)) == (0, back)
     cache.rewind(back)
     assert worst_node(target, cache, committed[:back], some_tree(rng, 3)) < TOLERANCE
