@@ -6,8 +6,7 @@ A hook gives one module instance a class of its own, which inherits all but the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -97,30 +96,6 @@ def rotate_by_row(rope: nn.Module) -> None:
 
     replace(rope, "__call__", __call__)
     setattr(type(rope), _ROUTE, (rotate_by_row,))
-
-
-class HeadRows:
-    """Which rows of its input a head multiplies."""
-
-    def __init__(self) -> None:
-        self._asked: slice | mx.array | None = None  # all of them
-
-    @contextmanager
-    def alone(self, rows: slice | mx.array | None) -> Iterator[None]:
-        """Within it, it multiplies these rows of its inputs [..., N, d]; None for all."""
-        self._asked = rows
-        try:
-            yield
-        finally:
-            self._asked = None
-
-    def hook(self, hooks: Hooks, head: nn.Module, name: str) -> None:
-        method = getattr(type(head), name)
-
-        def of_rows(module: Any, x: mx.array) -> mx.array:
-            return method(module, x if self._asked is None else x[..., self._asked, :])  # type: ignore[no-any-return]
-
-        hooks.replace(head, name, of_rows)
 
 
 def route(model: nn.Module) -> None:

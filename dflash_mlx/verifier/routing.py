@@ -80,7 +80,10 @@ class Kernels:
         if self.mode == "off" or runs_on is None:
             return None
         if runs_on is not self._runs_on:
-            self._start(runs_on)
+            self._runs_on, self._holding = runs_on, object()
+            if runs_on is metal and self.mode == "auto":
+                with suppress(*_DAMAGED):
+                    self._dispatch.table.update(_read(self._file)[1])
         return self._holding
 
     def chosen(
@@ -103,12 +106,6 @@ class Kernels:
         """The kernel's result, or None where the caller is to use stock MLX."""
         choice = self.chosen(operation, args)
         return None if choice is None else operation.by(choice.way)(*args)
-
-    def _start(self, runs_on: Executor) -> None:
-        self._runs_on, self._holding = runs_on, object()
-        if runs_on is metal and self.mode == "auto":
-            with suppress(*_DAMAGED):
-                self._dispatch.table.update(_read(self._file)[1])
 
     def _refusal(self, operation: Operation, args: Arguments) -> str:
         if self._watchdog is None:

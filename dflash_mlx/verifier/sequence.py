@@ -7,7 +7,7 @@ recurrent mixers go sequence by sequence. So nothing but the layers' caches know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from mlx.utils import tree_map
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
-from dflash_mlx.verifier.routing import Plans
+from dflash_mlx.verifier.routing import Kernels, Plans
 from dflash_mlx.verifier.saved import Cache, Several
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
 from kernels_metal.norm_rope import padded
@@ -127,12 +127,11 @@ class Forest:
 
 
 def new_sequence(
-    model: Any, name: str, attention: Callable[[int | None], LayerCache]
+    model: Any, name: str, kernels: Kernels | None, kv_bits: int | None
 ) -> SequenceCache:
     """Empty caches for one sequence, of the kinds that an mlx-lm model makes.
 
-    attention: makes that of a layer with a given window. Raises DFlashError for kinds that are not
-    ours.
+    Raises DFlashError for kinds that are not ours.
     """
     from mlx_lm.models.cache import (  # not before a model is loaded: it takes seconds
         ArraysCache,
@@ -148,11 +147,9 @@ def new_sequence(
     recurrent: list[RecurrentLayer] = []
 
     def ours(cache: Any, i: int) -> Any:
-        if type(cache) is KVCache:
-            keyed.append(attention(None))
-            return keyed[-1]
-        if type(cache) is RotatingKVCache and cache.keep == 0:
-            keyed.append(attention(cache.max_size))
+        window = cache.max_size if type(cache) is RotatingKVCache and cache.keep == 0 else None
+        if window is not None or type(cache) is KVCache:
+            keyed.append(LayerCache(window, kernels, kv_bits))
             return keyed[-1]
         if isinstance(cache, ArraysCache):
             recurrent.append(RecurrentLayer(len(cache.cache), len(recurrent)))
