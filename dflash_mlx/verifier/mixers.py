@@ -160,8 +160,15 @@ class Call:
 
     def on(self, change: Callable[[Any], Any]) -> Any:
         """Run it with its arguments changed, the state's place among them."""
+        return self.changed(change)()
+
+    def changed(self, change: Callable[[Any], Any], layer: int = 0) -> Call:
+        """The same call of other arguments, of which nothing is noted."""
         kwargs = {key: change(arg) for key, arg in self.kwargs.items()}
-        return self.run(*map(change, self.args), **kwargs)
+        return Call(self.run, tuple(map(change, self.args)), kwargs, self.products, layer)
+
+    def __call__(self) -> Any:
+        return self.run(*self.args, **self.kwargs)
 
 
 def own(value: Any) -> Any:

@@ -84,21 +84,14 @@ class RecurrentLayer(ArraysCache):
         """What a mixer returns in a pass, for arguments with this state among them."""
         running = self.running
         if running is None or running.calls is None:
-            return call.on(lambda arg: arg)
-
-        def kept(arg: Any) -> Any:  # nothing that refers to the state, or changes in place
-            return STATE if arg is self else own(arg)
-
-        args = tuple(map(kept, call.args))
-        kwargs = {key: kept(arg) for key, arg in call.kwargs.items()}
-        copy_of_call = Call(call.run, args, kwargs, call.products, self.index)
-        running.calls.append(copy_of_call)
+            return call()
+        # Kept with nothing that refers to the state, or changes in place
+        kept = call.changed(lambda arg: STATE if arg is self else own(arg), self.index)
+        running.calls.append(kept)
         if len(running.parents) == 1:  # of one row all stays
-            return call.on(lambda arg: arg)
-        with call.products.of_call(copy_of_call.noted, running.paths):
-            if running.paths is None:
-                return call.on(lambda arg: arg)
-            return self.along(running.paths, copy_of_call)
+            return call()
+        with call.products.of_call(kept.noted, running.paths):
+            return call() if running.paths is None else self.along(running.paths, kept)
 
     def along(self, paths: Paths, call: Call) -> Any:
         """What a call returns for the nodes of a tree; the state stays as it is."""
@@ -128,8 +121,7 @@ class JoinedStates(ArraysCache):
                 is_rows = isinstance(arg, mx.array) and arg.shape[:2] == rows
                 return layer if arg is self else arg[:, part] if is_rows else arg
 
-            kwargs = {key: of_it(arg) for key, arg in call.kwargs.items()}
-            found.append(layer.run(replace(call, args=tuple(map(of_it, call.args)), kwargs=kwargs)))
+            found.append(layer.run(call.changed(of_it)))
         return _side_by_side(found)
 
 
