@@ -86,12 +86,12 @@ class LayerCache(Cache):
     @property
     def _end(self) -> int:
         """The slot of the pass's first row, behind those of passes before it."""
-        return self.slots + self.block.before
+        return self.length - self._start + self.block.before
 
     @property
     def _first(self) -> int:
         """The slot of the oldest committed position that the block's first row sees."""
-        return max(0, self._oldest(self.length) - self._start)
+        return 0 if self.window is None else max(0, self._oldest(self.length) - self._start)
 
     def begin(self, block: Block, plans: Plans | None = None) -> None:
         """Announce the rows of the next pass. plans: of kernels, where any could run."""
