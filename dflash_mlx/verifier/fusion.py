@@ -47,6 +47,11 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ARRAYS = ("weight", "scales", "biases")
 
 
+def arrays_of(module: Any) -> tuple[mx.array, mx.array, mx.array]:
+    """Of one quantised matrix."""
+    return module["weight"], module["scales"], module["biases"]
+
+
 def is_gated_mlp(module: nn.Module) -> bool:
     """Whether its call is down(swiglu(gate(x), up(x)))."""
     return _source(module) in GATED_MLPS
@@ -229,8 +234,7 @@ class Group:
 
     def call(self, x: mx.array) -> tuple[Any, ...]:
         """The arguments of SHARED_INPUT."""
-        parts = [tuple(member[name] for name in _ARRAYS) for member in self.members]
-        return x, tuple(self._whole[name] for name in _ARRAYS), parts, self.packing
+        return x, arrays_of(self._whole), [*map(arrays_of, self.members)], self.packing
 
     def _join_alike(self) -> None:
         """Put the weights of all groups of this shape side by side."""
@@ -241,8 +245,7 @@ class Group:
             mx.clear_cache()  # of the weights' old places, which no new array would fit
 
     def _join(self) -> None:
-        parts = [tuple(member[name] for name in _ARRAYS) for member in self.members]
-        arrays, views = side_by_side(parts)
+        arrays, views = side_by_side([*map(arrays_of, self.members)])
         for member, view in zip(self.members, views, strict=True):
             for name, array in zip(_ARRAYS, view, strict=True):
                 member[name] = array

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.fusion import (
     Group,
+    arrays_of,
     gated_mlp,
     groups_in,
     is_gated_mlp,
@@ -227,11 +228,11 @@ def _few_rows(
             return stock(self, x)
 
         def settle() -> Multiply | None:
-            calls = [(x, *_arrays(module), packing) for module in (self, *alike)]
+            calls = [(x, *arrays_of(module), packing) for module in (self, *alike)]
             choice = kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
             if choice is None:
                 return None
-            return Product(*_arrays(self), packing).settled(x, choice.way or None)  # type: ignore[arg-type]
+            return Product(*arrays_of(self), packing).settled(x, choice.way or None)  # type: ignore[arg-type]
 
         multiply = plans.find((x.shape, x.dtype), settle, self["scales"])
         if multiply is None:
@@ -239,7 +240,3 @@ def _few_rows(
         return multiply(x) + self["bias"] if "bias" in self else multiply(x)
 
     return product
-
-
-def _arrays(module: Any) -> tuple[mx.array, mx.array, mx.array]:
-    return module["weight"], module["scales"], module["biases"]
