@@ -60,7 +60,6 @@ class Given:
 
     @classmethod
     def of(cls, **values: Any) -> Given:
-        """These."""
         return cls(tuple(values.items()))
 
 

@@ -101,14 +101,12 @@ class BatchBudget:
 
     @property
     def rounds_ahead(self) -> int:
-        """One while plain rounds follow each other unseen, else none."""
         return 1 if self._blind else 0
 
     def new_context(self) -> Context:
         return self._model.new_context()
 
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
-        """A part of each sequence's tree, so that all bring most tokens per second together."""
         now = self.clock() - sum(state.paused for state in states)
         one, known = len(states), self._known(len(states))
         self._learn(known, states, now)
@@ -150,7 +148,7 @@ class BatchBudget:
         contexts = _contexts(states)
         plain.planned = Average(known.times.plain(len(states), contexts))
         for arm in drafts:
-            arm.plan(partial(known.times.of, contexts=contexts), known.rate)
+            arm.plan(partial(known.times.of, contexts=contexts))
         if drafts and known.best is plain:
             min(drafts, key=lambda arm: arm.loss(plain.rate)).waited = math.inf
 
@@ -162,7 +160,7 @@ class BatchBudget:
         A second pass follows where it pays.
         """
         drafter, drafts = self._drafters.get(arm.name), [Proposal(Tree.chain())] * len(states)
-        start, rate, second = self.clock(), known.rate, known.second
+        start, rate, second = self.clock(), known.best.rate, known.second
         if drafter is not None:
             drafts = _begin(drafter, states, share)
             for draft in drafts:
@@ -213,7 +211,6 @@ class BatchBudget:
         drafts: Sequence[Proposal],
         before: float,
     ) -> Cut:
-        """The nodes that promise most tokens per second together, all roots among them."""
         times, trees, contexts = known.times, [draft.tree for draft in drafts], _contexts(states)
         seconds = partial(times.of, contexts=contexts)
         if sum(map(len, trees)) == len(trees):
@@ -224,7 +221,7 @@ class BatchBudget:
             most = min(most, max(SAFE, len(trees)))
         reached = [reach(tree, known.reliability.chances(tree)) for tree in trees]
         kept, count, sizes = worth_keeping(
-            trees, reached, seconds, known.rate, most, self._branching(times)
+            trees, reached, seconds, before, most, self._branching(times)
         )
         expected = sum(float(part[nodes].sum()) for part, nodes in zip(reached, kept, strict=True))
         parts = [draft.part(nodes) for draft, nodes in zip(drafts, kept, strict=True)]
@@ -277,7 +274,6 @@ def _contexts(states: Sequence[State]) -> list[int]:
 
 
 def _begin(drafter: Drafter, states: Sequence[State], share: int) -> list[Proposal]:
-    """What the drafter proposes, of two passes the first."""
     if isinstance(drafter, TwoPass):
         return [*drafter.begin(states, [min(state.remaining, share) for state in states])]
     return drafter.propose(states, share * len(states))

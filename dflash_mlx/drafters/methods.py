@@ -150,7 +150,6 @@ def _takes(method: Method, setting: str) -> bool:
 
 
 def _offered(setting: str) -> list[str]:
-    """The methods of `--method` that a setting belongs to."""
     return [name for name in takers(setting) if not METHODS[name].is_control]
 
 
@@ -182,7 +181,6 @@ def _auto(config: DecodeConfig, capabilities: Capabilities) -> Method:
 
 
 def _serves(method: Method, capabilities: Capabilities) -> bool:
-    """Whether `auto` may be this method with such a pair."""
     drafted = not method.family or capabilities.count(method.family) > 0
     return method.preference > 0 and drafted and (capabilities.trees or not method.needs_trees)
 

@@ -30,7 +30,6 @@ class Linked:
 
     @cached_property
     def logprobs(self) -> Array:
-        """[n, k, k] log-probability of the b-th candidate after the a-th."""
         law = conditional(self.ranked, self.edges)
         return law if self.confidences is None else confident(law, self.confidences)
 
