@@ -46,6 +46,7 @@ class Scope:
     """What may be proposed."""
 
     sources: tuple[str, ...] = ()  # names of where drafted tokens come from
+    drafts: bool = True  # the drafter is run; otherwise lookups alone
     looks_up: bool = True  # n-gram continuations join every tree, and a plain round, at no cost
     chains: bool = False  # nothing else is verified
 
@@ -73,26 +74,25 @@ class BatchBudget:
     unlucky drafts must not park what pays. What was learned, and whether plain rounds run unseen,
     holds for all its sequences; what several take and bring together is learned by their number.
 
-    model: whose name and context this has. drafters: by name; they share that context, and their
-    trees know log-probabilities. times: None where no pass was timed; then trees have `SAFE` rows
-    until a round tells how long they take. clock: seconds.
+    drafter: its trees know log-probabilities. times: None where no pass was timed; then trees have
+    `SAFE` rows until a round tells how long they take. clock: seconds.
     """
 
     def __init__(
         self,
-        model: Drafter,
-        drafters: dict[str, Drafter],
+        drafter: Drafter,
         times: PassTimes | None,
         scope: Scope = Scope(),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._model, self._drafters = model, drafters
-        self.name, self.aux_layers = model.name, model.aux_layers
+        self.drafter, self.name, self.aux_layers = drafter, drafter.name, drafter.aux_layers
         self._scope, self.clock = scope, clock
         self.newest: Callable[[], PassTimes | None] = lambda: times  # may have been timed since
         self._times, rounds = times, RoundTimes(times)
         one_row = rounds.plain(1, ())
-        arms = [Arm(_PLAIN, 1.0, one_row), *(Arm(label, 2.0, one_row) for label in drafters)]
+        arms = [Arm(_PLAIN, 1.0, one_row)]
+        if scope.drafts:
+            arms.append(Arm("draft", 2.0, one_row))
         # of one sequence, or of an earlier session
         self.experience = Experience(arms, Reliability(scope.sources), rounds)
         self._together: dict[int, Experience] = {}
@@ -104,7 +104,7 @@ class BatchBudget:
         return 1 if self._blind else 0
 
     def new_context(self) -> Context:
-        return self._model.new_context()
+        return self.drafter.new_context()
 
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
         now = self.clock() - sum(state.paused for state in states)
@@ -159,9 +159,9 @@ class BatchBudget:
 
         A second pass follows where it pays.
         """
-        drafter, drafts = self._drafters.get(arm.name), [Proposal(Tree.chain())] * len(states)
+        drafter, drafts = self.drafter, [Proposal(Tree.chain())] * len(states)
         start, rate, second = self.clock(), known.best.rate, known.second
-        if drafter is not None:
+        if arm.name != _PLAIN:
             drafts = _begin(drafter, states, share)
             for draft in drafts:
                 draft.tree.wait()
@@ -292,11 +292,10 @@ def within_budget(
         pair.calibrate(again=True)
     elif target.pass_times is None:
         target.pass_times = stored_times(target)
-    drafters = {"draft": drafter} if method.family else {}
-    sources = tuple(source.name for source in method.sources)
-    looks_up = config.lookup or not method.family
-    scope = Scope(sources, looks_up, chains or not target.takes_trees)
-    budget = BatchBudget(drafter, drafters, target.pass_times, scope)
+    drafts, sources = bool(method.family), tuple(source.name for source in method.sources)
+    looks_up = config.lookup or not drafts
+    scope = Scope(sources, drafts, looks_up, chains or not target.takes_trees)
+    budget = BatchBudget(drafter, target.pass_times, scope)
     budget.newest = lambda: target.pass_times
     settings = replace(config, sampling=SamplingConfig(), stop=(), max_tokens=1, lookup=looks_up)
     settings = replace(settings, structure=StructureConfig())

@@ -107,9 +107,7 @@ class ToyHalf(ToyDrafter):
 def as_pays(drafter, chains=True):
     """Chains cut where more of them would not pay, by what each position is sure of; or trees."""
     times = PassTimes((1, 2, 3, 4), (1.0, 1.5, 2.0, 2.5))
-    return BatchBudget(
-        drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=chains), int
-    )
+    return BatchBudget(drafter, times, Scope(looks_up=False, chains=chains), int)
 
 
 GROWTH = JointGrowth(2, 8)

@@ -41,7 +41,7 @@ def distance(made, draws, temperature, target=None, **filters):
 def as_pays(drafter):
     """Chains cut where more of them would not pay, by what each position is sure of."""
     times = PassTimes((1, 2, 3, 4), (1.0, 1.5, 2.0, 2.5))
-    return BatchBudget(drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=True), int)
+    return BatchBudget(drafter, times, Scope(looks_up=False, chains=True), int)
 
 
 SHAPES = {
