@@ -18,7 +18,7 @@ from dflash_chat import main as chat
 from dflash_chat.backend import Backend
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, generate
 from dflash_mlx.benchmark import __main__ as benchmark
-from dflash_mlx.benchmark.tables import format_report
+from dflash_mlx.benchmark.report import format_report
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.cli import options as cli
 from dflash_mlx.drafters.dflash.block_model import BlockModel
