@@ -258,6 +258,16 @@ def test_a_round_takes_what_rounds_of_its_size_have_taken():
         assert planned == pytest.approx(0.02 + seconds, rel=0.05)
 
 
+def test_a_size_that_was_slow_a_few_times_is_not_ruled_out_for_good():
+    times = RoundTimes(FLAT)
+    for i in range(90):
+        rows, took = (8, 3.0) if i < 5 else (4, 1.1)
+        times.learn(rows, True, 0.1, took, 0.1 + float(times.of(rows)))
+        if i == 10:
+            assert float(times.of(8)) > 1.5 * float(times.of(4))
+    assert float(times.of(8)) == pytest.approx(float(times.of(4)))
+
+
 def test_without_times_trees_are_narrow_until_a_round_tells():
     case = Case(RISING, Honest(0.1, lambda i: 0.9), 60, timed=False)
     widths = [len(r.proposal.tree) for r in case.rounds]
