@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
@@ -212,14 +212,9 @@ class DualOptions(Options):
         """How trees grow, before any of them is cut."""
         return JointGrowth(self.branches or BRANCHES, how.nodes)
 
-    def drafter(
-        self,
-        first: BlockModel,
-        second: BlockModel | None,
-        growth: Growth,
-        sizes: Sequence[int | None],
-    ) -> DualDiffusion:
-        return DualDiffusion(first, second, growth, sizes)
+    def drafter(self, *parts: Any) -> DualDiffusion:
+        """What `DualDiffusion` makes of these parts."""
+        return DualDiffusion(*parts)
 
 
 def _make(how: Plan) -> Drafter:

@@ -176,7 +176,7 @@ def test_trees_are_refused_where_rows_cannot_have_positions_of_their_own(family)
 
 
 def test_a_model_without_the_usual_ropes_is_refused():
-    other = SimpleNamespace(layers=[], modules=list, make_cache=list)
+    other = SimpleNamespace(layers=[], modules=list, named_modules=list, make_cache=list)
     with pytest.raises(DFlashError, match="cannot verify trees"):
         Target(other, 100, "other").check_trees()
 
