@@ -19,13 +19,7 @@ from dflash_mlx.drafters import dual_diffusion
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, block_models, contexts_of
 from dflash_mlx.drafters.dflash import checkpoint
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dual_diffusion import (
-    BRANCHES,
-    Drafts,
-    DualDiffusion,
-    DualOptions,
-    Growth,
-)
+from dflash_mlx.drafters.dual_diffusion import BRANCHES, Drafts, DualDiffusion, DualOptions, Growth
 from dflash_mlx.drafters.growth.grow import (
     FIRST,
     SECOND,

@@ -19,14 +19,7 @@ from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.eagle3.context import EagleContext
 from dflash_mlx.drafters.eagle3.model import FAMILY, Draft, EagleModel
 from dflash_mlx.drafters.growth.grow import Offers, Path, best_first
-from dflash_mlx.drafters.method import (
-    DRAFT,
-    LOOKUP,
-    BlockDrafter,
-    Method,
-    Plan,
-    branches_option,
-)
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Method, Plan, branches_option
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
