@@ -25,13 +25,10 @@ LEAST = 1e-300  # a probability whose logarithm is finite
 
 @dataclass(frozen=True)
 class Ranked:
-    """The likeliest tokens of consecutive positions, best first.
+    """The likeliest tokens of consecutive positions, best first."""
 
-    tokens, logprobs: [positions, k].
-    """
-
-    tokens: Array
-    logprobs: Array
+    tokens: Array  # [positions, k]
+    logprobs: Array  # [positions, k]
 
     def __len__(self) -> int:
         return len(self.tokens)

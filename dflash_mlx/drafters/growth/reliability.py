@@ -27,9 +27,8 @@ Seconds = Callable[[Any], npt.NDArray[Any]]  # of something, by the number of ro
 class Reliability:
     """How often drafted tokens were right, by source, depth and confidence.
 
-    sources: names that nodes can have, others count as "". A cell starts at the confidence itself,
-    as if it had been seen to hold for a few tokens, and at less or more of it where the source has
-    kept less or more than it promised in other cells.
+    A cell starts at the confidence itself, as if it had been seen to hold for a few tokens, and at
+    less or more of it where the source has kept less or more than it promised in other cells.
     """
 
     def __init__(self, sources: Sequence[str] = ()) -> None:
