@@ -5,7 +5,6 @@ A chain (arXiv 2602.06036), drawn or not, or DDTree's prefix tree (arXiv 2604.12
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -21,8 +20,8 @@ from dflash_mlx.drafters.dflash.paths import Candidates
 from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.growth.grow import best_first
 from dflash_mlx.drafters.growth.rank import TOP_K
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, Plan, check_block_size
-from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Method, Plan
+from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
@@ -37,47 +36,19 @@ def block_models(pair: Pair) -> list[BlockModel]:
     return [cast(BlockModel, model) for model in pair.of(checkpoint.FAMILY)]
 
 
-class OneDraft(EachAlone):
-    """A drafter that makes its tree from one pass over one block.
-
-    block_size: gamma, 2 up to the size the drafter was trained for (its default).
-    Raises DFlashError for another size.
-    """
-
-    name = "dflash"
-    rounds_ahead = 0
-
-    def __init__(self, model: BlockModel, block_size: int | None = None) -> None:
-        check_block_size(block_size, model.block_size)
-        self.block_size = block_size or model.block_size
-        self.aux_layers = model.aux_layers
-        self._model = model
-
-    def new_context(self) -> FeatureContext:
-        return self._model.new_context()
-
-    def draft(self, state: State, remaining: int) -> Proposal:
-        rows = min(self.block_size, remaining)
-        if rows == 1:
-            return Proposal(Tree.chain())
-        return self.draft_block(state, contexts_of(state)[0], rows)
-
-    @abstractmethod
-    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
-        """The tree of a block of `rows` >= 2 rows, the anchor included."""
-
-
-class BlockDiffusion(OneDraft):
+class BlockDiffusion(BlockDrafter[BlockModel]):
     """[anchor, mask, ..., mask] -> gamma - 1 tokens in one pass."""
 
-    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
+    name = "dflash"
+
+    def draft_block(self, state: State, rows: int) -> Proposal:
         """The block's most likely tokens as a chain, which may still be on its way."""
+        context = contexts_of(state)[0]
         tokens = self.likeliest(context, state.anchor, rows).astype(state.anchor.dtype)
         mx.async_eval(tokens)
         return Proposal(Tree.chain(tokens))
 
     def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
-        """Tokens [rows - 1], each the likeliest at its position."""
         return self._model.likeliest(context, anchor, rows)
 
 
@@ -89,7 +60,7 @@ class SelectedPath(BlockDiffusion):
         return candidates.at(candidates.likeliest()[0])
 
 
-class BestFirst(OneDraft):
+class BestFirst(BlockDrafter[BlockModel]):
     """One DFlash pass; its `nodes` likeliest prefixes by the product of their probabilities.
 
     Of a linked drafter (DFlash 2, DSpark) every token's probability is that after the one before.
@@ -105,7 +76,6 @@ class BestFirst(OneDraft):
         self._nodes, self._width = nodes, width
 
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
-        """Trees of up to `nodes` nodes, from one pass over all blocks."""
         asks = [
             Ask(contexts_of(state)[0], state.anchor, min(self.block_size, remaining))
             for state, remaining in zip(states, rooms, strict=True)
@@ -116,7 +86,7 @@ class BestFirst(OneDraft):
             for ask in asks
         ]
 
-    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
+    def draft_block(self, state: State, rows: int) -> Proposal:
         return self.draft_all([state], [rows])[0]
 
 
@@ -129,8 +99,10 @@ class RankedChain(BestFirst):
         super().__init__(model, None, nodes=model.block_size, width=1)
 
 
-class DrawnBlock(OneDraft):
+class DrawnBlock(BlockDrafter[BlockModel]):
     """Every token drawn from the drafter's distribution, for rejection sampling."""
+
+    name = "dflash"
 
     def __init__(
         self,
@@ -142,9 +114,8 @@ class DrawnBlock(OneDraft):
         super().__init__(model, block_size)
         self._drawing = Drawing(sampling, weighed)
 
-    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
-        """A chain that knows what it was drawn from."""
-        drawn = self.drawn(context, state.anchor, rows, self._drawing.key(state))
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        drawn = self.drawn(contexts_of(state)[0], state.anchor, rows, self._drawing.key(state))
         return self._drawing.proposal(state, *drawn)
 
     def drawn(

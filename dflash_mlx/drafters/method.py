@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import Options
+from dflash_mlx.core.option import Options, option
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import FIRST, SECOND
 from dflash_mlx.engine.constraint import FORCED
-from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.pair import Capabilities, Pair
+from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
+from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair
+from dflash_mlx.engine.state import Context, State
 
 MOST_NODES = 48  # of a tree that the budget then cuts
-MOST_BRANCHES, USUAL_BRANCHES = 32, ("1", "2", "4", "6", "8")
+MOST_BRANCHES = 32
+
+Model = TypeVar("Model", bound=DraftModel)
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,6 @@ class Plan:
 
     @property
     def nodes(self) -> int:
-        """The most nodes of a tree, its root included."""
         return self.config.budget or MOST_NODES
 
 
@@ -87,13 +91,51 @@ class Method:
 
     @property
     def own(self) -> dict[str, Field[Any]]:
-        """Its own options by name."""
         return {option.name: option for option in fields(self.options)}
 
     def called(self, capabilities: Capabilities) -> str:
         """The label with what a pair can draft with."""
         lone = self.lone_label and capabilities.count(self.family) == 1
         return self.lone_label if lone else self.label
+
+
+class BlockDrafter(EachAlone, Generic[Model]):
+    """A drafter whose trees are no deeper than the block that its model was trained for.
+
+    block_size: 2 up to that size, which is its default; DFlashError for another.
+    """
+
+    rounds_ahead = 0
+
+    def __init__(self, model: Model, block_size: int | None = None) -> None:
+        check_block_size(block_size, model.block_size)
+        self.block_size = block_size or model.block_size
+        self.aux_layers = model.aux_layers
+        self._model = model
+
+    def new_context(self) -> Context:
+        return self._model.new_context()
+
+    def draft(self, state: State, remaining: int) -> Proposal:
+        rows = min(self.block_size, remaining)
+        return Proposal(Tree.chain()) if rows == 1 else self.draft_block(state, rows)
+
+    @abstractmethod
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        """A tree whose paths have up to `rows` >= 2 tokens, the anchor included."""
+
+
+def branches_option(help: str, label: str = "") -> Any:
+    """The option `branches` of a method."""
+    return option(
+        None,
+        help,
+        label=label,
+        least=1,
+        most=MOST_BRANCHES,
+        usual=("1", "2", "4", "6", "8"),
+        type=int,
+    )
 
 
 def check_block_size(block_size: int | None, most: int, option: str = "block_size") -> None:

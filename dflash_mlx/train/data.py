@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import option, require, require_positive
+from dflash_mlx.core.option import ABOVE_0, check_values, option, require
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.ranks import launched
 from dflash_mlx.system import cpu_math
@@ -127,10 +127,10 @@ class DataConfig:
         "where the target's features are kept (default: with this user's other caches)",
         type=Path,
     )
-    cache_gb: float = option(20, "most gigabytes of features per corpus", type=float)
+    cache_gb: float = option(20, "most gigabytes of features per corpus", type=float, least=ABOVE_0)
 
     def __post_init__(self) -> None:
-        require_positive(self, "cache_gb")
+        check_values(self)
         if not self.corpus:
             raise DFlashError("there is no corpus", "name a file or several with --corpus")
 

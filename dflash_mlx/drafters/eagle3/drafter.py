@@ -11,7 +11,7 @@ from typing import cast
 import mlx.core as mx
 
 from dflash_mlx.core.config import SamplingConfig
-from dflash_mlx.core.option import Options, option
+from dflash_mlx.core.option import Options
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.drawing import Drawing
@@ -19,46 +19,19 @@ from dflash_mlx.drafters.eagle3 import checkpoint
 from dflash_mlx.drafters.eagle3.context import EagleContext
 from dflash_mlx.drafters.eagle3.model import FAMILY, Draft, EagleModel
 from dflash_mlx.drafters.growth.grow import Offers, Path, best_first
-from dflash_mlx.drafters.method import (
-    DRAFT,
-    LOOKUP,
-    MOST_BRANCHES,
-    USUAL_BRANCHES,
-    Method,
-    Plan,
-    check_block_size,
-)
-from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Method, Plan, branches_option
+from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
 BRANCHES = 8  # tokens that continue a path, and paths that are continued at a time
 
 
-class Eagle(EachAlone):
-    """A drafter that makes its tree by passes that continue each other.
-
-    block_size: tokens of the longest path, the anchor included, 2 up to the model's (its default).
-    Raises DFlashError for another size.
-    """
+class Eagle(BlockDrafter[EagleModel]):
+    """A drafter that makes its tree by passes that continue each other."""
 
     name = FAMILY
-    rounds_ahead = 0
 
-    def __init__(self, model: EagleModel, block_size: int | None = None) -> None:
-        check_block_size(block_size, model.block_size)
-        self.block_size = block_size or model.block_size
-        self.aux_layers = model.aux_layers
-        self._model = model
-
-    def new_context(self) -> EagleContext:
-        """An empty context for one sequence."""
-        return self._model.new_context()
-
-    def draft(self, state: State, remaining: int) -> Proposal:
-        """A tree no deeper than the block and `remaining` allow; its root alone where that is 1."""
-        rows = min(self.block_size, remaining)
-        if rows == 1:
-            return Proposal(Tree.chain())
+    def draft_block(self, state: State, rows: int) -> Proposal:
         return self.grow(state, self._model.begin(cast(EagleContext, state.context)), rows)
 
     @abstractmethod
@@ -146,14 +119,8 @@ class GrownTree(Eagle):
 class EagleOptions(Options):
     """The options of `eagle3`."""
 
-    branches: int | None = option(
-        None,
-        f"tokens behind a path, and paths that a pass continues (default: {BRANCHES})",
-        label="Branches",
-        least=1,
-        most=MOST_BRANCHES,
-        usual=USUAL_BRANCHES,
-        type=int,
+    branches: int | None = branches_option(
+        f"tokens behind a path, and paths that a pass continues (default: {BRANCHES})", "Branches"
     )
 
 

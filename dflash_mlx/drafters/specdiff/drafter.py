@@ -14,10 +14,10 @@ from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.growth.grow import Array, Ranked
-from dflash_mlx.drafters.method import check_block_size
+from dflash_mlx.drafters.method import BlockDrafter
 from dflash_mlx.drafters.specdiff.context import TokenContext
 from dflash_mlx.drafters.specdiff.model import MaskedModel
-from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 
 Known = dict[int, int]  # tokens of a block that are fixed, by their places
@@ -66,35 +66,21 @@ def denoise(look: Look, places: Sequence[int], how: Denoising) -> Ranked:
     return Ranked(np.stack(tokens), np.stack(logprobs))
 
 
-class SpecDiff(EachAlone):
+class SpecDiff(BlockDrafter[MaskedModel]):
     """SpecDiff (arXiv 2408.05636): a block of masks behind the anchor, denoised by itself.
 
-    block_size: 2 up to the size the drafter was trained for (its default); DFlashError for another.
     grow: makes a tree of what is drafted, from the `width` likeliest tokens of every position.
     """
 
     name = "specdiff"
-    aux_layers: tuple[int, ...] = ()
-    rounds_ahead = 0
 
     def __init__(
         self, model: MaskedModel, block_size: int | None, how: Denoising, grow: Grow, width: int
     ) -> None:
-        check_block_size(block_size, model.block_size)
-        self.block_size = block_size or model.block_size
-        self._model, self._how, self._grow, self._width = model, how, grow, width
-
-    def new_context(self) -> TokenContext:
-        """An empty context for one sequence."""
-        return self._model.new_context()
-
-    def draft(self, state: State, remaining: int) -> Proposal:
-        """A tree no deeper than the block and `remaining` allow; its root alone where that is 1."""
-        rows = min(self.block_size, remaining)
-        return Proposal(Tree.chain()) if rows == 1 else self.draft_block(state, rows)
+        super().__init__(model, block_size)
+        self._how, self._grow, self._width = how, grow, width
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        """The tree of a block of `rows` >= 2 rows, the anchor included."""
         context, model = cast(TokenContext, state.context), self._model
 
         def look(known: Known, masked: list[int]) -> Ranked:
