@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -127,28 +126,26 @@ def pad(
     if len(tokens) >= length:
         return tokens
     filler, size = _filler(tokenizer, row, source, length), length - len(tokens)
-    for attempt in count(1):
+    for _ in range(_TRIES):
         tokens = behind(tokenizer.decode(filler[:size]))
-        missing = length - len(tokens)
-        if missing == 0 or (missing > 0 and attempt > _TRIES):
-            break  # texts can have no encoding of exactly this length
-        size = max(0, size + missing) if attempt <= _TRIES else size - 1
+        if len(tokens) == length:
+            return tokens
+        size = max(0, size + length - len(tokens))
+    while len(tokens) > length:  # texts can have no encoding of exactly this length
+        size -= 1
+        tokens = behind(tokenizer.decode(filler[:size]))
     return tokens
 
 
 def _filler(tokenizer: Any, row: Row, source: Sequence[Row], length: int) -> list[int]:
-    """At least `length` tokens of other rows' text."""
+    """`length` tokens of other rows' text, over and over."""
     at = source.index(row) if row in source else 0
     texts = [_text(other) for other in (*source[at:], *source[:at])]
     others = [text for text in texts if text not in ("", _text(row))]
     if not others:
         raise DFlashError("there is no other prompt to pad with", "leave --context out")
-    result: list[int] = []
-    for text in cycle(others):
-        result += tokenizer.encode(text + "\n\n", add_special_tokens=False)
-        if len(result) >= length:
-            break
-    return result
+    around = tokenizer.encode("\n\n".join([*others, ""]), add_special_tokens=False)
+    return (around * (1 + length // len(around)))[:length]  # type: ignore[no-any-return]
 
 
 def _text(row: Row) -> str:

@@ -22,13 +22,10 @@ FORTRAN_SONAME = b"libgfortran.so.5"
 
 @dataclass(frozen=True)
 class BlasStatus:
-    """Which library now serves matrix products; None where it is MLX's own.
+    """What serves matrix products now."""
 
-    threads: how many it uses where it has the machine to itself; 0 without a library.
-    """
-
-    library: str | None
-    threads: int = 0
+    library: str | None  # None where it is MLX's own
+    threads: int = 0  # that it uses where it has the machine to itself; 0 without a library
 
 
 class Threads:

@@ -236,11 +236,17 @@ class FeatureCache:
                 ) from None
             remove_partial(self.folder)
             self._target.tap(self._aux_layers)
-            for i in self.missing:
-                kept = self._compute(self._sequences[i])
-                sums = {name: _checksum(np.array(array)) for name, array in kept.items()}
-                replace_safetensors(self._file(i), kept, sums)
-                yield len(self._sequences[i])
+            mode = self._target.kernels.mode
+            if cpu_math.applies():  # so that NumPy computes attention; no gradient flows here
+                self._target.use_kernels("auto")
+            try:
+                for i in self.missing:
+                    kept = self._compute(self._sequences[i])
+                    sums = {name: _checksum(np.array(array)) for name, array in kept.items()}
+                    replace_safetensors(self._file(i), kept, sums)
+                    yield len(self._sequences[i])
+            finally:
+                self._target.use_kernels(mode)
 
     def features(self, i: int) -> mx.array:
         """Features [T, m*d] (bfloat16) of sequence i; DFlashError when they are damaged."""
@@ -263,17 +269,15 @@ class FeatureCache:
     def _compute(self, tokens: Sequence[int]) -> dict[str, mx.array]:
         cache = self._target.new_cache()
         features, choices = [], []
-        with cpu_math.vectorised():
-            for start in range(0, len(tokens), _CHUNK):
-                piece = mx.array(list(tokens[start : start + _CHUNK]))
-                logits, aux_layers = self._target.forward(
-                    piece, cache, Block(piece.size), self._aux_layers
-                )
-                assert aux_layers is not None
-                features.append(aux_layers.astype(mx.bfloat16).view(mx.uint16))
-                mx.eval(features[-1], cache.arrays)
-                choices.append(likeliest(np.array(logits.astype(mx.float32))))
-                cache.commit(range(piece.size))
+        for start in range(0, len(tokens), _CHUNK):
+            piece = mx.array(list(tokens[start : start + _CHUNK]))
+            block = Block(piece.size)
+            logits, aux_layers = self._target.forward(piece, cache, block, self._aux_layers)
+            assert aux_layers is not None
+            features.append(aux_layers.astype(mx.bfloat16).view(mx.uint16))
+            mx.eval(features[-1], cache.arrays)
+            choices.append(likeliest(np.array(logits.astype(mx.float32))))
+            cache.commit(range(piece.size))
         words = np.concatenate(choices).view(np.uint32)
         return {"features": mx.concatenate(features), "choices": mx.array(words)}
 

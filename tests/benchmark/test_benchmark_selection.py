@@ -29,16 +29,11 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
     last = found["d2sd:6:growth=paper:branches=2"]
     assert (last.block_size, last.options.growth, last.options.branches) == (6, "paper", 2)
     assert last.budget is None, "nothing cuts the published tree"
-    (_, automatic) = methods("d2sd:growth=paper:budget=auto", budget=9).values()
-    assert automatic.budget is None
     both = methods("d2sd:growth=paper,ddtree", budget=9)
     assert (both["d2sd:growth=paper"].budget, both["ddtree"].budget) == (None, 9)
     (_, masked) = methods("specdiff:8:steps=4:schedule=left-to-right").values()
-    assert (masked.block_size, masked.options.steps, masked.options.schedule) == (
-        8,
-        4,
-        "left-to-right",
-    )
+    options = masked.options
+    assert (masked.block_size, options.steps, options.schedule) == (8, 4, "left-to-right")
     assert methods("ddtree:budget=auto", budget=9)["ddtree:budget=auto"].budget is None
     assert not methods("d2sd:lookup=off")["d2sd:lookup=off"].lookup
     assert methods("d2sd:lookup=on", lookup=False)["d2sd:lookup=on"].lookup

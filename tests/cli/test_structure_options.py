@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.cli import generate
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import StructureConfig
@@ -100,9 +98,3 @@ def test_without_llguidance_one_sentence_says_what_to_install(ask, monkeypatch):
 def test_whatever_is_given_is_a_text():
     with pytest.raises(DFlashError, match="json_schema is"):
         StructureConfig(json_schema={"type": "object"})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("parser", [generate.parser, benchmark.parser])
-def test_answers_and_benchmarks_take_the_same_options(parser):
-    known: Sequence[str] = [o for action in parser()._actions for o in action.option_strings]
-    assert {"--json-schema", "--json-object", "--regex", "--grammar"} <= {*known}

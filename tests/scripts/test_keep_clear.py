@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import keep_clear
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "keep_clear.py"
+from dflash_mlx.core.errors import DFlashError
+
 SENTENCE = "Write a solution to the following problem and make sure that it passes the tests:"
 
 
@@ -19,22 +19,19 @@ def write(file: Path, *texts: str) -> str:
     return str(file)
 
 
-def run(folder: Path, *options: str) -> tuple[int, str]:
-    command = [sys.executable, SCRIPT, *options, "--out", "out.jsonl"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    return done.returncode, done.stderr
-
-
-def test_what_has_a_name_or_eight_words_of_the_evaluation_is_dropped_and_twins_come_once(tmp_path):
+def test_what_has_a_name_or_eight_words_of_the_evaluation_is_dropped_and_twins_come_once(
+    tmp_path, monkeypatch
+):
     kept = ["a b c d e f g h", "Why jazz?", "def f(x): pass", f"{SENTENCE} alpha beta", "..."]
     near = ["x A b, c d e f g\nh y", "why jazz", "def  f(y): return 1"]
     clear = ["x a b c d e f g", "why jazz now", "f(x)", f"{SENTENCE} gamma delta", "!"]
     write(tmp_path / "one.jsonl", *near, *clear)
     write(tmp_path / "two.jsonl", clear[0], "another")
     evaluation = write(tmp_path / "eval.jsonl", *kept)
-    files = ["--prompts", "one.jsonl", "--prompts", "two.jsonl"]
-    assert run(tmp_path, *files, "--of", evaluation) == (0, "")
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    monkeypatch.chdir(tmp_path)
+    files = ["--prompts", "one.jsonl", "--prompts", "two.jsonl", "--out", "out.jsonl"]
+    keep_clear.main([*files, "--of", evaluation])
+    rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert [row["messages"][0]["content"] for row in rows] == [*clear, "another"]
     assert [row["id"] for row in rows] == ["3", "4", "5", "6", "7", "1"]
 
@@ -48,9 +45,10 @@ def test_what_has_a_name_or_eight_words_of_the_evaluation_is_dropped_and_twins_c
         (["--prompts", "out.jsonl"], "out.jsonl"),
     ],
 )
-def test_bad_input_is_refused_and_the_file_is_left_alone(tmp_path, options, value):
+def test_bad_input_is_refused_and_the_file_is_left_alone(tmp_path, monkeypatch, options, value):
+    monkeypatch.chdir(tmp_path)
     write(tmp_path / "some.jsonl", "a prompt")
     before = write(tmp_path / "out.jsonl", "what was there")
-    code, said = run(tmp_path, *options)
-    assert code == 2 and value in said and said.count("\n") == 1
+    with pytest.raises(DFlashError, match=value):
+        keep_clear.main([*options, "--out", "out.jsonl"])
     assert "what was there" in Path(before).read_text()

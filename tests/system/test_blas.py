@@ -1,4 +1,7 @@
-"""`blas.preload` must run before MLX is imported, so each case is a fresh process."""
+"""OpenBLAS serves MLX, and gets the cores that nothing else uses.
+
+`blas.preload` must run before MLX is imported, so each case is a fresh process.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dflash_mlx.system.blas import Threads, _busy_seconds, threads
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +41,7 @@ report = {"library": status.library, "warned": warned}
 
 PRODUCT = """
 import mlx.core as mx, numpy as np
-a, b = (np.random.default_rng(s).standard_normal((1024, 1024), dtype=np.float32) for s in (0, 1))
+a, b = (np.random.default_rng(s).standard_normal((256, 256), dtype=np.float32) for s in (0, 1))
 error = np.abs(np.array(mx.array(a) @ mx.array(b).T) - a.astype(np.float64) @ b.T).max()
 assert error < 1e-3, error
 """
@@ -130,3 +135,48 @@ assert "memfd:libgfortran" in open("/proc/self/maps").read()
 def test_other_systems_are_left_alone() -> None:
     report = run(ALONE + "sys.platform = 'darwin'")
     assert report == {"library": None, "warned": []}
+
+
+# Threads
+
+
+class Machine:
+    """Counters of a machine of several cores, which stand still unless it works."""
+
+    def __init__(self, cores):
+        self.now, self.ours, self.others, self.looks, self.used = 0.0, 0.0, 0.0, 0, []
+        self.threads = Threads(cores, self.used.append, self.busy, lambda: self.now)
+
+    def busy(self):
+        self.looks += 1
+        return self.ours + self.others, self.ours
+
+    def work(self, seconds, others, ours=1.5):
+        for _ in range(round(seconds / 0.1)):
+            self.now += 0.1
+            self.ours += 0.1 * ours
+            self.others += 0.1 * others
+            self.threads.tick()
+        return self.used
+
+
+@pytest.mark.parametrize(("cores", "others", "left"), [(2, 0.95, 1), (8, 2.2, 6), (2, 6.0, 1)])
+def test_within_a_second_threads_make_room_and_come_back(cores, others, left):
+    machine = Machine(cores)
+    assert machine.work(5, 0.1) == []
+    assert machine.work(1, others)[-1] == left
+    assert machine.work(1, 0.1)[-1] == cores
+    assert machine.looks < 20
+
+
+def test_one_thread_never_looks():
+    machine = Machine(1)
+    assert machine.work(3, 0.9) == [] and machine.looks == 0
+
+
+def test_the_real_counters_grow_with_work():
+    everybody, ours = _busy_seconds()
+    sum(range(10**7))
+    later, ours_later = _busy_seconds()
+    assert later >= everybody and ours_later >= ours
+    threads().tick()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.system import cpu_math
-from support.families import make_model
 
 pytestmark = pytest.mark.skipif(
     not cpu_math.applies(), reason="MLX computes on a GPU here, by its own functions"
@@ -72,9 +70,6 @@ def test_elsewhere_the_functions_are_mlx_own(name, monkeypatch):
     ours, own, count = PAIRS[name]
     monkeypatch.setattr(cpu_math, "applies", lambda: False)
     monkeypatch.setattr(cpu_math.np, "exp", lambda *_, **__: pytest.fail("NumPy was used"))
-    before = patched()
-    with cpu_math.vectorised():
-        assert patched() == before
     assert same(ours(*NORMAL[1][:count]), own(*NORMAL[1][:count]), 0.0)
 
 
@@ -116,49 +111,9 @@ def test_attention_is_that_of_mlx(kind, B, kv_heads, groups, N, before):
         assert same(mine, theirs, 1e-4)
 
 
-@pytest.mark.parametrize("axis", [None, 0, -1, (0, 2)])
-@pytest.mark.parametrize("keepdims", [False, True])
-def test_logsumexp_is_that_of_mlx(axis, keepdims):
-    x = random(3, 4, 5, scale=100.0)
-    own = mx.logsumexp(x, axis, keepdims)
-    assert same(cpu_math.logsumexp(x, axis, keepdims=keepdims), own, 1e-4)
-
-
-# In mlx-lm's models
-
-
-def patched() -> dict[str, Any]:
-    """Every place where mlx-lm's models look the functions up."""
-    modules = ["activations", "llama", "qwen3", "switch_layers"]
-    found = {name: import_module(f"mlx_lm.models.{name}") for name in modules}
-    places = {name: getattr(module, "swiglu", None) for name, module in found.items()}
-    own = {"attention": mx.fast.scaled_dot_product_attention, "logsumexp": mx.logsumexp}
-    return {**places, **own}
-
-
-@pytest.mark.parametrize("name", ["llama", "llama_sliding", "qwen3", "gemma3_text", "gpt_oss"])
-def test_a_model_has_the_same_logits_in_vectorised(name, monkeypatch):
-    model, tokens = make_model(name), mx.array([[5, 7, 11, 13, 17, 19, 23, 29, 31, 37]] * 2)
-    expected = model(tokens)
-    calls = []
-    attention = cpu_math.attention
-    monkeypatch.setattr(
-        cpu_math, "attention", lambda *a, **k: calls.append(1) or attention(*a, **k)
+def test_sinks_are_left_to_mlx():
+    q, k, v = (random(1, heads, 3, 8, seed=heads) for heads in (4, 2, 2))
+    how = {"scale": 0.3, "mask": "causal", "sinks": random(4)}
+    assert same(
+        cpu_math.attention(q, k, v, **how), mx.fast.scaled_dot_product_attention(q, k, v, **how)
     )
-    with cpu_math.vectorised():
-        assert same(model(tokens), expected, 1e-4)
-    assert len(calls) == len(model.layers)
-
-
-def test_the_functions_are_back_after_vectorised_and_after_an_exception():
-    before = patched()
-    with pytest.raises(KeyError), cpu_math.vectorised():
-        inside = patched()
-        with cpu_math.vectorised():
-            assert patched() == inside
-        assert patched() == inside
-        assert inside["attention"] is cpu_math.attention
-        assert inside["logsumexp"] is cpu_math.logsumexp
-        assert inside["llama"] is inside["activations"] is cpu_math.swiglu
-        raise KeyError
-    assert patched() == before
