@@ -11,7 +11,8 @@ from dflash_mlx.cli import options as cli
 from dflash_mlx.convert.conversion import ConvertConfig
 from dflash_mlx.convert.plan import ALONE, check_spaces, convert, make_plan, report
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET
+from dflash_mlx.models.names import TARGET
+from dflash_mlx.models.source import DRAFTER, SECOND_DRAFTER
 
 PROGRAM = "dflash_mlx.convert"
 

@@ -22,10 +22,10 @@ from dflash_mlx.core.config import option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.models.check import ModelFacts, loading
-from dflash_mlx.models.formats.gguf_target import open_gguf
-from dflash_mlx.models.pair_folder import DRAFTER, TARGET
-from dflash_mlx.models.source import BESIDE, CONFIG, LICENCES
-from dflash_mlx.models.tokens import LIKELY_TOKENS
+from dflash_mlx.models.gguf_target import open_gguf
+from dflash_mlx.models.names import TARGET
+from dflash_mlx.models.read import LIKELY_TOKENS
+from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, LICENCES
 from dflash_mlx.models.weight_files import quantisation
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves

@@ -31,7 +31,6 @@ from dflash_mlx.convert.writing import (
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
-from dflash_mlx.models import pair_folder
 from dflash_mlx.models.check import (
     ModelFacts,
     check_drafter,
@@ -39,10 +38,9 @@ from dflash_mlx.models.check import (
     check_target,
     describe_target,
 )
-from dflash_mlx.models.formats.gguf_target import open_gguf
-from dflash_mlx.models.names import whole_copy
-from dflash_mlx.models.pair_folder import DRAFTER, TARGET, is_pair_folder
-from dflash_mlx.models.source import CONFIG, MODEL, Source
+from dflash_mlx.models.gguf_target import open_gguf
+from dflash_mlx.models.names import TARGET, is_pair_folder, whole_copy, write_pair
+from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source
 from dflash_mlx.system.files import existing
 from dflash_mlx.system.machine import describe_versions
 
@@ -149,7 +147,7 @@ def _write(plan: Plan, folder: Path) -> None:
         (folder / MODEL).rmdir()
     if ALONE not in plan.conversions:
         names = {place: each.part.name for place, each in plan.conversions.items()}
-        pair_folder.write(folder, names, describe_versions())
+        write_pair(folder, names, describe_versions())
 
 
 def report(plan: Plan) -> str:

@@ -18,8 +18,7 @@ from dflash_mlx.core.findings import Checked, Collector, Finding, in_one_line
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.drafters.networks.tensors import DOWNLOAD_AGAIN
-from dflash_mlx.models.pair_folder import DRAFTER
-from dflash_mlx.models.source import CONFIG, MODEL, Source
+from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source
 from dflash_mlx.models.weight_files import (
     BY_LAYER,
     Weights,

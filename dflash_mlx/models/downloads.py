@@ -19,15 +19,10 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
 from dflash_mlx.models.default_model import fetch as fetch_default
-from dflash_mlx.models.lineage import inherited
+from dflash_mlx.models.load import check_named
 from dflash_mlx.models.memory import bits_of, memory_needed, needed, needed_by
-from dflash_mlx.models.names import (
-    DEFAULT_MODEL,
-    find_names,
-    find_source,
-)
+from dflash_mlx.models.names import DEFAULT_MODEL, find_names, find_source, inherited
 from dflash_mlx.models.registry import same_weights, without_quantisation
-from dflash_mlx.models.report import check_named
 from dflash_mlx.models.source import MODEL, Source, cache_folder, published
 from dflash_mlx.system.files import existing
 

@@ -24,7 +24,6 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.check import check_drafter, check_pair, describe_target, language_model
 from dflash_mlx.models.default_model import kept_at
-from dflash_mlx.models.lineage import parent_of
 from dflash_mlx.models.memory import (
     FEWEST_BITS,
     loaded_bytes,
@@ -33,10 +32,16 @@ from dflash_mlx.models.memory import (
     stored_bytes,
     weights_of,
 )
-from dflash_mlx.models.names import DEFAULT_MODEL, find_names, shipped_folder
-from dflash_mlx.models.pair_folder import DRAFTER, FILE, is_pair_folder
+from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
+    PAIR_FILE,
+    find_names,
+    is_pair_folder,
+    parent_of,
+    shipped_folder,
+)
 from dflash_mlx.models.registry import Entry, entries, registered
-from dflash_mlx.models.source import CONFIG, INDEX, MODEL, Source, cache_folder
+from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, MODEL, Source, cache_folder
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.files import is_locked
@@ -341,7 +346,7 @@ def remove_entry(kept: CacheEntry) -> None:
             _remove_repository(kept)
         elif kept.path.is_symlink() or kept.path.is_file():
             kept.path.unlink()
-        elif kept.kind != "converted" or (kept.path / FILE).is_file():
+        elif kept.kind != "converted" or (kept.path / PAIR_FILE).is_file():
             shutil.rmtree(kept.path)
     except FileNotFoundError:
         return  # another program was quicker

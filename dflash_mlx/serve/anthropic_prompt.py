@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_mlx.models.tokens import unread_arguments
+from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve.anthropic_requests import (
     AssistantMessage,
     Counted,

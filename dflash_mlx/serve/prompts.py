@@ -13,7 +13,7 @@ from dflash_mlx.core.config import StructureConfig
 from dflash_mlx.core.template import reserved
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.text import BEGIN
-from dflash_mlx.models.tokens import unread_arguments
+from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve.errors import ApiError, refusal
 
 Message = dict[str, Any]

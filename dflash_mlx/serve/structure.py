@@ -14,7 +14,7 @@ from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.grammar import check_structure, constraint_of
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.tokens import unread_arguments
+from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve import call_grammar
 from dflash_mlx.serve.call_grammar import CallForm, call_form, parameters_of
 from dflash_mlx.serve.errors import of_settings, refusal

@@ -16,7 +16,7 @@ from dflash_mlx.convert import __main__, conversion, plan, writing
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.convert.writing import staged
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import pair_folder
+from dflash_mlx.models.names import read_pair
 from support.models import write_drafter, write_model
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -54,7 +54,7 @@ STAGES: dict[str, tuple[Any, str, int]] = {
     "the target": (conversion, "_mlx_lm_convert", 0),
     "the target's tokenizer is copied": (conversion.shutil, "copyfile", 0),
     "the drafter's weights": (conversion.mx, "save_safetensors", 1),
-    "pair.json": (pair_folder, "write", 0),
+    "pair.json": (plan, "write_pair", 0),
     "the files are synced": (writing.os, "fsync", 5),
     "the folder takes its place": (writing.os, "rename", 0),
 }
@@ -72,7 +72,7 @@ def test_an_interruption_leaves_no_destination(pair, tmp_path, monkeypatch, stag
     killed.mkdir(parents=True)
     (killed / "left behind").touch()
     main(pair)
-    assert pair_folder.read(tmp_path / "dst") and not killed.exists()
+    assert read_pair(tmp_path / "dst") and not killed.exists()
     assert not (tmp_path / "dst" / "target" / "left behind").exists()
 
 

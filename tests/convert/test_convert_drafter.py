@@ -16,9 +16,9 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.networks.quantized import quantize_network
 from dflash_mlx.drafters.networks.tensors import parameters_of
-from dflash_mlx.models import pair_folder
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.tokens import LIKELY_TOKENS
+from dflash_mlx.models.names import read_pair
+from dflash_mlx.models.read import LIKELY_TOKENS
 from dflash_mlx.session.session import generate
 from support import reference_dflash2
 from support.converted import assert_same_tensors, config, convert, tensors
@@ -122,7 +122,7 @@ def test_a_pair_folder_is_a_model_that_drafts_as_its_parts_did(tmp_path, model):
     assert before.statistics.drafted.total() > 0
     assert_same_tensors(tensors(folder / "second-drafter"), tensors(second))
     names = {"target": str(model), "drafter": str(first), "second-drafter": str(second)}
-    assert pair_folder.read(folder) == names
+    assert read_pair(folder) == names
     assert "mlx" in json.loads((folder / "pair.json").read_text())["made_with"]
 
 

@@ -10,7 +10,7 @@ from mlx_lm.utils import load_model
 
 from dflash_mlx import load
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.formats.gguf_target import load_gguf
+from dflash_mlx.models.gguf_target import load_gguf
 from support.converted import assert_same_tensors, config, convert, tensors
 from support.families import FAMILIES, make_model
 from support.gguf_files import F16, F32, Q4_0, Q4_1, Q8_0

@@ -9,8 +9,8 @@ import pytest
 
 from dflash_chat.picker_screen import line
 from dflash_mlx.client import PairConfig, available_models, near_names
-from dflash_mlx.models import library, memory, pair_folder
-from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names
+from dflash_mlx.models import library, memory
+from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names, write_pair
 from dflash_mlx.models.registry import entries
 from dflash_mlx.models.source import Source
 from support.models import write_drafter, write_model
@@ -131,7 +131,7 @@ def test_converted_pairs_are_listed_whole(tmp_path, folders):
     pair = tmp_path / "models" / "pair"
     link(folders["model"], pair, "target")
     link(folders["drafter"], pair, "drafter")
-    pair_folder.write(pair, {"target": "a/target", "drafter": "a/drafter"}, {})
+    write_pair(pair, {"target": "a/target", "drafter": "a/drafter"}, {})
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "pair.json").write_text("{")
     found = listed(tmp_path)

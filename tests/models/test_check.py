@@ -23,8 +23,7 @@ from dflash_mlx.models.check import (
     check_pair,
     check_target,
 )
-from dflash_mlx.models.load import load
-from dflash_mlx.models.report import check_named, lines
+from dflash_mlx.models.load import check_named, lines, load
 from dflash_mlx.models.source import Source
 from support.drafter_formats import DRAFT_IDS, own_tables, speculators, version_1, write_shards
 from support.families import FAMILIES, make_model

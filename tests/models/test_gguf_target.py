@@ -19,9 +19,8 @@ from dflash_mlx import generate
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import default_model
-from dflash_mlx.models.formats.gguf_target import load_gguf
-from dflash_mlx.models.load import load
-from dflash_mlx.models.report import check_named
+from dflash_mlx.models.gguf_target import load_gguf
+from dflash_mlx.models.load import check_named, load
 from support.gguf_files import (
     F16,
     F32,

@@ -13,10 +13,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils import WeakFileLock
 
 from dflash_mlx.client import DFlashError, cache_entries, remove_entry
-from dflash_mlx.models import pair_folder
 from dflash_mlx.models.default_model import DEFAULT_TARGET, fetch
 from dflash_mlx.models.library import being_written, find_entries
-from dflash_mlx.models.names import DEFAULT_MODEL
+from dflash_mlx.models.names import DEFAULT_MODEL, write_pair
 from support.hub_server import Hub, serve
 from support.models import write_drafter, write_model
 
@@ -46,7 +45,7 @@ def here(tmp_path: Path) -> Path:
     write_model(here / "own")
     write_model(here / "pair" / "target")
     write_drafter(here / "pair" / "drafter")
-    pair_folder.write(here / "pair", {"target": "a/b", "drafter": "a/c"}, {})
+    write_pair(here / "pair", {"target": "a/b", "drafter": "a/c"}, {})
     return here
 
 

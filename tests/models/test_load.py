@@ -179,7 +179,9 @@ HUB_ERRORS = {
 
 @pytest.mark.parametrize("option", ["model", "drafter"])
 @pytest.mark.parametrize("case", HUB_ERRORS)
-def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(case, option, monkeypatch):
+def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(
+    case, option, folders, monkeypatch
+):
     error, message = HUB_ERRORS[case]
 
     def refuse(name: str, **_: Any) -> str:
@@ -187,7 +189,7 @@ def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(case, option,
 
     monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", refuse)
     with pytest.raises(DFlashError) as failure:
-        load(**{"model": "somewhere/else", option: "owner/name"})
+        load(**{"model": folders[0], option: "owner/name"})
     assert message in str(failure.value)
     assert f"--{option}" in failure.value.next_step
     assert "\n" not in str(failure.value)

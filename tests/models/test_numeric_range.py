@@ -19,7 +19,7 @@ from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.state import State
-from dflash_mlx.models.numeric_range import fit_drafter, fit_target
+from dflash_mlx.models.read import fit_drafter, fit_target
 from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
 from support.decoding import prefill

@@ -19,11 +19,19 @@ from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import METHODS, choices, format_of
 from dflash_mlx.drafters.networks.tensors import read_json
 from dflash_mlx.engine.pair import Capabilities, Preset
-from dflash_mlx.models import pair_folder, registry
+from dflash_mlx.models import registry
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Names, find_names
-from dflash_mlx.models.pair_folder import write
+from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
+    PAIR_FILE,
+    SHIPPED,
+    Names,
+    find_names,
+    is_pair_folder,
+    read_pair,
+    write_pair,
+)
 from dflash_mlx.models.registry import Entry, entries, instead_of, registered
 from dflash_mlx.session.session import generate
 from support.hub_server import Response
@@ -310,7 +318,7 @@ UNTHINKING = Preset("auto", (("enable_thinking", False),))
 
 
 def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
-    write(folder, MADE_FROM, {})
+    write_pair(folder, MADE_FROM, {})
     pair = load(str(folder))
     assert pair.target.name == str(folder)
     assert pair.drafter_name == str(folder / "drafter")
@@ -318,7 +326,7 @@ def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
     own = find_names(PairConfig(str(folder), "own/drafter"))
     assert (own.model, own.drafter) == (str(folder / "target"), "own/drafter")
     write_drafter(folder / "second-drafter")
-    write(folder, {**MADE_FROM, "second-drafter": "own"}, {})
+    write_pair(folder, {**MADE_FROM, "second-drafter": "own"}, {})
     assert len(load(str(folder)).drafters) == 2
     assert len(load_pair(PairConfig(str(folder)), DecodeConfig("ddtree")).drafters) == 1
     (folder / "drafter").rename(folder / "elsewhere")
@@ -327,10 +335,10 @@ def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
 
 
 def test_a_converted_pair_is_used_as_advised_for_what_it_was_made_from(folder):
-    write(folder, MADE_FROM, {})
+    write_pair(folder, MADE_FROM, {})
     assert find_names(PairConfig(str(folder))).preset == UNTHINKING
     assert find_names(PairConfig(str(folder), "own/drafter")).preset == Preset()
-    write(folder, {**MADE_FROM, "drafter": "my-drafter"}, {})
+    write_pair(folder, {**MADE_FROM, "drafter": "my-drafter"}, {})
     assert find_names(PairConfig(str(folder))).preset == Preset()
 
 
@@ -340,27 +348,27 @@ NAMES = {"target": "owner/model", "drafter": "owner/drafter"}
 def make(folder: Path, names: dict[str, str] = NAMES) -> Path:
     for part in names:
         (folder / part).mkdir(parents=True)
-    pair_folder.write(folder, names, {"mlx": "1.0"})
+    write_pair(folder, names, {"mlx": "1.0"})
     return folder
 
 
 @pytest.mark.parametrize("more", [{}, {"second-drafter": "owner/second"}])
 def test_a_pair_folder_says_where_its_models_are_and_come_from_and_may_be_moved(tmp_path, more):
     moved = make(tmp_path / "pair", {**NAMES, **more}).rename(tmp_path / "moved")
-    assert pair_folder.read(moved) == {**NAMES, **more}
+    assert read_pair(moved) == {**NAMES, **more}
 
 
 def test_only_a_folder_with_a_pair_json_is_a_pair_folder(tmp_path):
-    assert pair_folder.is_pair_folder(make(tmp_path / "pair"))
-    assert not pair_folder.is_pair_folder(tmp_path)
-    assert not pair_folder.is_pair_folder(tmp_path / "nowhere")
+    assert is_pair_folder(make(tmp_path / "pair"))
+    assert not is_pair_folder(tmp_path)
+    assert not is_pair_folder(tmp_path / "nowhere")
 
 
 def test_a_pair_folder_without_one_of_its_models_is_refused(tmp_path):
     folder = make(tmp_path / "pair")
     (folder / "drafter").rmdir()
     with pytest.raises(DFlashError, match="pair lacks the folder drafter; convert the pair again"):
-        pair_folder.read(folder)
+        read_pair(folder)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +386,7 @@ def test_a_pair_folder_without_one_of_its_models_is_refused(tmp_path):
 def test_a_damaged_pair_json_is_refused(tmp_path: Path, content: Any, complaint: str):
     folder = make(tmp_path / "pair")
     text = content if isinstance(content, str) else json.dumps(content)
-    (folder / pair_folder.FILE).write_text(text)
+    (folder / PAIR_FILE).write_text(text)
     with pytest.raises(DFlashError, match=complaint) as error:
-        pair_folder.read(folder)
-    assert str(folder / pair_folder.FILE) in error.value.what
+        read_pair(folder)
+    assert str(folder / PAIR_FILE) in error.value.what

@@ -1,19 +1,26 @@
 """Load a llama-architecture GGUF file: weights by MLX, model by mlx-lm, tokenizer from metadata.
 
-The tokenizer is a byte-level BPE.
+Its head is checked before MLX, whose reader trusts it, opens the file. Layout: magic, version,
+number of tensors and of metadata entries, the entries, a description of each tensor, and, aligned,
+the data. The tokenizer is a byte-level BPE.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gguf
 import mlx.core as mx
 import mlx.nn as nn
-from gguf import Keys, TokenType
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, Keys, TokenType
+from gguf.gguf_reader import ReaderField
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
@@ -22,17 +29,16 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.formats.gguf_header import (
-    ARCHITECTURE,
-    Arrays,
-    Metadata,
-    array,
-    read_file,
-    token_ids,
-    value_of,
-)
+from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
+MAX_DIMENSIONS = 4  # GGML's own limit
+MAX_ELEMENTS = 2**22  # of an array in the metadata; vocabularies have up to 2**18
+ARCHITECTURE = "llama"
+READABLE = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0")  # types of tensors
+
+Arrays = dict[str, mx.array]
+Metadata = dict[str, Any]
 GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
 ELSEWHERE = "choose another GGUF file, or the same model as a Hugging Face folder"
 
@@ -68,8 +74,7 @@ def load_gguf(
     """
     floating = mx.float32 if dequantize else None  # scales too, so that no product is rounded
     model, tokenizer, config = open_gguf(path, floating)
-    if dequantize:
-        model = dequantize_model(model)
+    model = dequantize_model(model) if dequantize else model
     if share is not None:
         share(model)
     mx.eval(model.parameters())
@@ -124,10 +129,8 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
     head_dim = value_of(metadata, Keys.Attention.KEY_LENGTH, int, max(hidden // heads, 1))
     _check_rope(metadata, head_dim)
     if heads % kv_heads or heads * head_dim > MAX_DIMENSION:
-        raise ValueError(
-            f"it has {heads} attention heads of {head_dim} on {kv_heads} key/value heads, which "
-            f"must divide them, and at most {MAX_DIMENSION} in all"
-        )
+        has = f"{heads} attention heads of {head_dim} on {kv_heads} key/value heads"
+        raise ValueError(f"it has {has}, which must divide them, of up to {MAX_DIMENSION} numbers")
     return {
         "model_type": ARCHITECTURE,
         "hidden_size": hidden,
@@ -254,3 +257,146 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
 def end_tokens(metadata: Metadata) -> list[int]:
     """The tokens that end an answer."""
     return sorted(set(token_ids(metadata, *ENDS).values()))
+
+
+# The head
+
+
+def read_file(file: Path) -> tuple[Arrays, Metadata]:
+    """Tensors as MLX names them, and metadata as plain Python values.
+
+    Raises DFlashError for a file that is no whole, consistent one, or that MLX does not read.
+    """
+    try:
+        if not file.is_file():
+            raise ValueError("it is no file")
+        with open(file, "rb") as opened:
+            if (magic := opened.read(4)) != b"GGUF":
+                raise ValueError(f"it begins with {magic!r}, not with b'GGUF'")
+        _Head(file)
+        loaded: Any = mx.load(str(file), format="gguf", return_metadata=True)
+        tensors, metadata = loaded
+        plain = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in metadata.items()}
+        return tensors, plain
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        is_sound = isinstance(error, NotImplementedError)
+        other = f"choose a GGUF file of type {', '.join(READABLE)}"
+        raise DFlashError(
+            f"{file.name} cannot be read as a GGUF file ({in_one_line(error)})",
+            other if is_sound else "download or copy it again",
+        ) from None
+
+
+class _Head(GGUFReader):
+    """The gguf package's reader, made to end where the file does, and to judge what MLX trusts.
+
+    By itself it reads empty values for ever past the end, and makes an array of every token, which
+    takes seconds.
+    """
+
+    def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        size, left = int(count) * np.dtype(dtype).itemsize, len(self.data) - offset
+        if size > left:
+            raise ValueError(f"at byte {offset} {size} bytes are wanted, {max(left, 0)} are left")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _build_fields(self, offs: int, count: int) -> int:
+        if self.byte_order != "I":
+            raise ValueError("it is big-endian, little-endian files can be read")
+        end = super()._build_fields(offs, count)
+        if field := self.fields.get(Keys.General.ALIGNMENT):
+            value = field.contents()
+            if type(value) is not int or value < 1 or value & (value - 1):
+                raise ValueError(f"its alignment is {repr(value)[:80]}, not a power of two")
+        return end
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        """Steps over arrays."""
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+        count, end = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+        if kind is GGUFValueType.ARRAY or count > MAX_ELEMENTS:
+            raise ValueError(f"it has an array of {count} {kind.name}, up to {MAX_ELEMENTS} can be")
+        if kind is GGUFValueType.STRING:
+            contents = self.data.data
+            for _ in range(count):
+                end += 8 + int.from_bytes(contents[end : end + 8], "little")
+        else:
+            end += count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
+        self._get(orig_offs, np.uint8, end - orig_offs)
+        return end - orig_offs, [], [], [GGUFValueType.ARRAY]
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        """Instead of making arrays of the tensors, look where they are."""
+        (name, count), *_ = Counter(field.name for field in fields).most_common(1) or [("", 0)]
+        if count > 1:
+            raise ValueError(f"it has the tensor {name[:80]!r} {count} times")
+        places = sorted(_place(field, int(self.alignment)) for field in fields)
+        for (_, end, first), (begin, _, second) in pairwise(places):
+            if begin < end:
+                raise ValueError(f"{second!r} begins at byte {begin}, inside {first!r}")
+        end, left = places[-1][1] if places else 0, max(len(self.data) - int(start_offs), 0)
+        if end > left:
+            raise ValueError(f"its tensors end at byte {end} of the data, it has {left}")
+
+
+def _place(field: ReaderField, alignment: int) -> tuple[int, int, str]:
+    """Where a tensor begins and ends, and its name; its shape has the fastest dimension first."""
+    name, shape = field.name[:80], field.parts[3].tolist()
+    number, begin = (int(part[0]) for part in field.parts[4:])
+    if not 1 <= len(shape) <= MAX_DIMENSIONS or not all(1 <= n <= MAX_DIMENSION for n in shape):
+        raise ValueError(f"the shape of {name!r} is {shape}, 1 to {MAX_DIMENSIONS} numbers can be")
+    kind = GGMLQuantizationType(number)
+    if kind.name not in READABLE:
+        raise NotImplementedError(f"{name!r} is of type {kind.name}, which MLX does not read")
+    block, size = GGML_QUANT_SIZES[kind]
+    if shape[0] % block:
+        raise ValueError(f"{name!r} has rows of {shape[0]}, {kind.name} has blocks of {block}")
+    if begin % alignment:
+        raise ValueError(f"{name!r} begins at byte {begin}, aligned to {alignment}")
+    return begin, begin + math.prod(shape) // block * size, name
+
+
+_KINDS = {
+    int: f"one whole number from 1 to {MAX_DIMENSION}",
+    float: "one finite number above 0",
+    str: "a text",
+    bool: "true or false",
+    list: "a list",
+}
+
+
+def value_of(metadata: Metadata, key: str, kind: type, default: Any = None) -> Any:
+    """A value of a kind of _KINDS; ValueError names the key. Without a default it must be there."""
+    name = key.format(arch=ARCHITECTURE)
+    if default is None and name not in metadata:
+        raise ValueError(f"the metadata {name} is missing")
+    value = metadata.get(name, default)
+    if kind is float:
+        fits = type(value) in (int, float) and 0 < value < math.inf
+    else:
+        fits = type(value) is kind and (kind is not int or 1 <= value <= MAX_DIMENSION)
+    if not fits:
+        raise ValueError(f"{name} is {repr(value)[:80]}, not {_KINDS[kind]}")
+    return value
+
+
+def array(metadata: Metadata, key: str, kind: type = str) -> list[Any]:
+    """The elements of a list, all of a kind; raises as `value_of`."""
+    value: list[Any] = value_of(metadata, key, list)
+    if wrong := [v for v in value if type(v) is not kind]:
+        raise ValueError(f"{key} has {repr(wrong[0])[:80]}, which is no {kind.__name__}")
+    return value
+
+
+def token_ids(metadata: Metadata, *keys: str) -> dict[str, int]:
+    """Those of these keys that are there, each a token of the vocabulary."""
+    count = len(array(metadata, Keys.Tokenizer.LIST))
+    found = {key: metadata[key] for key in keys if key in metadata}
+    for key, value in found.items():
+        if type(value) is not int:
+            raise ValueError(f"{key} is {repr(value)[:80]}, not one token")
+        if not 0 <= value < count:
+            raise ValueError(f"its special token {value} is outside its {count} tokens ({key})")
+    return found
