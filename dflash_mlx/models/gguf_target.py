@@ -72,21 +72,27 @@ def load_gguf(
     weights are read. Raises `DFlashError` for a file that is missing, damaged, of another
     architecture, or made with a feature that is not supported.
     """
+
+    def begin(model: nn.Module) -> nn.Module:
+        model = dequantize_model(model) if dequantize else model
+        if share is not None:
+            share(model)
+        mx.async_eval(model.parameters())  # MLX reads while Python makes the tokenizer
+        return model
+
     floating = mx.float32 if dequantize else None  # scales too, so that no product is rounded
-    model, tokenizer, config = open_gguf(path, floating)
-    model = dequantize_model(model) if dequantize else model
-    if share is not None:
-        share(model)
-    mx.eval(model.parameters())
-    return model, tokenizer, config
+    return open_gguf(path, floating, begin)
 
 
 def open_gguf(
-    path: Path, dtype: mx.Dtype | None = None
+    path: Path,
+    dtype: mx.Dtype | None = None,
+    begin: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """As `load_gguf`, before any weight is evaluated, and all packed that is so in the file.
+    """As `load_gguf`, but no weight is evaluated, and all packed that is so in the file.
 
-    dtype: of what is not packed, instead of that of the scales.
+    dtype: of what is not packed, instead of that of the scales. begin: called with the model before
+    the tokenizer is made.
     """
     tensors, metadata = read_file(path)
     with _usable(path):
@@ -98,7 +104,7 @@ def open_gguf(
             raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
         model = llama.Model(llama.ModelArgs.from_dict(config))
         _fill(model, _named_for(model, tensors, config), dtype)
-        return model, _tokenizer(metadata), config
+        return begin(model), _tokenizer(metadata), config
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -358,7 +364,7 @@ def _place(field: ReaderField, alignment: int) -> tuple[int, int, str]:
     return begin, begin + math.prod(shape) // block * size, name
 
 
-_KINDS = {
+_KINDS: dict[type, str] = {
     int: f"one whole number from 1 to {MAX_DIMENSION}",
     float: "one finite number above 0",
     str: "a text",
@@ -372,7 +378,7 @@ def value_of(metadata: Metadata, key: str, kind: type, default: Any = None) -> A
     name = key.format(arch=ARCHITECTURE)
     if default is None and name not in metadata:
         raise ValueError(f"the metadata {name} is missing")
-    value = metadata.get(name, default)
+    value: Any = metadata.get(name, default)
     if kind is float:
         fits = type(value) in (int, float) and 0 < value < math.inf
     else:
@@ -383,7 +389,7 @@ def value_of(metadata: Metadata, key: str, kind: type, default: Any = None) -> A
 
 
 def array(metadata: Metadata, key: str, kind: type = str) -> list[Any]:
-    """The elements of a list, all of a kind; raises as `value_of`."""
+    """The elements of a list, all of a kind; ValueError for anything else."""
     value: list[Any] = value_of(metadata, key, list)
     if wrong := [v for v in value if type(v) is not kind]:
         raise ValueError(f"{key} has {repr(wrong[0])[:80]}, which is no {kind.__name__}")
