@@ -1,8 +1,7 @@
 """Load a llama-architecture GGUF file: weights by MLX, model by mlx-lm, tokenizer from metadata.
 
-Its head is checked before MLX, whose reader trusts it, opens the file. Layout: magic, version,
-number of tensors and of metadata entries, the entries, a description of each tensor, and, aligned,
-the data. The tokenizer is a byte-level BPE.
+Its head is checked before MLX, whose reader trusts it, opens the file. The tokenizer is a
+byte-level BPE.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ ROLES = {
     "unk_token": Keys.Tokenizer.UNK_ID,
     "pad_token": Keys.Tokenizer.PAD_ID,
 }
-ENDS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
 
 
 def load_gguf(
@@ -116,7 +114,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _usable(path: Path) -> Iterator[None]:
-    """Says of the file what is not supported, as a DFlashError."""
     try:
         yield
     except (ValueError, OverflowError) as error:
@@ -151,7 +148,7 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
         "vocab_size": len(array(metadata, Keys.Tokenizer.LIST)),
         "tie_word_embeddings": tied,
         "bos_token_id": token_ids(metadata, Keys.Tokenizer.BOS_ID).get(Keys.Tokenizer.BOS_ID),
-        "eos_token_id": end_tokens(metadata),
+        "eos_token_id": _end_tokens(metadata),
     }
 
 
@@ -219,7 +216,7 @@ def _tokenizer(metadata: Metadata) -> TokenizerWrapper:
         **{role: tokens[ids[key]] for role, key in ROLES.items() if key in ids},
     )
     # mlx-lm's BPE detokenizer drops a leading space and garbles the byte 0; this one does not.
-    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, end_tokens(metadata))
+    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, _end_tokens(metadata))
 
 
 def _byte_level_bpe(metadata: Metadata, split: str, tokens: list[str]) -> Tokenizer:
@@ -260,9 +257,9 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
     raise ValueError(f"{Keys.Tokenizer.PRE} is {kind!r}, supported are {known}")
 
 
-def end_tokens(metadata: Metadata) -> list[int]:
-    """The tokens that end an answer."""
-    return sorted(set(token_ids(metadata, *ENDS).values()))
+def _end_tokens(metadata: Metadata) -> list[int]:
+    keys = Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID
+    return sorted(set(token_ids(metadata, *keys).values()))
 
 
 # The head
@@ -294,11 +291,7 @@ def read_file(file: Path) -> tuple[Arrays, Metadata]:
 
 
 class _Head(GGUFReader):
-    """The gguf package's reader, made to end where the file does, and to judge what MLX trusts.
-
-    By itself it reads empty values for ever past the end, and makes an array of every token, which
-    takes seconds.
-    """
+    """The gguf package's reader, which would read on behind the end; it judges what MLX trusts."""
 
     def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
         size, left = int(count) * np.dtype(dtype).itemsize, len(self.data) - offset
@@ -317,7 +310,6 @@ class _Head(GGUFReader):
         return end
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        """Steps over arrays."""
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
@@ -334,7 +326,6 @@ class _Head(GGUFReader):
         return end - orig_offs, [], [], [GGUFValueType.ARRAY]
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
-        """Instead of making arrays of the tensors, look where they are."""
         (name, count), *_ = Counter(field.name for field in fields).most_common(1) or [("", 0)]
         if count > 1:
             raise ValueError(f"it has the tensor {name[:80]!r} {count} times")
@@ -348,8 +339,8 @@ class _Head(GGUFReader):
 
 
 def _place(field: ReaderField, alignment: int) -> tuple[int, int, str]:
-    """Where a tensor begins and ends, and its name; its shape has the fastest dimension first."""
-    name, shape = field.name[:80], field.parts[3].tolist()
+    """Where a tensor begins and ends, and its name."""
+    name, shape = field.name[:80], field.parts[3].tolist()  # the fastest dimension first
     number, begin = (int(part[0]) for part in field.parts[4:])
     if not 1 <= len(shape) <= MAX_DIMENSIONS or not all(1 <= n <= MAX_DIMENSION for n in shape):
         raise ValueError(f"the shape of {name!r} is {shape}, 1 to {MAX_DIMENSIONS} numbers can be")
@@ -379,10 +370,11 @@ def value_of(metadata: Metadata, key: str, kind: type, default: Any = None) -> A
     if default is None and name not in metadata:
         raise ValueError(f"the metadata {name} is missing")
     value: Any = metadata.get(name, default)
-    if kind is float:
+    fits = isinstance(value, kind)
+    if kind is int:
+        fits = type(value) is int and 1 <= value <= MAX_DIMENSION
+    elif kind is float:
         fits = type(value) in (int, float) and 0 < value < math.inf
-    else:
-        fits = type(value) is kind and (kind is not int or 1 <= value <= MAX_DIMENSION)
     if not fits:
         raise ValueError(f"{name} is {repr(value)[:80]}, not {_KINDS[kind]}")
     return value
