@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.convert.conversion import ConvertConfig
@@ -21,14 +19,13 @@ def main(argv: Sequence[str]) -> None:
     """Convert, or say what would be done. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
     settings = cli.read_options(arguments, ConvertConfig)
-    with TemporaryDirectory(prefix="dflash-heads-") as scratch:
-        plan = make_plan(_names(arguments), arguments.dst, settings, Path(scratch))
-        if arguments.check:
-            print(report(plan))
-        check_spaces(plan)
-        if not arguments.check:
-            convert(plan, settings)
-            print(f"wrote {plan.destination}")
+    plan = make_plan(_names(arguments), arguments.dst, settings)
+    if arguments.check:
+        print(report(plan))
+    check_spaces(plan)
+    if not arguments.check:
+        convert(plan, settings)
+        print(f"wrote {plan.destination}")
 
 
 def _names(arguments: argparse.Namespace) -> dict[str, str]:

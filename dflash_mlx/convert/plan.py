@@ -6,13 +6,14 @@ the heads of weight files are fetched until all is known to be possible.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from huggingface_hub import constants
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dflash_mlx.convert.conversion import (
@@ -22,12 +23,7 @@ from dflash_mlx.convert.conversion import (
     plan_drafter,
     plan_target,
 )
-from dflash_mlx.convert.writing import (
-    check_space,
-    head,
-    resolve_destination,
-    staged,
-)
+from dflash_mlx.convert.writing import check_space, resolve_destination, staged
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
@@ -40,13 +36,12 @@ from dflash_mlx.models.check import (
 )
 from dflash_mlx.models.gguf_target import open_gguf
 from dflash_mlx.models.names import TARGET, is_pair_folder, whole_copy, write_pair
-from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source
+from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source, disk_of_cache
 from dflash_mlx.system.files import existing
 from dflash_mlx.system.machine import describe_versions
 
 ALONE = ""  # the part of a conversion that makes no pair: DST itself is its folder
 
-_CONFIGS = (CONFIG, "generation_config.json", "hf_quant_config.json")  # what mlx-lm builds from
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _GIVE = "give a Hugging Face id like owner/name, a local folder or a GGUF file"
 
@@ -69,31 +64,24 @@ class Plan:
         return sum(each.part.download for each in self.conversions.values())
 
 
-def make_plan(
-    names: Mapping[str, str], destination: str, settings: ConvertConfig, scratch: Path
-) -> Plan:
+def make_plan(names: Mapping[str, str], destination: str, settings: ConvertConfig) -> Plan:
     """All but fetching, reading and writing weights; DFlashError for what cannot be done.
 
-    names: of the models, by their folders in the destination. scratch: an empty folder to work in,
-    for as long as the plan is used.
+    names: of the models, by their folders in the destination.
     """
     folder = resolve_destination(destination)
     if ALONE in names and settings.drafter_bits is not None:
-        raise DFlashError(
-            "--drafter-bits is for the drafter of a pair", "use --bits, or add --pair"
-        )
+        what = "--drafter-bits is for the drafter of a pair"
+        raise DFlashError(what, "use --bits, or add --pair")
     parts = {}
-    for place, name in names.items():
-        heads = scratch / (place or "alone")
-        heads.mkdir()
-        parts[place] = part = open_part(name, heads)
-        wanted = TARGET if place == TARGET else DRAFTER
-        if place != ALONE and part.kind != wanted:
-            raise DFlashError(
-                f"{name} is a {part.kind}, not a {wanted}",
-                "give the target as SRC and the drafter with --pair",
-            )
-    return _plan(folder, parts, settings)
+    with TemporaryDirectory(prefix="dflash-heads-") as scratch:
+        for place, name in names.items():
+            parts[place] = part = open_part(name, Path(scratch) / place)
+            wanted = TARGET if place == TARGET else DRAFTER
+            if place != ALONE and part.kind != wanted:
+                what = f"{name} is a {part.kind}, not a {wanted}"
+                raise DFlashError(what, "give the target as SRC and the drafter with --pair")
+        return _plan(folder, parts, settings)
 
 
 def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig) -> Plan:
@@ -111,19 +99,13 @@ def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig)
 
 def check_spaces(plan: Plan) -> None:
     """Raise DFlashError where the download, the result, or both on one disk, do not fit."""
-    cache, parent = _cache_folder(), plan.destination.parent
+    cache, parent = disk_of_cache(), plan.destination.parent
     needed, what = plan.size, str(plan.destination)
     if plan.download:
         check_space(cache, plan.download, "the download")
         if os.stat(cache).st_dev == os.stat(parent).st_dev:
             needed, what = needed + plan.download, f"{what} with the download"
     check_space(parent, needed, what)
-
-
-def _cache_folder() -> Path:
-    """Where downloads go, or the nearest folder above it that is there."""
-    folder = Path(constants.HF_HUB_CACHE)
-    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
 def convert(plan: Plan, settings: ConvertConfig) -> None:
@@ -160,7 +142,7 @@ def report(plan: Plan) -> str:
     free = shutil.disk_usage(plan.destination.parent).free
     lines.append(f"disk      {amount(plan.size)} in {plan.destination}; {amount(free)} free")
     if plan.download:
-        free = shutil.disk_usage(_cache_folder()).free
+        free = shutil.disk_usage(disk_of_cache()).free
         lines.append(f"download  {amount(plan.download)}; {amount(free)} free for it")
     memory = max(each.memory for each in conversions)
     lines.append(f"memory    at most about {amount(memory)} while converting")
@@ -170,8 +152,8 @@ def report(plan: Plan) -> str:
 def open_part(name: str, scratch: Path) -> Part:
     """Find and check `name`, and of a repository that is not here no more than the headers.
 
-    scratch: an empty folder for these. Raises DFlashError for what is no model, is damaged, or
-    cannot be had.
+    scratch: a folder for these. Raises DFlashError for what is no model, is damaged, or cannot be
+    had.
     """
     path = existing(name)
     if path is not None and path.is_file():
@@ -181,7 +163,8 @@ def open_part(name: str, scratch: Path) -> Part:
     facts = _check(source, name)
     if source.folder is not None:
         return Part(name, source.folder, facts)
-    _write_heads(facts, source, scratch)
+    if facts.format is not None:
+        _write_heads(facts, source, scratch)
     return Part(name, scratch, facts, has_weights=False, download=source.missing())
 
 
@@ -234,15 +217,18 @@ def _on_hub(name: str) -> Source:
 
 
 def _write_heads(facts: ModelFacts, source: Source, folder: Path) -> None:
-    """What a model can be built from as if it were whole: configs, and a hole for its weights."""
-    for file in _CONFIGS:
-        if file in source.files:
-            shutil.copyfile(source.path(file), folder / file)
-    tensors = facts.weights.tensors
-    places = {name: (tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in tensors.items()}
+    """What a drafter can be built from as if it were whole: config, and a hole for its weights."""
+    folder.mkdir(exist_ok=True)
+    shutil.copyfile(source.path(CONFIG), folder / CONFIG)
+    head, end = {}, 0
+    for name, tensor in facts.weights.tensors.items():
+        begin, end = end, end + tensor.nbytes
+        place = {"shape": tensor.shape, "data_offsets": (begin, end)}
+        head[name] = {"dtype": tensor.dtype, **place}
+    text = json.dumps(head).encode()
     with open(folder / "model.safetensors", "wb") as output:
-        output.write(head(places))
-        output.truncate(output.tell() + facts.weights.stored_bytes)
+        output.write(len(text).to_bytes(8, "little") + text)
+        output.truncate(8 + len(text) + end)
 
 
 def _check_gguf(path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
@@ -38,10 +36,9 @@ def check_space(folder: Path, needed: int, what: str) -> None:
     """Raise DFlashError unless `needed` bytes, for `what`, fit on the disk of `folder`."""
     free = shutil.disk_usage(folder).free
     if free < needed + MARGIN:
-        raise DFlashError(
-            f"{what} needs {amount(needed + MARGIN)}, but only {amount(free)} are free in {folder}",
-            "free some space or choose another disk",
-        )
+        has = f"but only {amount(free)} are free in {folder}"
+        what = f"{what} needs {amount(needed + MARGIN)}, {has}"
+        raise DFlashError(what, "free some space or choose another disk")
 
 
 @contextmanager
@@ -66,10 +63,9 @@ def staged(destination: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
     except OSError as error:
-        raise DFlashError(
-            f"{destination} cannot be written ({error.strerror or error})",
-            "free some space, or choose another DST; nothing was left behind",
-        ) from error
+        step = "free some space, or choose another DST; nothing was left behind"
+        what = f"{destination} cannot be written ({error.strerror or error})"
+        raise DFlashError(what, step) from error
 
 
 @contextmanager
@@ -89,25 +85,8 @@ def _locked(folder: Path, destination: Path) -> Iterator[None]:
 
 
 def _sync(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def head(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> bytes:
-    """The length of a file's header, and the header: type, shape and place of every tensor.
-
-    tensors: type, shape and bytes of each, in the order in which their numbers follow.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
-    begin = 0
-    for name, (dtype, shape, size) in tensors.items():
-        place = [begin, begin + size]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": place}
-        begin += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

@@ -224,6 +224,12 @@ def cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE).expanduser()
 
 
+def disk_of_cache() -> Path:
+    """The folder of the Hugging Face cache, or the nearest one above it that is there."""
+    folder = cache_folder()
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+
+
 def how_to_name(option: str) -> str:
     """What to do about a name that is of no model."""
     where = f" with --{option}" if option else ""
